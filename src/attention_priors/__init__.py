@@ -1,0 +1,42 @@
+"""Attention with positional priors: one catalogue of log-priors, one ``attend()``."""
+
+from attention_priors.attention import SSMax, attend
+from attention_priors.encodings import LearnedTable, LinearToy, Rotary, ShawVectors, Sinusoidal
+from attention_priors.priors import (
+    ClippedOffsets,
+    GeneralizedGaussian,
+    KeySink,
+    Laplace,
+    Prior,
+    RelativeBuckets,
+    Spectral,
+    Structure,
+    Uniform,
+    Window,
+    alibi_slopes,
+    prior_from_config,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ClippedOffsets",
+    "GeneralizedGaussian",
+    "KeySink",
+    "Laplace",
+    "LearnedTable",
+    "LinearToy",
+    "Prior",
+    "RelativeBuckets",
+    "Rotary",
+    "SSMax",
+    "ShawVectors",
+    "Sinusoidal",
+    "Spectral",
+    "Structure",
+    "Uniform",
+    "Window",
+    "alibi_slopes",
+    "attend",
+    "prior_from_config",
+]

@@ -1,0 +1,182 @@
+"""``attend()``: attention with a positional prior. One meaning, several computations."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from attention_priors.attention.lanes import is_factored, lanes
+from attention_priors.attention.logit_scale import SSMax
+from attention_priors.attention.problem import Problem, make_problem
+from attention_priors.attention.reference import blockwise, reference
+from attention_priors.attention.toeplitz import toeplitz
+from attention_priors.encodings import ShawVectors
+from attention_priors.priors import Prior, Structure
+
+Backend = Literal["auto", "reference", "blockwise", "lanes", "toeplitz"]
+BACKENDS: tuple[Backend, ...] = ("auto", "reference", "blockwise", "lanes", "toeplitz")
+
+
+@overload
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prior: Prior | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    causal: bool = ...,
+    logit_scale: SSMax | None = ...,
+    softmax_scale: float | None = ...,
+    query_positions: Tensor | None = ...,
+    key_positions: Tensor | None = ...,
+    document_ids: Tensor | None = ...,
+    key_padding_mask: Tensor | None = ...,
+    attn_mask: Tensor | None = ...,
+    relative: ShawVectors | None = ...,
+    dropout_p: float = ...,
+    backend: Backend = ...,
+) -> Tensor: ...
+
+
+@overload
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prior: Prior | None = ...,
+    *,
+    return_lse: Literal[True],
+    causal: bool = ...,
+    logit_scale: SSMax | None = ...,
+    softmax_scale: float | None = ...,
+    query_positions: Tensor | None = ...,
+    key_positions: Tensor | None = ...,
+    document_ids: Tensor | None = ...,
+    key_padding_mask: Tensor | None = ...,
+    attn_mask: Tensor | None = ...,
+    relative: ShawVectors | None = ...,
+    dropout_p: float = ...,
+    backend: Backend = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prior: Prior | None = None,
+    *,
+    causal: bool = True,
+    logit_scale: SSMax | None = None,
+    softmax_scale: float | None = None,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    relative: ShawVectors | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention with a positional prior.
+
+    ``z_ij = c_i · (<q_i, k_j> · softmax_scale + K_ij)``, ``o_i = Σ_j softmax_j(z_ij) v_j`` over the keys that
+    query ``i`` may see; ``K`` is the prior's log-prior in nats, ``c`` the logit scale (1 without one). Masks
+    come after the scaling. Gradients reach query, key, value, every parameter of the prior, the logit scale
+    and ``relative``.
+
+    Args:
+        query: ``(B, H, Lq, D)``, float16, bfloat16, float32 or float64.
+        key: ``(B, Hkv, Lk, D)``; ``H`` is a multiple of ``Hkv`` (GQA, MQA).
+        value: ``(B, Hkv, Lk, Dv)``.
+        prior: a log-prior over positions, or None for the uniform one.
+        causal: whether a query sees only keys at positions up to its own.
+        logit_scale: :class:`SSMax`, or None.
+        softmax_scale: of the content; ``1/sqrt(D)`` by default.
+        query_positions: integers ``(Lq,)`` or ``(B, Lq)``, in tokens. By default queries end at the last
+            key, as in decoding with a KV cache.
+        key_positions: integers ``(Lk,)`` or ``(B, Lk)``; by default ``0..Lk-1``, or from 0 in each document.
+        document_ids: integers ``(B, Lk)``: packed documents do not see each other. Queries are the last
+            ``Lq`` tokens.
+        key_padding_mask: boolean ``(B, Lk)``, True = ignore.
+        attn_mask: boolean (True = forbidden) or added to the scaled logits; ``(Lq, Lk)`` or anything that
+            expands to ``(B, H, Lq, Lk)``. It is dense: prefer the arguments above.
+        relative: Shaw's vectors, which enter content scores and values.
+        dropout_p: probability with which attention weights are dropped.
+        return_lse: also return the log-sum-exp of each query's logits, which makes partial results over
+            disjoint sets of keys mergeable. Gradients flow through it.
+        backend: how it is computed, never what. ``auto`` chooses by the prior's structure: ``lanes`` if all of
+            it is factored, else ``toeplitz``; ``blockwise`` for ``relative``, dropout and an ``attn_mask`` with a
+            gradient. ``reference`` is the dense formula.
+
+    Returns:
+        Output ``(B, H, Lq, Dv)`` in the query's dtype; with ``return_lse`` also ``(B, H, Lq)`` in float32
+        (float64 for float64 queries). A query that may see no key gets zeros, and ``-inf``.
+
+    Raises:
+        ValueError: if an argument is impossible or does not fit the others; it says which and why.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        # Rotary positions or a float32 cache may have left the three in different dtypes.
+        wanted = torch.get_autocast_dtype(device)
+        query, key, value = query.to(wanted), key.to(wanted), value.to(wanted)
+    problem = make_problem(
+        query,
+        key,
+        value,
+        prior,
+        causal=causal,
+        logit_scale=logit_scale,
+        softmax_scale=softmax_scale,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        document_ids=document_ids,
+        key_padding_mask=key_padding_mask,
+        attn_mask=attn_mask,
+        relative=relative,
+        dropout_p=dropout_p,
+    )
+    # Each backend states the precision of every step; autocast would change it behind its back.
+    with torch.autocast(device, enabled=False):
+        out, lse = _compute(problem, _choose(problem) if backend == "auto" else backend, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def _choose(problem: Problem) -> Backend:
+    if _needs_autograd(problem):
+        return "blockwise"
+    if not is_factored(problem.prior, causal=problem.causal):
+        return "toeplitz"
+    terms = () if problem.prior is None else tuple(problem.prior.terms())
+    stationary = all(Structure.STATIONARY in term.structure for term in terms)
+    # A linear lane is less exact than a table at far positions, and lanes are computed in float32.
+    linear = any(Structure.FACTORED not in term.structure for term in terms)
+    half = problem.query.dtype in (torch.float16, torch.bfloat16) and problem.prior is not None
+    return "toeplitz" if stationary and (linear or half) else "lanes"
+
+
+def _needs_autograd(problem: Problem) -> bool:
+    mask = problem.attn_mask
+    return problem.relative is not None or problem.dropout_p > 0 or (mask is not None and mask.requires_grad)
+
+
+def _compute(problem: Problem, backend: Backend, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+    if backend == "reference":
+        out, lse, _ = reference(problem)
+        return out, lse
+    if backend == "blockwise":
+        return blockwise(problem)
+    if _needs_autograd(problem):
+        raise ValueError(
+            f"backend={backend!r} does not compute relative, dropout_p or a gradient of attn_mask; use 'auto'"
+        )
+    if backend == "lanes":
+        return lanes(problem, need_lse=need_lse)
+    return toeplitz(problem)

@@ -1,0 +1,58 @@
+"""Factored priors: a few extra query and key dimensions, then one plain attention call on any hardware."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from attention_priors.attention.augment import augment
+from attention_priors.attention.problem import Problem
+from attention_priors.attention.toeplitz import attend_in_blocks
+from attention_priors.priors import Prior, Structure
+
+
+def is_factored(prior: Prior | None, *, causal: bool) -> bool:
+    """Whether every term of the prior has lanes under this mask."""
+    wanted = Structure.FACTORED | (Structure.FACTORED_IF_CAUSAL if causal else Structure(0))
+    return prior is None or all(term.structure & wanted for term in prior.terms())
+
+
+def lanes(problem: Problem, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Attention with the whole prior in lanes.
+
+    Returns:
+        Output, and the log-sum-exp; without ``need_lse`` it may be None.
+
+    Raises:
+        ValueError: if a term of the prior has no lanes.
+    """
+    if not is_factored(problem.prior, causal=problem.causal):
+        mask = "under a causal mask" if problem.causal else "without a causal mask"
+        raise ValueError(
+            f"backend='lanes' needs a prior that is factored {mask}, got {problem.prior!r}; use backend='toeplitz'"
+        )
+    augmented = augment(problem, () if problem.prior is None else tuple(problem.prior.terms()))
+    if need_lse or not _is_plain(problem):
+        # Masks, offsets and log-sum-exps are the block-wise engine's, which has no table to add here.
+        return attend_in_blocks(problem, augmented, [])
+    query, key, value, _ = augmented
+    width = max(query.shape[-1], value.shape[-1])
+    out = scaled_dot_product_attention(
+        pad(query, (0, width - query.shape[-1])),
+        pad(key, (0, width - key.shape[-1])),
+        pad(value, (0, width - value.shape[-1])),
+        is_causal=problem.causal and query.shape[2] > 1,
+        scale=problem.softmax_scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out[..., : value.shape[-1]].to(problem.query.dtype), None
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether PyTorch's own causal flag says all there is to say about masks."""
+    if any(m is not None for m in (problem.key_documents, problem.key_padding_mask, problem.attn_mask)):
+        return False
+    num_queries, num_keys = problem.query.shape[2], problem.key.shape[2]
+    if not problem.causal or (num_queries == 1 and problem.offset == num_keys - 1):
+        return True
+    return num_queries == num_keys and problem.offset == 0

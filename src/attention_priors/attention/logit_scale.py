@@ -1,0 +1,70 @@
+"""Scaling of the logits with the number of visible keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attention_priors.description import Described, build
+
+
+class SSMax(Described, nn.Module):
+    """Scalable softmax: query ``i``'s logits are multiplied by ``c_i = s_h · ln n_i``.
+
+    ``n_i`` is the number of keys that query ``i`` may see: causal mask, documents and padding count,
+    a :class:`Window` does not. Without it, a softmax over ever more keys flattens. ``s_h`` may go negative.
+
+    Source: Nakanishi, "Scalable-Softmax Is Superior for Attention" (2025); BAM, Appendix H.4.
+
+    Args:
+        num_heads: ``H``.
+        init: the ``s`` every head starts with.
+        include_prior: whether the scale multiplies content and prior, ``c (content + K)``, as BAM's
+            released models do, or the content alone, ``c · content + K``.
+    """
+
+    name = "ssmax"
+
+    def __init__(self, num_heads: int, init: float = 1.0, include_prior: bool = True) -> None:
+        super().__init__()
+        if not isinstance(num_heads, int) or num_heads < 1:
+            raise ValueError(f"num_heads must be a positive integer, got {num_heads!r}")
+        if not math.isfinite(init):
+            raise ValueError(f"init must be finite, got {init!r}")
+        self.num_heads = num_heads
+        self.init = float(init)
+        self.include_prior = include_prior
+        self.s = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start anew: ``s = init``."""
+        nn.init.constant_(self.s, self.init)
+
+    def forward(self, visible_keys: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``c``.
+
+        Args:
+            visible_keys: ``n``, integers ``(..., 1 or H, Lq)``. Where it is 0 the scale is 0.
+            dtype: of the result.
+
+        Returns:
+            ``(..., H, Lq)``.
+        """
+        return (self.s.double().unsqueeze(-1) * visible_keys.clamp(min=1).double().log()).to(dtype)
+
+
+LOGIT_SCALES: dict[str, type[SSMax]] = {SSMax.name: SSMax}
+
+
+def logit_scale_from_config(config: Mapping[str, Any] | str | None, num_heads: int) -> SSMax | None:
+    """Build a logit scale from its plain description; None is no scaling.
+
+    Raises:
+        ValueError: if the name or an argument is unknown; it says what is allowed.
+    """
+    return None if config is None else build("logit scale", LOGIT_SCALES, config, num_heads=num_heads)

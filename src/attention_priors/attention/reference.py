@@ -1,0 +1,91 @@
+"""The dense formula: the specification that every other backend is tested against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attention_priors.attention.problem import Problem, block_length
+
+
+def reference(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention by its definition, in float32, or float64 for float64 queries. Memory: ``B · H · Lq · Lk``.
+
+    ``z_ij = c_i (q_i · k_j · softmax_scale + K_ij)`` (``c_i q_i · k_j · softmax_scale + K_ij`` if the logit
+    scale leaves the prior out), masks, softmax.
+
+    Returns:
+        Output ``(B, H, Lq, Dv)`` in the query's dtype, log-sum-exp ``(B, H, Lq)`` and attention weights
+        ``(B, H, Lq, Lk)`` in the computation's. A query that sees no key has output 0, log-sum-exp
+        ``-inf`` and weights 0.
+    """
+    dtype = problem.compute_dtype
+    group = problem.query.shape[1] // problem.key.shape[1]
+    query = problem.query.to(dtype)
+    key = problem.key.to(dtype).repeat_interleave(group, dim=1)
+    value = problem.value.to(dtype).repeat_interleave(group, dim=1)
+    distance = problem.query_positions.unsqueeze(-1) - problem.key_positions.unsqueeze(-2)
+
+    logits = query @ key.mT * problem.softmax_scale
+    relative = problem.relative
+    if relative is not None:
+        index = relative.index(distance)
+        key_vectors = relative.key_vectors.to(dtype)[index]
+        logits = logits + torch.einsum("bhid,bijd->bhij", query, key_vectors.expand(len(query), *[-1] * 3)) * (
+            problem.softmax_scale
+        )
+
+    hidden = None
+    bias = None
+    if problem.prior is not None:
+        bias, seen = problem.prior.bias_and_visibility(problem.query_positions, problem.key_positions, dtype)
+        hidden = None if seen is None else ~seen.unsqueeze(-3)
+    scale = problem.scale_per_query
+    if bias is not None and (scale is None or problem.scales_prior):
+        logits = logits + bias
+    if scale is not None:
+        logits = logits * scale.unsqueeze(-1)
+    if bias is not None and scale is not None and not problem.scales_prior:
+        logits = logits + bias
+
+    if problem.attn_mask is not None and problem.attn_mask.dtype != torch.bool:
+        # What it hides is taken from `visible` below; -inf itself would make gradients nan.
+        logits = logits + problem.attn_mask.to(dtype).clamp(min=torch.finfo(dtype).min)
+    visible = problem.visible()
+    if visible is not None:
+        hidden = ~visible if hidden is None else hidden | ~visible
+    if hidden is None:
+        weights, lse = logits.softmax(-1), logits.logsumexp(-1)
+    else:
+        blind = hidden.all(-1, keepdim=True)
+        logits = logits.masked_fill(hidden & ~blind, float("-inf"))
+        weights = logits.softmax(-1).masked_fill(blind, 0.0)
+        lse = logits.logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf"))
+
+    kept = torch.nn.functional.dropout(weights, problem.dropout_p)
+    out = kept @ value
+    if relative is not None and relative.value_vectors is not None:
+        value_vectors = relative.value_vectors.to(dtype)[relative.index(distance)]
+        out = out + torch.einsum("bhij,bijd->bhid", kept, value_vectors.expand(len(query), *[-1] * 3))
+    return out.to(problem.query.dtype), lse, weights
+
+
+def blockwise(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The dense formula, a block of queries at a time, recomputed in the backward pass.
+
+    Memory is linear in length. It is what computes whatever the faster backends do not: Shaw's vectors,
+    dropout, and a float mask with a gradient.
+    """
+    batch, heads, num_queries, head_dim = problem.query.shape
+    width = head_dim if problem.relative is not None else 1
+    rows = block_length(batch * max(heads, width) * problem.key.shape[2])
+
+    def some(start: int) -> tuple[Tensor, Tensor]:
+        return reference(problem.rows(slice(start, start + rows)))[:2]
+
+    starts = range(0, num_queries, rows)
+    if len(starts) == 1:
+        return some(0)
+    parts = [checkpoint(some, start, use_reentrant=False) for start in starts]
+    return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)  # pyright: ignore

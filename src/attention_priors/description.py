@@ -1,0 +1,72 @@
+"""Plain descriptions: how a prior, an encoding or a logit scale goes into a config and comes back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+Part = TypeVar("Part", bound="Described")
+
+
+class Described:
+    """Something whose constructor arguments, kept under their own names, say all there is to build it anew."""
+
+    name: ClassVar[str]
+    """Its name in configs and recipes."""
+
+    def to_config(self) -> dict[str, Any]:
+        """A plain (JSON-ready) description: ``{"name": ..., <constructor arguments>}``.
+
+        It holds what the constructor was given, not what has been learned since.
+        """
+        arguments = inspect.signature(type(self)).parameters
+        return {"name": self.name} | {argument: _plain(getattr(self, argument)) for argument in arguments}
+
+    def extra_repr(self) -> str:
+        """The constructor's arguments, as :class:`torch.nn.Module` prints them."""
+        return ", ".join(f"{key}={value!r}" for key, value in self.to_config().items() if key != "name")
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def build(
+    kind: str, catalogue: Mapping[str, type[Part]], config: Mapping[str, Any] | str, **known: Any
+) -> Part:
+    """Build what a description describes.
+
+    Args:
+        kind: what it is, for error messages: "prior", "encoding", ...
+        catalogue: the classes by name.
+        config: ``{"name": ..., <constructor arguments>}``, or a bare name.
+        known: arguments that follow from the surroundings (``num_heads``, ``head_dim``). They are passed to
+            constructors that take them and need not be in ``config``; where they are, they must agree.
+
+    Raises:
+        ValueError: naming the key, its value and what is allowed.
+    """
+    if isinstance(config, str):
+        config = {"name": config}
+    if not isinstance(config, Mapping) or "name" not in config:
+        raise ValueError(
+            f"the description of a {kind} needs a name, one of {', '.join(catalogue)}; got {config!r}"
+        )
+    arguments = dict(config)
+    name = arguments.pop("name")
+    if name not in catalogue:
+        raise ValueError(f"unknown {kind} {name!r}; known are {', '.join(catalogue)}")
+    parameters = inspect.signature(catalogue[name]).parameters
+    for argument in arguments:
+        if argument not in parameters:
+            raise ValueError(f"{kind} {name!r} has no argument {argument!r}; it has {', '.join(parameters)}")
+    for argument, value in known.items():
+        if argument in parameters and arguments.setdefault(argument, value) != value:
+            raise ValueError(
+                f"{kind} {name!r} states {argument}={arguments[argument]!r}, but it is used with {value!r}"
+            )
+    for argument, parameter in parameters.items():
+        if parameter.default is parameter.empty and argument not in arguments:
+            raise ValueError(f"{kind} {name!r} needs the argument {argument!r}")
+    return catalogue[name](**arguments)

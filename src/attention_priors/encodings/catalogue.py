@@ -1,0 +1,31 @@
+"""The catalogue: every encoding by its name. A new encoding is one new file and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attention_priors.description import build
+from attention_priors.encodings.base import Encoding
+from attention_priors.encodings.learned import LearnedTable
+from attention_priors.encodings.linear import LinearToy
+from attention_priors.encodings.rotary import Rotary
+from attention_priors.encodings.shaw import ShawVectors
+from attention_priors.encodings.sinusoidal import Sinusoidal
+
+ENCODINGS: dict[str, type[Encoding]] = {
+    encoding.name: encoding for encoding in (Sinusoidal, LearnedTable, Rotary, ShawVectors, LinearToy)
+}
+
+
+def encoding_from_config(config: Mapping[str, Any] | str | None, **known: int) -> Encoding | None:
+    """Build an encoding from its plain description; None is no encoding.
+
+    Args:
+        config: ``{"name": ..., <constructor arguments>}``, a bare name, or None.
+        known: ``width`` of the embeddings and ``head_dim``, for the encodings that take them.
+
+    Raises:
+        ValueError: if the name or an argument is unknown, or a value is impossible; it says what is allowed.
+    """
+    return None if config is None else build("encoding", ENCODINGS, config, **known)

@@ -1,0 +1,122 @@
+"""Rotary positions (RoPE) and the ways to stretch them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention_priors.encodings.base import Encoding
+
+
+class Rotary(Encoding):
+    """RoPE: rotate pairs of query and key coordinates by ``i · ω_r``, so that ``q·k`` depends on ``i - j``.
+
+    ``ω_r = base^(-2r / head_dim)``; coordinates ``r`` and ``r + head_dim/2`` form a pair, as in Llama.
+
+    Source: Su et al., "RoFormer" (2021); frequencies and scalings are those of transformers.
+
+    Args:
+        head_dim: ``D``, even.
+        base: ratio of the longest to the shortest period, before scaling.
+        scaling: None, ``linear`` (position interpolation: all frequencies divided by ``factor``), ``ntk``
+            (NTK-aware: the base multiplied by ``factor^(D/(D-2))``) or ``yarn``.
+        factor: how many times the original length the scaling is to reach.
+        original_length: the training length in tokens; YaRN needs it.
+        base_multiplier: multiplies the base; for use after training, together with SSMax (BAM used 50 to
+            100).
+    """
+
+    name = "rotary"
+    scalings = ("linear", "ntk", "yarn")
+
+    def __init__(
+        self,
+        head_dim: int,
+        base: float = 10000.0,
+        scaling: str | None = None,
+        factor: float = 1.0,
+        original_length: int | None = None,
+        base_multiplier: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if not isinstance(head_dim, int) or head_dim < 2 or head_dim % 2:
+            raise ValueError(f"head_dim must be a positive even integer for rotary positions, got {head_dim!r}")
+        if scaling not in (None, *self.scalings):
+            raise ValueError(f"scaling must be None or one of {', '.join(self.scalings)}; got {scaling!r}")
+        for argument, value, least in (("base", base, 1), ("base_multiplier", base_multiplier, 0)):
+            if not value > least:
+                raise ValueError(f"{argument} must be above {least}, got {value!r}")
+        if not factor >= 1:
+            raise ValueError(f"factor must be at least 1, got {factor!r}")
+        if scaling is None and factor != 1:
+            raise ValueError(f"factor={factor!r} has no meaning without a scaling")
+        if scaling == "ntk" and head_dim < 4:
+            raise ValueError(f"scaling='ntk' needs head_dim of at least 4, got {head_dim}")
+        if (scaling == "yarn") != (original_length is not None):
+            raise ValueError(
+                f"original_length is for scaling='yarn', which needs it; got {original_length!r} with {scaling!r}"
+            )
+        self.head_dim = head_dim
+        self.base = float(base)
+        self.scaling = scaling
+        self.factor = float(factor)
+        self.original_length = original_length
+        self.base_multiplier = float(base_multiplier)
+        self._frequencies: tuple[Tensor, float] | None = None
+
+    def frequencies(self) -> tuple[Tensor, float]:
+        """``ω`` in radians per token, ``(D/2,)`` in float32, and YaRN's factor on cosines and sines.
+
+        Computed at first use and not in the constructor: models may be built without memory ("meta").
+        """
+        if self._frequencies is None:
+            with torch.device("cpu"):
+                self._frequencies = self._compute_frequencies()
+        return self._frequencies
+
+    def _compute_frequencies(self) -> tuple[Tensor, float]:
+        base = self.base * self.base_multiplier
+        if self.scaling is None:
+            exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+            return 1.0 / base**exponents, 1.0
+        # transformers is imported here so that the core needs torch alone.
+        from transformers import LlamaConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        length = self.original_length or 1
+        parameters = {"rope_type": self.scaling, "rope_theta": base, "factor": self.factor}
+        if self.scaling == "ntk":
+            # "dynamic" with factor 1 at `factor` times the length is the static NTK-aware formula.
+            parameters |= {"rope_type": "dynamic", "factor": 1.0}
+        if self.scaling == "yarn":
+            parameters["original_max_position_embeddings"] = length
+        config = LlamaConfig(
+            head_dim=self.head_dim,
+            hidden_size=self.head_dim,
+            num_attention_heads=1,
+            max_position_embeddings=int(length * self.factor) if self.scaling == "yarn" else length,
+            rope_parameters=parameters,  # pyright: ignore[reportArgumentType]
+        )
+        compute = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
+        reached = torch.tensor(self.factor) if self.scaling == "ntk" else None
+        return compute(config, torch.device("cpu"), reached)  # pyright: ignore[reportArgumentType]
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate queries or keys.
+
+        Args:
+            x: ``(B, H, L, D)``.
+            positions: integers ``(L,)`` or ``(B, L)``, in tokens.
+
+        Returns:
+            ``x`` rotated, in its own dtype; phases are computed in float64.
+        """
+        if x.shape[-1] != self.head_dim:
+            raise ValueError(f"x must have head dimension {self.head_dim}, got shape {tuple(x.shape)}")
+        frequencies, magnitude = self.frequencies()
+        phase = positions.double().unsqueeze(-1) * frequencies.to(x.device, torch.float64)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        cos = (phase.cos() * magnitude).to(wide).unsqueeze(-3)
+        sin = (phase.sin() * magnitude).to(wide).unsqueeze(-3)
+        first, second = x.to(wide).chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -1,0 +1,49 @@
+"""Shaw's relative vectors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from attention_priors.encodings.base import Encoding
+
+
+class ShawVectors(Encoding):
+    """A learned vector per clipped offset, added to keys and values as query ``i`` sees them.
+
+    ``content_ij = q_i · (k_j + a^K_c) · softmax_scale`` and ``o_i = Σ_j p_ij (v_j + a^V_c)`` with
+    ``c = clip(j - i, -k, k)``. The content match itself depends on position, so this is no log-prior; pass
+    it to :func:`attention_priors.attend` as ``relative``. All heads share the vectors.
+
+    Source: Shaw, Uszkoreit and Vaswani (NAACL 2018), equations 3 to 5.
+
+    Args:
+        head_dim: of queries, keys and values.
+        max_offset: ``k`` in tokens.
+        values: whether values have vectors too.
+    """
+
+    name = "shaw"
+
+    def __init__(self, head_dim: int, max_offset: int = 16, values: bool = True) -> None:
+        super().__init__()
+        for argument, value in (("head_dim", head_dim), ("max_offset", max_offset)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{argument} must be a positive integer, got {value!r}")
+        self.head_dim = head_dim
+        self.max_offset = max_offset
+        self.values = values
+        self.key_vectors = nn.Parameter(torch.empty(2 * max_offset + 1, head_dim))
+        self.value_vectors = nn.Parameter(torch.empty(2 * max_offset + 1, head_dim)) if values else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start anew: N(0, 0.02²)."""
+        with torch.no_grad():
+            self.key_vectors.normal_(std=0.02)
+            if self.value_vectors is not None:
+                self.value_vectors.normal_(std=0.02)
+
+    def index(self, distance: Tensor) -> Tensor:
+        """Which vector belongs to each distance ``d = i - j``."""
+        return (-distance).clamp(-self.max_offset, self.max_offset) + self.max_offset

@@ -1,0 +1,32 @@
+"""Log-priors over positions: what each prior is, with no say in how attention is computed."""
+
+from attention_priors.priors.base import Lanes, Prior, Structure
+from attention_priors.priors.catalogue import CATALOGUE, prior_from_config
+from attention_priors.priors.clipped_offsets import ClippedOffsets
+from attention_priors.priors.generalized_gaussian import GeneralizedGaussian
+from attention_priors.priors.key_sink import KeySink
+from attention_priors.priors.laplace import Laplace
+from attention_priors.priors.relative_buckets import RelativeBuckets
+from attention_priors.priors.slopes import alibi_slopes
+from attention_priors.priors.spectral import Spectral
+from attention_priors.priors.sum import Sum
+from attention_priors.priors.uniform import Uniform
+from attention_priors.priors.window import Window
+
+__all__ = [
+    "CATALOGUE",
+    "ClippedOffsets",
+    "GeneralizedGaussian",
+    "KeySink",
+    "Lanes",
+    "Laplace",
+    "Prior",
+    "RelativeBuckets",
+    "Spectral",
+    "Structure",
+    "Sum",
+    "Uniform",
+    "Window",
+    "alibi_slopes",
+    "prior_from_config",
+]

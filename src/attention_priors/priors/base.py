@@ -1,0 +1,213 @@
+"""What every prior has in common: a log-prior, its structure, and a description of itself."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attention_priors.description import Described
+
+if TYPE_CHECKING:
+    from attention_priors.priors.sum import Sum
+
+LOG_PRIOR_FLOOR = -1e30
+"""Log-priors are finite: anything below this many nats is raised to it.
+
+float32 ends near -3.4e38; the floor leaves room for the logit scale that multiplies the log-prior.
+"""
+
+
+class Structure(enum.Flag):
+    """How a log-prior ``K(i, j)`` depends on the two positions; it decides how attention is computed.
+
+    ``STATIONARY``: ``K`` depends on the distance ``d = i - j`` alone, so one table of ``Lq + Lk - 1``
+    numbers per head holds all of it. ``FACTORED``: ``K(i, j) = <phi(i), psi(j)>`` with a few features, so
+    it rides along in the query-key product ("lanes"). ``FACTORED_IF_CAUSAL``: factored, up to a constant
+    per query, as long as only keys at ``j <= i`` are seen.
+    """
+
+    STATIONARY = enum.auto()
+    FACTORED = enum.auto()
+    FACTORED_IF_CAUSAL = enum.auto()
+
+
+class Lanes(NamedTuple):
+    """A factored log-prior: ``K(i, j) = sum_r query[h, i, r] * key[j, r] + row_offset[h, i]``.
+
+    All that differs between heads stands on the query side, so that heads may share keys (GQA).
+    """
+
+    query: Tensor
+    """``(..., H, Lq, R)``."""
+    key: Tensor
+    """``(..., Lk, R)``."""
+    row_offset: Tensor | None
+    """``(..., H, Lq)`` or None: a constant per query. It moves the log-sum-exp, not the weights."""
+
+
+class Prior(Described, nn.Module):
+    """A log-prior ``K(i, j)`` per head over query position ``i`` and key position ``j``, in nats.
+
+    ``K`` is unnormalised and is added to the content score: ``p_ij ∝ exp(content_ij) · exp(K_ij)``.
+    Positions are integers in tokens; the distance is ``d = i - j``, so the past is ``d >= 0``.
+
+    A subclass that is stationary defines :meth:`log_prior_at`; one that is factored defines :meth:`lanes`;
+    one that hides keys altogether defines :meth:`visible_at`. Constructors take ``num_heads`` first, and
+    every constructor argument becomes a part of the prior's description (:meth:`to_config`).
+
+    Parameters stay in float32 whatever dtype the model is cast to: at a position of 100 000, bfloat16 can
+    no longer tell neighbours apart.
+    """
+
+    structure: Structure
+    learnable: ClassVar[tuple[str, ...]] = ()
+    """The names that ``learn=`` may hold."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        if not isinstance(num_heads, int) or isinstance(num_heads, bool) or num_heads < 1:
+            raise ValueError(f"num_heads must be a positive integer, got {num_heads!r}")
+        self.num_heads = num_heads
+
+    # ---- the mathematics
+
+    def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The log-prior of stationary priors.
+
+        Args:
+            distance: integers ``d = i - j`` in tokens, any shape.
+            dtype: of the result; the computation itself is in float64, because powers and phases of large
+                distances lose their meaning in float32.
+
+        Returns:
+            ``(H, *distance.shape)``, finite, in nats.
+        """
+        raise TypeError(f"{type(self).__name__} is not stationary: it has no table over distances")
+
+    def lanes(
+        self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32
+    ) -> Lanes:
+        """The features of factored priors.
+
+        Args:
+            query_positions: integers ``(..., Lq)``.
+            key_positions: integers ``(..., Lk)``.
+            dtype: of the result.
+        """
+        raise TypeError(f"{type(self).__name__} is not factored: it has no lanes")
+
+    def visible_at(self, distance: Tensor) -> Tensor | None:
+        """Which distances the prior lets a query see at all: a boolean like ``distance``; None means all.
+
+        A mask is kept apart from the log-prior because a logit scale must not multiply an infinity.
+        """
+        return None
+
+    def check(self, *, causal: bool) -> None:
+        """Raise a ValueError if this prior has no meaning with (or without) a causal mask."""
+
+    def terms(self) -> Iterator[Prior]:
+        """The priors whose sum this one is: itself, unless it is a :class:`Sum`."""
+        yield self
+
+    def log_prior(
+        self, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """The whole log-prior, for people and tests: ``(..., H, Lq, Lk)`` in nats, ``-inf`` where hidden.
+
+        Args:
+            query_positions: integers ``(..., Lq)``.
+            key_positions: integers ``(..., Lk)``.
+            dtype: of the result.
+        """
+        bias, visible = self.bias_and_visibility(query_positions, key_positions, dtype)
+        return bias if visible is None else bias.masked_fill(~visible.unsqueeze(-3), float("-inf"))
+
+    def bias_and_visibility(
+        self, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor | None]:
+        """The finite log-prior ``(..., H, Lq, Lk)`` and, apart from it, what is visible ``(..., Lq, Lk)``."""
+        check_positions("query_positions", query_positions)
+        check_positions("key_positions", key_positions)
+        distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
+        bias, visible = None, None
+        for term in self.terms():
+            if Structure.STATIONARY in term.structure:
+                part = term.log_prior_at(distance, dtype).movedim(0, -3)
+            else:
+                lanes = term.lanes(query_positions, key_positions, dtype=dtype)
+                part = lanes.query @ lanes.key.unsqueeze(-3).mT
+                if lanes.row_offset is not None:
+                    part = part + lanes.row_offset.unsqueeze(-1)
+            bias = part if bias is None else bias + part
+            seen = term.visible_at(distance)
+            if seen is not None:
+                visible = seen if visible is None else visible & seen
+        assert bias is not None
+        return bias, visible
+
+    # ---- parameters
+
+    def reset_parameters(self) -> None:
+        """Put every parameter back to the named initialisation."""
+
+    @torch.no_grad()
+    def natural_parameters(self) -> dict[str, Tensor]:
+        """The parameters in the terms of the literature, each ``(H,)`` or ``(H, ...)``, detached."""
+        return {}
+
+    def _set_learned(self, learn: bool | str | Collection[str], parameters: Mapping[str, nn.Module | nn.Parameter]):
+        """Let only the named parameters train. ``learn`` is True (all), False (none) or a choice of names."""
+        if isinstance(learn, bool):
+            chosen = tuple(self.learnable) if learn else ()
+        else:
+            chosen = (learn,) if isinstance(learn, str) else tuple(learn)
+        for name in chosen:
+            if name not in self.learnable:
+                raise ValueError(
+                    f"learn={learn!r}: {type(self).__name__} can learn {', '.join(self.learnable)}, not {name!r}"
+                )
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name in chosen)
+        self.learn = tuple(name for name in self.learnable if name in chosen)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            # A cast by the model around us would round positions away; follow it to its device only.
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)
+
+    # ---- composition
+
+    def __add__(self, other: Prior) -> Sum:
+        """The product of two priors: their log-priors add."""
+        from attention_priors.priors.sum import Sum
+
+        if not isinstance(other, Prior):
+            return NotImplemented
+        return Sum([*self.terms(), *other.terms()])
+
+
+def check_positions(name: str, positions: Tensor) -> None:
+    """Positions are integer tensors with at least one dimension."""
+    if not isinstance(positions, Tensor) or positions.dim() < 1:
+        raise ValueError(f"{name} must be a tensor of integers (..., L), got {positions!r}")
+    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+        raise ValueError(f"{name} must hold integers (tokens), got dtype {positions.dtype}")
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise a ValueError unless ``value`` is one of the allowed names."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+
+
+def per_head(values: Tensor, like: Tensor) -> Tensor:
+    """Reshape ``(H,)`` to ``(H, 1, ..., 1)`` so that it broadcasts over the dimensions of ``like``."""
+    return values.view(-1, *(1,) * like.dim())

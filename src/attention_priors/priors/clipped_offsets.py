@@ -1,0 +1,63 @@
+"""Shaw's clipped offsets as a logit bias."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from attention_priors.priors.base import Prior, Structure, check_choice
+
+
+class ClippedOffsets(Prior):
+    """A learned scalar per offset, clipped at ``±k``: ``K(i, j) = b_h[clip(j - i, -k, k)]``, in nats.
+
+    The scalar form of Shaw's relative positions; its vector form is the encoding :class:`ShawVectors`.
+
+    Source: Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative Position Representations" (NAACL
+    2018), section 3.2.
+
+    Args:
+        num_heads: ``H``.
+        max_offset: ``k`` in tokens; there are ``2k + 1`` scalars per head, ordered from ``j - i = -k`` up.
+        init: ``uniform`` (zeros) or ``normal`` (N(0, 0.02²)).
+        learn: whether the scalars train.
+    """
+
+    name = "clipped_offsets"
+    structure = Structure.STATIONARY
+    learnable = ("bias",)
+    inits = ("uniform", "normal")
+
+    def __init__(
+        self,
+        num_heads: int,
+        max_offset: int = 16,
+        init: str = "uniform",
+        learn: bool | str | Collection[str] = True,
+    ) -> None:
+        super().__init__(num_heads)
+        if not isinstance(max_offset, int) or max_offset < 1:
+            raise ValueError(f"max_offset must be a positive integer, got {max_offset!r}")
+        check_choice("init", init, self.inits)
+        self.max_offset = max_offset
+        self.init = init
+        self.bias = nn.Parameter(torch.empty(num_heads, 2 * max_offset + 1))
+        self.reset_parameters()
+        self._set_learned(learn, {"bias": self.bias})
+
+    def reset_parameters(self) -> None:
+        """Start anew from ``init``."""
+        with torch.no_grad():
+            self.bias.normal_(std=0.02) if self.init == "normal" else self.bias.zero_()
+
+    @torch.no_grad()
+    def natural_parameters(self) -> dict[str, Tensor]:
+        """``bias`` in nats, ``(H, 2 max_offset + 1)``."""
+        return {"bias": self.bias.clone()}
+
+    def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``K`` at each distance ``d = i - j``, ``(H, *distance.shape)``."""
+        offset = (-distance).clamp(-self.max_offset, self.max_offset) + self.max_offset
+        return self.bias[:, offset].to(dtype)

@@ -1,0 +1,150 @@
+"""The Generalized Gaussian prior of BAM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from attention_priors.priors.base import LOG_PRIOR_FLOOR, Prior, Structure, check_choice, per_head
+from attention_priors.priors.slopes import alibi_slopes
+
+EPSILON = 1e-5
+"""Added to the distance, so that β < 0 is finite at d = 0 (BAM, Appendix C)."""
+
+MINIMUM_SHAPE = 0.05
+"""With ``keep_sign``, no head comes nearer to β = 0 than this."""
+
+
+class GeneralizedGaussian(Prior):
+    """BAM's prior: ``K(i, j) = -e^θα · ( |(j - i) - 2 sinh θμ| + ε )^θβ``, ε = 1e-5, in nats.
+
+    In its own terms a Generalized Gaussian with shape ``β = θβ``, scale ``α = e^(-θα/θβ)`` (tokens) and
+    location ``μ = 2 sinh θμ`` (tokens along ``j - i``; ``μ > 0`` moves the peak beyond a causal mask).
+    ``β = 1, μ = 0, α = 1/m`` is ALiBi and ``β = 2`` a Gaussian; ``0 < β < 1`` has a heavier tail than
+    ALiBi; ``β < 0`` lies outside the distribution proper: it suppresses the neighbourhood and leaves far
+    keys untouched, a *retrieval head*. At ``β = 0`` the prior is uniform, and ``α`` is undefined (nan).
+
+    Source: BAM, section 2.3, section 2.4 and Appendix C.
+
+    Args:
+        num_heads: ``H``.
+        init: where the parameters start.
+            ``uniform``: θα = θβ = 0, the paper's best; θα gets no gradient until θβ has moved.
+            ``laplace``: ALiBi, θβ = 1 and e^θα = its slopes.
+            ``linear``: θβ from 0 to 1 over the heads, θα = 0.
+            ``spread``: θβ from -0.5 to 1 over the heads, θα = 0.
+            ``roles``: the first half of the heads retrieve (θβ = -0.5, θα = 0), the others are local
+            (θβ = 1, slopes from 1/2 to 1/16).
+            ``sampled``: θα, θβ ~ N(0, 1).
+            θμ starts at 0 in all of them. ``spread`` and ``roles`` are this library's.
+        learn: which of ``alpha``, ``beta``, ``mu`` train (θα, θβ, θμ).
+        keep_sign: whether each head keeps the sign of the β it starts with. The trained coordinate θ is
+            then mapped to ``β = ±(softplus(2θ)/2 + 0.05)``, so a retrieval head stays one and BAM's
+            Theorem 4 holds for it throughout training. Needs an ``init`` without β = 0.
+    """
+
+    name = "generalized_gaussian"
+    structure = Structure.STATIONARY
+    learnable = ("alpha", "beta", "mu")
+    inits = ("uniform", "laplace", "linear", "spread", "roles", "sampled")
+
+    def __init__(
+        self,
+        num_heads: int,
+        init: str = "uniform",
+        learn: bool | str | Collection[str] = ("alpha", "beta"),
+        keep_sign: bool = False,
+    ) -> None:
+        super().__init__(num_heads)
+        check_choice("init", init, self.inits)
+        if keep_sign and init in ("uniform", "linear", "sampled"):
+            raise ValueError(
+                f"keep_sign=True needs an init whose heads all have a definite sign of β at a distance from "
+                f"0 (laplace, spread, roles); got init={init!r}"
+            )
+        self.init = init
+        self.keep_sign = keep_sign
+        self.theta_alpha = nn.Parameter(torch.empty(num_heads))
+        self.theta_beta = nn.Parameter(torch.empty(num_heads))
+        self.theta_mu = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+        self._set_learned(
+            learn, {"alpha": self.theta_alpha, "beta": self.theta_beta, "mu": self.theta_mu}
+        )
+
+    def _initial(self) -> tuple[Tensor, Tensor]:
+        """θα and β at the start, each ``(H,)``."""
+        heads = self.num_heads
+        zero = torch.zeros(heads)
+        if self.init == "laplace":
+            return alibi_slopes(heads).log(), torch.ones(heads)
+        if self.init == "linear":
+            return zero, torch.linspace(0, 1, heads)
+        if self.init == "spread":
+            return zero, torch.linspace(-0.5, 1, heads)
+        if self.init == "roles":
+            retrieval, local = heads // 2, heads - heads // 2
+            slopes = 2.0 ** -torch.linspace(1, 4, local)
+            theta_alpha = torch.cat([torch.zeros(retrieval), slopes.log()])
+            return theta_alpha, torch.cat([torch.full((retrieval,), -0.5), torch.ones(local)])
+        if self.init == "sampled":
+            return torch.randn(heads), torch.randn(heads)
+        return zero, zero.clone()
+
+    def reset_parameters(self) -> None:
+        """Start anew from ``init``."""
+        theta_alpha, beta = self._initial()
+        if self.keep_sign:
+            # Away from 0 so that the map below can be inverted; `spread` may pass close to it.
+            size = (beta.abs() - MINIMUM_SHAPE).clamp(min=0.01)
+            theta_beta = torch.log(torch.expm1(2 * size.double())) / 2
+        else:
+            theta_beta = beta
+        with torch.no_grad():
+            self.theta_alpha.copy_(theta_alpha)
+            self.theta_beta.copy_(theta_beta)
+            self.theta_mu.zero_()
+
+    @property
+    def beta(self) -> Tensor:
+        """The shape β, ``(H,)``."""
+        if not self.keep_sign:
+            return self.theta_beta
+        sign = torch.where(self._initial()[1] < 0, -1.0, 1.0).to(self.theta_beta.device)
+        return sign * (softplus(2 * self.theta_beta) / 2 + MINIMUM_SHAPE)
+
+    @property
+    def alpha(self) -> Tensor:
+        """The scale α in tokens, ``(H,)``; nan where β = 0."""
+        beta = self.beta
+        return torch.where(beta == 0, torch.nan, torch.exp(-self.theta_alpha / beta))
+
+    @property
+    def amplitude(self) -> Tensor:
+        """``e^θα``, ``(H,)``: the penalty at a distance of one token, in nats. Defined for every β."""
+        return self.theta_alpha.exp()
+
+    @property
+    def mu(self) -> Tensor:
+        """The location μ in tokens along ``j - i``, ``(H,)``."""
+        return 2 * torch.sinh(self.theta_mu)
+
+    @torch.no_grad()
+    def natural_parameters(self) -> dict[str, Tensor]:
+        """``alpha`` (tokens), ``beta``, ``mu`` (tokens), ``amplitude`` (nats)."""
+        return {"alpha": self.alpha, "beta": self.beta, "mu": self.mu, "amplitude": self.amplitude}
+
+    def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``K`` at each distance ``d = i - j``, ``(H, *distance.shape)``."""
+        theta_alpha = per_head(self.theta_alpha.double(), distance)
+        beta = per_head(self.beta.double(), distance)
+        # sinh overflows near 710; 2 sinh 30 is already beyond any context.
+        mu = 2 * torch.sinh(per_head(self.theta_mu.double().clamp(-30, 30), distance))
+        away = (-distance.double() - mu).abs() + EPSILON
+        # In the log domain neither the power nor its gradient can overflow.
+        exponent = (theta_alpha + beta * away.log()).clamp(max=math.log(-LOG_PRIOR_FLOOR))
+        return (-exponent.exp()).to(dtype)

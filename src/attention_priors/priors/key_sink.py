@@ -1,0 +1,153 @@
+"""GOAT's key-only prior: an explicit attention sink."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from attention_priors.priors.base import Lanes, Prior, Structure, check_choice
+from attention_priors.priors.slopes import alibi_slopes
+from attention_priors.priors.spectral import angular_frequencies
+
+
+class KeySink(Prior):
+    """A default that does not depend on the query: ``K(i, j) = u(j)``, in nats.
+
+    ``u(j) = slope · j + gain · MLP([sin ω_m j, cos ω_m j, j / T, ln(1 + j) / ln(1 + T)]) + bump · 1[j = 0]``
+
+    with ``T`` the training length and ``ω_m`` geometric, as in :class:`Spectral`. All heads share one small
+    MLP (one hidden layer, GELU); slope, gain and bump are per head. Factored: three lanes, whose
+    coefficients stand on the query side so that heads may share keys. A linear slope is a recency prior
+    only under a causal mask (GOAT, Proposition F.6), so with a slope bidirectional use is an error.
+
+    Source: GOAT, section 4 ("Explicit sink parameterization"), equation 19, Theorem 4.
+
+    Args:
+        num_heads: ``H``.
+        train_length: ``T`` in tokens.
+        num_frequencies: how many ``ω_m``.
+        hidden_size: width of the MLP.
+        base: ratio of the longest to the shortest period.
+        init: ``uniform`` (gain and bump 0, no slope) or ``recency`` (the same with ALiBi's slopes).
+        learn: which of ``slope``, ``gain``, ``bump``, ``mlp`` train; None for all that ``init`` has.
+    """
+
+    name = "key_sink"
+    structure = Structure.FACTORED
+    learnable = ("slope", "gain", "bump", "mlp")
+    inits = ("uniform", "recency")
+
+    def __init__(
+        self,
+        num_heads: int,
+        train_length: int,
+        num_frequencies: int = 8,
+        hidden_size: int = 32,
+        base: float = 10000.0,
+        init: str = "uniform",
+        learn: bool | str | Collection[str] | None = None,
+    ) -> None:
+        super().__init__(num_heads)
+        for argument, value in (
+            ("train_length", train_length),
+            ("num_frequencies", num_frequencies),
+            ("hidden_size", hidden_size),
+        ):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{argument} must be a positive integer, got {value!r}")
+        if not (math.isfinite(base) and base > 1):
+            raise ValueError(f"base must be a finite number above 1, got {base!r}")
+        check_choice("init", init, self.inits)
+        self.train_length = train_length
+        self.num_frequencies = num_frequencies
+        self.hidden_size = hidden_size
+        self.base = float(base)
+        self.init = init
+        if learn is None:
+            learn = self.learnable if init == "recency" else ("gain", "bump", "mlp")
+        self.slope = nn.Parameter(torch.empty(num_heads))
+        self.gain = nn.Parameter(torch.empty(num_heads))
+        self.bump = nn.Parameter(torch.empty(num_heads))
+        self.mlp = nn.Sequential(
+            nn.Linear(2 * num_frequencies + 2, hidden_size), nn.GELU(), nn.Linear(hidden_size, 1)
+        )
+        self.reset_parameters()
+        parameters = {"slope": self.slope, "gain": self.gain, "bump": self.bump, "mlp": self.mlp}
+        self._set_learned(learn, parameters)
+
+    @property
+    def has_slope(self) -> bool:
+        """Whether ``u`` has a linear part."""
+        return self.init == "recency" or "slope" in self.learn
+
+    def check(self, *, causal: bool) -> None:
+        """A slope is a recency prior under a causal mask only."""
+        if self.has_slope and not causal:
+            raise ValueError(
+                "KeySink has a slope, which prefers the last key of the sequence rather than a near one when "
+                "attention is bidirectional; use init='uniform' without 'slope' in learn, or causal=True"
+            )
+
+    def reset_parameters(self) -> None:
+        """Start anew from ``init``."""
+        with torch.no_grad():
+            self.gain.zero_()
+            self.bump.zero_()
+            self.slope.copy_(alibi_slopes(self.num_heads)) if self.init == "recency" else self.slope.zero_()
+        for layer in self.mlp:
+            if isinstance(layer, nn.Linear):
+                layer.reset_parameters()
+
+    @torch.no_grad()
+    def natural_parameters(self) -> dict[str, Tensor]:
+        """``slope`` (nats per token), ``gain`` and ``bump`` (nats)."""
+        return {"slope": self.slope.clone(), "gain": self.gain.clone(), "bump": self.bump.clone()}
+
+    def _features(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        position = positions.double().unsqueeze(-1)
+        phase = position * angular_frequencies(self.num_frequencies, self.base, positions.device)
+        # Positions before the first token are padding, which no query sees: any finite number will do.
+        logarithm = position.clamp(min=0).log1p() / math.log1p(self.train_length)
+        return torch.cat([phase.sin(), phase.cos(), position / self.train_length, logarithm], -1).to(dtype)
+
+    def _shared_curve(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """The MLP's output, ``(..., L)``. It ignores autocast: bfloat16 would blur far positions."""
+        first, activation, last = self.mlp
+        assert isinstance(first, nn.Linear)
+        assert isinstance(last, nn.Linear)
+        with torch.autocast(positions.device.type, enabled=False):
+            hidden = nn.functional.linear(
+                self._features(positions, dtype), first.weight.to(dtype), first.bias.to(dtype)
+            )
+            out = nn.functional.linear(activation(hidden), last.weight.to(dtype), last.bias.to(dtype))
+        return out.squeeze(-1)
+
+    def log_prior_of_key(self, key_positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``u(j)``, ``(..., H, Lk)``: what :meth:`log_prior` repeats for every query."""
+        one_query = torch.zeros_like(key_positions[..., :1])
+        return self.log_prior(one_query, key_positions, dtype).squeeze(-2)
+
+    def lanes(
+        self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32
+    ) -> Lanes:
+        """``[slope, gain, bump]`` against ``[j - r, MLP(j), 1[j = 0]]``; the row's constant is ``slope · r``.
+
+        ``r`` is the last key's position, so that the keys that matter carry small, exact numbers.
+        """
+        reference = key_positions.amax(-1, keepdim=True)
+        key = torch.stack(
+            [
+                (key_positions - reference).to(dtype),
+                self._shared_curve(key_positions, dtype),
+                (key_positions == 0).to(dtype),
+            ],
+            dim=-1,
+        )
+        coefficients = torch.stack([self.slope, self.gain, self.bump], dim=-1).to(dtype)
+        ones = torch.ones_like(query_positions, dtype=dtype)
+        query = coefficients.unsqueeze(-2) * ones.unsqueeze(-1).unsqueeze(-3)
+        row_offset = self.slope.double().unsqueeze(-1) * (reference * torch.ones_like(query_positions)).double().unsqueeze(-2)
+        return Lanes(query, key, row_offset.to(dtype))

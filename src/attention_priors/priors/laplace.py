@@ -1,0 +1,140 @@
+"""The Laplace prior (ALiBi)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from attention_priors.priors.base import LOG_PRIOR_FLOOR, Lanes, Prior, Structure, per_head
+from attention_priors.priors.slopes import alibi_slopes
+
+
+class Laplace(Prior):
+    """A linear penalty on distance: ``K(i, j) = -m_h · |i - j|``, slope ``m_h > 0`` in nats per token.
+
+    With ALiBi's slopes, fixed, this is ALiBi (Press et al. 2022; BAM, Lemma 2). Under a causal mask it is
+    factored: ``-m (i - j)`` and ``m · j`` differ by a constant per query (GOAT, Proposition F.6).
+
+    Args:
+        num_heads: ``H``.
+        slopes: ``H`` positive slopes; None for ALiBi's.
+        learn: whether the slopes train (in the log domain, so that they stay positive).
+    """
+
+    name = "laplace"
+    structure = Structure.STATIONARY | Structure.FACTORED_IF_CAUSAL
+    learnable = ("slope",)
+
+    def __init__(
+        self,
+        num_heads: int,
+        slopes: Sequence[float] | None = None,
+        learn: bool | str | Collection[str] = False,
+    ) -> None:
+        super().__init__(num_heads)
+        if slopes is not None:
+            slopes = tuple(float(slope) for slope in slopes)
+            if len(slopes) != num_heads:
+                raise ValueError(f"slopes must hold num_heads={num_heads} numbers, got {len(slopes)}")
+            if not all(math.isfinite(slope) and slope > 0 for slope in slopes):
+                raise ValueError(f"slopes must be positive and finite, got {list(slopes)}")
+        self.slopes = slopes
+        self.log_slope = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+        self._set_learned(learn, {"slope": self.log_slope})
+
+    @classmethod
+    def from_mean_distance(
+        cls, mean: float | Sequence[float], length: int, *, learn: bool | str | Collection[str] = False
+    ) -> Laplace:
+        """The least committal recency prior whose mean distance is given.
+
+        Among all distributions over the distances ``0..L-1`` with a given mean, the one of maximum entropy
+        is exponential, ``q(d) ∝ exp(-λ d)``, with the rate ``λ`` that solves
+        ``mean = 1/(e^λ - 1) - L/(e^(λL) - 1)``. The right side falls strictly with ``λ``.
+
+        Source: GOAT, Theorem 3 (Appendix F.3).
+
+        Args:
+            mean: the mean distance in tokens, one number per head (or one for a single head).
+            length: ``L``, the number of distances, at least 2.
+            learn: as in the constructor.
+
+        Raises:
+            ValueError: if a mean is not in ``(0, (L - 1) / 2)``. From the middle on the solution has
+                ``λ <= 0`` and prefers far keys: that is no recency prior.
+        """
+        means = [float(mean)] if isinstance(mean, int | float) else [float(value) for value in mean]
+        if not means:
+            raise ValueError("mean must hold at least one number, got none")
+        slopes = [_max_entropy_rate(value, length) for value in means]
+        return cls(len(slopes), slopes=slopes, learn=learn)
+
+    @property
+    def slope(self) -> Tensor:
+        """``m``, ``(H,)``, in nats per token."""
+        return self.log_slope.exp()
+
+    def reset_parameters(self) -> None:
+        """The given slopes, or ALiBi's."""
+        slopes = alibi_slopes(self.num_heads) if self.slopes is None else torch.tensor(self.slopes).double()
+        with torch.no_grad():
+            self.log_slope.copy_(slopes.log())
+
+    @torch.no_grad()
+    def natural_parameters(self) -> dict[str, Tensor]:
+        """``slope``, in nats per token."""
+        return {"slope": self.slope}
+
+    def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``-m |d|``, ``(H, *distance.shape)``."""
+        slope = per_head(self.log_slope.double().exp(), distance)
+        return (-slope * distance.abs().double()).clamp(min=LOG_PRIOR_FLOOR).to(dtype)
+
+    def lanes(
+        self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32
+    ) -> Lanes:
+        """One lane, ``m · (j - r)``, valid for keys at ``j <= i``.
+
+        The reference ``r`` is the last key: the keys that matter most then carry the smallest, most exact
+        numbers. What is left of ``-m (i - j)`` is the row's constant ``-m (i - r)``.
+        """
+        reference = key_positions.amax(-1, keepdim=True)
+        slope = self.log_slope.double().exp().unsqueeze(-1)
+        key = (key_positions - reference).to(dtype).unsqueeze(-1)
+        ones = torch.ones_like(query_positions, dtype=torch.float64).unsqueeze(-2)
+        row_offset = -slope * (query_positions - reference).double().unsqueeze(-2)
+        return Lanes((slope * ones).to(dtype).unsqueeze(-1), key, row_offset.to(dtype))
+
+
+def _max_entropy_rate(mean: float, length: int) -> float:
+    if not isinstance(length, int) or length < 2:
+        raise ValueError(f"length must be an integer of at least 2, got {length!r}")
+    middle = (length - 1) / 2
+    if not 0 < mean < middle:
+        raise ValueError(
+            f"mean={mean!r} must lie strictly between 0 and (length - 1) / 2 = {middle}: from there on the "
+            "maximum-entropy distribution no longer prefers near keys, so it is no recency prior"
+        )
+
+    def mean_at(rate: float) -> float:
+        # Both terms have a pole at 0 that cancels; expm1 keeps the difference exact enough to bisect, and
+        # very small rates use the series around the middle: mean(λ) ≈ (L-1)/2 - λ (L² - 1)/12.
+        if rate * length < 1e-4:
+            return middle - rate * (length**2 - 1) / 12
+        tail = length / math.expm1(rate * length) if rate * length < 700 else 0.0
+        return 1 / math.expm1(rate) - tail
+
+    low, high = 0.0, 1.0
+    while mean_at(high) > mean:
+        high *= 2
+    for _ in range(200):
+        centre = (low + high) / 2
+        if mean_at(centre) > mean:
+            low = centre
+        else:
+            high = centre
+    return (low + high) / 2

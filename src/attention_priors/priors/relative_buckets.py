@@ -1,0 +1,95 @@
+"""T5's relative position buckets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from attention_priors.priors.base import Prior, Structure, check_choice
+
+
+class RelativeBuckets(Prior):
+    """A learned scalar per bucket of distance: ``K(i, j) = b_h[bucket(i - j)]``, in nats.
+
+    Buckets are exact for small distances, then spaced logarithmically up to ``max_distance``; everything
+    farther shares the last one. One-directional (causal): ``N/2`` exact buckets, and all keys after the
+    query share bucket 0. Bidirectional: each direction has half of the buckets.
+
+    Source: Raffel et al., "Exploring the Limits of Transfer Learning" (JMLR 2020), section 2.1 and the
+    published code, whose float32 logarithm decides the boundaries.
+
+    Args:
+        num_heads: ``H``.
+        num_buckets: ``N``, all directions together.
+        max_distance: the distance in tokens from which the last bucket begins, at the latest.
+        bidirectional: whether keys after the query have buckets of their own.
+        init: ``uniform`` (zeros) or ``normal`` (N(0, 1/512), T5-base's start at width 512).
+        learn: whether the scalars train.
+    """
+
+    name = "relative_buckets"
+    structure = Structure.STATIONARY
+    learnable = ("bias",)
+    inits = ("uniform", "normal")
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        bidirectional: bool = False,
+        init: str = "uniform",
+        learn: bool | str | Collection[str] = True,
+    ) -> None:
+        super().__init__(num_heads)
+        least = 4 if bidirectional else 2
+        if not isinstance(num_buckets, int) or num_buckets < least or (bidirectional and num_buckets % 2):
+            kind = f"an even integer of at least {least}" if bidirectional else f"an integer of at least {least}"
+            raise ValueError(f"num_buckets must be {kind}, got {num_buckets!r}")
+        exact = num_buckets // (4 if bidirectional else 2)
+        if not isinstance(max_distance, int) or max_distance <= exact:
+            raise ValueError(
+                f"max_distance must be an integer above the {exact} distances that have a bucket of their "
+                f"own, got {max_distance!r}"
+            )
+        check_choice("init", init, self.inits)
+        self.num_buckets = num_buckets
+        self.max_distance = max_distance
+        self.bidirectional = bidirectional
+        self.init = init
+        self.bias = nn.Parameter(torch.empty(num_heads, num_buckets))
+        self.reset_parameters()
+        self._set_learned(learn, {"bias": self.bias})
+
+    def reset_parameters(self) -> None:
+        """Start anew from ``init``."""
+        with torch.no_grad():
+            self.bias.normal_(std=512**-0.5) if self.init == "normal" else self.bias.zero_()
+
+    @torch.no_grad()
+    def natural_parameters(self) -> dict[str, Tensor]:
+        """``bias`` in nats, ``(H, num_buckets)``."""
+        return {"bias": self.bias.clone()}
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        """The bucket of each distance ``d = i - j``, an integer in ``0..num_buckets - 1``."""
+        buckets = self.num_buckets
+        first = torch.zeros_like(distance)
+        if self.bidirectional:
+            buckets //= 2
+            first = torch.where(distance < 0, buckets, first)
+            magnitude = distance.abs()
+        else:
+            magnitude = distance.clamp(min=0)
+        exact = buckets // 2
+        # T5 takes this logarithm in float32; in float64 a distance on a boundary could change its bucket.
+        ratio = torch.log(magnitude.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
+        spaced = (exact + (ratio * (buckets - exact)).to(distance.dtype)).clamp(max=buckets - 1)
+        return first + torch.where(magnitude < exact, magnitude, spaced)
+
+    def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``K`` at each distance, ``(H, *distance.shape)``."""
+        return self.bias[:, self.bucket(distance)].to(dtype)

@@ -1,0 +1,26 @@
+"""ALiBi's slopes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """ALiBi's slope per head, ``(H,)`` in float64, in nats per token.
+
+    For ``H`` a power of two: ``m_h = 2^(-8 (h + 1) / H)``. Otherwise, with ``P`` the largest power of two
+    below ``H``: the slopes of ``P`` heads, then every other slope of ``2P`` heads until there are ``H``.
+
+    Source: Press, Smith and Lewis, "Train Short, Test Long" (ICLR 2022), section 3 and its published code.
+    """
+    if num_heads < 1:
+        raise ValueError(f"num_heads must be a positive integer, got {num_heads!r}")
+    power = 2 ** math.floor(math.log2(num_heads))
+
+    def geometric(count: int) -> Tensor:
+        return torch.pow(2.0, -8.0 * torch.arange(1, count + 1, dtype=torch.float64) / count)
+
+    return torch.cat([geometric(power), geometric(2 * power)[::2][: num_heads - power]])

@@ -1,0 +1,94 @@
+"""GOAT's spectral prior."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from attention_priors.priors.base import Lanes, Prior, Structure, check_choice
+
+
+class Spectral(Prior):
+    """A trigonometric sum over the distance: ``K(i, j) = Σ_r α_r cos(ω_r d) + β_r sin(ω_r d)``.
+
+    ``d = i - j`` in tokens, ``ω_r = base^(-r / max(R-1, 1))`` in radians per token, ``r = 0..R-1``; ``α_r``
+    is the symmetric and ``β_r`` the antisymmetric weight, in nats and of any sign. The longest period,
+    ``2π · base`` tokens, bounds how far the prior means anything. Both stationary and factored: ``2R`` lanes.
+
+    Source: GOAT, equations 12 to 18, Appendix B and Proposition F.5.
+
+    Args:
+        num_heads: ``H``.
+        num_frequencies: ``R``.
+        base: ratio of the longest to the shortest period.
+        init: ``uniform`` (all weights 0) or ``recency`` (small α ~ N(0, 0.02) that break the symmetry
+            between heads; GOAT pairs it with ALiBi's slopes, here :class:`KeySink` or :class:`Laplace`).
+        learn: which of ``alpha``, ``beta`` train.
+    """
+
+    name = "spectral"
+    structure = Structure.STATIONARY | Structure.FACTORED
+    learnable = ("alpha", "beta")
+    inits = ("uniform", "recency")
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_frequencies: int = 8,
+        base: float = 10000.0,
+        init: str = "uniform",
+        learn: bool | str | Collection[str] = ("alpha", "beta"),
+    ) -> None:
+        super().__init__(num_heads)
+        if not isinstance(num_frequencies, int) or num_frequencies < 1:
+            raise ValueError(f"num_frequencies must be a positive integer, got {num_frequencies!r}")
+        if not (math.isfinite(base) and base > 1):
+            raise ValueError(f"base must be a finite number above 1, got {base!r}")
+        check_choice("init", init, self.inits)
+        self.num_frequencies = num_frequencies
+        self.base = float(base)
+        self.init = init
+        self.alpha = nn.Parameter(torch.empty(num_heads, num_frequencies))
+        self.beta = nn.Parameter(torch.empty(num_heads, num_frequencies))
+        self.reset_parameters()
+        self._set_learned(learn, {"alpha": self.alpha, "beta": self.beta})
+
+    def reset_parameters(self) -> None:
+        """Start anew from ``init``."""
+        with torch.no_grad():
+            self.beta.zero_()
+            self.alpha.normal_(std=0.02) if self.init == "recency" else self.alpha.zero_()
+
+    @torch.no_grad()
+    def natural_parameters(self) -> dict[str, Tensor]:
+        """``alpha`` and ``beta`` in nats, each ``(H, R)``."""
+        return {"alpha": self.alpha.clone(), "beta": self.beta.clone()}
+
+    def _phases(self, positions: Tensor) -> Tensor:
+        return angular_frequencies(self.num_frequencies, self.base, positions.device) * positions.double().unsqueeze(-1)
+
+    def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``K`` at each distance, ``(H, *distance.shape)``."""
+        phase = self._phases(distance)
+        bias = phase.cos() @ self.alpha.double().T + phase.sin() @ self.beta.double().T
+        return bias.movedim(-1, 0).to(dtype)
+
+    def lanes(
+        self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32
+    ) -> Lanes:
+        """``2R`` lanes: ``[α cos ωi + β sin ωi, α sin ωi - β cos ωi]`` against ``[cos ωj, sin ωj]``."""
+        query_phase, key_phase = self._phases(query_positions).unsqueeze(-3), self._phases(key_positions)
+        alpha, beta = self.alpha.double().unsqueeze(-2), self.beta.double().unsqueeze(-2)
+        cos, sin = query_phase.cos(), query_phase.sin()
+        query = torch.cat([alpha * cos + beta * sin, alpha * sin - beta * cos], dim=-1)
+        key = torch.cat([key_phase.cos(), key_phase.sin()], dim=-1)
+        return Lanes(query.to(dtype), key.to(dtype), None)
+
+
+def angular_frequencies(count: int, base: float, device: torch.device) -> Tensor:
+    """``ω_r = base^(-r / max(R-1, 1))`` in radians per token, ``(R,)`` in float64."""
+    exponents = torch.arange(count, dtype=torch.float64, device=device) / max(count - 1, 1)
+    return torch.pow(torch.tensor(base, dtype=torch.float64, device=device), -exponents)

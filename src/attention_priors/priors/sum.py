@@ -1,0 +1,84 @@
+"""The product of several priors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from attention_priors.priors.base import Prior, Structure
+
+
+class Sum(Prior):
+    """The product of several priors, made by ``a + b``: their log-priors add.
+
+    Args:
+        priors: at least one prior; all with the same ``num_heads``.
+    """
+
+    name = "sum"
+
+    def __init__(self, priors: Sequence[Prior]) -> None:
+        if not priors:
+            raise ValueError("priors must hold at least one prior, got none")
+        heads = {prior.num_heads for prior in priors}
+        if len(heads) > 1:
+            raise ValueError(
+                "priors that are added must have the same num_heads, got "
+                + ", ".join(f"{type(prior).__name__}({prior.num_heads})" for prior in priors)
+            )
+        super().__init__(heads.pop())
+        self.priors = nn.ModuleList(priors)
+        structure = Structure.STATIONARY | Structure.FACTORED | Structure.FACTORED_IF_CAUSAL
+        for term in self.terms():
+            # What is factored at any time is so under a causal mask as well.
+            also = Structure.FACTORED_IF_CAUSAL if Structure.FACTORED in term.structure else Structure(0)
+            structure &= term.structure | also
+        self.structure = structure
+
+    def terms(self) -> Iterator[Prior]:
+        """The summands."""
+        for prior in self.priors:
+            assert isinstance(prior, Prior)
+            yield from prior.terms()
+
+    def check(self, *, causal: bool) -> None:
+        """Check every summand."""
+        for term in self.terms():
+            term.check(causal=causal)
+
+    def log_prior_at(self, distance: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The sum of the summands' log-priors; an error if one of them is not stationary."""
+        first, *others = (term.log_prior_at(distance, *args, **kwargs) for term in self.terms())
+        return sum(others, first)
+
+    def visible_at(self, distance: Tensor) -> Tensor | None:
+        """What every summand lets a query see."""
+        visible = None
+        for term in self.terms():
+            seen = term.visible_at(distance)
+            if seen is not None:
+                visible = seen if visible is None else visible & seen
+        return visible
+
+    def reset_parameters(self) -> None:
+        """Reset every summand."""
+        for term in self.terms():
+            term.reset_parameters()
+
+    def natural_parameters(self) -> dict[str, Tensor]:
+        """Each summand's parameters, their names led by the summand's: ``laplace.slope``."""
+        return {
+            f"{term.name}.{name}": value
+            for term in self.terms()
+            for name, value in term.natural_parameters().items()
+        }
+
+    def to_config(self) -> dict[str, Any]:
+        """``{"name": "sum", "priors": [...]}``."""
+        return {"name": self.name, "priors": [term.to_config() for term in self.terms()]}
+
+    def extra_repr(self) -> str:
+        """Nothing: the summands print themselves."""
+        return ""
