@@ -2,6 +2,7 @@
 
 from attention_priors.attention import SSMax, attend
 from attention_priors.encodings import LearnedTable, LinearToy, Rotary, ShawVectors, Sinusoidal
+from attention_priors.models.prior_attention import PriorAttention
 from attention_priors.priors import (
     ClippedOffsets,
     GeneralizedGaussian,
@@ -27,6 +28,7 @@ __all__ = [
     "LearnedTable",
     "LinearToy",
     "Prior",
+    "PriorAttention",
     "RelativeBuckets",
     "Rotary",
     "SSMax",

@@ -32,9 +32,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def build(
-    kind: str, catalogue: Mapping[str, type[Part]], config: Mapping[str, Any] | str, **known: Any
-) -> Part:
+def build(kind: str, catalogue: Mapping[str, type[Part]], config: Mapping[str, Any] | str, **known: Any) -> Part:
     """Build what a description describes.
 
     Args:
@@ -50,9 +48,7 @@ def build(
     if isinstance(config, str):
         config = {"name": config}
     if not isinstance(config, Mapping) or "name" not in config:
-        raise ValueError(
-            f"the description of a {kind} needs a name, one of {', '.join(catalogue)}; got {config!r}"
-        )
+        raise ValueError(f"the description of a {kind} needs a name, one of {', '.join(catalogue)}; got {config!r}")
     arguments = dict(config)
     name = arguments.pop("name")
     if name not in catalogue:

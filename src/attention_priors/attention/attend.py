@@ -146,7 +146,10 @@ def attend(
     # Each backend states the precision of every step; autocast would change it behind its back.
     with torch.autocast(device, enabled=False):
         out, lse = _compute(problem, _choose(problem) if backend == "auto" else backend, return_lse)
-    return (out, lse) if return_lse else out
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
 
 
 def _choose(problem: Problem) -> Backend:

@@ -51,9 +51,7 @@ def augment(problem: Problem, terms: Sequence[Prior]) -> Augmented:
 
 def _gather(problem: Problem, terms: Sequence[Prior]) -> Lanes | None:
     """The lanes of all terms side by side; None if there are none."""
-    parts = [
-        term.lanes(problem.query_positions, problem.key_positions, dtype=problem.compute_dtype) for term in terms
-    ]
+    parts = [term.lanes(problem.query_positions, problem.key_positions, dtype=problem.compute_dtype) for term in terms]
     parts = [part for part in parts if part.key.shape[-1]]
     if not parts:
         return None

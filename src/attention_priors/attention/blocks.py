@@ -100,7 +100,10 @@ class Layout:
                 if problem.causal:
                     last = min(last, latest + 1)
                 if self._reach is not None:
-                    first, last = max(first, earliest - self._reach[1]), min(last, latest - self._reach[0] + 1)
+                    first, last = (
+                        max(first, earliest - self._reach[1]),
+                        min(last, latest - self._reach[0] + 1),
+                    )
                 if self._document_ranges is not None:
                     firsts, lasts = self._document_ranges
                     first, last = max(first, min(firsts[start:stop])), min(last, max(lasts[start:stop]))
@@ -139,7 +142,7 @@ class Layout:
         return table.as_strided((1, table.shape[0], *block.shape), (0, table.stride(0), 1, 1), place)
 
     def add_by_distance(self, table: Tensor, block: Block, numbers: Tensor, batch: slice) -> None:
-        """Add a block's numbers ``(b, H, n, e)``, those of ``batch``, to the entries of ``table (H, N)`` they belong to.
+        """Add a block's numbers ``(b, H, n, e)``, those of ``batch``, to their entries of ``table (H, N)``.
 
         The transpose of :meth:`read`, summed over the batch.
         """
@@ -178,20 +181,22 @@ class Bias:
         self.layout = layout
         self.table = table
         self.row_scale = row_scale
-        self.masked_table = None if layout.dense else self._mask_table()
+        self.hidden_table = self._hide_distances()
+        """0, or ``-inf`` at distances that no query sees, ``(1, N)``; None if there are none."""
+        self.masked_table = table if self.hidden_table is None else self.hidden_table
+        if table is not None and self.hidden_table is not None and not layout.dense:
+            self.masked_table = table + self.hidden_table
 
-    def _mask_table(self) -> Tensor | None:
+    def _hide_distances(self) -> Tensor | None:
         problem, layout = self.layout.problem, self.layout
         hidden = None if layout.inside is None else ~layout.inside
         if problem.causal:
             future = layout.distances < 0
             hidden = future if hidden is None else hidden | future
-        if hidden is None:
-            return self.table
-        table = self.table
-        if table is None:
-            table = torch.zeros(1, len(hidden), dtype=problem.compute_dtype, device=problem.device)
-        return table.masked_fill(hidden, float("-inf"))
+        if hidden is None or not bool(hidden.any()):
+            return None
+        zeros = torch.zeros(1, len(hidden), dtype=problem.compute_dtype, device=problem.device)
+        return zeros.masked_fill(hidden, float("-inf"))
 
     def log_prior(self, block: Block) -> Tensor:
         """The log-prior itself, neither scaled nor masked, ``(B or 1, H, n, e)``."""
@@ -205,27 +210,28 @@ class Bias:
 
     def __call__(self, block: Block) -> Tensor | None:
         """What to add to the block's logits, ``(B or 1, H or 1, n, e)``, ``-inf`` where hidden; None for nothing."""
-        if not self.layout.dense:
-            return None if self.masked_table is None else self.layout.read(self.masked_table, block)
-        problem = self.layout.problem
-        bias = None
+        layout, problem = self.layout, self.layout.problem
+        if not layout.dense:
+            return None if self.masked_table is None else layout.read(self.masked_table, block)
+        hidden = None if self.hidden_table is None else layout.read(self.hidden_table, block)
+        bias = hidden
         if self.table is not None:
             bias = self.log_prior(block)
             if self.row_scale is not None:
-                bias = bias * self.scale(block)
+                # One pass over memory for both. The mask is added: a scale of 0 times -inf would be nan.
+                scale = self.scale(block)
+                bias = bias * scale if hidden is None else torch.addcmul(hidden, bias, scale)
+            elif hidden is not None:
+                bias = bias + hidden
         if problem.attn_mask is not None and problem.attn_mask.dtype != torch.bool:
             mask = problem.rows(block.rows).attn_mask
             assert mask is not None
             mask = mask[..., block.keys].flip(-2).to(problem.compute_dtype)
             bias = mask if bias is None else bias + mask
-        visible = problem.visible(block.rows, block.keys)
-        visible = None if visible is None else visible.flip(-2)
-        if self.layout.inside is not None:
-            inside = self.layout.read(self.layout.inside.unsqueeze(0), block)
-            visible = inside if visible is None else visible & inside
-        if visible is not None:
+        allowed = problem.allowed(block.rows, block.keys)
+        if allowed is not None:
             zero = torch.zeros((), dtype=problem.compute_dtype, device=problem.device)
-            bias = torch.where(visible, zero if bias is None else bias, float("-inf"))
+            bias = torch.where(allowed.flip(-2), zero if bias is None else bias, float("-inf"))
         return bias
 
     def blind(self, block: Block, bias: Tensor) -> Tensor | None:

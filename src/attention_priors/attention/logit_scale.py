@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from attention_priors.description import Described, build
+from attention_priors.precision import KeepsFloat32
 
 
-class SSMax(Described, nn.Module):
+class SSMax(Described, KeepsFloat32):
     """Scalable softmax: query ``i``'s logits are multiplied by ``c_i = s_h · ln n_i``.
 
     ``n_i`` is the number of keys that query ``i`` may see: causal mask, documents and padding count,
@@ -38,7 +39,7 @@ class SSMax(Described, nn.Module):
         self.num_heads = num_heads
         self.init = float(init)
         self.include_prior = include_prior
-        self.s = nn.Parameter(torch.empty(num_heads))
+        self.s = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

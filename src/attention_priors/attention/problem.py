@@ -80,14 +80,20 @@ class Problem:
 
         ``(B or 1, H or 1, n, e)``, True = visible; None if everything is. A prior's window is not in it.
         """
-        visible = None
+        visible = self.allowed(rows, keys)
+        if self.causal:
+            past = self.key_positions[:, None, None, keys] <= self.query_positions[:, None, rows, None]
+            visible = past if visible is None else visible & past
+        return visible
+
+    def allowed(self, rows: slice, keys: slice) -> Tensor | None:
+        """:meth:`visible`, but for the causal mask."""
+        allowed = None
 
         def also(mask: Tensor) -> None:
-            nonlocal visible
-            visible = mask if visible is None else visible & mask
+            nonlocal allowed
+            allowed = mask if allowed is None else allowed & mask
 
-        if self.causal:
-            also(self.key_positions[:, None, None, keys] <= self.query_positions[:, None, rows, None])
         if self.query_documents is not None and self.key_documents is not None:
             also(self.query_documents[:, None, rows, None] == self.key_documents[:, None, None, keys])
         if self.key_padding_mask is not None:
@@ -95,7 +101,7 @@ class Problem:
         if self.attn_mask is not None:
             mask = self.attn_mask[:, :, rows, keys] if self.attn_mask.shape[2] > 1 else self.attn_mask[..., keys]
             also(~mask if mask.dtype == torch.bool else mask != float("-inf"))
-        return visible
+        return allowed
 
     @cached_property
     def visible_keys(self) -> Tensor:
@@ -205,14 +211,11 @@ def make_problem(
     if prior is not None:
         prior.check(causal=causal)
     if relative is not None and (head_dim != relative.head_dim or value.shape[-1] != head_dim):
-        raise ValueError(
-            f"relative has head_dim={relative.head_dim}; query has {head_dim} and value {value.shape[-1]}"
-        )
+        raise ValueError(f"relative has head_dim={relative.head_dim}; query has {head_dim} and value {value.shape[-1]}")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
-    if softmax_scale is None:
-        softmax_scale = head_dim**-0.5
-    elif not (isinstance(softmax_scale, int | float) and 0 < softmax_scale < float("inf")):
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    if not (isinstance(scale, int | float) and 0 < scale < float("inf")):
         raise ValueError(f"softmax_scale must be a positive finite number, got {softmax_scale!r}")
 
     if key_padding_mask is not None:
@@ -243,7 +246,7 @@ def make_problem(
         prior=prior,
         causal=causal,
         logit_scale=logit_scale,
-        softmax_scale=float(softmax_scale),
+        softmax_scale=float(scale),
         query_positions=query_positions,
         key_positions=key_positions,
         offset=None,
@@ -317,9 +320,7 @@ def _fill_positions(
     def check(name: str, positions: Tensor, length: int) -> Tensor:
         check_positions(name, positions)
         if tuple(positions.shape) not in ((length,), (1, length), (batch, length)):
-            raise ValueError(
-                f"{name} must have shape ({length},) or ({batch}, {length}), got {tuple(positions.shape)}"
-            )
+            raise ValueError(f"{name} must have shape ({length},) or ({batch}, {length}), got {tuple(positions.shape)}")
         return positions.to(device, torch.int64).reshape(-1, length)
 
     if key_positions is not None:

@@ -109,29 +109,32 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         out_grad, lse_grad = grads
         query, key, value, table, row_scale = ctx.saved_tensors
         layout: Layout = ctx.layout
         problem = layout.problem
         bias_of = Bias(layout, table, row_scale)
         batch, heads, num_queries, width = query.shape
-        kv_heads, num_keys = key.shape[1:3]
+        kv_heads = key.shape[1]
         group = heads // kv_heads
         dtype = problem.compute_dtype
         scale = problem.softmax_scale
-        wants_table = table is not None and ctx.needs_input_grad[3]
-        wants_scale = row_scale is not None and ctx.needs_input_grad[4]
+        wants_table, wants_scale = ctx.needs_input_grad[3:5]
         has_lse_grad = bool(lse_grad.count_nonzero())
 
         # The query heads that share a key head are more rows of the same matrix product.
         grouped = (batch, kv_heads, group, num_queries, width)
-        query, out_grad, lse_grad = query.reshape(grouped), out_grad.reshape(grouped), lse_grad.reshape(grouped[:-1])
+        query, out_grad, lse_grad = (
+            query.reshape(grouped),
+            out_grad.reshape(grouped),
+            lse_grad.reshape(grouped[:-1]),
+        )
         key, value = key.to(dtype).contiguous(), value.to(dtype).contiguous()
         query_grad = torch.zeros(grouped, dtype=dtype, device=query.device)
         key_grad, value_grad = torch.zeros_like(key), torch.zeros_like(value)
-        table_grad = torch.zeros_like(table) if wants_table else None
-        scale_grad = torch.zeros_like(row_scale) if wants_scale else None
+        table_grad = None if table is None or not wants_table else torch.zeros_like(table)
+        scale_grad = None if row_scale is None or not wants_scale else torch.zeros_like(row_scale)
 
         for block in layout.blocks():
             rows, keys = block.shape
@@ -187,9 +190,7 @@ class _BlockAttention(torch.autograd.Function):
         )
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Plain attention with a bias: output and log-sum-exp."""
     if query.device.type == "cpu":
         if bias is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from attention_priors.description import Described
+from attention_priors.precision import KeepsFloat32
 
 if TYPE_CHECKING:
     from attention_priors.priors.sum import Sum
@@ -49,7 +50,7 @@ class Lanes(NamedTuple):
     """``(..., H, Lq)`` or None: a constant per query. It moves the log-sum-exp, not the weights."""
 
 
-class Prior(Described, nn.Module):
+class Prior(Described, KeepsFloat32):
     """A log-prior ``K(i, j)`` per head over query position ``i`` and key position ``j``, in nats.
 
     ``K`` is unnormalised and is added to the content score: ``p_ij ∝ exp(content_ij) · exp(K_ij)``.
@@ -59,8 +60,7 @@ class Prior(Described, nn.Module):
     one that hides keys altogether defines :meth:`visible_at`. Constructors take ``num_heads`` first, and
     every constructor argument becomes a part of the prior's description (:meth:`to_config`).
 
-    Parameters stay in float32 whatever dtype the model is cast to: at a position of 100 000, bfloat16 can
-    no longer tell neighbours apart.
+    Parameters stay in float32 whatever dtype the model is cast to.
     """
 
     structure: Structure
@@ -88,9 +88,7 @@ class Prior(Described, nn.Module):
         """
         raise TypeError(f"{type(self).__name__} is not stationary: it has no table over distances")
 
-    def lanes(
-        self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32
-    ) -> Lanes:
+    def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
         """The features of factored priors.
 
         Args:
@@ -114,9 +112,7 @@ class Prior(Described, nn.Module):
         """The priors whose sum this one is: itself, unless it is a :class:`Sum`."""
         yield self
 
-    def log_prior(
-        self, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
+    def log_prior(self, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The whole log-prior, for people and tests: ``(..., H, Lq, Lk)`` in nats, ``-inf`` where hidden.
 
         Args:
@@ -174,14 +170,6 @@ class Prior(Described, nn.Module):
         for name, parameter in parameters.items():
             parameter.requires_grad_(name in chosen)
         self.learn = tuple(name for name in self.learnable if name in chosen)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        def keep_dtype(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            # A cast by the model around us would round positions away; follow it to its device only.
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
-
-        return super()._apply(keep_dtype, recurse)
 
     # ---- composition
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,31 +69,30 @@ class GeneralizedGaussian(Prior):
             )
         self.init = init
         self.keep_sign = keep_sign
-        self.theta_alpha = nn.Parameter(torch.empty(num_heads))
-        self.theta_beta = nn.Parameter(torch.empty(num_heads))
-        self.theta_mu = nn.Parameter(torch.empty(num_heads))
+        self.theta_alpha = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+        self.theta_beta = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+        self.theta_mu = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.reset_parameters()
-        self._set_learned(
-            learn, {"alpha": self.theta_alpha, "beta": self.theta_beta, "mu": self.theta_mu}
-        )
+        self._set_learned(learn, {"alpha": self.theta_alpha, "beta": self.theta_beta, "mu": self.theta_mu})
 
     def _initial(self) -> tuple[Tensor, Tensor]:
-        """θα and β at the start, each ``(H,)``."""
+        """θα and β at the start, each ``(H,)``, on the CPU: models may be built without memory ("meta")."""
         heads = self.num_heads
-        zero = torch.zeros(heads)
+        options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        zero = torch.zeros(heads, **options)
         if self.init == "laplace":
-            return alibi_slopes(heads).log(), torch.ones(heads)
+            return alibi_slopes(heads).log(), torch.ones(heads, **options)
         if self.init == "linear":
-            return zero, torch.linspace(0, 1, heads)
+            return zero, torch.linspace(0, 1, heads, **options)
         if self.init == "spread":
-            return zero, torch.linspace(-0.5, 1, heads)
+            return zero, torch.linspace(-0.5, 1, heads, **options)
         if self.init == "roles":
             retrieval, local = heads // 2, heads - heads // 2
-            slopes = 2.0 ** -torch.linspace(1, 4, local)
-            theta_alpha = torch.cat([torch.zeros(retrieval), slopes.log()])
-            return theta_alpha, torch.cat([torch.full((retrieval,), -0.5), torch.ones(local)])
+            slopes = 2.0 ** -torch.linspace(1, 4, local, **options)
+            theta_alpha = torch.cat([zero[:retrieval], slopes.log()])
+            return theta_alpha, torch.cat([zero[:retrieval] - 0.5, torch.ones(local, **options)])
         if self.init == "sampled":
-            return torch.randn(heads), torch.randn(heads)
+            return torch.randn(heads, **options), torch.randn(heads, **options)
         return zero, zero.clone()
 
     def reset_parameters(self) -> None:

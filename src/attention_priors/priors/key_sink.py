@@ -68,11 +68,13 @@ class KeySink(Prior):
         self.init = init
         if learn is None:
             learn = self.learnable if init == "recency" else ("gain", "bump", "mlp")
-        self.slope = nn.Parameter(torch.empty(num_heads))
-        self.gain = nn.Parameter(torch.empty(num_heads))
-        self.bump = nn.Parameter(torch.empty(num_heads))
+        self.slope = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+        self.gain = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+        self.bump = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.mlp = nn.Sequential(
-            nn.Linear(2 * num_frequencies + 2, hidden_size), nn.GELU(), nn.Linear(hidden_size, 1)
+            nn.Linear(2 * num_frequencies + 2, hidden_size, dtype=torch.float32),
+            nn.GELU(),
+            nn.Linear(hidden_size, 1, dtype=torch.float32),
         )
         self.reset_parameters()
         parameters = {"slope": self.slope, "gain": self.gain, "bump": self.bump, "mlp": self.mlp}
@@ -130,9 +132,7 @@ class KeySink(Prior):
         one_query = torch.zeros_like(key_positions[..., :1])
         return self.log_prior(one_query, key_positions, dtype).squeeze(-2)
 
-    def lanes(
-        self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32
-    ) -> Lanes:
+    def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
         """``[slope, gain, bump]`` against ``[j - r, MLP(j), 1[j = 0]]``; the row's constant is ``slope · r``.
 
         ``r`` is the last key's position, so that the keys that matter carry small, exact numbers.
@@ -149,5 +149,7 @@ class KeySink(Prior):
         coefficients = torch.stack([self.slope, self.gain, self.bump], dim=-1).to(dtype)
         ones = torch.ones_like(query_positions, dtype=dtype)
         query = coefficients.unsqueeze(-2) * ones.unsqueeze(-1).unsqueeze(-3)
-        row_offset = self.slope.double().unsqueeze(-1) * (reference * torch.ones_like(query_positions)).double().unsqueeze(-2)
+        row_offset = self.slope.double().unsqueeze(-1) * (
+            reference * torch.ones_like(query_positions)
+        ).double().unsqueeze(-2)
         return Lanes(query, key, row_offset.to(dtype))

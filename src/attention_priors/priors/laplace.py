@@ -42,7 +42,7 @@ class Laplace(Prior):
             if not all(math.isfinite(slope) and slope > 0 for slope in slopes):
                 raise ValueError(f"slopes must be positive and finite, got {list(slopes)}")
         self.slopes = slopes
-        self.log_slope = nn.Parameter(torch.empty(num_heads))
+        self.log_slope = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.reset_parameters()
         self._set_learned(learn, {"slope": self.log_slope})
 
@@ -80,7 +80,11 @@ class Laplace(Prior):
 
     def reset_parameters(self) -> None:
         """The given slopes, or ALiBi's."""
-        slopes = alibi_slopes(self.num_heads) if self.slopes is None else torch.tensor(self.slopes).double()
+        slopes = (
+            alibi_slopes(self.num_heads)
+            if self.slopes is None
+            else torch.tensor(self.slopes, dtype=torch.float64, device="cpu")
+        )
         with torch.no_grad():
             self.log_slope.copy_(slopes.log())
 
@@ -94,9 +98,7 @@ class Laplace(Prior):
         slope = per_head(self.log_slope.double().exp(), distance)
         return (-slope * distance.abs().double()).clamp(min=LOG_PRIOR_FLOOR).to(dtype)
 
-    def lanes(
-        self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32
-    ) -> Lanes:
+    def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
         """One lane, ``m · (j - r)``, valid for keys at ``j <= i``.
 
         The reference ``r`` is the last key: the keys that matter most then carry the smallest, most exact

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """ALiBi's slope per head, ``(H,)`` in float64, in nats per token.
+    """ALiBi's slope per head, ``(H,)`` in float64 on the CPU, in nats per token.
 
     For ``H`` a power of two: ``m_h = 2^(-8 (h + 1) / H)``. Otherwise, with ``P`` the largest power of two
     below ``H``: the slopes of ``P`` heads, then every other slope of ``2P`` heads until there are ``H``.
@@ -21,6 +21,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
     power = 2 ** math.floor(math.log2(num_heads))
 
     def geometric(count: int) -> Tensor:
-        return torch.pow(2.0, -8.0 * torch.arange(1, count + 1, dtype=torch.float64) / count)
+        exponents = torch.arange(1, count + 1, dtype=torch.float64, device="cpu") / count
+        return torch.pow(2.0, -8.0 * exponents)
 
     return torch.cat([geometric(power), geometric(2 * power)[::2][: num_heads - power]])

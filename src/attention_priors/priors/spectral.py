@@ -51,8 +51,8 @@ class Spectral(Prior):
         self.num_frequencies = num_frequencies
         self.base = float(base)
         self.init = init
-        self.alpha = nn.Parameter(torch.empty(num_heads, num_frequencies))
-        self.beta = nn.Parameter(torch.empty(num_heads, num_frequencies))
+        self.alpha = nn.Parameter(torch.empty(num_heads, num_frequencies, dtype=torch.float32))
+        self.beta = nn.Parameter(torch.empty(num_heads, num_frequencies, dtype=torch.float32))
         self.reset_parameters()
         self._set_learned(learn, {"alpha": self.alpha, "beta": self.beta})
 
@@ -76,9 +76,7 @@ class Spectral(Prior):
         bias = phase.cos() @ self.alpha.double().T + phase.sin() @ self.beta.double().T
         return bias.movedim(-1, 0).to(dtype)
 
-    def lanes(
-        self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32
-    ) -> Lanes:
+    def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
         """``2R`` lanes: ``[α cos ωi + β sin ωi, α sin ωi - β cos ωi]`` against ``[cos ωj, sin ωj]``."""
         query_phase, key_phase = self._phases(query_positions).unsqueeze(-3), self._phases(key_positions)
         alpha, beta = self.alpha.double().unsqueeze(-2), self.beta.double().unsqueeze(-2)

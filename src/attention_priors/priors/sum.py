@@ -70,9 +70,7 @@ class Sum(Prior):
     def natural_parameters(self) -> dict[str, Tensor]:
         """Each summand's parameters, their names led by the summand's: ``laplace.slope``."""
         return {
-            f"{term.name}.{name}": value
-            for term in self.terms()
-            for name, value in term.natural_parameters().items()
+            f"{term.name}.{name}": value for term in self.terms() for name, value in term.natural_parameters().items()
         }
 
     def to_config(self) -> dict[str, Any]:

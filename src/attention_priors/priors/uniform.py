@@ -28,9 +28,7 @@ class Uniform(Prior):
         """Zeros, ``(H, *distance.shape)``."""
         return torch.zeros(self.num_heads, *distance.shape, dtype=dtype, device=distance.device)
 
-    def lanes(
-        self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32
-    ) -> Lanes:
+    def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
         """No lanes at all: ``R = 0``."""
         query_shape = (*query_positions.shape[:-1], self.num_heads, query_positions.shape[-1], 0)
         query = torch.zeros(query_shape, dtype=dtype, device=query_positions.device)

@@ -1,0 +1,99 @@
+"""The priors of a trained model as numbers and curves."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from attention_priors.attention import SSMax
+from attention_priors.priors import GeneralizedGaussian, Prior
+
+
+class PriorRow(TypedDict):
+    """One head's prior."""
+
+    layer: int
+    head: int
+    prior: str
+    """Its name in the catalogue; ``a + b`` for sums."""
+    parameters: dict[str, float | None]
+    """Natural parameters that are one number per head; None where undefined."""
+    distance: list[int]
+    """Tokens between query and key."""
+    log_prior: list[float | None]
+    """In nats; None where the prior hides the key."""
+
+
+class LogitScaleRow(TypedDict):
+    """One head's SSMax scale."""
+
+    layer: int
+    head: int
+    s: float
+
+
+def curve_distances(length: int) -> list[int]:
+    """0, then every distance up to 16, then about eight per doubling, up to ``length - 1``."""
+    if length < 1:
+        raise ValueError(f"length must be a positive number of tokens, got {length}")
+    spaced = torch.logspace(0, torch.log2(torch.tensor(float(max(length - 1, 1)))).item(), 128, base=2.0)
+    distances = {0, *range(min(length, 17)), *(int(x) for x in spaced.round())}
+    return sorted(d for d in distances if d < length)
+
+
+@torch.no_grad()
+def prior_rows(layers: list[nn.Module], *, length: int) -> list[PriorRow]:
+    """The prior of every head, as seen by the last query of a text.
+
+    Args:
+        layers: one module per layer; the first :class:`Prior` in each is described. A prior that is shared
+            by all layers is given as a single layer.
+        length: of the text, in tokens.
+    """
+    rows: list[PriorRow] = []
+    distances = torch.tensor(curve_distances(length))
+    last = torch.tensor([length - 1])
+    for layer, module in enumerate(layers):
+        prior = next((part for part in module.modules() if isinstance(part, Prior)), None)
+        if prior is None:
+            continue
+        curves = prior.log_prior(last, last - distances, torch.float64)[:, 0]
+        parameters = _scalars(prior)
+        for head in range(prior.num_heads):
+            rows.append(
+                {
+                    "layer": layer,
+                    "head": head,
+                    "prior": " + ".join(term.name for term in prior.terms()),
+                    "parameters": {name: _finite(values[head]) for name, values in parameters.items()},
+                    "distance": distances.tolist(),
+                    "log_prior": [_finite(value) for value in curves[head]],
+                }
+            )
+    return rows
+
+
+@torch.no_grad()
+def logit_scale_rows(layers: list[nn.Module]) -> list[LogitScaleRow]:
+    """SSMax's ``s`` of every head; ``layers`` as in :func:`prior_rows`."""
+    return [
+        {"layer": layer, "head": head, "s": float(value)}
+        for layer, module in enumerate(layers)
+        for part in module.modules()
+        if isinstance(part, SSMax)
+        for head, value in enumerate(part.s)
+    ]
+
+
+def _scalars(prior: Prior) -> dict[str, Tensor]:
+    values: dict[str, Any] = {name: x for name, x in prior.natural_parameters().items() if x.dim() == 1}
+    if isinstance(prior, GeneralizedGaussian):
+        # The coordinates that BAM's figures show.
+        values |= {"theta_alpha": prior.theta_alpha, "theta_beta": prior.beta}
+    return values
+
+
+def _finite(value: Tensor) -> float | None:
+    return float(value) if bool(torch.isfinite(value)) else None

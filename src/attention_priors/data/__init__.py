@@ -1,0 +1,27 @@
+"""Text, tokens, the passkey task and training rows."""
+
+from attention_priors.data.corpora import EMBEDDED, Corpus, Document, load_corpus
+from attention_priors.data.packing import IGNORED_LABEL, TrainingMixture, collate_rows
+from attention_priors.data.passkey import ANSWER_LENGTH, PasskeySample, PasskeyTask, depths
+from attention_priors.data.stream import TokenStream, token_stream
+from attention_priors.data.tokenizer import END_OF_TEXT, digit_token_ids, load_tokenizer, train_tokenizer
+
+__all__ = [
+    "ANSWER_LENGTH",
+    "EMBEDDED",
+    "END_OF_TEXT",
+    "IGNORED_LABEL",
+    "Corpus",
+    "Document",
+    "PasskeySample",
+    "PasskeyTask",
+    "TokenStream",
+    "TrainingMixture",
+    "collate_rows",
+    "depths",
+    "digit_token_ids",
+    "load_corpus",
+    "load_tokenizer",
+    "token_stream",
+    "train_tokenizer",
+]

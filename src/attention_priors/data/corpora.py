@@ -1,0 +1,264 @@
+"""Text to train on and to test on: documents, and the split into a training and a held-out part."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+EMBEDDED = "embedded"
+
+_HELD_OUT_FRACTION = 0.05
+_SINGLE_DOCUMENT_TRAIN_FRACTION = 0.9
+_SINGLE_DOCUMENT_MIN_CHARACTERS = 1000
+_PARAGRAPH_GROUP_CHARACTERS = 2000
+
+# Left out of the standard library: installed packages and tests; `encodings`, whose character tables are
+# near copies of each other and would leak from the training part into the held-out one; `pydoc_data`, whose
+# topics are documents of their own.
+_STDLIB_EXCLUDED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
+)
+# Generated for one machine when Python was built there.
+_STDLIB_EXCLUDED_PREFIXES = ("config-", "_sysconfigdata")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A named piece of text; the name is unique within its corpus."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents, split into a part to train on and a part to test on.
+
+    Attributes:
+        name: What the corpus is called in reports.
+        train: Documents to train on, sorted as they were read.
+        held_out: Documents that are never trained on.
+        skipped: One line for each file that was found but not used, as ``"NAME: why"``.
+    """
+
+    name: str
+    train: tuple[Document, ...]
+    held_out: tuple[Document, ...]
+    skipped: tuple[str, ...] = ()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (64 hex digits) over the names and texts of both parts, in order."""
+        digest = hashlib.sha256()
+        for part, documents in (("train", self.train), ("held_out", self.held_out)):
+            for document in documents:
+                for field in (part, document.name, document.text):
+                    data = field.encode()
+                    digest.update(len(data).to_bytes(8, "big") + data)
+        return digest.hexdigest()
+
+
+def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Corpus:
+    """Read a corpus and split it, by document, into about 95 % to train on and 5 % held out.
+
+    The split depends on the documents' names alone, so it is the same on every run and machine. A corpus of
+    one document is cut in two at a line end, at about 90 %.
+
+    Args:
+        source: One of
+
+            - the string ``"embedded"``: the sources of Python's standard library and the reference prose in
+              ``pydoc_data.topics``; needs no network. The text differs between Python versions: record
+              ``Corpus.fingerprint`` with every result.
+            - a folder: every text file below it, but for hidden ones. Files that are binary (a NUL byte, or
+              not UTF-8), blank, or exact copies of an earlier file are listed in ``Corpus.skipped``.
+            - a text file in UTF-8: its paragraphs, grouped into documents of 2000 characters or more.
+        max_characters: Size of the training part to keep, in characters; the held-out part shrinks in
+            proportion. Documents are kept in the order of a hash of their names, so that what is kept is a
+            fair sample; the last is cut to make the size exact. ``None`` keeps everything.
+
+    Raises:
+        FileNotFoundError: ``source`` does not exist.
+        ValueError: ``max_characters`` is below 1; the file is empty or binary; the folder has no text file;
+            or a corpus of one document is too short to split.
+    """
+    if max_characters is not None and max_characters < 1:
+        raise ValueError(f"max_characters must be at least 1, or None for everything; it is {max_characters}")
+    skipped: list[str] = []
+    if source == EMBEDDED:
+        name = EMBEDDED
+        documents = _distinct(_embedded_documents(skipped), skipped)
+    else:
+        path = Path(source)
+        if not path.exists():
+            raise FileNotFoundError(
+                f"source {str(source)!r} does not exist: expected a folder, a text file, or {EMBEDDED!r}"
+            )
+        name = path.resolve().name
+        if path.is_dir():
+            documents = _distinct(_read_files(path, _walk(path), skipped), skipped)
+        else:
+            documents = _distinct(_paragraph_groups(_read_single_file(path)), skipped)
+    if not documents:
+        found = f"skipped {'; '.join(skipped[:5])}" if skipped else "it has no files"
+        raise ValueError(f"source {str(source)!r} holds no text file ({found})")
+    train, held_out = _split(documents)
+    if max_characters is not None:
+        train_size, held_out_size = _characters(train), _characters(held_out)
+        if max_characters < train_size:
+            train = _sample(train, max_characters)
+            held_out = _sample(held_out, max(1, round(held_out_size * max_characters / train_size)))
+    return Corpus(name=name, train=train, held_out=held_out, skipped=tuple(skipped))
+
+
+def _embedded_documents(skipped: list[str]) -> Iterator[Document]:
+    root = Path(sysconfig.get_path("stdlib")).resolve()
+    sources = [
+        path
+        for path in _walk(root, _STDLIB_EXCLUDED_FOLDERS, _STDLIB_EXCLUDED_PREFIXES)
+        # Some systems link files of their own into the standard library's folder.
+        if path.suffix == ".py" and path.resolve().is_relative_to(root)
+    ]
+    yield from _read_files(root, sources, skipped)
+    from pydoc_data.topics import topics  # half a million characters: loaded only when they are wanted
+
+    for topic in sorted(topics):
+        yield Document(f"pydoc_data.topics/{topic}", topics[topic])
+
+
+def _walk(root: Path, excluded_folders: Iterable[str] = (), excluded_prefixes: tuple[str, ...] = ()) -> list[Path]:
+    """Files below `root`, hidden ones left out, sorted by their path relative to it."""
+    excluded_folders = frozenset(excluded_folders)
+    hidden_or_excluded = (".", *excluded_prefixes)
+    files = []
+    for folder, subfolders, names in os.walk(root, onerror=_raise):
+        subfolders[:] = [
+            name for name in subfolders if name not in excluded_folders and not name.startswith(hidden_or_excluded)
+        ]
+        paths = [Path(folder, name) for name in names if not name.startswith(hidden_or_excluded)]
+        files += [path for path in paths if path.is_file()]
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _raise(error: OSError) -> None:
+    raise error  # os.walk would pass over a folder that it cannot list
+
+
+def _read_files(root: Path, paths: Iterable[Path], skipped: list[str]) -> Iterator[Document]:
+    for path in paths:
+        name = path.relative_to(root).as_posix()
+        try:
+            yield Document(name, _read_text(path))
+        except _NotTextError as error:
+            skipped.append(f"{name}: {error}")
+
+
+def _read_single_file(path: Path) -> Document:
+    try:
+        return Document(path.name, _read_text(path))
+    except _NotTextError as error:
+        raise ValueError(f"source {str(path)!r} cannot be used: {error}") from error
+
+
+class _NotTextError(Exception):
+    """A file is not text; the message says why."""
+
+
+def _read_text(path: Path) -> str:
+    data = path.read_bytes()
+    if b"\0" in data:
+        raise _NotTextError("it is binary (it holds a NUL byte)")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _NotTextError(f"it is not UTF-8 (byte {error.start})") from error
+    if not text.strip():
+        raise _NotTextError("it is empty or blank")
+    return text
+
+
+def _distinct(documents: Iterable[Document], skipped: list[str]) -> list[Document]:
+    """Drop exact copies, which could put a training text into the held-out part."""
+    first_with: dict[str, Document] = {}
+    for document in documents:
+        first = first_with.setdefault(document.text, document)
+        if first is not document:
+            skipped.append(f"{document.name}: it is a copy of {first.name}")
+    return list(first_with.values())
+
+
+def _cut(document: Document, start: int, end: int) -> Document:
+    return Document(f"{document.name}[{start}:{end}]", document.text[start:end])
+
+
+def _paragraph_groups(document: Document) -> list[Document]:
+    """Cut at blank lines, into pieces of `_PARAGRAPH_GROUP_CHARACTERS` or more that lose no character."""
+    cuts = [0]
+    for blank in re.finditer(r"\n\s*\n", document.text):
+        if blank.end() - cuts[-1] >= _PARAGRAPH_GROUP_CHARACTERS:
+            cuts.append(blank.end())
+    size = len(document.text)
+    if len(cuts) > 1 and size - cuts[-1] < _PARAGRAPH_GROUP_CHARACTERS:
+        cuts.pop()  # too short to stand alone: the last piece goes on to the end
+    if len(cuts) == 1:
+        return [document]
+    return [_cut(document, start, end) for start, end in zip(cuts, [*cuts[1:], size], strict=True)]
+
+
+def _name_hash(document: Document) -> bytes:
+    return hashlib.sha256(document.name.encode()).digest()
+
+
+def _split(documents: Sequence[Document]) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
+    """Split into training and held-out documents, neither part empty."""
+    if len(documents) == 1:
+        return _split_single(documents[0])
+    threshold = int(_HELD_OUT_FRACTION * 2**64)
+    below = sum(int.from_bytes(_name_hash(document)[:8], "big") < threshold for document in documents)
+    held_out_count = min(max(below, 1), len(documents) - 1)
+    held_out_names = {document.name for document in sorted(documents, key=_name_hash)[:held_out_count]}
+    train = tuple(document for document in documents if document.name not in held_out_names)
+    held_out = tuple(document for document in documents if document.name in held_out_names)
+    return train, held_out
+
+
+def _split_single(document: Document) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
+    size = len(document.text)
+    if size < _SINGLE_DOCUMENT_MIN_CHARACTERS:
+        raise ValueError(
+            f"source has one document, {document.name!r}, of {size} characters: too short to split into a "
+            f"training and a held-out part (expected {_SINGLE_DOCUMENT_MIN_CHARACTERS} or more)"
+        )
+    target = int(size * _SINGLE_DOCUMENT_TRAIN_FRACTION)
+    first, last = size - len(document.text.lstrip()), len(document.text.rstrip()) - 1  # characters not blank
+    line_ends = (line_end.end() for line_end in re.finditer("\n", document.text))
+    cuts = [position for position in line_ends if first < position <= last]
+    if not cuts:
+        raise ValueError(
+            f"source has one document, {document.name!r}, of one line: expected a line end at which to "
+            "split it into a training and a held-out part"
+        )
+    cut = min(cuts, key=lambda position: abs(position - target))
+    return (_cut(document, 0, cut),), (_cut(document, cut, size),)
+
+
+def _characters(documents: Iterable[Document]) -> int:
+    return sum(len(document.text) for document in documents)
+
+
+def _sample(documents: Sequence[Document], budget: int) -> tuple[Document, ...]:
+    """Documents in hash order, up to exactly `budget` characters in all, put back in their own order."""
+    kept: dict[str, Document] = {}
+    for document in sorted(documents, key=_name_hash):
+        if budget == 0:
+            break
+        size = min(budget, len(document.text))
+        kept[document.name] = document if size == len(document.text) else _cut(document, 0, size)
+        budget -= size
+    return tuple(kept[document.name] for document in documents if document.name in kept)

@@ -1,0 +1,204 @@
+"""The passkey task: find five digits hidden at a chosen depth of a text of a chosen length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from attention_priors.data.corpora import Document
+from attention_priors.data.stream import token_stream
+from attention_priors.data.tokenizer import digit_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ANSWER_LENGTH = 5
+"""Tokens of an answer: the five digits of a pass key."""
+
+# Short, so that short contexts have room for filler.
+INSTRUCTION = "Remember the pass key in this text.\n"
+# The space stands first, so that a repeated sentence is tokenised as running text is.
+FILLER_SENTENCE = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+NEEDLE = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
+QUESTION = "\nWhat is the pass key? The pass key is {key}"
+
+_SMALLEST_KEY, _LARGEST_KEY = 10_000, 99_999
+_PROBE_KEYS = ("12345", "90678")  # together, every digit
+
+
+@dataclass(frozen=True)
+class PasskeySample:
+    """One passkey text and its answer.
+
+    Attributes:
+        tokens: The prompt and the five tokens of the answer, int64, shape ``(length + 5,)``.
+        answer_start: Index of the answer's first token, equal to ``length``: the model has read exactly that
+            many tokens when it predicts it.
+        needle_start: Index of the needle's first token.
+        key: The pass key, from 10000 to 99999.
+    """
+
+    tokens: Tensor
+    answer_start: int
+    needle_start: int
+    key: int
+
+    @property
+    def prompt(self) -> Tensor:
+        """What the model reads, shape ``(length,)``."""
+        return self.tokens[: self.answer_start]
+
+    @property
+    def answer(self) -> Tensor:
+        """The digits of the pass key, shape ``(5,)``."""
+        return self.tokens[self.answer_start :]
+
+
+class PasskeyTask:
+    """Makes passkey texts of an exact length in tokens.
+
+    A text is an instruction, filler with the needle in it, and a question; the answer follows. Everything is
+    tokenised once, here: `sample` only joins tokens, and the tokenizer is not kept.
+
+    Args:
+        tokenizer: A tokenizer that gives every digit its own token.
+        filler: ``"sentence"`` repeats one paragraph of short sentences; ``"corpus"`` takes, for each sample,
+            a random contiguous window of ``filler_documents``, joined by line ends.
+        filler_documents: The documents of the corpus filler; ``None`` for the sentence filler.
+
+    Raises:
+        ValueError: ``filler`` is unknown, ``filler_documents`` does not go with it, or ``tokenizer`` joins
+            digits to what stands beside them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        filler: Literal["sentence", "corpus"],
+        filler_documents: Sequence[Document] | None = None,
+    ) -> None:
+        if filler not in ("sentence", "corpus"):
+            raise ValueError(f"filler must be 'sentence' or 'corpus'; it is {filler!r}")
+        if filler == "sentence" and filler_documents is not None:
+            raise ValueError("filler_documents must be None when filler is 'sentence'")
+        if filler == "corpus" and not filler_documents:
+            raise ValueError("filler_documents must hold at least one document when filler is 'corpus'")
+        self._digits = torch.tensor(digit_token_ids(tokenizer))
+        self._instruction = _encode(tokenizer, INSTRUCTION)
+        self._needle = self._around_keys(tokenizer, NEEDLE, count=3)
+        self._question = self._around_keys(tokenizer, QUESTION, count=2)[0]
+        self._repeats = filler == "sentence"
+        if filler_documents:
+            self._filler = token_stream(tokenizer, filler_documents).tokens
+            # A line end in place of the end-of-text token, which only ever ends a document.
+            self._filler[self._filler == tokenizer.eos_token_id] = _encode(tokenizer, "\n")[-1]
+        else:
+            self._filler = _encode(tokenizer, FILLER_SENTENCE)
+
+    @property
+    def minimum_length(self) -> int:
+        """Tokens of the shortest prompt, which has no filler: instruction, needle and question."""
+        needle = sum(piece.numel() for piece in self._needle) + (len(self._needle) - 1) * ANSWER_LENGTH
+        return self._instruction.numel() + needle + self._question.numel()
+
+    @property
+    def maximum_length(self) -> int | None:
+        """Tokens of the longest prompt there is filler for; ``None`` for the sentence filler: no limit."""
+        return None if self._repeats else self.minimum_length + self._filler.numel()
+
+    def sample(self, length: int, depth: float, generator: torch.Generator) -> PasskeySample:
+        """Make one text with a random pass key.
+
+        Args:
+            length: Tokens of the whole prompt, question included and answer not.
+            depth: Where in the filler the needle stands: 0 before all of it, 1 after. The needle follows
+                ``round(depth * filler_length)`` tokens of filler, where ``filler_length`` is
+                ``length - minimum_length``.
+            generator: Draws the pass key and, for the corpus filler, the window.
+
+        Raises:
+            ValueError: ``length`` is below `minimum_length` or above `maximum_length`, or ``depth`` is
+                outside [0, 1].
+        """
+        if length < self.minimum_length:
+            raise ValueError(f"length must be at least minimum_length, {self.minimum_length} tokens; it is {length}")
+        if self.maximum_length is not None and length > self.maximum_length:
+            raise ValueError(
+                f"length must be at most maximum_length, {self.maximum_length} tokens (the filler documents "
+                f"have no more); it is {length}"
+            )
+        if not 0 <= depth <= 1:
+            raise ValueError(f"depth must be from 0 to 1; it is {depth}")
+        filler_length = length - self.minimum_length
+        filler = self._draw_filler(filler_length, generator)
+        key = int(torch.randint(_SMALLEST_KEY, _LARGEST_KEY + 1, (), generator=generator))
+        answer = self._key_tokens(str(key))
+        before = round(depth * filler_length)
+        first, middle, last = self._needle
+        tokens = torch.cat(
+            [
+                self._instruction,
+                filler[:before],
+                *(first, answer, middle, answer, last),
+                filler[before:],
+                self._question,
+                answer,
+            ]
+        )
+        needle_start = self._instruction.numel() + before
+        return PasskeySample(tokens=tokens, answer_start=length, needle_start=needle_start, key=key)
+
+    def _draw_filler(self, filler_length: int, generator: torch.Generator) -> Tensor:
+        size = self._filler.numel()
+        if self._repeats:
+            return self._filler.repeat(math.ceil(filler_length / size))[:filler_length]
+        start = int(torch.randint(size - filler_length + 1, (), generator=generator))
+        return self._filler[start : start + filler_length]
+
+    def _around_keys(self, tokenizer: PreTrainedTokenizerBase, template: str, count: int) -> list[Tensor]:
+        """The `count` pieces of a template around its keys, as they are tokenised with keys in place."""
+        pieces, other_pieces = (
+            _split_at(_encode(tokenizer, template.format(key=key)), self._key_tokens(key)) for key in _PROBE_KEYS
+        )
+        same = all(torch.equal(piece, other) for piece, other in zip(pieces, other_pieces, strict=False))
+        if len(pieces) != count or len(other_pieces) != count or not same:
+            raise ValueError(
+                f"tokenizer {tokenizer.name_or_path!r} encodes the digits of a pass key differently in "
+                f"{template!r}: expected one token for each, the same in every text"
+            )
+        return pieces
+
+    def _key_tokens(self, key: str) -> Tensor:
+        return self._digits[[int(digit) for digit in key]]
+
+
+def depths(count: int) -> tuple[float, ...]:
+    """Depths evenly spaced from 0 to 1: ``0, 1/(count-1), ..., 1``.
+
+    Raises:
+        ValueError: ``count`` is below 2.
+    """
+    if count < 2:
+        raise ValueError(f"count must be at least 2, to have both ends; it is {count}")
+    return tuple(index / (count - 1) for index in range(count))
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
+    return torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
+
+
+def _split_at(tokens: Tensor, separator: Tensor) -> list[Tensor]:
+    """What stands before, between and after each occurrence of `separator`; may be empty."""
+    pieces, start, position, size = [], 0, 0, separator.numel()
+    while position + size <= tokens.numel():
+        if torch.equal(tokens[position : position + size], separator):
+            pieces.append(tokens[start:position])
+            start = position = position + size
+        else:
+            position += 1
+    return [*pieces, tokens[start:]]

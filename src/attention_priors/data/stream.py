@@ -1,0 +1,60 @@
+"""Documents as one long row of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attention_priors.data.corpora import Document
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_DOCUMENTS_PER_BATCH = 64  # an encoded document takes far more memory than its token ids, which are kept
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """Documents one after another, each ended by an end-of-text token.
+
+    Attributes:
+        tokens: Token ids, int64, shape ``(N,)``.
+        document_ids: For each token, the index of its document, int64, shape ``(N,)``; never decreases.
+    """
+
+    tokens: Tensor
+    document_ids: Tensor
+
+    def __len__(self) -> int:
+        return self.tokens.numel()
+
+
+def token_stream(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> TokenStream:
+    """Encode documents, without special tokens but for the end-of-text token that follows each.
+
+    Args:
+        tokenizer: A tokenizer with an end-of-text token, such as `load_tokenizer` gives.
+        documents: At least one document.
+
+    Raises:
+        ValueError: ``documents`` is empty, or ``tokenizer`` has no end-of-text token.
+    """
+    if not documents:
+        raise ValueError("documents is empty: expected at least one document")
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no eos_token: expected one")
+    encoded: list[Tensor] = []
+    for start in range(0, len(documents), _DOCUMENTS_PER_BATCH):
+        texts = [document.text for document in documents[start : start + _DOCUMENTS_PER_BATCH]]
+        batch = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        encoded += [torch.tensor([*ids, end]) for ids in batch["input_ids"]]
+    sizes = torch.tensor([tokens.numel() for tokens in encoded])
+    return TokenStream(
+        tokens=torch.cat(encoded),
+        document_ids=torch.repeat_interleave(torch.arange(len(encoded)), sizes),
+    )

@@ -1,0 +1,151 @@
+"""Tokenizers that give every digit its own token, trained on a corpus or loaded from elsewhere."""
+
+from __future__ import annotations
+
+import os
+import string
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from attention_priors.data.corpora import Corpus, Document
+
+# transformers takes more than a second to import: each function that needs it imports it.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+MINIMUM_VOCAB_SIZE = 257  # the 256 bytes and END_OF_TEXT
+
+# What transformers itself takes for "no limit": it warns of a text longer than the tokenizer's limit, but
+# here the model decides what length it reads.
+_NO_LENGTH_LIMIT = int(1e30)
+
+
+def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer in which every digit is a token of its own.
+
+    Any text can be encoded and decodes to itself. ``<|endoftext|>`` begins, ends and pads sequences. The same
+    documents give the same tokenizer.
+
+    Args:
+        documents: Text to count pairs in.
+        vocab_size: Number of tokens, at least 257 (the bytes and the special token).
+
+    Raises:
+        ValueError: ``vocab_size`` is below 257, or above what the documents have repeated pairs for.
+    """
+    if vocab_size < MINIMUM_VOCAB_SIZE:
+        raise ValueError(
+            f"vocab_size must be at least {MINIMUM_VOCAB_SIZE} (256 bytes and one special token); it is {vocab_size}"
+        )
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((document.text for document in documents), trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(
+            f"vocab_size is {vocab_size}, but the documents repeat too few pairs of tokens to train more "
+            f"than {tokenizer.get_vocab_size()} tokens: ask for fewer, or give more text"
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+        model_max_length=_NO_LENGTH_LIMIT,
+    )
+
+
+def load_tokenizer(spec: int | str | Path, corpus: Corpus, cache_dir: str | Path) -> PreTrainedTokenizerBase:
+    """Train a tokenizer on a corpus, or reuse the one trained before, or load one from elsewhere.
+
+    Args:
+        spec: A vocabulary size (``2048`` or ``"2048"``): train on ``corpus.train``. Anything else is a folder
+            or a name on the Hugging Face Hub.
+        corpus: Where the training text comes from when ``spec`` is a vocabulary size.
+        cache_dir: Folder in which trained tokenizers are kept, one for each vocabulary size and corpus; made
+            if it is missing.
+
+    Raises:
+        OSError: ``spec`` is neither a folder with a tokenizer nor a name that can be loaded.
+        ValueError: the vocabulary size does not suit the corpus (see `train_tokenizer`), or the loaded
+            tokenizer lacks an end-of-text token or single-digit tokens.
+    """
+    if isinstance(spec, int) or (isinstance(spec, str) and spec.isdecimal()):
+        return _trained_tokenizer(int(spec), corpus, Path(cache_dir))
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(spec))
+    except (OSError, ValueError) as error:
+        # Which of the two, and whether it names `spec`, depends on what is missing.
+        raise OSError(
+            f"tokenizer {str(spec)!r} cannot be loaded: expected a vocabulary size, a folder with a "
+            f"saved tokenizer, or a name on the Hugging Face Hub ({error})"
+        ) from error
+    tokenizer.model_max_length = _NO_LENGTH_LIMIT
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"tokenizer {str(spec)!r} has no eos_token: expected one to mark where a document ends")
+    digit_token_ids(tokenizer)
+    return tokenizer
+
+
+def digit_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Token ids of the digits 0 to 9, of a tokenizer that never joins digits.
+
+    Raises:
+        ValueError: the tokenizer joins digits to each other or to what stands before them.
+    """
+    # A tokenizer that joins digits joins some pair of them, and this text has every pair.
+    pairs = "".join(first + second for first in string.digits for second in string.digits)
+    ids = tokenizer.encode(f" {pairs}", add_special_tokens=False)[-len(pairs) :]
+    token_of = dict(zip(pairs, ids, strict=False))
+    if (
+        len(ids) != len(pairs)
+        or ids != [token_of[digit] for digit in pairs]
+        or len(set(token_of.values())) != len(string.digits)
+    ):
+        count = len(tokenizer.encode("12345", add_special_tokens=False))
+        raise ValueError(
+            f"tokenizer {tokenizer.name_or_path!r} does not give every digit its own token (it encodes "
+            f"'12345' as {count} tokens): expected one token for each of the ten digits"
+        )
+    return tuple(token_of[digit] for digit in string.digits)
+
+
+def _trained_tokenizer(vocab_size: int, corpus: Corpus, cache_dir: Path) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = cache_dir / f"tokenizer-{vocab_size}-{corpus.fingerprint[:16]}"
+    if not folder.is_dir():
+        tokenizer = train_tokenizer(corpus.train, vocab_size)
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        # Moved into place whole, so that a run that is stopped half-way leaves nothing that looks finished.
+        with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".tokenizer-") as temporary:
+            finished = Path(temporary, "finished")
+            tokenizer.save_pretrained(finished)
+            try:
+                os.rename(finished, folder)
+            except OSError:
+                if not folder.is_dir():  # else another process put the same tokenizer there first
+                    raise
+    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)

@@ -1,0 +1,37 @@
+"""Reading a long text in chunks over a KV cache, so that memory is the cache and one chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+
+@torch.no_grad()
+def chunked_logits(model: PreTrainedModel, tokens: Tensor, *, chunk: int, keep: int) -> Iterator[Tensor]:
+    """Logits of the last ``keep`` places of each text, chunk by chunk.
+
+    Args:
+        model: a causal language model of transformers, in evaluation mode.
+        tokens: ``(B, L)``, all of one length.
+        chunk: tokens per forward pass.
+        keep: how many of the last places get logits; the others only fill the cache.
+
+    Yields:
+        ``(B, n, vocabulary)``; the ``n`` sum to ``min(keep, L)``.
+    """
+    length = tokens.shape[1]
+    cache = DynamicCache(config=model.config)
+    first_kept = max(0, length - keep)
+    start = 0
+    while start < length:
+        # A chunk lies wholly before the kept places or wholly within them.
+        stop = min(start + chunk, first_kept if start < first_kept else length)
+        part = tokens[:, start:stop].to(model.device)
+        kept = start >= first_kept
+        out = model(part, past_key_values=cache, use_cache=True, logits_to_keep=0 if kept else 1)
+        if kept:
+            yield out.logits
+        start = stop

@@ -1,0 +1,236 @@
+"""A comparison: every scheme of a recipe with every seed, several runs at a time, interruptible."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from attention_priors.experiments.materials import Materials
+from attention_priors.experiments.recipe import Recipe, RecipeError
+from attention_priors.experiments.results import collect
+from attention_priors.experiments.run import claim_folder, identity, run_folder
+from attention_priors.files import read_json, writable_folder, write_json
+
+STAGE_SHARES = {"train": 0.75, "passkey": 0.22, "perplexity": 0.03}
+"""Roughly how much of a run's time each stage takes; only the estimate of the time left depends on it."""
+
+
+class RunFailedError(RuntimeError):
+    """A run ended with an error; the message says which and shows the end of its log."""
+
+
+@dataclass
+class _Worker:
+    scheme: str
+    seed: int
+    process: subprocess.Popen[str]
+    log: Path
+    task: TaskID
+    done: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """How much of the run is done, 0 to 1."""
+        return sum(STAGE_SHARES[stage] * part for stage, part in self.done.items())
+
+
+def compare(
+    recipe: Recipe, output: Path, *, only: Sequence[str] = (), processes: int | None = None, console: Console
+) -> dict[str, Any]:
+    """Train and test what is not finished yet, and write ``results.json``.
+
+    Interrupted at any point, the same call goes on from there: trainings from their last checkpoint,
+    evaluations from their last text.
+
+    Args:
+        recipe: what to compare.
+        output: the folder that holds everything.
+        only: names of schemes; the others are left as they are.
+        processes: runs at a time; by default as many as there are cores for.
+        console: where progress is shown.
+
+    Returns:
+        The results, of every run of the recipe that is finished.
+
+    Raises:
+        RecipeError: before any work, if a scheme is unknown, a text cannot be made, or ``output`` holds runs of
+            another recipe.
+        OSError: before any work, if ``output`` cannot be written.
+        RunFailedError: if a run fails.
+    """
+    for name in only:
+        if name not in recipe.schemes:
+            raise RecipeError(f"unknown scheme {name!r}; the recipe has {', '.join(recipe.schemes)}")
+    if processes is not None and processes < 1:
+        raise ValueError(f"processes must be a positive integer, got {processes}")
+    writable_folder(output)
+    with console.status("Reading the corpus, training the tokenizer"):
+        materials = Materials.load(recipe, writable_folder(output / "cache"))
+        materials.check()
+    corpus = materials.corpus
+    runs = [(name, seed) for seed in recipe.seeds for name in recipe.schemes]
+    chosen = [run for run in runs if not only or run[0] in only]
+    for scheme, seed in runs:
+        folder = run_folder(output, scheme, seed)
+        if folder.exists() or (scheme, seed) in chosen:
+            claim_folder(folder, identity(recipe, scheme, seed, corpus.fingerprint))
+    recipe_file = output / "recipe.json"
+    write_json(recipe_file, recipe.model_dump(mode="json"))
+
+    pending = [run for run in chosen if not (run_folder(output, *run) / "done.json").exists()]
+    clock = _Clock(output / "wall_seconds.json")
+    try:
+        _run_all(pending, recipe, recipe_file, output, processes, console)
+    finally:
+        clock.stop()
+    finished = [run for run in runs if (run_folder(output, *run) / "done.json").exists()]
+    results = collect(
+        recipe,
+        output,
+        finished,
+        wall_seconds=clock.total,
+        corpus={
+            "name": corpus.name,
+            "fingerprint": corpus.fingerprint,
+            "train_characters": sum(len(document.text) for document in corpus.train),
+            "held_out_characters": sum(len(document.text) for document in corpus.held_out),
+        },
+    )
+    write_json(output / "results.json", results)
+    return results
+
+
+class _Clock:
+    """Wall time over all the sessions that a comparison took."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.total: float = read_json(path) if path.exists() else 0.0
+        self.started = time.monotonic()
+
+    def stop(self) -> None:
+        self.total += time.monotonic() - self.started
+        write_json(self.path, self.total)
+
+
+def _run_all(
+    pending: Sequence[tuple[str, int]],
+    recipe: Recipe,
+    recipe_file: Path,
+    output: Path,
+    processes: int | None,
+    console: Console,
+) -> None:
+    if not pending:
+        return
+    if processes is None:
+        processes = max(1, (os.cpu_count() or 1) // recipe.threads_per_run)
+    events: queue.Queue[tuple[_Worker, dict[str, Any] | None]] = queue.Queue()
+    waiting, running, finished = list(pending), list[_Worker](), 0
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.fields[stage]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bars:
+        overall = bars.add_task(f"[bold]{recipe.name}", total=len(pending), stage=f"0 of {len(pending)} runs")
+        try:
+            while waiting or running:
+                while waiting and len(running) < processes:
+                    scheme, seed = waiting.pop(0)
+                    running.append(_start(scheme, seed, recipe, recipe_file, output, bars, events))
+                worker, event = events.get()
+                if event is None:
+                    running.remove(worker)
+                    _check(worker)
+                    finished += 1
+                    bars.remove_task(worker.task)
+                else:
+                    worker.done[event["stage"]] = event["done"] / max(1, event["total"])
+                    bars.update(worker.task, completed=worker.share, stage=event["stage"])
+                shares = sum(worker.share for worker in running)
+                bars.update(overall, completed=finished + shares, stage=f"{finished} of {len(pending)} runs")
+        finally:
+            for worker in running:
+                worker.process.terminate()
+            for worker in running:
+                worker.process.wait()
+
+
+def _start(
+    scheme: str,
+    seed: int,
+    recipe: Recipe,
+    recipe_file: Path,
+    output: Path,
+    bars: Progress,
+    events: queue.Queue[tuple[_Worker, dict[str, Any] | None]],
+) -> _Worker:
+    log = run_folder(output, scheme, seed) / "log.txt"
+    threads = str(recipe.threads_per_run)
+    with log.open("a", encoding="utf-8") as stderr:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "attention_priors.experiments.worker",
+                str(recipe_file),
+                str(output),
+                scheme,
+                str(seed),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            # The parent alone hears Ctrl-C; it then ends its workers in order.
+            start_new_session=True,
+            env=os.environ
+            | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
+        )
+    task = bars.add_task(f"{scheme}, seed {seed}", total=1.0, stage="starting")
+    worker = _Worker(scheme, seed, process, log, task)
+    assert process.stdout is not None
+    threading.Thread(target=_listen, args=(worker, process.stdout, events), daemon=True).start()
+    return worker
+
+
+def _listen(worker: _Worker, lines: IO[str], events: queue.Queue[tuple[_Worker, dict[str, Any] | None]]) -> None:
+    for line in lines:
+        events.put((worker, json.loads(line)))
+    worker.process.wait()
+    events.put((worker, None))
+
+
+def _check(worker: _Worker) -> None:
+    if worker.process.returncode:
+        tail = "\n".join(worker.log.read_text(encoding="utf-8").splitlines()[-15:])
+        raise RunFailedError(
+            f"{worker.scheme}, seed {worker.seed}, ended with exit code {worker.process.returncode}; the end of "
+            f"{worker.log}:\n{tail}"
+        )

@@ -1,0 +1,100 @@
+"""What every run of a recipe reads: the corpus, the tokenizer, and the texts made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from attention_priors.data import (
+    EMBEDDED,
+    Corpus,
+    PasskeyTask,
+    TrainingMixture,
+    load_corpus,
+    load_tokenizer,
+    token_stream,
+)
+from attention_priors.experiments.recipe import Recipe, RecipeError
+from attention_priors.training import TrainingSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Materials:
+    """A recipe's corpus and tokenizer."""
+
+    recipe: Recipe
+    corpus: Corpus
+    tokenizer: PreTrainedTokenizerBase
+
+    @classmethod
+    def load(cls, recipe: Recipe, cache: Path) -> Materials:
+        """Load the corpus, and train the tokenizer unless ``cache`` holds it already."""
+        source = recipe.corpus.source
+        corpus = load_corpus(
+            source if source == EMBEDDED else Path(source), max_characters=recipe.corpus.max_characters
+        )
+        return cls(recipe, corpus, load_tokenizer(recipe.tokenizer, corpus, cache))
+
+    def training_rows(self, settings: TrainingSettings, seed: int) -> TrainingMixture:
+        """The rows that one training reads."""
+        task = None
+        if settings.passkey_ratio > 0:
+            task = PasskeyTask(
+                self.tokenizer,
+                settings.passkey_filler,
+                self.corpus.train if settings.passkey_filler == "corpus" else None,
+            )
+        return TrainingMixture(
+            self.tokenizer,
+            self.corpus.train,
+            context_length=settings.context_length,
+            num_rows=settings.steps * settings.batch_size,
+            seed=seed,
+            passkey_task=task,
+            passkey_ratio=settings.passkey_ratio,
+            passkey_min_length=settings.passkey_minimum_length,
+            answer_weight=settings.passkey_answer_weight,
+        )
+
+    def passkey_task(self) -> PasskeyTask:
+        """The passkey texts to test on, with held-out filler."""
+        assert self.recipe.evaluation.passkey is not None
+        filler = self.recipe.evaluation.passkey.filler
+        return PasskeyTask(self.tokenizer, filler, self.corpus.held_out if filler == "corpus" else None)
+
+    def perplexity_texts(self) -> list[Tensor]:
+        """The beginnings of held-out documents that are long enough."""
+        settings = self.recipe.evaluation.perplexity
+        assert settings is not None
+        stream = token_stream(self.tokenizer, self.corpus.held_out)
+        _, lengths = stream.document_ids.unique_consecutive(return_counts=True)
+        texts = [text[: settings.length] for text in stream.tokens.split(lengths.tolist())]
+        return [text for text in texts if len(text) == settings.length][: settings.documents]
+
+    def check(self) -> None:
+        """Raise a RecipeError if some text that the recipe asks for cannot be made."""
+        for name in self.recipe.schemes:
+            try:
+                self.training_rows(self.recipe.training_of(name).model_copy(update={"steps": 1}), seed=0)
+            except ValueError as error:
+                raise RecipeError(f"schemes.{name}: {error}") from error
+        evaluation = self.recipe.evaluation
+        if evaluation.passkey is not None:
+            task = self.passkey_task()
+            for length in evaluation.passkey.lengths:
+                if length < task.minimum_length or length > (task.maximum_length or length):
+                    raise RecipeError(
+                        f"evaluation.passkey.lengths: {length} tokens; with this tokenizer and filler a text has "
+                        f"at least {task.minimum_length} and at most {task.maximum_length or 'any number of'} tokens"
+                    )
+        if evaluation.perplexity is not None and not self.perplexity_texts():
+            raise RecipeError(
+                f"evaluation.perplexity.length: no held-out document of corpus {self.corpus.name!r} has "
+                f"{evaluation.perplexity.length} tokens"
+            )

@@ -1,0 +1,212 @@
+"""Recipes: what a comparison trains and tests, checked before any work is done."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from attention_priors.data import ANSWER_LENGTH, EMBEDDED
+from attention_priors.encodings import LearnedTable, Rotary
+from attention_priors.evaluation import EvaluationSettings
+from attention_priors.models.decoder import PriorDecoderConfig
+from attention_priors.training import TrainingSettings
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run. The message names the key, its value and what is allowed."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CorpusSettings(_Strict):
+    """The text to train and test on."""
+
+    source: str = EMBEDDED
+    """``embedded``, or the path of a text file or of a folder of text files."""
+    max_characters: int | None = Field(default=None, gt=0)
+    """Take only so much of its training part, and as much less of its held-out part."""
+
+
+class ModelSettings(_Strict):
+    """The decoder, but for what a scheme decides."""
+
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0)
+    num_key_value_heads: int | None = Field(default=None, gt=0)
+    initializer_range: float = Field(default=0.02, gt=0)
+    tie_word_embeddings: bool = True
+
+
+class EvaluationChanges(_Strict):
+    """What is changed in a trained model before it is tested."""
+
+    window: int | None = Field(default=None, gt=0)
+    """Add a window of so many tokens to every layer ("RoPE local")."""
+    base_multiplier: float | None = Field(default=None, gt=0)
+    """Multiply the base of rotary positions."""
+
+
+class Scheme(_Strict):
+    """One way to put positions into the model. Everything else is the same for all schemes of a recipe."""
+
+    prior: dict[str, Any] | list[dict[str, Any]] | str | None = None
+    share_prior: bool = False
+    encoding: dict[str, Any] | str | None = None
+    logit_scale: dict[str, Any] | str | None = None
+    training: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the training that differ for this scheme."""
+    at_evaluation: EvaluationChanges = EvaluationChanges()
+
+    def model_parts(self) -> dict[str, Any]:
+        """What a :class:`PriorDecoderConfig` takes from a scheme."""
+        return {
+            "prior": self.prior,
+            "share_prior": self.share_prior,
+            "encoding": self.encoding,
+            "logit_scale": self.logit_scale,
+        }
+
+
+class Recipe(_Strict):
+    """A comparison: every scheme is trained on the same rows and tested on the same texts, seed by seed."""
+
+    name: str = Field(min_length=1)
+    description: str = ""
+    corpus: CorpusSettings = CorpusSettings()
+    tokenizer: Annotated[int, Field(gt=256)] | str = 2048
+    """Entries of a byte-level BPE trained on the corpus, or a tokenizer's path or Hugging Face name."""
+    model: ModelSettings
+    training: TrainingSettings
+    evaluation: EvaluationSettings
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0,), min_length=1)
+    threads_per_run: int = Field(default=1, gt=0)
+    schemes: dict[str, Scheme] = Field(min_length=1)
+
+    @field_validator("seeds")
+    @classmethod
+    def _distinct(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(seeds)) < len(seeds):
+            raise ValueError(f"seeds must be distinct, got {list(seeds)}")
+        return seeds
+
+    @field_validator("schemes")
+    @classmethod
+    def _distinct_folders(cls, schemes: dict[str, Scheme]) -> dict[str, Scheme]:
+        folders: dict[str, str] = {}
+        for name in schemes:
+            other = folders.setdefault(folder_name(name), name)
+            if other != name:
+                raise ValueError(f"schemes {other!r} and {name!r} would share the folder {folder_name(name)!r}")
+        return schemes
+
+    @model_validator(mode="after")
+    def _possible(self) -> Recipe:
+        for name, scheme in self.schemes.items():
+            try:
+                self.training_of(name)
+                config = self.config_of(name, vocab_size=1)
+            except ValidationError as error:
+                raise ValueError(f"schemes.{name}.training: {_explain(error, TrainingSettings)}") from error
+            except ValueError as error:
+                raise ValueError(f"schemes.{name}: {error}") from error
+            encoding = config.make_encoding()
+            if isinstance(encoding, LearnedTable) and encoding.max_length < self.longest_text:
+                raise ValueError(
+                    f"schemes.{name}.encoding: the learned table has max_length={encoding.max_length} positions, "
+                    f"but this recipe reads texts of {self.longest_text} tokens"
+                )
+            if scheme.at_evaluation.base_multiplier is not None and not isinstance(encoding, Rotary):
+                raise ValueError(
+                    f"schemes.{name}.at_evaluation.base_multiplier needs the encoding 'rotary', got {scheme.encoding!r}"
+                )
+        return self
+
+    @property
+    def longest_text(self) -> int:
+        """Tokens of the longest text that any scheme reads."""
+        lengths = [self.training_of(name).context_length for name in self.schemes]
+        if self.evaluation.passkey is not None:
+            lengths += [length + ANSWER_LENGTH for length in self.evaluation.passkey.lengths]
+        if self.evaluation.perplexity is not None:
+            lengths.append(self.evaluation.perplexity.length)
+        return max(lengths)
+
+    def training_of(self, scheme: str) -> TrainingSettings:
+        """The training settings of one scheme."""
+        own = self.schemes[scheme].training
+        return TrainingSettings.model_validate(self.training.model_dump() | own) if own else self.training
+
+    def config_of(self, scheme: str, *, vocab_size: int, eos_token_id: int | None = None) -> PriorDecoderConfig:
+        """The model of one scheme."""
+        return PriorDecoderConfig(
+            vocab_size=vocab_size,
+            bos_token_id=eos_token_id,
+            eos_token_id=eos_token_id,
+            pad_token_id=eos_token_id,
+            **self.model.model_dump(),
+            **self.schemes[scheme].model_parts(),
+        )
+
+
+def folder_name(scheme: str) -> str:
+    """A scheme's name as the name of a folder."""
+    return re.sub(r"[^A-Za-z0-9._+-]+", "_", scheme).strip(".") or "_"
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read and check a recipe.
+
+    Raises:
+        RecipeError: if the file is not YAML, or a key or value is impossible; it names the key, its value and
+            what is allowed.
+        FileNotFoundError: if there is no such file.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not a YAML file: {error}") from error
+    if not isinstance(content, dict):
+        raise RecipeError(f"{path} must hold keys and values, got {type(content).__name__}")
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        raise RecipeError(f"{path}: {_explain(error, Recipe)}") from error
+
+
+def _explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """All mistakes of a recipe, one a line."""
+    lines = []
+    for mistake in error.errors():
+        key = ".".join(str(part) for part in mistake["loc"])
+        if mistake["type"] == "extra_forbidden":
+            allowed = ", ".join(_fields_at(model, mistake["loc"][:-1]))
+            lines.append(f"{key}: unknown key (value {mistake['input']!r}); allowed here are {allowed}")
+        elif mistake["type"] == "missing":
+            lines.append(f"{key}: missing")
+        elif mistake["type"] == "value_error":
+            message = mistake["msg"].removeprefix("Value error, ")
+            lines.append(f"{key}: {message}" if key else message)
+        else:
+            lines.append(f"{key}: {mistake['msg']}, got {mistake['input']!r}")
+    return "\n".join(lines)
+
+
+def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """The keys that are allowed at a place of a recipe."""
+    current: Any = model
+    for part in location:
+        if isinstance(current, type) and issubclass(current, BaseModel):
+            current = current.model_fields[str(part)].annotation
+            inner = [kind for kind in get_args(current) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+            current = inner[0] if inner and part != "schemes" else current
+        else:
+            current = get_args(current)[-1]
+    return list(current.model_fields)

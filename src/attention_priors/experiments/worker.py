@@ -1,0 +1,39 @@
+"""The process that carries out one run and tells its parent how far it is.
+
+``python -m attention_priors.experiments.worker RECIPE.json OUTPUT SCHEME SEED`` writes a line of JSON per step
+to standard output: ``{"stage": ..., "done": ..., "total": ...}``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+from attention_priors.experiments.materials import Materials
+from attention_priors.experiments.recipe import Recipe
+from attention_priors.experiments.run import execute, run_folder
+from attention_priors.files import read_json
+
+
+def main(recipe_file: str, output: str, scheme: str, seed: str) -> None:
+    """Carry out one run."""
+    recipe = Recipe.model_validate(read_json(Path(recipe_file)))
+    torch.set_num_threads(recipe.threads_per_run)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    # Standard output belongs to the protocol; whatever a library prints goes to the log.
+    channel, sys.stdout = sys.stdout, sys.stderr
+
+    def progress(stage: str, done: int, total: int) -> None:
+        print(json.dumps({"stage": stage, "done": done, "total": total}), file=channel, flush=True)
+
+    materials = Materials.load(recipe, Path(output) / "cache")
+    execute(materials, scheme, int(seed), run_folder(Path(output), scheme, int(seed)), progress)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

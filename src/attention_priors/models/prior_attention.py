@@ -1,0 +1,203 @@
+"""``PriorAttention``: ``torch.nn.MultiheadAttention`` with a positional prior."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from attention_priors.attention import SSMax, attend
+from attention_priors.attention.problem import make_problem
+from attention_priors.attention.reference import reference
+from attention_priors.priors import Prior
+
+
+class PriorAttention(nn.Module):
+    """Multi-head attention with a prior over positions; called as :class:`torch.nn.MultiheadAttention` is.
+
+    Its parameters have the names and shapes of that class, so a state dict of one loads into the other (as
+    far as there are ``num_kv_heads == num_heads`` and no prior).
+
+    Args:
+        embed_dim: width of queries and of the output.
+        num_heads: ``H``; divides ``embed_dim``.
+        dropout: probability with which attention weights are dropped in training.
+        bias: whether the projections have biases.
+        kdim: width of keys; ``embed_dim`` by default.
+        vdim: width of values; ``embed_dim`` by default.
+        batch_first: whether inputs are ``(B, L, width)`` rather than ``(L, B, width)``.
+        device: of the parameters.
+        dtype: of the projections. A prior's parameters are float32 whatever it is.
+        prior: a log-prior over positions, or None for the uniform one.
+        logit_scale: :class:`SSMax`, or None.
+        num_kv_heads: key and value heads (GQA), ``num_heads`` by default.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        prior: Prior | None = None,
+        logit_scale: SSMax | None = None,
+        num_kv_heads: int | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"embed_dim={embed_dim} must be a positive multiple of num_heads={num_heads}")
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
+        for name, module in (("prior", prior), ("logit_scale", logit_scale)):
+            if module is not None and module.num_heads != num_heads:
+                raise ValueError(f"{name} has num_heads={module.num_heads}, expected {num_heads}")
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        self.dropout = dropout
+        self.batch_first = batch_first
+        self.prior = prior
+        self.logit_scale = logit_scale
+
+        kv_dim = self.head_dim * num_kv_heads
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._same_widths = self.kdim == embed_dim and self.vdim == embed_dim
+        if self._same_widths:
+            self.in_proj_weight = nn.Parameter(torch.empty(embed_dim + 2 * kv_dim, embed_dim, **options))
+        else:
+            self.q_proj_weight = nn.Parameter(torch.empty(embed_dim, embed_dim, **options))
+            self.k_proj_weight = nn.Parameter(torch.empty(kv_dim, self.kdim, **options))
+            self.v_proj_weight = nn.Parameter(torch.empty(kv_dim, self.vdim, **options))
+        self.in_proj_bias = nn.Parameter(torch.empty(embed_dim + 2 * kv_dim, **options)) if bias else None
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **options)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start the projections anew, as ``nn.MultiheadAttention`` does. The prior keeps its parameters."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if name.endswith("weight"):
+                nn.init.xavier_uniform_(parameter)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        query_positions: Tensor | None = None,
+        key_positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            query: ``(B, Lq, embed_dim)`` if ``batch_first``, else ``(Lq, B, embed_dim)``; ``(Lq, embed_dim)`` for
+                a single sequence.
+            key: likewise, ``Lk`` long and ``kdim`` wide.
+            value: likewise, ``vdim`` wide.
+            key_padding_mask: ``(B, Lk)`` (or ``(Lk,)``), boolean, True = ignore; or floating point, added.
+            need_weights: whether to return the attention weights. They are a dense matrix; without them
+                memory is linear in length.
+            attn_mask: ``(Lq, Lk)`` or ``(B · num_heads, Lq, Lk)``, boolean, True = forbidden; or floating
+                point, added.
+            average_attn_weights: whether the returned weights are averaged over heads.
+            is_causal: whether a query sees only keys at positions up to its own. Unlike in
+                ``nn.MultiheadAttention`` it is no hint about ``attn_mask``, and needs none.
+            query_positions: as in :func:`attend`.
+            key_positions: as in :func:`attend`.
+            document_ids: as in :func:`attend`.
+
+        Returns:
+            Output, shaped as ``query``, and the weights ``(B, Lq, Lk)``, ``(B, num_heads, Lq, Lk)`` if not
+            averaged, or None. Weights are those before dropout.
+        """
+        single = query.dim() == 2
+        if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
+            shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+            raise ValueError(f"query, key and value must all have 3 dimensions (2 without a batch), got {shapes}")
+        for name, tensor, width in (
+            ("query", query, self.embed_dim),
+            ("key", key, self.kdim),
+            ("value", value, self.vdim),
+        ):
+            if tensor.shape[-1] != width:
+                raise ValueError(f"{name} must be {width} wide, got shape {tuple(tensor.shape)}")
+        if single:
+            query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        q, k, v = self._project(query, key, value)
+        batch, _, num_queries, _ = q.shape
+        if attn_mask is not None and attn_mask.dim() == 3:
+            if attn_mask.shape[0] != batch * self.num_heads:
+                raise ValueError(
+                    f"attn_mask must have shape (Lq, Lk) or ({batch * self.num_heads}, Lq, Lk), got "
+                    f"{tuple(attn_mask.shape)}"
+                )
+            attn_mask = attn_mask.unflatten(0, (batch, self.num_heads))
+        if key_padding_mask is not None and key_padding_mask.is_floating_point():
+            added = key_padding_mask[:, None, None, :]
+            if attn_mask is not None and attn_mask.dtype == torch.bool:
+                attn_mask = torch.zeros_like(attn_mask, dtype=added.dtype).masked_fill(attn_mask, float("-inf"))
+            attn_mask = added.expand(-1, 1, num_queries, -1) if attn_mask is None else attn_mask + added
+            key_padding_mask = None
+        options: dict[str, Any] = {
+            "causal": is_causal,
+            "logit_scale": self.logit_scale,
+            "query_positions": query_positions,
+            "key_positions": key_positions,
+            "document_ids": document_ids,
+            "key_padding_mask": key_padding_mask,
+            "attn_mask": attn_mask,
+            "relative": None,
+            "dropout_p": self.dropout if self.training else 0.0,
+        }
+        weights = None
+        if need_weights:
+            problem = make_problem(q, k, v, self.prior, softmax_scale=None, **options)
+            out, _, weights = reference(problem)
+            weights = (weights.mean(1) if average_attn_weights else weights).to(out.dtype)
+        else:
+            out = attend(q, k, v, self.prior, **options)
+        out = self.out_proj(out.transpose(1, 2).flatten(-2))
+        if single:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``(B, H, Lq, D)``, keys and values ``(B, Hkv, Lk, D)``."""
+        kv_dim = self.head_dim * self.num_kv_heads
+        sizes = [self.embed_dim, kv_dim, kv_dim]
+        if self._same_widths:
+            weights = self.in_proj_weight.split(sizes)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
+        q, k, v = (
+            linear(x, weight, bias).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
+        )
+        return q, k, v

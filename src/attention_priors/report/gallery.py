@@ -1,0 +1,99 @@
+"""Which figures a results dictionary gives, what they are called, and what is said about them."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from attention_priors.files import write_bytes
+from attention_priors.report import figures
+from attention_priors.report.numbers import listing
+from attention_priors.report.results import Results, check_results, scheme_names, schemes_with
+
+DOTS_PER_INCH = 160
+
+
+@dataclass(frozen=True)
+class Illustration:
+    """A figure and its words.
+
+    Attributes:
+        kind: The function that drew it: ``"passkey_heatmap"``, ...
+        scheme: The scheme it is about; None where it is about all.
+        stem: Its file's name, without the ending.
+        alt: What it shows, for those who cannot see it.
+        figure: The drawing.
+    """
+
+    kind: str
+    scheme: str | None
+    stem: str
+    alt: str
+    figure: Figure
+
+    def png(self) -> bytes:
+        """The drawing as a PNG file."""
+        buffer = io.BytesIO()
+        self.figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
+        return buffer.getvalue()
+
+
+def illustrations(results: Results) -> Iterator[Illustration]:
+    """Every figure that the results have data for, in the order of the report."""
+    check_results(results)
+    asked, read = (listing(schemes_with(results, section)) for section in ("passkey", "perplexity"))
+    yield from _for_all(
+        figures.passkey_by_length, results, f"Share of pass keys retrieved against context length: {asked}."
+    )
+    yield from _for_each(
+        figures.passkey_heatmap, results, "Share of pass keys retrieved at each depth and context length: {}."
+    )
+    yield from _for_all(figures.perplexity_by_position, results, f"Perplexity against position: {read}.")
+    yield from _for_each(figures.prior_curves, results, "Log-prior of each head against distance: {}.")
+    yield from _for_all(figures.theta_scatter, results, "Shape β against θα of every Generalized Gaussian head.")
+    yield from _for_all(figures.logit_scale_histogram, results, "Histograms of the heads' logit scales s.")
+
+
+def write_figures(results: Results, folder: Path) -> list[Path]:
+    """Write every figure that the results have data for as a PNG file.
+
+    Args:
+        results: A results dictionary.
+        folder: Where to; made if it is not there.
+
+    Returns:
+        The files, in the order of the report.
+
+    Raises:
+        ValueError: ``results`` is of an unknown format, or one of its rows names an unknown scheme.
+    """
+    written = []
+    for illustration in illustrations(results):
+        path = Path(folder) / f"{illustration.stem}.png"
+        write_bytes(path, illustration.png())
+        written.append(path)
+    return written
+
+
+def _for_all(draw: Callable[[Results], Figure], results: Results, alt: str) -> Iterator[Illustration]:
+    yield from _drawn(partial(draw, results), draw.__name__, None, draw.__name__, alt)
+
+
+def _for_each(draw: Callable[[Results, str], Figure], results: Results, alt: str) -> Iterator[Illustration]:
+    for place, scheme in enumerate(scheme_names(results), start=1):
+        # The place keeps the names of schemes apart that differ only in what a file name cannot hold.
+        stem = f"{draw.__name__}_{place:02d}_{re.sub(r'[^A-Za-z0-9.]+', '-', scheme).strip('-.')}"
+        yield from _drawn(partial(draw, results, scheme), draw.__name__, scheme, stem, alt.format(scheme))
+
+
+def _drawn(draw: Callable[[], Figure], kind: str, scheme: str | None, stem: str, alt: str) -> Iterator[Illustration]:
+    try:
+        yield Illustration(kind, scheme, stem, alt, draw())
+    except figures.NothingToShowError:
+        return

@@ -1,0 +1,123 @@
+"""What a results dictionary holds, and the selections that figures, tables and text make from it.
+
+``results.json`` is one object: ``format``, ``recipe``, ``versions``, ``machine``, ``seeds``, ``created``,
+``wall_seconds``, ``schemes`` in display order, and the row lists of :data:`SECTIONS`, each row naming its
+``scheme`` and ``seed``. A list may be empty or missing: what would be made of it is then left out. Numbers
+that do not exist are null.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+Results: TypeAlias = Mapping[str, Any]
+Row: TypeAlias = Mapping[str, Any]
+
+FORMAT = 1
+"""The format this version reads."""
+
+SECTIONS = ("runs", "passkey", "perplexity", "priors", "logit_scales")
+"""The row lists."""
+
+
+_LARGEST_LOSS = 600.0
+"""In nats; the exponential of much more overflows, here or in a figure's margins."""
+
+
+class Count(NamedTuple):
+    """How many of how many trials."""
+
+    correct: int
+    trials: int
+
+    @property
+    def share(self) -> float:
+        """From 0 to 1."""
+        return self.correct / self.trials
+
+
+def check_results(results: Results) -> None:
+    """Raise a ValueError unless ``results`` is of the known format and its rows name known schemes."""
+    if results.get("format") != FORMAT:
+        raise ValueError(
+            f"results['format'] must be {FORMAT}, the only one this version reads; it is {results.get('format')!r}"
+        )
+    for section in SECTIONS:
+        for row in results.get(section, ()):
+            _check_scheme(results, row["scheme"], f"the scheme of a row in results[{section!r}]")
+
+
+def scheme_names(results: Results) -> list[str]:
+    """The schemes in display order."""
+    return [scheme["name"] for scheme in results["schemes"]]
+
+
+def rows(results: Results, section: str, scheme: str | None = None) -> list[Row]:
+    """The rows of one of :data:`SECTIONS`, of one scheme or of all."""
+    if scheme is None:
+        return list(results.get(section, ()))
+    _check_scheme(results, scheme, "scheme")
+    return [row for row in results.get(section, ()) if row["scheme"] == scheme]
+
+
+def schemes_with(results: Results, section: str) -> list[str]:
+    """The schemes that have rows in a section, in display order."""
+    present = {row["scheme"] for row in rows(results, section)}
+    return [name for name in scheme_names(results) if name in present]
+
+
+def distinct(selected: Iterable[Row], key: str) -> list[Any]:
+    """The different values of one field, sorted."""
+    return sorted({row[key] for row in selected})
+
+
+def training_length(results: Results) -> int:
+    """Tokens of the contexts that the models were trained on."""
+    length = results["recipe"].get("training", {}).get("context_length")
+    if not isinstance(length, int) or length < 1:
+        raise ValueError(
+            f"results['recipe']['training']['context_length'] must be a positive integer (tokens); it is {length!r}"
+        )
+    return length
+
+
+def stopped(results: Results, scheme: str, seed: int | None = None) -> bool:
+    """Whether the scheme's evaluation stopped before the longest length: with one seed, or with all."""
+    runs = [row for row in rows(results, "runs", scheme) if seed is None or row["seed"] == seed]
+    return bool(runs) and all(run.get("stopped") is not None for run in runs)
+
+
+def count_passkeys(selected: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], Count]:
+    """Sum the passkey rows that agree in all of ``keys``: ``{(value of each key): Count}``."""
+    sums: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0])
+    for row in selected:
+        total = sums[tuple(row[key] for key in keys)]
+        total[0] += row["correct"]
+        total[1] += row["trials"]
+    return {key: Count(*total) for key, total in sums.items()}
+
+
+def perplexity_curve(selected: Iterable[Row]) -> dict[float, float]:
+    """Perplexity by position: e to the mean loss of the selected rows there, in the order of positions.
+
+    Positions where a loss is missing are left out.
+    """
+    losses: dict[float, list[float]] = defaultdict(list)
+    for row in selected:
+        losses[row["position"]].append(number(row["nll"]))
+    means = {position: sum(values) / len(values) for position, values in sorted(losses.items())}
+    return {position: math.exp(min(mean, _LARGEST_LOSS)) for position, mean in means.items() if math.isfinite(mean)}
+
+
+def number(value: float | None) -> float:
+    """A number of the results; nan where there is none."""
+    return math.nan if value is None else float(value)
+
+
+def _check_scheme(results: Results, scheme: str, what: str) -> None:
+    names = scheme_names(results)
+    if scheme not in names:
+        raise ValueError(f"{what} must be one of {', '.join(names)}; it is {scheme!r}")

@@ -1,0 +1,107 @@
+"""The results in a paragraph of plain language."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from attention_priors.report.numbers import listing, multiple, percent, quantity
+from attention_priors.report.results import (
+    Results,
+    distinct,
+    perplexity_curve,
+    rows,
+    scheme_names,
+    training_length,
+)
+from attention_priors.report.tables import PasskeyCell, passkey_table
+
+HOLDS = 0.95
+"""A scheme holds at a length if it retrieves at least this share of the pass keys there."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far a scheme holds.
+
+    Attributes:
+        farthest: The cell of the longest length it holds at; None if it holds at none.
+        dip: Its worst cell at a shorter length, if it does not hold there.
+    """
+
+    farthest: PasskeyCell | None
+    dip: PasskeyCell | None
+
+
+def reach(results: Results) -> dict[str, Reach]:
+    """How far each scheme that was asked for pass keys holds.
+
+    Lengths that only some of its seeds were evaluated at do not count.
+    """
+    reached = {}
+    cells = passkey_table(results)
+    for scheme in dict.fromkeys(cell.scheme for cell in cells):
+        mine = [cell for cell in cells if cell.scheme == scheme and cell.complete]
+        farthest = max((cell for cell in mine if cell.share >= HOLDS), key=lambda cell: cell.length, default=None)
+        before = [cell for cell in mine if farthest and cell.length < farthest.length and cell.share < HOLDS]
+        reached[scheme] = Reach(farthest, min(before, key=lambda cell: cell.share, default=None))
+    return reached
+
+
+def summarize(results: Results) -> str:
+    """Say what was compared and how far each scheme holds."""
+    trained = training_length(results)
+    schemes, seeds = scheme_names(results), len(results["seeds"])
+    sentences = [
+        f"{_counted(len(schemes), 'scheme')} {'was' if len(schemes) == 1 else 'were'} trained on contexts of "
+        f"{trained} tokens, each with {_counted(seeds, 'seed')}."
+    ]
+    reached = reach(results)
+    if reached:
+        sentences += _passkey_sentences(results, reached, trained)
+        missing = [name for name in schemes if name not in reached]
+        if missing:
+            sentences.append(f"No pass keys were asked of {listing(missing)}.")
+    sentences += _perplexity_sentence(results)
+    return " ".join(sentences)
+
+
+def _passkey_sentences(results: Results, reached: dict[str, Reach], trained: int) -> list[str]:
+    lengths = distinct(rows(results, "passkey"), "length")
+    span = f"of {lengths[0]} tokens" if len(lengths) == 1 else f"of {lengths[0]} to {lengths[-1]} tokens"
+    sentences = [f"Each model then had to find a pass key in texts {span}."]
+    by_length: dict[int, list[str]] = defaultdict(list)
+    for scheme, found in reached.items():
+        by_length[found.farthest.length if found.farthest else 0].append(scheme)
+    for length, names in sorted(by_length.items(), reverse=True):
+        if not length:
+            sentences.append(f"{listing(names)} did not find {100 * HOLDS:.0f} % of the keys at any length.")
+            continue
+        end = ", the longest tested" if length == lengths[-1] else ""
+        dips = [
+            f"{name} only {percent(dip.share)} % at {dip.length} tokens" for name in names if (dip := reached[name].dip)
+        ]
+        sentences.append(
+            f"{listing(names)} found at least {100 * HOLDS:.0f} % of the keys in texts of up to {length} "
+            f"tokens, {multiple(length / trained)}× the training length{end}"
+            + (f" (but {listing(dips)})." if dips else ".")
+        )
+    return sentences
+
+
+def _perplexity_sentence(results: Results) -> list[str]:
+    curves = {name: perplexity_curve(rows(results, "perplexity", name)) for name in scheme_names(results)}
+    positions = [position for curve in curves.values() for position in curve]
+    if not positions:
+        return []
+    farthest = max(positions)
+    there = {name: curve[farthest] for name, curve in curves.items() if farthest in curve}
+    best = min(there, key=lambda name: there[name])
+    return [
+        f"At the farthest position of the perplexity curves, token {farthest:.0f}, {best} has the lowest "
+        f"perplexity: {quantity(there[best])}."
+    ]
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,209 @@
+from pathlib import Path
+
+import pytest
+
+from attention_priors.data import Corpus, Document, load_corpus
+
+
+def _size(documents: tuple[Document, ...]) -> int:
+    return sum(len(document.text) for document in documents)
+
+
+def _names(documents: tuple[Document, ...]) -> list[str]:
+    return [document.name for document in documents]
+
+
+def _write(folder: Path, count: int) -> None:
+    for index in range(count):
+        (folder / f"{index:03}.txt").write_text(f"document {index}\n" * 10)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Corpus:
+    return load_corpus("embedded")
+
+
+def test_embedded_corpus_is_the_same_on_every_load(embedded: Corpus):
+    again = load_corpus("embedded")
+
+    assert again == embedded
+    assert again.fingerprint == embedded.fingerprint
+
+
+def test_embedded_corpus_is_large_and_about_a_twentieth_of_its_documents_is_held_out(embedded: Corpus):
+    count = len(embedded.train) + len(embedded.held_out)
+
+    assert _size(embedded.train) > 5_000_000
+    assert 0.025 < len(embedded.held_out) / count < 0.1
+
+
+def test_embedded_corpus_holds_code_and_prose_but_no_tests_nor_installed_packages(embedded: Corpus):
+    names = _names(embedded.train) + _names(embedded.held_out)
+
+    assert "json/decoder.py" in names
+    assert any(name.startswith("pydoc_data.topics/") for name in names)
+    folders = {folder for name in names for folder in name.split("/")[:-1]}
+    assert not folders & {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    assert not [name for name in names if name.startswith("_sysconfigdata")]
+
+
+def test_no_held_out_text_is_in_the_training_part(embedded: Corpus):
+    assert not {document.text for document in embedded.train} & {
+        document.text for document in embedded.held_out
+    }
+
+
+def test_max_characters_keeps_exactly_that_many_and_the_held_out_part_in_proportion(embedded: Corpus):
+    part = load_corpus("embedded", max_characters=1_000_000)
+
+    assert _size(part.train) == 1_000_000
+    proportion = 1_000_000 / _size(embedded.train)
+    assert _size(part.held_out) == round(_size(embedded.held_out) * proportion)
+    whole = set(embedded.train)
+    assert sum(document not in whole for document in part.train) <= 1  # the last one, cut
+    initials = {name[0].lower() for name in _names(part.train)}
+    assert {"a", "u"} <= initials  # from everywhere, not the first of the alphabet
+
+
+def test_max_characters_above_the_size_keeps_everything(embedded: Corpus):
+    assert load_corpus("embedded", max_characters=10**9) == embedded
+
+
+@pytest.mark.parametrize("max_characters", [0, -5])
+def test_max_characters_below_one_is_an_error(max_characters: int):
+    with pytest.raises(ValueError, match=f"max_characters must be at least 1.*{max_characters}"):
+        load_corpus("embedded", max_characters=max_characters)
+
+
+def test_folder_is_read_recursively_in_order_without_hidden_files(tmp_path: Path):
+    _write(tmp_path, 40)
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "leaf.md").write_text("leaf")
+    (tmp_path / ".hidden").write_text("hidden")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("hidden too")
+
+    corpus = load_corpus(tmp_path)
+
+    names = _names(corpus.train) + _names(corpus.held_out)
+    assert set(names) == {*(f"{index:03}.txt" for index in range(40)), "deep/er/leaf.md"}
+    assert _names(corpus.train) == sorted(_names(corpus.train))
+    assert corpus.name == tmp_path.name
+
+
+def test_folder_lists_the_files_it_could_not_use(tmp_path: Path):
+    _write(tmp_path, 3)
+    (tmp_path / "nul.bin").write_bytes(b"a\0b")
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    (tmp_path / "void.txt").write_text(" \n")
+    (tmp_path / "zcopy.txt").write_text((tmp_path / "001.txt").read_text())
+
+    corpus = load_corpus(tmp_path)
+
+    assert len(corpus.train) + len(corpus.held_out) == 3
+    assert sorted(line.split(":")[0] for line in corpus.skipped) == [
+        "latin.txt",
+        "nul.bin",
+        "void.txt",
+        "zcopy.txt",
+    ]
+    assert "zcopy.txt: it is a copy of 001.txt" in corpus.skipped
+
+
+def test_folder_without_text_is_an_error_that_says_what_was_skipped(tmp_path: Path):
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0")
+
+    with pytest.raises(ValueError, match=r"holds no text file.*picture\.png.*binary"):
+        load_corpus(tmp_path)
+
+
+@pytest.mark.parametrize("count", [2, 3, 10])
+def test_small_folders_still_have_both_parts(tmp_path: Path, count: int):
+    _write(tmp_path, count)
+
+    corpus = load_corpus(tmp_path)
+
+    assert len(corpus.train) >= 1
+    assert len(corpus.held_out) >= 1
+    assert len(corpus.train) + len(corpus.held_out) == count
+
+
+def test_split_of_a_document_depends_on_names_alone(tmp_path: Path):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        _write(tmp_path / folder, 60)
+    for path in (tmp_path / "two").iterdir():
+        path.write_text(path.read_text() + "and more\n")
+
+    one, two = load_corpus(tmp_path / "one"), load_corpus(tmp_path / "two")
+
+    assert _names(one.held_out) == _names(two.held_out)
+    assert one.fingerprint != two.fingerprint
+
+
+def test_file_is_grouped_by_paragraphs_and_loses_nothing(tmp_path: Path):
+    text = "\n\n".join(f"paragraph {index} " + "word " * 100 for index in range(100))
+    path = tmp_path / "book.txt"
+    path.write_text(text)
+
+    corpus = load_corpus(str(path))
+
+    def start(document: Document) -> int:
+        return int(document.name.split("[")[1].split(":")[0])
+
+    pieces = sorted(corpus.train + corpus.held_out, key=start)
+    assert "".join(piece.text for piece in pieces) == text
+    assert all(len(piece.text) >= 2000 for piece in pieces)
+    assert all(piece.text.startswith("paragraph") for piece in pieces)
+    assert corpus.held_out
+
+
+def test_single_document_is_cut_at_a_line_end_near_nine_tenths(tmp_path: Path):
+    path = tmp_path / "lines.txt"
+    path.write_text("0123456789 line\n" * 100)
+
+    corpus = load_corpus(path)
+
+    (train,), (held_out,) = corpus.train, corpus.held_out
+    assert train.text + held_out.text == path.read_text()
+    assert train.text.endswith("\n")
+    assert 0.88 < len(train.text) / 1600 < 0.92
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "empty"),
+        (b" \n\n ", "empty or blank"),
+        (b"abc\0def", "NUL"),
+        (b"ab\xff", r"not UTF-8 \(byte 2\)"),
+        (b"short\n", "too short to split.*1000"),
+        (b"x" * 2000, "of one line"),
+    ],
+)
+def test_unusable_file_is_an_error_that_names_it(tmp_path: Path, content: bytes, problem: str):
+    path = tmp_path / "input.txt"
+    path.write_bytes(content)
+
+    with pytest.raises(ValueError, match=rf"input\.txt.*{problem}"):
+        load_corpus(path)
+
+
+def test_missing_source_is_an_error_that_names_it(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load_corpus(tmp_path / "nowhere")
+
+
+def test_fingerprint_tells_names_texts_and_parts_apart():
+    one, two = Document("a", "bc"), Document("ab", "c")
+
+    fingerprints = {
+        Corpus("x", (one,), (two,)).fingerprint,
+        Corpus("x", (two,), (one,)).fingerprint,
+        Corpus("x", (one, two), ()).fingerprint,
+        Corpus("x", (one,), ()).fingerprint,
+        Corpus("x", (two,), ()).fingerprint,
+    }
+
+    assert len(fingerprints) == 5
+    assert Corpus("x", (one,), (two,)).fingerprint == Corpus("y", (one,), (two,)).fingerprint

@@ -1,0 +1,149 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from attention_priors.data import Document, PasskeyTask, depths, digit_token_ids, token_stream
+
+
+def _generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _needle(tokenizer: PreTrainedTokenizerFast, key: int) -> list[int]:
+    return tokenizer.encode(f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n")
+
+
+@given(extra=st.integers(0, 3000), depth=st.floats(0, 1), seed=st.integers(0, 2**31))
+@pytest.mark.parametrize("filler", ["sentence", "corpus"])
+def test_lengths_answer_and_depth_are_exact(
+    request: pytest.FixtureRequest,
+    tokenizer: PreTrainedTokenizerFast,
+    filler: str,
+    extra: int,
+    depth: float,
+    seed: int,
+):
+    task: PasskeyTask = request.getfixturevalue(f"{filler}_task")
+    length = task.minimum_length + extra
+
+    sample = task.sample(length, depth, _generator(seed))
+
+    digits = digit_token_ids(tokenizer)
+    assert 10_000 <= sample.key <= 99_999
+    assert sample.answer_start == len(sample.prompt) == length
+    assert sample.answer.tolist() == [digits[int(digit)] for digit in str(sample.key)]
+    needle = _needle(tokenizer, sample.key)
+    found = sample.tokens[sample.needle_start : sample.needle_start + len(needle)]
+    assert found.tolist() == needle
+    earliest = task.sample(length, 0.0, _generator(seed)).needle_start
+    assert sample.needle_start - earliest == round(depth * extra)
+
+
+@pytest.mark.parametrize("extra", [0, 1, 50])
+def test_shortest_and_longer_texts_read_as_they_should(
+    tokenizer: PreTrainedTokenizerFast, sentence_task: PasskeyTask, extra: int
+):
+    sample = sentence_task.sample(sentence_task.minimum_length + extra, 1.0, _generator())
+
+    text = str(tokenizer.decode(sample.tokens))
+    assert text.startswith("Remember the pass key")
+    assert text.endswith(
+        f"{sample.key} is the pass key.\n\nWhat is the pass key? The pass key is {sample.key}"
+    )
+    assert text.count(str(sample.key)) == 3
+
+
+def test_sentence_filler_repeats_without_a_seam(
+    tokenizer: PreTrainedTokenizerFast, sentence_task: PasskeyTask
+):
+    sample = sentence_task.sample(2000, 1.0, _generator())
+
+    text = tokenizer.decode(sample.prompt)
+    assert " There and back again. The grass is green. The sky is blue." in text
+
+
+def test_corpus_filler_is_a_contiguous_window_without_end_tokens(
+    tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...], corpus_task: PasskeyTask
+):
+    extra = 1500
+    sample = corpus_task.sample(corpus_task.minimum_length + extra, 0.5, _generator(3))
+
+    needle_size = len(_needle(tokenizer, sample.key))
+    before = sample.tokens[sample.needle_start - extra // 2 : sample.needle_start]
+    after = sample.tokens[sample.needle_start + needle_size :][: extra // 2]
+    whole = str(tokenizer.decode(torch.cat([before, after]))).strip("\ufffd")
+    assert whole in "\n".join(document.text for document in documents)
+    assert tokenizer.eos_token_id not in sample.tokens
+
+
+def test_corpus_filler_can_use_all_of_its_documents_and_no_more(
+    tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...]
+):
+    task = PasskeyTask(tokenizer, "corpus", documents[:1])
+    longest = task.minimum_length + len(token_stream(tokenizer, documents[:1]))
+
+    assert task.maximum_length == longest
+    assert len(task.sample(longest, 0.3, _generator()).prompt) == longest
+    with pytest.raises(ValueError, match=f"length must be at most maximum_length, {longest}.*{longest + 1}"):
+        task.sample(longest + 1, 0.3, _generator())
+
+
+def test_same_generator_gives_the_same_sample_and_others_differ(corpus_task: PasskeyTask):
+    first, again, other = (corpus_task.sample(400, 0.4, _generator(seed)) for seed in (1, 1, 2))
+
+    assert torch.equal(first.tokens, again.tokens)
+    assert first.key != other.key
+    assert not torch.equal(first.tokens[: first.needle_start], other.tokens[: first.needle_start])
+
+
+def test_keys_are_spread_evenly(sentence_task: PasskeyTask):
+    generator = _generator()
+    keys = torch.tensor(
+        [sentence_task.sample(sentence_task.minimum_length, 0.0, generator).key for _ in range(1800)]
+    )
+
+    counts = torch.bincount(keys // 10_000, minlength=10)[1:]
+    assert counts.sum() == 1800
+    assert counts.min() > 130  # 200 expected, with a standard deviation of 13
+    assert counts.max() < 270
+
+
+def test_length_below_the_minimum_is_an_error_that_names_both(sentence_task: PasskeyTask):
+    minimum = sentence_task.minimum_length
+
+    with pytest.raises(ValueError, match=f"length must be at least.*{minimum}.*it is {minimum - 1}"):
+        sentence_task.sample(minimum - 1, 0.5, _generator())
+
+
+@pytest.mark.parametrize("depth", [-0.01, 1.01, float("nan")])
+def test_depth_outside_its_range_is_an_error(sentence_task: PasskeyTask, depth: float):
+    with pytest.raises(ValueError, match=f"depth must be from 0 to 1; it is {depth}"):
+        sentence_task.sample(500, depth, _generator())
+
+
+@pytest.mark.parametrize(
+    ("filler", "with_documents", "problem"),
+    [
+        ("prose", False, "filler must be 'sentence' or 'corpus'; it is 'prose'"),
+        ("sentence", True, "filler_documents must be None"),
+        ("corpus", False, "filler_documents must hold at least one"),
+    ],
+)
+def test_filler_and_its_documents_must_go_together(
+    tokenizer: PreTrainedTokenizerFast,
+    documents: tuple[Document, ...],
+    filler: str,
+    with_documents: bool,
+    problem: str,
+):
+    with pytest.raises(ValueError, match=problem):
+        PasskeyTask(tokenizer, filler, documents if with_documents else None)  # pyright: ignore[reportArgumentType]
+
+
+def test_depths_are_even_from_end_to_end():
+    assert depths(5) == (0, 0.25, 0.5, 0.75, 1)
+    assert depths(2) == (0, 1)
+    with pytest.raises(ValueError, match=r"count must be at least 2.*it is 1"):
+        depths(1)
