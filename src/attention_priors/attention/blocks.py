@@ -210,29 +210,34 @@ class Bias:
 
     def __call__(self, block: Block) -> Tensor | None:
         """What to add to the block's logits, ``(B or 1, H or 1, n, e)``, ``-inf`` where hidden; None for nothing."""
-        layout, problem = self.layout, self.layout.problem
-        if not layout.dense:
-            return None if self.masked_table is None else layout.read(self.masked_table, block)
-        hidden = None if self.hidden_table is None else layout.read(self.hidden_table, block)
-        bias = hidden
-        if self.table is not None:
-            bias = self.log_prior(block)
-            if self.row_scale is not None:
-                # One pass over memory for both. The mask is added: a scale of 0 times -inf would be nan.
-                scale = self.scale(block)
-                bias = bias * scale if hidden is None else torch.addcmul(hidden, bias, scale)
-            elif hidden is not None:
-                bias = bias + hidden
+        if not self.layout.dense:
+            return None if self.masked_table is None else self.layout.read(self.masked_table, block)
+        mask = self._mask(block)
+        if self.table is None:
+            return mask
+        bias = self.log_prior(block)
+        if self.row_scale is None:
+            return bias if mask is None else bias + mask
+        # The mask is added, and not set before the scaling: a scale of 0 times -inf would be nan.
+        scale = self.scale(block)
+        return bias * scale if mask is None else torch.addcmul(mask, bias, scale)
+
+    def _mask(self, block: Block) -> Tensor | None:
+        """0 or ``-inf`` for every pair of the block, plus a float ``attn_mask``; ``(B or 1, H or 1, n, e)``.
+
+        Put together first, since it seldom differs between heads: the bias itself is then one pass over memory.
+        """
+        problem = self.layout.problem
+        masks = [] if self.hidden_table is None else [self.layout.read(self.hidden_table, block)]
         if problem.attn_mask is not None and problem.attn_mask.dtype != torch.bool:
-            mask = problem.rows(block.rows).attn_mask
-            assert mask is not None
-            mask = mask[..., block.keys].flip(-2).to(problem.compute_dtype)
-            bias = mask if bias is None else bias + mask
+            added = problem.rows(block.rows).attn_mask
+            assert added is not None
+            masks.append(added[..., block.keys].flip(-2).to(problem.compute_dtype))
         allowed = problem.allowed(block.rows, block.keys)
         if allowed is not None:
-            zero = torch.zeros((), dtype=problem.compute_dtype, device=problem.device)
-            bias = torch.where(allowed.flip(-2), zero if bias is None else bias, float("-inf"))
-        return bias
+            zeros = torch.zeros(allowed.shape, dtype=problem.compute_dtype, device=problem.device)
+            masks.append(zeros.masked_fill_(~allowed.flip(-2), float("-inf")))
+        return sum(masks[1:], masks[0]) if masks else None
 
     def blind(self, block: Block, bias: Tensor) -> Tensor | None:
         """Which of the block's queries see no key at all, ``(B or 1, H or 1, n, 1)``; None if every one sees one."""

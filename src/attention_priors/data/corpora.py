@@ -79,9 +79,10 @@ def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Cor
             - a folder: every text file below it, but for hidden ones. Files that are binary (a NUL byte, or
               not UTF-8), blank, or exact copies of an earlier file are listed in ``Corpus.skipped``.
             - a text file in UTF-8: its paragraphs, grouped into documents of 2000 characters or more.
-        max_characters: Size of the training part to keep, in characters; the held-out part shrinks in
-            proportion. Documents are kept in the order of a hash of their names, so that what is kept is a
-            fair sample; the last is cut to make the size exact. ``None`` keeps everything.
+        max_characters: Size of the training part to keep, in characters; the held-out part is always whole, so
+            that what is tested on does not depend on it. Documents are kept in the order of a hash of their names,
+            so that what is kept is a fair sample; the last is cut to make the size exact. ``None`` keeps
+            everything.
 
     Raises:
         FileNotFoundError: ``source`` does not exist.
@@ -109,11 +110,8 @@ def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Cor
         found = f"skipped {'; '.join(skipped[:5])}" if skipped else "it has no files"
         raise ValueError(f"source {str(source)!r} holds no text file ({found})")
     train, held_out = _split(documents)
-    if max_characters is not None:
-        train_size, held_out_size = _characters(train), _characters(held_out)
-        if max_characters < train_size:
-            train = _sample(train, max_characters)
-            held_out = _sample(held_out, max(1, round(held_out_size * max_characters / train_size)))
+    if max_characters is not None and max_characters < sum(len(document.text) for document in train):
+        train = _sample(train, max_characters)
     return Corpus(name=name, train=train, held_out=held_out, skipped=tuple(skipped))
 
 
