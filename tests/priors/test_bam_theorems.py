@@ -1,0 +1,88 @@
+"""Statements of BAM, "Bayesian Attention Mechanism", about its priors."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+from attention_priors.priors import GeneralizedGaussian, Laplace, Uniform, generalized_gaussian
+
+thorough = settings(max_examples=100, deadline=None, derandomize=True)
+
+
+def ggd(theta_alpha: float, theta_beta: float) -> GeneralizedGaussian:
+    prior = GeneralizedGaussian(1)
+    with torch.no_grad():
+        prior.theta_alpha.fill_(theta_alpha)
+        prior.theta_beta.fill_(theta_beta)
+    return prior
+
+
+def k(prior: GeneralizedGaussian, distances: list[int]) -> torch.Tensor:
+    return prior.log_prior_at(torch.tensor(distances), torch.float64)[0].detach()
+
+
+def causal_weights(log_prior: torch.Tensor) -> torch.Tensor:
+    hidden = torch.ones(log_prior.shape[-2:], dtype=torch.bool).triu(1)
+    return log_prior.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+@pytest.mark.parametrize("prior", [Uniform(2), GeneralizedGaussian(2, init="uniform")])
+def test_lemma_1_no_position_is_a_uniform_prior_over_the_past(prior: Uniform | GeneralizedGaussian):
+    positions = torch.arange(12)
+    weights = causal_weights(prior.log_prior(positions, positions))
+    for i in range(12):
+        torch.testing.assert_close(weights[:, i, : i + 1], torch.full((2, i + 1), 1 / (i + 1)))
+
+
+@pytest.mark.parametrize("heads", [4, 6])
+def test_lemma_2_alibi_is_a_laplace_prior(heads: int):
+    positions = torch.arange(12)
+    alibi = build_alibi_tensor(torch.ones(1, 12, dtype=torch.long), heads, torch.float32).expand(-1, 12, -1)
+    torch.testing.assert_close(causal_weights(Laplace(heads).log_prior(positions, positions)), causal_weights(alibi))
+
+
+@thorough
+@given(st.floats(-3, 0.9375, width=32), st.floats(1 / 64, 2, width=32), st.integers(2, 2**20))
+def test_theorem_2_below_shape_one_the_penalty_is_smaller_than_alibis(beta: float, slope: float, distance: int):
+    # In its corrected form: with α = m^(-1/β), that is e^θα = m, and only for |d| > 1.
+    prior, alibi = ggd(math.log(slope), beta), Laplace(1, slopes=[slope])
+    for signed in (distance, -distance):
+        ratio = (k(prior, [signed]) / alibi.log_prior_at(torch.tensor([signed]), torch.float64)[0]).item()
+        assert ratio < 1
+        assert ratio == pytest.approx(distance ** (beta - 1), rel=1e-4)
+
+
+@pytest.mark.parametrize("beta", [-2.0, -0.5, -0.05])
+def test_theorem_3_negative_shape_takes_all_mass_from_the_own_position(beta: float, monkeypatch: pytest.MonkeyPatch):
+    prior = ggd(0.0, beta)
+    relative = []
+    for power in (1, 5, 50, 100):
+        monkeypatch.setattr(generalized_gaussian, "EPSILON", 10.0**-power)
+        own, far = k(prior, [0, 1000]).tolist()
+        relative.append(math.exp(own - far))
+    assert relative == sorted(relative, reverse=True)
+    assert relative[0] > 1e-50
+    assert relative[-1] < 1e-40
+
+
+@thorough
+@given(st.floats(-3, -0.5, width=32), st.floats(-3, 3, width=32))
+def test_theorem_4_negative_shape_leaves_far_keys_untouched(beta: float, theta_alpha: float):
+    values = k(ggd(theta_alpha, beta), [0, 1, 2, 10, 100, 10_000, 2**20, 2**40])
+    assert (values.diff() > 0).all()
+    assert (values < 0).all()
+    assert values[-1].item() > -math.exp(theta_alpha) * 2.0 ** (40 * beta) * 1.001
+    assert values[-1].item() > -1e-4
+
+
+@thorough
+@given(st.floats(0.25, 2, width=32), st.floats(-3, 3, width=32))
+def test_lemma_4_positive_shape_has_a_penalty_without_bound(beta: float, theta_alpha: float):
+    values = k(ggd(theta_alpha, beta), [0, 1, 2, 10, 100, 10_000, 2**20, 2**40])
+    assert (values.diff() < 0).all()
+    assert values[-1].item() < -50
+    assert values[-1].item() == pytest.approx(-math.exp(theta_alpha) * 2.0 ** (40 * beta), rel=1e-5)

@@ -1,0 +1,181 @@
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention_priors.priors import Laplace, alibi_slopes
+
+thorough = settings(max_examples=100, deadline=None, derandomize=True)
+
+
+@st.composite
+def means_and_lengths(draw: st.DrawFn) -> tuple[float, int]:
+    length = draw(st.integers(2, 5000))
+    return draw(st.floats(1e-3, 0.999)) * (length - 1) / 2, length
+
+
+def max_entropy(prior: Laplace, length: int) -> torch.Tensor:
+    assert prior.slopes is not None
+    distance = torch.arange(length, dtype=torch.float64)
+    return torch.softmax(-prior.slopes[0] * distance, 0)
+
+
+def test_is_linear_in_the_distance():
+    prior = Laplace(2, slopes=[0.25, 3.0])
+    distance = torch.tensor([0, 1, -1, 7, -1000])
+    expected = [[0.0, -0.25, -0.25, -1.75, -250.0], [0.0, -3.0, -3.0, -21.0, -3000.0]]
+    torch.testing.assert_close(prior.log_prior_at(distance), torch.tensor(expected))
+
+
+def test_starts_with_alibis_slopes_or_the_given():
+    torch.testing.assert_close(Laplace(12).slope, alibi_slopes(12).float())
+    natural = Laplace(2, slopes=[0.1, 1e-4]).natural_parameters()
+    torch.testing.assert_close(natural["slope"], torch.tensor([0.1, 1e-4]))
+
+
+def test_slopes_stay_positive_whatever_is_learned():
+    prior = Laplace(4, learn=True)
+    with torch.no_grad():
+        prior.log_slope.copy_(torch.tensor([-80.0, -1.0, 0.0, 5.0]))
+    assert (prior.slope > 0).all()
+
+
+# ---- factored under a causal mask
+
+
+@thorough
+@given(
+    st.lists(st.floats(1e-4, 2), min_size=3, max_size=3),
+    st.integers(1, 20),
+    st.integers(1, 20),
+    st.integers(0, 3000),
+)
+def test_proposition_f6_lanes_and_row_offset_are_the_log_prior_of_the_past(
+    slopes: list[float], queries: int, extra: int, start: int
+):
+    prior = Laplace(3, slopes=slopes)
+    query_positions = start + extra + torch.arange(queries)
+    key_positions = start + torch.arange(queries + extra)
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
+        lanes = prior.lanes(query_positions, key_positions, dtype=dtype)
+        assert {lanes.query.dtype, lanes.key.dtype} == {dtype}
+        assert lanes.query.shape == (3, queries, 1)
+        assert lanes.key.shape == (queries + extra, 1)
+        assert lanes.row_offset is not None
+        assert lanes.row_offset.shape == (3, queries)
+        whole = lanes.query @ lanes.key.mT + lanes.row_offset.unsqueeze(-1)
+        past = key_positions <= query_positions.unsqueeze(-1)
+        exact = prior.log_prior(query_positions, key_positions, torch.float64)
+        torch.testing.assert_close(whole.double()[:, past], exact[:, past], rtol=0, atol=tolerance)
+        future = whole.double()[:, ~past]
+        assert (future > exact[:, ~past]).all()  # and of the past only: m · j keeps rising
+
+
+def test_lanes_stay_exact_at_far_positions():
+    prior = Laplace(1, slopes=[0.5])
+    positions = 2**20 + torch.arange(-5, 1)
+    lanes = prior.lanes(positions[-1:], positions)
+    assert lanes.row_offset is not None
+    found = (lanes.query @ lanes.key.mT + lanes.row_offset.unsqueeze(-1))[0, 0]
+    assert found.tolist() == [-2.5, -2.0, -1.5, -1.0, -0.5, 0.0]
+
+
+# ---- the least committal prior of a given mean distance
+
+
+@thorough
+@given(means_and_lengths())
+def test_theorem_3_the_maximum_entropy_prior_has_the_mean_it_was_given(mean_and_length: tuple[float, int]):
+    mean, length = mean_and_length
+    prior = Laplace.from_mean_distance(mean, length)
+    distance = torch.arange(length)
+    found = (max_entropy(prior, length) * distance).sum().item()
+    assert found == pytest.approx(mean, rel=1e-9)
+    weights = prior.log_prior_at(distance, torch.float64)[0].softmax(0)  # through the float32 parameter
+    assert (weights * distance).sum().item() == pytest.approx(mean, rel=5e-6)
+
+
+@thorough
+@given(means_and_lengths())
+def test_theorem_3_the_rate_solves_its_equation(mean_and_length: tuple[float, int]):
+    mean, length = mean_and_length
+    slopes = Laplace.from_mean_distance(mean, length).slopes
+    assert slopes is not None
+    rate = slopes[0]
+    if 1e-3 < rate * length < 600:
+        assert 1 / math.expm1(rate) - length / math.expm1(rate * length) == pytest.approx(mean, rel=1e-6)
+    assert rate > 0
+
+
+@thorough
+@given(st.integers(3, 64), st.floats(0.1, 0.95), st.data())
+def test_theorem_3_no_other_prior_of_this_mean_has_more_entropy(length: int, share: float, data: st.DataObject):
+    mean = share * (length - 1) / 2
+    probabilities = max_entropy(Laplace.from_mean_distance(mean, length), length)
+    reach = min(length - 1, max(2, math.ceil(4 * mean)))
+    a, b, c = sorted(data.draw(st.sets(st.integers(0, reach), min_size=3, max_size=3)))
+    three = probabilities[[a, b, c]]
+    # Along this direction neither the mass nor the mean changes; all other distances keep theirs.
+    direction = torch.tensor([c - b, a - c, b - a], dtype=torch.float64)
+    step = 0.3 * three.min() / direction.abs().max()
+
+    def entropy(p: torch.Tensor) -> float:
+        return -(p * p.log()).sum().item()
+
+    for sign in (1, -1):
+        assert entropy(three + sign * step * direction) < entropy(three)
+
+
+def test_a_smaller_mean_needs_a_steeper_slope():
+    means = [0.01, 0.5, 1.0, 10.0, 100.0, 400.0, 499.0, 499.499]
+    slopes = Laplace.from_mean_distance(means, 1000).slopes
+    assert slopes is not None
+    assert list(slopes) == sorted(slopes, reverse=True)
+    assert len(set(slopes)) == len(means)
+
+
+def test_next_to_the_middle_the_slope_is_that_of_the_series():
+    length = 1000
+    middle = (length - 1) / 2
+    for share in (1e-4, 1e-5, 1e-7, 1e-9):  # of the way from the middle to 0
+        slopes = Laplace.from_mean_distance(middle * (1 - share), length).slopes
+        assert slopes is not None
+        assert slopes[0] == pytest.approx(12 * middle * share / (length**2 - 1), rel=1e-4)
+
+
+def test_one_mean_per_head():
+    prior = Laplace.from_mean_distance([2.0, 30.0], 256, learn=True)
+    assert prior.num_heads == 2
+    assert prior.log_slope.requires_grad
+    alone = Laplace.from_mean_distance(30.0, 256)
+    assert alone.num_heads == 1
+    assert not alone.log_slope.requires_grad
+    assert prior.slopes is not None
+    assert alone.slopes == prior.slopes[1:]
+    again = Laplace(**{key: value for key, value in prior.to_config().items() if key != "name"})
+    assert again.slopes == prior.slopes
+
+
+def test_far_longer_than_its_mean_it_is_the_geometric_distribution():
+    prior = Laplace.from_mean_distance(10, 10**6)
+    assert prior.slopes is not None
+    assert prior.slopes[0] == pytest.approx(math.log1p(1 / 10), rel=1e-12)
+
+
+@pytest.mark.parametrize("mean", [4.5, 4.6, 9.0, 0.0, -1.0, math.nan, math.inf])
+def test_mean_that_is_no_recency_is_an_error(mean: float):
+    with pytest.raises(ValueError, match=re.escape(f"mean={mean!r} must lie strictly between 0 and")):
+        Laplace.from_mean_distance(mean, 10)
+    with pytest.raises(ValueError, match="mean="):
+        Laplace.from_mean_distance([1.0, mean], 10)
+
+
+def test_no_mean_or_an_impossible_length_is_an_error():
+    with pytest.raises(ValueError, match="mean must hold at least one number"):
+        Laplace.from_mean_distance([], 10)
+    for length in (1, 0, 10.0):
+        with pytest.raises(ValueError, match=f"length must be an integer of at least 2, got {length}"):
+            Laplace.from_mean_distance(0.25, length)  # pyright: ignore[reportArgumentType]

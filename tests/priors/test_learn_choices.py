@@ -1,0 +1,79 @@
+"""``learn=`` chooses which parameters train."""
+
+from typing import Any
+
+import pytest
+from prior_samples import SAMPLES, make
+
+from attention_priors.priors import CATALOGUE, GeneralizedGaussian, KeySink, Laplace
+
+PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "laplace": {"slope": ("log_slope",)},
+    "generalized_gaussian": {"alpha": ("theta_alpha",), "beta": ("theta_beta",), "mu": ("theta_mu",)},
+    "spectral": {"alpha": ("alpha",), "beta": ("beta",)},
+    "key_sink": {
+        "slope": ("slope",),
+        "gain": ("gain",),
+        "bump": ("bump",),
+        "mlp": ("mlp.0.weight", "mlp.0.bias", "mlp.2.weight", "mlp.2.bias"),
+    },
+    "relative_buckets": {"bias": ("bias",)},
+    "clipped_offsets": {"bias": ("bias",)},
+}
+"""By prior and by the names of ``learn=``: the parameters that train."""
+
+CHOICES = [(name, choice) for name, choices in PARAMETERS.items() for choice in choices]
+
+
+def build(name: str, learn: Any):
+    return make(name, SAMPLES[name][0] | {"learn": learn})
+
+
+def training(prior: Any) -> set[str]:
+    return {key for key, parameter in prior.named_parameters() if parameter.requires_grad}
+
+
+def test_every_learnable_prior_is_here():
+    assert {name: set(prior.learnable) for name, prior in CATALOGUE.items() if prior.learnable} == {
+        name: set(choices) for name, choices in PARAMETERS.items()
+    }
+
+
+@pytest.mark.parametrize("form", [str, lambda choice: [choice], lambda choice: {choice}])
+@pytest.mark.parametrize(("name", "choice"), CHOICES)
+def test_one_name_lets_its_parameters_alone_train(name: str, choice: str, form: Any):
+    prior = build(name, form(choice))
+    assert training(prior) == set(PARAMETERS[name][choice])
+    assert prior.to_config()["learn"] == [choice]
+
+
+@pytest.mark.parametrize("name", list(PARAMETERS))
+def test_true_is_all_and_false_is_none(name: str):
+    assert training(build(name, True)) == {key for keys in PARAMETERS[name].values() for key in keys}
+    assert build(name, True).to_config()["learn"] == list(PARAMETERS[name])
+    for none in (False, ()):
+        assert training(build(name, none)) == set()
+        assert build(name, none).to_config()["learn"] == []
+
+
+@pytest.mark.parametrize("name", list(PARAMETERS))
+def test_unknown_name_is_an_error_that_lists_the_known(name: str):
+    known = ", ".join(PARAMETERS[name])
+    for learn in ("everything", [next(iter(PARAMETERS[name])), "everything"]):
+        with pytest.raises(ValueError, match=rf"learn=.* can learn {known}, not 'everything'"):
+            build(name, learn)
+
+
+def test_choice_is_kept_in_one_order():
+    assert GeneralizedGaussian(2, learn=["mu", "alpha"]).to_config()["learn"] == ["alpha", "mu"]
+
+
+def test_defaults():
+    assert training(Laplace(2)) == set()
+    assert training(GeneralizedGaussian(2)) == {"theta_alpha", "theta_beta"}
+    mlp = set(PARAMETERS["key_sink"]["mlp"])
+    assert training(KeySink(2, 8)) == {"gain", "bump"} | mlp
+    assert training(KeySink(2, 8, init="recency")) == {"slope", "gain", "bump"} | mlp
+    assert training(build("relative_buckets", True)) == training(make("relative_buckets", {}))
+    assert training(build("clipped_offsets", True)) == training(make("clipped_offsets", {}))
+    assert training(make("spectral", {})) == {"alpha", "beta"}

@@ -1,0 +1,100 @@
+"""Impossible constructor arguments: each error names the argument and shows the value."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from prior_samples import SAMPLES, make
+
+from attention_priors.priors import (
+    ClippedOffsets,
+    GeneralizedGaussian,
+    KeySink,
+    Laplace,
+    RelativeBuckets,
+    Spectral,
+    Window,
+    alibi_slopes,
+)
+from attention_priors.priors.sum import Sum
+
+BAD: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    (Laplace, {"slopes": [1.0]}),
+    (Laplace, {"slopes": [1.0, 2.0, 3.0]}),
+    (Laplace, {"slopes": [1.0, 0.0]}),
+    (Laplace, {"slopes": [1.0, -1.0]}),
+    (Laplace, {"slopes": [1.0, math.inf]}),
+    (Laplace, {"slopes": [1.0, math.nan]}),
+    (Laplace, {"learn": "slopes"}),
+    (GeneralizedGaussian, {"init": "alibi"}),
+    (GeneralizedGaussian, {"learn": ["beta", "gamma"]}),
+    (Spectral, {"num_frequencies": 0}),
+    (Spectral, {"num_frequencies": 2.0}),
+    (Spectral, {"base": 1.0}),
+    (Spectral, {"base": math.inf}),
+    (Spectral, {"base": math.nan}),
+    (Spectral, {"init": "laplace"}),
+    (Spectral, {"learn": "gamma"}),
+    (KeySink, {"train_length": 0}),
+    (KeySink, {"train_length": 8.0}),
+    (KeySink, {"train_length": 8, "num_frequencies": 0}),
+    (KeySink, {"train_length": 8, "hidden_size": -1}),
+    (KeySink, {"train_length": 8, "base": 0.5}),
+    (KeySink, {"train_length": 8, "base": math.nan}),
+    (KeySink, {"train_length": 8, "init": "sink"}),
+    (KeySink, {"train_length": 8, "learn": "sink"}),
+    (RelativeBuckets, {"num_buckets": 1}),
+    (RelativeBuckets, {"num_buckets": 32.0}),
+    (RelativeBuckets, {"bidirectional": True, "num_buckets": 2}),
+    (RelativeBuckets, {"bidirectional": True, "num_buckets": 33}),
+    (RelativeBuckets, {"num_buckets": 32, "max_distance": 16}),
+    (RelativeBuckets, {"num_buckets": 32, "bidirectional": True, "max_distance": 8}),
+    (RelativeBuckets, {"max_distance": 128.0}),
+    (RelativeBuckets, {"init": "zeros"}),
+    (RelativeBuckets, {"learn": "buckets"}),
+    (ClippedOffsets, {"max_offset": 0}),
+    (ClippedOffsets, {"max_offset": 4.0}),
+    (ClippedOffsets, {"init": "zeros"}),
+    (ClippedOffsets, {"learn": "offsets"}),
+    (Window, {"size": 0}),
+    (Window, {"size": -3}),
+    (Window, {"size": 2.0}),
+    (Window, {"size": True}),
+]
+
+
+@pytest.mark.parametrize(("prior", "arguments"), BAD)
+def test_impossible_argument_is_named(prior: Callable[..., Any], arguments: dict[str, Any]):
+    argument, value = list(arguments.items())[-1]
+    shown = "" if argument == "slopes" else re.escape(repr(value))
+    with pytest.raises(ValueError, match=rf"\b{argument}\b.*{shown}"):
+        prior(2, **arguments)
+
+
+@pytest.mark.parametrize("heads", [0, -1, 2.0, "4", True, None])
+@pytest.mark.parametrize("name", list(SAMPLES))
+def test_number_of_heads_is_a_positive_integer(name: str, heads: Any):
+    with pytest.raises(ValueError, match=re.escape(f"num_heads must be a positive integer, got {heads!r}")):
+        make(name, SAMPLES[name][0], heads)
+
+
+def test_smallest_sizes_are_allowed():
+    RelativeBuckets(1, num_buckets=2, max_distance=2)
+    RelativeBuckets(1, num_buckets=4, max_distance=2, bidirectional=True)
+    RelativeBuckets(1, num_buckets=3, max_distance=2)
+    ClippedOffsets(1, max_offset=1)
+    Spectral(1, num_frequencies=1)
+    KeySink(1, 1, num_frequencies=1, hidden_size=1)
+    Window(1, 1)
+
+
+def test_sum_of_nothing_is_an_error():
+    with pytest.raises(ValueError, match="priors must hold at least one prior"):
+        Sum([])
+
+
+def test_slopes_of_no_head_are_an_error():
+    with pytest.raises(ValueError, match="num_heads must be a positive integer, got 0"):
+        alibi_slopes(0)

@@ -1,0 +1,89 @@
+import pytest
+import torch
+
+from attention_priors.priors import (
+    CATALOGUE,
+    KeySink,
+    Laplace,
+    Spectral,
+    Window,
+    prior_from_config,
+)
+from attention_priors.priors.sum import Sum
+
+
+def test_bare_name_is_a_description():
+    assert prior_from_config("laplace", 4).to_config() == Laplace(4).to_config()
+
+
+def test_list_is_a_sum():
+    prior = prior_from_config([{"name": "laplace"}, {"name": "window", "size": 3}], 2)
+    assert isinstance(prior, Sum)
+    assert prior.to_config() == (Laplace(2) + Window(2, 3)).to_config()
+
+
+def test_list_may_hold_bare_names():
+    prior = prior_from_config(["laplace", "spectral"], 2)  # pyright: ignore[reportArgumentType]
+    assert [type(term) for term in prior.terms()] == [Laplace, Spectral]
+
+
+def test_sum_makes_the_round_trip():
+    prior = Laplace(2, slopes=[1.0, 0.1]) + KeySink(2, 16, init="recency") + Window(2, 5)
+    again = prior_from_config(prior.to_config())
+    assert again.to_config() == prior.to_config()
+    positions = torch.arange(8)
+    torch.testing.assert_close(again.log_prior(positions, positions), prior.log_prior(positions, positions))
+    assert prior_from_config(prior.to_config(), 2).to_config() == prior.to_config()
+
+
+def test_sums_may_nest_in_descriptions():
+    inner = {"name": "sum", "priors": [{"name": "laplace"}, {"name": "uniform"}]}
+    prior = prior_from_config([inner, {"name": "window", "size": 2}], 3)
+    assert [term.name for term in prior.terms()] == ["laplace", "uniform", "window"]
+    assert [part["name"] for part in prior.to_config()["priors"]] == ["laplace", "uniform", "window"]
+
+
+@pytest.mark.parametrize("config", ["lapalce", {"name": "lapalce"}, [{"name": "lapalce"}]])
+def test_unknown_name_is_an_error_that_lists_the_known(config: object):
+    with pytest.raises(ValueError, match="unknown prior 'lapalce'") as error:
+        prior_from_config(config, 2)  # pyright: ignore[reportArgumentType]
+    for name in CATALOGUE:
+        assert name in str(error.value)
+
+
+def test_unknown_argument_is_an_error_that_lists_the_known():
+    with pytest.raises(ValueError, match=r"'laplace' has no argument 'slope'.*num_heads, slopes, learn"):
+        prior_from_config({"name": "laplace", "slope": 1.0}, 2)
+
+
+def test_missing_argument_is_an_error():
+    with pytest.raises(ValueError, match="'window' needs the argument 'size'"):
+        prior_from_config("window", 2)
+    with pytest.raises(ValueError, match="'laplace' needs the argument 'num_heads'"):
+        prior_from_config("laplace")
+
+
+def test_heads_that_disagree_are_an_error():
+    with pytest.raises(ValueError, match=r"num_heads=3.*used with 4"):
+        prior_from_config({"name": "laplace", "num_heads": 3}, 4)
+    with pytest.raises(ValueError, match=r"num_heads=3.*used with 4"):
+        prior_from_config((Laplace(3) + Window(3, 2)).to_config(), 4)
+
+
+def test_description_without_a_name_is_an_error():
+    with pytest.raises(ValueError, match="description of a prior needs a name, one of uniform"):
+        prior_from_config({"num_heads": 3})
+    with pytest.raises(ValueError, match="needs a name"):
+        prior_from_config(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_sum_with_another_key_is_an_error():
+    with pytest.raises(ValueError, match=r"'name' and 'priors' alone.*num_heads"):
+        prior_from_config({"name": "sum", "priors": [{"name": "laplace"}], "num_heads": 2})
+    with pytest.raises(ValueError, match=r"'name' and 'priors' alone"):
+        prior_from_config({"name": "sum"})
+
+
+def test_empty_list_is_an_error():
+    with pytest.raises(ValueError, match="at least one prior"):
+        prior_from_config([], 2)

@@ -1,0 +1,122 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prior_samples import randomise
+
+from attention_priors.priors import Prior, Spectral
+from attention_priors.priors.spectral import angular_frequencies
+
+FAR = 2**20
+thorough = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def directly(prior: Spectral, head: int, distance: int) -> float:
+    """The trigonometric sum, in Python's own floats."""
+    steps = max(prior.num_frequencies - 1, 1)
+    total = 0.0
+    for r in range(prior.num_frequencies):
+        phase = prior.base ** (-r / steps) * distance
+        total += prior.alpha[head, r].item() * math.cos(phase) + prior.beta[head, r].item() * math.sin(phase)
+    return total
+
+
+def random_spectral(num_frequencies: int = 8, base: float = 10_000.0, seed: int = 0, sign: int = 0) -> Spectral:
+    prior = Spectral(2, num_frequencies, base)
+    randomise(prior, seed, scale=1.0)
+    if sign:
+        with torch.no_grad():
+            for weights in prior.parameters():
+                weights.copy_(sign * weights.abs())
+    return prior
+
+
+def test_frequencies_fall_geometrically_from_one_radian_to_one_over_the_base():
+    found = angular_frequencies(5, 10_000.0, torch.device("cpu"))
+    assert found.dtype == torch.float64
+    assert found.tolist() == pytest.approx([1.0, 0.1, 0.01, 0.001, 0.0001], rel=1e-14)
+    assert angular_frequencies(1, 50.0, torch.device("cpu")).tolist() == [1.0]
+
+
+@thorough
+@given(
+    st.integers(1, 12),
+    st.floats(2, 1e6),
+    st.integers(0, 1000),
+    st.lists(st.integers(-FAR, FAR), min_size=1, max_size=5),
+)
+def test_is_the_direct_sum(num_frequencies: int, base: float, seed: int, distances: list[int]):
+    prior = random_spectral(num_frequencies, base, seed)
+    found = prior.log_prior_at(torch.tensor(distances), torch.float64)
+    for head in range(2):
+        expected = [directly(prior, head, distance) for distance in distances]
+        assert found[head].tolist() == pytest.approx(expected, abs=1e-8)
+
+
+@pytest.mark.parametrize("sign", [0, 1, -1], ids=["mixed", "positive", "negative"])
+def test_appendix_c_weights_of_any_sign(sign: int):
+    prior = random_spectral(sign=sign)
+    distances = [-500, -3, 0, 1, 2, 77]
+    found = prior.log_prior_at(torch.tensor(distances), torch.float64)
+    for head in range(2):
+        assert found[head].tolist() == pytest.approx([directly(prior, head, d) for d in distances], abs=1e-9)
+    if sign:
+        assert (sign * found[:, 2] > 0).all()  # at d = 0 the sum of α
+
+
+def test_float32_is_exact_at_far_distances():
+    prior = random_spectral()
+    distances = [FAR, FAR - 1, -FAR, 999_983, -524_287]
+    found = prior.log_prior_at(torch.tensor(distances))
+    assert found.dtype == torch.float32
+    for head in range(2):
+        expected = [directly(prior, head, distance) for distance in distances]
+        assert found[head].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+@thorough
+@given(
+    st.integers(1, 12),
+    st.integers(0, 1000),
+    st.sampled_from([0, 1, -1]),
+    st.lists(st.integers(0, FAR), min_size=1, max_size=4),
+    st.lists(st.integers(0, FAR), min_size=1, max_size=4),
+)
+def test_proposition_f5_lanes_are_the_log_prior(
+    num_frequencies: int, seed: int, sign: int, queries: list[int], keys: list[int]
+):
+    prior = random_spectral(num_frequencies, seed=seed, sign=sign)
+    for dtype, tolerance in ((torch.float64, 1e-8), (torch.float32, 1e-4)):
+        lanes = prior.lanes(torch.tensor(queries), torch.tensor(keys), dtype=dtype)
+        assert lanes.row_offset is None
+        assert lanes.query.shape == (2, len(queries), 2 * num_frequencies)
+        assert lanes.key.shape == (len(keys), 2 * num_frequencies)
+        assert {lanes.query.dtype, lanes.key.dtype} == {dtype}
+        whole = lanes.query @ lanes.key.mT
+        for head in range(2):
+            expected = [[directly(prior, head, i - j) for j in keys] for i in queries]
+            torch.testing.assert_close(
+                whole[head].double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=tolerance
+            )
+
+
+def test_alpha_is_the_symmetric_and_beta_the_antisymmetric_part():
+    distance = torch.tensor([1, 2, 30, 4000])
+    for kept, sign in (("alpha", 1), ("beta", -1)):
+        prior = random_spectral()
+        with torch.no_grad():
+            getattr(prior, "beta" if kept == "alpha" else "alpha").zero_()
+        past = prior.log_prior_at(distance, torch.float64)
+        assert (past != 0).all()
+        torch.testing.assert_close(prior.log_prior_at(-distance, torch.float64), sign * past)
+
+
+def test_starts():
+    natural = Spectral(3, 4).natural_parameters()
+    assert natural["alpha"].tolist() == natural["beta"].tolist() == [[0.0] * 4] * 3
+    torch.manual_seed(0)
+    prior: Prior = Spectral(500, 8, init="recency")
+    assert prior.natural_parameters()["alpha"].std().item() == pytest.approx(0.02, rel=0.05)
+    assert prior.natural_parameters()["beta"].abs().max().item() == 0
