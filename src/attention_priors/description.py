@@ -45,13 +45,16 @@ def build(kind: str, catalogue: Mapping[str, type[Part]], config: Mapping[str, A
     Raises:
         ValueError: naming the key, its value and what is allowed.
     """
+    article = "an" if kind[0] in "aeiou" else "a"
     if isinstance(config, str):
         config = {"name": config}
     if not isinstance(config, Mapping) or "name" not in config:
-        raise ValueError(f"the description of a {kind} needs a name, one of {', '.join(catalogue)}; got {config!r}")
+        raise ValueError(
+            f"the description of {article} {kind} needs a name, one of {', '.join(catalogue)}; got {config!r}"
+        )
     arguments = dict(config)
     name = arguments.pop("name")
-    if name not in catalogue:
+    if not isinstance(name, str) or name not in catalogue:
         raise ValueError(f"unknown {kind} {name!r}; known are {', '.join(catalogue)}")
     parameters = inspect.signature(catalogue[name]).parameters
     for argument in arguments:

@@ -144,5 +144,5 @@ def test_wrong_arguments_are_errors_that_name_them():
         encoding_from_config("learned", width=8)
     with pytest.raises(ValueError, match="head_dim=4, but it is used with 8"):
         encoding_from_config({"name": "rotary", "head_dim": 4}, head_dim=8)
-    with pytest.raises(ValueError, match="description of a encoding needs a name, one of sinusoidal"):
+    with pytest.raises(ValueError, match="description of an encoding needs a name, one of sinusoidal"):
         encoding_from_config({"head_dim": 4})

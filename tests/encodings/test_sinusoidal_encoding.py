@@ -40,5 +40,5 @@ def test_width_must_be_even(width: int):
 
 @pytest.mark.parametrize("base", [1.0, 0.0, -3.0, math.nan])
 def test_base_must_be_above_one(base: float):
-    with pytest.raises(ValueError, match=f"base must be above 1, got {base}"):
+    with pytest.raises(ValueError, match=f"base must be a finite number above 1, got {base}"):
         Sinusoidal(4, base)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -124,3 +125,32 @@ def test_gradients_are_those_of_finite_differences(name: str, arguments: dict[st
 
     assert log_prior(*values).requires_grad
     assert torch.autograd.gradcheck(log_prior, values)
+
+
+def test_a_peak_next_to_a_token_has_a_finite_gradient_in_its_location():
+    prior = GeneralizedGaussian(1, learn="mu")
+    with torch.no_grad():
+        prior.theta_alpha.fill_(-21.9103)
+        prior.theta_beta.fill_(-8.0)
+        prior.theta_mu.fill_(10.988186836242676)
+
+    bias = prior.log_prior_at(torch.tensor([-59171]))
+    bias.sum().backward()
+
+    assert bias.isfinite().all()
+    assert prior.theta_mu.grad is not None
+    assert prior.theta_mu.grad.isfinite().all()
+
+
+def test_a_slope_beyond_float64_leaves_no_nan():
+    prior = Laplace(1, learn=True)
+    with torch.no_grad():
+        prior.log_slope.fill_(1000.0)
+
+    bias = prior.log_prior_at(torch.tensor([0, 1]))
+    bias.sum().backward()
+
+    assert bias.tolist() == [[0.0, pytest.approx(-1e30)]]
+    assert prior.log_slope.grad is not None
+    assert prior.log_slope.grad.isfinite().all()
+    assert all(part.isfinite().all() for part in prior.lanes(torch.arange(3), torch.arange(3)) if part is not None)

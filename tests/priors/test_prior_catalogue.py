@@ -313,3 +313,19 @@ def test_every_prior_is_itself_its_only_term():
     for name, samples in SAMPLES.items():
         prior: Prior = make(name, samples[0])
         assert list(prior.terms()) == [prior]
+
+
+# ---- natural parameters
+
+
+@every_prior_with_parameters
+def test_natural_parameters_are_detached_copies(name: str, arguments: dict[str, Any]):
+    prior = make(name, arguments)
+    before = prior.natural_parameters()
+    kept = {key: value.clone() for key, value in before.items()}
+
+    randomise(prior)
+
+    for key, value in before.items():
+        assert not value.requires_grad
+        torch.testing.assert_close(value, kept[key], equal_nan=True)

@@ -139,3 +139,23 @@ def test_printed_form_shows_every_part():
     printed = repr(Laplace(2) + Window(2, 7))
     assert "Laplace(num_heads=2" in printed
     assert "Window(num_heads=2, size=7)" in printed
+
+
+def test_natural_parameters_of_two_of_a_kind_are_numbered():
+    parameters = (Laplace(2) + Laplace(2, slopes=[1, 2])).natural_parameters()
+
+    torch.testing.assert_close(parameters["laplace.slope"], Laplace(2).slope.detach())
+    torch.testing.assert_close(parameters["laplace_2.slope"], torch.tensor([1.0, 2.0]))
+
+
+def test_lanes_of_a_sum_are_those_of_its_summands_side_by_side():
+    prior = Spectral(2, num_frequencies=3, init="recency") + KeySink(2, 16, init="recency") + Laplace(2)
+    positions = torch.arange(7)
+
+    lanes = prior.lanes(positions, positions, dtype=torch.float64)
+
+    assert lanes.row_offset is not None
+    bias = lanes.query @ lanes.key.T + lanes.row_offset.unsqueeze(-1)
+    past = positions <= positions.unsqueeze(-1)
+    expected = prior.log_prior(positions, positions, torch.float64)
+    torch.testing.assert_close(bias[:, past], expected[:, past])

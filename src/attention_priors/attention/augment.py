@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attention_priors.attention.problem import Problem
 from attention_priors.priors import Lanes, Prior
+from attention_priors.priors.base import gather_lanes
 
 
 class Augmented(NamedTuple):
@@ -51,13 +52,7 @@ def augment(problem: Problem, terms: Sequence[Prior]) -> Augmented:
 
 def _gather(problem: Problem, terms: Sequence[Prior]) -> Lanes | None:
     """The lanes of all terms side by side; None if there are none."""
-    parts = [term.lanes(problem.query_positions, problem.key_positions, dtype=problem.compute_dtype) for term in terms]
-    parts = [part for part in parts if part.key.shape[-1]]
-    if not parts:
+    if not terms:
         return None
-    offsets = [part.row_offset for part in parts if part.row_offset is not None]
-    return Lanes(
-        torch.cat([part.query for part in parts], dim=-1),
-        torch.cat([part.key for part in parts], dim=-1),
-        sum(offsets[1:], offsets[0]) if offsets else None,
-    )
+    features = gather_lanes(terms, problem.query_positions, problem.key_positions, problem.compute_dtype)
+    return features if features.key.shape[-1] else None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attention_priors.checks import check_positive_integers
 from attention_priors.description import Described, build
 from attention_priors.precision import KeepsFloat32
 
@@ -32,10 +33,9 @@ class SSMax(Described, KeepsFloat32):
 
     def __init__(self, num_heads: int, init: float = 1.0, include_prior: bool = True) -> None:
         super().__init__()
-        if not isinstance(num_heads, int) or num_heads < 1:
-            raise ValueError(f"num_heads must be a positive integer, got {num_heads!r}")
-        if not math.isfinite(init):
-            raise ValueError(f"init must be finite, got {init!r}")
+        check_positive_integers(num_heads=num_heads)
+        if not isinstance(init, int | float) or not math.isfinite(init):
+            raise ValueError(f"init must be a finite number, got {init!r}")
         self.num_heads = num_heads
         self.init = float(init)
         self.include_prior = include_prior

@@ -25,6 +25,6 @@ class AdditiveEncoding(Encoding):
             positions: integers ``(..., L)``, in tokens.
 
         Returns:
-            ``(..., L, width)`` in float32.
+            ``(..., L, width)``, floating point.
         """
         raise NotImplementedError

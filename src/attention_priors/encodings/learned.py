@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from attention_priors.checks import check_positive_integers
 from attention_priors.encodings.base import AdditiveEncoding
 
 
@@ -20,9 +21,7 @@ class LearnedTable(AdditiveEncoding):
 
     def __init__(self, width: int, max_length: int) -> None:
         super().__init__()
-        for argument, value in (("width", width), ("max_length", max_length)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{argument} must be a positive integer, got {value!r}")
+        check_positive_integers(width=width, max_length=max_length)
         self.width = width
         self.max_length = max_length
         self.table = nn.Parameter(torch.empty(max_length, width))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attention_priors.checks import check_positive_integers
 from attention_priors.encodings.base import AdditiveEncoding
 
 
@@ -22,8 +23,7 @@ class LinearToy(AdditiveEncoding):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        if not isinstance(width, int) or width < 1:
-            raise ValueError(f"width must be a positive integer, got {width!r}")
+        check_positive_integers(width=width)
         self.width = width
 
     def forward(self, positions: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attention_priors.checks import check_above, check_positive_integers
 from attention_priors.encodings.base import Encoding
 
 
@@ -43,9 +44,8 @@ class Rotary(Encoding):
             raise ValueError(f"head_dim must be a positive even integer for rotary positions, got {head_dim!r}")
         if scaling not in (None, *self.scalings):
             raise ValueError(f"scaling must be None or one of {', '.join(self.scalings)}; got {scaling!r}")
-        for argument, value, least in (("base", base, 1), ("base_multiplier", base_multiplier, 0)):
-            if not value > least:
-                raise ValueError(f"{argument} must be above {least}, got {value!r}")
+        check_above(1, base=base)
+        check_above(0, base_multiplier=base_multiplier, factor=factor)
         if not factor >= 1:
             raise ValueError(f"factor must be at least 1, got {factor!r}")
         if scaling is None and factor != 1:
@@ -56,6 +56,8 @@ class Rotary(Encoding):
             raise ValueError(
                 f"original_length is for scaling='yarn', which needs it; got {original_length!r} with {scaling!r}"
             )
+        if original_length is not None:
+            check_positive_integers(original_length=original_length)
         self.head_dim = head_dim
         self.base = float(base)
         self.scaling = scaling
@@ -98,7 +100,7 @@ class Rotary(Encoding):
             rope_parameters=parameters,  # pyright: ignore[reportArgumentType]
         )
         compute = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
-        reached = torch.tensor(self.factor) if self.scaling == "ntk" else None
+        reached = torch.tensor(self.factor, dtype=torch.float32) if self.scaling == "ntk" else None
         return compute(config, torch.device("cpu"), reached)  # pyright: ignore[reportArgumentType]
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from attention_priors.checks import check_positive_integers
 from attention_priors.encodings.base import Encoding
 
 
@@ -27,9 +28,7 @@ class ShawVectors(Encoding):
 
     def __init__(self, head_dim: int, max_offset: int = 16, values: bool = True) -> None:
         super().__init__()
-        for argument, value in (("head_dim", head_dim), ("max_offset", max_offset)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{argument} must be a positive integer, got {value!r}")
+        check_positive_integers(head_dim=head_dim, max_offset=max_offset)
         self.head_dim = head_dim
         self.max_offset = max_offset
         self.values = values

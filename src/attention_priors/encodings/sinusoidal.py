@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attention_priors.checks import check_above
 from attention_priors.encodings.base import AdditiveEncoding
 
 
@@ -24,8 +25,7 @@ class Sinusoidal(AdditiveEncoding):
         super().__init__()
         if not isinstance(width, int) or width < 2 or width % 2:
             raise ValueError(f"width must be a positive even integer, got {width!r}")
-        if not base > 1:
-            raise ValueError(f"base must be above 1, got {base!r}")
+        check_above(1, base=base)
         self.width = width
         self.base = float(base)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from attention_priors.checks import check_positive_integers
 from attention_priors.description import Described
 from attention_priors.precision import KeepsFloat32
 
@@ -50,6 +51,17 @@ class Lanes(NamedTuple):
     """``(..., H, Lq)`` or None: a constant per query. It moves the log-sum-exp, not the weights."""
 
 
+def gather_lanes(terms: Iterable[Prior], query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype) -> Lanes:
+    """The lanes of several priors side by side: those of their sum."""
+    parts = [term.lanes(query_positions, key_positions, dtype=dtype) for term in terms]
+    offsets = [part.row_offset for part in parts if part.row_offset is not None]
+    return Lanes(
+        torch.cat([part.query for part in parts], dim=-1),
+        torch.cat([part.key for part in parts], dim=-1),
+        sum(offsets[1:], offsets[0]) if offsets else None,
+    )
+
+
 class Prior(Described, KeepsFloat32):
     """A log-prior ``K(i, j)`` per head over query position ``i`` and key position ``j``, in nats.
 
@@ -69,8 +81,7 @@ class Prior(Described, KeepsFloat32):
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
-        if not isinstance(num_heads, int) or isinstance(num_heads, bool) or num_heads < 1:
-            raise ValueError(f"num_heads must be a positive integer, got {num_heads!r}")
+        check_positive_integers(num_heads=num_heads)
         self.num_heads = num_heads
 
     # ---- the mathematics
@@ -188,12 +199,6 @@ def check_positions(name: str, positions: Tensor) -> None:
         raise ValueError(f"{name} must be a tensor of integers (..., L), got {positions!r}")
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
         raise ValueError(f"{name} must hold integers (tokens), got dtype {positions.dtype}")
-
-
-def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
-    """Raise a ValueError unless ``value`` is one of the allowed names."""
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
 
 
 def per_head(values: Tensor, like: Tensor) -> Tensor:

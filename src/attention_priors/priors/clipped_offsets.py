@@ -7,7 +7,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from attention_priors.priors.base import Prior, Structure, check_choice
+from attention_priors.checks import check_choice, check_positive_integers
+from attention_priors.priors.base import Prior, Structure
 
 
 class ClippedOffsets(Prior):
@@ -38,8 +39,7 @@ class ClippedOffsets(Prior):
         learn: bool | str | Collection[str] = True,
     ) -> None:
         super().__init__(num_heads)
-        if not isinstance(max_offset, int) or max_offset < 1:
-            raise ValueError(f"max_offset must be a positive integer, got {max_offset!r}")
+        check_positive_integers(max_offset=max_offset)
         check_choice("init", init, self.inits)
         self.max_offset = max_offset
         self.init = init

@@ -10,11 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from attention_priors.priors.base import LOG_PRIOR_FLOOR, Prior, Structure, check_choice, per_head
+from attention_priors.checks import check_choice
+from attention_priors.priors.base import LOG_PRIOR_FLOOR, Prior, Structure, per_head
 from attention_priors.priors.slopes import alibi_slopes
 
 EPSILON = 1e-5
 """Added to the distance, so that β < 0 is finite at d = 0 (BAM, Appendix C)."""
+
+LARGEST_GRADIENT = 1e38
+"""Gradients to θμ end here, just below what float32 holds."""
 
 MINIMUM_SHAPE = 0.05
 """With ``keep_sign``, no head comes nearer to β = 0 than this."""
@@ -45,7 +49,8 @@ class GeneralizedGaussian(Prior):
         learn: which of ``alpha``, ``beta``, ``mu`` train (θα, θβ, θμ).
         keep_sign: whether each head keeps the sign of the β it starts with. The trained coordinate θ is
             then mapped to ``β = ±(softplus(2θ)/2 + 0.05)``, so a retrieval head stays one and BAM's
-            Theorem 4 holds for it throughout training. Needs an ``init`` without β = 0.
+            Theorem 4 holds for it throughout training. Needs an ``init`` of definite signs; a head that
+            ``spread`` puts on β = 0 becomes local, at β = 0.06.
     """
 
     name = "generalized_gaussian"
@@ -136,15 +141,28 @@ class GeneralizedGaussian(Prior):
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
         """``alpha`` (tokens), ``beta``, ``mu`` (tokens), ``amplitude`` (nats)."""
-        return {"alpha": self.alpha, "beta": self.beta, "mu": self.mu, "amplitude": self.amplitude}
+        return {
+            "alpha": self.alpha,
+            "beta": self.beta.clone(),  # it may be the parameter itself
+            "mu": self.mu,
+            "amplitude": self.amplitude,
+        }
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """``K`` at each distance ``d = i - j``, ``(H, *distance.shape)``."""
         theta_alpha = per_head(self.theta_alpha.double(), distance)
         beta = per_head(self.beta.double(), distance)
+        theta_mu = self.theta_mu.double()
+        if theta_mu.requires_grad:
+            # Within ε of the peak the slope towards θμ is K / ε, which float32 need not hold.
+            theta_mu.register_hook(_to_float32_range)
         # sinh overflows near 710; 2 sinh 30 is already beyond any context.
-        mu = 2 * torch.sinh(per_head(self.theta_mu.double().clamp(-30, 30), distance))
+        mu = 2 * torch.sinh(per_head(theta_mu.clamp(-30, 30), distance))
         away = (-distance.double() - mu).abs() + EPSILON
         # In the log domain neither the power nor its gradient can overflow.
         exponent = (theta_alpha + beta * away.log()).clamp(max=math.log(-LOG_PRIOR_FLOOR))
         return (-exponent.exp()).to(dtype)
+
+
+def _to_float32_range(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.clamp(-LARGEST_GRADIENT, LARGEST_GRADIENT)

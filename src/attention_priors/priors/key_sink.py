@@ -8,7 +8,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from attention_priors.priors.base import Lanes, Prior, Structure, check_choice
+from attention_priors.checks import check_above, check_choice, check_positive_integers
+from attention_priors.priors.base import Lanes, Prior, Structure
 from attention_priors.priors.slopes import alibi_slopes
 from attention_priors.priors.spectral import angular_frequencies
 
@@ -51,15 +52,8 @@ class KeySink(Prior):
         learn: bool | str | Collection[str] | None = None,
     ) -> None:
         super().__init__(num_heads)
-        for argument, value in (
-            ("train_length", train_length),
-            ("num_frequencies", num_frequencies),
-            ("hidden_size", hidden_size),
-        ):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{argument} must be a positive integer, got {value!r}")
-        if not (math.isfinite(base) and base > 1):
-            raise ValueError(f"base must be a finite number above 1, got {base!r}")
+        check_positive_integers(train_length=train_length, num_frequencies=num_frequencies, hidden_size=hidden_size)
+        check_above(1, base=base)
         check_choice("init", init, self.inits)
         self.train_length = train_length
         self.num_frequencies = num_frequencies

@@ -67,7 +67,7 @@ class Laplace(Prior):
             ValueError: if a mean is not in ``(0, (L - 1) / 2)``. From the middle on the solution has
                 ``λ <= 0`` and prefers far keys: that is no recency prior.
         """
-        means = [float(mean)] if isinstance(mean, int | float) else [float(value) for value in mean]
+        means = [float(value) for value in mean] if isinstance(mean, Sequence) else [float(mean)]
         if not means:
             raise ValueError("mean must hold at least one number, got none")
         slopes = [_max_entropy_rate(value, length) for value in means]
@@ -95,8 +95,9 @@ class Laplace(Prior):
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """``-m |d|``, ``(H, *distance.shape)``."""
-        slope = per_head(self.log_slope.double().exp(), distance)
-        return (-slope * distance.abs().double()).clamp(min=LOG_PRIOR_FLOOR).to(dtype)
+        # In the log domain neither the product nor its gradient can overflow; log 0 = -inf makes d = 0 exact.
+        exponent = per_head(self.log_slope.double(), distance) + distance.abs().double().log()
+        return (-exponent.clamp(max=math.log(-LOG_PRIOR_FLOOR)).exp()).to(dtype)
 
     def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
         """One lane, ``m · (j - r)``, valid for keys at ``j <= i``.
@@ -105,7 +106,7 @@ class Laplace(Prior):
         numbers. What is left of ``-m (i - j)`` is the row's constant ``-m (i - r)``.
         """
         reference = key_positions.amax(-1, keepdim=True)
-        slope = self.log_slope.double().exp().unsqueeze(-1)
+        slope = self.log_slope.double().clamp(max=math.log(-LOG_PRIOR_FLOOR)).exp().unsqueeze(-1)
         key = (key_positions - reference).to(dtype).unsqueeze(-1)
         ones = torch.ones_like(query_positions, dtype=torch.float64).unsqueeze(-2)
         row_offset = -slope * (query_positions - reference).double().unsqueeze(-2)
@@ -127,8 +128,9 @@ def _max_entropy_rate(mean: float, length: int) -> float:
         # very small rates use the series around the middle: mean(λ) ≈ (L-1)/2 - λ (L² - 1)/12.
         if rate * length < 1e-4:
             return middle - rate * (length**2 - 1) / 12
-        tail = length / math.expm1(rate * length) if rate * length < 700 else 0.0
-        return 1 / math.expm1(rate) - tail
+        # expm1 overflows beyond 700, where what it is the divisor of is 0.
+        head = 1 / math.expm1(rate) if rate < 700 else 0.0
+        return head - (length / math.expm1(rate * length) if rate * length < 700 else 0.0)
 
     low, high = 0.0, 1.0
     while mean_at(high) > mean:

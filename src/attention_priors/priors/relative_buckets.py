@@ -8,7 +8,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from attention_priors.priors.base import Prior, Structure, check_choice
+from attention_priors.checks import check_choice
+from attention_priors.priors.base import Prior, Structure
 
 
 class RelativeBuckets(Prior):

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from attention_priors.checks import check_positive_integers
+
 
 def alibi_slopes(num_heads: int) -> Tensor:
     """ALiBi's slope per head, ``(H,)`` in float64 on the CPU, in nats per token.
@@ -16,8 +18,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
     Source: Press, Smith and Lewis, "Train Short, Test Long" (ICLR 2022), section 3 and its published code.
     """
-    if num_heads < 1:
-        raise ValueError(f"num_heads must be a positive integer, got {num_heads!r}")
+    check_positive_integers(num_heads=num_heads)
     power = 2 ** math.floor(math.log2(num_heads))
 
     def geometric(count: int) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
-from attention_priors.priors.base import Lanes, Prior, Structure, check_choice
+from attention_priors.checks import check_above, check_choice, check_positive_integers
+from attention_priors.priors.base import Lanes, Prior, Structure
 
 
 class Spectral(Prior):
@@ -43,10 +43,8 @@ class Spectral(Prior):
         learn: bool | str | Collection[str] = ("alpha", "beta"),
     ) -> None:
         super().__init__(num_heads)
-        if not isinstance(num_frequencies, int) or num_frequencies < 1:
-            raise ValueError(f"num_frequencies must be a positive integer, got {num_frequencies!r}")
-        if not (math.isfinite(base) and base > 1):
-            raise ValueError(f"base must be a finite number above 1, got {base!r}")
+        check_positive_integers(num_frequencies=num_frequencies)
+        check_above(1, base=base)
         check_choice("init", init, self.inits)
         self.num_frequencies = num_frequencies
         self.base = float(base)

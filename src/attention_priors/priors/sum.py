@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from attention_priors.priors.base import Prior, Structure
+from attention_priors.priors.base import Lanes, Prior, Structure, gather_lanes
 
 
 class Sum(Prior):
@@ -53,6 +55,10 @@ class Sum(Prior):
         first, *others = (term.log_prior_at(distance, *args, **kwargs) for term in self.terms())
         return sum(others, first)
 
+    def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
+        """The summands' lanes side by side; an error if one of them is not factored."""
+        return gather_lanes(self.terms(), query_positions, key_positions, dtype)
+
     def visible_at(self, distance: Tensor) -> Tensor | None:
         """What every summand lets a query see."""
         visible = None
@@ -68,10 +74,16 @@ class Sum(Prior):
             term.reset_parameters()
 
     def natural_parameters(self) -> dict[str, Tensor]:
-        """Each summand's parameters, their names led by the summand's: ``laplace.slope``."""
-        return {
-            f"{term.name}.{name}": value for term in self.terms() for name, value in term.natural_parameters().items()
-        }
+        """Each summand's parameters, their names led by the summand's: ``laplace.slope``.
+
+        Further summands of the same kind are numbered: ``laplace_2.slope``.
+        """
+        parameters, seen = dict[str, Tensor](), Counter[str]()
+        for term in self.terms():
+            seen[term.name] += 1
+            lead = term.name if seen[term.name] == 1 else f"{term.name}_{seen[term.name]}"
+            parameters |= {f"{lead}.{name}": value for name, value in term.natural_parameters().items()}
+        return parameters
 
     def to_config(self) -> dict[str, Any]:
         """``{"name": "sum", "priors": [...]}``."""

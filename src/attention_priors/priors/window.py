@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attention_priors.checks import check_positive_integers
 from attention_priors.priors.base import Prior, Structure
 
 
@@ -25,8 +26,7 @@ class Window(Prior):
 
     def __init__(self, num_heads: int, size: int) -> None:
         super().__init__(num_heads)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"size must be a positive integer (tokens), got {size!r}")
+        check_positive_integers(size=size)
         self.size = size
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

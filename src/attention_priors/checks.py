@@ -1,0 +1,31 @@
+"""Checks of constructor arguments; each error names the argument, what it was and what was expected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+
+def check_positive_integers(**values: Any) -> None:
+    """Raise a ValueError unless every value is an integer of at least 1."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+def check_above(bound: float, **values: Any) -> None:
+    """Raise a ValueError unless every value is a finite number above ``bound``.
+
+    YAML reads ``1e4`` as a string; it is refused here, by name, rather than wherever it is first used.
+    """
+    for name, value in values.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or not value > bound:
+            raise ValueError(f"{name} must be a finite number above {bound:g}, got {value!r}")
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise a ValueError unless ``value`` is one of the allowed names."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
