@@ -48,9 +48,7 @@ def test_embedded_corpus_holds_code_and_prose_but_no_tests_nor_installed_package
 
 
 def test_no_held_out_text_is_in_the_training_part(embedded: Corpus):
-    assert not {document.text for document in embedded.train} & {
-        document.text for document in embedded.held_out
-    }
+    assert not {document.text for document in embedded.train} & {document.text for document in embedded.held_out}
 
 
 def test_max_characters_keeps_exactly_that_many_and_the_whole_held_out_part(embedded: Corpus):

@@ -49,15 +49,11 @@ def test_shortest_and_longer_texts_read_as_they_should(
 
     text = str(tokenizer.decode(sample.tokens))
     assert text.startswith("Remember the pass key")
-    assert text.endswith(
-        f"{sample.key} is the pass key.\n\nWhat is the pass key? The pass key is {sample.key}"
-    )
+    assert text.endswith(f"{sample.key} is the pass key.\n\nWhat is the pass key? The pass key is {sample.key}")
     assert text.count(str(sample.key)) == 3
 
 
-def test_sentence_filler_repeats_without_a_seam(
-    tokenizer: PreTrainedTokenizerFast, sentence_task: PasskeyTask
-):
+def test_sentence_filler_repeats_without_a_seam(tokenizer: PreTrainedTokenizerFast, sentence_task: PasskeyTask):
     sample = sentence_task.sample(2000, 1.0, _generator())
 
     text = tokenizer.decode(sample.prompt)
@@ -100,9 +96,7 @@ def test_same_generator_gives_the_same_sample_and_others_differ(corpus_task: Pas
 
 def test_keys_are_spread_evenly(sentence_task: PasskeyTask):
     generator = _generator()
-    keys = torch.tensor(
-        [sentence_task.sample(sentence_task.minimum_length, 0.0, generator).key for _ in range(1800)]
-    )
+    keys = torch.tensor([sentence_task.sample(sentence_task.minimum_length, 0.0, generator).key for _ in range(1800)])
 
     counts = torch.bincount(keys // 10_000, minlength=10)[1:]
     assert counts.sum() == 1800

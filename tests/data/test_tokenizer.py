@@ -69,9 +69,7 @@ def test_training_is_the_same_in_another_process(tokenizer: PreTrainedTokenizerF
     )
     path = tmp_path / "tokenizer.json"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run(
-        [sys.executable, "-c", script, str(path)], check=True, cwd=Path(__file__).parent, env=environment
-    )
+    subprocess.run([sys.executable, "-c", script, str(path)], check=True, cwd=Path(__file__).parent, env=environment)
 
     assert path.read_text() == tokenizer.backend_tokenizer.to_str(pretty=True)
 
@@ -119,9 +117,7 @@ def test_failed_training_leaves_nothing_in_the_cache(corpus: Corpus, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_saved_tokenizer_is_loaded_from_its_folder(
-    tokenizer: PreTrainedTokenizerFast, corpus: Corpus, tmp_path: Path
-):
+def test_saved_tokenizer_is_loaded_from_its_folder(tokenizer: PreTrainedTokenizerFast, corpus: Corpus, tmp_path: Path):
     tokenizer.save_pretrained(tmp_path / "saved")
 
     loaded = load_tokenizer(tmp_path / "saved", corpus, tmp_path / "unused")
@@ -154,9 +150,7 @@ def test_tokenizer_that_joins_digits_is_refused(corpus: Corpus, tmp_path: Path):
         load_tokenizer(tmp_path, corpus, tmp_path)
 
 
-def test_tokenizer_without_an_end_token_is_refused(
-    tokenizer: PreTrainedTokenizerFast, corpus: Corpus, tmp_path: Path
-):
+def test_tokenizer_without_an_end_token_is_refused(tokenizer: PreTrainedTokenizerFast, corpus: Corpus, tmp_path: Path):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(tmp_path)
 
     with pytest.raises(ValueError, match="no eos_token"):

@@ -105,9 +105,7 @@ def test_weights_are_one_but_for_answers_and_ignored_tokens(make, tokenizer: Pre
         assert float(weights.sum()) == expected
 
 
-def test_weighted_tokens_are_the_key_of_the_row_and_end_its_first_document(
-    make, tokenizer: PreTrainedTokenizerFast
-):
+def test_weighted_tokens_are_the_key_of_the_row_and_end_its_first_document(make, tokenizer: PreTrainedTokenizerFast):
     mixture = make(passkey_ratio=1.0)
     for row in (mixture[index] for index in range(50)):
         answer = (row["loss_weights"] == ANSWER_WEIGHT).nonzero().flatten()
@@ -127,9 +125,7 @@ def test_passkey_lengths_reach_from_the_minimum_to_the_whole_row(make):
 
 
 def test_shortest_passkey_text_is_the_default_minimum(make, sentence_task: PasskeyTask):
-    mixture = make(
-        context_length=sentence_task.minimum_length + 6, passkey_ratio=1.0, passkey_min_length=None
-    )
+    mixture = make(context_length=sentence_task.minimum_length + 6, passkey_ratio=1.0, passkey_min_length=None)
     sizes = {int((mixture[index]["document_ids"] == 0).sum()) for index in range(50)}
 
     assert sizes == {sentence_task.minimum_length + 5, sentence_task.minimum_length + 6}

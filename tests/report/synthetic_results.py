@@ -76,9 +76,7 @@ def _run(generator, results, scheme, seed, breakdown, stops) -> dict:
     for length in LENGTHS:
         chance = 0.98 / (1 + (length / breakdown) ** 4)
         # The second seed of RoPE keeps a flicker, and so is evaluated farther than the first.
-        correct = [
-            int(generator.random() < max(chance, 0.12 * (scheme == "RoPE" and seed == 1))) for _ in range(20)
-        ]
+        correct = [int(generator.random() < max(chance, 0.12 * (scheme == "RoPE" and seed == 1))) for _ in range(20)]
         results["passkey"] += [
             {"scheme": scheme, "seed": seed, "length": length, "depth": i / 19, "trials": 1, "correct": hit}
             for i, hit in enumerate(correct)
@@ -96,9 +94,7 @@ def _run(generator, results, scheme, seed, breakdown, stops) -> dict:
 def _perplexity(generator, scheme, seed, breakdown) -> list[dict]:
     made = []
     for position in (2.5, 8.5, 24.5, 48.5, 96.5, 192.5, 384.5, 768.5, 1536.5, 3072.5, 6144.5):
-        nll = (
-            3 + 3 / position**0.5 + 2.2 * math.log1p((position / breakdown) ** 1.5) + generator.gauss(0, 0.03)
-        )
+        nll = 3 + 3 / position**0.5 + 2.2 * math.log1p((position / breakdown) ** 1.5) + generator.gauss(0, 0.03)
         made.append({"scheme": scheme, "seed": seed, "position": position, "nll": nll})
     return made
 

@@ -133,9 +133,7 @@ def test_numbers_that_do_not_exist_are_dashes(results, tmp_path, quick):
     results["priors"][-2]["parameters"]["alpha"] = float("inf")
     write_report(results, tmp_path / "report.html")
     source = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert re.search(
-        r"<td>500</td><td>–</td>\s*<td>–</td><td>1 min 0 s</td><td class=\"words\">–</td>", source
-    )
+    assert re.search(r"<td>500</td><td>–</td>\s*<td>–</td><td>1 min 0 s</td><td class=\"words\">–</td>", source)
     assert "<td>∞</td>" in source
     assert not re.search(r"\b(nan|None|inf)\b", source)
 

@@ -27,9 +27,7 @@ def test_wilson_interval_at_the_ends_stays_within_0_and_1():
     assert wilson_interval(0, 20)[1] == pytest.approx(1 - wilson_interval(20, 20)[0])
 
 
-@pytest.mark.parametrize(
-    ("correct", "trials", "named"), [(0, 0, "trials"), (5, 4, "correct"), (-1, 4, "correct")]
-)
+@pytest.mark.parametrize(("correct", "trials", "named"), [(0, 0, "trials"), (5, 4, "correct"), (-1, 4, "correct")])
 def test_wilson_interval_refuses_impossible_counts(correct, trials, named):
     with pytest.raises(ValueError, match=named):
         wilson_interval(correct, trials)
@@ -37,9 +35,7 @@ def test_wilson_interval_refuses_impossible_counts(correct, trials, named):
 
 def test_cells_pool_depths_and_seeds(results):
     for cell in passkey_table(results):
-        mine = [
-            row for row in results["passkey"] if (row["scheme"], row["length"]) == (cell.scheme, cell.length)
-        ]
+        mine = [row for row in results["passkey"] if (row["scheme"], row["length"]) == (cell.scheme, cell.length)]
         assert cell.trials == len(mine)
         assert cell.correct == sum(row["correct"] for row in mine)
         assert cell.share == cell.correct / cell.trials
@@ -70,10 +66,7 @@ def test_best_leaves_out_incomplete_cells_and_zeros(results):
 
 def test_text_table_marks_best_missing_and_incomplete(results):
     text = rendered(results)
-    line = {
-        name: next(line for line in text.splitlines() if f" {name} " in line)
-        for name in ("NoPE", "BAM <SSMax>")
-    }
+    line = {name: next(line for line in text.splitlines() if f" {name} " in line) for name in ("NoPE", "BAM <SSMax>")}
     assert "–" in line["NoPE"]
     assert "†" in line["NoPE"]
     assert line["BAM <SSMax>"].count("\x1b[1m 100\x1b[0m") == 4

@@ -37,9 +37,7 @@ def containers(figure) -> dict:
 def legend_colours(figure) -> dict[str, str]:
     legend = figure.legends[0]
     return {
-        text.get_text(): to_hex(
-            handle.get_color() if hasattr(handle, "get_color") else handle.get_facecolor()
-        )
+        text.get_text(): to_hex(handle.get_color() if hasattr(handle, "get_color") else handle.get_facecolor())
         for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)
     }
 
@@ -85,9 +83,7 @@ def test_a_cross_ends_the_stopped_lines_and_no_others(results):
         assert len(crosses) == (run["stopped"] is not None)
         for cross in crosses:
             lengths = [
-                r["length"]
-                for r in results["passkey"]
-                if (r["scheme"], r["seed"]) == (run["scheme"], run["seed"])
+                r["length"] for r in results["passkey"] if (r["scheme"], r["seed"]) == (run["scheme"], run["seed"])
             ]
             assert cross.get_xdata()[0] == pytest.approx(max(lengths), rel=0.2)
             assert cross.get_ydata()[0] == 0
@@ -133,11 +129,7 @@ def test_heatmap_cells_and_means(results):
     figure = figures.passkey_heatmap(results, "NoPE")
     (axes,) = figure.axes
     # Cells lie at (column, line); the means are a third of a cell away from them.
-    numbers = {
-        (round(x - 0.5, 2), round(y - 0.5, 2)): t.get_text()
-        for t in axes.texts
-        for x, y in [t.get_position()]
-    }
+    numbers = {(round(x - 0.5, 2), round(y - 0.5, 2)): t.get_text() for t in axes.texts for x, y in [t.get_position()]}
     mine = [row for row in results["passkey"] if row["scheme"] == "NoPE"]
     depths = sorted({row["depth"] for row in mine})
     evaluated = sorted({row["length"] for row in mine})
@@ -167,11 +159,7 @@ def test_heatmaps_share_one_scale(results):
 def test_perplexity_is_of_the_mean_loss_over_seeds(results):
     axes = figures.perplexity_by_position(results).axes[0]
     for position, value in points(named(axes, "BAM <SSMax>")).items():
-        losses = [
-            r["nll"]
-            for r in results["perplexity"]
-            if (r["scheme"], r["position"]) == ("BAM <SSMax>", position)
-        ]
+        losses = [r["nll"] for r in results["perplexity"] if (r["scheme"], r["position"]) == ("BAM <SSMax>", position)]
         assert len(losses) == len(SEEDS)
         assert value == pytest.approx(math.exp(np.mean(losses)))
 
@@ -187,11 +175,7 @@ def test_a_perplexity_beyond_the_axis_is_told_and_squashes_nobody(results):
     results["perplexity"] = [row for row in results["perplexity"] if row["scheme"] == "BAM <SSMax>"]
     axes = figures.perplexity_by_position(results).axes[0]
     assert axes.get_title(loc="left") == ""
-    assert (
-        max(points(named(axes, "BAM <SSMax>")).values())
-        < axes.get_ylim()[1]
-        < figures.PERPLEXITY_RANGE * lowest
-    )
+    assert max(points(named(axes, "BAM <SSMax>")).values()) < axes.get_ylim()[1] < figures.PERPLEXITY_RANGE * lowest
 
 
 def test_positions_without_a_loss_are_left_out(results):

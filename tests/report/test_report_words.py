@@ -81,9 +81,7 @@ def test_head_table_explains_the_gaussian_and_counts_roles(results):
     table = head_table(results, "BAM")
     assert table is not None
     assert table.headings[:6] == ["seed", "layer", "head", "in words", "scale α, tokens", "shape β"]
-    assert table.caption == (
-        "16 heads, generalized gaussian: 8 retrieval (β < 0), 6 local (β > 0) and 2 uniform"
-    )
+    assert table.caption == ("16 heads, generalized gaussian: 8 retrieval (β < 0), 6 local (β > 0) and 2 uniform")
     uniform = [line for line in table.lines if line[3] == "uniform"]
     assert [line[4] for line in uniform] == ["–", "–"]
     assert len({tuple(line[:3]) for line in table.lines}) == 16

@@ -120,6 +120,7 @@ def train(
         logging_nan_inf_filter=False,
         disable_tqdm=True,
         report_to="none",
+        dataloader_pin_memory=torch.cuda.is_available(),
         remove_unused_columns=False,
         seed=seed,
         data_seed=seed,

@@ -1,0 +1,120 @@
+"""Autocast, and the computation for devices that are not a CPU."""
+
+from unittest import mock
+
+import pytest
+import torch
+from attention_cases import (
+    PRIORS,
+    Case,
+    Cotangents,
+    cases,
+    compute,
+    errors,
+    examples,
+    float32_tolerance,
+    gradient_scales,
+    priors,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attention_priors import Laplace, ShawVectors, attend
+from attention_priors.attention import toeplitz
+
+
+@pytest.mark.parametrize("backend", ["auto", "toeplitz", "blockwise", "lanes", "reference"])
+def test_autocast_takes_mixed_dtypes(backend: str) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8).bfloat16(), torch.randn(2, 2, 9, 8).half()
+    prior = Laplace(4, learn=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = attend(query, key, value, prior, return_lse=True, backend=backend)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    assert out.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32
+    exact = Case(query.bfloat16(), key.bfloat16(), value.bfloat16(), prior).to(torch.float64)
+    expected, expected_lse = exact.attend()
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=0.05)
+    # Inside, autocast is off: it would round the logits, and with them the log-sum-exp, to bfloat16.
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match="key"):
+        attend(query, key, value, prior)
+
+
+def test_gradients_of_an_autocast_forward_pass() -> None:
+    """The backward pass, started outside of autocast as PyTorch advises, is as exact as without it."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 40, 8).bfloat16()
+    grads = []
+    for inside in (True, False):
+        prior = Laplace(2, learn=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            out = attend(x, x, x, prior)
+        out.float().square().sum().backward()
+        assert prior.log_slope.grad is not None
+        grads.append(prior.log_slope.grad)
+    assert (grads[0] != 0).all()
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-6, atol=1e-6)
+
+
+def test_autocast_with_relative_vectors() -> None:
+    x = torch.randn(1, 2, 5, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attend(x, x, x, relative=ShawVectors(4)).dtype == torch.bfloat16
+
+
+class Elsewhere(Tensor):
+    """A tensor on the CPU that says it is on another device."""
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return torch.device("cuda")
+
+
+def _attend_elsewhere(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    with mock.patch.object(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", side_effect=AssertionError):
+        out, lse = _attend(query.as_subclass(Elsewhere), key, value, bias, scale)
+    return out.as_subclass(Tensor), lse.as_subclass(Tensor)
+
+
+_attend = toeplitz._attend
+
+
+@pytest.mark.parametrize("name", PRIORS)
+def test_other_devices_compute_the_same(name: str) -> None:
+    """The formula that stands in for the CPU's kernel elsewhere, run on the CPU."""
+
+    @examples(6, name)
+    @given(cases(name, longest=60), st.sampled_from([torch.float32, torch.float64]))
+    def check(case: Case, dtype: torch.dtype) -> None:
+        exact = case.to(torch.float64)
+        expected = compute(exact, "reference")
+        cotangents = Cotangents.of(expected.out, expected.lse)
+        with mock.patch.object(toeplitz, "_attend", _attend_elsewhere):
+            found = errors(compute(case.to(dtype), "toeplitz", cotangents), expected, gradient_scales(case, cotangents))
+        tolerance = float32_tolerance(case) if dtype == torch.float32 else 1e-6
+        assert max(found.values()) <= tolerance, found
+
+    check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_devices_in_half_precision(dtype: torch.dtype) -> None:
+    @examples(4)
+    @given(st.data(), st.booleans())
+    def check(data: st.DataObject, causal: bool) -> None:
+        generator = torch.Generator().manual_seed(0)
+        prior = data.draw(priors("clipped_offsets", 4, causal, generator))
+        query, key, value = (torch.randn(2, h, 50, 8, generator=generator).to(dtype) for h in (4, 2, 2))
+        case = Case(query, key, value, prior, causal)
+        expected, _ = case.to(torch.float64).attend("reference")
+        with mock.patch.object(toeplitz, "_attend", _attend_elsewhere):
+            out, lse = case.attend("toeplitz")
+        assert out.dtype == dtype
+        assert lse.dtype == torch.float32
+        assert float((out.double() - expected).abs().max()) <= 4 * torch.finfo(dtype).eps * float(value.abs().max())
+
+    check()

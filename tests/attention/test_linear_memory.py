@@ -1,0 +1,47 @@
+"""Long sequences: no matrix of queries by keys, forward or backward."""
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from attention_priors import GeneralizedGaussian, attend
+
+
+def largest_allocation(length: int, backend: str) -> int:
+    """Bytes of the largest piece of memory that a forward and backward pass asks for."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, length, 16, generator=generator, requires_grad=True) for heads in (2, 1, 1)
+    )
+    prior = GeneralizedGaussian(2, init="spread", learn=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        out, lse = attend(query, key, value, prior, return_lse=True, backend=backend)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        (out.sum() + lse.sum()).backward()
+    assert prior.theta_alpha.grad is not None
+    assert prior.theta_alpha.grad.abs().min() > 0
+    assert query.grad is not None
+    results = profiler.profiler
+    assert results is not None
+    assert results.kineto_results is not None
+    events = results.kineto_results.events()
+    return max(event.nbytes() for event in events if event.name() == "[memory]")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_16k_tokens() -> None:
+    length = 16384
+    assert largest_allocation(length, "toeplitz") < 4 * length * length // 8
+
+
+def test_blockwise() -> None:
+    """Its blocks are of one size whatever the length is."""
+    length = 4096
+    assert largest_allocation(length, "blockwise") < 4 * length * length // 2
+
+
+def test_the_measurement_sees_a_matrix() -> None:
+    """The dense formula does allocate it: the number above would notice."""
+    assert largest_allocation(512, "reference") >= 4 * 2 * 512 * 512
+
+
+def test_memory_grows_with_the_length() -> None:
+    """Twice the length, at most about twice the memory."""
+    assert largest_allocation(4096, "toeplitz") <= 2.2 * largest_allocation(2048, "toeplitz")

@@ -1,0 +1,57 @@
+"""The log-sum-exp makes attention over parts of the keys into attention over all of them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import PRIORS, Case, cases, examples, float32_tolerance, positions_of
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+
+def some_keys(case: Case, keys: slice) -> Case:
+    """The same queries over some of the keys."""
+    queries, positions = positions_of(case)
+    return replace(
+        case,
+        key=case.key[:, :, keys],
+        value=case.value[:, :, keys],
+        query_positions=queries,
+        key_positions=positions[:, keys],
+        key_padding_mask=None if case.key_padding_mask is None else case.key_padding_mask[:, keys],
+    )
+
+
+def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    lse = torch.stack([lse for _, lse in parts])
+    whole = lse.logsumexp(0)
+    shares = (lse - whole.masked_fill(torch.isneginf(whole), 0.0)).exp().unsqueeze(-1)
+    return (shares * torch.stack([out for out, _ in parts])).sum(0), whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", PRIORS)
+def test_parts_merge_into_the_whole(name: str, dtype: torch.dtype) -> None:
+    @examples(10, name)
+    @given(cases(name, longest=50, masks=False, scaled=False), st.floats(0, 1))
+    def check(case: Case, where: float) -> None:
+        case = replace(case, document_ids=None).to(dtype)
+        case = replace(case, query_positions=positions_of(case)[0], key_positions=positions_of(case)[1])
+        num_keys = case.key.shape[2]
+        if num_keys == 1:
+            return
+        cut = 1 + round(where * (num_keys - 2))
+        with torch.no_grad():
+            for backend in case.backends():
+                out, lse = case.attend(backend)
+                merged, merged_lse = merge(
+                    [some_keys(case, keys).attend(backend) for keys in (slice(0, cut), slice(cut, None))]
+                )
+                assert torch.equal(torch.isneginf(lse), torch.isneginf(merged_lse))
+                finite = ~torch.isneginf(lse)
+                tolerance = 1e-10 if dtype == torch.float64 else 4 * float32_tolerance(case, lanes=True)
+                torch.testing.assert_close(merged, out, rtol=0, atol=tolerance * (1 + float(out.abs().max())))
+                torch.testing.assert_close(merged_lse[finite], lse[finite], rtol=tolerance, atol=tolerance)
+
+    check()

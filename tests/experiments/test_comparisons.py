@@ -1,0 +1,331 @@
+"""Whole comparisons, their results, and what stops one before any work is done."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recipe_cases import RECIPE, changed
+from typer.testing import CliRunner
+
+from attention_priors.cli import app
+from attention_priors.data import load_corpus
+from attention_priors.evaluation import PasskeySettings, has_given_up, position_bins
+from attention_priors.experiments import RecipeError, RunFailedError, compare
+
+SCHEMES = ["ALiBi", "BAM + SSMax"]
+
+
+def _snapshot(folder: Path) -> dict[str, tuple[int, str]]:
+    """Time and content of every file."""
+    return {
+        path.relative_to(folder).as_posix(): (
+            path.stat().st_mtime_ns,
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+        )
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def copy(finished, tmp_path) -> Path:
+    return Path(shutil.copytree(finished.folder, tmp_path / "copy"))
+
+
+@pytest.fixture
+def no_workers(monkeypatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+
+
+# ---- what a comparison gives
+
+
+def test_results_have_every_section(finished):
+    assert finished.results.keys() == {
+        "format",
+        "recipe",
+        "versions",
+        "machine",
+        "corpus",
+        "seeds",
+        "created",
+        "wall_seconds",
+        "schemes",
+        "runs",
+        "passkey",
+        "perplexity",
+        "priors",
+        "logit_scales",
+    }
+    assert finished.results["format"] == 1
+    assert finished.results["recipe"]["name"] == "Tiny"
+    assert finished.results["seeds"] == [3]
+    assert finished.results["wall_seconds"] > 0
+    assert json.loads((finished.folder / "results.json").read_text(encoding="utf-8")) == finished.results
+
+
+def test_the_corpus_is_described(finished, tiny):
+    corpus = load_corpus(Path(tiny().corpus.source))
+    assert finished.results["corpus"] == {
+        "name": "texts",
+        "fingerprint": corpus.fingerprint,
+        "train_characters": sum(len(document.text) for document in corpus.train),
+        "held_out_characters": sum(len(document.text) for document in corpus.held_out),
+    }
+
+
+def test_schemes_are_described(finished):
+    alibi, bam = finished.results["schemes"]
+    # Embeddings; per layer four projections, three matrices of the MLP and two norms; the last norm.
+    weights = 300 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 16 + 2 * 16) + 16
+    assert alibi == {
+        "name": "ALiBi",
+        "description": "laplace",
+        "parameters": weights + 2 * 2,
+        "prior_parameters": 0,
+    }
+    # θα and β of BAM train, θμ does not; s trains.
+    assert bam == {
+        "name": "BAM + SSMax",
+        "description": "generalized_gaussian(init='roles') · ssmax · window=40 at evaluation",
+        "parameters": weights + 2 * (3 * 2 + 2),
+        "prior_parameters": 2 * (2 * 2 + 2),
+    }
+
+
+def test_every_run_has_its_history(finished):
+    assert [(run["scheme"], run["seed"], run["steps"]) for run in finished.results["runs"]] == [
+        ("ALiBi", 3, 120),
+        ("BAM + SSMax", 3, 3),
+    ]
+    for run in finished.results["runs"]:
+        assert run["history"][-1]["step"] == run["steps"]
+        assert run["final_loss"] == run["history"][-1]["loss"]
+        assert run["train_seconds"] >= 0  # rounded
+        assert run["evaluate_seconds"] >= 0
+    history = finished.results["runs"][0]["history"]
+    assert history[-1]["loss"] < history[0]["loss"] - 0.5  # it has learned
+
+
+def test_passkey_rows_go_up_to_where_a_scheme_gave_up(finished):
+    settings = PasskeySettings.model_validate(RECIPE["evaluation"]["passkey"])
+    grid = [(length, depth) for length in (150, 160, 170) for depth in (0.0, 1.0)]
+    for run in finished.results["runs"]:
+        rows: list[Any] = [row for row in finished.results["passkey"] if row["scheme"] == run["scheme"]]
+        assert all(row.keys() == {"scheme", "seed", "length", "depth", "trials", "correct"} for row in rows)
+        assert [(row["length"], row["depth"]) for row in rows] == grid[: len(rows)]
+        assert all(row["seed"] == 3 and row["trials"] == 1 and row["correct"] in (0, 1) for row in rows)
+        if run["stopped"] is None:
+            assert len(rows) == 6
+        else:
+            assert len(rows) in (4, 6)
+            assert run["stopped"] == has_given_up(rows, settings)
+
+
+def test_perplexity_rows_cover_every_range_of_positions(finished):
+    for scheme in SCHEMES:
+        rows = [row for row in finished.results["perplexity"] if row["scheme"] == scheme]
+        assert all(row.keys() == {"scheme", "seed", "position", "nll", "tokens"} for row in rows)
+        expected = [(first * last) ** 0.5 for first, last in position_bins(100)]
+        assert [row["position"] for row in rows] == pytest.approx(expected)
+        texts = {
+            row["tokens"] / (last - first + 1) for row, (first, last) in zip(rows, position_bins(100), strict=True)
+        }
+        assert len(texts) == 1
+        assert texts <= {1.0, 2.0}
+        assert all(0 < row["nll"] < 20 for row in rows)
+
+
+def test_priors_and_scales_have_a_row_per_layer_and_head(finished):
+    heads = [(layer, head) for layer in range(2) for head in range(2)]
+    for scheme, prior in zip(SCHEMES, ("laplace", "generalized_gaussian"), strict=True):
+        rows = [row for row in finished.results["priors"] if row["scheme"] == scheme]
+        assert [(row["layer"], row["head"]) for row in rows] == heads
+        assert all(row["prior"] == prior and row["distance"][-1] == 174 for row in rows)
+        # The window is added for the tests alone: it was not learned.
+        assert all(value is not None for row in rows for value in row["log_prior"])
+    scales = [(row["scheme"], row["layer"], row["head"]) for row in finished.results["logit_scales"]]
+    assert scales == [("BAM + SSMax", *head) for head in heads]
+
+
+def test_one_scheme_alone_leaves_the_others_out(finished):
+    assert [run["scheme"] for run in finished.only["runs"]] == ["BAM + SSMax"]
+    assert [scheme["name"] for scheme in finished.only["schemes"]] == ["BAM + SSMax"]
+    assert any(name.startswith("runs/BAM_+_SSMax/seed-3/") for name in finished.files_after_only)
+    assert not any("ALiBi" in name for name in finished.files_after_only)
+    # The rest was added later, and what was there did not change.
+    for section in ("passkey", "perplexity", "priors"):
+        later = [row for row in finished.results[section] if row["scheme"] == "BAM + SSMax"]
+        assert later == finished.only[section]
+
+
+def test_a_finished_run_keeps_its_model_and_no_checkpoints(finished):
+    for name in ("ALiBi", "BAM_+_SSMax"):
+        folder = finished.folder / "runs" / name / "seed-3"
+        assert {path.name for path in folder.iterdir()} == {
+            "identity.json",
+            "log.txt",
+            "model",
+            "training.json",
+            "priors.json",
+            "passkey.jsonl",
+            "perplexity.json",
+            "done.json",
+        }
+
+
+# ---- calling it again
+
+
+def test_a_second_call_does_nothing(finished, copy, tiny, quiet, no_workers):
+    before = _snapshot(copy)
+    results = compare(tiny(), copy, console=quiet)
+    after = _snapshot(copy)
+    rewritten = {"recipe.json", "results.json", "wall_seconds.json"}
+    assert {name: state for name, state in before.items() if name not in rewritten} == {
+        name: state for name, state in after.items() if name not in rewritten
+    }
+    changing = ("created", "wall_seconds")
+    assert {k: v for k, v in results.items() if k not in changing} == {
+        k: v for k, v in finished.results.items() if k not in changing
+    }
+    assert 0 <= results["wall_seconds"] - finished.results["wall_seconds"] < 1
+
+
+def test_a_new_name_is_no_other_recipe(copy, tiny, quiet, no_workers):
+    results = compare(tiny({"name": "Other", "description": "new"}), copy, console=quiet)
+    assert results["recipe"]["name"] == "Other"
+    assert len(results["runs"]) == 2
+
+
+def test_a_scheme_that_was_taken_out_is_left_out(copy, tiny, quiet, no_workers):
+    results = compare(tiny({"schemes.ALiBi": ...}), copy, console=quiet)
+    assert [run["scheme"] for run in results["runs"]] == ["BAM + SSMax"]
+
+
+def test_the_command_writes_the_report_of_a_finished_comparison(copy, tiny, tmp_path, no_workers):
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(json.dumps(changed({"corpus.source": tiny().corpus.source})))
+    result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(copy)])
+    assert result.exit_code == 0, result.output
+    assert f"Report: {copy / 'report.html'}" in result.output
+    assert "ALiBi" in result.output
+    assert "<html" in (copy / "report.html").read_text(encoding="utf-8")
+    assert any((copy / "figures").iterdir())
+
+
+# ---- what stops it before any work
+
+
+def test_an_unknown_scheme_changes_nothing(copy, tiny, quiet):
+    before = _snapshot(copy)
+    with pytest.raises(RecipeError, match=r"unknown scheme 'RoPE'; the recipe has ALiBi, BAM \+ SSMax"):
+        compare(tiny(), copy, only=["ALiBi", "RoPE"], console=quiet)
+    assert _snapshot(copy) == before
+
+
+def test_processes_must_be_a_positive_number(tiny, tmp_path, quiet):
+    with pytest.raises(ValueError, match="processes must be a positive integer, got 0"):
+        compare(tiny(), tmp_path / "out", processes=0, console=quiet)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("below", ["", "out"])
+def test_an_output_folder_that_cannot_be_written_is_an_error_before_any_work(tiny, tmp_path, quiet, below):
+    (tmp_path / "file").write_text("in the way")
+    # The corpus is missing too, which would be the next error.
+    recipe = tiny({"corpus.source": str(tmp_path / "nowhere")})
+    with pytest.raises(OSError, match="cannot write to the output folder"):
+        compare(recipe, tmp_path / "file" / below, console=quiet)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"training.steps": 121}, "training.steps (there 120, here 121)"),
+        ({"model.hidden_size": 32}, "model.hidden_size (there 16, here 32)"),
+        ({"tokenizer": 301}, "tokenizer (there 300, here 301)"),
+        ({"schemes.ALiBi.prior": "uniform"}, "scheme.prior (there 'laplace', here 'uniform')"),
+        (
+            {"evaluation.passkey.lengths": [150]},
+            "evaluation.passkey.lengths (there [150, 160, 170], here [150])",
+        ),
+        ({"evaluation.perplexity": ...}, "evaluation.perplexity (there {'length': 100, 'documents': 2}, here None)"),
+        ({"corpus.max_characters": 10_000}, "corpus.max_characters (there None, here 10000)"),
+    ],
+)
+def test_another_recipe_in_the_same_folder_changes_nothing(copy, tiny, quiet, no_workers, changes, difference):
+    before = _snapshot(copy / "runs")
+    with pytest.raises(RecipeError, match="holds a run of another recipe") as caught:
+        compare(tiny(changes), copy, console=quiet)
+    assert difference in str(caught.value)
+    assert "runs/ALiBi/seed-3" in str(caught.value)
+    assert _snapshot(copy / "runs") == before
+    # The recipe that was there goes on.
+    assert len(compare(tiny(), copy, console=quiet)["runs"]) == 2
+
+
+def test_another_corpus_in_the_same_folder_is_another_recipe(copy, tiny, quiet, tmp_path, no_workers):
+    texts = Path(tiny().corpus.source)
+    other = tmp_path / "other" / "texts"
+    shutil.copytree(texts, other)
+    (other / "9.txt").write_text("Something new.\n")
+    before = _snapshot(copy / "runs")
+    with pytest.raises(RecipeError, match=r"corpus\.source .*corpus_fingerprint"):
+        compare(tiny({"corpus.source": str(other)}), copy, console=quiet)
+    assert _snapshot(copy / "runs") == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"evaluation.passkey.lengths": [150, 20]}, r"evaluation\.passkey\.lengths: 20 tokens; .* at least \d+"),
+        ({"evaluation.passkey.lengths": [150, 10**6]}, r"lengths: 1000000 tokens; .* at most \d+ tokens"),
+        (
+            {"evaluation.perplexity.length": 10**6},
+            r"evaluation\.perplexity\.length: no held-out document of corpus 'texts' has 1000000 tokens",
+        ),
+        ({"training.context_length": 10**6}, r"schemes\.ALiBi: .*1000000"),
+        (
+            {"training.passkey_ratio": 0, "training.context_length": 10**6},
+            r"schemes\.ALiBi: documents have \d+ tokens: expected at least 1000000",
+        ),
+        (
+            {"schemes.BAM + SSMax.training": {"passkey_minimum_length": 151}},
+            r"schemes\.BAM \+ SSMax: passkey_min_length must be from \d+ .* to 150 .*; it is 151",
+        ),
+        ({"schemes.BAM + SSMax.training": {"context_length": 30}}, r"schemes\.BAM \+ SSMax: passkey_min_length"),
+    ],
+)
+def test_a_text_that_cannot_be_made_is_an_error_before_any_work(tiny, tmp_path, quiet, no_workers, changes, complaint):
+    with pytest.raises(RecipeError, match=complaint):
+        compare(tiny(changes), tmp_path / "out", console=quiet)
+    assert not (tmp_path / "out" / "runs").exists()
+
+
+# ---- a run that fails
+
+
+def test_a_run_that_fails_is_named_with_the_end_of_its_log_and_is_the_last(copy, tiny, quiet):
+    run = copy / "runs" / "ALiBi" / "seed-3"
+    (run / "model" / "model.safetensors").write_bytes(b"no weights")
+    (run / "done.json").unlink()
+    other = copy / "runs" / "BAM_+_SSMax" / "seed-3"
+    for name in ("done.json", "perplexity.json"):
+        (other / name).unlink()
+    with pytest.raises(RunFailedError) as caught:
+        compare(tiny(), copy, processes=1, console=quiet)
+    message = str(caught.value)
+    assert message.startswith("ALiBi, seed 3, ended with exit code 1; the end of ")
+    assert str(run / "log.txt") in message
+    assert "SafetensorError" in message.splitlines()[-1]
+    assert len(message.splitlines()) <= 16
+    assert not (other / "done.json").exists()

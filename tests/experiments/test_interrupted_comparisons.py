@@ -1,0 +1,255 @@
+"""A comparison that is interrupted goes on from there, and ends as if nothing had happened."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from recipe_cases import changed
+
+from attention_priors.data import PasskeyTask
+from attention_priors.experiments import Recipe, compare
+from attention_priors.experiments.materials import Materials
+from attention_priors.experiments.run import execute
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.005)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is another thing there")
+def test_ctrl_c_in_training_ends_all_processes_and_loses_nothing(finished, tiny, tmp_path, quiet):
+    recipe, output = tmp_path / "tiny.yaml", tmp_path / "out"
+    recipe.write_text(json.dumps(changed({"corpus.source": tiny().corpus.source})))
+    start = [sys.executable, "-c", "from attention_priors.cli import main; main()"]
+    process = subprocess.Popen(
+        [*start, "compare", str(recipe), "--output", str(output), "--only", "ALiBi", "--processes", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Whoever started the tests may have chosen to ignore Ctrl-C, which is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    run = output / "runs" / "ALiBi" / "seed-3"
+    try:
+        # The last file of the first checkpoint, at a third of the training.
+        _wait_for(run / "checkpoints" / "checkpoint-40" / "trainer_state.json", process)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        assert workers
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert "the same command goes on from here" in " ".join(out.split())
+    assert "Traceback" not in out + err
+    assert not any(worker.is_running() for worker in workers)
+    assert not (run / "model").exists()
+    assert not (output / "results.json").exists()
+
+    results = compare(tiny(), output, only=["ALiBi"], console=quiet)
+    resumed, whole = _json(run / "training.json"), _json(finished.folder / run.relative_to(output) / "training.json")
+    assert resumed["history"] == whole["history"]
+    for section in ("passkey", "perplexity", "priors"):
+        rows = [row for row in finished.results[section] if row["scheme"] == "ALiBi"]
+        assert results[section] == rows, section
+    assert results["wall_seconds"] >= results["runs"][0]["train_seconds"]
+
+
+# ---- single runs, in this process
+
+
+class _StopError(Exception):
+    pass
+
+
+def _execute(recipe: Recipe, scheme: str, folder: Path, cache: Path, stop: str | None = None) -> list[str]:
+    """Carry a run out and give the stages it went through; ``stop`` interrupts it after a first step."""
+    stages: list[str] = []
+
+    def progress(stage: str, done: int, total: int) -> None:
+        assert 0 <= done <= total
+        stages.append(stage)
+        if stage == stop and done > 0:
+            raise _StopError
+
+    execute(Materials.load(recipe, cache), scheme, 3, folder, progress)
+    return stages
+
+
+@pytest.fixture
+def trained(finished, tmp_path) -> Path:
+    """A run that is trained and not tested."""
+    run = tmp_path / "run"
+    shutil.copytree(finished.folder / "runs" / "ALiBi" / "seed-3", run)
+    for name in ("passkey.jsonl", "perplexity.json", "priors.json", "done.json"):
+        (run / name).unlink()
+    return run
+
+
+@pytest.fixture
+def half_right(monkeypatch) -> list[int]:
+    """Texts count as right by their last digit. Gives their lengths as they are read."""
+    lengths: list[int] = []
+
+    def retrieves(model: object, tokens: Any, *, chunk: int) -> bool:
+        lengths.append(len(tokens))
+        return bool(int(tokens[-1]) % 2)
+
+    monkeypatch.setattr("attention_priors.evaluation.passkey.retrieves", retrieves)
+    return lengths
+
+
+def _whole_test(recipe: Recipe, trained: Path, finished: Any, half_right: list[int]) -> list[str]:
+    """The lines of an evaluation that nothing interrupted."""
+    reference = trained.with_name("reference")
+    shutil.copytree(trained, reference)
+    _execute(recipe, "ALiBi", reference, finished.folder / "cache")
+    half_right.clear()
+    return (reference / "passkey.jsonl").read_text().splitlines(keepends=True)
+
+
+MANY = {"evaluation.passkey.trials": 3, "evaluation.passkey.stop_after_zeros": None}
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3, 5])
+def test_a_line_that_was_cut_off_is_measured_again(tiny, finished, trained, half_right, kept):
+    recipe = tiny(MANY)
+    whole = _whole_test(recipe, trained, finished, half_right)
+    assert len(whole) == 6
+    assert len({json.loads(line)["correct"] for line in whole}) > 1
+    (trained / "passkey.jsonl").write_text("".join(whole[:kept]) + whole[kept][:-9])
+    stages = _execute(recipe, "ALiBi", trained, finished.folder / "cache")
+    assert (trained / "passkey.jsonl").read_text() == "".join(whole)
+    assert half_right == [length + 5 for length in (150, 160, 170) for _ in range(6)][3 * kept :]
+    assert (trained / "done.json").exists()
+    assert stages.count("train") == 1  # said to be done, and not done again
+
+
+def test_an_evaluation_that_was_interrupted_keeps_its_rows(tiny, finished, trained, half_right):
+    recipe = tiny(MANY)
+    whole = _whole_test(recipe, trained, finished, half_right)
+    with pytest.raises(_StopError):
+        _execute(recipe, "ALiBi", trained, finished.folder / "cache", stop="passkey")
+    assert (trained / "passkey.jsonl").read_text() == whole[0]
+    assert not (trained / "done.json").exists()
+    _execute(recipe, "ALiBi", trained, finished.folder / "cache")
+    assert (trained / "passkey.jsonl").read_text() == "".join(whole)
+    assert len(half_right) == 3 * 6
+
+
+def test_a_test_of_perplexity_that_was_interrupted_starts_again(tiny, finished, trained):
+    original = finished.folder / "runs" / "ALiBi" / "seed-3"
+    shutil.copy(original / "passkey.jsonl", trained)
+    with pytest.raises(_StopError):
+        _execute(tiny(), "ALiBi", trained, finished.folder / "cache", stop="perplexity")
+    assert not (trained / "perplexity.json").exists()
+    _execute(tiny(), "ALiBi", trained, finished.folder / "cache")
+    again, before = _json(trained / "perplexity.json"), _json(original / "perplexity.json")
+    assert [row["nll"] for row in again] == pytest.approx([row["nll"] for row in before], rel=1e-4)
+    assert (trained / "passkey.jsonl").read_text() == (original / "passkey.jsonl").read_text()
+
+
+@pytest.mark.parametrize("right_at", [{150}, {160}, {170}, set()])
+def test_a_scheme_that_retrieves_nothing_stops_early_and_says_so(tiny, finished, trained, monkeypatch, right_at):
+    monkeypatch.setattr(
+        "attention_priors.evaluation.passkey.retrieves", lambda model, tokens, chunk: len(tokens) - 5 in right_at
+    )
+    recipe = tiny({"evaluation.perplexity": ...})
+    _execute(recipe, "ALiBi", trained, finished.folder / "cache")
+    rows = [json.loads(line) for line in (trained / "passkey.jsonl").read_text().splitlines()]
+    stopped = _json(trained / "done.json")["stopped"]
+    # Two lengths running without a success.
+    expected = {150: (6, "160, 170"), 160: (6, None), 170: (4, "150, 160"), 0: (4, "150, 160")}
+    count, lengths = expected[max(right_at, default=0)]
+    assert len(rows) == count
+    if count == 6:
+        assert stopped is None
+    else:
+        assert stopped == f"no pass key retrieved at 2 lengths running ({lengths} tokens)"
+    # Going on after that measures nothing more.
+    (trained / "done.json").unlink()
+    _execute(recipe, "ALiBi", trained, finished.folder / "cache")
+    assert len((trained / "passkey.jsonl").read_text().splitlines()) == count
+    assert _json(trained / "done.json")["stopped"] == stopped
+
+
+def test_every_scheme_is_tested_on_the_same_texts(tiny, finished, monkeypatch, tmp_path):
+    texts: list[list[int]] = []
+    sample = PasskeyTask.sample
+
+    def remember(self: PasskeyTask, *arguments: Any) -> Any:
+        text = sample(self, *arguments)
+        texts.append(text.tokens.tolist())
+        return text
+
+    recipe = tiny({"evaluation.perplexity": ...})
+    read = []
+    for name in ("ALiBi", "BAM_+_SSMax"):
+        run = shutil.copytree(finished.folder / "runs" / name / "seed-3", tmp_path / name)
+        (run / "passkey.jsonl").unlink()
+        materials = Materials.load(recipe, finished.folder / "cache")
+        with monkeypatch.context() as patch:
+            patch.setattr(PasskeyTask, "sample", remember)
+            patch.setattr("attention_priors.evaluation.passkey.retrieves", lambda *args, **kwargs: True)
+            # The seed of the run is no part of the texts.
+            execute(materials, name.replace("_", " "), len(read), run, lambda *args: None)
+        read.append(texts.copy())
+        texts.clear()
+    assert len(read[0]) == 6
+    assert read[0] == read[1]
+
+
+def _first_difference(one: list[dict[str, float]], other: list[dict[str, float]]) -> float:
+    """The first position from which losses differ."""
+    pairs = zip(one, other, strict=True)
+    return next((a["position"] for a, b in pairs if abs(a["nll"] - b["nll"]) > 1e-5), float("inf"))
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        {"at_evaluation": {"window": 40}},
+        {"prior": "laplace", "share_prior": True, "at_evaluation": {"window": 40}},
+        {"encoding": {"name": "rotary", "base": 100}, "at_evaluation": {"base_multiplier": 0.02}},
+        {"encoding": "rotary", "at_evaluation": {"base_multiplier": 50}},
+    ],
+    ids=["a window alone", "a window with a shared prior", "a smaller base", "a larger base"],
+)
+def test_changes_at_evaluation_are_made_after_training(tiny, finished, tmp_path, scheme):
+    changes = {
+        "schemes": {"new": scheme},
+        "training.steps": 1,
+        "training.passkey_ratio": 0,
+        "model.initializer_range": 0.5,
+        "evaluation.passkey": ...,
+    }
+    run = tmp_path / "run"
+    run.mkdir()
+    _execute(tiny(changes), "new", run, finished.folder / "cache")
+    with_changes = _json(run / "perplexity.json")
+    (run / "perplexity.json").unlink()
+    unchanged = {key: value for key, value in scheme.items() if key != "at_evaluation"}
+    _execute(tiny(changes | {"schemes": {"new": unchanged}}), "new", run, finished.folder / "cache")
+    first = _first_difference(with_changes, _json(run / "perplexity.json"))
+    if "window" in scheme["at_evaluation"]:
+        # A query sees 40 tokens, itself included: the 41st is the first to miss one.
+        assert first == pytest.approx((32 * 63) ** 0.5)
+    else:
+        assert first < 16
+    layers = {row["layer"] for row in _json(run / "priors.json")["priors"]}
+    assert layers == ({0} if scheme.get("share_prior") else set())

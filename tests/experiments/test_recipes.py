@@ -1,0 +1,272 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from recipe_cases import RECIPE, changed
+
+from attention_priors.experiments import Recipe, RecipeError, load_recipe
+
+TRAINING_KEYS = "context_length, steps, batch_size, optimizer, learning_rate"
+PRIORS = "uniform, laplace, generalized_gaussian, spectral, key_sink, relative_buckets, clipped_offsets, window"
+
+
+def _write(folder: Path, content: Any) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def test_a_recipe_is_read_with_its_defaults(tmp_path):
+    recipe = load_recipe(_write(tmp_path, RECIPE))
+    assert list(recipe.schemes) == ["ALiBi", "BAM + SSMax"]
+    assert recipe.training.optimizer == "radam"
+    assert recipe.training_of("ALiBi").steps == 120
+    own = recipe.training_of("BAM + SSMax")
+    assert (own.steps, own.passkey_ratio, own.context_length) == (3, 0.5, 150)
+    assert recipe.longest_text == 170 + 5
+
+
+def test_a_recipe_survives_json(tmp_path):
+    recipe = load_recipe(_write(tmp_path, RECIPE))
+    assert Recipe.model_validate(json.loads(json.dumps(recipe.model_dump(mode="json")))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("changes", "longest"),
+    [
+        ({"evaluation": {}}, 150),
+        ({"schemes.BAM + SSMax.training": {"context_length": 400}}, 400),
+        ({"evaluation.perplexity.length": 300}, 300),
+        ({"evaluation.passkey.lengths": [900, 20]}, 905),
+    ],
+)
+def test_the_longest_text_is_over_all_that_is_read(tmp_path, changes, longest):
+    assert load_recipe(_write(tmp_path, changed(changes))).longest_text == longest
+
+
+def test_the_demo_recipe_loads():
+    demo = Path(__file__).parents[2] / "recipes" / "demo.yaml"
+    if not demo.exists():
+        pytest.skip("not a checkout of the project")
+    recipe = load_recipe(demo)
+    for name in recipe.schemes:
+        recipe.config_of(name, vocab_size=100)
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "unknown key": (
+        {"shemes": 1},
+        [
+            "shemes: unknown key (value 1); allowed here are name, description, corpus, tokenizer, model, training"
+            ", evaluation, seeds, threads_per_run, schemes"
+        ],
+    ),
+    "unknown key of the corpus": (
+        {"corpus.size": 5},
+        ["corpus.size: unknown key (value 5); allowed here are source, max_characters"],
+    ),
+    "unknown key of the model": (
+        {"model.layers": 5},
+        ["model.layers: unknown key (value 5); allowed here are hidden_size, intermediate_size, num_hidden_layers"],
+    ),
+    "unknown key of the training": (
+        {"training.lr": 0.1},
+        [f"training.lr: unknown key (value 0.1); allowed here are {TRAINING_KEYS}"],
+    ),
+    "unknown key of the evaluation": (
+        {"evaluation.passkeys": {}},
+        ["evaluation.passkeys: unknown key (value {}); allowed here are passkey, perplexity, chunk"],
+    ),
+    "unknown key of the passkey test": (
+        {"evaluation.passkey.depth": 3},
+        ["evaluation.passkey.depth: unknown key (value 3); allowed here are lengths, depths, trials, filler"],
+    ),
+    "unknown key of the perplexity test": (
+        {"evaluation.perplexity.texts": 3},
+        ["evaluation.perplexity.texts: unknown key (value 3); allowed here are length, documents"],
+    ),
+    "unknown key of a scheme": (
+        {"schemes.ALiBi.priors": "laplace"},
+        [
+            "schemes.ALiBi.priors: unknown key (value 'laplace'); allowed here are prior, share_prior, encoding"
+            ", logit_scale, training, at_evaluation"
+        ],
+    ),
+    "unknown key of a scheme's training": (
+        {"schemes.ALiBi.training.step": 3},
+        ["schemes.ALiBi.training: step: unknown key (value 3)", f"allowed here are {TRAINING_KEYS}"],
+    ),
+    "unknown change at evaluation": (
+        {"schemes.ALiBi.at_evaluation.windows": 3},
+        ["schemes.ALiBi.at_evaluation.windows: unknown key (value 3); allowed here are window, base_multiplier"],
+    ),
+    "unknown prior": (
+        {"schemes.ALiBi.prior": "alibi"},
+        [f"schemes.ALiBi: unknown prior 'alibi'; known are {PRIORS}"],
+    ),
+    "unknown prior in a sum": (
+        {"schemes.ALiBi.prior": [{"name": "laplace"}, {"name": "cauchy"}]},
+        ["schemes.ALiBi: unknown prior 'cauchy'; known are"],
+    ),
+    "unknown encoding": (
+        {"schemes.ALiBi.encoding": "rope"},
+        ["schemes.ALiBi: unknown encoding 'rope'; known are sinusoidal, learned, rotary, shaw, linear"],
+    ),
+    "unknown logit scale": (
+        {"schemes.ALiBi.logit_scale": "max"},
+        ["schemes.ALiBi: unknown logit scale 'max'; known are ssmax"],
+    ),
+    "unknown argument of a prior": (
+        {"schemes.ALiBi.prior": {"name": "laplace", "slope": 1}},
+        ["schemes.ALiBi: prior 'laplace' has no argument 'slope'; it has num_heads, slopes, learn"],
+    ),
+    "missing argument of a prior": (
+        {"schemes.ALiBi.prior": "window"},
+        ["schemes.ALiBi: prior 'window' needs the argument 'size'"],
+    ),
+    "impossible argument of a prior": (
+        {"schemes.ALiBi.prior": {"name": "generalized_gaussian", "init": "zeros"}},
+        ["schemes.ALiBi: init must be one of uniform, laplace", "got 'zeros'"],
+    ),
+    "a prior without a name": (
+        {"schemes.ALiBi.prior": {"init": "uniform"}},
+        ["schemes.ALiBi: the description of a prior needs a name, one of uniform, laplace"],
+    ),
+    "negative steps": ({"training.steps": -4}, ["training.steps:", "greater than 0, got -4"]),
+    "no batch": ({"training.batch_size": 0}, ["training.batch_size:", "greater than 0, got 0"]),
+    "a context of one token": (
+        {"training.context_length": 1},
+        ["training.context_length:", "greater than 1, got 1"],
+    ),
+    "too large a ratio": (
+        {"training.passkey_ratio": 2},
+        ["training.passkey_ratio:", "less than or equal to 1, got 2"],
+    ),
+    "a rate that is no number": ({"training.learning_rate": "fast"}, ["training.learning_rate:", "got 'fast'"]),
+    "a rate that is nan": ({"training.learning_rate": float("nan")}, ["training.learning_rate:", "got nan"]),
+    "unknown optimiser": (
+        {"training.optimizer": "sgd"},
+        ["training.optimizer:", "'adamw' or 'radam', got 'sgd'"],
+    ),
+    "negative steps of one scheme": (
+        {"schemes.BAM + SSMax.training.steps": -1},
+        ["schemes.BAM + SSMax.training: steps:", "greater than 0, got -1"],
+    ),
+    "no schemes": ({"schemes": {}}, ["schemes:", "at least 1 item", "got {}"]),
+    "a scheme that is nothing": ({"schemes.ALiBi": None}, ["schemes.ALiBi:", "dictionary", "got None"]),
+    "no seeds": ({"seeds": []}, ["seeds:", "at least 1 item", "got []"]),
+    "the same seed twice": ({"seeds": [1, 0, 1]}, ["seeds: seeds must be distinct, got [1, 0, 1]"]),
+    "a negative seed": ({"seeds": [0, -1]}, ["seeds.1:", "greater than or equal to 0, got -1"]),
+    "too few tokens": ({"tokenizer": 256}, ["tokenizer", "greater than 256, got 256"]),
+    "one depth": ({"evaluation.passkey.depths": 1}, ["evaluation.passkey.depths:", "equal to 2, got 1"]),
+    "no lengths": ({"evaluation.passkey.lengths": []}, ["evaluation.passkey.lengths:", "at least 1 item"]),
+    "a length of zero": (
+        {"evaluation.passkey.lengths": [20, 0]},
+        ["evaluation.passkey.lengths.1:", "greater than 0, got 0"],
+    ),
+    "no chunk": ({"evaluation.chunk": 0}, ["evaluation.chunk:", "greater than 0, got 0"]),
+    "no window": (
+        {"schemes.ALiBi.at_evaluation": {"window": 0}},
+        ["schemes.ALiBi.at_evaluation.window:", "greater than 0, got 0"],
+    ),
+    "heads that do not divide the width": (
+        {"model.num_attention_heads": 3},
+        ["hidden_size=16 must be a multiple of num_attention_heads=3"],
+    ),
+    "key heads that do not divide the heads": (
+        {"model.num_key_value_heads": 3},
+        ["num_attention_heads=2 must be a positive multiple of num_key_value_heads=3"],
+    ),
+    "a head too odd for rotary positions": (
+        {"model.hidden_size": 6, "schemes.ALiBi.encoding": "rotary"},
+        ["schemes.ALiBi: head_dim must be a positive even integer for rotary positions, got 3"],
+    ),
+    "a learned table shorter than the longest text": (
+        {"schemes.table": {"encoding": {"name": "learned", "max_length": 174}}},
+        ["schemes.table.encoding:", "max_length=174 positions", "this recipe reads texts of 175 tokens"],
+    ),
+    "a base multiplier with another encoding": (
+        {"schemes.ALiBi": {"encoding": "sinusoidal", "at_evaluation": {"base_multiplier": 50}}},
+        ["schemes.ALiBi.at_evaluation.base_multiplier needs the encoding 'rotary', got 'sinusoidal'"],
+    ),
+    "a base multiplier without an encoding": (
+        {"schemes.ALiBi.at_evaluation": {"base_multiplier": 50}},
+        ["schemes.ALiBi.at_evaluation.base_multiplier needs the encoding 'rotary', got None"],
+    ),
+    "schemes that share a folder": (
+        {"schemes": {"a b": {}, "a/b": {}}},
+        ["schemes: schemes 'a b' and 'a/b' would share the folder 'a_b'"],
+    ),
+    "a missing section": ({"model": ...}, ["model: missing"]),
+    "a missing key": ({"training.learning_rate": ...}, ["training.learning_rate: missing"]),
+    "no name": ({"name": ""}, ["name:", "at least 1 character, got ''"]),
+}
+
+
+@pytest.mark.parametrize(("changes", "complaints"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_named_with_its_key_its_value_and_what_is_allowed(tmp_path, changes, complaints):
+    path = _write(tmp_path, changed(changes))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    for complaint in complaints:
+        assert complaint in message
+    # One mistake is one line; a value that may be of several types has one for each.
+    assert len(message.splitlines()) == (2 if "tokenizer" in changes else 1)
+
+
+def test_all_mistakes_are_named_at_once(tmp_path):
+    path = _write(tmp_path, changed({"training.steps": 0, "modle": 1, "evaluation.chunk": -2}))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    lines = str(caught.value).removeprefix(f"{path}: ").splitlines()
+    assert [line.split(":")[0] for line in lines] == ["training.steps", "evaluation.chunk", "modle"]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("name: [1", "is not a YAML file: while parsing a flow sequence"),
+        ("name: *nobody", "is not a YAML file: found undefined alias"),
+        ("- name", "must hold keys and values, got list"),
+        ("just words", "must hold keys and values, got str"),
+        ("", "must hold keys and values, got NoneType"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_named(tmp_path, content, complaint):
+    path = _write(tmp_path, content)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert str(caught.value).startswith(f"{path} {complaint}")
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"\xff\xfe\0name")
+    with pytest.raises(RecipeError, match=r"recipe\.yaml is not a YAML file"):
+        load_recipe(path)
+
+
+def test_a_file_that_is_missing_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.yaml"):
+        load_recipe(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schemes.table": {"encoding": {"name": "learned", "max_length": 175}}},
+        {"schemes.rope": {"encoding": "rotary", "at_evaluation": {"base_multiplier": 50}}},
+        {"schemes.sum": {"prior": [{"name": "laplace"}, {"name": "window", "size": 4}], "share_prior": True}},
+        {"schemes": {"NoPE": {}}},
+        {"evaluation": {}},
+        {"model.num_key_value_heads": 1},
+        {"tokenizer": "a-name"},
+        {"evaluation.passkey.stop_after_zeros": None},
+    ],
+)
+def test_what_is_possible_is_accepted(tmp_path, changes):
+    load_recipe(_write(tmp_path, changed(changes)))

@@ -1,0 +1,43 @@
+import pytest
+
+from attention_priors.experiments.recipe import Scheme, folder_name
+from attention_priors.experiments.results import describe
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"),
+    [
+        ({}, "no position but the causal mask"),
+        ({"prior": "laplace"}, "laplace"),
+        ({"prior": {"name": "laplace", "learn": True}}, "laplace(learn=True)"),
+        (
+            {"prior": [{"name": "laplace"}, {"name": "window", "size": 8}], "encoding": "rotary"},
+            "rotary · laplace · window(size=8)",
+        ),
+        (
+            {
+                "encoding": {"name": "rotary", "base": 500.0},
+                "logit_scale": {"name": "ssmax", "init": 0.2},
+                "at_evaluation": {"window": 16, "base_multiplier": 50},
+            },
+            "rotary(base=500.0) · ssmax(init=0.2) · window=16 at evaluation · base_multiplier=50.0 at evaluation",
+        ),
+    ],
+)
+def test_a_scheme_is_described_as_code_would_make_it(scheme, words):
+    assert describe(Scheme.model_validate(scheme)) == words
+
+
+@pytest.mark.parametrize(
+    ("scheme", "folder"),
+    [
+        ("BAM+SSMax", "BAM+SSMax"),
+        ("RoPE, local (16)", "RoPE_local_16_"),
+        ("a/../b", "a_.._b"),
+        ("..", "_"),
+        (".hidden", "hidden"),
+        ("θ = 1", "_1"),
+    ],
+)
+def test_a_schemes_folder_is_a_plain_name(scheme, folder):
+    assert folder_name(scheme) == folder

@@ -1,0 +1,80 @@
+"""Tiny decoders: one for every prior, every encoding, and some of their combinations."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_priors.encodings import ENCODINGS
+from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
+from attention_priors.priors import CATALOGUE
+
+VOCABULARY = 50
+_PRIOR_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "key_sink": {"train_length": 16, "init": "recency"},
+    "window": {"size": 4},
+}
+_ENCODING_ARGUMENTS: dict[str, dict[str, Any]] = {"learned": {"max_length": 64}, "shaw": {"max_offset": 3}}
+
+
+def prior_description(name: str) -> dict[str, Any]:
+    return {"name": name} | _PRIOR_ARGUMENTS.get(name, {})
+
+
+def encoding_description(name: str) -> dict[str, Any]:
+    return {"name": name} | _ENCODING_ARGUMENTS.get(name, {})
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    **{f"prior {name}": {"prior": prior_description(name)} for name in CATALOGUE},
+    **{f"encoding {name}": {"encoding": encoding_description(name)} for name in ENCODINGS},
+    "ssmax": {"logit_scale": "ssmax"},
+    "ssmax and a prior": {
+        "prior": {"name": "generalized_gaussian", "init": "spread"},
+        "logit_scale": {"name": "ssmax", "init": 0.7},
+    },
+    "ssmax beside a prior": {"prior": "laplace", "logit_scale": {"name": "ssmax", "include_prior": False}},
+    "prior and rotary": {"prior": "laplace", "encoding": "rotary"},
+    "prior and shaw": {"prior": "laplace", "encoding": encoding_description("shaw")},
+    "sum": {"prior": [prior_description(name) for name in ("spectral", "window", "key_sink")]},
+    "shared prior": {"prior": "relative_buckets", "share_prior": True},
+}
+
+
+def tiny_config(**changes: Any) -> PriorDecoderConfig:
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.3,  # so that logits differ by more than rounding
+    }
+    return PriorDecoderConfig(**sizes | changes)
+
+
+def tiny_decoder(dtype: torch.dtype = torch.float64, **changes: Any) -> PriorDecoderForCausalLM:
+    """A decoder whose priors and scales are not the same in all heads and layers."""
+    torch.manual_seed(0)
+    model = PriorDecoderForCausalLM(tiny_config(**changes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "prior." in name or "logit_scale." in name:
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+            elif "encoding." in name:
+                parameter.normal_(std=0.5)
+    model.to(dtype)  # pyright: ignore[reportArgumentType]
+    return model.eval()
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits_of(model: PriorDecoderForCausalLM, ids: Tensor, **options: Any) -> Tensor:
+    found = model(ids, use_cache=False, **options).logits
+    assert found is not None
+    return found

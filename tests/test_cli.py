@@ -1,0 +1,133 @@
+"""What the command says before any model is trained."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from attention_priors.cli import app
+
+RECIPE: dict[str, Any] = {
+    "name": "Small",
+    "tokenizer": 300,
+    "model": {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "training": {"context_length": 8, "steps": 2, "batch_size": 1, "learning_rate": 0.01},
+    "evaluation": {},
+    "schemes": {"ALiBi": {"prior": "laplace"}},
+}
+
+
+@pytest.fixture
+def fail(tmp_path, monkeypatch) -> Callable[..., str]:
+    """Run ``compare`` in a folder of its own, where it must fail; gives its one message."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, **changes: Any) -> str:
+        if changes:
+            # JSON is YAML.
+            Path("small.yaml").write_text(json.dumps(RECIPE | changes))
+        result = CliRunner().invoke(app, ["compare", *arguments])
+        assert isinstance(result.exception, SystemExit), result.exception
+        assert result.exit_code == 1
+        output = " ".join(result.output.split())
+        assert output.count("error:") == 1
+        assert "Traceback" not in output
+        return output[output.index("error:") :]
+
+    return run
+
+
+def _trained_files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if "runs" in path.relative_to(folder).parts[1:]]
+
+
+def test_help_is_there_without_the_laboratory():
+    code = (
+        "import sys\n"
+        "from attention_priors.cli import main\n"
+        "sys.argv = ['attention-priors', 'compare', '--help']\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        "    slow = [name for name in ('transformers', 'matplotlib', 'yaml') if name in sys.modules]\n"
+        "    print('imported:', slow)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "imported: []" in result.stdout
+    for word in ("RECIPE", "--output", "--only", "--processes"):
+        assert word in result.stdout
+
+
+def test_a_recipe_that_is_missing_is_named(fail, tmp_path):
+    assert "missing.yaml" in fail("missing.yaml")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_in_a_recipe_is_named_before_anything_is_written(fail, tmp_path):
+    message = fail("small.yaml", schemes={"ALiBi": {"prior": "laplac"}})
+    assert "small.yaml: schemes.ALiBi: unknown prior 'laplac'; known are uniform, laplace" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
+
+
+def test_an_unknown_scheme_is_named(fail, tmp_path):
+    message = fail("small.yaml", "--only", "RoPE", corpus={"source": "nowhere"})
+    assert "unknown scheme 'RoPE'; the recipe has ALiBi" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
+
+
+def test_processes_must_be_positive(tmp_path):
+    result = CliRunner().invoke(app, ["compare", "x.yaml", "--processes", "0"])
+    assert result.exit_code == 2
+
+
+@pytest.mark.parametrize("made", ["file", "folder of files"])
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [(b"", "it is empty or blank"), (b"ELF\0\1\2", "it is binary"), (b"\xff\xfe", "it is not UTF-8")],
+    ids=["empty", "binary", "another encoding"],
+)
+def test_a_corpus_without_text_is_one_message(fail, tmp_path, made, content, complaint):
+    path = tmp_path / "texts"
+    if made == "file":
+        path.write_bytes(content)
+    else:
+        path.mkdir()
+        (path / "a.txt").write_bytes(content)
+    message = fail("small.yaml", corpus={"source": "texts"})
+    assert "source 'texts'" in message
+    assert complaint in message
+    assert _trained_files(tmp_path) == []
+
+
+def test_an_empty_folder_is_one_message(fail, tmp_path):
+    (tmp_path / "texts").mkdir()
+    assert "source 'texts' holds no text file (it has no files)" in fail("small.yaml", corpus={"source": "texts"})
+    assert _trained_files(tmp_path) == []
+
+
+def test_a_corpus_that_is_missing_is_one_message(fail, tmp_path):
+    message = fail("small.yaml", corpus={"source": "nowhere"})
+    assert "source 'nowhere' does not exist" in message
+    assert _trained_files(tmp_path) == []
+
+
+def test_a_corpus_too_small_for_the_tokenizer_is_one_message(fail, tmp_path):
+    (tmp_path / "texts").mkdir()
+    for index in range(2):
+        (tmp_path / "texts" / f"{index}.txt").write_text(f"A short text, number {index}.\n")
+    message = fail("small.yaml", corpus={"source": "texts"})
+    assert "vocab_size is 300, but the documents repeat too few pairs" in message
+    assert _trained_files(tmp_path) == []
+
+
+def test_an_output_folder_that_cannot_be_made_is_one_message(fail, tmp_path):
+    (tmp_path / "mine").write_text("a file in the way")
+    message = fail("small.yaml", "--output", "mine", corpus={"source": "nowhere"})
+    assert "cannot write to the output folder mine" in message
+    assert (tmp_path / "mine").read_text() == "a file in the way"

@@ -1,0 +1,98 @@
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from attention_priors.files import read_json, writable_folder, write_bytes, write_json
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_bytes_are_written_and_replaced_in_folders_that_are_made(tmp_path):
+    path = tmp_path / "a" / "b" / "file.bin"
+    write_bytes(path, b"first\n\0")
+    assert path.read_bytes() == b"first\n\0"
+    write_bytes(path, b"second")
+    assert path.read_bytes() == b"second"
+    assert _names(path.parent) == ["file.bin"]
+
+
+def test_a_move_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "file.bin"
+    write_bytes(path, b"old")
+
+    def fail(source: Path, target: Path) -> None:
+        assert Path(source).read_bytes() == b"new"  # whole before it is moved
+        assert Path(source).parent == tmp_path
+        raise OSError("no")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no"):
+        write_bytes(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert _names(tmp_path) == ["file.bin"]
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "file.bin"
+    write_bytes(path, b"old")
+
+    def cut_off(self: Path, content: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(content[:2])
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "write_bytes", cut_off)
+    with pytest.raises(OSError, match="disk full"):
+        write_bytes(path, b"new content")
+    assert path.read_bytes() == b"old"
+    assert _names(tmp_path) == ["file.bin"]
+
+
+def test_json_comes_back_as_it_was(tmp_path):
+    content = {"θμ": [1, 2.5, None, True, "−0.5 · x"], "nested": {"a": []}, "small": 1e-300}
+    write_json(tmp_path / "x.json", content)
+    assert read_json(tmp_path / "x.json") == content
+    assert json.loads((tmp_path / "x.json").read_bytes()) == content
+    assert "θμ" in (tmp_path / "x.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_numbers_that_json_has_not_are_refused_and_the_old_file_stays(tmp_path, number):
+    path = tmp_path / "x.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json(path, {"a": [number]})
+    assert read_json(path) == {"a": 1}
+    assert _names(tmp_path) == ["x.json"]
+
+
+def test_a_writable_folder_is_made_and_left_empty(tmp_path):
+    folder = tmp_path / "a" / "b"
+    assert writable_folder(folder) == folder
+    assert writable_folder(folder) == folder
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("below", ["", "sub"])
+def test_a_file_in_the_way_of_a_folder_is_an_error_that_names_it(tmp_path, below):
+    blocked = tmp_path / "file"
+    blocked.write_text("mine")
+    with pytest.raises(OSError, match="cannot write to the output folder") as caught:
+        writable_folder(blocked / below)
+    assert str(blocked / below) in str(caught.value)
+    assert blocked.read_text() == "mine"
+
+
+def test_a_folder_that_takes_no_files_is_an_error_that_names_it(tmp_path, monkeypatch):
+    # Whoever runs the tests may be allowed everything, so the refusal is made up.
+    def refuse(**options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(OSError, match=f"output folder {tmp_path}: Permission denied"):
+        writable_folder(tmp_path)
