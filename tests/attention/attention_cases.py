@@ -179,7 +179,7 @@ class Case:
 
     def attend(self, backend: Any = "auto") -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp."""
-        with _in_blocks_of(self.small_blocks):
+        with in_blocks_of(self.small_blocks):
             return attend(
                 self.query, self.key, self.value, self.prior, **self.options(), return_lse=True, backend=backend
             )
@@ -191,7 +191,7 @@ class Case:
 
 
 @contextmanager
-def _in_blocks_of(size: int | None) -> Iterator[None]:
+def in_blocks_of(size: int | None) -> Iterator[None]:
     if size is None:
         yield
         return
@@ -375,8 +375,8 @@ class Dense:
     seen: Tensor
     weights: Tensor
     value: Tensor
-    scale: Tensor
-    """The logit scale, ``(B, H, Lq, 1)``."""
+    prior_scale: Tensor
+    """What multiplies the log-prior: the logit scale, or 1 where it leaves the prior out, ``(B, H, Lq, 1)``."""
 
     @property
     def out(self) -> Tensor:
@@ -418,7 +418,8 @@ def oracle(case: Case) -> Dense:
     highest = torch.where(seen, logits, float("-inf")).amax(-1, keepdim=True).clamp(min=-1e300).detach()
     exponentials = torch.where(seen, logits - highest, float("-inf")).exp()
     weights = exponentials / exponentials.sum(-1, keepdim=True).clamp(min=1e-300)
-    return Dense(logits, seen, weights, value, scale)
+    alone = case.logit_scale is not None and not case.logit_scale.include_prior
+    return Dense(logits, seen, weights, value, torch.ones_like(scale) if alone else scale)
 
 
 # ---- results and their errors
@@ -458,14 +459,15 @@ def compute(case: Case, backend: str, cotangents: Cotangents | None = None) -> R
     """Output, log-sum-exp and every gradient, the gradients through both (random ones, if none are given)."""
     case = replace(case, **{n: getattr(case, n).detach().requires_grad_() for n in ("query", "key", "value")})
     leaves = case.leaves()
-    out, lse = case.attend(backend)
-    cotangents = Cotangents.of(out, lse) if cotangents is None else cotangents
-    grads = torch.autograd.grad(
-        [out, lse],
-        list(leaves.values()),
-        [cotangents.out.to(out.dtype), cotangents.lse.to(lse.dtype)],
-        allow_unused=True,
-    )
+    with in_blocks_of(case.small_blocks):
+        out, lse = case.attend(backend)
+        cotangents = Cotangents.of(out, lse) if cotangents is None else cotangents
+        grads = torch.autograd.grad(
+            [out, lse],
+            list(leaves.values()),
+            [cotangents.out.to(out.dtype), cotangents.lse.to(lse.dtype)],
+            allow_unused=True,
+        )
     found = zip(leaves, leaves.values(), grads, strict=True)
     return Result(out.detach(), lse.detach(), {n: torch.zeros_like(x) if g is None else g for n, x, g in found})
 
@@ -498,7 +500,7 @@ def gradient_scales(case: Case, cotangents: Cotangents) -> dict[str, Tensor]:
         if term.structure & LANES:
             # Lanes may cancel each other. They count keys from the last one, and a constant per row makes up for it.
             lanes = term.lanes(*positions_of(case), dtype=torch.float64)
-            scale = exact.scale.detach().abs()
+            scale = exact.prior_scale.detach().abs()
             products = lanes.query.unsqueeze(-2) * lanes.key[..., None, None, :, :]
             sums.append((products, (scale * parts).unsqueeze(-1).expand(*parts.shape, products.shape[-1]), positional))
             if lanes.row_offset is not None:
@@ -536,9 +538,9 @@ def float32_tolerance(case: Case, *, lanes: bool = False) -> float:
             if Structure.STATIONARY in term.structure and not (lanes and term.structure & LANES):
                 continue
             parts = term.lanes(*positions_of(case), dtype=torch.float64)
-            size = size + exact.scale.abs() * (parts.query @ parts.key.unsqueeze(-3).mT).abs()
+            size = size + exact.prior_scale.abs() * (parts.query @ parts.key.unsqueeze(-3).mT).abs()
             if parts.row_offset is not None:
-                offset = offset + (exact.scale.squeeze(-1) * parts.row_offset).abs()
+                offset = offset + (exact.prior_scale.squeeze(-1) * parts.row_offset).abs()
         moved = (exact.weights * (1 - exact.weights) * size).sum(-1) + offset
         return 1e-5 + 2 * ROUNDING * float(moved.max())
 

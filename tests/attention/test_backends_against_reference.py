@@ -61,7 +61,7 @@ def test_float64(name: str) -> None:
         for backend in case.backends():
             for part, error in errors(compute(case, backend, cotangents), expected, scales).items():
                 # Parameters, and so their gradients, are float32 whatever the queries are.
-                tolerance = 1e-6 if "." in part else 1e-10
+                tolerance = 3e-6 if "." in part else 1e-10
                 assert error <= tolerance, f"{part} of {backend}: {error:.2e} > {tolerance:.2e}"
 
     check()
@@ -101,7 +101,7 @@ def test_without_lse(name: str) -> None:
             for part, found, exact in zip(("out", *leaves), both(backend), expected, strict=True):
                 # PyTorch's own backward pass leaves a row that sees one key with a gradient of about 1e-16.
                 size = max(float(exact.abs().max()), float(scales[part]) if part != "out" else 0.0, 0.1)
-                tolerance = 1e-6 if "." in part else 1e-10
+                tolerance = 3e-6 if "." in part else 1e-10
                 error = float((found - exact).abs().max()) / size
                 assert error <= tolerance, f"{part} of {backend}: {error:.2e}"
 

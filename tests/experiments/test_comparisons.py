@@ -242,8 +242,9 @@ def test_an_output_folder_that_cannot_be_written_is_an_error_before_any_work(tin
     (tmp_path / "file").write_text("in the way")
     # The corpus is missing too, which would be the next error.
     recipe = tiny({"corpus.source": str(tmp_path / "nowhere")})
-    with pytest.raises(OSError, match="cannot write to the output folder"):
+    with pytest.raises(OSError, match="cannot write to the output folder") as caught:
         compare(recipe, tmp_path / "file" / below, console=quiet)
+    assert f"output folder {tmp_path / 'file' / below}: " in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_decoders import VARIANTS, logits_of, tiny_config, tiny_decoder, tokens
 from torch import Tensor
 
+from attention_priors import alibi_slopes
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM, PriorDecoderModel
 from attention_priors.priors import Laplace
 
@@ -199,6 +201,20 @@ def test_initial_parameters_are_those_of_the_description(name: str) -> None:
         for parameter, tensor in layer.get_submodule("self_attn.prior").named_parameters():
             if not parameter.startswith("mlp."):  # random from the start
                 assert torch.equal(tensor, expected[parameter]), parameter
+
+
+def test_weights_without_one_of_a_priors_parameters(tmp_path: Path) -> None:
+    """What the file lacks starts as the description says; what it has stays as it is."""
+    model = tiny_decoder(torch.float32, prior={"name": "generalized_gaussian", "init": "laplace"})
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    missing = "model.layers.1.self_attn.prior.theta_alpha"
+    kept = {name: tensor.clone() for name, tensor in load_file(file).items() if name != missing}
+    save_file(kept, file, metadata={"format": "pt"})
+    state = PriorDecoderForCausalLM.from_pretrained(tmp_path).state_dict()
+    for name, tensor in kept.items():
+        assert torch.equal(state[name], tensor), name
+    torch.testing.assert_close(state[missing], alibi_slopes(4).log().float())
 
 
 def test_base_model_loads_from_a_language_model(tmp_path: Path) -> None:
