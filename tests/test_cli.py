@@ -75,6 +75,10 @@ def test_a_mistake_in_a_recipe_is_named_before_anything_is_written(fail, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
 
 
+def test_brackets_in_a_mistake_are_shown_as_they_are(fail):
+    assert "foo: unknown key (value '[/x]')" in fail("small.yaml", foo="[/x]")
+
+
 def test_an_unknown_scheme_is_named(fail, tmp_path):
     message = fail("small.yaml", "--only", "RoPE", corpus={"source": "nowhere"})
     assert "unknown scheme 'RoPE'; the recipe has ALiBi" in message

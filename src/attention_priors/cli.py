@@ -9,6 +9,7 @@ from typing import Annotated
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
 except ModuleNotFoundError as error:  # the laboratory is an extra
     sys.exit(f"attention-priors: {error.name} is missing; the command needs: pip install 'attention-priors[lab]'")
 
@@ -51,10 +52,10 @@ def compare(
         console.print("\nInterrupted. What is done is kept; the same command goes on from here.")
         raise typer.Exit(130) from None
     except (ValueError, OSError, experiments.RunFailedError) as error:
-        console.print(f"[bold red]error:[/] {error}", highlight=False, markup=True, soft_wrap=True)
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
     console.print(report.render_text_table(results))
-    console.print(f"Report: {page}", soft_wrap=True, highlight=False)
+    console.print(f"Report: {escape(str(page))}", soft_wrap=True, highlight=False)
 
 
 def main() -> None:

@@ -68,4 +68,7 @@ def build(kind: str, catalogue: Mapping[str, type[Part]], config: Mapping[str, A
     for argument, parameter in parameters.items():
         if parameter.default is parameter.empty and argument not in arguments:
             raise ValueError(f"{kind} {name!r} needs the argument {argument!r}")
-    return catalogue[name](**arguments)
+    try:
+        return catalogue[name](**arguments)
+    except TypeError as error:
+        raise ValueError(f"{kind} {name!r}: {error}, with {arguments!r}") from error

@@ -274,6 +274,13 @@ def test_another_recipe_in_the_same_folder_changes_nothing(copy, tiny, quiet, no
     assert len(compare(tiny(), copy, console=quiet)["runs"]) == 2
 
 
+def test_a_refused_recipe_claims_no_folder(copy, tiny, quiet, no_workers):
+    new = {"schemes.New": {"prior": "uniform"}}
+    with pytest.raises(RecipeError, match="holds a run of another recipe"):
+        compare(tiny(new | {"training.steps": 121}), copy, console=quiet)
+    assert not (copy / "runs" / "New").exists()
+
+
 def test_another_corpus_in_the_same_folder_is_another_recipe(copy, tiny, quiet, tmp_path, no_workers):
     texts = Path(tiny().corpus.source)
     other = tmp_path / "other" / "texts"
@@ -330,3 +337,12 @@ def test_a_run_that_fails_is_named_with_the_end_of_its_log_and_is_the_last(copy,
     assert "SafetensorError" in message.splitlines()[-1]
     assert len(message.splitlines()) <= 16
     assert not (other / "done.json").exists()
+
+
+def test_a_worker_that_speaks_out_of_turn_is_heard_to_its_end(tiny, tmp_path, quiet, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho not the protocol\nexit 3\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    with pytest.raises(RunFailedError, match=r"exit code 3(.|\n)*not the protocol"):
+        compare(tiny(), tmp_path / "out", only=["ALiBi"], console=quiet)

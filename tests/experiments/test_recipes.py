@@ -39,7 +39,7 @@ def test_a_recipe_survives_json(tmp_path):
         ({"evaluation": {}}, 150),
         ({"schemes.BAM + SSMax.training": {"context_length": 400}}, 400),
         ({"evaluation.perplexity.length": 300}, 300),
-        ({"evaluation.passkey.lengths": [900, 20]}, 905),
+        ({"evaluation.passkey.lengths": [20, 900]}, 905),
     ],
 )
 def test_the_longest_text_is_over_all_that_is_read(tmp_path, changes, longest):
@@ -63,6 +63,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
             ", evaluation, seeds, threads_per_run, schemes"
         ],
     ),
+    "string for a number in a prior": (
+        {"schemes.ALiBi.prior": {"name": "laplace", "slopes": 5}},
+        ["schemes.ALiBi: prior 'laplace':", "'slopes': 5"],
+    ),
+    "number that YAML reads as a string": (
+        {"schemes.ALiBi.encoding": {"name": "rotary", "base": "1e4"}},
+        ["schemes.ALiBi: base must be a finite number above 1, got '1e4'"],
+    ),
+    "infinite learning rate": ({"training.learning_rate": float("inf")}, ["training.learning_rate", "finite number"]),
+    "impossible betas": ({"training.betas": [0.9, 1.0]}, ["training.betas.1", "less than 1"]),
+    "seed beyond 32 bits": ({"seeds": [2**32]}, ["seeds.0", "less than 4294967296"]),
+    "lengths out of order": ({"evaluation.passkey.lengths": [160, 150]}, ["lengths must rise, got [160, 150]"]),
     "unknown key of the corpus": (
         {"corpus.size": 5},
         ["corpus.size: unknown key (value 5); allowed here are source, max_characters"],
@@ -270,3 +282,10 @@ def test_a_file_that_is_missing_is_named(tmp_path):
 )
 def test_what_is_possible_is_accepted(tmp_path, changes):
     load_recipe(_write(tmp_path, changed(changes)))
+
+
+def test_a_key_that_stands_twice_is_an_error(tmp_path):
+    path = tmp_path / "twice.yaml"
+    path.write_text("name: A\nschemes:\n  BAM: {}\n  BAM: {}\n")
+    with pytest.raises(RecipeError, match="the key 'BAM' stands twice"):
+        load_recipe(path)

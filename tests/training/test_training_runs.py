@@ -69,6 +69,21 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(tmp_path, uninterr
     assert [entry["loss"] for entry in history] == pytest.approx([x["loss"] for x in uninterrupted[1]])
 
 
+def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path, uninterrupted):
+    with pytest.raises(_StopError):
+        train(tiny_decoder(), Rows(12), tiny_settings(), tmp_path, seed=5, on_step=_stop_at(4, []))
+    (tmp_path / "checkpoint-4" / "trainer_state.json").unlink(missing_ok=True)
+    (tmp_path / "checkpoint-9").mkdir()
+    model = tiny_decoder(seed=99)
+    train(model, Rows(12), tiny_settings(), tmp_path, seed=5)
+    assert _largest_difference(_weights(model), uninterrupted[0]) < 1e-6
+
+
+def test_a_training_that_diverges_is_an_error_that_says_so(tmp_path):
+    with pytest.raises(FloatingPointError, match=r"loss became (nan|inf) by step"):
+        train(tiny_decoder(), Rows(12), tiny_settings(learning_rate=1e30), tmp_path, seed=5)
+
+
 def test_a_training_that_was_finished_gives_its_weights_again(tmp_path):
     first, second = tiny_decoder(), tiny_decoder(seed=99)
     history = train(first, Rows(8), tiny_settings(steps=4), tmp_path, seed=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypedDict
 
 import torch
@@ -35,12 +36,12 @@ class LogitScaleRow(TypedDict):
 
 
 def curve_distances(length: int) -> list[int]:
-    """0, then every distance up to 16, then about eight per doubling, up to ``length - 1``."""
+    """0, every distance up to 16, then about eight per doubling, the last of them ``length - 1``."""
     if length < 1:
         raise ValueError(f"length must be a positive number of tokens, got {length}")
-    spaced = torch.logspace(0, torch.log2(torch.tensor(float(max(length - 1, 1)))).item(), 128, base=2.0)
-    distances = {0, *range(min(length, 17)), *(int(x) for x in spaced.round())}
-    return sorted(d for d in distances if d < length)
+    doublings = math.log2(max(length - 1, 1))
+    spaced = torch.logspace(0, doublings, 1 + round(8 * doublings), base=2.0, dtype=torch.float64).round()
+    return sorted(d for d in {0, length - 1, *range(17), *map(int, spaced)} if d < length)
 
 
 @torch.no_grad()
@@ -53,12 +54,13 @@ def prior_rows(layers: list[nn.Module], *, length: int) -> list[PriorRow]:
         length: of the text, in tokens.
     """
     rows: list[PriorRow] = []
-    distances = torch.tensor(curve_distances(length))
-    last = torch.tensor([length - 1])
     for layer, module in enumerate(layers):
         prior = next((part for part in module.modules() if isinstance(part, Prior)), None)
         if prior is None:
             continue
+        device = next((parameter.device for parameter in prior.parameters()), torch.device("cpu"))
+        distances = torch.tensor(curve_distances(length), device=device)
+        last = torch.tensor([length - 1], device=device)
         curves = prior.log_prior(last, last - distances, torch.float64)[:, 0]
         parameters = _scalars(prior)
         for head in range(prior.num_heads):

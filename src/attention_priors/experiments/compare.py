@@ -28,7 +28,7 @@ from rich.progress import (
 from attention_priors.experiments.materials import Materials
 from attention_priors.experiments.recipe import Recipe, RecipeError
 from attention_priors.experiments.results import collect
-from attention_priors.experiments.run import claim_folder, identity, run_folder
+from attention_priors.experiments.run import check_folder, identity, run_folder
 from attention_priors.files import read_json, writable_folder, write_json
 
 STAGE_SHARES = {"train": 0.75, "passkey": 0.22, "perplexity": 0.03}
@@ -90,10 +90,11 @@ def compare(
     corpus = materials.corpus
     runs = [(name, seed) for seed in recipe.seeds for name in recipe.schemes]
     chosen = [run for run in runs if not only or run[0] in only]
-    for scheme, seed in runs:
-        folder = run_folder(output, scheme, seed)
-        if folder.exists() or (scheme, seed) in chosen:
-            claim_folder(folder, identity(recipe, scheme, seed, corpus.fingerprint))
+    identities = {run: identity(recipe, *run, corpus.fingerprint) for run in runs}
+    for run in runs:
+        check_folder(run_folder(output, *run), identities[run])
+    for run in chosen:
+        write_json(run_folder(output, *run) / "identity.json", identities[run])
     recipe_file = output / "recipe.json"
     write_json(recipe_file, recipe.model_dump(mode="json"))
 
@@ -222,7 +223,14 @@ def _start(
 
 def _listen(worker: _Worker, lines: IO[str], events: queue.Queue[tuple[_Worker, dict[str, Any] | None]]) -> None:
     for line in lines:
-        events.put((worker, json.loads(line)))
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:
+            # Something printed past the protocol; it belongs to the log.
+            with worker.log.open("a", encoding="utf-8") as log:
+                log.write(line)
+            continue
+        events.put((worker, event))
     worker.process.wait()
     events.put((worker, None))
 

@@ -21,7 +21,7 @@ class RecipeError(ValueError):
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class CorpusSettings(_Strict):
@@ -86,7 +86,7 @@ class Recipe(_Strict):
     model: ModelSettings
     training: TrainingSettings
     evaluation: EvaluationSettings
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0,), min_length=1)
+    seeds: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] = Field(default=(0,), min_length=1)
     threads_per_run: int = Field(default=1, gt=0)
     schemes: dict[str, Scheme] = Field(min_length=1)
 
@@ -109,12 +109,14 @@ class Recipe(_Strict):
 
     @model_validator(mode="after")
     def _possible(self) -> Recipe:
-        for name, scheme in self.schemes.items():
+        for name in self.schemes:
             try:
                 self.training_of(name)
-                config = self.config_of(name, vocab_size=1)
             except ValidationError as error:
                 raise ValueError(f"schemes.{name}.training: {_explain(error, TrainingSettings)}") from error
+        for name, scheme in self.schemes.items():
+            try:
+                config = self.config_of(name, vocab_size=1)
             except ValueError as error:
                 raise ValueError(f"schemes.{name}: {error}") from error
             encoding = config.make_encoding()
@@ -161,6 +163,17 @@ def folder_name(scheme: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+-]+", "_", scheme).strip(".") or "_"
 
 
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML, but a key that stands twice is an error: the first of two schemes would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def load_recipe(path: Path) -> Recipe:
     """Read and check a recipe.
 
@@ -170,7 +183,7 @@ def load_recipe(path: Path) -> Recipe:
         FileNotFoundError: if there is no such file.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not a YAML file: {error}") from error
     if not isinstance(content, dict):
@@ -184,7 +197,12 @@ def load_recipe(path: Path) -> Recipe:
 def _explain(error: ValidationError, model: type[BaseModel]) -> str:
     """All mistakes of a recipe, one a line."""
     lines = []
-    for mistake in error.errors():
+    mistakes = error.errors()
+    places = [mistake["loc"] for mistake in mistakes]
+    for mistake in mistakes:
+        place = mistake["loc"]
+        if mistake["type"] == "too_short" and any(p != place and p[: len(place)] == place for p in places):
+            continue  # pydantic counts what is left once the wrong entries are out
         key = ".".join(str(part) for part in mistake["loc"])
         if mistake["type"] == "extra_forbidden":
             allowed = ", ".join(_fields_at(model, mistake["loc"][:-1]))

@@ -52,24 +52,19 @@ def identity(recipe: Recipe, scheme: str, seed: int, fingerprint: str) -> dict[s
     }
 
 
-def claim_folder(folder: Path, wanted: dict[str, Any]) -> None:
-    """Take a run's folder, new or begun by the same recipe.
+def check_folder(folder: Path, wanted: dict[str, Any]) -> None:
+    """Make sure that a run's folder is new, or was begun by the same recipe.
 
     Raises:
-        RecipeError: if it holds a run that another recipe began; it says where the two differ.
+        RecipeError: if another recipe began the run in it; it says where the two differ.
     """
     path = folder / "identity.json"
-    if path.exists():
-        found = read_json(path)
-        differing = _differences(found, wanted)
-        if differing:
-            raise RecipeError(
-                f"{folder} holds a run of another recipe; it differs in {'; '.join(differing)}. Use another output "
-                "folder, or delete that one"
-            )
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, wanted)
+    differing = _differences(read_json(path), wanted) if path.exists() else []
+    if differing:
+        raise RecipeError(
+            f"{folder} holds a run of another recipe; it differs in {'; '.join(differing)}. Use another output "
+            "folder, or delete that one"
+        )
 
 
 def _differences(found: Any, wanted: Any, key: str = "") -> list[str]:
@@ -90,7 +85,7 @@ def execute(materials: Materials, scheme: str, seed: int, folder: Path, progress
         materials: the recipe's corpus and tokenizer.
         scheme: name of the scheme.
         seed: of the initial weights, the rows and the test texts' draws.
-        folder: claimed before (:func:`claim_folder`).
+        folder: the run's own (:func:`run_folder`), checked before (:func:`check_folder`).
         progress: told of every step.
     """
     recipe = materials.recipe

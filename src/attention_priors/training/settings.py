@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainingSettings(BaseModel):
     """The optimiser, its schedule and the mixture of rows. Lengths are in tokens."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     context_length: int = Field(gt=1)
     steps: int = Field(gt=0)
     batch_size: int = Field(gt=0)
     optimizer: Literal["adamw", "radam"] = "radam"
     learning_rate: float = Field(gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     weight_decay: float = Field(default=0.1, ge=0)
     gradient_clip: float = Field(default=1.0, gt=0)
     warmup_steps: int = Field(default=0, ge=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_callback import PrinterCallback
 
 from attention_priors.data import IGNORED_LABEL, collate_rows
 from attention_priors.training.optimizer import make_optimizer
@@ -72,13 +73,32 @@ class PriorTrainer(Trainer):
 
 
 class _Report(TrainerCallback):
-    """Hand every step on to a function, and every loss to a list."""
+    """Hand every step on to a function, and end a training that has diverged."""
 
     def __init__(self, on_step: Callable[[int], None]) -> None:
         self.on_step = on_step
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.on_step(state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        loss = (logs or {}).get("loss")
+        if loss is not None and not math.isfinite(float(loss)):
+            raise FloatingPointError(f"the loss became {loss} by step {state.global_step}; try a lower learning_rate")
+
+
+def _last_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that was written to its end: the Trainer writes its state last."""
+    states = folder.glob("checkpoint-*/trainer_state.json")
+    newest = max(states, key=lambda path: int(path.parent.name.removeprefix("checkpoint-")), default=None)
+    return None if newest is None else str(newest.parent)
 
 
 def train(
@@ -99,6 +119,9 @@ def train(
         folder: where checkpoints go.
         seed: of the order of rows and of dropout.
         on_step: called with the number of steps done.
+
+    Raises:
+        FloatingPointError: if the loss is no longer finite.
 
     Returns:
         ``[{"step": ..., "loss": ...}, ...]``, the loss a mean over the steps since the last entry.
@@ -133,6 +156,8 @@ def train(
         data_collator=collate_rows,
         callbacks=[_Report(on_step)],
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.is_dir() else None)
+    # It would print every loss; the caller has them from us.
+    trainer.remove_callback(PrinterCallback)
+    trainer.train(resume_from_checkpoint=_last_checkpoint(folder))
     history = trainer.state.log_history
     return [{"step": entry["step"], "loss": entry["loss"]} for entry in history if "loss" in entry]
