@@ -110,7 +110,8 @@ def attend(
         return_lse: also return the log-sum-exp of each query's logits, which makes partial results over
             disjoint sets of keys mergeable. Gradients flow through it.
         backend: how it is computed, never what. ``auto`` chooses by the prior's structure: ``lanes`` if all of
-            it is factored, else ``toeplitz``; ``blockwise`` for ``relative``, dropout and an ``attn_mask`` with a
+            it is factored and lanes are exact enough (not for linear ones, nor in half precision, where there
+            is a table), else ``toeplitz``; ``blockwise`` for ``relative``, dropout and an ``attn_mask`` with a
             gradient. ``reference`` is the dense formula.
 
     Returns:

@@ -116,12 +116,14 @@ class Problem:
             count = seen.gather(1, last.expand(batch, -1)) - seen.gather(1, first.expand(batch, -1))
             return count.unsqueeze(1)
         counts = []
-        for start in range(0, num_queries, block_length(num_keys * self.query.shape[0])):
-            rows = slice(start, start + block_length(num_keys * self.query.shape[0]))
+        step = block_length(num_keys * self.query.shape[0])
+        for start in range(0, num_queries, step):
+            rows = slice(start, min(start + step, num_queries))
             visible = self.visible(rows)
             if visible is None:
                 return torch.full((1, 1, num_queries), num_keys, device=self.device)
-            counts.append(visible.sum(-1))
+            # A mask that is the same for all queries has but one row.
+            counts.append(visible.sum(-1).expand(-1, -1, rows.stop - rows.start))
         return torch.cat(counts, dim=-1)
 
     @cached_property

@@ -65,7 +65,8 @@ def attend_in_blocks(problem: Problem, augmented: Augmented, terms: Sequence[Pri
         layout,
     )
     if row_offset is not None:
-        lse = lse + row_offset
+        # Where no key is seen there is nothing to add to, and no gradient.
+        lse = torch.where(lse == float("-inf"), lse, lse + row_offset)
     return out[..., : value.shape[-1]].to(problem.query.dtype), lse
 
 
@@ -110,6 +111,12 @@ class _BlockAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # A caller who is inside autocast would have the recomputed products rounded.
+        with torch.autocast(grads[0].device.type, enabled=False):
+            return _BlockAttention._backward(ctx, *grads)
+
+    @staticmethod
+    def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         out_grad, lse_grad = grads
         query, key, value, table, row_scale = ctx.saved_tensors
         layout: Layout = ctx.layout
@@ -130,6 +137,7 @@ class _BlockAttention(torch.autograd.Function):
             out_grad.reshape(grouped),
             lse_grad.reshape(grouped[:-1]),
         )
+        key_dtype, value_dtype = key.dtype, value.dtype
         key, value = key.to(dtype).contiguous(), value.to(dtype).contiguous()
         query_grad = torch.zeros(grouped, dtype=dtype, device=query.device)
         key_grad, value_grad = torch.zeros_like(key), torch.zeros_like(value)
@@ -182,8 +190,8 @@ class _BlockAttention(torch.autograd.Function):
                     layout.add_by_distance(table_grad[here], block, by_head, batches)
         return (
             query_grad.view(batch, heads, num_queries, width).to(query.dtype),
-            key_grad.to(ctx.saved_tensors[1].dtype),
-            value_grad.to(ctx.saved_tensors[2].dtype),
+            key_grad.to(key_dtype),
+            value_grad.to(value_dtype),
             table_grad,
             scale_grad,
             None,

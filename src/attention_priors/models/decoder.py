@@ -238,6 +238,26 @@ class PriorDecoderPreTrainedModel(PreTrainedModel):
     # Positions beyond a few hundred do not fit a half-precision parameter.
     _keep_in_fp32_modules_strict = ["prior", "logit_scale"]  # noqa: RUF012
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', except that what a prior does not learn stays fixed: loading makes new parameters."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for module in model.modules():
+            if isinstance(module, Prior):
+                module.freeze_what_is_fixed()
+        return loaded
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: PriorDecoderConfig,
+        inputs_embeds: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor | None:
+        """``generate`` would make a dense mask for a static cache; the model wants the padding mask itself."""
+        return attention_mask
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Prior | SSMax | Encoding):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attention_priors.checks import check_positive_integers
 from attention_priors.description import Described
@@ -83,6 +83,7 @@ class Prior(Described, KeepsFloat32):
         super().__init__()
         check_positive_integers(num_heads=num_heads)
         self.num_heads = num_heads
+        self._attributes: dict[str, str] = {}
 
     # ---- the mathematics
 
@@ -167,8 +168,11 @@ class Prior(Described, KeepsFloat32):
         """The parameters in the terms of the literature, each ``(H,)`` or ``(H, ...)``, detached."""
         return {}
 
-    def _set_learned(self, learn: bool | str | Collection[str], parameters: Mapping[str, nn.Module | nn.Parameter]):
-        """Let only the named parameters train. ``learn`` is True (all), False (none) or a choice of names."""
+    def _set_learned(self, learn: bool | str | Collection[str], **attributes: str) -> None:
+        """Let only the named parameters train. ``learn`` is True (all), False (none) or a choice of names.
+
+        ``attributes`` says which attribute holds what ``learn`` calls by each name.
+        """
         if isinstance(learn, bool):
             chosen = tuple(self.learnable) if learn else ()
         else:
@@ -178,9 +182,14 @@ class Prior(Described, KeepsFloat32):
                 raise ValueError(
                     f"learn={learn!r}: {type(self).__name__} can learn {', '.join(self.learnable)}, not {name!r}"
                 )
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(name in chosen)
         self.learn = tuple(name for name in self.learnable if name in chosen)
+        self._attributes = attributes
+        self.freeze_what_is_fixed()
+
+    def freeze_what_is_fixed(self) -> None:
+        """Let exactly the parameters in ``learn`` train. Needed where loading a checkpoint made new ones."""
+        for name, attribute in self._attributes.items():
+            getattr(self, attribute).requires_grad_(name in self.learn)
 
     # ---- composition
 

@@ -45,7 +45,7 @@ class ClippedOffsets(Prior):
         self.init = init
         self.bias = nn.Parameter(torch.empty(num_heads, 2 * max_offset + 1, dtype=torch.float32))
         self.reset_parameters()
-        self._set_learned(learn, {"bias": self.bias})
+        self._set_learned(learn, bias="bias")
 
     def reset_parameters(self) -> None:
         """Start anew from ``init``."""

@@ -78,7 +78,7 @@ class GeneralizedGaussian(Prior):
         self.theta_beta = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.theta_mu = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.reset_parameters()
-        self._set_learned(learn, {"alpha": self.theta_alpha, "beta": self.theta_beta, "mu": self.theta_mu})
+        self._set_learned(learn, alpha="theta_alpha", beta="theta_beta", mu="theta_mu")
 
     def _initial(self) -> tuple[Tensor, Tensor]:
         """θα and β at the start, each ``(H,)``, on the CPU: models may be built without memory ("meta")."""

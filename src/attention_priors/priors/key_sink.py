@@ -71,8 +71,7 @@ class KeySink(Prior):
             nn.Linear(hidden_size, 1, dtype=torch.float32),
         )
         self.reset_parameters()
-        parameters = {"slope": self.slope, "gain": self.gain, "bump": self.bump, "mlp": self.mlp}
-        self._set_learned(learn, parameters)
+        self._set_learned(learn, slope="slope", gain="gain", bump="bump", mlp="mlp")
 
     @property
     def has_slope(self) -> bool:

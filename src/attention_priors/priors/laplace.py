@@ -44,7 +44,7 @@ class Laplace(Prior):
         self.slopes = slopes
         self.log_slope = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.reset_parameters()
-        self._set_learned(learn, {"slope": self.log_slope})
+        self._set_learned(learn, slope="log_slope")
 
     @classmethod
     def from_mean_distance(

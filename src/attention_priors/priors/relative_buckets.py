@@ -63,7 +63,7 @@ class RelativeBuckets(Prior):
         self.init = init
         self.bias = nn.Parameter(torch.empty(num_heads, num_buckets, dtype=torch.float32))
         self.reset_parameters()
-        self._set_learned(learn, {"bias": self.bias})
+        self._set_learned(learn, bias="bias")
 
     def reset_parameters(self) -> None:
         """Start anew from ``init``."""

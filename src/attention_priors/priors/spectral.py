@@ -52,7 +52,7 @@ class Spectral(Prior):
         self.alpha = nn.Parameter(torch.empty(num_heads, num_frequencies, dtype=torch.float32))
         self.beta = nn.Parameter(torch.empty(num_heads, num_frequencies, dtype=torch.float32))
         self.reset_parameters()
-        self._set_learned(learn, {"alpha": self.alpha, "beta": self.beta})
+        self._set_learned(learn, alpha="alpha", beta="beta")
 
     def reset_parameters(self) -> None:
         """Start anew from ``init``."""

@@ -1,0 +1,71 @@
+"""Corners where a count, a log-sum-exp or a precision was once wrong."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from attention_priors import KeySink, Laplace, SSMax, attend
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"query_positions": torch.arange(9) * 2, "key_positions": torch.arange(9) * 2},
+        {"attn_mask": torch.zeros(1, 9)},
+    ],
+    ids=["positions", "mask"],
+)
+def test_ssmax_counts_where_all_queries_share_one_mask(extra: dict[str, Any]):
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[0, :2] = True
+    torch.manual_seed(0)
+    x = torch.randn(2, 2, 9, 4, dtype=torch.float64, requires_grad=True)
+    scale, prior = SSMax(2), Laplace(2, learn=True)
+    grads = []
+    for backend in ("reference", "toeplitz"):
+        options: dict[str, Any] = {"causal": False, "key_padding_mask": padding, "logit_scale": scale}
+        out = attend(x, x, x, prior, backend=backend, **options, **extra)
+        grads.append(torch.autograd.grad(out.square().sum(), [x, scale.s, prior.log_slope]))
+    for expected, found in zip(*grads, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_ssmax_counts_for_more_rows_than_a_block():
+    x = torch.randn(1, 2, 300, 4)
+    options: dict[str, Any] = {"causal": False, "logit_scale": SSMax(2), "attn_mask": torch.zeros(1, 300)}
+    torch.testing.assert_close(
+        attend(x, x, x, Laplace(2), **options), attend(x, x, x, Laplace(2), backend="reference", **options)
+    )
+
+
+@pytest.mark.parametrize("prior", [Laplace(2, learn=True), KeySink(2, 8, init="recency")], ids=["laplace", "key_sink"])
+def test_the_lse_of_a_row_that_sees_nothing_has_no_gradient(prior: Any):
+    x = torch.randn(1, 2, 4, 3)
+    _, lse = attend(
+        x,
+        x,
+        x,
+        prior,
+        key_padding_mask=torch.ones(1, 4, dtype=torch.bool),
+        query_positions=torch.arange(1, 5),
+        return_lse=True,
+        backend="lanes",
+    )
+    assert (lse == float("-inf")).all()
+    slope = prior.slope if isinstance(prior, KeySink) else prior.log_slope
+    (grad,) = torch.autograd.grad(lse, slope, torch.ones_like(lse))
+    assert (grad == 0).all()
+
+
+def test_a_backward_pass_inside_autocast_is_as_exact_as_outside():
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 40, 8).bfloat16()
+    grads = []
+    for inside in (True, False):
+        prior = Laplace(2, learn=True)
+        loss = attend(x, x, x, prior).float().square().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            loss.backward()
+        grads.append(prior.log_slope.grad)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,46 @@
+"""What loading, recomputing and static caches must not change."""
+
+import pytest
+import torch
+from tiny_decoders import VARIANTS, tiny_decoder, tokens
+
+from attention_priors.models import PriorDecoderForCausalLM
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+@every_variant
+def test_gradient_checkpointing_gives_the_same_gradients(variant: str):
+    ids = tokens(2, 9)
+    grads = []
+    for checkpointing in (False, True):
+        model = tiny_decoder(**VARIANTS[variant]).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(ids, labels=ids).loss.backward()
+        grads.append({name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad})
+    for name, expected in grads[0].items():
+        torch.testing.assert_close(grads[1][name], expected, rtol=1e-6, atol=1e-9)
+
+
+@every_variant
+def test_what_is_fixed_stays_fixed_when_loaded(variant: str, tmp_path):
+    model = tiny_decoder(torch.float32, **VARIANTS[variant])
+    model.save_pretrained(tmp_path)
+    loaded = PriorDecoderForCausalLM.from_pretrained(tmp_path)
+    wanted = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    assert {name: parameter.requires_grad for name, parameter in loaded.named_parameters()} == wanted
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@every_variant
+def test_a_static_cache_generates_what_a_dynamic_one_does(variant: str, padded: bool):
+    model, ids = tiny_decoder(**VARIANTS[variant], initializer_range=1.0), tokens(2, 5)
+    if padded:
+        ids[0, :3] = 0
+    mask = (ids != 0).long()
+
+    def generate(**options):
+        return model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=6, pad_token_id=0, **options)
+
+    assert torch.equal(generate(cache_implementation="static", disable_compile=True), generate())
