@@ -1,5 +1,7 @@
 """What loading, recomputing and static caches must not change."""
 
+from typing import Any
+
 import pytest
 import torch
 from tiny_decoders import VARIANTS, tiny_decoder, tokens
@@ -35,7 +37,8 @@ def test_what_is_fixed_stays_fixed_when_loaded(variant: str, tmp_path):
 @pytest.mark.parametrize("padded", [False, True])
 @every_variant
 def test_a_static_cache_generates_what_a_dynamic_one_does(variant: str, padded: bool):
-    model, ids = tiny_decoder(**VARIANTS[variant], initializer_range=1.0), tokens(2, 5)
+    model: Any = tiny_decoder(**VARIANTS[variant], initializer_range=1.0)
+    ids = tokens(2, 5)
     if padded:
         ids[0, :3] = 0
     mask = (ids != 0).long()
