@@ -48,7 +48,7 @@ def _rows(model, task, settings: PasskeySettings, **changes) -> list[PasskeyRow]
 
 
 def test_rows_come_depth_by_depth_and_length_by_length(short_task):
-    lengths = (short_task.minimum_length + 20, short_task.minimum_length + 10)
+    lengths = (short_task.minimum_length + 10, short_task.minimum_length + 20)
     rows = _rows(Copier(reach=10_000).as_model(), short_task, _settings(lengths, trials=2))
     assert rows == [
         {"length": length, "depth": depth, "trials": 2, "correct": 2} for length in lengths for depth in (0.0, 0.5, 1.0)

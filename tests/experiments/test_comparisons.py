@@ -295,7 +295,7 @@ def test_another_corpus_in_the_same_folder_is_another_recipe(copy, tiny, quiet, 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"evaluation.passkey.lengths": [150, 20]}, r"evaluation\.passkey\.lengths: 20 tokens; .* at least \d+"),
+        ({"evaluation.passkey.lengths": [20, 150]}, r"evaluation\.passkey\.lengths: 20 tokens; .* at least \d+"),
         ({"evaluation.passkey.lengths": [150, 10**6]}, r"lengths: 1000000 tokens; .* at most \d+ tokens"),
         (
             {"evaluation.perplexity.length": 10**6},

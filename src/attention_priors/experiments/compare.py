@@ -94,7 +94,9 @@ def compare(
     for run in runs:
         check_folder(run_folder(output, *run), identities[run])
     for run in chosen:
-        write_json(run_folder(output, *run) / "identity.json", identities[run])
+        begun = run_folder(output, *run) / "identity.json"
+        if not begun.exists():
+            write_json(begun, identities[run])
     recipe_file = output / "recipe.json"
     write_json(recipe_file, recipe.model_dump(mode="json"))
 
