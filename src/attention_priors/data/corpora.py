@@ -246,10 +246,6 @@ def _split_single(document: Document) -> tuple[tuple[Document, ...], tuple[Docum
     return (_cut(document, 0, cut),), (_cut(document, cut, size),)
 
 
-def _characters(documents: Iterable[Document]) -> int:
-    return sum(len(document.text) for document in documents)
-
-
 def _sample(documents: Sequence[Document], budget: int) -> tuple[Document, ...]:
     """Documents in hash order, up to exactly `budget` characters in all, put back in their own order."""
     kept: dict[str, Document] = {}

@@ -26,8 +26,6 @@ from attention_priors.training import train
 Progress = Callable[[str, int, int], None]
 """Called with the stage, what is done of it and how much there is of it."""
 
-STAGES = ("train", "passkey", "perplexity")
-
 
 def run_folder(output: Path, scheme: str, seed: int) -> Path:
     """Where a run keeps its files."""
