@@ -7,6 +7,7 @@ reverse order, its entry ``(i', j')`` stands at place ``i' + j' + x0`` of the ta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -141,10 +142,10 @@ class Layout:
         place = table.storage_offset() + self.place(block) * table.stride(1)
         return table.as_strided((1, table.shape[0], *block.shape), (0, table.stride(0), 1, 1), place)
 
-    def add_by_distance(self, table: Tensor, block: Block, numbers: Tensor, batch: slice) -> None:
+    def add_by_distance(self, table: Tensor, block: Block, numbers: Tensor, batch: slice, scratch: Scratch) -> None:
         """Add a block's numbers ``(b, H, n, e)``, those of ``batch``, to their entries of ``table (H, N)``.
 
-        The transpose of :meth:`read`, summed over the batch.
+        The transpose of :meth:`read`, summed over the batch. ``scratch`` is written to.
         """
         if self.problem.offset is None:
             index = self.index(block)
@@ -156,11 +157,26 @@ class Layout:
         rows, keys = block.shape
         # Row i' starts i' places further to the left when rows are one number shorter than they are: the
         # diagonals become columns.
-        padded = numbers.new_zeros(len(numbers), rows, rows + keys)
-        padded[:, :, rows:] = numbers
+        padded = scratch.of(len(numbers), rows, rows + keys)
+        padded[:, :, :rows], padded[:, :, rows:] = 0, numbers
         width = rows + keys - 1
         diagonals = padded.as_strided((len(numbers), rows, width), (rows * (rows + keys), width, 1), rows)
         table[:, self.place(block) : self.place(block) + width] += diagonals.sum(1)
+
+
+class Scratch:
+    """Memory that is used again and again: to write to new memory costs more than the arithmetic on it."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._numbers = torch.empty(0, dtype=dtype, device=device)
+
+    def of(self, *shape: int) -> Tensor:
+        """A contiguous tensor of this shape, whose content is whatever was written last."""
+        size = math.prod(shape)
+        if size > len(self._numbers):
+            # Blocks of a causal problem grow a little each time.
+            self._numbers = self._numbers.new_empty(max(size, 2 * len(self._numbers)))
+        return self._numbers[:size].view(shape)
 
 
 def _is_dense(problem: Problem) -> bool:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from attention_priors.attention.augment import Augmented, augment
-from attention_priors.attention.blocks import Bias, Layout
+from attention_priors.attention.blocks import Bias, Layout, Scratch
 from attention_priors.attention.problem import Problem, block_length
 from attention_priors.priors import Prior, Structure
 
@@ -140,9 +140,11 @@ class _BlockAttention(torch.autograd.Function):
         key_dtype, value_dtype = key.dtype, value.dtype
         key, value = key.to(dtype).contiguous(), value.to(dtype).contiguous()
         query_grad = torch.zeros(grouped, dtype=dtype, device=query.device)
-        key_grad, value_grad = torch.zeros_like(key), torch.zeros_like(value)
+        # Transposed: "columns x queries" times "queries x keys" is much the faster product on CPUs.
+        key_grad, value_grad = (torch.zeros_like(x.mT, memory_format=torch.contiguous_format) for x in (key, value))
         table_grad = None if table is None or not wants_table else torch.zeros_like(table)
         scale_grad = None if row_scale is None or not wants_scale else torch.zeros_like(row_scale)
+        scratch = [Scratch(dtype, query.device) for _ in range(4)]
 
         for block in layout.blocks():
             rows, keys = block.shape
@@ -157,25 +159,26 @@ class _BlockAttention(torch.autograd.Function):
                 q, o = (x[batches, kv].reshape(-1, group * rows, width) for x in (queries, out_grads))
                 k, v = (x[batches, kv, block.keys].reshape(-1, keys, width) for x in (key, value))
                 per_head = (batches.stop - batches.start, here.stop - here.start, rows, keys)
+                logits, weights, logits_grad = (buffer.of(len(q), group * rows, keys) for buffer in scratch[:3])
 
-                logits = torch.bmm(q, k.mT).mul_(scale)
                 if bias is not None:
-                    logits.view(per_head).add_(_part(bias, batches, here))
+                    logits.view(per_head).copy_(_part(bias, batches, here))
+                torch.baddbmm(logits, q, k.mT, beta=int(bias is not None), alpha=scale, out=logits)
                 if blind is not None:
                     logits.view(per_head).masked_fill_(_part(blind, batches, here), 0.0)
                 # A whole new softmax rather than exp(logits - lse): it makes the gradient of a row that sees one
                 # key exactly zero, where the log-prior and its derivative may be as large as 1e30.
-                weights = torch.softmax(logits, dim=-1)
+                torch.softmax(logits, -1, out=weights)
                 if blind is not None:
                     weights.view(per_head).masked_fill_(_part(blind, batches, here), 0.0)
-                weights_grad = torch.bmm(o, v.mT)
-                logits_grad = torch.ops.aten._softmax_backward_data(weights_grad, weights, -1, dtype)
+                weights_grad = torch.bmm(o, v.mT, out=logits)
+                torch.ops.aten._softmax_backward_data.out(weights_grad, weights, -1, dtype, grad_input=logits_grad)
                 if has_lse_grad:
                     logits_grad += weights * lse_grads[batches, kv].reshape(-1, group * rows, 1)
 
-                shape = (-1, kv.stop - kv.start, keys, width)
-                value_grad[batches, kv, block.keys] += torch.bmm(weights.mT, o).view(shape)
-                key_grad[batches, kv, block.keys] += torch.bmm(logits_grad.mT, q).view(shape).mul_(scale)
+                shape = (-1, width, keys)
+                value_grad[batches, kv, :, block.keys].view(shape).baddbmm_(o.mT, weights)
+                key_grad[batches, kv, :, block.keys].view(shape).baddbmm_(q.mT, logits_grad, alpha=scale)
                 q_grad = torch.bmm(logits_grad, k).mul_(scale).view(*per_head[:1], -1, group, rows, width)
                 query_grad[batches, kv, :, block.rows] = q_grad.flip(-2)
 
@@ -187,11 +190,11 @@ class _BlockAttention(torch.autograd.Function):
                 if table_grad is not None:
                     if row_scale is not None:
                         by_head = by_head * _part(bias_of.scale(block), batches, here)
-                    layout.add_by_distance(table_grad[here], block, by_head, batches)
+                    layout.add_by_distance(table_grad[here], block, by_head, batches, scratch[3])
         return (
             query_grad.view(batch, heads, num_queries, width).to(query.dtype),
-            key_grad.to(key_dtype),
-            value_grad.to(value_dtype),
+            key_grad.mT.to(key_dtype),
+            value_grad.mT.to(value_dtype),
             table_grad,
             scale_grad,
             None,
