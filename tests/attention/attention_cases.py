@@ -76,7 +76,7 @@ def prior_descriptions(draw: st.DrawFn, name: str, causal: bool) -> dict[str, An
         elif argument != "num_heads":
             assert parameter.default is not parameter.empty, f"say how to draw {argument!r} of {name!r}"
     if description.get("keep_sign"):
-        description["init"] = draw(st.sampled_from(["laplace", "spread", "roles"]))
+        description["init"] = draw(st.sampled_from(["laplace", "spread", "roles", "neighbours"]))
     if name == "key_sink" and not causal:
         description["learn"] = ["gain", "bump", "mlp"]
     return description

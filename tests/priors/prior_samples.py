@@ -17,7 +17,7 @@ SAMPLES: dict[str, list[dict[str, Any]]] = {
     "generalized_gaussian": [
         {},
         {"init": "roles", "learn": ["alpha", "mu"], "keep_sign": True},
-        {"init": "spread", "learn": [], "keep_sign": False},
+        {"init": "neighbours", "learn": [], "keep_sign": False},
     ],
     "spectral": [{}, {"num_frequencies": 5, "base": 500.0, "init": "recency", "learn": ["beta"]}],
     "key_sink": [

@@ -179,6 +179,20 @@ def test_roles_start():
     assert math.exp(starts("roles", 1)[0][0]) == pytest.approx(0.5)
 
 
+def test_neighbours_start():
+    theta_alpha, beta, theta_mu = starts("neighbours", 8)
+    assert beta == [-0.5] * 4 + [1.0] * 4
+    assert theta_alpha == [0.0] * 8
+    assert [2 * math.sinh(value) for value in theta_mu] == pytest.approx([0.0] * 4 + [-1.0, -2.0, -3.0, -4.0])
+    prior = GeneralizedGaussian(6, init="neighbours")
+    for head, back in ((3, 1), (4, 2), (5, 3)):
+        assert prior.log_prior_at(torch.arange(20))[head].argmax() == back
+    assert [name for name, parameter in prior.named_parameters() if parameter.requires_grad] == [
+        "theta_alpha",
+        "theta_beta",
+    ]
+
+
 def test_sampled_start_follows_the_seed_and_is_standard_normal():
     torch.manual_seed(5)
     first = starts("sampled", 4000)
@@ -208,7 +222,9 @@ def test_uniform_start_gives_no_gradient_to_alpha_until_beta_has_moved():
 # ---- keep_sign
 
 
-@pytest.mark.parametrize(("init", "heads"), [("laplace", 6), ("roles", 6), ("spread", 6), ("spread", 12)])
+@pytest.mark.parametrize(
+    ("init", "heads"), [("laplace", 6), ("roles", 6), ("neighbours", 6), ("spread", 6), ("spread", 12)]
+)
 def test_keep_sign_starts_at_the_same_shape(init: str, heads: int):
     free, kept = starts(init, heads), starts(init, heads, keep_sign=True)
     for free_beta, kept_beta in zip(free[1], kept[1], strict=True):
@@ -222,7 +238,7 @@ def test_keep_sign_starts_at_the_same_shape(init: str, heads: int):
 
 
 @thorough
-@given(st.floats(-1e6, 1e6, width=32), st.sampled_from(["laplace", "spread", "roles"]))
+@given(st.floats(-1e6, 1e6, width=32), st.sampled_from(["laplace", "spread", "roles", "neighbours"]))
 def test_keep_sign_keeps_the_sign_of_every_head_whatever_is_learned(raw: float, init: str):
     prior = GeneralizedGaussian(6, init=init, keep_sign=True)
     before = torch.sign(prior.beta)
@@ -246,7 +262,7 @@ def test_keep_sign_enters_the_log_prior():
 
 @pytest.mark.parametrize("init", ["uniform", "linear", "sampled"])
 def test_keep_sign_needs_a_definite_sign(init: str):
-    with pytest.raises(ValueError, match=rf"keep_sign=True .*laplace, spread, roles.*init='{init}'"):
+    with pytest.raises(ValueError, match=rf"keep_sign=True .*laplace, spread, roles, neighbours.*init='{init}'"):
         GeneralizedGaussian(4, init=init, keep_sign=True)
 
 

@@ -44,8 +44,10 @@ class GeneralizedGaussian(Prior):
             ``spread``: θβ from -0.5 to 1 over the heads, θα = 0.
             ``roles``: the first half of the heads retrieve (θβ = -0.5, θα = 0), the others are local
             (θβ = 1, slopes from 1/2 to 1/16).
+            ``neighbours``: the first half of the heads retrieve, as in ``roles``; the others look at the first,
+            the second, the third, ... token before the query (θβ = 1, θα = 0, μ = -1, -2, -3, ...).
             ``sampled``: θα, θβ ~ N(0, 1).
-            θμ starts at 0 in all of them. ``spread`` and ``roles`` are this library's.
+            θμ starts at 0 in all others. ``spread``, ``roles`` and ``neighbours`` are this library's.
         learn: which of ``alpha``, ``beta``, ``mu`` train (θα, θβ, θμ).
         keep_sign: whether each head keeps the sign of the β it starts with. The trained coordinate θ is
             then mapped to ``β = ±(softplus(2θ)/2 + 0.05)``, so a retrieval head stays one and BAM's
@@ -56,7 +58,7 @@ class GeneralizedGaussian(Prior):
     name = "generalized_gaussian"
     structure = Structure.STATIONARY
     learnable = ("alpha", "beta", "mu")
-    inits = ("uniform", "laplace", "linear", "spread", "roles", "sampled")
+    inits = ("uniform", "laplace", "linear", "spread", "roles", "neighbours", "sampled")
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class GeneralizedGaussian(Prior):
         if keep_sign and init in ("uniform", "linear", "sampled"):
             raise ValueError(
                 f"keep_sign=True needs an init whose heads all have a definite sign of β at a distance from "
-                f"0 (laplace, spread, roles); got init={init!r}"
+                f"0 (laplace, spread, roles, neighbours); got init={init!r}"
             )
         self.init = init
         self.keep_sign = keep_sign
@@ -80,29 +82,34 @@ class GeneralizedGaussian(Prior):
         self.reset_parameters()
         self._set_learned(learn, alpha="theta_alpha", beta="theta_beta", mu="theta_mu")
 
-    def _initial(self) -> tuple[Tensor, Tensor]:
-        """θα and β at the start, each ``(H,)``, on the CPU: models may be built without memory ("meta")."""
+    def _initial(self) -> tuple[Tensor, Tensor, Tensor]:
+        """θα, β and μ at the start, each ``(H,)``, on the CPU: models may be built without memory ("meta")."""
         heads = self.num_heads
         options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
         zero = torch.zeros(heads, **options)
         if self.init == "laplace":
-            return alibi_slopes(heads).log(), torch.ones(heads, **options)
+            return alibi_slopes(heads).log(), torch.ones(heads, **options), zero
         if self.init == "linear":
-            return zero, torch.linspace(0, 1, heads, **options)
+            return zero, torch.linspace(0, 1, heads, **options), zero
         if self.init == "spread":
-            return zero, torch.linspace(-0.5, 1, heads, **options)
-        if self.init == "roles":
-            retrieval, local = heads // 2, heads - heads // 2
-            slopes = 2.0 ** -torch.linspace(1, 4, local, **options)
-            theta_alpha = torch.cat([zero[:retrieval], slopes.log()])
-            return theta_alpha, torch.cat([zero[:retrieval] - 0.5, torch.ones(local, **options)])
+            return zero, torch.linspace(-0.5, 1, heads, **options), zero
+        if self.init in ("roles", "neighbours"):
+            retrieval = heads // 2
+            theta_alpha, mu = zero.clone(), zero.clone()
+            beta = torch.ones(heads, **options)
+            beta[:retrieval] = -0.5
+            if self.init == "roles":
+                theta_alpha[retrieval:] = -math.log(2) * torch.linspace(1, 4, heads - retrieval, **options)
+            else:
+                mu[retrieval:] = -torch.arange(1, heads - retrieval + 1, **options)
+            return theta_alpha, beta, mu
         if self.init == "sampled":
-            return torch.randn(heads, **options), torch.randn(heads, **options)
-        return zero, zero.clone()
+            return torch.randn(heads, **options), torch.randn(heads, **options), zero
+        return zero, zero, zero
 
     def reset_parameters(self) -> None:
         """Start anew from ``init``."""
-        theta_alpha, beta = self._initial()
+        theta_alpha, beta, mu = self._initial()
         if self.keep_sign:
             # Away from 0 so that the map below can be inverted; `spread` may pass close to it.
             size = (beta.abs() - MINIMUM_SHAPE).clamp(min=0.01)
@@ -112,7 +119,7 @@ class GeneralizedGaussian(Prior):
         with torch.no_grad():
             self.theta_alpha.copy_(theta_alpha)
             self.theta_beta.copy_(theta_beta)
-            self.theta_mu.zero_()
+            self.theta_mu.copy_(torch.asinh(mu / 2))
 
     @property
     def beta(self) -> Tensor:
