@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -84,6 +86,35 @@ def test_corpus_filler_can_use_all_of_its_documents_and_no_more(
     assert len(task.sample(longest, 0.3, _generator()).prompt) == longest
     with pytest.raises(ValueError, match=f"length must be at most maximum_length, {longest}.*{longest + 1}"):
         task.sample(longest + 1, 0.3, _generator())
+
+
+def test_decoys_overwrite_filler_alone_and_leave_the_length(tokenizer: PreTrainedTokenizerFast):
+    plain, with_decoys = PasskeyTask(tokenizer, "sentence"), PasskeyTask(tokenizer, "sentence", decoys=4)
+    length = plain.minimum_length + 100
+    runs = set()
+    for seed in range(60):
+        sample = with_decoys.sample(length, 0.5, _generator(seed))
+        needle = _needle(tokenizer, sample.key)
+        assert sample.needle_start == plain.sample(length, 0.5, _generator(seed)).needle_start
+        assert sample.tokens[sample.needle_start :][: len(needle)].tolist() == needle
+        assert len(sample.prompt) == length
+        before = sample.tokens[sample.needle_start - 50 : sample.needle_start]
+        runs.add(len(re.findall(r"\d+", str(tokenizer.decode(before)))))
+        assert torch.equal(sample.tokens, with_decoys.sample(length, 0.5, _generator(seed)).tokens)
+    assert min(runs) == 0
+    assert max(runs) >= 3
+
+
+@pytest.mark.parametrize("room", [0, 1, 3])
+def test_decoys_longer_than_the_filler_are_left_out(tokenizer: PreTrainedTokenizerFast, room: int):
+    task = PasskeyTask(tokenizer, "sentence", decoys=6)
+    for seed in range(20):
+        assert len(task.sample(task.minimum_length + room, 0.5, _generator(seed)).prompt) == task.minimum_length + room
+
+
+def test_decoys_must_not_be_negative(tokenizer: PreTrainedTokenizerFast):
+    with pytest.raises(ValueError, match="decoys must be at least 0; it is -1"):
+        PasskeyTask(tokenizer, "sentence", decoys=-1)
 
 
 def test_same_generator_gives_the_same_sample_and_others_differ(corpus_task: PasskeyTask):

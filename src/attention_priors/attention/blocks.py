@@ -258,11 +258,10 @@ class Bias:
     def blind(self, block: Block, bias: Tensor) -> Tensor | None:
         """Which of the block's queries see no key at all, ``(B or 1, H or 1, n, 1)``; None if every one sees one."""
         layout, problem = self.layout, self.layout.problem
-        if layout.dense:
-            blind = bias.amax(-1, keepdim=True) == float("-inf")
-        else:
-            # A view hides by distance alone: read it off one head, without a pass over all of the bias.
-            blind = bias[:, :1].amax(-1, keepdim=True) == float("-inf")
-            if problem.causal and layout.inside is None and block.start + (problem.offset or 0) >= 0:
-                return None
+        masked = layout.inside is not None or problem.key_padding_mask is not None or problem.attn_mask is not None
+        if not masked and problem.causal and problem.offset is not None and block.start + problem.offset >= 0:
+            return None  # every query sees the key in its own place, or all keys
+        # A view hides by distance alone: read it off one head, without a pass over all of the bias.
+        seen = bias if layout.dense else bias[:, :1]
+        blind = seen.amax(-1, keepdim=True) == float("-inf")
         return blind if bool(blind.any()) else None

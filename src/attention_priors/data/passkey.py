@@ -28,6 +28,7 @@ NEEDLE = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
 QUESTION = "\nWhat is the pass key? The pass key is {key}"
 
 _SMALLEST_KEY, _LARGEST_KEY = 10_000, 99_999
+_LONGEST_DECOY = 8
 _PROBE_KEYS = ("12345", "90678")  # together, every digit
 
 
@@ -70,10 +71,12 @@ class PasskeyTask:
         filler: ``"sentence"`` repeats one paragraph of short sentences; ``"corpus"`` takes, for each sample,
             a random contiguous window of ``filler_documents``, joined by line ends.
         filler_documents: The documents of the corpus filler; ``None`` for the sentence filler.
+        decoys: Up to so many numbers of 1 to 8 digits take the place of filler in each text; how many is drawn
+            uniformly, from 0. To train on: short texts hold few other numbers that a key could be taken for.
 
     Raises:
-        ValueError: ``filler`` is unknown, ``filler_documents`` does not go with it, or ``tokenizer`` joins
-            digits to what stands beside them.
+        ValueError: ``filler`` is unknown, ``filler_documents`` does not go with it, ``decoys`` is negative, or
+            ``tokenizer`` joins digits to what stands beside them.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class PasskeyTask:
         tokenizer: PreTrainedTokenizerBase,
         filler: Literal["sentence", "corpus"],
         filler_documents: Sequence[Document] | None = None,
+        decoys: int = 0,
     ) -> None:
         if filler not in ("sentence", "corpus"):
             raise ValueError(f"filler must be 'sentence' or 'corpus'; it is {filler!r}")
@@ -88,6 +92,9 @@ class PasskeyTask:
             raise ValueError("filler_documents must be None when filler is 'sentence'")
         if filler == "corpus" and not filler_documents:
             raise ValueError("filler_documents must hold at least one document when filler is 'corpus'")
+        if decoys < 0:
+            raise ValueError(f"decoys must be at least 0; it is {decoys}")
+        self._decoys = decoys
         self._digits = torch.tensor(digit_token_ids(tokenizer))
         self._instruction = _encode(tokenizer, INSTRUCTION)
         self._needle = self._around_keys(tokenizer, NEEDLE, count=3)
@@ -119,7 +126,7 @@ class PasskeyTask:
             depth: Where in the filler the needle stands: 0 before all of it, 1 after. The needle follows
                 ``round(depth * filler_length)`` tokens of filler, where ``filler_length`` is
                 ``length - minimum_length``.
-            generator: Draws the pass key and, for the corpus filler, the window.
+            generator: Draws the pass key, the decoys and, for the corpus filler, the window.
 
         Raises:
             ValueError: ``length`` is below `minimum_length` or above `maximum_length`, or ``depth`` is
@@ -156,9 +163,20 @@ class PasskeyTask:
     def _draw_filler(self, filler_length: int, generator: torch.Generator) -> Tensor:
         size = self._filler.numel()
         if self._repeats:
-            return self._filler.repeat(math.ceil(filler_length / size))[:filler_length]
-        start = int(torch.randint(size - filler_length + 1, (), generator=generator))
-        return self._filler[start : start + filler_length]
+            filler = self._filler.repeat(math.ceil(filler_length / size))[:filler_length]
+        else:
+            start = int(torch.randint(size - filler_length + 1, (), generator=generator))
+            filler = self._filler[start : start + filler_length]
+        return self._with_decoys(filler, generator) if self._decoys else filler
+
+    def _with_decoys(self, filler: Tensor, generator: torch.Generator) -> Tensor:
+        filler = filler.clone()
+        for _ in range(int(torch.randint(self._decoys + 1, (), generator=generator))):
+            size = int(torch.randint(1, _LONGEST_DECOY + 1, (), generator=generator))
+            if size <= filler.numel():
+                start = int(torch.randint(filler.numel() - size + 1, (), generator=generator))
+                filler[start : start + size] = self._digits[torch.randint(10, (size,), generator=generator)]
+        return filler
 
     def _around_keys(self, tokenizer: PreTrainedTokenizerBase, template: str, count: int) -> list[Tensor]:
         """The `count` pieces of a template around its keys, as they are tokenised with keys in place."""

@@ -49,6 +49,7 @@ class Materials:
                 self.tokenizer,
                 settings.passkey_filler,
                 self.corpus.train if settings.passkey_filler == "corpus" else None,
+                decoys=settings.passkey_decoys,
             )
         return TrainingMixture(
             self.tokenizer,

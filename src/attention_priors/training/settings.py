@@ -34,6 +34,8 @@ class TrainingSettings(BaseModel):
     passkey_filler: Literal["corpus", "sentence"] = "corpus"
     passkey_minimum_length: int | None = Field(default=None, gt=0)
     """Shortest passkey text, its answer included; the shortest there is by default."""
+    passkey_decoys: int = Field(default=0, ge=0)
+    """Up to so many other numbers are strewn into the filler of each passkey text."""
     passkey_answer_weight: float = Field(default=1.0, gt=0)
     """Weight of an answer token's loss; every other token has weight 1."""
     checkpoint_steps: int = Field(default=200, gt=0)
