@@ -30,7 +30,7 @@ class CorpusSettings(_Strict):
     source: str = EMBEDDED
     """``embedded``, or the path of a text file or of a folder of text files."""
     max_characters: int | None = Field(default=None, gt=0)
-    """Take only so much of its training part, and as much less of its held-out part."""
+    """Train on so much of it at most; the held-out part is always whole."""
 
 
 class ModelSettings(_Strict):
