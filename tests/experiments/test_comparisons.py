@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from recipe_cases import RECIPE, changed
 from typer.testing import CliRunner
 
@@ -290,6 +291,31 @@ def test_another_corpus_in_the_same_folder_is_another_recipe(copy, tiny, quiet, 
     with pytest.raises(RecipeError, match=r"corpus\.source .*corpus_fingerprint"):
         compare(tiny({"corpus.source": str(other)}), copy, console=quiet)
     assert _snapshot(copy / "runs") == before
+
+
+def test_another_tokenizer_under_the_same_path_is_another_recipe(finished, tiny, quiet, tmp_path, no_workers):
+    saved = tmp_path / "tokenizer"
+    shutil.copytree(next((finished.folder / "cache").glob("tokenizer-300-*")), saved)
+    output = tmp_path / "out"
+    recipe = tiny({"tokenizer": str(saved)})
+    with pytest.raises(AssertionError, match="a worker was started"):
+        compare(recipe, output, console=quiet)
+    content = json.loads((saved / "tokenizer.json").read_text())
+    content["model"]["merges"][-1] = content["model"]["merges"][0]
+    (saved / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(RecipeError, match="holds a run of another recipe; it differs in tokenizer_fingerprint"):
+        compare(recipe, output, console=quiet)
+
+
+def test_two_calls_do_not_write_the_same_folder(copy, tiny, quiet):
+    before = _snapshot(copy / "runs")
+    with (
+        FileLock(copy / ".lock"),
+        pytest.raises(RecipeError, match=r"copy is being written by another call; wait for it, or use another"),
+    ):
+        compare(tiny(), copy, console=quiet)
+    assert _snapshot(copy / "runs") == before
+    assert len(compare(tiny(), copy, console=quiet)["runs"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,13 @@ from attention_priors.data.corpora import EMBEDDED, Corpus, Document, load_corpu
 from attention_priors.data.packing import IGNORED_LABEL, TrainingMixture, collate_rows
 from attention_priors.data.passkey import ANSWER_LENGTH, PasskeySample, PasskeyTask, depths
 from attention_priors.data.stream import TokenStream, token_stream
-from attention_priors.data.tokenizer import END_OF_TEXT, digit_token_ids, load_tokenizer, train_tokenizer
+from attention_priors.data.tokenizer import (
+    END_OF_TEXT,
+    digit_token_ids,
+    load_tokenizer,
+    tokenizer_fingerprint,
+    train_tokenizer,
+)
 
 __all__ = [
     "ANSWER_LENGTH",
@@ -23,5 +29,6 @@ __all__ = [
     "load_corpus",
     "load_tokenizer",
     "token_stream",
+    "tokenizer_fingerprint",
     "train_tokenizer",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import string
 import tempfile
@@ -130,6 +132,13 @@ def digit_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
             f"'12345' as {count} tokens): expected one token for each of the ten digits"
         )
     return tuple(token_of[digit] for digit in string.digits)
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 (64 hex digits) of what turns text into tokens; of the vocabulary alone, if it is a slow tokenizer."""
+    backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256((vocabulary if backend is None else backend.to_str()).encode()).hexdigest()
 
 
 def _trained_tokenizer(vocab_size: int, corpus: Corpus, cache_dir: Path) -> PreTrainedTokenizerFast:

@@ -6,6 +6,8 @@ content and position are entangled in it; the two compose.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from torch import Tensor, nn
 
 from attention_priors.description import Described
@@ -15,9 +17,10 @@ class Encoding(Described, nn.Module):
     """An encoding of positions. The three kinds below enter a model at three different places."""
 
 
-class AdditiveEncoding(Encoding):
+class AdditiveEncoding(Encoding, ABC):
     """Added to the token embeddings, once, before the first layer."""
 
+    @abstractmethod
     def forward(self, positions: Tensor) -> Tensor:
         """The vectors to add.
 
@@ -27,4 +30,3 @@ class AdditiveEncoding(Encoding):
         Returns:
             ``(..., L, width)``, floating point.
         """
-        raise NotImplementedError

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -74,7 +75,7 @@ def compare(
 
     Raises:
         RecipeError: before any work, if a scheme is unknown, a text cannot be made, or ``output`` holds runs of
-            another recipe.
+            another recipe or is being written by another call.
         OSError: before any work, if ``output`` cannot be written.
         RunFailedError: if a run fails.
     """
@@ -84,13 +85,23 @@ def compare(
     if processes is not None and processes < 1:
         raise ValueError(f"processes must be a positive integer, got {processes}")
     writable_folder(output)
+    try:
+        with FileLock(output / ".lock", timeout=0):
+            return _compare(recipe, output, only, processes, console)
+    except Timeout as error:
+        raise RecipeError(f"{output} is being written by another call; wait for it, or use another folder") from error
+
+
+def _compare(
+    recipe: Recipe, output: Path, only: Sequence[str], processes: int | None, console: Console
+) -> dict[str, Any]:
     with console.status("Reading the corpus, training the tokenizer"):
         materials = Materials.load(recipe, writable_folder(output / "cache"))
         materials.check()
     corpus = materials.corpus
     runs = [(name, seed) for seed in recipe.seeds for name in recipe.schemes]
     chosen = [run for run in runs if not only or run[0] in only]
-    identities = {run: identity(recipe, *run, corpus.fingerprint) for run in runs}
+    identities = {run: identity(materials, *run) for run in runs}
     for run in runs:
         check_folder(run_folder(output, *run), identities[run])
     for run in chosen:

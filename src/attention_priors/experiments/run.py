@@ -14,10 +14,10 @@ from torch import nn
 from transformers import set_seed
 
 from attention_priors.analysis import logit_scale_rows, prior_rows
-from attention_priors.data import ANSWER_LENGTH
+from attention_priors.data import ANSWER_LENGTH, tokenizer_fingerprint
 from attention_priors.evaluation import PasskeyRow, has_given_up, passkey_rows, perplexity_rows
 from attention_priors.experiments.materials import Materials
-from attention_priors.experiments.recipe import Recipe, RecipeError, folder_name
+from attention_priors.experiments.recipe import RecipeError, folder_name
 from attention_priors.files import read_json, write_json
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 from attention_priors.priors import Window
@@ -32,21 +32,22 @@ def run_folder(output: Path, scheme: str, seed: int) -> Path:
     return output / "runs" / folder_name(scheme) / f"seed-{seed}"
 
 
-def identity(recipe: Recipe, scheme: str, seed: int, fingerprint: str) -> dict[str, Any]:
+def identity(materials: Materials, scheme: str, seed: int) -> dict[str, Any]:
     """Everything that determines a run's results, but for the versions of the libraries.
 
     Args:
-        recipe: the recipe.
+        materials: the recipe, its corpus and tokenizer.
         scheme: name of the scheme.
         seed: the seed.
-        fingerprint: of the corpus.
     """
+    recipe = materials.recipe
     kept = recipe.model_dump(mode="json", exclude={"name", "description", "schemes", "seeds", "training"})
     return kept | {
         "scheme": recipe.schemes[scheme].model_dump(mode="json", exclude={"training"}),
         "training": recipe.training_of(scheme).model_dump(mode="json"),
         "seed": seed,
-        "corpus_fingerprint": fingerprint,
+        "corpus_fingerprint": materials.corpus.fingerprint,
+        "tokenizer_fingerprint": tokenizer_fingerprint(materials.tokenizer),
     }
 
 
