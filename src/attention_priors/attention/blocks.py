@@ -197,11 +197,14 @@ class Bias:
         self.layout = layout
         self.table = table
         self.row_scale = row_scale
+        self._scratch = Scratch(layout.problem.compute_dtype, layout.problem.device)
         self.hidden_table = self._hide_distances()
         """0, or ``-inf`` at distances that no query sees, ``(1, N)``; None if there are none."""
-        self.masked_table = table if self.hidden_table is None else self.hidden_table
-        if table is not None and self.hidden_table is not None and not layout.dense:
-            self.masked_table = table + self.hidden_table
+        self.view_table = None
+        """What views are read off, ``(H or 1, N)``: both in one. None if there is neither, or no view."""
+        if not layout.dense:
+            both = [part for part in (table, self.hidden_table) if part is not None]
+            self.view_table = sum(both[1:], both[0]) if both else None
 
     def _hide_distances(self) -> Tensor | None:
         problem, layout = self.layout.problem, self.layout
@@ -225,18 +228,26 @@ class Bias:
         return self.row_scale[..., block.rows].flip(-1).unsqueeze(-1)
 
     def __call__(self, block: Block) -> Tensor | None:
-        """What to add to the block's logits, ``(B or 1, H or 1, n, e)``, ``-inf`` where hidden; None for nothing."""
+        """What to add to the block's logits, ``(B or 1, H or 1, n, e)``, ``-inf`` where hidden; None for nothing.
+
+        It is good until the next call, which writes to the same memory.
+        """
         if not self.layout.dense:
-            return None if self.masked_table is None else self.layout.read(self.masked_table, block)
+            return None if self.view_table is None else self.layout.read(self.view_table, block)
         mask = self._mask(block)
         if self.table is None:
             return mask
         bias = self.log_prior(block)
         if self.row_scale is None:
-            return bias if mask is None else bias + mask
-        # The mask is added, and not set before the scaling: a scale of 0 times -inf would be nan.
+            return bias if mask is None else torch.add(bias, mask, out=self._memory_for(bias, mask))
         scale = self.scale(block)
-        return bias * scale if mask is None else torch.addcmul(mask, bias, scale)
+        if mask is None:
+            return torch.mul(bias, scale, out=self._memory_for(bias, scale))
+        # The mask is added, and not set before the scaling: a scale of 0 times -inf would be nan.
+        return torch.addcmul(mask, bias, scale, out=self._memory_for(mask, bias, scale))
+
+    def _memory_for(self, *operands: Tensor) -> Tensor:
+        return self._scratch.of(*torch.broadcast_shapes(*(operand.shape for operand in operands)))
 
     def _mask(self, block: Block) -> Tensor | None:
         """0 or ``-inf`` for every pair of the block, plus a float ``attn_mask``; ``(B or 1, H or 1, n, e)``.
