@@ -234,7 +234,8 @@ def prior_curves(results: Results, scheme: str) -> Figure:
         titles = {
             (seed, layer): f"layer {layer}" + (f", seed {seed}" if len(seeds) > 1 else "") for seed, layer in lines
         }
-        columns = min(len(layers), 3)
+        # Three in a line, or two where that leaves fewer places empty.
+        columns = min(len(layers), min((3, 2), key=lambda count: -len(layers) % count))
         lines_per_seed = math.ceil(len(layers) / columns)
         grid_lines = lines_per_seed * len(seeds)
     figure = _blank(1.2 + 2.4 * grid_lines)
