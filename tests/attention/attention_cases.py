@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention_priors import Prior, SSMax, attend, prior_from_config
+from attention_priors import GeneralizedGaussian, Prior, SSMax, attend, prior_from_config
 from attention_priors.attention import blocks, toeplitz
 from attention_priors.attention import reference as dense
 from attention_priors.attention.lanes import is_factored
@@ -76,7 +76,7 @@ def prior_descriptions(draw: st.DrawFn, name: str, causal: bool) -> dict[str, An
         elif argument != "num_heads":
             assert parameter.default is not parameter.empty, f"say how to draw {argument!r} of {name!r}"
     if description.get("keep_sign"):
-        description["init"] = draw(st.sampled_from(["laplace", "spread", "roles", "neighbours"]))
+        description["init"] = draw(st.sampled_from(GeneralizedGaussian.signed_inits))
     if name == "key_sink" and not causal:
         description["learn"] = ["gain", "bump", "mlp"]
     return description

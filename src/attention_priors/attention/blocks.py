@@ -179,6 +179,11 @@ class Scratch:
         return self._numbers[:size].view(shape)
 
 
+def total(parts: Sequence[Tensor]) -> Tensor | None:
+    """The sum of tensors that broadcast; None if there are none."""
+    return sum(parts[1:], parts[0]) if parts else None
+
+
 def _is_dense(problem: Problem) -> bool:
     masks = (problem.key_documents, problem.key_padding_mask, problem.attn_mask)
     return problem.offset is None or problem.scales_prior or any(mask is not None for mask in masks)
@@ -203,8 +208,7 @@ class Bias:
         self.view_table = None
         """What views are read off, ``(H or 1, N)``: both in one. None if there is neither, or no view."""
         if not layout.dense:
-            both = [part for part in (table, self.hidden_table) if part is not None]
-            self.view_table = sum(both[1:], both[0]) if both else None
+            self.view_table = total([part for part in (table, self.hidden_table) if part is not None])
 
     def _hide_distances(self) -> Tensor | None:
         problem, layout = self.layout.problem, self.layout
@@ -264,7 +268,7 @@ class Bias:
         if allowed is not None:
             zeros = torch.zeros(allowed.shape, dtype=problem.compute_dtype, device=problem.device)
             masks.append(zeros.masked_fill_(~allowed.flip(-2), float("-inf")))
-        return sum(masks[1:], masks[0]) if masks else None
+        return total(masks)
 
     def blind(self, block: Block, bias: Tensor) -> Tensor | None:
         """Which of the block's queries see no key at all, ``(B or 1, H or 1, n, 1)``; None if every one sees one."""

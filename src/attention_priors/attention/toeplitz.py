@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from attention_priors.attention.augment import Augmented, augment
-from attention_priors.attention.blocks import Bias, Layout, Scratch
+from attention_priors.attention.blocks import Bias, Layout, Scratch, total
 from attention_priors.attention.problem import Problem, block_length
 from attention_priors.priors import Prior, Structure
 
@@ -47,10 +47,7 @@ def attend_in_blocks(problem: Problem, augmented: Augmented, terms: Sequence[Pri
     """
     query, key, value, row_offset = augmented
     layout = Layout.of(problem, terms)
-    table = None
-    for term in terms:
-        part = term.log_prior_at(layout.distances, problem.compute_dtype)
-        table = part if table is None else table + part
+    table = total([term.log_prior_at(layout.distances, problem.compute_dtype) for term in terms])
     # Views are read off it with strides.
     table = None if table is None else table.contiguous()
     row_scale = problem.scale_per_query if problem.scales_prior and table is not None else None
@@ -163,7 +160,7 @@ class _BlockAttention(torch.autograd.Function):
 
                 if bias is not None:
                     logits.view(per_head).copy_(_part(bias, batches, here))
-                torch.baddbmm(logits, q, k.mT, beta=int(bias is not None), alpha=scale, out=logits)
+                logits.baddbmm_(q, k.mT, beta=int(bias is not None), alpha=scale)
                 if blind is not None:
                     logits.view(per_head).masked_fill_(_part(blind, batches, here), 0.0)
                 # A whole new softmax rather than exp(logits - lse): it makes the gradient of a row that sees one

@@ -137,8 +137,8 @@ def digit_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 (64 hex digits) of what turns text into tokens; of the vocabulary alone, if it is a slow tokenizer."""
     backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256((vocabulary if backend is None else backend.to_str()).encode()).hexdigest()
+    content = json.dumps(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _trained_tokenizer(vocab_size: int, corpus: Corpus, cache_dir: Path) -> PreTrainedTokenizerFast:

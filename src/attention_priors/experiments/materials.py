@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from attention_priors.data import (
     load_corpus,
     load_tokenizer,
     token_stream,
+    tokenizer_fingerprint,
 )
 from attention_priors.experiments.recipe import Recipe, RecipeError
 from attention_priors.training import TrainingSettings
@@ -40,6 +42,11 @@ class Materials:
             source if source == EMBEDDED else Path(source), max_characters=recipe.corpus.max_characters
         )
         return cls(recipe, corpus, load_tokenizer(recipe.tokenizer, corpus, cache))
+
+    @cached_property
+    def tokenizer_fingerprint(self) -> str:
+        """What tells this tokenizer from others of its name."""
+        return tokenizer_fingerprint(self.tokenizer)
 
     def training_rows(self, settings: TrainingSettings, seed: int) -> TrainingMixture:
         """The rows that one training reads."""

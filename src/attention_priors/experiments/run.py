@@ -14,7 +14,7 @@ from torch import nn
 from transformers import set_seed
 
 from attention_priors.analysis import logit_scale_rows, prior_rows
-from attention_priors.data import ANSWER_LENGTH, tokenizer_fingerprint
+from attention_priors.data import ANSWER_LENGTH
 from attention_priors.evaluation import PasskeyRow, has_given_up, passkey_rows, perplexity_rows
 from attention_priors.experiments.materials import Materials
 from attention_priors.experiments.recipe import RecipeError, folder_name
@@ -47,7 +47,7 @@ def identity(materials: Materials, scheme: str, seed: int) -> dict[str, Any]:
         "training": recipe.training_of(scheme).model_dump(mode="json"),
         "seed": seed,
         "corpus_fingerprint": materials.corpus.fingerprint,
-        "tokenizer_fingerprint": tokenizer_fingerprint(materials.tokenizer),
+        "tokenizer_fingerprint": materials.tokenizer_fingerprint,
     }
 
 

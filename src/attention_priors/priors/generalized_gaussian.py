@@ -59,6 +59,8 @@ class GeneralizedGaussian(Prior):
     structure = Structure.STATIONARY
     learnable = ("alpha", "beta", "mu")
     inits = ("uniform", "laplace", "linear", "spread", "roles", "neighbours", "sampled")
+    signed_inits = ("laplace", "spread", "roles", "neighbours")
+    """Those whose heads all start with a β of a definite sign."""
 
     def __init__(
         self,
@@ -69,10 +71,10 @@ class GeneralizedGaussian(Prior):
     ) -> None:
         super().__init__(num_heads)
         check_choice("init", init, self.inits)
-        if keep_sign and init in ("uniform", "linear", "sampled"):
+        if keep_sign and init not in self.signed_inits:
             raise ValueError(
                 f"keep_sign=True needs an init whose heads all have a definite sign of β at a distance from "
-                f"0 (laplace, spread, roles, neighbours); got init={init!r}"
+                f"0 ({', '.join(self.signed_inits)}); got init={init!r}"
             )
         self.init = init
         self.keep_sign = keep_sign
