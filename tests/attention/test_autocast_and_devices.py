@@ -4,18 +4,8 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_cases import (
-    PRIORS,
-    Case,
-    Cotangents,
-    cases,
-    compute,
-    errors,
-    examples,
-    float32_tolerance,
-    gradient_scales,
-    priors,
-)
+from attention_cases import PRIORS, Case, cases, examples, priors
+from attention_errors import Cotangents, compute, errors, float32_tolerance, gradient_scales
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

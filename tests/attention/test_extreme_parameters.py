@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import PRIORS, Case, Cotangents, compute, examples, prior_descriptions, randomize
+from attention_cases import PRIORS, Case, examples, prior_descriptions, randomize
+from attention_errors import Cotangents, compute
 from hypothesis import given
 from hypothesis import strategies as st
 

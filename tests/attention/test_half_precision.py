@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import PRIORS, Case, Cotangents, compute, examples, positions_of, prior_descriptions, randomize
+from attention_cases import PRIORS, Case, examples, prior_descriptions, randomize
+from attention_errors import Cotangents, compute
+from attention_oracle import positions_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

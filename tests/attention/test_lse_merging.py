@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import PRIORS, Case, cases, examples, float32_tolerance, positions_of
+from attention_cases import PRIORS, Case, cases, examples
+from attention_errors import float32_tolerance
+from attention_oracle import positions_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
-from attention_cases import PRIORS, Case, Cotangents, cases, compute, examples, oracle, positions_of, visibility_of
+from attention_cases import PRIORS, Case, cases, examples
+from attention_errors import Cotangents, compute
+from attention_oracle import oracle, positions_of, visibility_of
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,0 +1,165 @@
+"""What a computation of an attention problem gives, and how far from the float64 reference it may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from attention_cases import Case, in_blocks_of
+from attention_oracle import oracle, positions_of
+from torch import Tensor
+
+from attention_priors.priors import Structure
+
+LANES = Structure.FACTORED | Structure.FACTORED_IF_CAUSAL
+
+ROUNDING = 2.0**-24
+"""Relative error of one rounding to float32."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a computation gave."""
+
+    out: Tensor
+    lse: Tensor
+    grads: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Cotangents:
+    """What the gradients of output and log-sum-exp are."""
+
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def of(cls, out: Tensor, lse: Tensor) -> Cotangents:
+        """Random ones.
+
+        A key at distance 0 may lower a log-sum-exp by up to 1e30 nats. The gradient of such a number would
+        drown all others, so it is divided by its size.
+        """
+        generator = torch.Generator().manual_seed(0)
+        size = 1 + lse.detach().double().clamp(min=-1e38).abs().masked_fill(torch.isneginf(lse), 0.0)
+        normal = torch.randn(lse.shape, generator=generator, dtype=torch.float64)
+        normal = (normal / size).masked_fill(torch.isneginf(lse), 0.0)
+        return cls(torch.randn(out.shape, generator=generator, dtype=torch.float64), normal)
+
+
+def compute(case: Case, backend: str, cotangents: Cotangents | None = None) -> Result:
+    """Output, log-sum-exp and every gradient, the gradients through both (random ones, if none are given)."""
+    case = replace(case, **{n: getattr(case, n).detach().requires_grad_() for n in ("query", "key", "value")})
+    leaves = case.leaves()
+    with in_blocks_of(case.small_blocks):
+        out, lse = case.attend(backend)
+        cotangents = Cotangents.of(out, lse) if cotangents is None else cotangents
+        grads = torch.autograd.grad(
+            [out, lse],
+            list(leaves.values()),
+            [cotangents.out.to(out.dtype), cotangents.lse.to(lse.dtype)],
+            allow_unused=True,
+        )
+    found = zip(leaves, leaves.values(), grads, strict=True)
+    return Result(out.detach(), lse.detach(), {n: torch.zeros_like(x) if g is None else g for n, x, g in found})
+
+
+def gradient_scales(case: Case, cotangents: Cotangents) -> dict[str, Tensor]:
+    """The size of what is added up to make each gradient.
+
+    A gradient is a sum over pairs ``(i, j)``, and its terms may cancel: the gradient of a bias that is the same
+    for all keys is 0, yet every float32 computation of it leaves rounding errors of its terms behind. So errors
+    are measured against the size of the terms: the gradient that comes out when each logit's gradient
+    ``p (dp - Σ p dp + dlse)`` is replaced by the sum of its parts' absolute values, with a random sign. (Random
+    signs, because rounding errors have such.)
+    """
+    case = case.to(torch.float64)
+    case = replace(case, **{n: getattr(case, n).requires_grad_() for n in ("query", "key", "value")})
+    leaves = case.leaves()
+    exact = oracle(case)
+    with torch.no_grad():
+        weights_grad = cotangents.out.abs() @ exact.value.abs().mT
+        mean = (exact.weights * weights_grad).sum(-1, keepdim=True)
+        all_parts = exact.weights * (weights_grad + mean + cotangents.lse.abs().unsqueeze(-1))
+        # Where a row sees one key alone its weight is 1 whatever the logit is, and a log-prior of -1e30 nats has
+        # no part in anything but the log-sum-exp.
+        alone = (exact.weights == 1.0).any(-1, keepdim=True)
+        parts = torch.where(alone, exact.weights * cotangents.lse.abs().unsqueeze(-1), all_parts)
+    content = [name for name in leaves if not name.startswith("prior.")]
+    positional = [name for name in leaves if name.startswith("prior.")]
+    sums = [(exact.logits, all_parts, content), (exact.logits, parts, positional)]
+    for term in () if case.prior is None else case.prior.terms():
+        if term.structure & LANES:
+            # Lanes may cancel each other. They count keys from the last one, and a constant per row makes up for it.
+            lanes = term.lanes(*positions_of(case), dtype=torch.float64)
+            scale = exact.prior_scale.detach().abs()
+            products = lanes.query.unsqueeze(-2) * lanes.key[..., None, None, :, :]
+            sums.append((products, (scale * parts).unsqueeze(-1).expand(*parts.shape, products.shape[-1]), positional))
+            if lanes.row_offset is not None:
+                row_parts = scale.squeeze(-1) * cotangents.lse.abs()
+                sums.append((lanes.row_offset, row_parts, positional))
+    generator = torch.Generator().manual_seed(0)
+    scales = {name: torch.zeros((), dtype=torch.float64) for name in leaves}
+    for total, sizes, names in sums:
+        for _ in range(3 if total.requires_grad and names else 0):
+            signs = torch.randint(0, 2, sizes.shape, generator=generator) * 2 - 1
+            chosen = [leaves[name] for name in names]
+            grads = torch.autograd.grad(total, chosen, signs * sizes, allow_unused=True, retain_graph=True)
+            for name, grad in zip(names, grads, strict=True):
+                if grad is not None:
+                    scales[name] = torch.maximum(scales[name], grad.double().abs().max())
+    value_grad = exact.weights.detach().mT @ cotangents.out.abs()
+    group = case.query.shape[1] // case.value.shape[1]
+    scales["value"] = value_grad.unflatten(1, (-1, group)).sum(2).abs().max()
+    return scales
+
+
+def float32_tolerance(case: Case, *, lanes: bool = False) -> float:
+    """What relative error a float32 computation may have: 1e-5, and more where rounding alone makes more.
+
+    A logit ``z`` in float32 is wrong by up to ``2^-24 |z|``, which moves its weight by ``p (1 - p)`` times as
+    much. A logit scale of 8 on a log-prior of -50 nats that is nearly the same for all keys is such a case: no
+    float32 bias can do better. In lanes (of priors that are not stationary, or of all if ``lanes``) the numbers
+    that are rounded count from the last key and not from the query.
+    """
+    exact = oracle(case.to(torch.float64))
+    with torch.no_grad():
+        size = exact.logits.abs()
+        offset = torch.zeros(())
+        for term in () if case.prior is None else case.prior.terms():
+            if Structure.STATIONARY in term.structure and not (lanes and term.structure & LANES):
+                continue
+            parts = term.lanes(*positions_of(case), dtype=torch.float64)
+            size = size + exact.prior_scale.abs() * (parts.query @ parts.key.unsqueeze(-3).mT).abs()
+            if parts.row_offset is not None:
+                offset = offset + (exact.prior_scale.squeeze(-1) * parts.row_offset).abs()
+        moved = (exact.weights * (1 - exact.weights) * size).sum(-1) + offset
+        return 1e-5 + 2 * ROUNDING * float(moved.max())
+
+
+def errors(result: Result, expected: Result, scales: dict[str, Tensor]) -> dict[str, float]:
+    """Error of each part, relative to its size: largest number of the tensor, or (for gradients) of its terms."""
+    found: dict[str, float] = {}
+    for name, tensor in (("out", result.out), ("lse", result.lse)):
+        assert torch.isfinite(tensor[~torch.isneginf(tensor)]).all(), name
+    found["out"] = _relative(result.out, expected.out, torch.zeros(()))
+    blind = torch.isneginf(expected.lse)
+    assert torch.equal(torch.isneginf(result.lse), blind), "other rows see nothing"
+    assert (result.out[blind] == 0).all(), "a row that sees nothing gives zeros"
+    # A log-sum-exp is an absolute thing in nats, as long as it is not huge.
+    error = (result.lse.double() - expected.lse.double()).abs() / expected.lse.double().abs().clamp(min=1)
+    found["lse"] = float(error.masked_fill(blind, 0.0).max())
+    assert set(result.grads) == set(expected.grads)
+    for name, grad in result.grads.items():
+        assert torch.isfinite(grad).all(), name
+        assert grad.shape == expected.grads[name].shape, name
+        found[name] = _relative(grad, expected.grads[name], scales[name])
+    return found
+
+
+def _relative(tensor: Tensor, expected: Tensor, scale: Tensor) -> float:
+    if tensor.numel() == 0:
+        return 0.0
+    error = (tensor.double() - expected.double()).abs().max()
+    size = torch.maximum(expected.double().abs().max(), scale.double())
+    return 0.0 if error == 0 else float(error / size.clamp(min=1e-30))
