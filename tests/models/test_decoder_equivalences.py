@@ -143,12 +143,24 @@ def test_embeddings_in_place_of_tokens() -> None:
         model()
 
 
-def test_logits_to_keep() -> None:
-    model, ids = tiny_decoder(prior="laplace"), tokens(2, LENGTH)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_to_keep(variant: str) -> None:
+    model, ids = tiny_decoder(**VARIANTS[variant]), tokens(2, LENGTH)
     whole = logits_of(model, ids)
     assert_close(logits_of(model, ids, logits_to_keep=3), whole[:, -3:])
     chosen = torch.tensor([0, 5])
     assert_close(logits_of(model, ids, logits_to_keep=chosen), whole[:, chosen])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_without_logits_are_keys_all_the_same(variant: str) -> None:
+    """What the last layer leaves out of a chunk is not missing from the cache."""
+    model, ids = tiny_decoder(**VARIANTS[variant]), tokens(2, LENGTH)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :6], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    found = logits_of(model, ids[:, 6:], past_key_values=cache, logits_to_keep=2)
+    assert_close(found, logits_of(model, ids)[:, -2:])
 
 
 def test_loss_is_the_mean_over_next_tokens() -> None:

@@ -125,14 +125,17 @@ class DecoderAttention(nn.Module):
         encoding = config.make_encoding()
         self.encoding = encoding if isinstance(encoding, Rotary | ShawVectors) else None
 
-    def forward(self, hidden: Tensor, places: Places, shared_prior: Prior | None, cache: Cache | None) -> Tensor:
-        """``(B, L, hidden_size)`` to the same."""
+    def forward(
+        self, hidden: Tensor, places: Places, shared_prior: Prior | None, cache: Cache | None, last: slice
+    ) -> Tensor:
+        """``(B, L, hidden_size)`` to the same, for the tokens in ``last`` alone: the others are keys only."""
+        query_positions = places.query_positions[:, last]
         query, key, value = (
-            projection(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projection(tokens).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection, tokens in ((self.q_proj, hidden[:, last]), (self.k_proj, hidden), (self.v_proj, hidden))
         )
         if isinstance(self.encoding, Rotary):
-            query, key = (self.encoding(x, places.query_positions) for x in (query, key))
+            query, key = self.encoding(query, query_positions), self.encoding(key, places.query_positions)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_index)
         out = attend(
@@ -141,7 +144,7 @@ class DecoderAttention(nn.Module):
             value,
             self.prior if shared_prior is None else shared_prior,
             logit_scale=self.logit_scale,
-            query_positions=places.query_positions,
+            query_positions=query_positions,
             key_positions=places.key_positions,
             document_ids=places.document_ids,
             key_padding_mask=places.key_padding_mask,
@@ -174,9 +177,12 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, hidden: Tensor, places: Places, shared_prior: Prior | None, cache: Cache | None) -> Tensor:
-        """``(B, L, hidden_size)`` to the same."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), places, shared_prior, cache)
+    def forward(
+        self, hidden: Tensor, places: Places, shared_prior: Prior | None, cache: Cache | None, last: slice
+    ) -> Tensor:
+        """``(B, L, hidden_size)`` to the same, for the tokens in ``last`` alone."""
+        attended = self.self_attn(self.input_layernorm(hidden), places, shared_prior, cache, last)
+        hidden = hidden[:, last] + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -294,8 +300,13 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        states_to_keep: int = 0,
     ) -> BaseModelOutputWithPast:
-        """Hidden states of the new tokens; arguments as in :meth:`PriorDecoderForCausalLM.forward`."""
+        """Hidden states of the new tokens; arguments as in :meth:`PriorDecoderForCausalLM.forward`.
+
+        With ``states_to_keep``, only the last so many of them (0 = all): the last layer, which no other reads,
+        then computes no more than those and what the cache keeps.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, not both and not neither")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -314,7 +325,8 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
         if self.encoding is not None:
             hidden = hidden + self.encoding(places.query_positions).to(hidden.dtype)
         for layer in self.layers:
-            hidden = layer(hidden, places, self.prior, past_key_values)
+            last = slice(-states_to_keep if layer is self.layers[-1] and states_to_keep else None, None)
+            hidden = layer(hidden, places, self.prior, past_key_values, last)
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(hidden), past_key_values=past_key_values if use_cache else None
         )
@@ -356,10 +368,12 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
             logits_to_keep: compute only the last so many logits (0 = all), or those at these indices.
             loss_kwargs: for transformers' loss function.
         """
-        outputs = self.model(input_ids, attention_mask, document_ids, past_key_values, inputs_embeds, use_cache)
+        number = logits_to_keep if isinstance(logits_to_keep, int) else 0
+        outputs = self.model(
+            input_ids, attention_mask, document_ids, past_key_values, inputs_embeds, use_cache, states_to_keep=number
+        )
         hidden = outputs.last_hidden_state
-        kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden[:, kept])
+        logits = self.lm_head(hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_kwargs)
