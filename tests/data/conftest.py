@@ -3,7 +3,7 @@ import random
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from attention_priors.data import Document, PasskeyTask, train_tokenizer
+from attention_priors.data import Document, PasskeyTask, token_stream, train_tokenizer
 
 _SYLLABLES = ["ka", "to", "mi", "ren", "su", "lo", "vai", "ne", "pol", "dra"]
 
@@ -30,9 +30,9 @@ def tokenizer(documents: tuple[Document, ...]) -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def sentence_task(tokenizer: PreTrainedTokenizerFast) -> PasskeyTask:
-    return PasskeyTask(tokenizer, "sentence")
+    return PasskeyTask(tokenizer)
 
 
 @pytest.fixture(scope="session")
 def corpus_task(tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...]) -> PasskeyTask:
-    return PasskeyTask(tokenizer, "corpus", documents)
+    return PasskeyTask(tokenizer, token_stream(tokenizer, documents))

@@ -79,7 +79,7 @@ def test_corpus_filler_is_a_contiguous_window_without_end_tokens(
 def test_corpus_filler_can_use_all_of_its_documents_and_no_more(
     tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...]
 ):
-    task = PasskeyTask(tokenizer, "corpus", documents[:1])
+    task = PasskeyTask(tokenizer, token_stream(tokenizer, documents[:1]))
     longest = task.minimum_length + len(token_stream(tokenizer, documents[:1]))
 
     assert task.maximum_length == longest
@@ -89,7 +89,7 @@ def test_corpus_filler_can_use_all_of_its_documents_and_no_more(
 
 
 def test_decoys_overwrite_filler_alone_and_leave_the_length(tokenizer: PreTrainedTokenizerFast):
-    plain, with_decoys = PasskeyTask(tokenizer, "sentence"), PasskeyTask(tokenizer, "sentence", decoys=4)
+    plain, with_decoys = PasskeyTask(tokenizer), PasskeyTask(tokenizer, decoys=4)
     length = plain.minimum_length + 100
     runs = set()
     for seed in range(60):
@@ -107,14 +107,14 @@ def test_decoys_overwrite_filler_alone_and_leave_the_length(tokenizer: PreTraine
 
 @pytest.mark.parametrize("room", [0, 1, 3])
 def test_decoys_longer_than_the_filler_are_left_out(tokenizer: PreTrainedTokenizerFast, room: int):
-    task = PasskeyTask(tokenizer, "sentence", decoys=6)
+    task = PasskeyTask(tokenizer, decoys=6)
     for seed in range(20):
         assert len(task.sample(task.minimum_length + room, 0.5, _generator(seed)).prompt) == task.minimum_length + room
 
 
 def test_decoys_must_not_be_negative(tokenizer: PreTrainedTokenizerFast):
     with pytest.raises(ValueError, match="decoys must be at least 0; it is -1"):
-        PasskeyTask(tokenizer, "sentence", decoys=-1)
+        PasskeyTask(tokenizer, decoys=-1)
 
 
 def test_same_generator_gives_the_same_sample_and_others_differ(corpus_task: PasskeyTask):
@@ -148,23 +148,11 @@ def test_depth_outside_its_range_is_an_error(sentence_task: PasskeyTask, depth: 
         sentence_task.sample(500, depth, _generator())
 
 
-@pytest.mark.parametrize(
-    ("filler", "with_documents", "problem"),
-    [
-        ("prose", False, "filler must be 'sentence' or 'corpus'; it is 'prose'"),
-        ("sentence", True, "filler_documents must be None"),
-        ("corpus", False, "filler_documents must hold at least one"),
-    ],
-)
-def test_filler_and_its_documents_must_go_together(
-    tokenizer: PreTrainedTokenizerFast,
-    documents: tuple[Document, ...],
-    filler: str,
-    with_documents: bool,
-    problem: str,
-):
-    with pytest.raises(ValueError, match=problem):
-        PasskeyTask(tokenizer, filler, documents if with_documents else None)  # pyright: ignore[reportArgumentType]
+def test_filler_is_left_as_it_was(tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...]):
+    stream = token_stream(tokenizer, documents)
+    before = stream.tokens.clone()
+    PasskeyTask(tokenizer, stream, decoys=3).sample(400, 0.5, _generator())
+    assert torch.equal(stream.tokens, before)
 
 
 def test_depths_are_even_from_end_to_end():

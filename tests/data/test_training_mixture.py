@@ -32,7 +32,7 @@ def make(tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...], se
             "passkey_min_length": 250,
             "answer_weight": ANSWER_WEIGHT,
         }
-        return TrainingMixture(tokenizer, documents, **(arguments | changes))
+        return TrainingMixture(token_stream(tokenizer, documents), **(arguments | changes))
 
     return mixture
 
@@ -200,7 +200,7 @@ def test_bad_argument_is_an_error_that_names_it(make, changes: dict[str, Any], p
 def test_filler_too_short_for_the_row_is_an_error(
     make, tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...]
 ):
-    task = PasskeyTask(tokenizer, "corpus", documents[:1])
+    task = PasskeyTask(tokenizer, token_stream(tokenizer, documents[:1]))
     assert task.maximum_length is not None
 
     make(passkey_task=task, context_length=task.maximum_length + 5)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from attention_priors.data.corpora import Document
 from attention_priors.data.passkey import ANSWER_LENGTH, PasskeySample, PasskeyTask
-from attention_priors.data.stream import token_stream
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from attention_priors.data.stream import TokenStream
 
 IGNORED_LABEL = -100
 """Label of a token that has no loss."""
@@ -39,8 +34,7 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
       text, 0 where the label is -100.
 
     Args:
-        tokenizer: What encodes the documents; not kept.
-        documents: Documents to train on, with at least ``context_length`` tokens in all.
+        stream: Documents to train on, with at least ``context_length`` tokens in all.
         context_length: Tokens of a row, at least 2.
         num_rows: Rows of the dataset, at least 1.
         seed: Selects the rows; any integer.
@@ -56,8 +50,7 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
-        documents: Sequence[Document],
+        stream: TokenStream,
         *,
         context_length: int,
         num_rows: int,
@@ -81,9 +74,11 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
                 raise ValueError(f"passkey_task must be given when passkey_ratio is above 0; it is {passkey_ratio}")
             min_length = _checked_min_length(passkey_min_length, passkey_task, context_length)
             self._passkey = (passkey_task, passkey_ratio, min_length)
-        self._stream = token_stream(tokenizer, documents)
-        if len(self._stream) < context_length:
-            raise ValueError(f"documents have {len(self._stream)} tokens: expected at least {context_length} (one row)")
+        if len(stream) < context_length:
+            raise ValueError(
+                f"stream's documents have {len(stream)} tokens: expected at least {context_length} (one row)"
+            )
+        self._stream = stream
         self._context_length = context_length
         self._num_rows = num_rows
         self._seed = seed

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attention_priors.data.corpora import Document
-from attention_priors.data.stream import token_stream
+from attention_priors.data.stream import TokenStream
 from attention_priors.data.tokenizer import digit_token_ids
 
 if TYPE_CHECKING:
@@ -68,30 +66,21 @@ class PasskeyTask:
 
     Args:
         tokenizer: A tokenizer that gives every digit its own token.
-        filler: ``"sentence"`` repeats one paragraph of short sentences; ``"corpus"`` takes, for each sample,
-            a random contiguous window of ``filler_documents``, joined by line ends.
-        filler_documents: The documents of the corpus filler; ``None`` for the sentence filler.
+        filler: Documents, encoded by the same tokenizer: each sample takes a random contiguous window of them,
+            joined by line ends. ``None`` repeats one paragraph of short sentences.
         decoys: Up to so many numbers of 1 to 8 digits take the place of filler in each text; how many is drawn
             uniformly, from 0. To train on: short texts hold few other numbers that a key could be taken for.
 
     Raises:
-        ValueError: ``filler`` is unknown, ``filler_documents`` does not go with it, ``decoys`` is negative, or
-            ``tokenizer`` joins digits to what stands beside them.
+        ValueError: ``decoys`` is negative, or ``tokenizer`` joins digits to what stands beside them.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        filler: Literal["sentence", "corpus"],
-        filler_documents: Sequence[Document] | None = None,
+        filler: TokenStream | None = None,
         decoys: int = 0,
     ) -> None:
-        if filler not in ("sentence", "corpus"):
-            raise ValueError(f"filler must be 'sentence' or 'corpus'; it is {filler!r}")
-        if filler == "sentence" and filler_documents is not None:
-            raise ValueError("filler_documents must be None when filler is 'sentence'")
-        if filler == "corpus" and not filler_documents:
-            raise ValueError("filler_documents must hold at least one document when filler is 'corpus'")
         if decoys < 0:
             raise ValueError(f"decoys must be at least 0; it is {decoys}")
         self._decoys = decoys
@@ -99,13 +88,14 @@ class PasskeyTask:
         self._instruction = _encode(tokenizer, INSTRUCTION)
         self._needle = self._around_keys(tokenizer, NEEDLE, count=3)
         self._question = self._around_keys(tokenizer, QUESTION, count=2)[0]
-        self._repeats = filler == "sentence"
-        if filler_documents:
-            self._filler = token_stream(tokenizer, filler_documents).tokens
-            # A line end in place of the end-of-text token, which only ever ends a document.
-            self._filler[self._filler == tokenizer.eos_token_id] = _encode(tokenizer, "\n")[-1]
-        else:
+        self._repeats = filler is None
+        if filler is None:
             self._filler = _encode(tokenizer, FILLER_SENTENCE)
+        else:
+            # A line end in place of the end-of-text token, which only ever ends a document.
+            line_end = int(_encode(tokenizer, "\n")[-1])
+            ends = filler.tokens.eq(int(tokenizer.eos_token_id))  # pyright: ignore[reportArgumentType]
+            self._filler = filler.tokens.masked_fill(ends, line_end)
 
     @property
     def minimum_length(self) -> int:

@@ -13,6 +13,7 @@ from attention_priors.data import (
     EMBEDDED,
     Corpus,
     PasskeyTask,
+    TokenStream,
     TrainingMixture,
     load_corpus,
     load_tokenizer,
@@ -48,19 +49,24 @@ class Materials:
         """What tells this tokenizer from others of its name."""
         return tokenizer_fingerprint(self.tokenizer)
 
+    @cached_property
+    def train_stream(self) -> TokenStream:
+        """The documents to train on."""
+        return token_stream(self.tokenizer, self.corpus.train)
+
+    @cached_property
+    def held_out_stream(self) -> TokenStream:
+        """The documents to test on."""
+        return token_stream(self.tokenizer, self.corpus.held_out)
+
     def training_rows(self, settings: TrainingSettings, seed: int) -> TrainingMixture:
         """The rows that one training reads."""
         task = None
         if settings.passkey_ratio > 0:
-            task = PasskeyTask(
-                self.tokenizer,
-                settings.passkey_filler,
-                self.corpus.train if settings.passkey_filler == "corpus" else None,
-                decoys=settings.passkey_decoys,
-            )
+            filler = self.train_stream if settings.passkey_filler == "corpus" else None
+            task = PasskeyTask(self.tokenizer, filler, decoys=settings.passkey_decoys)
         return TrainingMixture(
-            self.tokenizer,
-            self.corpus.train,
+            self.train_stream,
             context_length=settings.context_length,
             num_rows=settings.steps * settings.batch_size,
             seed=seed,
@@ -74,15 +80,14 @@ class Materials:
         """The passkey texts to test on, with held-out filler."""
         assert self.recipe.evaluation.passkey is not None
         filler = self.recipe.evaluation.passkey.filler
-        return PasskeyTask(self.tokenizer, filler, self.corpus.held_out if filler == "corpus" else None)
+        return PasskeyTask(self.tokenizer, self.held_out_stream if filler == "corpus" else None)
 
     def perplexity_texts(self) -> list[Tensor]:
         """The beginnings of held-out documents that are long enough."""
         settings = self.recipe.evaluation.perplexity
         assert settings is not None
-        stream = token_stream(self.tokenizer, self.corpus.held_out)
-        _, lengths = stream.document_ids.unique_consecutive(return_counts=True)
-        texts = [text[: settings.length] for text in stream.tokens.split(lengths.tolist())]
+        _, lengths = self.held_out_stream.document_ids.unique_consecutive(return_counts=True)
+        texts = [text[: settings.length] for text in self.held_out_stream.tokens.split(lengths.tolist())]
         return [text for text in texts if len(text) == settings.length][: settings.documents]
 
     def check(self) -> None:
