@@ -180,7 +180,7 @@ def test_index_outside_the_dataset_is_an_error(make):
     ("changes", "problem"),
     [
         ({"context_length": 1}, "context_length must be at least 2 tokens; it is 1"),
-        ({"context_length": 10**6}, "documents have .* tokens: expected at least 1000000"),
+        ({"context_length": 10**6}, "stream has .* tokens: expected at least 1000000"),
         ({"num_rows": 0}, "num_rows must be at least 1; it is 0"),
         ({"passkey_ratio": -0.1}, "passkey_ratio must be from 0 to 1; it is -0.1"),
         ({"passkey_ratio": 1.1}, "passkey_ratio must be from 0 to 1; it is 1.1"),

@@ -330,7 +330,7 @@ def test_two_calls_do_not_write_the_same_folder(copy, tiny, quiet):
         ({"training.context_length": 10**6}, r"schemes\.ALiBi: .*1000000"),
         (
             {"training.passkey_ratio": 0, "training.context_length": 10**6},
-            r"schemes\.ALiBi: documents have \d+ tokens: expected at least 1000000",
+            r"schemes\.ALiBi: stream has \d+ tokens: expected at least 1000000",
         ),
         (
             {"schemes.BAM + SSMax.training": {"passkey_minimum_length": 151}},

@@ -75,9 +75,7 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
             min_length = _checked_min_length(passkey_min_length, passkey_task, context_length)
             self._passkey = (passkey_task, passkey_ratio, min_length)
         if len(stream) < context_length:
-            raise ValueError(
-                f"stream's documents have {len(stream)} tokens: expected at least {context_length} (one row)"
-            )
+            raise ValueError(f"stream has {len(stream)} tokens: expected at least {context_length} (one row)")
         self._stream = stream
         self._context_length = context_length
         self._num_rows = num_rows
