@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention_priors import GeneralizedGaussian, Prior, SSMax, attend, prior_from_config
-from attention_priors.attention import blocks, toeplitz
+from attention_priors.attention import block_attention
 from attention_priors.attention import reference as dense
 from attention_priors.attention.lanes import is_factored
 from attention_priors.priors import CATALOGUE
@@ -192,8 +192,16 @@ def in_blocks_of(size: int | None) -> Iterator[None]:
         return
 
     with (
-        mock.patch.object(blocks, "BLOCK_ROWS", size),
-        mock.patch.object(toeplitz, "BUFFER_NUMBERS", 40 * size),
+        mock.patch.multiple(
+            block_attention,
+            ROWS=2 * size,
+            DIAGONAL_ROWS=max(1, size // 2),
+            KEYS_IN_MEMORY=size,
+            BIAS_NUMBERS=8 * size,
+            BACKWARD_ROWS=size,
+            BACKWARD_KEYS=size + 3,
+            BUFFER_NUMBERS=40 * size,
+        ),
         mock.patch.object(dense, "block_length", return_value=size),
     ):
         yield

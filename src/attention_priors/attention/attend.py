@@ -156,7 +156,7 @@ def attend(
 def _choose(problem: Problem) -> Backend:
     if _needs_autograd(problem):
         return "blockwise"
-    if not is_factored(problem.prior, causal=problem.causal):
+    if not is_factored(problem.prior, causal=problem.geometry.causal):
         return "toeplitz"
     terms = () if problem.prior is None else tuple(problem.prior.terms())
     stationary = all(Structure.STATIONARY in term.structure for term in terms)
@@ -167,7 +167,7 @@ def _choose(problem: Problem) -> Backend:
 
 
 def _needs_autograd(problem: Problem) -> bool:
-    mask = problem.attn_mask
+    mask = problem.geometry.attn_mask
     return problem.relative is not None or problem.dropout_p > 0 or (mask is not None and mask.requires_grad)
 
 

@@ -35,7 +35,7 @@ def augment(problem: Problem, terms: Sequence[Prior]) -> Augmented:
     features = _gather(problem, terms)
     dtype = problem.query.dtype if features is None else problem.compute_dtype
     query, key, value = problem.query.to(dtype), problem.key.to(dtype), problem.value.to(dtype)
-    scale = problem.scale_per_query
+    scale = problem.row_scale
     if scale is not None:
         query = (query.to(scale.dtype) * scale.unsqueeze(-1)).to(dtype)
     if features is None:
@@ -54,5 +54,7 @@ def _gather(problem: Problem, terms: Sequence[Prior]) -> Lanes | None:
     """The lanes of all terms side by side; None if there are none."""
     if not terms:
         return None
-    features = gather_lanes(terms, problem.query_positions, problem.key_positions, problem.compute_dtype)
+    features = gather_lanes(
+        terms, problem.geometry.query_positions, problem.geometry.key_positions, problem.compute_dtype
+    )
     return features if features.key.shape[-1] else None

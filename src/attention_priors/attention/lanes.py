@@ -26,8 +26,8 @@ def lanes(problem: Problem, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     Raises:
         ValueError: if a term of the prior has no lanes.
     """
-    if not is_factored(problem.prior, causal=problem.causal):
-        mask = "under a causal mask" if problem.causal else "without a causal mask"
+    if not is_factored(problem.prior, causal=problem.geometry.causal):
+        mask = "under a causal mask" if problem.geometry.causal else "without a causal mask"
         raise ValueError(
             f"backend='lanes' needs a prior that is factored {mask}, got {problem.prior!r}; use backend='toeplitz'"
         )
@@ -41,7 +41,7 @@ def lanes(problem: Problem, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         pad(query, (0, width - query.shape[-1])),
         pad(key, (0, width - key.shape[-1])),
         pad(value, (0, width - value.shape[-1])),
-        is_causal=problem.causal and query.shape[2] > 1,
+        is_causal=problem.geometry.causal and query.shape[2] > 1,
         scale=problem.softmax_scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -50,9 +50,10 @@ def lanes(problem: Problem, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
 
 def _is_plain(problem: Problem) -> bool:
     """Whether PyTorch's own causal flag says all there is to say about masks."""
-    if any(m is not None for m in (problem.key_documents, problem.key_padding_mask, problem.attn_mask)):
+    geometry = problem.geometry
+    if any(m is not None for m in (geometry.key_documents, geometry.key_padding_mask, geometry.attn_mask)):
         return False
-    num_queries, num_keys = problem.query.shape[2], problem.key.shape[2]
-    if not problem.causal or (num_queries == 1 and problem.offset == num_keys - 1):
+    if not geometry.causal:
         return True
-    return num_queries == num_keys and problem.offset == 0
+    # Given positions are no plain case, though they may amount to one: to see that takes a look at their values.
+    return not geometry.has_given_positions and geometry.num_queries in (1, geometry.num_keys)

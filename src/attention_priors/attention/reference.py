@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention_priors.attention.problem import Problem, block_length
+from attention_priors.attention.geometry import block_length
+from attention_priors.attention.problem import Problem
 
 
 def reference(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,7 +28,8 @@ def reference(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     query = problem.query.to(dtype)
     key = problem.key.to(dtype).repeat_interleave(group, dim=1)
     value = problem.value.to(dtype).repeat_interleave(group, dim=1)
-    distance = problem.query_positions.unsqueeze(-1) - problem.key_positions.unsqueeze(-2)
+    geometry = problem.geometry
+    distance = geometry.query_positions.unsqueeze(-1) - geometry.key_positions.unsqueeze(-2)
 
     logits = query @ key.mT * problem.softmax_scale
     relative = problem.relative
@@ -41,9 +43,9 @@ def reference(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     hidden = None
     bias = None
     if problem.prior is not None:
-        bias, seen = problem.prior.bias_and_visibility(problem.query_positions, problem.key_positions, dtype)
+        bias, seen = problem.prior.bias_and_visibility(geometry.query_positions, geometry.key_positions, dtype)
         hidden = None if seen is None else ~seen.unsqueeze(-3)
-    scale = problem.scale_per_query
+    scale = problem.row_scale
     if bias is not None and (scale is None or problem.scales_prior):
         logits = logits + bias
     if scale is not None:
@@ -51,10 +53,10 @@ def reference(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     if bias is not None and scale is not None and not problem.scales_prior:
         logits = logits + bias
 
-    if problem.attn_mask is not None and problem.attn_mask.dtype != torch.bool:
+    if geometry.attn_mask is not None and geometry.attn_mask.dtype != torch.bool:
         # What it hides is taken from `visible` below; -inf itself would make gradients nan.
-        logits = logits + problem.attn_mask.to(dtype).clamp(min=torch.finfo(dtype).min)
-    visible = problem.visible()
+        logits = logits + geometry.attn_mask.to(dtype).clamp(min=torch.finfo(dtype).min)
+    visible = geometry.visible()
     if visible is not None:
         hidden = ~visible if hidden is None else hidden | ~visible
     if hidden is None:

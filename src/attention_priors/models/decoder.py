@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from attention_priors.attention import SSMax, attend, logit_scale_from_config
-from attention_priors.attention.problem import positions_in_documents
+from attention_priors.attention.geometry import positions_in_documents
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawVectors, encoding_from_config
 from attention_priors.priors import Prior, prior_from_config
 

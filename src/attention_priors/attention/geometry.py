@@ -1,0 +1,206 @@
+"""Where queries and keys stand, and which of them may see each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Positions and masks of one attention problem, checked.
+
+    ``B`` batch, ``H`` query heads, ``Lq`` queries, ``Lk`` keys; a *slot* is an index into them. Tensors over
+    positions have a leading dimension of 1 or ``B``.
+    """
+
+    batch: int
+    heads: int
+    num_queries: int
+    num_keys: int
+    device: torch.device
+    causal: bool
+    given_query_positions: Tensor | None = None
+    """``(1 or B, Lq)``; None: queries end at the last key."""
+    given_key_positions: Tensor | None = None
+    """``(1 or B, Lk)``; None: from 0, in each document."""
+    query_documents: Tensor | None = None
+    key_documents: Tensor | None = None
+    key_padding_mask: Tensor | None = None
+    attn_mask: Tensor | None = None
+    """``(B or 1, H or 1, Lq or 1, Lk)``, boolean (True = forbidden) or added to the scaled logits."""
+
+    # ---- positions
+
+    @cached_property
+    def key_positions(self) -> Tensor:
+        """``(1 or B, Lk)``."""
+        if self.given_key_positions is not None:
+            return self.given_key_positions
+        if self.key_documents is not None:
+            return positions_in_documents(self.key_documents)
+        return torch.arange(self.num_keys, device=self.device).unsqueeze(0)
+
+    @cached_property
+    def query_positions(self) -> Tensor:
+        """``(1 or B, Lq)``."""
+        if self.given_query_positions is not None:
+            return self.given_query_positions
+        keys, behind = self.key_positions, self.num_keys - self.num_queries
+        if behind >= 0:
+            return keys[:, behind:]
+        # More queries than keys: they still end at the last key, so the first ones lie before it.
+        return keys[:, -1:] + torch.arange(1 - self.num_queries, 1, device=self.device)
+
+    @property
+    def has_given_positions(self) -> bool:
+        """Whether positions are the caller's; otherwise distances lie between ``1 - Lk`` and ``Lq - 1``."""
+        return self.given_query_positions is not None or self.given_key_positions is not None
+
+    @cached_property
+    def offset(self) -> int | None:
+        """If not None: query slot ``i`` lies ``i + offset - j`` after key slot ``j``, wherever they may see each other.
+
+        Then a stationary bias is a view of a table, and what a query may see is a range of slots.
+        """
+        behind = self.num_keys - self.num_queries
+        if self.key_documents is None and not self.has_given_positions:
+            return behind
+        slots = torch.arange(max(self.num_queries, self.num_keys), device=self.device)
+        query_shift = self.query_positions - slots[: self.num_queries]
+        key_shift = self.key_positions - slots[: self.num_keys]
+        if self.key_documents is None:
+            offset = query_shift - key_shift[:, :1]
+            regular = (offset == offset[:1, :1]).all() & (key_shift == key_shift[:, :1]).all()
+            return int(offset[0, 0]) if regular else None
+        # Each document must be one run of slots with unit-stride positions, and queries must be the last keys.
+        start, _ = document_bounds(self.key_documents)
+        in_document = positions_in_documents(self.key_documents)
+        contiguous = (in_document == slots[: self.num_keys] - start).all()
+        unit_stride = (key_shift == key_shift.expand(len(start), -1).gather(1, start)).all()
+        own = (key_shift + slots[: self.num_keys])[:, behind:]
+        same = (query_shift + slots[: self.num_queries] == own).all()
+        return behind if contiguous & unit_stride & same else None
+
+    # ---- what a query may see
+
+    def visible(self, rows: slice = slice(None), keys: slice = slice(None)) -> Tensor | None:
+        """Same document, not padding, not in the future, not forbidden by ``attn_mask``.
+
+        ``(B or 1, H or 1, n or 1, e)``, True = visible; None if everything is. A prior's window is not in it.
+        """
+        visible = self.allowed(rows, keys)
+        if self.causal:
+            past = self.key_positions[:, None, None, keys] <= self.query_positions[:, None, rows, None]
+            visible = past if visible is None else visible & past
+        return visible
+
+    def allowed(self, rows: slice, keys: slice, batches: slice = slice(None)) -> Tensor | None:
+        """:meth:`visible`, but for the causal mask."""
+        allowed = None
+
+        def also(mask: Tensor) -> None:
+            nonlocal allowed
+            allowed = mask if allowed is None else allowed & mask
+
+        if self.query_documents is not None and self.key_documents is not None:
+            also(self.query_documents[batches, None, rows, None] == self.key_documents[batches, None, None, keys])
+        if self.key_padding_mask is not None:
+            also(~self.key_padding_mask[batches, None, None, keys])
+        if self.attn_mask is not None:
+            mask = self.cut_mask(rows, keys, batches)
+            also(~mask if mask.dtype == torch.bool else mask != float("-inf"))
+        return allowed
+
+    def cut_mask(self, rows: slice, keys: slice, batches: slice = slice(None)) -> Tensor:
+        """The part of ``attn_mask`` for some queries and keys."""
+        assert self.attn_mask is not None
+        mask = self.attn_mask[batches] if len(self.attn_mask) > 1 else self.attn_mask
+        return mask[:, :, rows, keys] if mask.shape[2] > 1 else mask[..., keys]
+
+    @cached_property
+    def visible_keys(self) -> Tensor:
+        """``n_i``: how many keys each query may see; ``(B, H or 1, Lq)``, integers."""
+        heads = 1 if self.attn_mask is None else self.attn_mask.shape[1]
+        shape = (self.batch, heads, self.num_queries)
+        if self.attn_mask is None and self.offset is not None:
+            first, last = self.slot_range
+            if self.key_padding_mask is None:
+                return (last - first).unsqueeze(1).expand(shape)
+            seen = torch.nn.functional.pad((~self.key_padding_mask).cumsum(-1), (1, 0))
+            counts = (seen.gather(1, slots.expand(self.batch, -1)) for slots in (last, first))
+            return (next(counts) - next(counts)).unsqueeze(1)
+        counts = torch.full(shape, self.num_keys, device=self.device)
+        step = block_length(self.num_keys * self.batch)
+        for start in range(0, self.num_queries, step):
+            rows = slice(start, min(start + step, self.num_queries))
+            visible = self.visible(rows)
+            if visible is not None:
+                counts[..., rows] = visible.sum(-1)
+        return counts
+
+    @cached_property
+    def slot_range(self) -> tuple[Tensor, Tensor]:
+        """First and one-past-last key slot that each query may see, ``(B or 1, Lq)``; needs ``offset``."""
+        assert self.offset is not None
+        own = torch.arange(self.num_queries, device=self.device).unsqueeze(0) + self.offset
+        first = torch.zeros_like(own)
+        last = (own + 1).clamp(0, self.num_keys) if self.causal else torch.full_like(own, self.num_keys)
+        if self.key_documents is not None:
+            start, end = self.document_range
+            first, last = torch.maximum(first, start), torch.minimum(last.expand_as(end), end)
+        return first, torch.maximum(first, last)
+
+    @cached_property
+    def document_range(self) -> tuple[Tensor, Tensor]:
+        """First and one-past-last key slot of each query's document, ``(B, Lq)``; needs ``offset``."""
+        assert self.key_documents is not None
+        start, end = document_bounds(self.key_documents)
+        # Documents imply as many query slots as there are last key slots.
+        behind = self.num_keys - self.num_queries
+        return start[:, behind:], end[:, behind:]
+
+    def rows(self, rows: slice) -> Geometry:
+        """The same geometry for some of the queries."""
+        attn_mask = self.attn_mask
+        if attn_mask is not None and attn_mask.shape[2] > 1:
+            attn_mask = attn_mask[:, :, rows]
+        start, stop, _ = rows.indices(self.num_queries)
+        return replace(
+            self,
+            num_queries=stop - start,
+            given_query_positions=self.query_positions[:, rows],
+            given_key_positions=self.key_positions,
+            query_documents=None if self.query_documents is None else self.query_documents[:, rows],
+            attn_mask=attn_mask,
+        )
+
+
+def block_length(row_size: int, budget: int = 2**21) -> int:
+    """How many rows of ``row_size`` numbers fit a working buffer of ``budget`` numbers; at least one."""
+    return max(1, budget // max(1, row_size))
+
+
+def document_bounds(documents: Tensor) -> tuple[Tensor, Tensor]:
+    """First and one-past-last slot of each slot's run of equal ids; ``(B, L)`` each."""
+    length = documents.shape[-1]
+    slots = torch.arange(length, device=documents.device).expand_as(documents)
+    changes = torch.nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    start = torch.where(changes, slots, 0).cummax(-1).values
+    ends = torch.nn.functional.pad(changes[:, 1:], (0, 1), value=True)
+    end = torch.where(ends, slots + 1, length).flip(-1).cummin(-1).values.flip(-1)
+    return start, end
+
+
+def positions_in_documents(documents: Tensor) -> Tensor:
+    """Each token's place among the tokens of its document, from 0; ``(B, L)``.
+
+    Documents need not be contiguous.
+    """
+    order = documents.argsort(dim=-1, stable=True)
+    start, _ = document_bounds(documents.gather(-1, order))
+    rank = torch.arange(documents.shape[-1], device=documents.device) - start
+    return torch.empty_like(order).scatter_(-1, order, rank)

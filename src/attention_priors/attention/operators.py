@@ -1,0 +1,247 @@
+"""Operators that PyTorch knows: to ``torch.compile`` each is one opaque call, and its data may decide what it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_priors.attention import block_attention as blocks
+from attention_priors.attention.bias import Distances
+from attention_priors.attention.geometry import Geometry
+
+GEOMETRY = (
+    "Tensor? query_positions, Tensor? key_positions, Tensor? documents, Tensor? key_padding_mask, "
+    "Tensor? attn_mask, bool causal"
+)
+"""Parameters that make a :class:`Geometry`, once sizes are known."""
+
+PROBLEM = (
+    "Tensor query, Tensor key, Tensor value, Tensor? table, Tensor? row_scale, Tensor? inside, Tensor? listed, "
+    f"SymInt highest, SymInt number, float softmax_scale, {GEOMETRY}"
+)
+INPUTS = 16
+"""How many parameters ``PROBLEM`` has."""
+
+
+def geometry_arguments(geometry: Geometry) -> tuple[Any, ...]:
+    """What ``GEOMETRY`` lists."""
+    return (
+        geometry.given_query_positions,
+        geometry.given_key_positions,
+        geometry.key_documents,
+        geometry.key_padding_mask,
+        geometry.attn_mask,
+        geometry.causal,
+    )
+
+
+def _geometry(sizes: tuple[int, int, int, int], device: torch.device, arguments: tuple[Any, ...]) -> Geometry:
+    query_positions, key_positions, documents, key_padding_mask, attn_mask, causal = arguments
+    batch, heads, num_queries, num_keys = sizes
+    return Geometry(
+        batch=batch,
+        heads=heads,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        device=device,
+        causal=causal,
+        given_query_positions=query_positions,
+        given_key_positions=key_positions,
+        query_documents=None if documents is None else documents[:, num_keys - num_queries :],
+        key_documents=documents,
+        key_padding_mask=key_padding_mask,
+        attn_mask=attn_mask,
+    )
+
+
+def _problem(
+    query: Tensor,
+    key: Tensor,
+    table: Tensor | None,
+    row_scale: Tensor | None,
+    inside: Tensor | None,
+    listed: Tensor | None,
+    highest: int,
+    number: int,
+    softmax_scale: float,
+    arguments: tuple[Any, ...],
+) -> blocks.BlockProblem:
+    batch, heads, num_queries, _ = query.shape
+    geometry = _geometry((batch, heads, num_queries, key.shape[2]), query.device, arguments)
+    return blocks.BlockProblem(
+        geometry=geometry,
+        distances=Distances(geometry, highest, listed, number),
+        table=None if table is None else table.contiguous(),
+        inside=inside,
+        row_scale=row_scale,
+        softmax_scale=softmax_scale,
+        dtype=torch.float64 if query.dtype == torch.float64 else torch.float32,
+    )
+
+
+# ---- attention in tiles
+
+
+@torch.library.custom_op(
+    "attention_priors::block_attention", mutates_args=(), schema=f"({PROBLEM}) -> (Tensor, Tensor)"
+)
+def block_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor | None,
+    row_scale: Tensor | None,
+    inside: Tensor | None,
+    listed: Tensor | None,
+    highest: int,
+    number: int,
+    softmax_scale: float,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of :func:`block_attention.forward`."""
+    problem = _problem(query, key, table, row_scale, inside, listed, highest, number, softmax_scale, arguments)
+    return blocks.forward(query, key, value, problem)
+
+
+@block_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return query.new_empty(*query.shape[:-1], value.shape[-1]), query.new_empty(query.shape[:-1], dtype=wide)
+
+
+@torch.library.custom_op(
+    "attention_priors::block_attention_backward",
+    mutates_args=(),
+    schema=(
+        f"(Tensor out_grad, Tensor lse_grad, Tensor out, Tensor lse, bool wants_table, bool wants_scale, {PROBLEM}) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def block_attention_backward(
+    out_grad: Tensor,
+    lse_grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    wants_table: bool,
+    wants_scale: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor | None,
+    row_scale: Tensor | None,
+    inside: Tensor | None,
+    listed: Tensor | None,
+    highest: int,
+    number: int,
+    softmax_scale: float,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, table and row scale; what is not wanted is empty."""
+    problem = _problem(query, key, table, row_scale, inside, listed, highest, number, softmax_scale, arguments)
+    # A caller who is inside autocast would have the recomputed products rounded.
+    with torch.autocast(query.device.type, enabled=False):
+        found = blocks.backward(
+            query, key, value, problem, (out, lse), (out_grad, lse_grad), (wants_table, wants_scale)
+        )
+    nothing = lse.new_empty(0)
+    return (
+        found.query,
+        found.key,
+        found.value,
+        nothing if found.table is None else found.table,
+        nothing.clone() if found.row_scale is None else found.row_scale,
+    )
+
+
+@block_attention_backward.register_fake
+def _(
+    out_grad: Tensor,
+    lse_grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    wants_table: bool,
+    wants_scale: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor | None,
+    row_scale: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def like(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+    return (
+        like(query),
+        like(key),
+        like(value),
+        lse.new_empty(0) if table is None or not wants_table else like(table),
+        lse.new_empty(0) if row_scale is None or not wants_scale else like(row_scale),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    ctx.save_for_backward(*output, *tensors)
+    ctx.others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
+
+
+def _differentiate(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
+    out, lse, *tensors = ctx.saved_tensors
+    remaining = iter(tensors)
+    inputs = [next(remaining) if other is None else other[0] for other in ctx.others]
+    wanted = ctx.needs_input_grad[3:5]
+    *dense, table, row_scale = block_attention_backward(out_grad, lse_grad, out, lse, *wanted, *inputs)
+    tail = (None,) * (INPUTS - 5)
+    return (*dense, table if wanted[0] else None, row_scale if wanted[1] else None, *tail)
+
+
+block_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def _refuse(ctx: Any, *grads: Tensor) -> Any:
+    raise NotImplementedError(
+        "this backend of attend() has no second derivative; use backend='reference' or 'blockwise' for it"
+    )
+
+
+block_attention_backward.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
+
+
+# ---- visible keys
+
+
+@torch.library.custom_op(
+    "attention_priors::visible_keys",
+    mutates_args=(),
+    schema=f"(Tensor like, SymInt batch, SymInt heads, SymInt num_queries, SymInt num_keys, {GEOMETRY}) -> Tensor",
+)
+def _visible_keys(like: Tensor, batch: int, heads: int, num_queries: int, num_keys: int, *arguments: Any) -> Tensor:
+    geometry = _geometry((batch, heads, num_queries, num_keys), like.device, arguments)
+    return geometry.visible_keys.clone(memory_format=torch.contiguous_format)
+
+
+@_visible_keys.register_fake
+def _(
+    like: Tensor,
+    batch: int,
+    heads: int,
+    num_queries: int,
+    num_keys: int,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    documents: Tensor | None,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    causal: bool,
+) -> Tensor:
+    heads = 1 if attn_mask is None else attn_mask.shape[1]
+    return like.new_empty((batch, heads, num_queries), dtype=torch.int64)
+
+
+def count_visible_keys(geometry: Geometry, like: Tensor) -> Tensor:
+    """``n_i`` of :attr:`Geometry.visible_keys`, ``(B, H or 1, Lq)``, on the device of ``like``."""
+    sizes = (geometry.batch, geometry.heads, geometry.num_queries, geometry.num_keys)
+    return _visible_keys(like.detach(), *sizes, *geometry_arguments(geometry))

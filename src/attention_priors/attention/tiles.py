@@ -1,0 +1,199 @@
+"""How queries and keys are cut into tiles: ranges of queries times ranges of keys.
+
+Where documents and padding leave every query one run of keys, a tile holds nothing but visible keys, or keys
+that distance alone hides; its bias is then a view of a table. Where they do not, tiles need masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention_priors.attention.geometry import Geometry
+
+SHORTEST_SEGMENT = 64
+"""Queries per segment, on average, below which masks are cheaper than many small calls."""
+
+
+class Tile(NamedTuple):
+    """Queries ``start..stop`` and keys ``first..last`` of some batches."""
+
+    batches: slice
+    start: int
+    stop: int
+    first: int
+    last: int
+
+    @property
+    def rows(self) -> slice:
+        """The queries."""
+        return slice(self.start, self.stop)
+
+    @property
+    def keys(self) -> slice:
+        """The keys."""
+        return slice(self.first, self.last)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of queries and of keys."""
+        return self.stop - self.start, self.last - self.first
+
+
+class RowBlock(NamedTuple):
+    """Queries that are worked on together, and the tiles that hold all they see."""
+
+    batches: slice
+    start: int
+    stop: int
+    own: list[Tile]
+    """Tiles whose queries, one tile after another, are those of the block."""
+    others: list[Tile]
+    """Tiles of all of the block's queries, over keys that are in no tile of ``own``."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How one problem is cut.
+
+    A *segment* is a tile outside of which its queries see nothing.
+    """
+
+    geometry: Geometry
+    reach: tuple[int, int] | None
+    """Smallest and largest distance that the prior lets a query see; None if all."""
+    segments: list[Tile]
+    masked: bool
+    """Whether a segment holds keys that documents, padding or ``attn_mask`` hide from some of its queries."""
+
+    @classmethod
+    def of(cls, geometry: Geometry, reach: tuple[int, int] | None) -> Tiling:
+        """Cut a problem into segments."""
+        whole = Tile(slice(0, geometry.batch), 0, geometry.num_queries, 0, geometry.num_keys)
+        documents, padding = geometry.key_documents, geometry.key_padding_mask
+        hidden = geometry.attn_mask is not None
+        if geometry.offset is None or (documents is None and padding is None):
+            return cls(geometry, reach, [whole], hidden or documents is not None or padding is not None)
+        first, last, contiguous = _runs(geometry)
+        if contiguous and not hidden:
+            segments = _segments(first, last)
+            rows = sum((s.stop - s.start) * (s.batches.stop - s.batches.start) for s in segments)
+            if len(segments) == 1 or rows >= SHORTEST_SEGMENT * len(segments):
+                return cls(geometry, reach, segments, False)
+        return cls(geometry, reach, _coarse(whole, first.amin(0).tolist(), last.amax(0).tolist()), True)
+
+    def keys_of(self, segment: Tile, start: int, stop: int) -> tuple[int, int]:
+        """Range of the segment's keys that any of the queries ``start..stop`` can see."""
+        first, last = segment.first, segment.last
+        offset = self.geometry.offset
+        if offset is not None:
+            earliest, latest = start + offset, stop - 1 + offset
+            if self.geometry.causal:
+                last = min(last, latest + 1)
+            if self.reach is not None:
+                first, last = max(first, earliest - self.reach[1]), min(last, latest - self.reach[0] + 1)
+        return first, max(first, last)
+
+    def row_blocks(self, rows: int, diagonal_rows: int, keys: int | None) -> Iterator[RowBlock]:
+        """All queries, in blocks of ``rows``; tiles of at most ``keys`` keys.
+
+        Under a causal mask large tiles hold what all queries of a block see, and small ones of
+        ``diagonal_rows`` queries, beside the diagonal, the rest: few keys are computed that nobody sees.
+        """
+        if self.reach is not None and self.reach[1] - self.reach[0] < 2 * rows:
+            rows = min(rows, diagonal_rows)  # a window that moves past its keys within one block
+        for segment in self.segments:
+            for start in range(segment.start, segment.stop, rows):
+                stop = min(start + rows, segment.stop)
+                first, last = self.keys_of(segment, start, stop)
+                split = first
+                if self.geometry.causal and self.geometry.offset is not None and stop - start > diagonal_rows:
+                    split = min(last, start + self.geometry.offset + 1)
+                    split = split if split - first > 2 * diagonal_rows else first
+                    own = []
+                    for a in range(start, stop, diagonal_rows):
+                        b = min(a + diagonal_rows, stop)
+                        own_first, own_last = self.keys_of(segment, a, b)
+                        own_first = max(own_first, split)
+                        own.append(Tile(segment.batches, a, b, own_first, max(own_first, own_last)))
+                    others = [Tile(segment.batches, start, stop, *part) for part in _parts(first, split, keys)]
+                else:
+                    tiles = [Tile(segment.batches, start, stop, *part) for part in _parts(first, last, keys)]
+                    own, others = tiles[:1] or [Tile(segment.batches, start, stop, first, first)], tiles[1:]
+                yield RowBlock(segment.batches, start, stop, own, others)
+
+    def columns(self, rows: int, keys: int) -> Iterator[list[Tile]]:
+        """All keys, in ranges of ``keys``: the tiles, of at most ``rows`` queries, that hold one range."""
+        for segment in self.segments:
+            ranges = [
+                (start, min(start + rows, segment.stop), *self.keys_of(segment, start, min(start + rows, segment.stop)))
+                for start in range(segment.start, segment.stop, rows)
+            ]
+            for c in range(segment.first, segment.last, keys):
+                e = min(c + keys, segment.last)
+                column = [
+                    Tile(segment.batches, start, stop, max(first, c), min(last, e))
+                    for start, stop, first, last in ranges
+                    if max(first, c) < min(last, e)
+                ]
+                if column:
+                    yield column
+
+
+def _parts(first: int, last: int, size: int | None) -> list[tuple[int, int]]:
+    step = max(1, last - first) if size is None else size
+    return [(start, min(start + step, last)) for start in range(first, last, step)]
+
+
+def _runs(geometry: Geometry) -> tuple[Tensor, Tensor, bool]:
+    """First and one-past-last key that documents and padding leave each query, ``(B, Lq)``; whether all between too."""
+    shape = (geometry.batch, geometry.num_queries)
+    if geometry.key_documents is not None:
+        first, last = geometry.document_range
+    else:
+        first = torch.zeros(shape, dtype=torch.int64, device=geometry.device)
+        last = torch.full(shape, geometry.num_keys, device=geometry.device)
+    padding = geometry.key_padding_mask
+    if padding is None:
+        return first, last, True
+    slots = torch.arange(geometry.num_keys, device=geometry.device).expand_as(padding)
+    number = geometry.num_keys
+    # The next key at or after each slot that is no padding, and one past the last one before it.
+    following = torch.nn.functional.pad(slots.masked_fill(padding, number), (0, 1), value=number)
+    following = following.flip(-1).cummin(-1).values.flip(-1)
+    before = torch.nn.functional.pad((slots + 1).masked_fill(padding, 0), (1, 0)).cummax(-1).values
+    count = torch.nn.functional.pad((~padding).cumsum(-1), (1, 0))
+    seen = count.gather(1, last) - count.gather(1, first)
+    first, last = following.gather(1, first), before.gather(1, last)
+    last = torch.maximum(first, last)
+    first = torch.where(seen == 0, last, first)
+    return first, last, bool((last - first == seen).all())
+
+
+def _segments(first: Tensor, last: Tensor) -> list[Tile]:
+    """Queries with the same run of keys, run by run: once for the whole batch if its texts are alike."""
+    batch, length = first.shape
+    alike = bool((first == first[:1]).all() & (last == last[:1]).all())
+    segments = []
+    for b in range(1 if alike else batch):
+        change = (first[b, 1:] != first[b, :-1]) | (last[b, 1:] != last[b, :-1])
+        starts = [0, *(change.nonzero().flatten() + 1).tolist()]
+        ranges = zip(first[b, starts].tolist(), last[b, starts].tolist(), strict=True)
+        batches = slice(0, batch) if alike else slice(b, b + 1)
+        for start, stop, (k, m) in zip(starts, [*starts[1:], length], ranges, strict=True):
+            segments.append(Tile(batches, start, stop, k, m))
+    return segments
+
+
+def _coarse(whole: Tile, first: list[int], last: list[int]) -> list[Tile]:
+    """Pieces of the queries, with all keys that any of them may see."""
+    pieces = []
+    for start in range(0, whole.stop, 2 * SHORTEST_SEGMENT):
+        stop = min(start + 2 * SHORTEST_SEGMENT, whole.stop)
+        low, high = min(first[start:stop]), max(last[start:stop])
+        pieces.append(whole._replace(start=start, stop=stop, first=low, last=max(low, high)))
+    return pieces
