@@ -8,6 +8,7 @@ reverse order, its entry ``(i', j')`` stands at place ``i' + j' + x0`` of the ta
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -47,6 +48,10 @@ class Distances:
         self.listed = listed
         self.number = number
 
+    @cached_property
+    def _positions(self) -> tuple[Tensor, Tensor]:
+        return self.geometry.query_positions, self.geometry.key_positions
+
     def values(self) -> Tensor:
         """``(N,)``."""
         if self.listed is not None:
@@ -60,7 +65,7 @@ class Distances:
 
     def index(self, tile: Tile) -> Tensor:
         """The entry of every pair of a tile, ``(b or 1, n, e)``."""
-        queries, keys = self.geometry.query_positions, self.geometry.key_positions
+        queries, keys = self._positions
         queries = (queries[tile.batches] if len(queries) > 1 else queries)[:, tile.rows].flip(-1).unsqueeze(-1)
         keys = (keys[tile.batches] if len(keys) > 1 else keys)[:, None, tile.keys]
         if self.listed is not None:

@@ -35,7 +35,9 @@ class Geometry:
 
     # ---- positions
 
-    @cached_property
+    # Plain properties: attend() reads them outside of its operators, and Dynamo cannot trace a cached_property.
+
+    @property
     def key_positions(self) -> Tensor:
         """``(1 or B, Lk)``."""
         if self.given_key_positions is not None:
@@ -44,7 +46,7 @@ class Geometry:
             return positions_in_documents(self.key_documents)
         return torch.arange(self.num_keys, device=self.device).unsqueeze(0)
 
-    @cached_property
+    @property
     def query_positions(self) -> Tensor:
         """``(1 or B, Lq)``."""
         if self.given_query_positions is not None:

@@ -193,12 +193,18 @@ def _differentiate(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor
     remaining = iter(tensors)
     inputs = [next(remaining) if other is None else other[0] for other in ctx.others]
     wanted = ctx.needs_input_grad[3:5]
-    *dense, table, row_scale = block_attention_backward(out_grad, lse_grad, out, lse, *wanted, *inputs)
+    *dense, table, row_scale = _differentiated(out_grad, lse_grad, out, lse, *wanted, *inputs)
     tail = (None,) * (INPUTS - 5)
     return (*dense, table if wanted[0] else None, row_scale if wanted[1] else None, *tail)
 
 
 block_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def _differentiated(*inputs: Any) -> tuple[Tensor, ...]:
+    if torch._C._are_functorch_transforms_active():
+        return _TransformableBackward.apply(*inputs)  # pyright: ignore[reportGeneralTypeIssues]
+    return block_attention_backward(*inputs)
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> Any:
@@ -208,6 +214,86 @@ def _refuse(ctx: Any, *grads: Tensor) -> Any:
 
 
 block_attention_backward.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
+
+
+class _Transformable(torch.autograd.Function):
+    """The same operator for ``torch.func``, whose ``grad`` does not know what ``register_autograd`` registers."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+        return block_attention(*inputs)
+
+    setup_context = staticmethod(_save)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _differentiate(ctx, *grads)
+
+
+class _TransformableBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        return block_attention_backward(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    backward = staticmethod(_refuse)
+
+
+def attend_in_tiles(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """:func:`block_attention`, whatever transforms it."""
+    if torch._C._are_functorch_transforms_active():
+        return _Transformable.apply(*inputs)  # pyright: ignore[reportGeneralTypeIssues]
+    return block_attention(*inputs)
+
+
+def _one_by_one(operator: Any, info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Any:
+    """Run an operator for each entry of the mapped dimension."""
+    results = [
+        operator(
+            *(
+                x.select(dim, index) if isinstance(x, Tensor) and dim is not None else x
+                for x, dim in zip(inputs, in_dims, strict=True)
+            )
+        )
+        for index in range(info.batch_size)
+    ]
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+@block_attention.register_vmap
+def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+    """More examples for one table are a larger batch; more tables are worked off one by one."""
+    if any(dim is not None for dim in in_dims[3:]):
+        return _one_by_one(block_attention, info, in_dims, inputs)
+    masks = [x for x in inputs[10:15] if x is not None and len(x) > 1]
+    if masks:
+        # They have one entry per example of the batch that is about to grow.
+        return _one_by_one(block_attention, info, in_dims, inputs)
+    row_scale = inputs[4]
+    number, batch = info.batch_size, inputs[0].shape[0 if in_dims[0] != 0 else 1]
+    folded = []
+    for x, dim in zip(inputs[:3], in_dims[:3], strict=True):
+        wide = x.expand(number, *x.shape) if dim is None else x.movedim(dim, 0)
+        folded.append(wide.flatten(0, 1))
+    if row_scale is not None:
+        row_scale = row_scale.expand(number, *row_scale.shape).flatten(0, 1)
+    results = block_attention(*folded, inputs[3], row_scale, *inputs[5:])
+    return tuple(result.unflatten(0, (number, batch)) for result in results), (0, 0)
+
+
+@block_attention_backward.register_vmap
+def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+    return _one_by_one(block_attention_backward, info, in_dims, inputs)
 
 
 # ---- visible keys
@@ -245,3 +331,14 @@ def count_visible_keys(geometry: Geometry, like: Tensor) -> Tensor:
     """``n_i`` of :attr:`Geometry.visible_keys`, ``(B, H or 1, Lq)``, on the device of ``like``."""
     sizes = (geometry.batch, geometry.heads, geometry.num_queries, geometry.num_keys)
     return _visible_keys(like.detach(), *sizes, *geometry_arguments(geometry))
+
+
+@_visible_keys.register_vmap
+def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+    return _one_by_one(_visible_keys, info, in_dims, inputs)
+
+
+for _operator in (block_attention, block_attention_backward):
+    for _device in ("cpu", "cuda"):
+        # Inside autocast, whatever the operator is given comes to float32; attend() has cast its inputs before.
+        _operator.register_autocast(_device, torch.float32)

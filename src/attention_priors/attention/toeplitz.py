@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attention_priors.attention.augment import Augmented, augment
 from attention_priors.attention.geometry import Geometry
-from attention_priors.attention.operators import block_attention, geometry_arguments
+from attention_priors.attention.operators import attend_in_tiles, geometry_arguments
 from attention_priors.attention.problem import Problem
 from attention_priors.priors import Prior, Structure
 
@@ -41,7 +41,7 @@ def attend_in_blocks(problem: Problem, augmented: Augmented, terms: Sequence[Pri
         seen = term.visible_at(distances)
         if seen is not None:
             inside = seen if inside is None else inside & seen
-    out, lse = block_attention(
+    out, lse = attend_in_tiles(
         query,
         key,
         value,

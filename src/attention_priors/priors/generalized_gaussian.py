@@ -161,10 +161,8 @@ class GeneralizedGaussian(Prior):
         """``K`` at each distance ``d = i - j``, ``(H, *distance.shape)``."""
         theta_alpha = per_head(self.theta_alpha.double(), distance)
         beta = per_head(self.beta.double(), distance)
-        theta_mu = self.theta_mu.double()
-        if theta_mu.requires_grad:
-            # Within ε of the peak the slope towards θμ is K / ε, which float32 need not hold.
-            theta_mu.register_hook(_to_float32_range)
+        # Within ε of the peak the slope towards θμ is K / ε, which float32 need not hold.
+        theta_mu = _GradientInFloat32Range.apply(self.theta_mu.double())
         # sinh overflows near 710; 2 sinh 30 is already beyond any context.
         mu = 2 * torch.sinh(per_head(theta_mu.clamp(-30, 30), distance))
         away = (-distance.double() - mu).abs() + EPSILON
@@ -173,5 +171,19 @@ class GeneralizedGaussian(Prior):
         return (-exponent.exp()).to(dtype)
 
 
-def _to_float32_range(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.clamp(-LARGEST_GRADIENT, LARGEST_GRADIENT)
+class _GradientInFloat32Range(torch.autograd.Function):
+    """The identity, whose gradient is cut off before float32 overflows."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient.clamp(-LARGEST_GRADIENT, LARGEST_GRADIENT)
