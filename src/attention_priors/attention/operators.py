@@ -70,6 +70,8 @@ def _problem(
 ) -> blocks.BlockProblem:
     batch, heads, num_queries, _ = query.shape
     geometry = _geometry((batch, heads, num_queries, key.shape[2]), query.device, arguments)
+    if geometry.has_given_positions and listed is None:
+        _check_range(geometry, highest, number)
     return blocks.BlockProblem(
         geometry=geometry,
         distances=Distances(geometry, highest, listed, number),
@@ -79,6 +81,19 @@ def _problem(
         softmax_scale=softmax_scale,
         dtype=torch.float64 if query.dtype == torch.float64 else torch.float32,
     )
+
+
+def _check_range(geometry: Geometry, highest: int, number: int) -> None:
+    queries, keys = geometry.query_positions, geometry.key_positions
+    farthest = int((queries.amax(-1) - keys.amin(-1)).max())
+    nearest = int((queries.amin(-1) - keys.amax(-1)).min())
+    lowest = highest - number + 1
+    if farthest > highest or (nearest < lowest and not geometry.causal):
+        raise ValueError(
+            f"query_positions and key_positions lie {nearest} to {farthest} tokens apart; a compiled attend() "
+            f"takes distances from {lowest} to {highest}, what {geometry.num_queries} queries and "
+            f"{geometry.num_keys} keys without gaps have"
+        )
 
 
 # ---- attention in tiles
@@ -338,7 +353,7 @@ def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
     return _one_by_one(_visible_keys, info, in_dims, inputs)
 
 
-for _operator in (block_attention, block_attention_backward):
-    for _device in ("cpu", "cuda"):
-        # Inside autocast, whatever the operator is given comes to float32; attend() has cast its inputs before.
-        _operator.register_autocast(_device, torch.float32)
+for _device in ("cpu", "cuda"):
+    # Called inside autocast, it takes everything in float32. attend() casts as autocast asks before it calls, and
+    # the backward operator switches autocast off: its inputs are what the forward one had.
+    block_attention.register_autocast(_device, torch.float32)

@@ -63,6 +63,10 @@ def attend_in_blocks(problem: Problem, augmented: Augmented, terms: Sequence[Pri
 def _distances(geometry: Geometry) -> tuple[Tensor, int, Tensor | None]:
     """The distances of a table's entries, the highest, and all of them if they do not fall by one from there."""
     num_queries, num_keys, offset = geometry.num_queries, geometry.num_keys, None
+    if geometry.has_given_positions and torch.compiler.is_compiling():
+        # What is compiled does not look at values: the operator does, and refuses positions beyond these.
+        highest = max(num_queries, num_keys) - 1
+        return torch.arange(highest, -highest - 1, -1, device=geometry.device), highest, None
     if not geometry.has_given_positions:
         # Documents only ever bring tokens closer together.
         offset = num_keys - num_queries

@@ -66,6 +66,7 @@ class Rotary(Encoding):
         self.base_multiplier = float(base_multiplier)
         self._frequencies: tuple[Tensor, float] | None = None
 
+    @torch.compiler.assume_constant_result
     def frequencies(self) -> tuple[Tensor, float]:
         """``ω`` in radians per token, ``(D/2,)`` in float32, and YaRN's factor on cosines and sines.
 

@@ -129,22 +129,24 @@ class DecoderAttention(nn.Module):
         self, hidden: Tensor, places: Places, shared_prior: Prior | None, cache: Cache | None, last: slice
     ) -> Tensor:
         """``(B, L, hidden_size)`` to the same, for the tokens in ``last`` alone: the others are keys only."""
-        query_positions = places.query_positions[:, last]
         query, key, value = (
             projection(tokens).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection, tokens in ((self.q_proj, hidden[:, last]), (self.k_proj, hidden), (self.v_proj, hidden))
         )
         if isinstance(self.encoding, Rotary):
-            query, key = self.encoding(query, query_positions), self.encoding(key, places.query_positions)
+            query = self.encoding(query, places.positions[:, last])
+            key = self.encoding(key, places.positions)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_index)
+            # A static cache has room after the last token.
+            key, value = (x[:, :, : places.num_keys] for x in (key, value))
         out = attend(
             query,
             key,
             value,
             self.prior if shared_prior is None else shared_prior,
             logit_scale=self.logit_scale,
-            query_positions=query_positions,
+            query_positions=None if places.query_positions is None else places.query_positions[:, last],
             key_positions=places.key_positions,
             document_ids=places.document_ids,
             key_padding_mask=places.key_padding_mask,
@@ -189,9 +191,19 @@ class DecoderLayer(GradientCheckpointingLayer):
 class Places:
     """Where queries and keys stand, and which keys are padding or belong to other documents.
 
-    Keys are all slots of the cache up to and including the new tokens; queries are the new tokens.
-    Positions count from the first token that is not padding, or from the start of each document.
+    Keys are all tokens so far; queries are the new ones, the last of them. Positions count from the first token
+    that is not padding, or from the start of each document.
     """
+
+    num_keys: int
+    """Keys in use. (A compiled model with a static cache cannot know: it sees all slots, and hides the empty ones.)"""
+    positions: Tensor
+    """Of the new tokens, ``(1 or B, L)``."""
+    query_positions: Tensor | None = None
+    """What :func:`attend` needs to be told, ``(1 or B, L)``; None where it finds them itself."""
+    key_positions: Tensor | None = None
+    """``(1 or B, num_keys)``, or None."""
+    key_padding_mask: Tensor | None = None
 
     def __init__(
         self,
@@ -203,33 +215,42 @@ class Places:
         document_ids: Tensor | None,
         cache: Cache | None,
     ) -> None:
-        past = 0 if cache is None else int(cache.get_seq_length())
-        num_keys = past + length if cache is None else int(cache.get_mask_sizes(length, 0)[0])
-        slots = torch.arange(num_keys, device=device).unsqueeze(0)
+        past: Any = 0 if cache is None else cache.get_seq_length()
+        compiling = torch.compiler.is_compiling()
+        if isinstance(past, Tensor) and compiling and cache is not None:
+            self.num_keys = cache.get_mask_sizes(length, 0)[0]
+        else:
+            past = int(past)
+            self.num_keys = past + length
+        slots = torch.arange(self.num_keys, device=device).unsqueeze(0)
+        self.positions = torch.arange(length, device=device).unsqueeze(0) + past
+        if self.num_keys != length and isinstance(past, Tensor):
+            self.query_positions = self.positions
         self.document_ids = document_ids
-        self.key_padding_mask = None
-        self.key_positions = slots
         if document_ids is not None:
-            if tuple(document_ids.shape) != (batch, num_keys):
+            if tuple(document_ids.shape) != (batch, self.num_keys):
                 raise ValueError(
-                    f"document_ids must cover every key, shape ({batch}, {num_keys}), got {tuple(document_ids.shape)}"
+                    f"document_ids must cover every key, shape ({batch}, {self.num_keys}), got "
+                    f"{tuple(document_ids.shape)}"
                 )
-            self.key_positions = positions_in_documents(document_ids)
-        if attention_mask is not None:
-            if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] > num_keys:
-                raise ValueError(
-                    f"attention_mask must have shape ({batch}, {num_keys}), 1 for tokens and 0 for padding, got "
-                    f"{tuple(attention_mask.shape)}"
-                )
-            padding = attention_mask == 0
-            if bool(padding.any()):
-                # A static cache has room after the last token; the causal mask hides it.
-                padding = nn.functional.pad(padding, (0, num_keys - padding.shape[1]), value=True)
-                self.key_padding_mask = padding
-                if document_ids is None:
-                    first_token = (~padding).int().argmax(-1, keepdim=True)
-                    self.key_positions = slots - first_token
-        self.query_positions = self.key_positions[:, past : past + length]
+            self.positions = positions_in_documents(document_ids)[:, -length:]
+        if attention_mask is None:
+            return
+        slots_there_are = self.num_keys if cache is None else max(self.num_keys, cache.get_mask_sizes(length, 0)[0])
+        if attention_mask.dim() != 2 or len(attention_mask) != batch or attention_mask.shape[1] > slots_there_are:
+            raise ValueError(
+                f"attention_mask must have shape ({batch}, {self.num_keys}), 1 for tokens and 0 for padding, got "
+                f"{tuple(attention_mask.shape)}"
+            )
+        padding = attention_mask[:, : self.num_keys] == 0
+        # What is compiled does not look at values.
+        if compiling or bool(padding.any()):
+            padding = nn.functional.pad(padding, (0, self.num_keys - padding.shape[1]), value=True)
+            self.key_padding_mask = padding
+            if document_ids is None:
+                first_token = (~padding).int().argmax(-1, keepdim=True)
+                self.positions = self.positions - first_token
+                self.query_positions, self.key_positions = self.positions, slots - first_token
 
 
 class PriorDecoderPreTrainedModel(PreTrainedModel):
@@ -323,7 +344,7 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
             cache=past_key_values,
         )
         if self.encoding is not None:
-            hidden = hidden + self.encoding(places.query_positions).to(hidden.dtype)
+            hidden = hidden + self.encoding(places.positions).to(hidden.dtype)
         for layer in self.layers:
             last = slice(-states_to_keep if layer is self.layers[-1] and states_to_keep else None, None)
             hidden = layer(hidden, places, self.prior, past_key_values, last)
