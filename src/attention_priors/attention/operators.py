@@ -231,6 +231,10 @@ def _refuse(ctx: Any, *grads: Tensor) -> Any:
 block_attention_backward.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
 
 
+def _refuse_forward_mode(ctx: Any, *tangents: Tensor | None) -> Any:
+    raise NotImplementedError("this backend of attend() has no forward-mode derivative; use backend='reference'")
+
+
 class _Transformable(torch.autograd.Function):
     """The same operator for ``torch.func``, whose ``grad`` does not know what ``register_autograd`` registers."""
 
@@ -241,6 +245,7 @@ class _Transformable(torch.autograd.Function):
         return block_attention(*inputs)
 
     setup_context = staticmethod(_save)
+    jvp = staticmethod(_refuse_forward_mode)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -259,6 +264,7 @@ class _TransformableBackward(torch.autograd.Function):
         pass
 
     backward = staticmethod(_refuse)
+    jvp = staticmethod(_refuse_forward_mode)
 
 
 def attend_in_tiles(*inputs: Any) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,251 @@
+"""The attention operator as PyTorch sees it: compiled, transformed, checkpointed, repeated."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+from torch.utils.checkpoint import checkpoint
+
+from attention_priors import (
+    GeneralizedGaussian,
+    KeySink,
+    Laplace,
+    Prior,
+    RelativeBuckets,
+    Spectral,
+    SSMax,
+    Window,
+    attend,
+)
+from attention_priors.attention import operators
+
+B, H, KV, L, D, DV = 2, 4, 2, 20, 8, 6
+DOCUMENTS = torch.tensor([[0] * 8 + [1] * 12, [0] * 20])
+INTERLEAVED = torch.tensor([[0, 1] * 10, [0] * 20])
+PADDING = torch.zeros(B, L, dtype=torch.bool)
+PADDING[0, :3] = True
+
+
+def inputs(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (B, H, L, D), (B, KV, L, D), (B, KV, L, DV)
+    query, key, value = (torch.randn(size, generator=generator).requires_grad_() for size in sizes)
+    return query, key, value
+
+
+def gaussian() -> GeneralizedGaussian:
+    return GeneralizedGaussian(H, init="spread", learn=True)
+
+
+VARIANTS: dict[str, tuple[Callable[[], Prior | None], dict[str, Any]]] = {
+    "no prior": (lambda: None, {}),
+    "generalized gaussian": (gaussian, {}),
+    "bidirectional": (gaussian, {"causal": False}),
+    "laplace": (lambda: Laplace(H, learn=True), {}),
+    "buckets": (lambda: RelativeBuckets(H, num_buckets=8, max_distance=16), {}),
+    "lanes": (lambda: Spectral(H) + KeySink(H, train_length=8), {}),
+    "table and lanes": (lambda: gaussian() + KeySink(H, train_length=8), {}),
+    "window": (lambda: gaussian() + Window(H, 5), {}),
+    "scaled": (gaussian, {"logit_scale": SSMax(H)}),
+    "content scaled": (gaussian, {"logit_scale": SSMax(H, include_prior=False)}),
+    "documents": (gaussian, {"document_ids": DOCUMENTS, "logit_scale": SSMax(H)}),
+    "interleaved documents": (gaussian, {"document_ids": INTERLEAVED, "logit_scale": SSMax(H)}),
+    "padding": (gaussian, {"key_padding_mask": PADDING, "logit_scale": SSMax(H)}),
+    "mask": (gaussian, {"attn_mask": torch.arange(L) % 3 == torch.arange(L).unsqueeze(-1) % 4}),
+    "positions": (gaussian, {"query_positions": torch.arange(L), "key_positions": torch.arange(L)}),
+    "positions in reverse": (gaussian, {"query_positions": torch.arange(L).flip(0), "causal": False}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_compiled_without_a_graph_break(name: str) -> None:
+    make, options = VARIANTS[name]
+    prior, tensors = make(), inputs()
+    leaves = [*tensors, *(p for p in (prior.parameters() if prior else ()) if p.requires_grad)]
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return attend(query, key, value, prior, return_lse=True, **options)
+
+    def results(function: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
+        out, lse = function(*tensors)
+        total = out.square().sum() + lse.masked_fill(torch.isneginf(lse), 0.0).sin().sum()
+        return [out.detach(), lse.detach(), *torch.autograd.grad(total, leaves)]
+
+    torch._dynamo.reset()
+    found = results(torch.compile(call, fullgraph=True, backend="aot_eager"))
+    for one, other in zip(found, results(call), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_compiled_it_refuses_positions_with_gaps() -> None:
+    query, key, value = inputs()
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    with pytest.raises(ValueError, match="query_positions and key_positions lie"):
+        compiled(query, key, value, gaussian(), query_positions=2 * torch.arange(L))
+
+
+@pytest.mark.parametrize("name", [n for n in VARIANTS if n not in ("no prior", "lanes", "positions in reverse")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_operator_check(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own check of schema, fake tensors and autograd, on what attend() really passes."""
+    make, options = VARIANTS[name]
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        "attention_priors.attention.toeplitz.attend_in_tiles",
+        lambda *arguments: calls.append(arguments) or operators.block_attention(*arguments),
+    )
+    query, key, value = (x.detach().to(dtype).requires_grad_() for x in inputs())
+    attend(query, key, value, make(), backend="toeplitz", **options)
+    (arguments,) = calls
+    arguments = tuple(
+        x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments
+    )
+    torch.library.opcheck(torch.ops.attention_priors.block_attention.default, arguments)
+
+
+@pytest.mark.parametrize("options", [{}, {"document_ids": DOCUMENTS}, {"key_padding_mask": PADDING}])
+def test_operator_check_of_the_count(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    count = operators._visible_keys
+    monkeypatch.setattr(operators, "_visible_keys", lambda *x: calls.append(x) or count(*x))
+    attend(*inputs(), logit_scale=SSMax(H), **options)
+    torch.library.opcheck(torch.ops.attention_priors.visible_keys.default, calls[0])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradients_by_torch_func(name: str) -> None:
+    make, options = VARIANTS[name]
+    prior, tensors = make(), inputs()
+
+    def loss(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(query, key, value, prior, **options).square().sum()
+
+    found = grad(loss, argnums=(0, 1, 2))(*(x.detach() for x in tensors))
+    for one, other in zip(found, torch.autograd.grad(loss(*tensors), tensors), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+class Loss(torch.nn.Module):
+    def __init__(self, prior: Prior, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.prior = prior
+        self.options = options
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(query, key, value, self.prior, **self.options).square().sum()
+
+
+@pytest.mark.parametrize("name", ["generalized gaussian", "scaled", "documents", "window"])
+def test_gradients_of_parameters_per_example(name: str) -> None:
+    make, options = VARIANTS[name]
+    prior = make()
+    assert prior is not None
+    loss = Loss(prior, options)
+    parameters: dict[str, Tensor] = dict(loss.named_parameters())
+    examples = [inputs(seed) for seed in range(3)]
+    stacked = [torch.stack(parts).detach() for parts in zip(*examples, strict=True)]
+
+    def one(parameters: dict[str, Tensor], *tensors: Tensor) -> Tensor:
+        return functional_call(loss, parameters, tensors)
+
+    found = vmap(grad(one), in_dims=(None, 0, 0, 0))(parameters, *stacked)
+    for index, example in enumerate(examples):
+        expected = torch.autograd.grad(loss(*example), list(parameters.values()))
+        for parameter, value in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(found[parameter][index], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, None), (None, 2, 0)])
+def test_mapped_over_examples(name: str, in_dims: tuple[int | None, ...]) -> None:
+    make, options = VARIANTS[name]
+    prior = make()
+    examples = [[x.detach() for x in inputs(seed)] for seed in range(3)]
+    stacked = [
+        examples[0][place] if dim is None else torch.stack([example[place] for example in examples], dim)
+        for place, dim in enumerate(in_dims)
+    ]
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(query, key, value, prior, **options)
+
+    with torch.no_grad():
+        found = vmap(call, in_dims=in_dims)(*stacked)
+        for index in range(3):
+            example = [x if dim is None else x.select(dim, index) for x, dim in zip(stacked, in_dims, strict=True)]
+            torch.testing.assert_close(found[index], call(*example), rtol=1e-5, atol=1e-6)
+
+
+def test_mapped_over_priors() -> None:
+    query, key, value = (x.detach() for x in inputs())
+    prior = gaussian()
+    loss = Loss(prior, {})
+    shapes = torch.stack([prior.theta_beta + step for step in (0.0, 0.5, 1.0)]).detach()
+
+    def one(theta_beta: Tensor) -> Tensor:
+        return functional_call(loss, {"prior.theta_beta": theta_beta}, (query, key, value))
+
+    found = vmap(one)(shapes)
+    torch.testing.assert_close(found, torch.stack([one(shape) for shape in shapes]), rtol=1e-5, atol=1e-5)
+
+
+def test_second_derivatives_are_refused() -> None:
+    query, key, value = inputs()
+    prior = gaussian()
+    message = "second derivative; use backend='reference' or 'blockwise'"
+
+    def total(query: Tensor) -> Tensor:
+        return attend(query, key.detach(), value.detach(), prior).sum()
+
+    (first,) = torch.autograd.grad(total(query), query, create_graph=True)
+    with pytest.raises(NotImplementedError, match=message):
+        first.sum().backward()
+    with pytest.raises(NotImplementedError, match=message):
+        grad(lambda x: grad(total)(x).square().sum())(query.detach())
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative; use backend='reference'"):
+        torch.func.jvp(total, (query.detach(),), (query.detach(),))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed(reentrant: bool) -> None:
+    query, key, value = inputs()
+    prior = gaussian()
+    leaves = [query, key, value, *prior.parameters()]
+
+    def gradients(out: Tensor) -> list[Tensor]:
+        for leaf in leaves:
+            leaf.grad = None
+        out.square().sum().backward()
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    plain = gradients(attend(query, key, value, prior))
+    again: Any = checkpoint(lambda q, k, v: attend(q, k, v, prior), query, key, value, use_reentrant=reentrant)
+    for one, other in zip(gradients(again), plain, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        (name, backend)
+        for name in VARIANTS
+        for backend in ("reference", "blockwise", "lanes", "toeplitz")
+        if backend != "lanes" or name in ("no prior", "lanes")
+    ],
+)
+def test_two_runs_agree_bit_for_bit(name: str, backend: Any) -> None:
+    make, options = VARIANTS[name]
+    prior = make()
+
+    def results() -> list[Tensor]:
+        tensors = inputs()
+        leaves = [*tensors, *(p for p in (prior.parameters() if prior else ()) if p.requires_grad)]
+        out = attend(*tensors, prior, backend=backend, **options)
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    for one, other in zip(results(), results(), strict=True):
+        assert torch.equal(one, other)
