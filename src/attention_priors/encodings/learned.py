@@ -38,7 +38,9 @@ class LearnedTable(AdditiveEncoding):
         Raises:
             ValueError: at a position that the table does not have.
         """
-        if positions.numel() and int(positions.max()) >= self.max_length:
+        # What is compiled does not look at values; there the indexing below fails.
+        looks = positions.numel() and not torch.compiler.is_compiling()
+        if looks and int(positions.max()) >= self.max_length:
             raise ValueError(
                 f"position {int(positions.max())} lies past the learned table's {self.max_length} positions; a "
                 "learned table cannot extrapolate: use a longer max_length in training, or a prior"

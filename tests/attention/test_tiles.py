@@ -1,0 +1,125 @@
+"""Tiles hold every pair of query and key that may see each other, once, and little beside."""
+
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Case, cases, examples
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attention_priors.attention.geometry import Geometry
+from attention_priors.attention.problem import make_problem
+from attention_priors.attention.tiles import Tile, Tiling
+
+
+def geometry_of(case: Case) -> Geometry:
+    options: dict[str, Any] = {**case.options(), "logit_scale": None}
+    return make_problem(case.query, case.key, case.value, None, **options, relative=None, dropout_p=0.0).geometry
+
+
+def counted(geometry: Geometry, tiles: list[Tile]) -> Tensor:
+    """How many tiles hold each pair."""
+    count = torch.zeros(geometry.batch, geometry.num_queries, geometry.num_keys, dtype=torch.int64)
+    for tile in tiles:
+        count[tile.batches, tile.rows, tile.keys] += 1
+    return count
+
+
+def seen_by(geometry: Geometry, reach: tuple[int, int] | None) -> Tensor:
+    shape = (geometry.batch, geometry.num_queries, geometry.num_keys)
+    visible = geometry.visible()
+    seen = torch.ones(shape, dtype=torch.bool) if visible is None else visible.any(1).expand(shape)
+    if reach is not None:
+        distance = geometry.query_positions.unsqueeze(-1) - geometry.key_positions.unsqueeze(-2)
+        seen = seen & (distance >= reach[0]) & (distance <= reach[1])
+    return seen
+
+
+REACHES = st.sampled_from([None, None, (0, 3), (-2, 7), (-40, 40), (3, 9)])
+
+
+@examples(150)
+@given(cases("none", longest=60), REACHES, st.integers(1, 30), st.integers(1, 9), st.sampled_from([None, 5, 16]))
+def test_row_blocks(case: Case, reach: tuple[int, int] | None, rows: int, diagonal: int, keys: int | None) -> None:
+    geometry = geometry_of(case)
+    tiling = Tiling.of(geometry, reach)
+    blocks = list(tiling.row_blocks(rows, diagonal, keys))
+    tiles = [tile for block in blocks for tile in (*block.own, *block.others)]
+    count = counted(geometry, tiles)
+    assert int(count.max()) <= 1
+    assert bool((count[seen_by(geometry, reach)] == 1).all())
+    rows_held = torch.zeros(geometry.batch, geometry.num_queries, dtype=torch.int64)
+    for block in blocks:
+        assert [tile.start for tile in block.own[1:]] == [tile.stop for tile in block.own[:-1]]
+        assert (block.own[0].start, block.own[-1].stop) == (block.start, block.stop)
+        assert all((tile.start, tile.stop) == (block.start, block.stop) for tile in block.others)
+        assert all(tile.batches == block.batches for tile in (*block.own, *block.others))
+        rows_held[block.batches, block.start : block.stop] += 1
+    assert bool((rows_held == 1).all())
+
+
+@examples(150)
+@given(cases("none", longest=60), REACHES, st.integers(1, 30), st.integers(1, 30))
+def test_columns(case: Case, reach: tuple[int, int] | None, rows: int, keys: int) -> None:
+    geometry = geometry_of(case)
+    columns = list(Tiling.of(geometry, reach).columns(rows, keys))
+    for column in columns:
+        assert max(tile.last for tile in column) - min(tile.first for tile in column) <= keys
+        assert len({(tile.batches.start, tile.batches.stop) for tile in column}) == 1
+        assert all(tile.shape[0] <= rows and min(tile.shape) > 0 for tile in column)
+    count = counted(geometry, [tile for column in columns for tile in column])
+    assert int(count.max()) <= 1
+    assert bool((count[seen_by(geometry, reach)] == 1).all())
+
+
+@examples(200, "unmasked")
+@given(cases("none", longest=300))
+def test_without_masks_distance_alone_hides(case: Case) -> None:
+    geometry = geometry_of(case)
+    tiling = Tiling.of(geometry, None)
+    if not tiling.masked:
+        allowed = geometry.allowed(slice(None), slice(None))
+        held = counted(geometry, tiling.segments) > 0
+        assert allowed is None or bool(allowed.any(1).expand_as(held)[held].all())
+
+
+@pytest.mark.parametrize(
+    ("options", "number"),
+    [
+        ({}, 1),
+        ({"document_ids": torch.arange(600) // 150}, 4),
+        ({"key_padding_mask": torch.arange(600) < 70}, 1),
+        ({"document_ids": torch.arange(600) // 150, "key_padding_mask": torch.arange(600) >= 500}, 4),
+    ],
+)
+def test_long_documents_and_padding_at_the_ends_need_no_masks(options: dict[str, Tensor], number: int) -> None:
+    x = torch.zeros(2, 1, 600, 1)
+    case = Case(x, x, x, **{name: value.expand(2, -1) for name, value in options.items()})  # pyright: ignore[reportArgumentType]
+    tiling = Tiling.of(geometry_of(case), None)
+    assert not tiling.masked
+    assert len(tiling.segments) == number
+    assert all(segment.batches == slice(0, 2) for segment in tiling.segments)
+
+
+def test_short_documents_and_gaps_in_the_padding_need_masks() -> None:
+    x = torch.zeros(1, 1, 600, 1)
+    for options in (
+        {"document_ids": torch.arange(600)[None] // 5},
+        {"key_padding_mask": torch.arange(600)[None] % 7 == 3},
+        {"document_ids": torch.arange(600)[None] % 2},
+    ):
+        tiling = Tiling.of(geometry_of(Case(x, x, x, **options)), None)  # pyright: ignore[reportArgumentType]
+        assert tiling.masked
+
+
+def test_a_window_computes_little_beside_it() -> None:
+    x = torch.zeros(1, 1, 20000, 1)
+    tiling = Tiling.of(geometry_of(Case(x, x, x)), (0, 255))
+    pairs = sum(
+        rows * keys
+        for block in tiling.row_blocks(1024, 128, None)
+        for rows, keys in (tile.shape for tile in (*block.own, *block.others))
+    )
+    assert pairs <= 1.5 * 256 * 20000

@@ -1,0 +1,37 @@
+"""A compiled decoder: one graph, and the logits and gradients of the one that is not compiled."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_decoders import VARIANTS, tiny_decoder, tokens
+from torch import Tensor
+
+LENGTH = 12
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
+MASK = torch.tensor([[0] * 3 + [1] * 9, [1] * 12])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("options", [{}, {"document_ids": DOCUMENTS}, {"attention_mask": MASK}])
+def test_no_graph_break(variant: str, options: dict[str, Any]) -> None:
+    model, ids = tiny_decoder(**VARIANTS[variant]), tokens(2, LENGTH)
+    torch._dynamo.reset()
+
+    def logits() -> Tensor:
+        return model(ids, use_cache=False, **options).logits
+
+    found = torch.compile(logits, fullgraph=True, backend="aot_eager")()
+    expected = logits()
+    # What padding gives has no meaning.
+    meant = options.get("attention_mask", torch.ones_like(ids)).bool()
+    torch.testing.assert_close(found[meant], expected[meant])
+    learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    compiled, eager = (
+        torch.autograd.grad(x[meant].square().sum(), list(learned.values()), allow_unused=True)
+        for x in (found, expected)
+    )
+    for name, one, other in zip(learned, compiled, eager, strict=True):
+        if other is not None:
+            assert one is not None
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
