@@ -16,6 +16,8 @@ from attention_priors.encodings import ShawVectors
 from attention_priors.priors import Prior, Structure
 
 Backend = Literal["auto", "reference", "blockwise", "lanes", "toeplitz"]
+FEW_QUERIES = 64
+"""Keys per query from which on a table is faster than lanes."""
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "blockwise", "lanes", "toeplitz")
 
 
@@ -163,7 +165,9 @@ def _choose(problem: Problem) -> Backend:
     # A linear lane is less exact than a table at far positions, and lanes are computed in float32.
     linear = any(Structure.FACTORED not in term.structure for term in terms)
     half = problem.query.dtype in (torch.float16, torch.bfloat16) and problem.prior is not None
-    return "toeplitz" if stationary and (linear or half) else "lanes"
+    # Lanes lengthen every key. For a few queries over many keys, as in decoding, that is most of the work.
+    few = problem.prior is not None and FEW_QUERIES * problem.geometry.num_queries <= problem.geometry.num_keys
+    return "toeplitz" if stationary and (linear or half or few) else "lanes"
 
 
 def _needs_autograd(problem: Problem) -> bool:

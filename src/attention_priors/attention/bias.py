@@ -141,13 +141,14 @@ class Bias:
         self._view_table = self._hidden
         if self.table is not None and not self.in_memory:
             # Views are read off it with strides.
-            self._view_table = (self.table if self._hidden is None else self.table + self._hidden).contiguous()
+            self._view_table = self.table if self._hidden is None else self.table + self._hidden
         self._mask_of: tuple[Tile, Tensor | None] | None = None
 
     def _hide_distances(self) -> Tensor | None:
         """0, or ``-inf`` at distances that no query sees, ``(1, N)``; None if there are none."""
         hidden = None if self.inside is None else ~self.inside
-        if self.geometry.causal:
+        falls_to = self.distances.highest - self.distances.number + 1
+        if self.geometry.causal and (self.distances.listed is not None or falls_to < 0):
             future = self.distances.values() < 0
             hidden = future if hidden is None else hidden | future
         if hidden is None or not bool(hidden.any()):

@@ -89,9 +89,11 @@ def forward(query: Tensor, key: Tensor, value: Tensor, problem: BlockProblem) ->
     bias_of = problem.bias()
     rows, keys, group = ROWS, None, heads
     if bias_of.in_memory:
-        keys = KEYS_IN_MEMORY
-        rows = min(ROWS, max(DIAGONAL_ROWS, block_length(batch * keys * min(2, heads), BIAS_NUMBERS)))
-        group = block_length(batch * keys * min(rows, num_queries), BIAS_NUMBERS)
+        rows = block_length(batch * KEYS_IN_MEMORY * min(2, heads), BIAS_NUMBERS)
+        rows = min(num_queries, ROWS, max(DIAGONAL_ROWS, rows))
+        # Few queries, as in decoding, take many keys at once.
+        keys = max(KEYS_IN_MEMORY, block_length(batch * heads * rows, BIAS_NUMBERS))
+        group = block_length(batch * keys * rows, BIAS_NUMBERS)
     groups = _head_groups(heads, key.shape[1], group)
     for block in problem.tiling.row_blocks(rows, DIAGONAL_ROWS, keys):
         here = slice(block.start, block.stop)

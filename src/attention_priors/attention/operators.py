@@ -75,7 +75,8 @@ def _problem(
     return blocks.BlockProblem(
         geometry=geometry,
         distances=Distances(geometry, highest, listed, number),
-        table=None if table is None else table.contiguous(),
+        # Views are read off it with strides; rows may lie apart.
+        table=table if table is None or table.stride(1) == 1 else table.contiguous(),
         inside=inside,
         row_scale=row_scale,
         softmax_scale=softmax_scale,

@@ -11,6 +11,7 @@ from attention_priors.attention.augment import Augmented, augment
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.operators import attend_in_tiles, geometry_arguments
 from attention_priors.attention.problem import Problem
+from attention_priors.attention.tables import consecutive_table
 from attention_priors.priors import Prior, Structure
 
 
@@ -33,14 +34,16 @@ def attend_in_blocks(problem: Problem, augmented: Augmented, terms: Sequence[Pri
         Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``.
     """
     query, key, value, row_offset = augmented
-    distances, highest, listed = _distances(problem.geometry)
-    table, inside = None, None
-    for term in terms:
-        part = term.log_prior_at(distances, problem.compute_dtype)
-        table = part if table is None else table + part
-        seen = term.visible_at(distances)
-        if seen is not None:
-            inside = seen if inside is None else inside & seen
+    highest, number, listed = _distances(problem.geometry)
+    like = query.new_empty(0, dtype=problem.compute_dtype)
+    table = None
+    if listed is None:
+        table = consecutive_table(terms, highest, highest - number + 1, like)
+    else:
+        for term in terms:
+            part = term.log_prior_at(listed, like.dtype)
+            table = part if table is None else table + part
+    inside = _inside(terms, highest, number, listed, query.device)
     out, lse = attend_in_tiles(
         query,
         key,
@@ -50,7 +53,7 @@ def attend_in_blocks(problem: Problem, augmented: Augmented, terms: Sequence[Pri
         inside,
         listed,
         highest,
-        len(distances),
+        number,
         problem.softmax_scale,
         *geometry_arguments(problem.geometry),
     )
@@ -60,26 +63,37 @@ def attend_in_blocks(problem: Problem, augmented: Augmented, terms: Sequence[Pri
     return out.to(problem.query.dtype), lse
 
 
-def _distances(geometry: Geometry) -> tuple[Tensor, int, Tensor | None]:
-    """The distances of a table's entries, the highest, and all of them if they do not fall by one from there."""
+def _inside(
+    terms: Sequence[Prior], highest: int, number: int, listed: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """Whether the terms let a query see each distance, ``(N,)``; None if they hide none."""
+    inside = None
+    distances = torch.arange(highest, highest - number, -1, device=device) if listed is None else listed
+    for term in terms:
+        seen = term.visible_at(distances)
+        if seen is not None:
+            inside = seen if inside is None else inside & seen
+    return inside
+
+
+def _distances(geometry: Geometry) -> tuple[int, int, Tensor | None]:
+    """A table's distances: the highest, how many fall by one from there, or all of them, rising, if they do not."""
     num_queries, num_keys, offset = geometry.num_queries, geometry.num_keys, None
     if geometry.has_given_positions and torch.compiler.is_compiling():
         # What is compiled does not look at values: the operator does, and refuses positions beyond these.
         highest = max(num_queries, num_keys) - 1
-        return torch.arange(highest, -highest - 1, -1, device=geometry.device), highest, None
+        return highest, 2 * highest + 1, None
     if not geometry.has_given_positions:
         # Documents only ever bring tokens closer together.
         offset = num_keys - num_queries
     elif geometry.offset is not None:
         offset = geometry.offset
     if offset is None:
-        rows = min(num_queries, 256)
         keys = geometry.key_positions.unsqueeze(-2)
-        parts = [(queries.unsqueeze(-1) - keys).unique() for queries in geometry.query_positions.split(rows, dim=-1)]
-        listed = torch.cat(parts).unique()
-        return listed, 0, listed
+        blocks = geometry.query_positions.split(256, dim=-1)
+        listed = torch.cat([(queries.unsqueeze(-1) - keys).unique() for queries in blocks]).unique()
+        return 0, len(listed), listed
     highest = num_queries - 1 + offset
     # A causal tile looks ahead no farther than its own last query.
     lowest = 1 - num_queries if geometry.causal else offset - (num_keys - 1)
-    lowest = min(lowest, highest)
-    return torch.arange(highest, lowest - 1, -1, device=geometry.device), highest, None
+    return highest, highest - min(lowest, highest) + 1, None
