@@ -182,6 +182,8 @@ def _attend_tile(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> _Found:
     """Plain attention with a bias. A query that sees no key gets a meaningless answer."""
+    if query.device.type == "cpu" and query.shape[2] == 1 and query.dtype in (torch.float32, torch.float64):
+        return _attend_one(query, key, value, bias, scale)
     if query.device.type == "cpu":
         if bias is not None:
             bias = bias.expand(-1, query.shape[1], query.shape[2], -1)
@@ -196,6 +198,24 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scal
         logits = logits + bias
     out = logits.softmax(-1).to(value.dtype) @ value.repeat_interleave(group, dim=1)
     return _Found(out, logits.logsumexp(-1))
+
+
+def _attend_one(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> _Found:
+    """One query, as in decoding: two products that read each key and each value once."""
+    batch, heads, _, width = query.shape
+    kv_heads, number = key.shape[1:3]
+    # Query heads that share a key head are rows of one product.
+    query = query.reshape(batch * kv_heads, heads // kv_heads, width)
+    key, value = (x.reshape(batch * kv_heads, number, -1) for x in (key, value))
+    logits = torch.empty(batch, heads, 1, number, dtype=query.dtype, device=query.device)
+    if bias is not None:
+        logits.copy_(bias.expand_as(logits))
+    logits = logits.view(*query.shape[:2], number).baddbmm_(query, key.mT, beta=int(bias is not None), alpha=scale)
+    weights = logits.softmax(-1)
+    # The largest weight is exp(highest - lse); exponentials of our own would be slow where they underflow.
+    lse = logits.amax(-1) - weights.amax(-1).log()
+    out = torch.bmm(weights, value)
+    return _Found(out.view(batch, heads, 1, -1), lse.view(batch, heads, 1))
 
 
 # ---- backward

@@ -1,0 +1,113 @@
+"""Tables that are kept between calls are those of the prior as it is now."""
+
+import copy
+import gc
+from unittest import mock
+
+import pytest
+import torch
+from attention_cases import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attention_priors import GeneralizedGaussian, Laplace, Spectral, attend
+from attention_priors.attention import tables
+from attention_priors.attention.tables import consecutive_table
+
+H = 2
+LIKE = torch.empty(0)
+
+
+def directly(prior: GeneralizedGaussian, highest: int, lowest: int, dtype: torch.dtype) -> torch.Tensor:
+    return prior.log_prior_at(torch.arange(highest, lowest - 1, -1), dtype).detach()
+
+
+@examples(60)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(-50, 3000), st.integers(0, 3000), st.sampled_from([torch.float32, torch.float64]), st.booleans()
+        ),
+        min_size=2,
+        max_size=8,
+    )
+)
+def test_any_sequence_of_requests(requests: list[tuple[int, int, torch.dtype, bool]]) -> None:
+    prior = GeneralizedGaussian(H, init="spread")
+    for lowest, extent, dtype, change in requests:
+        if change:
+            with torch.no_grad():
+                prior.theta_alpha.add_(0.1)
+        with torch.no_grad():
+            found = consecutive_table([prior, prior], lowest + extent, lowest, LIKE.to(dtype))
+        assert found is not None
+        assert found.dtype == dtype
+        assert torch.equal(found, 2 * directly(prior, lowest + extent, lowest, dtype))
+
+
+def _write_data(prior: GeneralizedGaussian) -> None:
+    prior.theta_alpha.data.add_(0.5)
+
+
+def _replace_data(prior: GeneralizedGaussian) -> None:
+    prior.theta_alpha.data = prior.theta_alpha.data + 0.5
+
+
+def _load(prior: GeneralizedGaussian) -> None:
+    state = copy.deepcopy(prior.state_dict())
+    state["theta_beta"] = state["theta_beta"] + 0.5
+    prior.load_state_dict(state)
+
+
+def _train(prior: GeneralizedGaussian) -> None:
+    optimizer = torch.optim.SGD(prior.parameters(), lr=0.1)
+    with torch.enable_grad():
+        prior.log_prior_at(torch.arange(9)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("change", [_write_data, _replace_data, _load, _train])
+def test_a_change_of_parameters_is_seen_however_it_is_made(change) -> None:
+    prior = GeneralizedGaussian(H, init="spread")
+    query, key = torch.randn(1, H, 1, 4), torch.randn(1, H, 50, 4)
+    with torch.no_grad():
+        before = attend(query, key, key, prior)
+        change(prior)
+        after = attend(query, key, key, prior)
+        expected = attend(query, key, key, prior, backend="reference")
+    torch.testing.assert_close(after, expected)
+    assert float((after - before).abs().max()) > 1e-4
+
+
+def test_decoding_makes_few_tables() -> None:
+    prior = Laplace(H)
+    key = torch.randn(1, H, 3000, 4)
+    with (
+        torch.no_grad(),
+        mock.patch.object(Laplace, "log_prior_at", autospec=True, side_effect=Laplace.log_prior_at) as made,
+    ):
+        for length in range(1, 3000, 7):
+            found = attend(key[:, :, length - 1 : length], key[:, :, :length], key[:, :, :length], prior)
+            assert found.shape == (1, H, 1, 4)
+    assert made.call_count <= 6
+
+
+@pytest.mark.parametrize("prior", [Laplace(H, learn=True), Spectral(H)])
+def test_with_gradients_nothing_is_kept(prior) -> None:
+    before = len(tables._kept)
+    key = torch.randn(1, H, 20, 4)
+    attend(key, key, key, prior, backend="toeplitz").sum().backward()
+    assert len(tables._kept) == before
+    assert all(parameter.grad is not None for parameter in prior.parameters() if parameter.requires_grad)
+
+
+def test_a_table_goes_with_its_prior() -> None:
+    gc.collect()
+    before = len(tables._kept)
+    prior = Laplace(H)
+    with torch.no_grad():
+        consecutive_table([prior], 10, 0, LIKE)
+    assert len(tables._kept) == before + 1
+    del prior
+    gc.collect()
+    assert len(tables._kept) == before
