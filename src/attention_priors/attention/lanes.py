@@ -36,7 +36,8 @@ def lanes(problem: Problem, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         # Masks, offsets and log-sum-exps are the block-wise engine's, which has no table to add here.
         return attend_in_blocks(problem, augmented, [])
     query, key, value, _ = augmented
-    width = max(query.shape[-1], value.shape[-1])
+    # One width for all three, without a remainder for vector units: 83 is slower than 88.
+    width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
     out = scaled_dot_product_attention(
         pad(query, (0, width - query.shape[-1])),
         pad(key, (0, width - key.shape[-1])),
