@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from attention_priors.attention import SSMax, attend, logit_scale_from_config
 from attention_priors.attention.geometry import positions_in_documents
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawVectors, encoding_from_config
-from attention_priors.priors import Prior, prior_from_config
+from attention_priors.priors import Prior, Structure, prior_from_config
 
 
 class PriorDecoderConfig(PreTrainedConfig):
@@ -140,14 +140,16 @@ class DecoderAttention(nn.Module):
             key, value = cache.update(key, value, self.layer_index)
             # A static cache has room after the last token.
             key, value = (x[:, :, : places.num_keys] for x in (key, value))
+        prior = self.prior if shared_prior is None else shared_prior
+        query_positions, key_positions = places.for_attention(prior)
         out = attend(
             query,
             key,
             value,
-            self.prior if shared_prior is None else shared_prior,
+            prior,
             logit_scale=self.logit_scale,
-            query_positions=None if places.query_positions is None else places.query_positions[:, last],
-            key_positions=places.key_positions,
+            query_positions=None if query_positions is None else query_positions[:, last],
+            key_positions=key_positions,
             document_ids=places.document_ids,
             key_padding_mask=places.key_padding_mask,
             relative=self.encoding if isinstance(self.encoding, ShawVectors) else None,
@@ -199,10 +201,8 @@ class Places:
     """Keys in use. (A compiled model with a static cache cannot know: it sees all slots, and hides the empty ones.)"""
     positions: Tensor
     """Of the new tokens, ``(1 or B, L)``."""
-    query_positions: Tensor | None = None
-    """What :func:`attend` needs to be told, ``(1 or B, L)``; None where it finds them itself."""
     key_positions: Tensor | None = None
-    """``(1 or B, num_keys)``, or None."""
+    """``(B, num_keys)``; None if they are what :func:`attend` takes them for."""
     key_padding_mask: Tensor | None = None
 
     def __init__(
@@ -224,8 +224,7 @@ class Places:
             self.num_keys = past + length
         slots = torch.arange(self.num_keys, device=device).unsqueeze(0)
         self.positions = torch.arange(length, device=device).unsqueeze(0) + past
-        if self.num_keys != length and isinstance(past, Tensor):
-            self.query_positions = self.positions
+        self._queries_are_last = not isinstance(past, Tensor)
         self.document_ids = document_ids
         if document_ids is not None:
             if tuple(document_ids.shape) != (batch, self.num_keys):
@@ -250,7 +249,18 @@ class Places:
             if document_ids is None:
                 first_token = (~padding).int().argmax(-1, keepdim=True)
                 self.positions = self.positions - first_token
-                self.query_positions, self.key_positions = self.positions, slots - first_token
+                self.key_positions = slots - first_token
+
+    def for_attention(self, prior: Prior | None) -> tuple[Tensor | None, Tensor | None]:
+        """The positions of queries and keys that :func:`attend` needs to be told; None for what it finds itself.
+
+        Padding shifts all positions of a text alike, which a prior over distances does not see.
+        """
+        terms = () if prior is None else prior.terms()
+        absolute = any(Structure.STATIONARY not in term.structure for term in terms)
+        if self._queries_are_last and (self.key_positions is None or not absolute):
+            return None, None
+        return self.positions, self.key_positions
 
 
 class PriorDecoderPreTrainedModel(PreTrainedModel):
