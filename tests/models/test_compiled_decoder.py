@@ -6,6 +6,8 @@ import pytest
 import torch
 from tiny_decoders import VARIANTS, tiny_decoder, tokens
 from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import StaticCache
 
 LENGTH = 12
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
@@ -35,3 +37,20 @@ def test_no_graph_break(variant: str, options: dict[str, Any]) -> None:
         if other is not None:
             assert one is not None
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_decoding_with_a_static_cache_compiles_once(variant: str) -> None:
+    """Two graphs, for the prompt and for the tokens after it, however many those are."""
+    model, ids = tiny_decoder(**VARIANTS[variant]), tokens(2, LENGTH)
+    expected = model(ids, use_cache=False).logits
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH + 7)
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    parts: list[Any] = [
+        compiled(part, past_key_values=cache, use_cache=True).logits for part in ids.split([7] + [1] * (LENGTH - 7), 1)
+    ]
+    torch.testing.assert_close(torch.cat(parts, 1), expected)
+    assert counters["stats"]["unique_graphs"] == before + 2
