@@ -266,7 +266,7 @@ class _Backward:
     def run(self) -> Gradients:
         far = self._far_blocks()
         for tiles in self.problem.tiling.columns(BACKWARD_ROWS, BACKWARD_KEYS):
-            near = [tile for tile in tiles if (tile.batches, tile.start) not in far]
+            near = [tile for tile in tiles if (tile.batches.start, tile.start) not in far]
             if near:
                 self._column(near)
         if far:
@@ -279,8 +279,8 @@ class _Backward:
             self.scale_grad,
         )
 
-    def _far_blocks(self) -> list[tuple[slice, int]]:
-        """Blocks of queries whose stored output or log-sum-exps are not exact enough.
+    def _far_blocks(self) -> set[tuple[int, int]]:
+        """First batch and first query of the blocks whose stored outputs or log-sum-exps are not exact enough.
 
         Outputs in half precision are not: their rounding would be all over the gradients of the prior, which
         learns in float32.
@@ -289,14 +289,14 @@ class _Backward:
         if self.query.dtype != self.problem.dtype:
             size.fill_(math.inf)
         if float(size.max()) <= LARGEST_STORED_LSE:
-            return []
-        return [
-            (segment.batches, start)
+            return set()
+        return {
+            (segment.batches.start, start)
             for segment in self.problem.tiling.segments
             for start in range(segment.start, segment.stop, BACKWARD_ROWS)
             if float(size[segment.batches, :, start : min(start + BACKWARD_ROWS, segment.stop)].max())
             > LARGEST_STORED_LSE
-        ]
+        }
 
     def _column(self, tiles: list[Tile]) -> None:
         """Tiles that hold one range of keys; their gradients of keys and values add up transposed.
@@ -397,14 +397,14 @@ class _Backward:
                 padded *= self.bias.scale(tile, heads)
             self.problem.distances.add(self.table_grad[heads], tile, padded)
 
-    def _whole_rows(self, blocks: list[tuple[slice, int]]) -> None:
+    def _whole_rows(self, blocks: set[tuple[int, int]]) -> None:
         """Blocks of queries whose softmax is computed anew, over all of their keys."""
         bias_of = self.problem.bias()
         tiling = self.problem.tiling
         dtype = self.problem.dtype
         for segment in tiling.segments:
             for start in range(segment.start, segment.stop, BACKWARD_ROWS):
-                if (segment.batches, start) not in blocks:
+                if (segment.batches.start, start) not in blocks:
                     continue
                 stop = min(start + BACKWARD_ROWS, segment.stop)
                 whole = Tile(segment.batches, start, stop, *tiling.keys_of(segment, start, stop))
