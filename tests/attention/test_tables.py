@@ -101,6 +101,15 @@ def test_with_gradients_nothing_is_kept(prior) -> None:
     assert all(parameter.grad is not None for parameter in prior.parameters() if parameter.requires_grad)
 
 
+def test_a_table_made_in_inference_mode_serves_training() -> None:
+    prior = Laplace(H)
+    key = torch.randn(1, H, 20, 4, requires_grad=True)
+    with torch.inference_mode():
+        attend(key, key, key, prior)
+    attend(key, key, key, prior).sum().backward()
+    assert key.grad is not None
+
+
 def test_a_table_goes_with_its_prior() -> None:
     gc.collect()
     before = len(tables._kept)

@@ -74,8 +74,10 @@ def _kept_table(term: Prior, highest: int, lowest: int, like: Tensor) -> Tensor:
             top = max(kept.highest, highest)
             bottom = min(kept.highest - kept.table.shape[1] + 1, lowest)
             top += max(GROWTH, top // 4) if highest > kept.highest else 0
-        table = term.log_prior_at(torch.arange(top, bottom - 1, -1, device=like.device), like.dtype)
-        kept = _Kept([p.detach().clone() for p in term.parameters()], table.detach(), top)
+        # What inference mode makes could not be saved for a backward pass later.
+        with torch.inference_mode(False), torch.no_grad():
+            table = term.log_prior_at(torch.arange(top, bottom - 1, -1, device=like.device), like.dtype)
+            kept = _Kept([p.detach().clone() for p in term.parameters()], table, top)
         _kept[term] = kept
     start = kept.highest - highest
     return kept.table[:, start : start + highest - lowest + 1]
