@@ -323,6 +323,18 @@ class _Backward:
         """The tile's part of ``(B, H, Lq, ...)`` in reverse order, ``(b, h, n, ...)``, in the working dtype."""
         return tensor[tile.batches, heads, tile.rows].flip(2).to(self.problem.dtype)
 
+    def _stack(self, tile: Tile, heads: slice, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The tile's queries, output gradients, keys and values as batches of matrices.
+
+        The query heads that share a key head are more rows of the same matrix product.
+        """
+        rows, keys = tile.shape
+        batch = key.shape[0] * key.shape[1]
+        query, out_grad = (
+            self._rows_of(x, tile, heads).reshape(batch, self.group * rows, -1) for x in (self.query, self.out_grad)
+        )
+        return query, out_grad, key.reshape(batch, keys, -1), value.reshape(batch, keys, -1)
+
     def _tile(
         self,
         tile: Tile,
@@ -333,20 +345,16 @@ class _Backward:
         key_grad: Tensor,
         value_grad: Tensor,
     ) -> None:
-        rows, keys = tile.shape
-        batch, number = key.shape[0], heads.stop - heads.start
-        stacked = (batch * key.shape[1], self.group * rows)
-        query, out_grad = (self._rows_of(x, tile, heads) for x in (self.query, self.out_grad))
+        q, o, k, v = self._stack(tile, heads, key, value)
+        stacked, keys = q.shape[:2], tile.shape[1]
+        shape = (key.shape[0], heads.stop - heads.start, *tile.shape)
         lse = self._rows_of(self.lse, tile, heads)
         constant = self._rows_of(self.row_constant, tile, heads)
-        # The query heads that share a key head are more rows of the same matrix product.
-        q, o = query.reshape(*stacked, -1), out_grad.reshape(*stacked, -1)
-        k, v = key.reshape(stacked[0], keys, -1), value.reshape(stacked[0], keys, -1)
         weights, weights_grad = (scratch.of(*stacked, keys) for scratch in self.scratch[:2])
 
         # Powers of two: exp2 is much the faster function on CPUs.
         shift = lse.masked_fill(torch.isneginf(lse), 0.0).unsqueeze(-1) * (-1 / NATS_PER_BIT)
-        self.bias.write(weights.view(batch, number, rows, keys), tile, heads, shift)
+        self.bias.write(weights.view(shape), tile, heads, shift)
         weights.baddbmm_(q, k.mT, alpha=self.problem.softmax_scale / NATS_PER_BIT).exp2_()
         torch.baddbmm(constant.reshape(*stacked, 1).expand_as(weights), o, v.mT, out=weights_grad)
         self._add_products(tile, heads, weights, weights_grad, q, k, o, key_grad, value_grad)
@@ -415,11 +423,9 @@ class _Backward:
                 for b, kv in _tiles(segment.batches.start, number, self.kv_heads, self.group * rows * keys):
                     tile = whole._replace(batches=b)
                     heads = slice(kv.start * self.group, kv.stop * self.group)
-                    query, out_grad = (self._rows_of(x, tile, heads) for x in (self.query, self.out_grad))
                     key, value = (x[b, kv, tile.keys].to(dtype) for x in (self.key, self.value))
-                    stacked = (key.shape[0] * key.shape[1], self.group * rows)
-                    q, o = query.reshape(*stacked, -1), out_grad.reshape(*stacked, -1)
-                    k, v = key.reshape(stacked[0], keys, -1), value.reshape(stacked[0], keys, -1)
+                    q, o, k, v = self._stack(tile, heads, key, value)
+                    stacked = q.shape[:2]
                     logits = self.scratch[0].of(*stacked, keys)
                     shape = (key.shape[0], heads.stop - heads.start, rows, keys)
                     bias = bias_of.write(logits.view(shape), tile, heads, None)

@@ -59,6 +59,7 @@ def _geometry(sizes: tuple[int, int, int, int], device: torch.device, arguments:
 def _problem(
     query: Tensor,
     key: Tensor,
+    value: Tensor,
     table: Tensor | None,
     row_scale: Tensor | None,
     inside: Tensor | None,
@@ -66,8 +67,9 @@ def _problem(
     highest: int,
     number: int,
     softmax_scale: float,
-    arguments: tuple[Any, ...],
+    *arguments: Any,
 ) -> blocks.BlockProblem:
+    """The problem that ``PROBLEM`` lists."""
     batch, heads, num_queries, _ = query.shape
     geometry = _geometry((batch, heads, num_queries, key.shape[2]), query.device, arguments)
     if geometry.has_given_positions and listed is None:
@@ -103,22 +105,10 @@ def _check_range(geometry: Geometry, highest: int, number: int) -> None:
 @torch.library.custom_op(
     "attention_priors::block_attention", mutates_args=(), schema=f"({PROBLEM}) -> (Tensor, Tensor)"
 )
-def block_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    table: Tensor | None,
-    row_scale: Tensor | None,
-    inside: Tensor | None,
-    listed: Tensor | None,
-    highest: int,
-    number: int,
-    softmax_scale: float,
-    *arguments: Any,
-) -> tuple[Tensor, Tensor]:
+def block_attention(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of :func:`block_attention.forward`."""
-    problem = _problem(query, key, table, row_scale, inside, listed, highest, number, softmax_scale, arguments)
-    return blocks.forward(query, key, value, problem)
+    query, key, value, *_ = inputs
+    return blocks.forward(query, key, value, _problem(*inputs))
 
 
 @block_attention.register_fake
@@ -142,25 +132,14 @@ def block_attention_backward(
     lse: Tensor,
     wants_table: bool,
     wants_scale: bool,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    table: Tensor | None,
-    row_scale: Tensor | None,
-    inside: Tensor | None,
-    listed: Tensor | None,
-    highest: int,
-    number: int,
-    softmax_scale: float,
-    *arguments: Any,
+    *inputs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, table and row scale; what is not wanted is empty."""
-    problem = _problem(query, key, table, row_scale, inside, listed, highest, number, softmax_scale, arguments)
+    query, key, value, *_ = inputs
     # A caller who is inside autocast would have the recomputed products rounded.
-    with torch.autocast(query.device.type, enabled=False):
-        found = blocks.backward(
-            query, key, value, problem, (out, lse), (out_grad, lse_grad), (wants_table, wants_scale)
-        )
+    with torch.autocast(out.device.type, enabled=False):
+        wanted = wants_table, wants_scale
+        found = blocks.backward(query, key, value, _problem(*inputs), (out, lse), (out_grad, lse_grad), wanted)
     nothing = lse.new_empty(0)
     return (
         found.query,
@@ -209,7 +188,7 @@ def _differentiate(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor
     remaining = iter(tensors)
     inputs = [next(remaining) if other is None else other[0] for other in ctx.others]
     wanted = ctx.needs_input_grad[3:5]
-    *dense, table, row_scale = _differentiated(out_grad, lse_grad, out, lse, *wanted, *inputs)
+    *dense, table, row_scale = _apply_backward(out_grad, lse_grad, out, lse, *wanted, *inputs)
     tail = (None,) * (INPUTS - 5)
     return (*dense, table if wanted[0] else None, row_scale if wanted[1] else None, *tail)
 
@@ -217,7 +196,7 @@ def _differentiate(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor
 block_attention.register_autograd(_differentiate, setup_context=_save)
 
 
-def _differentiated(*inputs: Any) -> tuple[Tensor, ...]:
+def _apply_backward(*inputs: Any) -> tuple[Tensor, ...]:
     if torch._C._are_functorch_transforms_active():
         return _TransformableBackward.apply(*inputs)  # pyright: ignore[reportGeneralTypeIssues]
     return block_attention_backward(*inputs)
