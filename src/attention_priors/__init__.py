@@ -1,6 +1,6 @@
 """Attention with positional priors: one catalogue of log-priors, one ``attend()``."""
 
-from attention_priors.attention import SSMax, attend
+from attention_priors.attention import KeyBounds, SSMax, attend
 from attention_priors.encodings import LearnedTable, LinearToy, Rotary, ShawVectors, Sinusoidal
 from attention_priors.models.prior_attention import PriorAttention
 from attention_priors.priors import (
@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ClippedOffsets",
     "GeneralizedGaussian",
+    "KeyBounds",
     "KeySink",
     "Laplace",
     "LearnedTable",

@@ -132,6 +132,7 @@ class Case:
     document_ids: Tensor | None = None
     key_padding_mask: Tensor | None = None
     attn_mask: Tensor | None = None
+    tolerance: float = 0.0
     small_blocks: int | None = None
     """If set, backends work in blocks of so few queries that even short sequences need several."""
 
@@ -149,7 +150,7 @@ class Case:
     def options(self) -> dict[str, Any]:
         """The keyword arguments."""
         names = ("causal", "logit_scale", "softmax_scale", "query_positions", "key_positions", "document_ids")
-        return {name: getattr(self, name) for name in (*names, "key_padding_mask", "attn_mask")}
+        return {name: getattr(self, name) for name in (*names, "key_padding_mask", "attn_mask", "tolerance")}
 
     def to(self, dtype: torch.dtype) -> Case:
         """The same numbers in another dtype."""

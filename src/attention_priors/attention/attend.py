@@ -7,6 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from attention_priors.attention.key_bounds import KeyBounds
 from attention_priors.attention.lanes import is_factored, lanes
 from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.problem import Problem, make_problem
@@ -39,6 +40,8 @@ def attend(
     attn_mask: Tensor | None = ...,
     relative: ShawVectors | None = ...,
     dropout_p: float = ...,
+    tolerance: float = ...,
+    key_bounds: KeyBounds | None = ...,
     backend: Backend = ...,
 ) -> Tensor: ...
 
@@ -61,6 +64,8 @@ def attend(
     attn_mask: Tensor | None = ...,
     relative: ShawVectors | None = ...,
     dropout_p: float = ...,
+    tolerance: float = ...,
+    key_bounds: KeyBounds | None = ...,
     backend: Backend = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -82,6 +87,8 @@ def attend(
     relative: ShawVectors | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
+    tolerance: float = 0.0,
+    key_bounds: KeyBounds | None = None,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with a positional prior.
@@ -111,6 +118,12 @@ def attend(
         dropout_p: probability with which attention weights are dropped.
         return_lse: also return the log-sum-exp of each query's logits, which makes partial results over
             disjoint sets of keys mergeable. Gradients flow through it.
+        tolerance: which share of its weight a query may lose, in [0, 1). Above 0, blocks of keys that provably weigh
+            no more than that together are not looked at, so that ``‖o_i - ô_i‖ ≤ 2 tolerance · max_j ‖v_j‖`` and the
+            log-sum-exp is low by at most ``-ln(1 - tolerance)``, beside rounding; gradients are exactly those of
+            what is computed. Heads whose prior falls off with distance then cost linear time. Positions with gaps
+            and an ``attn_mask`` are computed in full, and so is everything by backends other than ``toeplitz``.
+        key_bounds: :class:`KeyBounds` of ``key``, kept beside a cache; without them pruning reads every key.
         backend: how it is computed, never what. ``auto`` chooses by the prior's structure: ``lanes`` if all of
             it is factored and lanes are exact enough (not for linear ones, nor in half precision, where there
             is a table), else ``toeplitz``; ``blockwise`` for ``relative``, dropout and an ``attn_mask`` with a
@@ -145,6 +158,8 @@ def attend(
         attn_mask=attn_mask,
         relative=relative,
         dropout_p=dropout_p,
+        tolerance=tolerance,
+        key_bounds=key_bounds,
     )
     # Each backend states the precision of every step; autocast would change it behind its back.
     with torch.autocast(device, enabled=False):
@@ -164,10 +179,11 @@ def _choose(problem: Problem) -> Backend:
     stationary = all(Structure.STATIONARY in term.structure for term in terms)
     # A linear lane is less exact than a table at far positions, and lanes are computed in float32.
     linear = any(Structure.FACTORED not in term.structure for term in terms)
+    prunes = problem.tolerance > 0 and problem.prior is not None
     half = problem.query.dtype in (torch.float16, torch.bfloat16) and problem.prior is not None
     # Lanes lengthen every key. For a few queries over many keys, as in decoding, that is most of the work.
     few = problem.prior is not None and FEW_QUERIES * problem.geometry.num_queries <= problem.geometry.num_keys
-    return "toeplitz" if stationary and (linear or half or few) else "lanes"
+    return "toeplitz" if stationary and (linear or half or few or prunes) else "lanes"
 
 
 def _needs_autograd(problem: Problem) -> bool:

@@ -168,9 +168,8 @@ class Bias:
         mask = self.mask(tile, heads)
         if self.table is None:
             return mask
-        batch = tile.batches.stop - tile.batches.start
         wide = self.row_scale is not None or (mask is not None and len(mask) > 1) or self.geometry.offset is None
-        out = self._scratch.of(batch if wide else 1, heads.stop - heads.start, *tile.shape)
+        out = self._scratch.of(tile.number if wide else 1, heads.stop - heads.start, *tile.shape)
         return self.write(out, tile, heads, None)
 
     def write(self, out: Tensor, tile: Tile, heads: slice, row: Tensor | None) -> Tensor:
@@ -210,7 +209,7 @@ class Bias:
     def scale(self, tile: Tile, heads: slice) -> Tensor:
         """What multiplies it, ``(b, h, n, 1)``."""
         assert self.row_scale is not None
-        return self.row_scale[tile.batches, heads, tile.rows].flip(-1).unsqueeze(-1)
+        return tile.cut_rows(self.row_scale, heads).flip(-1).unsqueeze(-1)
 
     def _hides_in(self, tile: Tile) -> bool:
         """Whether some distance of the tile may be hidden."""

@@ -9,9 +9,10 @@ diagonals.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from torch.nn.functional import pad
 
 from attention_priors.attention.bias import Bias, Distances, Scratch
 from attention_priors.attention.geometry import Geometry, block_length
+from attention_priors.attention.kept_tiles import KeptTile, kept_tiles, whole_heads
+from attention_priors.attention.key_bounds import BLOCK
 from attention_priors.attention.tiles import Tile, Tiling
 
 ROWS = 1024
@@ -59,6 +62,8 @@ class BlockProblem:
     softmax_scale: float
     dtype: torch.dtype
     """Of biases, logits and log-sum-exps."""
+    kept: Tensor | None = None
+    """Which blocks of keys each block of queries looks at (``pruning.py``); None for all."""
 
     @cached_property
     def tiling(self) -> Tiling:
@@ -84,22 +89,45 @@ def forward(query: Tensor, key: Tensor, value: Tensor, problem: BlockProblem) ->
     if value_dim != head_dim:
         # The CPU's kernel wants one width for all three.
         query, key, value = (pad(x, (0, max(head_dim, value_dim) - x.shape[-1])) for x in (query, key, value))
-    out = query.new_empty(batch, heads, num_queries, value.shape[-1])
-    lse = torch.empty(query.shape[:-1], dtype=problem.dtype, device=query.device)
+    if problem.kept is None:
+        out = query.new_empty(batch, heads, num_queries, value.shape[-1])
+    else:  # tiles add up in it
+        out = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=problem.dtype, device=query.device)
+    lse = torch.full(query.shape[:-1], -math.inf, dtype=problem.dtype, device=query.device)
     bias_of = problem.bias()
-    rows, keys, group = ROWS, None, heads
+    merged = _Found(out, lse)
+    whole = range(heads) if problem.kept is None else whole_heads(problem.kept)
+    if whole:
+        _attend_whole_heads(query, key, value, problem, bias_of, whole, merged)
+    if problem.kept is not None:
+        _attend_kept_tiles(query, key, value, problem, bias_of, merged)
+    return out[..., :value_dim].to(query.dtype).contiguous(), lse
+
+
+def _attend_whole_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    problem: BlockProblem,
+    bias_of: Bias,
+    heads: Sequence[int],
+    result: _Found,
+) -> None:
+    """Write the ``result`` of heads that look at everything they see."""
+    batch, _, num_queries, _ = query.shape
+    rows, keys, group = ROWS, None, len(heads)
     if bias_of.in_memory:
-        rows = block_length(batch * KEYS_IN_MEMORY * min(2, heads), BIAS_NUMBERS)
+        rows = block_length(batch * KEYS_IN_MEMORY * min(2, len(heads)), BIAS_NUMBERS)
         rows = min(num_queries, ROWS, max(DIAGONAL_ROWS, rows))
         # Few queries, as in decoding, take many keys at once.
-        keys = max(KEYS_IN_MEMORY, block_length(batch * heads * rows, BIAS_NUMBERS))
+        keys = max(KEYS_IN_MEMORY, block_length(batch * len(heads) * rows, BIAS_NUMBERS))
         group = block_length(batch * keys * rows, BIAS_NUMBERS)
-    groups = _head_groups(heads, key.shape[1], group)
+    groups = _head_groups(heads, query.shape[1] // key.shape[1], group)
     for block in problem.tiling.row_blocks(rows, DIAGONAL_ROWS, keys):
         here = slice(block.start, block.stop)
         reversed_query = query[block.batches, :, here].flip(2)
         plain = len(block.own) == 1 and not block.others
-        merged = None if plain else _Merged.empty(reversed_query, value.shape[-1], problem.dtype)
+        merged = None if plain else _empty(reversed_query, value.shape[-1], problem.dtype)
         for tile in (*block.own, *block.others):
             for q_heads, kv_heads in groups:
                 # Reversed, the tile's queries end where the block's begin.
@@ -114,16 +142,38 @@ def forward(query: Tensor, key: Tensor, value: Tensor, problem: BlockProblem) ->
                     problem.softmax_scale,
                 )
                 if merged is None:
-                    out[block.batches, q_heads, here] = found.out.flip(2)
-                    lse[block.batches, q_heads, here] = found.lse.flip(2)
+                    result.out[block.batches, q_heads, here] = found.out.flip(2)
+                    result.lse[block.batches, q_heads, here] = found.lse.flip(2)
                 elif tile in block.own:
                     merged.out[:, q_heads, part], merged.lse[:, q_heads, part] = found
                 else:
-                    merged.merge(q_heads, found)
+                    _merge(_Found(merged.out[:, q_heads], merged.lse[:, q_heads]), found)
         if merged is not None:
-            out[block.batches, :, here] = merged.out.flip(2)
-            lse[block.batches, :, here] = merged.lse.flip(2)
-    return out[..., :value_dim].contiguous(), lse
+            for q_heads, _ in groups:
+                result.out[block.batches, q_heads, here] = merged.out[:, q_heads].flip(2)
+                result.lse[block.batches, q_heads, here] = merged.lse[:, q_heads].flip(2)
+
+
+def _attend_kept_tiles(
+    query: Tensor, key: Tensor, value: Tensor, problem: BlockProblem, bias_of: Bias, result: _Found
+) -> None:
+    """Add to the ``result`` what the other heads look at."""
+    assert problem.kept is not None
+    tiles = kept_tiles(problem.tiling, problem.kept, key.shape[1], join=not bias_of.in_memory)
+    if bias_of.in_memory:
+        tiles = [part for tile in tiles for part in tile.cut(BIAS_NUMBERS, BIAS_NUMBERS)]
+    for heads, kv_heads, tile in tiles:
+        found = _attend_tile(
+            tile.cut_rows(query, heads).flip(2),
+            tile.cut_keys(key, kv_heads),
+            tile.cut_keys(value, kv_heads),
+            bias_of,
+            tile,
+            heads,
+            problem.softmax_scale,
+        )
+        into = _Found(tile.cut_rows(result.out, heads), tile.cut_rows(result.lse, heads))
+        _merge(into, _Found(found.out.flip(2), found.lse.flip(2)))
 
 
 class _Found(NamedTuple):
@@ -133,36 +183,46 @@ class _Found(NamedTuple):
     lse: Tensor
 
 
-class _Merged(NamedTuple):
-    """Attention over the keys of several tiles, their queries in reverse order."""
-
-    out: Tensor
-    lse: Tensor
-
-    @classmethod
-    def empty(cls, query: Tensor, value_dim: int, dtype: torch.dtype) -> _Merged:
-        return cls(
-            torch.empty(*query.shape[:-1], value_dim, dtype=dtype, device=query.device),
-            torch.empty(query.shape[:-1], dtype=dtype, device=query.device),
-        )
-
-    def merge(self, heads: slice, found: _Found) -> None:
-        """Add keys that were not there before: outputs weigh as much as their exponentials sum to."""
-        out, lse = self.out[:, heads], self.lse[:, heads]
-        # Where neither sees a key, the difference is nan, and either output is 0.
-        weight = torch.sigmoid((found.lse - lse).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf))
-        out.lerp_(found.out.to(out.dtype), weight.unsqueeze(-1))
-        torch.logaddexp(lse, found.lse, out=lse)
+def _empty(query: Tensor, value_dim: int, dtype: torch.dtype) -> _Found:
+    """Room for the results of these queries."""
+    return _Found(
+        torch.empty(*query.shape[:-1], value_dim, dtype=dtype, device=query.device),
+        torch.empty(query.shape[:-1], dtype=dtype, device=query.device),
+    )
 
 
-def _head_groups(heads: int, kv_heads: int, together: int) -> list[tuple[slice, slice]]:
-    """Query heads to work on together, about so many, and the key heads they share."""
-    group = heads // kv_heads
-    step = max(1, min(together, heads) // group)
-    return [
-        (slice(kv * group, min(kv + step, kv_heads) * group), slice(kv, min(kv + step, kv_heads)))
-        for kv in range(0, kv_heads, step)
-    ]
+def _merge(into: _Found, found: _Found) -> None:
+    """Add keys that were not there before: outputs weigh as much as their exponentials sum to."""
+    # Where neither sees a key, the difference is nan, and either output is 0.
+    weight = torch.sigmoid((found.lse - into.lse).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf))
+    into.out.lerp_(found.out.to(into.out.dtype), weight.unsqueeze(-1))
+    into.lse.copy_(torch.logaddexp(into.lse, found.lse))
+
+
+def _head_groups(heads: Sequence[int], group: int, together: int) -> list[tuple[slice, slice]]:
+    """Query heads to work on together, about so many, and the key heads they share.
+
+    Args:
+        heads: query heads, rising.
+        group: how many of them share a key head.
+        together: how many at most, or one key head's.
+    """
+    wanted = set(heads)
+    groups: list[tuple[slice, slice]] = []
+    for kv in range(heads[0] // group, heads[-1] // group + 1):
+        mine = [h for h in range(kv * group, (kv + 1) * group) if h in wanted]
+        if len(mine) < group:
+            groups += [(slice(h, h + 1), slice(kv, kv + 1)) for h in mine]
+            continue
+        q_heads, kv_heads = slice(mine[0], mine[-1] + 1), slice(kv, kv + 1)
+        if groups:
+            q_before, kv_before = groups[-1]
+            joined = q_heads.stop - q_before.start
+            if q_before.stop == q_heads.start and q_before.start % group == 0 and joined <= max(together, group):
+                groups[-1] = (slice(q_before.start, q_heads.stop), slice(kv_before.start, kv + 1))
+                continue
+        groups.append((q_heads, kv_heads))
+    return groups
 
 
 def _attend_tile(
@@ -262,15 +322,15 @@ class _Backward:
         self.scale_grad = torch.zeros_like(row_scale) if row_scale is not None and wanted[1] else None
         self.scratch = [Scratch(dtype, query.device) for _ in range(5)]
         self.bias = problem.bias(1 / NATS_PER_BIT)
+        self.inexact = self._inexact_rows()
 
     def run(self) -> Gradients:
-        far = self._far_blocks()
-        for tiles in self.problem.tiling.columns(BACKWARD_ROWS, BACKWARD_KEYS):
-            near = [tile for tile in tiles if (tile.batches.start, tile.start) not in far]
-            if near:
-                self._column(near)
-        if far:
-            self._whole_rows(far)
+        kept = self.problem.kept
+        heads = range(self.query.shape[1]) if kept is None else whole_heads(kept)
+        if heads:
+            self._whole_heads(heads)
+        if kept is not None:
+            self._kept_tiles(kept)
         return Gradients(
             self.query_grad.to(self.query.dtype),
             self.key_grad.to(self.key.dtype),
@@ -279,26 +339,74 @@ class _Backward:
             self.scale_grad,
         )
 
-    def _far_blocks(self) -> set[tuple[int, int]]:
-        """First batch and first query of the blocks whose stored outputs or log-sum-exps are not exact enough.
+    def _inexact_rows(self) -> Tensor | None:
+        """Rows whose stored output or log-sum-exp is not exact enough, ``(B, H, Lq)``; None if there are none.
 
         Outputs in half precision are not: their rounding would be all over the gradients of the prior, which
         learns in float32.
         """
-        size = self.lse.abs().masked_fill(torch.isneginf(self.lse), 0.0)
         if self.query.dtype != self.problem.dtype:
-            size.fill_(math.inf)
-        if float(size.max()) <= LARGEST_STORED_LSE:
-            return set()
-        return {
-            (segment.batches.start, start)
-            for segment in self.problem.tiling.segments
-            for start in range(segment.start, segment.stop, BACKWARD_ROWS)
-            if float(size[segment.batches, :, start : min(start + BACKWARD_ROWS, segment.stop)].max())
-            > LARGEST_STORED_LSE
-        }
+            return torch.ones_like(self.lse, dtype=torch.bool)
+        inexact = self.lse.abs().masked_fill(torch.isneginf(self.lse), 0.0) > LARGEST_STORED_LSE
+        return inexact if bool(inexact.any()) else None
 
-    def _column(self, tiles: list[Tile]) -> None:
+    def _whole_heads(self, heads: Sequence[int]) -> None:
+        """Heads that look at everything they see, column by column; inexact blocks of queries on their own."""
+        tiling = self.problem.tiling
+        anew = set()
+        if self.inexact is not None:
+            anew = {
+                (segment.batches.start, start)
+                for segment in tiling.segments
+                for start in range(segment.start, segment.stop, BACKWARD_ROWS)
+                if bool(self.inexact[segment.batches, heads, start : min(start + BACKWARD_ROWS, segment.stop)].any())
+            }
+        for tiles in tiling.columns(BACKWARD_ROWS, BACKWARD_KEYS):
+            near = [tile for tile in tiles if (tile.batches.start, tile.start) not in anew]
+            if near:
+                self._column(near, heads)
+        for segment in tiling.segments if anew else ():
+            for start in range(segment.start, segment.stop, BACKWARD_ROWS):
+                if (segment.batches.start, start) not in anew:
+                    continue
+                stop = min(start + BACKWARD_ROWS, segment.stop)
+                tile = Tile(segment.batches, start, stop, *tiling.keys_of(segment, start, stop))
+                rows, keys = tile.shape
+                if keys:
+                    for b, q_heads, kv_heads in self._parts(tile.batches, heads, rows * keys):
+                        self._rows_anew(q_heads, kv_heads, [tile._replace(batches=b)])
+
+    def _kept_tiles(self, kept: Tensor) -> None:
+        """The other heads."""
+        anew: dict[tuple[int, int, int], list[KeptTile]] = {}
+        for whole in kept_tiles(self.problem.tiling, kept, self.kv_heads, join=True):
+            for tile in whole.each() if self._is_inexact(whole) else (whole,):
+                if self._is_inexact(tile):
+                    place = (tile.tile.batches.start, tile.heads.start, tile.tile.start)
+                    anew.setdefault(place, []).append(tile)
+                    continue
+                # Tiles along a diagonal must not have keys in common: what they add to would overlap.
+                for heads, kv_heads, part in tile.cut(BUFFER_NUMBERS, BLOCK, BLOCK):
+                    key, value = (part.cut_keys(x, kv_heads).to(self.problem.dtype) for x in (self.key, self.value))
+                    key_grad, value_grad = _transposed_zeros(key), _transposed_zeros(value)
+                    self._tile(part, heads, key, value, key_grad, value_grad)
+                    part.cut_keys(self.key_grad, kv_heads).add_(key_grad.mT)
+                    part.cut_keys(self.value_grad, kv_heads).add_(value_grad.mT)
+        for tiles in anew.values():
+            self._rows_anew(tiles[0].heads, tiles[0].kv_heads, [tile.tile for tile in tiles])
+
+    def _is_inexact(self, kept: KeptTile) -> bool:
+        return self.inexact is not None and bool(kept.tile.cut_rows(self.inexact, kept.heads).any())
+
+    def _parts(self, batches: slice, heads: Sequence[int], size: int) -> Iterator[tuple[slice, slice, slice]]:
+        """Batches, heads and key heads to work on together, so that a buffer of ``size`` numbers each stays small."""
+        together = max(1, block_length(size, BUFFER_NUMBERS))
+        for q_heads, kv_heads in _head_groups(heads, self.group, together):
+            step = max(1, together // (q_heads.stop - q_heads.start))
+            for b in range(batches.start, batches.stop, step):
+                yield slice(b, min(b + step, batches.stop)), q_heads, kv_heads
+
+    def _column(self, tiles: list[Tile], heads: Sequence[int]) -> None:
         """Tiles that hold one range of keys; their gradients of keys and values add up transposed.
 
         "Columns x queries" times "queries x keys" is much the faster product on CPUs.
@@ -306,32 +414,29 @@ class _Backward:
         first, last = min(t.first for t in tiles), max(t.last for t in tiles)
         keys = slice(first, last)
         rows = max(t.stop - t.start for t in tiles)
-        batches = tiles[0].batches
-        number = batches.stop - batches.start
-        for b, kv in _tiles(batches.start, number, self.kv_heads, self.group * rows * (last - first)):
-            here = slice(kv.start * self.group, kv.stop * self.group)
-            key, value = (x[b, kv, keys].to(self.problem.dtype) for x in (self.key, self.value))
-            key_grad, value_grad = (torch.zeros_like(x.mT, memory_format=torch.contiguous_format) for x in (key, value))
+        for b, q_heads, kv_heads in self._parts(tiles[0].batches, heads, rows * (last - first)):
+            key, value = (x[b, kv_heads, keys].to(self.problem.dtype) for x in (self.key, self.value))
+            key_grad, value_grad = _transposed_zeros(key), _transposed_zeros(value)
             for whole in tiles:
                 tile = whole._replace(batches=b)
                 cut = slice(tile.first - first, tile.last - first)
-                self._tile(tile, here, kv, key[:, :, cut], value[:, :, cut], key_grad[..., cut], value_grad[..., cut])
-            self.key_grad[b, kv, keys] += key_grad.mT
-            self.value_grad[b, kv, keys] += value_grad.mT
+                self._tile(tile, q_heads, key[:, :, cut], value[:, :, cut], key_grad[..., cut], value_grad[..., cut])
+            self.key_grad[b, kv_heads, keys] += key_grad.mT
+            self.value_grad[b, kv_heads, keys] += value_grad.mT
 
     def _rows_of(self, tensor: Tensor, tile: Tile, heads: slice) -> Tensor:
         """The tile's part of ``(B, H, Lq, ...)`` in reverse order, ``(b, h, n, ...)``, in the working dtype."""
-        return tensor[tile.batches, heads, tile.rows].flip(2).to(self.problem.dtype)
+        return tile.cut_rows(tensor, heads).flip(2).to(self.problem.dtype)
 
     def _stack(self, tile: Tile, heads: slice, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The tile's queries, output gradients, keys and values as batches of matrices.
 
         The query heads that share a key head are more rows of the same matrix product.
         """
-        rows, keys = tile.shape
+        keys = tile.shape[1]
         batch = key.shape[0] * key.shape[1]
         query, out_grad = (
-            self._rows_of(x, tile, heads).reshape(batch, self.group * rows, -1) for x in (self.query, self.out_grad)
+            self._rows_of(x, tile, heads).reshape(batch, -1, x.shape[-1]) for x in (self.query, self.out_grad)
         )
         return query, out_grad, key.reshape(batch, keys, -1), value.reshape(batch, keys, -1)
 
@@ -339,7 +444,6 @@ class _Backward:
         self,
         tile: Tile,
         heads: slice,
-        kv: slice,
         key: Tensor,
         value: Tensor,
         key_grad: Tensor,
@@ -375,7 +479,7 @@ class _Backward:
         """Add a tile's part of every gradient, given its weights and what they are multiplied by to give dS."""
         rows, keys = tile.shape
         stacked, width = weights.shape[:2], q.shape[-1]
-        batch, number = tile.batches.stop - tile.batches.start, heads.stop - heads.start
+        batch, number = tile.number, heads.stop - heads.start
         scale = self.problem.softmax_scale
         product = self.scratch[2]
 
@@ -393,55 +497,56 @@ class _Backward:
         key_part = torch.bmm(q.mT, logits_grad, out=product.of(stacked[0], width, keys))
         key_grad.add_(key_part.view(key_grad.shape), alpha=scale)
         query_part = torch.bmm(logits_grad, k, out=product.of(*stacked, width)).view(batch, number, rows, width)
-        self.query_grad[tile.batches, heads, tile.rows].add_(query_part.flip(2), alpha=scale)
+        tile.cut_rows(self.query_grad, heads).add_(query_part.flip(2), alpha=scale)
 
         padded = padded.view(batch, number, rows, rows + keys)
         if self.scale_grad is not None:
             log_prior = self.bias.log_prior(tile, heads)
             moments = torch.mul(padded[..., rows:], log_prior, out=self.scratch[4].of(batch, number, rows, keys))
-            self.scale_grad[tile.batches, heads, tile.rows] += moments.sum(-1).flip(-1) * NATS_PER_BIT
+            tile.cut_rows(self.scale_grad, heads).add_(moments.sum(-1).flip(-1), alpha=NATS_PER_BIT)
         if self.table_grad is not None:
             if self.problem.row_scale is not None:
                 padded *= self.bias.scale(tile, heads)
             self.problem.distances.add(self.table_grad[heads], tile, padded)
 
-    def _whole_rows(self, blocks: set[tuple[int, int]]) -> None:
-        """Blocks of queries whose softmax is computed anew, over all of their keys."""
-        bias_of = self.problem.bias()
-        tiling = self.problem.tiling
-        dtype = self.problem.dtype
-        for segment in tiling.segments:
-            for start in range(segment.start, segment.stop, BACKWARD_ROWS):
-                if (segment.batches.start, start) not in blocks:
-                    continue
-                stop = min(start + BACKWARD_ROWS, segment.stop)
-                whole = Tile(segment.batches, start, stop, *tiling.keys_of(segment, start, stop))
-                rows, keys = whole.shape
-                if not keys:
-                    continue
-                number = segment.batches.stop - segment.batches.start
-                for b, kv in _tiles(segment.batches.start, number, self.kv_heads, self.group * rows * keys):
-                    tile = whole._replace(batches=b)
-                    heads = slice(kv.start * self.group, kv.stop * self.group)
-                    key, value = (x[b, kv, tile.keys].to(dtype) for x in (self.key, self.value))
-                    q, o, k, v = self._stack(tile, heads, key, value)
-                    stacked = q.shape[:2]
-                    logits = self.scratch[0].of(*stacked, keys)
-                    shape = (key.shape[0], heads.stop - heads.start, rows, keys)
-                    bias = bias_of.write(logits.view(shape), tile, heads, None)
-                    blind = bias_of.blind(tile, bias)
-                    logits.baddbmm_(q, k.mT, alpha=self.problem.softmax_scale)
-                    if blind is not None:
-                        logits.view(shape).masked_fill_(blind, 0.0)
-                    weights = logits.softmax(-1)
-                    if blind is not None:
-                        weights.view(shape).masked_fill_(blind, 0.0)
-                    weights_grad = torch.bmm(o, v.mT, out=logits)
-                    logits_grad = torch.ops.aten._softmax_backward_data(weights_grad, weights, -1, dtype)
-                    lse_grad = self._rows_of(self.lse_grad, tile, heads)
-                    logits_grad += weights * lse_grad.reshape(*stacked, 1)
-                    key_grad, value_grad = (x[b, kv, tile.keys].mT for x in (self.key_grad, self.value_grad))
-                    self._add_products(tile, heads, weights, None, q, k, o, key_grad, value_grad, logits_grad)
+    def _rows_anew(self, heads: slice, kv_heads: slice, tiles: list[Tile]) -> None:
+        """Queries whose softmax is computed anew: ``tiles`` hold all of the keys that they look at."""
+        bias_of, dtype = self.problem.bias(), self.problem.dtype
+        one = tiles[0]
+        keys_and_values = [
+            torch.cat([tile.cut_keys(x, kv_heads) for tile in tiles], dim=2).to(dtype) for x in (self.key, self.value)
+        ]
+        ends = list(accumulate((tile.shape[1] for tile in tiles), initial=0))
+        whole = one._replace(first=0, last=ends[-1])
+        q, o, k, v = self._stack(whole, heads, *keys_and_values)
+        stacked = (*q.shape[:2], ends[-1])
+        shape = (one.number, heads.stop - heads.start, *whole.shape)
+        logits = self.scratch[0].of(*stacked)
+        blind: list[Tensor | None] = []
+        for tile, start, stop in zip(tiles, ends, ends[1:], strict=False):
+            bias = bias_of.write(logits.view(shape)[..., start:stop], tile, heads, None)
+            blind.append(bias_of.blind(tile, bias))
+        logits.baddbmm_(q, k.mT, alpha=self.problem.softmax_scale)
+        nothing = None
+        if all(part is not None for part in blind):
+            nothing = torch.stack([part.expand(*shape[:-1], 1) for part in blind if part is not None]).all(0)
+            logits.view(shape).masked_fill_(nothing, 0.0)
+        weights = logits.softmax(-1)
+        if nothing is not None:
+            weights.view(shape).masked_fill_(nothing, 0.0)
+        weights_grad = torch.bmm(o, v.mT, out=logits)
+        logits_grad = torch.ops.aten._softmax_backward_data(weights_grad, weights, -1, dtype)
+        logits_grad += weights * self._rows_of(self.lse_grad, one, heads).reshape(*stacked[:2], 1)
+        for tile, start, stop in zip(tiles, ends, ends[1:], strict=False):
+            key_grad, value_grad = (tile.cut_keys(x, kv_heads).mT for x in (self.key_grad, self.value_grad))
+            part = slice(start, stop)
+            self._add_products(
+                tile, heads, weights[..., part], None, q, k[:, part], o, key_grad, value_grad, logits_grad[..., part]
+            )
+
+
+def _transposed_zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor.mT, memory_format=torch.contiguous_format)
 
 
 def backward(
@@ -465,16 +570,3 @@ def backward(
         wanted: whether to compute those of table and row scale.
     """
     return _Backward(query, key, value, problem, saved, grads, wanted).run()
-
-
-def _tiles(start: int, batch: int, kv_heads: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Batches and key heads to work on together, so that a buffer of ``size`` numbers each stays small."""
-    together = block_length(size, BUFFER_NUMBERS)
-    stop = start + batch
-    if together >= kv_heads:
-        step = together // kv_heads
-        yield from ((slice(b, min(b + step, stop)), slice(0, kv_heads)) for b in range(start, stop, step))
-        return
-    for b in range(start, stop):
-        for h in range(0, kv_heads, together):
-            yield slice(b, b + 1), slice(h, min(h + together, kv_heads))

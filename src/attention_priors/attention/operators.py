@@ -10,6 +10,8 @@ from torch import Tensor
 from attention_priors.attention import block_attention as blocks
 from attention_priors.attention.bias import Distances
 from attention_priors.attention.geometry import Geometry
+from attention_priors.attention.key_bounds import BLOCK, Balls
+from attention_priors.attention.pruning import prune
 
 GEOMETRY = (
     "Tensor? query_positions, Tensor? key_positions, Tensor? documents, Tensor? key_padding_mask, "
@@ -19,9 +21,9 @@ GEOMETRY = (
 
 PROBLEM = (
     "Tensor query, Tensor key, Tensor value, Tensor? table, Tensor? row_scale, Tensor? inside, Tensor? listed, "
-    f"SymInt highest, SymInt number, float softmax_scale, {GEOMETRY}"
+    f"SymInt highest, SymInt number, float softmax_scale, {GEOMETRY}, Tensor? kept"
 )
-INPUTS = 16
+INPUTS = 17
 """How many parameters ``PROBLEM`` has."""
 
 
@@ -67,11 +69,12 @@ def _problem(
     highest: int,
     number: int,
     softmax_scale: float,
-    *arguments: Any,
+    *rest: Any,
 ) -> blocks.BlockProblem:
     """The problem that ``PROBLEM`` lists."""
     batch, heads, num_queries, _ = query.shape
-    geometry = _geometry((batch, heads, num_queries, key.shape[2]), query.device, arguments)
+    *arguments, kept = rest
+    geometry = _geometry((batch, heads, num_queries, key.shape[2]), query.device, tuple(arguments))
     if geometry.has_given_positions and listed is None:
         _check_range(geometry, highest, number)
     return blocks.BlockProblem(
@@ -83,6 +86,7 @@ def _problem(
         row_scale=row_scale,
         softmax_scale=softmax_scale,
         dtype=torch.float64 if query.dtype == torch.float64 else torch.float32,
+        kept=kept,
     )
 
 
@@ -277,7 +281,7 @@ def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
     if any(dim is not None for dim in in_dims[3:]):
         return _one_by_one(block_attention, info, in_dims, inputs)
     masks = [x for x in inputs[10:15] if x is not None and len(x) > 1]
-    if masks:
+    if masks or inputs[16] is not None:
         # They have one entry per example of the batch that is about to grow.
         return _one_by_one(block_attention, info, in_dims, inputs)
     row_scale = inputs[4]
@@ -295,6 +299,40 @@ def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
 @block_attention_backward.register_vmap
 def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
     return _one_by_one(block_attention_backward, info, in_dims, inputs)
+
+
+# ---- pruning
+
+
+@torch.library.custom_op(
+    "attention_priors::kept_blocks",
+    mutates_args=(),
+    schema=f"(float tolerance, Tensor? key_means, Tensor? key_radii, {PROBLEM}) -> Tensor",
+)
+def _kept_blocks(tolerance: float, key_means: Tensor | None, key_radii: Tensor | None, *inputs: Any) -> Tensor:
+    query, key, *_ = inputs
+    balls = None if key_means is None or key_radii is None else Balls(key_means, key_radii)
+    return prune(query, key, _problem(*inputs), tolerance, balls).kept
+
+
+@_kept_blocks.register_fake
+def _(
+    tolerance: float, key_means: Tensor | None, key_radii: Tensor | None, query: Tensor, key: Tensor, *rest: Any
+) -> Tensor:
+    blocks_of = [-(-tensor.shape[2] // BLOCK) for tensor in (query, key)]
+    return query.new_empty((*query.shape[:2], *blocks_of), dtype=torch.bool)
+
+
+@_kept_blocks.register_vmap
+def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+    return _one_by_one(_kept_blocks, info, in_dims, inputs)
+
+
+def choose_kept_blocks(tolerance: float, balls: Balls | None, *inputs: Any) -> Tensor:
+    """Which blocks of keys each block of queries looks at, of what ``PROBLEM`` lists; no gradient flows through it."""
+    means, radii = (None, None) if balls is None else balls
+    detached = (x.detach() if isinstance(x, Tensor) else x for x in inputs)
+    return _kept_blocks(tolerance, means, radii, *detached)
 
 
 # ---- visible keys

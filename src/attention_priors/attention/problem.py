@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attention_priors.attention.geometry import Geometry
+from attention_priors.attention.key_bounds import KeyBounds
 from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.operators import count_visible_keys
 from attention_priors.encodings import ShawVectors
@@ -36,6 +37,9 @@ class Problem:
     softmax_scale: float
     relative: ShawVectors | None
     dropout_p: float
+    tolerance: float
+    """Which share of its weight a query may lose to pruning."""
+    key_bounds: KeyBounds | None
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -76,6 +80,8 @@ def make_problem(
     attn_mask: Tensor | None,
     relative: ShawVectors | None,
     dropout_p: float,
+    tolerance: float = 0.0,
+    key_bounds: KeyBounds | None = None,
 ) -> Problem:
     """Check every argument of :func:`attend` against the others and fill in the defaults.
 
@@ -94,6 +100,10 @@ def make_problem(
         raise ValueError(f"relative has head_dim={relative.head_dim}; query has {head_dim} and value {value.shape[-1]}")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
+    if not (isinstance(tolerance, int | float) and 0 <= tolerance < 1):
+        raise ValueError(f"tolerance must be in [0, 1), got {tolerance!r}")
+    if key_bounds is not None:
+        _check_key_bounds(key_bounds, key)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     if not (isinstance(scale, int | float) and 0 < scale < float("inf")):
         raise ValueError(f"softmax_scale must be a positive finite number, got {softmax_scale!r}")
@@ -143,6 +153,8 @@ def make_problem(
         softmax_scale=float(scale),
         relative=relative,
         dropout_p=dropout_p,
+        tolerance=float(tolerance),
+        key_bounds=key_bounds,
     )
 
 
@@ -181,6 +193,19 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
         got = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
         raise ValueError(f"{name} must have shape {shape}, got {got}")
+
+
+def _check_key_bounds(key_bounds: KeyBounds, key: Tensor) -> None:
+    if not isinstance(key_bounds, KeyBounds):
+        raise ValueError(f"key_bounds must be KeyBounds, got {type(key_bounds).__name__}")
+    batch, heads, _, width = key_bounds.balls.means.shape
+    if tuple(key.shape) != (batch, heads, key_bounds.length, width):
+        raise ValueError(
+            f"key_bounds are those of keys {(batch, heads, key_bounds.length, width)}, got key {tuple(key.shape)}; "
+            "update() them"
+        )
+    if key_bounds.balls.means.device != key.device:
+        raise ValueError(f"key_bounds are on {key_bounds.balls.means.device}, but key is on {key.device}")
 
 
 def _check_attn_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:

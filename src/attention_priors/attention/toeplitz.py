@@ -9,8 +9,10 @@ from torch import Tensor
 
 from attention_priors.attention.augment import Augmented, augment
 from attention_priors.attention.geometry import Geometry
-from attention_priors.attention.operators import attend_in_tiles, geometry_arguments
+from attention_priors.attention.key_bounds import Balls
+from attention_priors.attention.operators import attend_in_tiles, choose_kept_blocks, geometry_arguments
 from attention_priors.attention.problem import Problem
+from attention_priors.attention.pruning import may_prune
 from attention_priors.attention.tables import consecutive_table
 from attention_priors.priors import Prior, Structure
 
@@ -44,7 +46,7 @@ def attend_in_blocks(problem: Problem, augmented: Augmented, terms: Sequence[Pri
             part = term.log_prior_at(listed, like.dtype)
             table = part if table is None else table + part
     inside = _inside(terms, highest, number, listed, query.device)
-    out, lse = attend_in_tiles(
+    inputs = (
         query,
         key,
         value,
@@ -57,10 +59,23 @@ def attend_in_blocks(problem: Problem, augmented: Augmented, terms: Sequence[Pri
         problem.softmax_scale,
         *geometry_arguments(problem.geometry),
     )
+    kept = None
+    if problem.tolerance > 0 and may_prune(problem.geometry):
+        kept = choose_kept_blocks(problem.tolerance, _balls(problem, key), *inputs, None)
+    out, lse = attend_in_tiles(*inputs, kept)
     if row_offset is not None:
         # Where no key is seen there is nothing to add to, and no gradient.
         lse = torch.where(lse == float("-inf"), lse, lse + row_offset)
     return out.to(problem.query.dtype), lse
+
+
+def _balls(problem: Problem, key: Tensor) -> Balls | None:
+    """Those the caller keeps, and around the lanes beside the keys; None if the caller keeps none."""
+    if problem.key_bounds is None:
+        return None
+    balls = problem.key_bounds.balls
+    width = problem.key.shape[-1]
+    return balls if key.shape[-1] == width else balls.beside(Balls.around(key[..., width:]))
 
 
 def _inside(

@@ -1,0 +1,472 @@
+"""Certified pruning: which blocks of keys a block of queries need not look at.
+
+Softmax gives a set of keys the share ``Σ_set e^z / Σ_all e^z`` of a query's weight. Both sums can be bounded without
+computing logits. For a block ``J`` of keys with mean ``k̄`` and radius ``r`` (:class:`Balls`), query ``i``, content
+scale ``s`` (logit scale included) and log-prior ``b``,
+
+    ``ln Σ_{j∈J} e^{z_ij}  ≤  s <q_i, k̄> + |s| ‖q_i‖ r + max_{j∈J} b_ij + ln |J|``     (Cauchy-Schwarz)
+    ``ln Σ_{j∈J} e^{z_ij}  ≥  s <q_i, k̄> + mean_{j∈J} b_ij + ln |J|``                (Jensen)
+
+the second for blocks that the query sees all of; near the peak of the prior the sum is computed as it is. The largest
+set of blocks whose bounds add up to at most the tolerance is dropped: no query loses more of its weight than
+that.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attention_priors.attention.block_attention import BlockProblem
+from attention_priors.attention.geometry import Geometry, block_length
+from attention_priors.attention.key_bounds import BLOCK, ROUNDING, Balls
+from attention_priors.attention.tiles import Tile, along_diagonals
+
+BAND_ROWS = 64
+"""Queries per tile near the peak."""
+BAND = 64
+"""Distances to either side of the prior's peak where the sum over keys is computed and not bounded."""
+COARSE_BLOCKS = 64
+"""Number of coarse blocks that the keys are cut into first, about."""
+TOGETHER = 16
+"""Blocks of queries whose fine bounds are computed together."""
+NUMBERS = 2**20
+"""Numbers per working buffer."""
+WORTH_PRUNING = 0.8
+"""A head that would keep a larger share of its blocks keeps them all: large tiles are then faster."""
+LOWEST_MEAN = -1e6
+"""Log-priors below it, in nats, are not averaged."""
+UNKNOWN = 1e30
+"""Nats: in place of an infinity."""
+
+
+class Pruned(NamedTuple):
+    """What is kept, and what the rest weighs."""
+
+    kept: Tensor
+    """``(B, H, ⌈Lq / 256⌉, ⌈Lk / 256⌉)``, boolean: which blocks of keys each block of queries looks at."""
+    dropped: Tensor
+    """``(B, H, ⌈Lq / 256⌉)``, float64: the share of weight that any query of the block loses, at most."""
+
+
+def prune(query: Tensor, key: Tensor, problem: BlockProblem, tolerance: float, balls: Balls | None) -> Pruned:
+    """Choose the blocks to keep so that no query loses more than ``tolerance`` of its weight.
+
+    Positions with gaps and dense masks are not pruned, nor are heads with little to gain: everything is kept.
+
+    Args:
+        query: ``(B, H, Lq, D)``, with logit scale and lanes.
+        key: ``(B, Hkv, Lk, D)``.
+        problem: the rest.
+        tolerance: in (0, 1).
+        balls: around the blocks of ``key``; None to make them.
+    """
+    geometry = problem.geometry
+    size = (geometry.batch, geometry.heads, -(-geometry.num_queries // BLOCK), -(-geometry.num_keys // BLOCK))
+    everything = Pruned(
+        torch.ones(size, dtype=torch.bool, device=query.device),
+        torch.zeros(size[:3], dtype=torch.float64, device=query.device),
+    )
+    if not may_prune(geometry) or geometry.offset is None or problem.distances.listed is not None:
+        return everything
+    search = _Search(query, key, problem, Balls.around(key) if balls is None else balls)
+    pruned = search.run(tolerance)
+    visible = search.visible_blocks()
+    share = pruned.kept.sum((0, 2, 3)) / visible.expand_as(pruned.kept).sum((0, 2, 3)).clamp(min=1)
+    whole = (share > WORTH_PRUNING).view(1, -1, 1, 1)
+    return Pruned(pruned.kept | whole, pruned.dropped.masked_fill(whole[..., 0], 0.0))
+
+
+def may_prune(geometry: Geometry) -> bool:
+    """Whether there are blocks to tell apart: more than two, and no dense mask."""
+    return geometry.attn_mask is None and geometry.num_keys > 2 * BLOCK
+
+
+@dataclass(frozen=True)
+class Level:
+    """Blocks of ``factor`` times 256 keys, and what is known of them."""
+
+    factor: int
+    means: Tensor
+    """``(B, Hkv, n, D)``."""
+    reach: Tensor
+    """How long their keys are at most, ``(B, Hkv, n)``."""
+    keys: Tensor
+    """``[k̄, r, 1]``, ``(B, Hkv, n, D + 2)``; ``r`` has room for rounding errors of scores."""
+
+    @classmethod
+    def of(cls, balls: Balls, num_keys: int, factor: int) -> Level:
+        """Join ``factor`` blocks each."""
+        means, radii = balls.means, balls.radii
+        width = means.shape[-1]
+        if factor > 1:
+            sizes = torch.full(means.shape[2:3], float(BLOCK), dtype=means.dtype, device=means.device)
+            sizes[-1] = num_keys - (len(sizes) - 1) * BLOCK
+            extra = -len(sizes) % factor
+            sizes = pad(sizes, (0, extra)).view(-1, factor, 1)
+            parts = pad(means, (0, 0, 0, extra)).unflatten(2, (-1, factor))
+            joint = (parts * sizes).sum(-2) / sizes.sum(-2)
+            apart = torch.linalg.vector_norm(parts - joint.unsqueeze(-2), dim=-1) * (1 + width * ROUNDING)
+            within = pad(radii, (0, extra)).unflatten(2, (-1, factor))
+            radii = (apart + within).masked_fill(sizes[..., 0] == 0, 0.0).amax(-1)
+            means = joint
+        reach = torch.linalg.vector_norm(means, dim=-1) + radii
+        radii = radii + (width + 8) * ROUNDING * reach
+        return cls(
+            factor, means, reach, torch.cat([means, radii.unsqueeze(-1), torch.ones_like(radii).unsqueeze(-1)], -1)
+        )
+
+
+class BlockPriors:
+    """Extremes of the log-prior over pairs of blocks, which depend on how far apart these are.
+
+    Args:
+        problem: whose prior, offset and causal mask.
+        num_query_blocks: of 256 queries.
+        num_key_blocks: of 256 keys.
+    """
+
+    def __init__(self, problem: BlockProblem, num_query_blocks: int, num_key_blocks: int) -> None:
+        geometry, distances, table = problem.geometry, problem.distances, problem.table
+        assert geometry.offset is not None
+        self.num_query_blocks, self.num_key_blocks = num_query_blocks, num_key_blocks
+        self.lowest = geometry.offset - num_key_blocks * BLOCK
+        highest = geometry.offset + num_query_blocks * BLOCK - 1
+        # The part of the table that lies between them, in rising order; what lies beyond it is never seen.
+        bottom = distances.highest - distances.number + 1
+        start, stop = max(self.lowest, bottom), min(highest, distances.highest)
+        cut = slice(distances.highest - stop, distances.highest - start + 1)
+        beyond = (start - self.lowest, highest - stop)
+        device = geometry.device
+        zeros = torch.zeros(1, stop - start + 1, dtype=problem.dtype, device=device)
+        self.values = pad(zeros if table is None else table.detach()[:, cut].flip(-1), beyond)
+        """The log-prior at rising distances, ``(H or 1, N)``."""
+        hidden = zeros[0].bool() if problem.inside is None else ~problem.inside[cut].flip(-1)
+        self.hidden = pad(hidden, beyond, value=True)
+        if geometry.causal:
+            self.hidden |= torch.arange(self.lowest, highest + 1, device=device) < 0
+        # Distances between two blocks cover two of these runs.
+        high = self.values.masked_fill(self.hidden, -math.inf).unflatten(-1, (-1, BLOCK)).amax(-1)
+        low = self.values.masked_fill(self.hidden, math.inf).unflatten(-1, (-1, BLOCK)).amin(-1)
+        self._high = torch.maximum(high[:, 1:], high[:, :-1])
+        self._low = torch.minimum(low[:, 1:], low[:, :-1])
+
+    def peaks(self) -> Tensor:
+        """The distance where each head's log-prior is largest, and where it is smallest, ``(2, H or 1)``."""
+        high = self.values.masked_fill(self.hidden, -math.inf).argmax(-1)
+        low = self.values.masked_fill(self.hidden, math.inf).argmin(-1)
+        return torch.stack([high, low]) + self.lowest
+
+    def extremes(self, factor: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Highest and lowest log-prior that any query of a block sees at any key of a block.
+
+        Args:
+            factor: keys per block, in units of 256.
+            first: and
+            last: range of query blocks.
+
+        Returns:
+            Each ``(H or 1, last - first, blocks of keys)``; ``-inf`` and ``inf`` where all pairs are hidden.
+        """
+        apart = self._blocks_apart(factor, first, last) + self.num_key_blocks - 1
+
+        def windows(numbers: Tensor, nothing: float) -> Tensor:
+            return pad(numbers, (factor - 1, 0), value=nothing).unfold(-1, factor, 1)
+
+        return windows(self._high, -math.inf).amax(-1)[:, apart], windows(self._low, math.inf).amin(-1)[:, apart]
+
+    def means(self, factor: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Smallest and largest of the means over a whole block of keys that queries of a block find.
+
+        Args:
+            factor: keys per block, in units of 256.
+
+        Returns:
+            Each ``(H or 1, query blocks, blocks of keys)``, and whether there is a mean: not where a key is hidden,
+            or so far down that the mean of the others would drown.
+        """
+        size = factor * BLOCK
+        unfit = self.hidden | (self.values < LOWEST_MEAN)
+        numbers = self.values.double().masked_fill(unfit, 0.0)
+
+        def sums(numbers: Tensor) -> Tensor:
+            total = pad(numbers.cumsum(-1), (1, 0))
+            # The nearest key of a block lies a multiple of 256, and one more, after the lowest distance.
+            return (total[:, size:] - total[:, :-size])[:, 1:].unflatten(-1, (-1, BLOCK))
+
+        mean, unfit = sums(numbers) / size, sums(unfit.long()) > 0
+        apart = self._blocks_apart(factor, 0, self.num_query_blocks) + self.num_key_blocks - factor
+        apart = apart.clamp(min=0)  # the last block of keys may not be whole
+        return mean.amin(-1)[:, apart], mean.amax(-1)[:, apart], ~unfit.any(-1)[:, apart]
+
+    def _blocks_apart(self, factor: int, first: int, last: int) -> Tensor:
+        device = self.values.device
+        starts = torch.arange(0, self.num_key_blocks, factor, device=device)
+        return torch.arange(first, last, device=device).unsqueeze(-1) - starts
+
+
+class _Search:
+    """Bounds for all pairs of blocks of one problem."""
+
+    def __init__(self, query: Tensor, key: Tensor, problem: BlockProblem, balls: Balls) -> None:
+        geometry = problem.geometry
+        self.query, self.key, self.problem, self.geometry = query, key, problem, geometry
+        self.num_key_blocks = balls.means.shape[2]
+        self.num_query_blocks = -(-geometry.num_queries // BLOCK)
+        self.group = query.shape[1] // key.shape[1]
+        factor = 2 ** max(0, math.ceil(math.log2(self.num_key_blocks / COARSE_BLOCKS)))
+        self.coarse = Level.of(balls, geometry.num_keys, factor)
+        self.fine = Level.of(balls, geometry.num_keys, 1)
+        self.priors = BlockPriors(problem, self.num_query_blocks, self.num_key_blocks)
+        self.first, self.last = geometry.slot_range
+        self.norms = torch.linalg.vector_norm(query, dim=-1, dtype=problem.dtype) * problem.softmax_scale
+        self.scale_ends = None
+        """Smallest and largest factor of the log-prior in each block of queries, ``(B, H, query blocks)`` each."""
+        if problem.row_scale is not None:
+            scale = problem.row_scale.detach()
+            self.scale_ends = (_in_blocks(scale, BLOCK, math.inf).amin(-1), _in_blocks(scale, BLOCK, -math.inf).amax(-1))
+
+    def run(self, tolerance: float) -> Pruned:
+        """Choose."""
+        lower = self._lower_bound()
+        rows = block_length(
+            self.geometry.batch * self.geometry.heads * BLOCK * (self.coarse.keys.shape[2] + self.query.shape[-1]),
+            NUMBERS,
+        )
+        parts = [
+            self._shares(lower, slice(None), slice(None), first, min(first + rows, self.num_query_blocks), self.coarse)
+            for first in range(0, self.num_query_blocks, rows)
+        ]
+        budget = torch.full((), tolerance, dtype=torch.float64, device=lower.device)
+        if self.coarse.factor == 1:
+            kept, spent = select(torch.cat(parts, dim=2), budget)
+        else:
+            kept, spent = select(torch.cat(parts, dim=2), budget / 2)
+            kept, more = select(self._fine_shares(kept, lower), budget - spent.unsqueeze(-1))
+            spent = spent + more
+        return Pruned(kept & self.visible_blocks(), spent)
+
+    def visible_blocks(self) -> Tensor:
+        """Which blocks hold a key that the block of queries can see, ``(B or 1, 1, query blocks, key blocks)``."""
+        number = self.geometry.num_keys
+        seen = self.first < self.last
+        first = _in_blocks(self.first.masked_fill(~seen, number), BLOCK, number).amin(-1).unsqueeze(-1)
+        last = _in_blocks(self.last.masked_fill(~seen, 0), BLOCK, 0).amax(-1).unsqueeze(-1)
+        starts = torch.arange(self.num_key_blocks, device=self.first.device) * BLOCK
+        return ((starts < last) & (starts + BLOCK > first)).unsqueeze(1)
+
+    # ---- from below
+
+    def _lower_bound(self) -> Tensor:
+        """Of every query's log-sum-exp, ``(B, H, Lq)``; ``-inf`` where nothing is known."""
+        lower = torch.logaddexp(self._near_the_peak(), self._far_away())
+        # Dot products in float32 may be wrong by this much, relative to the norms.
+        error = (self.query.shape[-1] + 8) * ROUNDING
+        largest = self.fine.reach.amax(-1).repeat_interleave(self.group, dim=1).unsqueeze(-1)
+        return lower - self.norms * largest * error - (1e-4 + error * lower.abs()).nan_to_num(posinf=0.0)
+
+    def _near_the_peak(self) -> Tensor:
+        """Log-sum-exp over the keys near each head's peak, ``(B, H, Lq)``."""
+        problem, heads = self.problem, self.geometry.heads
+        bias_of = problem.bias()
+        highest, lowest = self.priors.peaks().expand(2, heads).tolist()
+        # A negative logit scale turns the prior upside down.
+        turned = [False] * heads if self.scale_ends is None else (self.scale_ends[0][..., -1].sum(0) < 0).tolist()
+        peaks = [low if t else high for high, low, t in zip(highest, lowest, turned, strict=True)]
+        out = torch.full(self.norms.shape, -math.inf, dtype=problem.dtype, device=self.norms.device)
+        for q_heads, peak in _runs_of_heads(peaks, self.group):
+            kv_heads = slice(q_heads.start // self.group, (q_heads.stop - 1) // self.group + 1)
+            for tile in self._band(peak, q_heads.stop - q_heads.start):
+                query = tile.cut_rows(self.query, q_heads).flip(2).to(out.dtype) * problem.softmax_scale
+                logits = _products(query, tile.cut_keys(self.key, kv_heads).to(out.dtype))
+                bias = bias_of(tile, q_heads)
+                found = (logits if bias is None else logits.add_(bias)).logsumexp(-1)
+                tile.cut_rows(out, q_heads).copy_(found.flip(2))
+        return out
+
+    def _band(self, peak: int, heads: int) -> list[Tile]:
+        """Tiles of keys about ``peak`` tokens before their queries."""
+        tiling, offset = self.problem.tiling, self.geometry.offset
+        assert offset is not None
+        tiles = []
+        for segment in tiling.segments:
+            for start in range(segment.start, segment.stop, BAND_ROWS):
+                stop = min(start + BAND_ROWS, segment.stop)
+                first, last = tiling.keys_of(segment, start, stop)
+                first, last = max(first, start + offset - peak - BAND), min(last, stop + offset - peak + BAND)
+                if first < last:
+                    tiles.append(Tile(segment.batches, start, stop, first, last))
+        if tiling.masked:
+            return tiles
+        return along_diagonals(tiles, block_length(heads * BAND_ROWS * (BAND_ROWS + 2 * BAND), NUMBERS))
+
+    def _far_away(self) -> Tensor:
+        """Lower bound of the log-sum-exp over the coarse blocks of which a query's whole block sees every key.
+
+        With ``m_S`` the mean log-prior of block ``S``, and any weights ``w`` that add up to 1, Jensen says once more
+        ``ln Σ_S e^{s <q, k̄_S> + m_S} ≥ ln Σ_S e^{m_S} + s <q, Σ_S w_S k̄_S>``, with equality of the first terms for
+        ``w_S ∝ e^{m_S}``. So each block of queries needs a single mean key.
+        """
+        size, level = self.coarse.factor * BLOCK, self.coarse
+        low, high, fits = self.priors.means(self.coarse.factor)
+        bound = low if self.scale_ends is None else _products_with(self.scale_ends, low, high).amin(0)
+        starts = torch.arange(level.means.shape[2], device=low.device) * size
+        first = _in_blocks(self.first, BLOCK, 0).amax(-1).unsqueeze(-1)
+        last = _in_blocks(self.last, BLOCK, self.geometry.num_keys).amin(-1).unsqueeze(-1)
+        fits = fits & ((starts >= first) & (starts + size <= last)).unsqueeze(1)
+        if self.geometry.key_padding_mask is not None:
+            padded = _in_blocks(self.geometry.key_padding_mask, size, True).any(-1)
+            fits = fits & ~padded[:, None, None]
+        bound = bound.masked_fill(~fits, -math.inf)
+        total = bound.logsumexp(-1, keepdim=True)
+        weights = (bound - total.masked_fill(torch.isneginf(total), 0.0)).exp().to(self.norms.dtype)
+        means = level.means.repeat_interleave(self.group, dim=1).to(weights.dtype)
+        keys = weights @ means
+        scores = torch.empty_like(self.norms)
+        whole = self.geometry.num_queries // BLOCK * BLOCK
+        for start, stop in ((0, whole), (whole, self.geometry.num_queries)):
+            if start < stop:
+                blocks = self.query[:, :, start:stop].unflatten(2, (-1, min(BLOCK, stop - start))).to(keys.dtype)
+                key = keys[:, :, start // BLOCK : -(-stop // BLOCK)].unsqueeze(-1)
+                scores[:, :, start:stop] = (blocks @ key).flatten(2)
+        total = total.to(weights.dtype).repeat_interleave(BLOCK, dim=2)[:, :, : self.geometry.num_queries, 0]
+        return scores * self.problem.softmax_scale + total + math.log(size)
+
+    # ---- from above
+
+    def _fine_shares(self, kept: Tensor, lower: Tensor) -> Tensor:
+        """:meth:`_shares` of blocks of 256 keys within the coarse blocks that are kept; ``-inf`` elsewhere."""
+        factor, number = self.coarse.factor, self.num_key_blocks
+        shares = torch.full((*kept.shape[:3], number), -math.inf, dtype=lower.dtype, device=lower.device)
+        for first in range(0, self.num_query_blocks, TOGETHER):
+            last = min(first + TOGETHER, self.num_query_blocks)
+            wanted = kept[:, :, first:last].any(2)
+            for batch, head in wanted.any(-1).nonzero().tolist():
+                coarse = wanted[batch, head].repeat_interleave(factor)[:number]
+                keys = coarse.nonzero().flatten()
+                batches, heads = slice(batch, batch + 1), slice(head, head + 1)
+                found = self._shares(lower, batches, heads, first, last, self.fine, keys)[0, 0]
+                mine = kept[batch, head, first:last].repeat_interleave(factor, dim=-1)[:, keys]
+                shares[batch, head, first:last, keys] = found.masked_fill(~mine, -math.inf)
+        return shares
+
+    def _shares(
+        self,
+        lower: Tensor,
+        batches: slice,
+        heads: slice,
+        first: int,
+        last: int,
+        level: Level,
+        keys: Tensor | None = None,
+    ) -> Tensor:
+        """Log of the share of weight that any query of a block may give to a block of keys.
+
+        Args:
+            lower: bound of every query's log-sum-exp, ``(B, H, Lq)``.
+            batches: which ones.
+            heads: which ones: all, or one.
+            first: and
+            last: range of query blocks.
+            level: of the blocks of keys.
+            keys: which of them, ``(n,)``; None for all.
+
+        Returns:
+            ``(b, h, last - first, n)``.
+        """
+        rows = slice(first * BLOCK, min(last * BLOCK, self.geometry.num_queries))
+        kv_heads = heads if heads == slice(None) else slice(heads.start // self.group, heads.start // self.group + 1)
+        queries = self._bounded_queries(lower, batches, heads, rows)
+        of_keys = level.keys[batches, kv_heads] if keys is None else level.keys[batches, kv_heads, keys]
+        largest = _products(queries, of_keys).unflatten(2, (-1, min(BLOCK, queries.shape[2]))).amax(-2)
+        high, low = self.priors.extremes(level.factor, first, last)
+        if len(high) > 1:
+            high, low = high[heads], low[heads]
+        if keys is not None:
+            high, low = high[..., keys], low[..., keys]
+        hidden = torch.isneginf(high)
+        high, low = high.masked_fill(hidden, 0.0), low.masked_fill(hidden, 0.0)
+        if self.scale_ends is not None:
+            ends = (end[batches, heads, first:last] for end in self.scale_ends)
+            high = _products_with(tuple(ends), low, high).amax(0)
+        error = (self.query.shape[-1] + 8) * ROUNDING
+        shares = largest + high + error * high.abs() + math.log(level.factor * BLOCK)
+        # No key, no weight, whatever else is (not) known.
+        return shares.masked_fill(hidden, -math.inf)
+
+    def _bounded_queries(self, lower: Tensor, batches: slice, heads: slice, rows: slice) -> Tensor:
+        """``[s q, |s| ‖q‖, -lower]``, ``(b, h, n, D + 2)``: their products with :attr:`Level.keys` are bounds.
+
+        There are as many as fill whole blocks; the last ones give no bound.
+        """
+        query = self.query[batches, heads, rows].to(lower.dtype) * self.problem.softmax_scale
+        shift = -lower[batches, heads, rows]
+        # Infinities would become nan in a product. Nothing known, nothing dropped; nothing seen, nothing lost.
+        shift = shift.nan_to_num(nan=UNKNOWN, posinf=UNKNOWN, neginf=-UNKNOWN)
+        some = batches if len(self.first) > 1 else slice(None)
+        blind = (self.first[some, rows] == self.last[some, rows]).unsqueeze(1)
+        shift = shift.masked_fill(blind, -UNKNOWN)
+        parts = [query, self.norms[batches, heads, rows].unsqueeze(-1), shift.unsqueeze(-1)]
+        queries = torch.cat(parts, dim=-1)
+        extra = -queries.shape[2] % min(BLOCK, self.geometry.num_queries)
+        if extra:
+            queries = pad(queries, (0, 0, 0, extra))
+            queries[:, :, -extra:, -1] = -UNKNOWN
+        return queries
+
+
+def select(shares: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:
+    """Drop as many blocks as the budget allows: those with the smallest shares.
+
+    Args:
+        shares: logs of what each block may weigh, ``(..., n)``.
+        budget: what they may weigh together, ``(..., 1)`` or a number.
+
+    Returns:
+        What is kept, ``(..., n)``, and what the others weigh at most, ``(...)``.
+    """
+    ascending, order = shares.double().exp().sort(-1)
+    total = ascending.cumsum(-1)
+    drop = total <= budget
+    kept = torch.empty_like(drop).scatter_(-1, order, ~drop)
+    return kept, torch.where(drop, total, 0.0).amax(-1)
+
+
+def _products(query: Tensor, key: Tensor) -> Tensor:
+    """``(b, h, n, e)`` for queries ``(b, h, n, D)`` and keys ``(b, hkv, e, D)``."""
+    grouped = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
+    return (grouped @ key.mT).view(*query.shape[:-1], key.shape[2])
+
+
+def _products_with(ends: tuple[Tensor, ...], low: Tensor, high: Tensor) -> Tensor:
+    """What a factor times a number may be at the ends of both their ranges, ``(4, b, h, query blocks, n)``.
+
+    Args:
+        ends: of the factor, ``(b, h, query blocks)`` each.
+        low: and
+        high: ends of the number, ``(h or 1, query blocks, n)``.
+    """
+    return torch.stack([end.unsqueeze(-1) * number for end in ends for number in (low, high)])
+
+
+def _in_blocks(numbers: Tensor, size: int, nothing: float) -> Tensor:
+    """``(..., L)`` as ``(..., ⌈L / size⌉, size)``, the last block filled up with ``nothing``."""
+    return pad(numbers, (0, -numbers.shape[-1] % size), value=nothing).unflatten(-1, (-1, size))
+
+
+def _runs_of_heads(peaks: list[int], group: int) -> list[tuple[slice, int]]:
+    """Heads with the same peak that can be worked on together: all, or neighbours, or (of shared keys) one by one."""
+    if len(set(peaks)) == 1:
+        return [(slice(0, len(peaks)), peaks[0])]
+    runs: list[tuple[slice, int]] = []
+    for head, peak in enumerate(peaks):
+        if runs and group == 1 and runs[-1][1] == peak:
+            runs[-1] = (slice(runs[-1][0].start, head + 1), peak)
+        else:
+            runs.append((slice(head, head + 1), peak))
+    return runs

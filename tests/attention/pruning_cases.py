@@ -1,0 +1,109 @@
+"""Attention problems whose blocks are small, so that short sequences have many of them to prune."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import torch
+from attention_cases import Case, cases
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attention_priors.attention import block_attention, kept_tiles, key_bounds, operators, pruning
+from attention_priors.attention.block_attention import BlockProblem
+from attention_priors.attention.pruning import Pruned
+
+
+@contextmanager
+def small_blocks(size: int, worth_pruning: float = math.inf) -> Iterator[None]:
+    """Blocks of ``size``, and everything else to match; heads with little to gain are pruned all the same."""
+    with ExitStack() as stack:
+        for module in (block_attention, kept_tiles, key_bounds, operators, pruning):
+            stack.enter_context(mock.patch.object(module, "BLOCK", size))
+        stack.enter_context(
+            mock.patch.multiple(
+                pruning,
+                BAND_ROWS=max(1, size // 2),
+                BAND=2,
+                COARSE_BLOCKS=4,
+                TOGETHER=2,
+                NUMBERS=200,
+                WORTH_PRUNING=worth_pruning,
+            )
+        )
+        yield
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What pruning did in one call of ``attend``."""
+
+    out: Tensor
+    lse: Tensor
+    pruned: Pruned | None
+    """None if there was nothing to choose from."""
+    looked_at: Tensor
+    """Which keys were computed, ``(B, H, Lq, Lk)``."""
+
+
+def attend_pruned(case: Case, size: int) -> Observed:
+    """Attend, and watch."""
+    seen: list[tuple[BlockProblem, Pruned]] = []
+    prune = pruning.prune
+
+    def watched(query, key, problem: BlockProblem, tolerance, balls) -> Pruned:
+        seen.append((problem, prune(query, key, problem, tolerance, balls)))
+        return seen[-1][1]
+
+    with small_blocks(size), mock.patch.object(operators, "prune", watched):
+        out, lse = case.attend("toeplitz")
+        batch, heads, num_queries, _ = case.query.shape
+        looked_at = torch.ones(batch, heads, num_queries, case.key.shape[2], dtype=torch.bool)
+        if not seen:
+            return Observed(out, lse, None, looked_at)
+        problem, pruned = seen[0]
+        for head in set(range(heads)) - set(kept_tiles.whole_heads(pruned.kept)):
+            looked_at[:, head] = False
+        memory = problem.bias().in_memory
+        for tile in kept_tiles.kept_tiles(problem.tiling, pruned.kept, case.key.shape[1], join=not memory):
+            for each in tile.each():
+                part = (each.tile.batches, each.heads, each.tile.rows, each.tile.keys)
+                assert not looked_at[part].any(), "a key is computed twice"
+                looked_at[part] = True
+    return Observed(out, lse, pruned, looked_at)
+
+
+def spread(kept: Tensor, size: int, num_queries: int, num_keys: int) -> Tensor:
+    """Which pairs the blocks hold, ``(B, H, Lq, Lk)``."""
+    pairs = kept.repeat_interleave(size, dim=-2).repeat_interleave(size, dim=-1)
+    return pairs[..., :num_queries, :num_keys]
+
+
+@st.composite
+def prunable_cases(draw: st.DrawFn, prior_name: str, tolerances: st.SearchStrategy[float]) -> Case:
+    """A problem with a tolerance, without dense masks, its keys often such as a bound finds hard."""
+    case = draw(cases(prior_name, longest=70, masks=False))
+    if draw(st.booleans()):
+        case = replace(case, query_positions=None, key_positions=None)
+    key = case.key.clone()
+    kind = draw(st.sampled_from(["normal", "normal", "one huge key", "all equal", "far from the origin", "zero"]))
+    if kind == "one huge key":
+        key[:, :, draw(st.integers(0, key.shape[2] - 1))] *= 30
+    elif kind == "all equal":
+        key = key[:, :, :1].expand_as(key)
+    elif kind == "far from the origin":
+        key = key + 20 * torch.ones_like(key)
+    elif kind == "zero":
+        key = torch.zeros_like(key)
+    prior = case.prior
+    if prior is not None and draw(st.booleans()):
+        # Steeper than the library's usual range: short sequences should have something to prune.
+        with torch.no_grad():
+            for name, parameter in prior.named_parameters():
+                if name.endswith(("log_slope", "theta_alpha")):
+                    parameter += 2.0
+    return replace(case, key=key.contiguous(), tolerance=draw(tolerances))
