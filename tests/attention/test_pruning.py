@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pruning_cases import attend_pruned, prunable_cases, small_blocks, spread
 
-from attention_priors import GeneralizedGaussian, KeyBounds, Laplace, SSMax, attend
-
 TOLERANCES = st.sampled_from([1e-9, 1e-6, 1e-3, 0.05, 0.5])
 SIZES = st.sampled_from([2, 4, 8])
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attention_priors.attention.geometry import block_length
 
@@ -16,16 +17,29 @@ ROUNDING = 2.0**-23
 
 
 class Balls(NamedTuple):
-    """For each block of 256 keys its mean ``k̄`` and a radius ``r`` with ``‖k_j − k̄‖ ≤ r`` for all its keys."""
+    """For each block of keys its mean ``k̄`` and a radius ``r`` with ``‖k_j − k̄‖ ≤ r`` for all its keys.
 
-    means: Tensor
-    """``(B, Hkv, ⌈L / 256⌉, D)``."""
-    radii: Tensor
-    """``(B, Hkv, ⌈L / 256⌉)``."""
+    The radius has room for the rounding errors of content scores computed in float32.
+    """
+
+    keys: Tensor
+    """``[k̄, r, 1]``, ``(B, Hkv, blocks, D + 2)``: its product with ``[q, ‖q‖, x]`` is a bound, plus ``x``."""
+    reach: Tensor
+    """How long the keys are at most, ``(B, Hkv, blocks)``."""
+
+    @property
+    def means(self) -> Tensor:
+        """``(B, Hkv, blocks, D)``."""
+        return self.keys[..., :-2]
+
+    @property
+    def radii(self) -> Tensor:
+        """``(B, Hkv, blocks)``."""
+        return self.keys[..., -2]
 
     @classmethod
     def around(cls, key: Tensor) -> Balls:
-        """Those of ``key (B, Hkv, L, D)``."""
+        """Blocks of 256 of ``key (B, Hkv, L, D)``."""
         batch, heads, length, width = key.shape
         dtype = torch.float64 if key.dtype == torch.float64 else torch.float32
         means = torch.empty(batch, heads, -(-length // BLOCK), width, dtype=dtype, device=key.device)
@@ -38,14 +52,34 @@ class Balls(NamedTuple):
         for start, stop, size in ranges:
             block = key[:, :, start * BLOCK : (stop - 1) * BLOCK + size].unflatten(2, (stop - start, size)).to(dtype)
             mean = block.mean(-2, keepdim=True)
-            # Any centre will do, so the mean may be rounded; but rounding must not leave a key outside.
-            radii[:, :, start:stop] = torch.linalg.vector_norm(block - mean, dim=-1).amax(-1) * (1 + width * ROUNDING)
+            radii[:, :, start:stop] = torch.linalg.vector_norm(block - mean, dim=-1).amax(-1)
             means[:, :, start:stop] = mean.squeeze(-2)
-        return cls(means, radii)
+        return cls.of(means, radii)
+
+    @classmethod
+    def of(cls, means: Tensor, radii: Tensor) -> Balls:
+        """With these means and radii, which may be rounded."""
+        error = (means.shape[-1] + 8) * ROUNDING
+        reach = (torch.linalg.vector_norm(means, dim=-1) + radii) * (1 + error)
+        radii = radii + error * reach
+        return cls(torch.cat([means, radii.unsqueeze(-1), torch.ones_like(radii).unsqueeze(-1)], dim=-1), reach)
+
+    def joined(self, factor: int, num_keys: int) -> Balls:
+        """Around ``factor`` blocks of 256 each, of ``num_keys`` keys."""
+        means, width = self.means, self.means.shape[-1]
+        sizes = torch.full(means.shape[2:3], float(BLOCK), dtype=means.dtype, device=means.device)
+        sizes[-1] = num_keys - (len(sizes) - 1) * BLOCK
+        extra = -len(sizes) % factor
+        sizes = pad(sizes, (0, extra)).view(-1, factor, 1)
+        parts = pad(means, (0, 0, 0, extra)).unflatten(2, (-1, factor))
+        joint = (parts * sizes).sum(-2) / sizes.sum(-2)
+        apart = torch.linalg.vector_norm(parts - joint.unsqueeze(-2), dim=-1) * (1 + width * ROUNDING)
+        within = pad(self.radii, (0, extra)).unflatten(2, (-1, factor))
+        return Balls.of(joint, (apart + within).masked_fill(sizes[..., 0] == 0, 0.0).amax(-1))
 
     def beside(self, others: Balls) -> Balls:
         """Around vectors that are these keys and others side by side."""
-        return Balls(torch.cat([self.means, others.means], dim=-1), torch.hypot(self.radii, others.radii))
+        return Balls.of(torch.cat([self.means, others.means], dim=-1), torch.hypot(self.radii, others.radii))
 
 
 class KeyBounds:
@@ -70,8 +104,8 @@ class KeyBounds:
             raise ValueError(f"key must be floating point (B, Hkv, L, D), got {key.dtype} {tuple(key.shape)}")
         self.length = key.shape[2]
         """How many keys there are."""
-        with torch.no_grad():
-            self.balls = Balls.around(key)
+        self.balls = Balls.around(key.detach())
+        """Around blocks of 256 of them."""
 
     def update(self, key: Tensor) -> None:
         """Take note of keys that were appended; those before are not looked at again, but for the last block.
@@ -79,16 +113,13 @@ class KeyBounds:
         Args:
             key: ``(B, Hkv, L, D)``, all keys: those of before, and more.
         """
-        means, radii = self.balls
-        batch, heads, _, width = means.shape
+        known = self.balls
+        batch, heads, _, width = known.means.shape
         if key.dim() != 4 or (len(key), key.shape[1], key.shape[3]) != (batch, heads, width):
             raise ValueError(f"key must have shape ({batch}, {heads}, L, {width}), got {tuple(key.shape)}")
         if key.shape[2] < self.length:
             raise ValueError(f"key holds {key.shape[2]} keys, fewer than the {self.length} of before")
         done = self.length // BLOCK
-        with torch.no_grad():
-            new = Balls.around(key[:, :, done * BLOCK :])
-            self.balls = Balls(
-                torch.cat([means[:, :, :done], new.means], dim=2), torch.cat([radii[:, :, :done], new.radii], dim=2)
-            )
+        new = Balls.around(key.detach()[:, :, done * BLOCK :])
+        self.balls = Balls(*(torch.cat([old[:, :, :done], more], dim=2) for old, more in zip(known, new, strict=True)))
         self.length = key.shape[2]

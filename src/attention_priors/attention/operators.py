@@ -307,18 +307,16 @@ def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
 @torch.library.custom_op(
     "attention_priors::kept_blocks",
     mutates_args=(),
-    schema=f"(float tolerance, Tensor? key_means, Tensor? key_radii, {PROBLEM}) -> Tensor",
+    schema=f"(float tolerance, Tensor? balls, Tensor? reach, {PROBLEM}) -> Tensor",
 )
-def _kept_blocks(tolerance: float, key_means: Tensor | None, key_radii: Tensor | None, *inputs: Any) -> Tensor:
+def _kept_blocks(tolerance: float, balls: Tensor | None, reach: Tensor | None, *inputs: Any) -> Tensor:
     query, key, *_ = inputs
-    balls = None if key_means is None or key_radii is None else Balls(key_means, key_radii)
-    return prune(query, key, _problem(*inputs), tolerance, balls).kept
+    known = None if balls is None or reach is None else Balls(balls, reach)
+    return prune(query, key, _problem(*inputs), tolerance, known).kept
 
 
 @_kept_blocks.register_fake
-def _(
-    tolerance: float, key_means: Tensor | None, key_radii: Tensor | None, query: Tensor, key: Tensor, *rest: Any
-) -> Tensor:
+def _(tolerance: float, balls: Tensor | None, reach: Tensor | None, query: Tensor, key: Tensor, *rest: Any) -> Tensor:
     blocks_of = [-(-tensor.shape[2] // BLOCK) for tensor in (query, key)]
     return query.new_empty((*query.shape[:2], *blocks_of), dtype=torch.bool)
 
@@ -330,9 +328,9 @@ def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
 
 def choose_kept_blocks(tolerance: float, balls: Balls | None, *inputs: Any) -> Tensor:
     """Which blocks of keys each block of queries looks at, of what ``PROBLEM`` lists; no gradient flows through it."""
-    means, radii = (None, None) if balls is None else balls
+    parts = (None, None) if balls is None else balls
     detached = (x.detach() if isinstance(x, Tensor) else x for x in inputs)
-    return _kept_blocks(tolerance, means, radii, *detached)
+    return _kept_blocks(tolerance, *parts, *detached)
 
 
 # ---- visible keys

@@ -15,7 +15,7 @@ that.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,8 +74,12 @@ def prune(query: Tensor, key: Tensor, problem: BlockProblem, tolerance: float, b
     )
     if not may_prune(geometry) or geometry.offset is None or problem.distances.listed is not None:
         return everything
+    if problem.inside is not None and not bool(problem.inside.any()):
+        return everything
     search = _Search(query, key, problem, Balls.around(key) if balls is None else balls)
     pruned = search.run(tolerance)
+    if geometry.num_queries == 1:
+        return pruned
     visible = search.visible_blocks()
     share = pruned.kept.sum((0, 2, 3)) / visible.expand_as(pruned.kept).sum((0, 2, 3)).clamp(min=1)
     whole = (share > WORTH_PRUNING).view(1, -1, 1, 1)
@@ -87,46 +91,14 @@ def may_prune(geometry: Geometry) -> bool:
     return geometry.attn_mask is None and geometry.num_keys > 2 * BLOCK
 
 
-@dataclass(frozen=True)
-class Level:
-    """Blocks of ``factor`` times 256 keys, and what is known of them."""
-
-    factor: int
-    means: Tensor
-    """``(B, Hkv, n, D)``."""
-    reach: Tensor
-    """How long their keys are at most, ``(B, Hkv, n)``."""
-    keys: Tensor
-    """``[k̄, r, 1]``, ``(B, Hkv, n, D + 2)``; ``r`` has room for rounding errors of scores."""
-
-    @classmethod
-    def of(cls, balls: Balls, num_keys: int, factor: int) -> Level:
-        """Join ``factor`` blocks each."""
-        means, radii = balls.means, balls.radii
-        width = means.shape[-1]
-        if factor > 1:
-            sizes = torch.full(means.shape[2:3], float(BLOCK), dtype=means.dtype, device=means.device)
-            sizes[-1] = num_keys - (len(sizes) - 1) * BLOCK
-            extra = -len(sizes) % factor
-            sizes = pad(sizes, (0, extra)).view(-1, factor, 1)
-            parts = pad(means, (0, 0, 0, extra)).unflatten(2, (-1, factor))
-            joint = (parts * sizes).sum(-2) / sizes.sum(-2)
-            apart = torch.linalg.vector_norm(parts - joint.unsqueeze(-2), dim=-1) * (1 + width * ROUNDING)
-            within = pad(radii, (0, extra)).unflatten(2, (-1, factor))
-            radii = (apart + within).masked_fill(sizes[..., 0] == 0, 0.0).amax(-1)
-            means = joint
-        reach = torch.linalg.vector_norm(means, dim=-1) + radii
-        radii = radii + (width + 8) * ROUNDING * reach
-        return cls(
-            factor, means, reach, torch.cat([means, radii.unsqueeze(-1), torch.ones_like(radii).unsqueeze(-1)], -1)
-        )
-
-
 class BlockPriors:
-    """Extremes of the log-prior over pairs of blocks, which depend on how far apart these are.
+    """Extremes and means of the log-prior over pairs of blocks, which depend on how far apart these are.
+
+    The log-prior is read in the order of falling distances, in runs of 256: as keys follow each other, and not a
+    number is moved. Of hidden distances (a window's, the future's) none is read.
 
     Args:
-        problem: whose prior, offset and causal mask.
+        problem: whose prior, offset and causal mask; some distance must be visible.
         num_query_blocks: of 256 queries.
         num_key_blocks: of 256 keys.
     """
@@ -135,32 +107,49 @@ class BlockPriors:
         geometry, distances, table = problem.geometry, problem.distances, problem.table
         assert geometry.offset is not None
         self.num_query_blocks, self.num_key_blocks = num_query_blocks, num_key_blocks
-        self.lowest = geometry.offset - num_key_blocks * BLOCK
-        highest = geometry.offset + num_query_blocks * BLOCK - 1
-        # The part of the table that lies between them, in rising order; what lies beyond it is never seen.
-        bottom = distances.highest - distances.number + 1
-        start, stop = max(self.lowest, bottom), min(highest, distances.highest)
-        cut = slice(distances.highest - stop, distances.highest - start + 1)
-        beyond = (start - self.lowest, highest - stop)
-        device = geometry.device
-        zeros = torch.zeros(1, stop - start + 1, dtype=problem.dtype, device=device)
-        self.values = pad(zeros if table is None else table.detach()[:, cut].flip(-1), beyond)
-        """The log-prior at rising distances, ``(H or 1, N)``."""
-        hidden = zeros[0].bool() if problem.inside is None else ~problem.inside[cut].flip(-1)
-        self.hidden = pad(hidden, beyond, value=True)
+        self.rows = min(BLOCK, geometry.num_queries)
+        self.highest = geometry.offset + (num_query_blocks - 1) * BLOCK + self.rows - 1
+        """The distance of the last query of the last block and the first key."""
+        runs = num_query_blocks + num_key_blocks if self.rows > 1 else num_key_blocks
+        # Visible distances are one range: of those in the table, and within the prior's reach.
+        top, bottom = distances.highest, distances.highest - distances.number + 1
+        reach = problem.tiling.reach
+        if reach is not None:
+            top, bottom = min(top, reach[1]), max(bottom, reach[0])
         if geometry.causal:
-            self.hidden |= torch.arange(self.lowest, highest + 1, device=device) < 0
-        # Distances between two blocks cover two of these runs.
-        high = self.values.masked_fill(self.hidden, -math.inf).unflatten(-1, (-1, BLOCK)).amax(-1)
-        low = self.values.masked_fill(self.hidden, math.inf).unflatten(-1, (-1, BLOCK)).amin(-1)
-        self._high = torch.maximum(high[:, 1:], high[:, :-1])
-        self._low = torch.minimum(low[:, 1:], low[:, :-1])
+            bottom = max(bottom, 0)
+        top, bottom = min(top, self.highest), max(bottom, self.highest - runs * BLOCK + 1)
+        self.visible = (bottom, top)
+        cut = slice(distances.highest - top, distances.highest - bottom + 1)
+        if table is None:
+            values = torch.zeros(1, top - bottom + 1, dtype=problem.dtype, device=geometry.device)
+        else:
+            values = table.detach()[:, cut]
+        # What lies beyond repeats the last number, so that it is never an extreme of its own.
+        beyond = (self.highest - top, runs * BLOCK - (self.highest - bottom + 1))
+        self.values = pad(values.unsqueeze(0), beyond, mode="replicate")[0] if max(beyond) > 0 else values
+        """The log-prior at falling distances, ``(H or 1, 256 runs)``."""
+        starts = self.highest - torch.arange(runs, device=geometry.device) * BLOCK
+        none = (starts < bottom) | (starts - BLOCK + 1 > top)
+        self._all = (starts <= top) & (starts - BLOCK + 1 >= bottom)
+        self._high = self._runs.amax(-1).masked_fill(none, -math.inf)
+        self._low = self._runs.amin(-1).masked_fill(none, math.inf)
 
-    def peaks(self) -> Tensor:
-        """The distance where each head's log-prior is largest, and where it is smallest, ``(2, H or 1)``."""
-        high = self.values.masked_fill(self.hidden, -math.inf).argmax(-1)
-        low = self.values.masked_fill(self.hidden, math.inf).argmin(-1)
-        return torch.stack([high, low]) + self.lowest
+    @property
+    def _runs(self) -> Tensor:
+        return self.values.unflatten(-1, (-1, BLOCK))
+
+    def peaks(self, lowest: Sequence[bool]) -> list[int]:
+        """The distance where each head's log-prior is largest, or, where so wished, ``lowest``."""
+        heads = len(self.values)
+        index = torch.arange(heads, device=self.values.device)
+        sign = torch.tensor([-1.0 if low else 1.0 for low in lowest], device=self.values.device).view(-1, 1)
+        extremes = torch.where(sign < 0, -self._low, self._high)
+        run = extremes.argmax(-1)
+        index = index if heads == len(lowest) else torch.zeros_like(run)
+        place = run * BLOCK + (self._runs[index, run] * sign).argmax(-1)
+        # A repeated number stands for the one it repeats.
+        return (self.highest - place).clamp(*self.visible).tolist()
 
     def extremes(self, factor: int, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Highest and lowest log-prior that any query of a block sees at any key of a block.
@@ -173,12 +162,13 @@ class BlockPriors:
         Returns:
             Each ``(H or 1, last - first, blocks of keys)``; ``-inf`` and ``inf`` where all pairs are hidden.
         """
-        apart = self._blocks_apart(factor, first, last) + self.num_key_blocks - 1
-
-        def windows(numbers: Tensor, nothing: float) -> Tensor:
-            return pad(numbers, (factor - 1, 0), value=nothing).unfold(-1, factor, 1)
-
-        return windows(self._high, -math.inf).amax(-1)[:, apart], windows(self._low, math.inf).amin(-1)[:, apart]
+        # One query finds a block's distances in one run; 256 of them in two.
+        width = factor if self.rows == 1 else factor + 1
+        run = self._first_run(factor, first, last)
+        extra = max(0, int(run[0, -1]) + width - self._high.shape[-1])
+        high = pad(self._high, (0, extra), value=-math.inf).unfold(-1, width, 1).amax(-1)
+        low = pad(self._low, (0, extra), value=math.inf).unfold(-1, width, 1).amin(-1)
+        return high[:, run], low[:, run]
 
     def means(self, factor: int) -> tuple[Tensor, Tensor, Tensor]:
         """Smallest and largest of the means over a whole block of keys that queries of a block find.
@@ -190,24 +180,26 @@ class BlockPriors:
             Each ``(H or 1, query blocks, blocks of keys)``, and whether there is a mean: not where a key is hidden,
             or so far down that the mean of the others would drown.
         """
+        run = self._first_run(factor, 0, self.num_query_blocks)
+        if self.rows == 1:
+            mean = self._runs.mean(-1)[:, run]
+            return mean, mean, self._all[run] & (self._low[:, run] >= LOWEST_MEAN)
+        seen, (_, low) = self._all, self.extremes(factor, 0, self.num_query_blocks)
         size = factor * BLOCK
-        unfit = self.hidden | (self.values < LOWEST_MEAN)
-        numbers = self.values.double().masked_fill(unfit, 0.0)
+        total = pad(self.values.double().clamp(min=LOWEST_MEAN).cumsum(-1), (1, 0))
+        mean = ((total[:, size:-1] - total[:, : -size - 1]) / size).unflatten(-1, (-1, BLOCK))
+        whole = seen.unfold(-1, factor + 1, 1).all(-1)
+        # The last block of keys may not be whole: it has no mean, and any place will do.
+        fits = (run < len(whole)) & whole[run.clamp(max=len(whole) - 1)] & (low >= LOWEST_MEAN)
+        run = run.clamp(max=mean.shape[1] - 1)
+        return mean.amin(-1)[:, run], mean.amax(-1)[:, run], fits
 
-        def sums(numbers: Tensor) -> Tensor:
-            total = pad(numbers.cumsum(-1), (1, 0))
-            # The nearest key of a block lies a multiple of 256, and one more, after the lowest distance.
-            return (total[:, size:] - total[:, :-size])[:, 1:].unflatten(-1, (-1, BLOCK))
-
-        mean, unfit = sums(numbers) / size, sums(unfit.long()) > 0
-        apart = self._blocks_apart(factor, 0, self.num_query_blocks) + self.num_key_blocks - factor
-        apart = apart.clamp(min=0)  # the last block of keys may not be whole
-        return mean.amin(-1)[:, apart], mean.amax(-1)[:, apart], ~unfit.any(-1)[:, apart]
-
-    def _blocks_apart(self, factor: int, first: int, last: int) -> Tensor:
+    def _first_run(self, factor: int, first: int, last: int) -> Tensor:
+        """Of the distances of each pair of blocks, ``(last - first, blocks of keys)``; largest at ``[0, -1]``."""
         device = self.values.device
         starts = torch.arange(0, self.num_key_blocks, factor, device=device)
-        return torch.arange(first, last, device=device).unsqueeze(-1) - starts
+        behind = self.num_query_blocks - 1 - torch.arange(first, last, device=device)
+        return behind.unsqueeze(-1) + starts
 
 
 class _Search:
@@ -219,9 +211,13 @@ class _Search:
         self.num_key_blocks = balls.means.shape[2]
         self.num_query_blocks = -(-geometry.num_queries // BLOCK)
         self.group = query.shape[1] // key.shape[1]
-        factor = 2 ** max(0, math.ceil(math.log2(self.num_key_blocks / COARSE_BLOCKS)))
-        self.coarse = Level.of(balls, geometry.num_keys, factor)
-        self.fine = Level.of(balls, geometry.num_keys, 1)
+        # A single block of queries, as in decoding, is done with all blocks of keys at once.
+        many = self.num_key_blocks if self.num_query_blocks > 1 else 1
+        factor = 2 ** max(0, math.ceil(math.log2(many / COARSE_BLOCKS)))
+        self.factor = factor
+        """Blocks of 256 keys in a coarse one."""
+        self.fine = balls
+        self.coarse = balls.joined(factor, geometry.num_keys) if factor > 1 else balls
         self.priors = BlockPriors(problem, self.num_query_blocks, self.num_key_blocks)
         self.first, self.last = geometry.slot_range
         self.norms = torch.linalg.vector_norm(query, dim=-1, dtype=problem.dtype) * problem.softmax_scale
@@ -229,7 +225,10 @@ class _Search:
         """Smallest and largest factor of the log-prior in each block of queries, ``(B, H, query blocks)`` each."""
         if problem.row_scale is not None:
             scale = problem.row_scale.detach()
-            self.scale_ends = (_in_blocks(scale, BLOCK, math.inf).amin(-1), _in_blocks(scale, BLOCK, -math.inf).amax(-1))
+            self.scale_ends = (
+                _in_blocks(scale, BLOCK, math.inf).amin(-1),
+                _in_blocks(scale, BLOCK, -math.inf).amax(-1),
+            )
 
     def run(self, tolerance: float) -> Pruned:
         """Choose."""
@@ -243,13 +242,16 @@ class _Search:
             for first in range(0, self.num_query_blocks, rows)
         ]
         budget = torch.full((), tolerance, dtype=torch.float64, device=lower.device)
-        if self.coarse.factor == 1:
+        if self.factor == 1:
             kept, spent = select(torch.cat(parts, dim=2), budget)
         else:
             kept, spent = select(torch.cat(parts, dim=2), budget / 2)
             kept, more = select(self._fine_shares(kept, lower), budget - spent.unsqueeze(-1))
             spent = spent + more
-        return Pruned(kept & self.visible_blocks(), spent)
+        if self.geometry.key_documents is not None:
+            # Other blocks that cannot be seen have weight 0 by distance alone.
+            kept &= self.visible_blocks()
+        return Pruned(kept, spent)
 
     def visible_blocks(self) -> Tensor:
         """Which blocks hold a key that the block of queries can see, ``(B or 1, 1, query blocks, key blocks)``."""
@@ -264,7 +266,8 @@ class _Search:
 
     def _lower_bound(self) -> Tensor:
         """Of every query's log-sum-exp, ``(B, H, Lq)``; ``-inf`` where nothing is known."""
-        lower = torch.logaddexp(self._near_the_peak(), self._far_away())
+        # Not their sum: they may have keys in common.
+        lower = torch.maximum(self._near_the_peak(), self._far_away())
         # Dot products in float32 may be wrong by this much, relative to the norms.
         error = (self.query.shape[-1] + 8) * ROUNDING
         largest = self.fine.reach.amax(-1).repeat_interleave(self.group, dim=1).unsqueeze(-1)
@@ -274,10 +277,9 @@ class _Search:
         """Log-sum-exp over the keys near each head's peak, ``(B, H, Lq)``."""
         problem, heads = self.problem, self.geometry.heads
         bias_of = problem.bias()
-        highest, lowest = self.priors.peaks().expand(2, heads).tolist()
         # A negative logit scale turns the prior upside down.
         turned = [False] * heads if self.scale_ends is None else (self.scale_ends[0][..., -1].sum(0) < 0).tolist()
-        peaks = [low if t else high for high, low, t in zip(highest, lowest, turned, strict=True)]
+        peaks = self.priors.peaks(turned)
         out = torch.full(self.norms.shape, -math.inf, dtype=problem.dtype, device=self.norms.device)
         for q_heads, peak in _runs_of_heads(peaks, self.group):
             kv_heads = slice(q_heads.start // self.group, (q_heads.stop - 1) // self.group + 1)
@@ -312,10 +314,10 @@ class _Search:
         ``ln Σ_S e^{s <q, k̄_S> + m_S} ≥ ln Σ_S e^{m_S} + s <q, Σ_S w_S k̄_S>``, with equality of the first terms for
         ``w_S ∝ e^{m_S}``. So each block of queries needs a single mean key.
         """
-        size, level = self.coarse.factor * BLOCK, self.coarse
-        low, high, fits = self.priors.means(self.coarse.factor)
+        size = self.factor * BLOCK
+        low, high, fits = self.priors.means(self.factor)
         bound = low if self.scale_ends is None else _products_with(self.scale_ends, low, high).amin(0)
-        starts = torch.arange(level.means.shape[2], device=low.device) * size
+        starts = torch.arange(self.coarse.means.shape[2], device=low.device) * size
         first = _in_blocks(self.first, BLOCK, 0).amax(-1).unsqueeze(-1)
         last = _in_blocks(self.last, BLOCK, self.geometry.num_keys).amin(-1).unsqueeze(-1)
         fits = fits & ((starts >= first) & (starts + size <= last)).unsqueeze(1)
@@ -325,8 +327,7 @@ class _Search:
         bound = bound.masked_fill(~fits, -math.inf)
         total = bound.logsumexp(-1, keepdim=True)
         weights = (bound - total.masked_fill(torch.isneginf(total), 0.0)).exp().to(self.norms.dtype)
-        means = level.means.repeat_interleave(self.group, dim=1).to(weights.dtype)
-        keys = weights @ means
+        keys = _products(weights, self.coarse.means.mT.to(weights.dtype))
         scores = torch.empty_like(self.norms)
         whole = self.geometry.num_queries // BLOCK * BLOCK
         for start, stop in ((0, whole), (whole, self.geometry.num_queries)):
@@ -341,7 +342,7 @@ class _Search:
 
     def _fine_shares(self, kept: Tensor, lower: Tensor) -> Tensor:
         """:meth:`_shares` of blocks of 256 keys within the coarse blocks that are kept; ``-inf`` elsewhere."""
-        factor, number = self.coarse.factor, self.num_key_blocks
+        factor, number = self.factor, self.num_key_blocks
         shares = torch.full((*kept.shape[:3], number), -math.inf, dtype=lower.dtype, device=lower.device)
         for first in range(0, self.num_query_blocks, TOGETHER):
             last = min(first + TOGETHER, self.num_query_blocks)
@@ -362,7 +363,7 @@ class _Search:
         heads: slice,
         first: int,
         last: int,
-        level: Level,
+        balls: Balls,
         keys: Tensor | None = None,
     ) -> Tensor:
         """Log of the share of weight that any query of a block may give to a block of keys.
@@ -373,7 +374,7 @@ class _Search:
             heads: which ones: all, or one.
             first: and
             last: range of query blocks.
-            level: of the blocks of keys.
+            balls: around the blocks of keys: coarse ones, or those of 256.
             keys: which of them, ``(n,)``; None for all.
 
         Returns:
@@ -382,9 +383,10 @@ class _Search:
         rows = slice(first * BLOCK, min(last * BLOCK, self.geometry.num_queries))
         kv_heads = heads if heads == slice(None) else slice(heads.start // self.group, heads.start // self.group + 1)
         queries = self._bounded_queries(lower, batches, heads, rows)
-        of_keys = level.keys[batches, kv_heads] if keys is None else level.keys[batches, kv_heads, keys]
+        of_keys = balls.keys[batches, kv_heads] if keys is None else balls.keys[batches, kv_heads, keys]
         largest = _products(queries, of_keys).unflatten(2, (-1, min(BLOCK, queries.shape[2]))).amax(-2)
-        high, low = self.priors.extremes(level.factor, first, last)
+        factor = 1 if balls is self.fine else self.factor
+        high, low = self.priors.extremes(factor, first, last)
         if len(high) > 1:
             high, low = high[heads], low[heads]
         if keys is not None:
@@ -395,7 +397,7 @@ class _Search:
             ends = (end[batches, heads, first:last] for end in self.scale_ends)
             high = _products_with(tuple(ends), low, high).amax(0)
         error = (self.query.shape[-1] + 8) * ROUNDING
-        shares = largest + high + error * high.abs() + math.log(level.factor * BLOCK)
+        shares = largest + high + error * high.abs() + math.log(factor * BLOCK)
         # No key, no weight, whatever else is (not) known.
         return shares.masked_fill(hidden, -math.inf)
 
