@@ -327,6 +327,7 @@ class _Search:
         bound = bound.masked_fill(~fits, -math.inf)
         total = bound.logsumexp(-1, keepdim=True)
         weights = (bound - total.masked_fill(torch.isneginf(total), 0.0)).exp().to(self.norms.dtype)
+        weights = weights.expand(*self.norms.shape[:2], -1, -1)
         keys = _products(weights, self.coarse.means.mT.to(weights.dtype))
         scores = torch.empty_like(self.norms)
         whole = self.geometry.num_queries // BLOCK * BLOCK
