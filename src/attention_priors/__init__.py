@@ -1,6 +1,6 @@
 """Attention with positional priors: one catalogue of log-priors, one ``attend()``."""
 
-from attention_priors.attention import KeyBounds, SSMax, attend
+from attention_priors.attention import KeyBounds, PruningReport, SSMax, attend, pruning_report, unneeded_keys
 from attention_priors.encodings import LearnedTable, LinearToy, Rotary, ShawVectors, Sinusoidal
 from attention_priors.models.prior_attention import PriorAttention
 from attention_priors.priors import (
@@ -30,6 +30,7 @@ __all__ = [
     "LinearToy",
     "Prior",
     "PriorAttention",
+    "PruningReport",
     "RelativeBuckets",
     "Rotary",
     "SSMax",
@@ -42,4 +43,6 @@ __all__ = [
     "alibi_slopes",
     "attend",
     "prior_from_config",
+    "pruning_report",
+    "unneeded_keys",
 ]

@@ -1,16 +1,18 @@
 """The attention operator as PyTorch sees it: compiled, transformed, checkpointed, repeated."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from pruning_cases import small_blocks
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from attention_priors import (
     GeneralizedGaussian,
+    KeyBounds,
     KeySink,
     Laplace,
     Prior,
@@ -55,9 +57,18 @@ VARIANTS: dict[str, tuple[Callable[[], Prior | None], dict[str, Any]]] = {
     "interleaved documents": (gaussian, {"document_ids": INTERLEAVED, "logit_scale": SSMax(H)}),
     "padding": (gaussian, {"key_padding_mask": PADDING, "logit_scale": SSMax(H)}),
     "mask": (gaussian, {"attn_mask": torch.arange(L) % 3 == torch.arange(L).unsqueeze(-1) % 4}),
+    "pruned": (lambda: Laplace(H, slopes=[4.0, 2.0, 1.0, 0.01], learn=True), {"tolerance": 0.05}),
+    "pruned and scaled": (gaussian, {"tolerance": 0.3, "logit_scale": SSMax(H)}),
     "positions": (gaussian, {"query_positions": torch.arange(L), "key_positions": torch.arange(L)}),
     "positions in reverse": (gaussian, {"query_positions": torch.arange(L).flip(0), "causal": False}),
 }
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks() -> Iterator[None]:
+    """So that there is something to prune."""
+    with small_blocks(4):
+        yield
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -114,6 +125,21 @@ def test_operator_check_of_the_count(options: dict[str, Any], monkeypatch: pytes
     monkeypatch.setattr(operators, "_visible_keys", lambda *x: calls.append(x) or count(*x))
     attend(*inputs(), logit_scale=SSMax(H), **options)
     torch.library.opcheck(torch.ops.attention_priors.visible_keys.default, calls[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"logit_scale": SSMax(H)}, {"document_ids": DOCUMENTS}])
+def test_operator_check_of_pruning(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    choose = operators._kept_blocks
+    monkeypatch.setattr(operators, "_kept_blocks", lambda *x: calls.append(x) or choose(*x))
+    query, key, value = inputs()
+    prior = Laplace(H, slopes=[4.0, 2.0, 1.0, 0.01])
+    for bounds in (None, KeyBounds(key)):
+        attend(query, key, value, prior, tolerance=0.05, key_bounds=bounds, **options)
+    for arguments in calls:
+        kept = choose(*arguments)
+        assert not kept.all()
+        torch.library.opcheck(torch.ops.attention_priors.kept_blocks.default, arguments)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pruning_cases import attend_pruned, prunable_cases, small_blocks, spread
 
+from attention_priors import GeneralizedGaussian, KeyBounds, KeySink, Laplace, Prior, SSMax, attend, pruning_report
+
 TOLERANCES = st.sampled_from([1e-9, 1e-6, 1e-3, 0.05, 0.5])
 SIZES = st.sampled_from([2, 4, 8])
 
@@ -69,3 +71,134 @@ def test_gradients_are_those_of_what_is_computed(name: str) -> None:
             assert error <= tolerated, f"{part}: {error:.2e} > {tolerated:.2e}"
 
     check()
+
+
+def _random(length: int, *heads: int, width: int = 16) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    return [torch.randn(1, h, length, width, generator=generator) for h in heads]
+
+
+@pytest.mark.parametrize("scale", [None, True, False])
+def test_true_block_size(scale: bool | None) -> None:
+    """Many blocks of 256, heads of every reach, tiles along diagonals: against attention in full."""
+    query, key, value = _random(3000, 4, 2, 2)
+    prior = Laplace(4, slopes=[1.0, 0.1, 0.02, 1e-5], learn=True)
+    logit_scale = None if scale is None else SSMax(4, init=0.3, include_prior=scale)
+    leaves = [x.requires_grad_() for x in (query, key, value)] + list(prior.parameters())
+
+    def run(tolerance: float) -> list[torch.Tensor]:
+        out, lse = attend(
+            query, key, value, prior, logit_scale=logit_scale, tolerance=tolerance, return_lse=True, backend="toeplitz"
+        )
+        cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        return [out.detach(), lse.detach(), *torch.autograd.grad([out, lse], leaves, [cotangent, torch.ones_like(lse)])]
+
+    report = pruning_report(query, key, prior, tolerance=1e-7, logit_scale=logit_scale)
+    assert report.skipped[0] > 0.7
+    assert report.skipped[3] == 0
+    exact, pruned, again = run(0.0), run(1e-7), run(1e-7)
+    for a, b in zip(pruned, again, strict=True):
+        assert torch.equal(a, b), "two runs differ"
+    for a, b in zip(exact, pruned, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5 * float(a.abs().max()))
+
+
+def test_suppressed_neighbourhood_is_skipped() -> None:
+    """A head with negative shape sees nothing of its surroundings: they are not looked at either."""
+    query, key, value = _random(4096, 1, 1, 1)
+    prior = GeneralizedGaussian(1)
+    with torch.no_grad():
+        prior.theta_beta.fill_(-0.5)
+        prior.theta_alpha.fill_(7.5)
+    report = pruning_report(query * 0.5, key * 0.5, prior, tolerance=1e-6)
+    blocks = torch.arange(16)
+    assert not report.kept[0, 0, blocks[8:], blocks[8:]].any(), "the diagonal"
+    assert report.kept[0, 0, 15, 0]
+    out = attend(query * 0.5, key * 0.5, value, prior, tolerance=1e-6)
+    torch.testing.assert_close(out, attend(query * 0.5, key * 0.5, value, prior), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("prior", [Laplace(4), Laplace(4) + KeySink(4, train_length=100)], ids=["ALiBi", "and sink"])
+def test_decoding_with_kept_bounds(dtype: torch.dtype, prior: Prior) -> None:
+    """Bounds kept beside a growing cache choose as bounds made anew do."""
+    query, key, value = (x.to(dtype) for x in _random(1500, 4, 2, 2))
+    bounds = KeyBounds(key[:, :, :1000])
+    for length in (1000, 1001, 1279, 1280, 1281, 1500):
+        keys, one = key[:, :, :length], query[:, :, length - 1 : length]
+        bounds.update(keys)
+        fresh = KeyBounds(keys)
+        for kept, made in zip(bounds.balls, fresh.balls, strict=True):
+            torch.testing.assert_close(kept, made)
+        with torch.no_grad():
+            pruned = attend(one, keys, value[:, :, :length], prior, tolerance=1e-6, key_bounds=bounds)
+            exact = attend(one, keys, value[:, :, :length], prior)
+        torch.testing.assert_close(pruned, exact, rtol=0, atol={torch.bfloat16: 2e-2}.get(dtype, 1e-5))
+        report = pruning_report(one, keys, prior, tolerance=1e-6, key_bounds=bounds)
+        assert report.skipped[0] > 0.3
+
+
+def test_report_counts_pairs() -> None:
+    query, key, _ = _random(2048, 2, 2, 2)
+    prior = Laplace(2, slopes=[1.0, 1e-6])
+    report = pruning_report(query, key, prior, tolerance=1e-6)
+    assert report.reach.tolist() == [511, 2047]
+    blocks = 2048 // 256
+    within = 256 * 257 // 2 * blocks + 256 * 256 * (blocks - 1)  # the diagonal and the block before it
+    assert report.skipped[0] == pytest.approx(1 - within / (2048 * 2049 / 2))
+    assert report.skipped[1] == 0
+    assert report.dropped[1] == 0
+    assert 0 < report.dropped[0] <= 1e-6
+    both = pruning_report(query, key, prior, tolerance=1e-6, causal=False)
+    assert both.reach.tolist() == [511, 2047]
+
+
+def test_documents_and_padding_are_pruned_too() -> None:
+    query, key, value = _random(2048, 2, 2, 2)
+    prior = Laplace(2, slopes=[0.5, 0.4])
+    documents = (torch.arange(2048) >= 1300).long().unsqueeze(0)
+    padding = torch.arange(2048).unsqueeze(0) >= 2000
+    for masks in ({"document_ids": documents}, {"key_padding_mask": padding}):
+        report = pruning_report(query, key, prior, tolerance=1e-6, **masks)
+        assert (report.skipped > 0.4).all()
+        out = attend(query, key, value, prior, tolerance=1e-6, **masks)
+        torch.testing.assert_close(out, attend(query, key, value, prior, **masks), rtol=0, atol=1e-5)
+
+
+def test_positions_with_gaps_are_computed_in_full() -> None:
+    query, key, _ = _random(1024, 2, 2, 2)
+    gaps = torch.arange(1024) * 2
+    report = pruning_report(query, key, Laplace(2), tolerance=0.1, key_positions=gaps, query_positions=gaps)
+    assert report.kept.all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tolerance": -0.1}, r"tolerance must be in \[0, 1\), got -0.1"),
+        ({"tolerance": 1.0}, "tolerance must be in"),
+        ({"tolerance": float("nan")}, "tolerance must be in"),
+        ({"tolerance": "1e-6"}, "tolerance must be in"),
+        ({"key_bounds": 3}, "key_bounds must be KeyBounds, got int"),
+        ({"key_bounds": KeyBounds(torch.zeros(1, 2, 7, 4))}, "key_bounds are those of keys"),
+        ({"key_bounds": KeyBounds(torch.zeros(1, 2, 8, 3))}, "key_bounds are those of keys"),
+    ],
+)
+def test_impossible_arguments(change: dict, message: str) -> None:
+    x = torch.zeros(1, 2, 8, 4)
+    with pytest.raises(ValueError, match=message):
+        attend(x, x, x, Laplace(2), **change)
+    with pytest.raises(ValueError, match=message):
+        pruning_report(x, x, Laplace(2), **({"tolerance": 1e-3} | change))
+
+
+def test_impossible_key_bounds() -> None:
+    with pytest.raises(ValueError, match="key must be floating point"):
+        KeyBounds(torch.zeros(2, 8, 4))
+    bounds = KeyBounds(torch.zeros(1, 2, 8, 4))
+    with pytest.raises(ValueError, match=r"key must have shape \(1, 2, L, 4\)"):
+        bounds.update(torch.zeros(1, 3, 9, 4))
+    with pytest.raises(ValueError, match="fewer than the 8"):
+        bounds.update(torch.zeros(1, 2, 7, 4))
+    with pytest.raises(ValueError, match="tolerance must be above 0"):
+        pruning_report(torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 8, 4), Laplace(2), tolerance=0.0)

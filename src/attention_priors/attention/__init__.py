@@ -2,6 +2,16 @@
 
 from attention_priors.attention.attend import attend
 from attention_priors.attention.key_bounds import KeyBounds
+from attention_priors.attention.key_eviction import unneeded_keys
 from attention_priors.attention.logit_scale import SSMax, logit_scale_from_config
+from attention_priors.attention.pruning_report import PruningReport, pruning_report
 
-__all__ = ["KeyBounds", "SSMax", "attend", "logit_scale_from_config"]
+__all__ = [
+    "KeyBounds",
+    "PruningReport",
+    "SSMax",
+    "attend",
+    "logit_scale_from_config",
+    "pruning_report",
+    "unneeded_keys",
+]

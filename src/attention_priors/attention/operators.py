@@ -58,7 +58,7 @@ def _geometry(sizes: tuple[int, int, int, int], device: torch.device, arguments:
     )
 
 
-def _problem(
+def block_problem(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -112,7 +112,7 @@ def _check_range(geometry: Geometry, highest: int, number: int) -> None:
 def block_attention(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of :func:`block_attention.forward`."""
     query, key, value, *_ = inputs
-    return blocks.forward(query, key, value, _problem(*inputs))
+    return blocks.forward(query, key, value, block_problem(*inputs))
 
 
 @block_attention.register_fake
@@ -143,7 +143,7 @@ def block_attention_backward(
     # A caller who is inside autocast would have the recomputed products rounded.
     with torch.autocast(out.device.type, enabled=False):
         wanted = wants_table, wants_scale
-        found = blocks.backward(query, key, value, _problem(*inputs), (out, lse), (out_grad, lse_grad), wanted)
+        found = blocks.backward(query, key, value, block_problem(*inputs), (out, lse), (out_grad, lse_grad), wanted)
     nothing = lse.new_empty(0)
     return (
         found.query,
@@ -312,7 +312,7 @@ def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
 def _kept_blocks(tolerance: float, balls: Tensor | None, reach: Tensor | None, *inputs: Any) -> Tensor:
     query, key, *_ = inputs
     known = None if balls is None or reach is None else Balls(balls, reach)
-    return prune(query, key, _problem(*inputs), tolerance, known).kept
+    return prune(query, key, block_problem(*inputs), tolerance, known).kept
 
 
 @_kept_blocks.register_fake

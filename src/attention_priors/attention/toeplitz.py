@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +24,14 @@ def toeplitz(problem: Problem) -> tuple[Tensor, Tensor]:
     Returns:
         Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``.
     """
+    return attend_in_blocks(problem, *split(problem))
+
+
+def split(problem: Problem) -> tuple[Augmented, list[Prior]]:
+    """Queries and keys with lanes for the terms of the prior that need them, and the other, stationary ones."""
     terms = () if problem.prior is None else tuple(problem.prior.terms())
     stationary = [term for term in terms if Structure.STATIONARY in term.structure]
-    augmented = augment(problem, [term for term in terms if Structure.STATIONARY not in term.structure])
-    return attend_in_blocks(problem, augmented, stationary)
+    return augment(problem, [term for term in terms if Structure.STATIONARY not in term.structure]), stationary
 
 
 def attend_in_blocks(problem: Problem, augmented: Augmented, terms: Sequence[Prior]) -> tuple[Tensor, Tensor]:
@@ -35,7 +40,20 @@ def attend_in_blocks(problem: Problem, augmented: Augmented, terms: Sequence[Pri
     Returns:
         Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``.
     """
-    query, key, value, row_offset = augmented
+    inputs = operator_inputs(problem, augmented, terms)
+    kept = None
+    if problem.tolerance > 0 and may_prune(problem.geometry):
+        kept = choose_kept_blocks(problem.tolerance, balls_of(problem, augmented.key), *inputs, None)
+    out, lse = attend_in_tiles(*inputs, kept)
+    if augmented.row_offset is not None:
+        # Where no key is seen there is nothing to add to, and no gradient.
+        lse = torch.where(lse == float("-inf"), lse, lse + augmented.row_offset)
+    return out.to(problem.query.dtype), lse
+
+
+def operator_inputs(problem: Problem, augmented: Augmented, terms: Sequence[Prior]) -> tuple[Any, ...]:
+    """What operators take, but for the last, the blocks that are kept."""
+    query, key, value, _ = augmented
     highest, number, listed = _distances(problem.geometry)
     like = query.new_empty(0, dtype=problem.compute_dtype)
     table = None
@@ -45,31 +63,22 @@ def attend_in_blocks(problem: Problem, augmented: Augmented, terms: Sequence[Pri
         for term in terms:
             part = term.log_prior_at(listed, like.dtype)
             table = part if table is None else table + part
-    inside = _inside(terms, highest, number, listed, query.device)
-    inputs = (
+    return (
         query,
         key,
         value,
         table,
         problem.row_scale if problem.scales_prior and table is not None else None,
-        inside,
+        _inside(terms, highest, number, listed, query.device),
         listed,
         highest,
         number,
         problem.softmax_scale,
         *geometry_arguments(problem.geometry),
     )
-    kept = None
-    if problem.tolerance > 0 and may_prune(problem.geometry):
-        kept = choose_kept_blocks(problem.tolerance, _balls(problem, key), *inputs, None)
-    out, lse = attend_in_tiles(*inputs, kept)
-    if row_offset is not None:
-        # Where no key is seen there is nothing to add to, and no gradient.
-        lse = torch.where(lse == float("-inf"), lse, lse + row_offset)
-    return out.to(problem.query.dtype), lse
 
 
-def _balls(problem: Problem, key: Tensor) -> Balls | None:
+def balls_of(problem: Problem, key: Tensor) -> Balls | None:
     """Those the caller keeps, and around the lanes beside the keys; None if the caller keeps none."""
     if problem.key_bounds is None:
         return None
