@@ -1,6 +1,6 @@
 """Attention with positional priors: one catalogue of log-priors, one ``attend()``."""
 
-from attention_priors.attention import SSMax, attend
+from attention_priors.attention import SSMax, attend, flex_mask_mod, flex_score_mod
 from attention_priors.encodings import LearnedTable, LinearToy, Rotary, ShawVectors, Sinusoidal
 from attention_priors.models.prior_attention import PriorAttention
 from attention_priors.priors import (
@@ -40,5 +40,7 @@ __all__ = [
     "Window",
     "alibi_slopes",
     "attend",
+    "flex_mask_mod",
+    "flex_score_mod",
     "prior_from_config",
 ]
