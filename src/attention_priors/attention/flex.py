@@ -27,6 +27,19 @@ def flex(problem: Problem, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         RuntimeError: on a CPU, without a C++ compiler.
     """
     _check(problem, need_lse)
+    return _attend_on_cpu(problem) if problem.query.device.type == "cpu" else _attend(problem, need_lse)
+
+
+@torch.compiler.disable(
+    reason="backend='flex' compiles FlexAttention by itself on CPUs; PyTorch 2.13 cannot together with what it reads"
+)
+def _attend_on_cpu(problem: Problem) -> tuple[Tensor, Tensor | None]:
+    _check_cpu()
+    with torch.no_grad():  # whether gradients are recorded is compiled for, too
+        return _attend(problem, False)
+
+
+def _attend(problem: Problem, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     geometry, device = problem.geometry, problem.query.device
     num_queries, num_keys = _rounded(geometry.num_queries, device), _rounded(geometry.num_keys, device)
     scores = Scores.of(problem.prior, geometry, problem.row_scale, problem.scales_prior)
@@ -96,8 +109,6 @@ def _check(problem: Problem, need_lse: bool) -> None:
             "backend='flex' has no return_lse on CPUs, where FlexAttention does not return the log-sum-exp; "
             "use backend='toeplitz'"
         )
-    if not torch.compiler.is_compiling():
-        _check_cpu()
 
 
 def _check_cpu() -> None:
@@ -152,7 +163,4 @@ def _run(query: Tensor, *arguments: object) -> tuple[Tensor, Tensor | None]:
     # At the limit PyTorch would go on uncompiled (or, as here, give up): heads, dtypes and masks are each compiled
     # for, and on CPUs lengths.
     with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=10000):
-        if query.device.type != "cpu":
-            return _compiled(query.device.type)(query, *arguments)
-        with torch.no_grad():  # whether gradients are recorded is compiled for, too
-            return _compiled("cpu")(query, *arguments)
+        return _compiled(query.device.type)(query, *arguments)

@@ -53,9 +53,9 @@ def flex_score_mod(
 
     It masks nothing (:func:`flex_mask_mod` does) and is right for every pair of a query and a key, so any
     ``mask_mod`` goes with it. Stationary terms are read from a table of float32 numbers, one per distance and
-    head, which is computed in float64. Other terms are applied up to a constant per query, as
-    ``K_ij - K_ii``, with ``K_ii`` that of a key at the query's own position: a float32 score could not hold
-    ``slope · j`` at far positions. That leaves the weights as they are and shifts the log-sum-exp.
+    head, which is computed in float64. Other terms are applied up to a constant per query: ``slope · (j - i)``
+    stands for ``slope · j``, which a float32 score could not hold at far positions. That leaves the weights as
+    they are and shifts the log-sum-exp.
 
     Make it anew in every training step: the table is a function of the parameters, to which gradients flow,
     where FlexAttention has a backward pass (not on CPUs).
@@ -226,14 +226,14 @@ def _positions(geometry: Geometry) -> tuple[Tensor, Tensor]:
 
 def _distances(geometry: Geometry) -> tuple[int, int]:
     """The highest distance of any query and key, and how many, falling by one, are enough for all of them."""
-    if geometry.has_given_positions:
-        queries, keys = geometry.query_positions, geometry.key_positions
-        highest, lowest = int(queries.amax() - keys.amin()), int(queries.amin() - keys.amax())
-        # A power of 2: another number would be another shape, for which FlexAttention is compiled anew.
-        return highest, 1 << (highest - lowest).bit_length()
     # Two tokens of different documents may lie either way; a mask hides them, but the table is read there too.
     length = _blocks(max(geometry.num_queries, geometry.num_keys)) * BLOCK
-    return length - 1, 2 * length
+    if not geometry.has_given_positions:
+        return length - 1, 2 * length
+    queries, keys = geometry.query_positions, geometry.key_positions
+    highest, lowest = int(queries.amax() - keys.amin()), int(queries.amin() - keys.amax())
+    # Few different numbers: each is a shape for which FlexAttention is compiled anew.
+    return highest, max(2 * length, 1 << (highest - lowest).bit_length())
 
 
 def lengthened(tensor: Tensor, length: int) -> Tensor:
@@ -261,7 +261,7 @@ def _batched(geometry: Geometry, *tensors: Tensor) -> list[Tensor]:
 class Scores:
     """What a ``score_mod`` reads.
 
-    The bias is ``table[h, first_i + position_j] + Σ_r phi_r(h, i) (psi_r(j) - own_psi_r(i))``.
+    The bias is ``table[h, first_i + position_j] + Σ_r phi_r(h, i) (psi_r(j) - own_psi_r(h, i))``.
     """
 
     table: Tensor | None
@@ -273,11 +273,11 @@ class Scores:
     phi: list[Tensor]
     """A lane each, ``(B, H, Lq)``."""
     own_psi: list[Tensor]
-    """``(B, Lq)``: what a key at the query's position has."""
+    """``(B, H, Lq)``: where each query counts from."""
     psi: list[Tensor]
     """``(B, Lk)``."""
     constant: Tensor | None
-    """``K_ii`` of the terms in lanes, which the scores leave out, ``(B, H, Lq)``."""
+    """What the scores leave out of the log-prior, ``(B, H, Lq)``; None if nothing."""
     row_scale: Tensor | None
     """``(B, H, Lq)``."""
     scales_prior: bool
@@ -335,7 +335,7 @@ class Scores:
             if table is not None:
                 score = score + table[h, first[e, q_idx] + position[e, kv_idx]]
             for phi, own_psi, psi in lanes:
-                score = score + phi[e, h, q_idx] * (psi[e, kv_idx] - own_psi[e, q_idx])
+                score = score + phi[e, h, q_idx] * (psi[e, kv_idx] - own_psi[e, h, q_idx])
             if scale is not None and scales_prior:
                 score = score * scale[e, h, q_idx]
             return score if added is None else score + added[b, h, q_idx, kv_idx]
@@ -344,14 +344,18 @@ class Scores:
 
 
 def _lanes(terms: list[Prior], geometry: Geometry) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor | None]:
-    """``phi``, ``psi`` at the queries and at the keys, lane by lane, and ``K_ii``."""
+    """``phi``, ``own_psi``, ``psi`` of :class:`Scores`, a tensor per lane, and the constant they leave out."""
     if not terms:
         return [], [], [], None
     queries, keys = _batched(geometry, geometry.query_positions, geometry.key_positions)
-    # Queries and keys count from the same place. float32 holds their integers exactly, and so their differences.
     lanes = gather_lanes(terms, queries, torch.cat([queries, keys], dim=-1), torch.float64)
     own, others = lanes.key.split([queries.shape[-1], keys.shape[-1]], dim=-2)
-    constant = (lanes.query * own.unsqueeze(-3)).sum(-1)
+    # Lanes that count tokens do so from the query, or from the first key where that is the one preferred. float32
+    # holds integers and their differences exactly; of other lanes it would round what is far from 0.
+    whole = (lanes.key == lanes.key.round()).flatten(0, -2).all(0)
+    preferred = torch.where(lanes.query > 0, own.unsqueeze(-3), others.amin(-2)[:, None, None])
+    own = torch.where(whole, preferred, 0.0)
+    constant = (lanes.query * own).sum(-1)
     if lanes.row_offset is not None:
         constant = constant + lanes.row_offset
 
