@@ -33,7 +33,8 @@ def mod_options(case: Case) -> dict[str, Any]:
 
 
 def sizes(case: Case) -> tuple[int, int, int, int]:
-    return (*case.query.shape[:3], case.key.shape[2])
+    batch, heads, num_queries, _ = case.query.shape
+    return batch, heads, num_queries, case.key.shape[2]
 
 
 def everywhere(mod: Any, size: tuple[int, int, int, int], *scores: Tensor) -> Tensor:
