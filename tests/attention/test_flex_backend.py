@@ -207,13 +207,18 @@ def test_compiled_dense_mask_and_scaled_content() -> None:
     check()
 
 
+KEPT = ((4, 1), (2, 1100), (2, 1100))
+"""Heads and lengths of a query, and of the keys and values kept."""
+
+
 @compiled
 @pytest.mark.parametrize("prior", [GeneralizedGaussian(4, init="spread"), Laplace(4) + Window(4, 70)])
 def test_compiled_decoding(prior: Prior) -> None:
     """One query has a kernel of its own; some of its parts of the keys may be out of sight."""
     for documents in (None, torch.arange(1100).ge(900).long().expand(2, -1)):
-        key, value = torch.randn(2, 2, 2, 1100, 16)
-        check_against_reference(Case(torch.randn(2, 4, 1, 16), key, value, prior, document_ids=documents))
+        generator = torch.Generator().manual_seed(0)
+        query, key, value = (torch.randn(2, heads, n, 16, generator=generator) for heads, n in KEPT)
+        check_against_reference(Case(query, key, value, prior, document_ids=documents))
 
 
 @compiled
