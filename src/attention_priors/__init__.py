@@ -1,6 +1,15 @@
 """Attention with positional priors: one catalogue of log-priors, one ``attend()``."""
 
-from attention_priors.attention import KeyBounds, PruningReport, SSMax, attend, pruning_report, unneeded_keys
+from attention_priors.attention import (
+    KeyBounds,
+    PruningReport,
+    SSMax,
+    attend,
+    flex_mask_mod,
+    flex_score_mod,
+    pruning_report,
+    unneeded_keys,
+)
 from attention_priors.encodings import LearnedTable, LinearToy, Rotary, ShawVectors, Sinusoidal
 from attention_priors.models.prior_attention import PriorAttention
 from attention_priors.priors import (
@@ -42,6 +51,8 @@ __all__ = [
     "Window",
     "alibi_slopes",
     "attend",
+    "flex_mask_mod",
+    "flex_score_mod",
     "prior_from_config",
     "pruning_report",
     "unneeded_keys",

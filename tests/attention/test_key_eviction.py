@@ -1,6 +1,7 @@
 """Cached keys that no future query needs: the weight that any such query really gives them."""
 
 import math
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -125,8 +126,8 @@ def test_local_heads_need_few_keys() -> None:
         ({"key": torch.zeros(2, 8, 4)}, "key must be floating point"),
     ],
 )
-def test_impossible_arguments(change: dict, message: str) -> None:
-    arguments = {
+def test_impossible_arguments(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
         "key": torch.zeros(1, 2, 8, 4),
         "prior": Laplace(2),
         "tolerance": 1e-3,

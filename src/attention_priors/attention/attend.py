@@ -7,6 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from attention_priors.attention.flex import flex
 from attention_priors.attention.key_bounds import KeyBounds
 from attention_priors.attention.lanes import is_factored, lanes
 from attention_priors.attention.logit_scale import SSMax
@@ -16,10 +17,10 @@ from attention_priors.attention.toeplitz import toeplitz
 from attention_priors.encodings import ShawVectors
 from attention_priors.priors import Prior, Structure
 
-Backend = Literal["auto", "reference", "blockwise", "lanes", "toeplitz"]
+Backend = Literal["auto", "reference", "blockwise", "lanes", "toeplitz", "flex"]
 FEW_QUERIES = 64
 """Keys per query from which on a table is faster than lanes."""
-BACKENDS: tuple[Backend, ...] = ("auto", "reference", "blockwise", "lanes", "toeplitz")
+BACKENDS: tuple[Backend, ...] = ("auto", "reference", "blockwise", "lanes", "toeplitz", "flex")
 
 
 @overload
@@ -127,7 +128,8 @@ def attend(
         backend: how it is computed, never what. ``auto`` chooses by the prior's structure: ``lanes`` if all of
             it is factored and lanes are exact enough (not for linear ones, nor in half precision, where there
             is a table), else ``toeplitz``; ``blockwise`` for ``relative``, dropout and an ``attn_mask`` with a
-            gradient. ``reference`` is the dense formula.
+            gradient. ``reference`` is the dense formula. ``flex`` is compiled FlexAttention: on CPUs without
+            gradients and log-sum-exp, nowhere in float64.
 
     Returns:
         Output ``(B, H, Lq, Dv)`` in the query's dtype; with ``return_lse`` also ``(B, H, Lq)`` in float32
@@ -135,6 +137,7 @@ def attend(
 
     Raises:
         ValueError: if an argument is impossible or does not fit the others; it says which and why.
+        RuntimeError: for ``backend="flex"`` on a CPU, if there is no C++ compiler.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
@@ -203,4 +206,6 @@ def _compute(problem: Problem, backend: Backend, need_lse: bool) -> tuple[Tensor
         )
     if backend == "lanes":
         return lanes(problem, need_lse=need_lse)
+    if backend == "flex":
+        return flex(problem, need_lse=need_lse)
     return toeplitz(problem)

@@ -108,34 +108,16 @@ def make_problem(
     if not (isinstance(scale, int | float) and 0 < scale < float("inf")):
         raise ValueError(f"softmax_scale must be a positive finite number, got {softmax_scale!r}")
 
-    if key_padding_mask is not None:
-        _check_shape("key_padding_mask", key_padding_mask, (batch, num_keys))
-        if key_padding_mask.dtype != torch.bool:
-            raise ValueError(f"key_padding_mask must be boolean (True = ignore), got {key_padding_mask.dtype}")
-    if attn_mask is not None:
-        attn_mask = _check_attn_mask(attn_mask, (batch, heads, num_queries, num_keys))
-    query_documents = None
-    if document_ids is not None:
-        _check_shape("document_ids", document_ids, (batch, num_keys))
-        check_positions("document_ids", document_ids)
-        if num_queries > num_keys:
-            raise ValueError(
-                f"document_ids {tuple(document_ids.shape)} belong to the keys, and queries are the last of "
-                f"them; there are {num_queries} queries for {num_keys} keys"
-            )
-        query_documents = document_ids[:, num_keys - num_queries :]
-
-    geometry = Geometry(
+    geometry = make_geometry(
         batch=batch,
         heads=heads,
         num_queries=num_queries,
         num_keys=num_keys,
         device=query.device,
         causal=causal,
-        given_query_positions=_check_positions("query_positions", query_positions, batch, num_queries, query.device),
-        given_key_positions=_check_positions("key_positions", key_positions, batch, num_keys, query.device),
-        query_documents=query_documents,
-        key_documents=document_ids,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        document_ids=document_ids,
         key_padding_mask=key_padding_mask,
         attn_mask=attn_mask,
     )
@@ -155,6 +137,58 @@ def make_problem(
         dropout_p=dropout_p,
         tolerance=float(tolerance),
         key_bounds=key_bounds,
+    )
+
+
+def make_geometry(
+    *,
+    batch: int,
+    heads: int,
+    num_queries: int,
+    num_keys: int,
+    device: torch.device,
+    causal: bool,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    document_ids: Tensor | None,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+) -> Geometry:
+    """Check positions and masks against the sizes.
+
+    Raises:
+        ValueError: naming the argument, its shape or value, and what was expected.
+    """
+    if key_padding_mask is not None:
+        _check_shape("key_padding_mask", key_padding_mask, (batch, num_keys))
+        if key_padding_mask.dtype != torch.bool:
+            raise ValueError(f"key_padding_mask must be boolean (True = ignore), got {key_padding_mask.dtype}")
+    if attn_mask is not None:
+        attn_mask = _check_attn_mask(attn_mask, (batch, heads, num_queries, num_keys))
+    query_documents = None
+    if document_ids is not None:
+        _check_shape("document_ids", document_ids, (batch, num_keys))
+        check_positions("document_ids", document_ids)
+        if num_queries > num_keys:
+            raise ValueError(
+                f"document_ids {tuple(document_ids.shape)} belong to the keys, and queries are the last of "
+                f"them; there are {num_queries} queries for {num_keys} keys"
+            )
+        query_documents = document_ids[:, num_keys - num_queries :]
+
+    return Geometry(
+        batch=batch,
+        heads=heads,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        device=device,
+        causal=causal,
+        given_query_positions=_check_positions("query_positions", query_positions, batch, num_queries, device),
+        given_key_positions=_check_positions("key_positions", key_positions, batch, num_keys, device),
+        query_documents=query_documents,
+        key_documents=document_ids,
+        key_padding_mask=key_padding_mask,
+        attn_mask=attn_mask,
     )
 
 

@@ -1,0 +1,479 @@
+"""Any prior as FlexAttention's ``score_mod`` and ``mask_mod``.
+
+``flex_score_mod`` and ``flex_mask_mod`` are for people who call ``torch.nn.attention.flex_attention`` themselves
+and combine a prior with masks of their own. ``backend="flex"`` of ``attend()`` is made of the same parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from attention_priors.attention.geometry import Geometry
+from attention_priors.attention.logit_scale import SSMax
+from attention_priors.attention.operators import count_visible_keys
+from attention_priors.attention.problem import make_geometry
+from attention_priors.attention.tables import consecutive_table
+from attention_priors.priors import Prior, Structure
+from attention_priors.priors.base import check_positions, gather_lanes
+
+BLOCK = 128
+"""Queries, and keys, per block of a block mask, as PyTorch has it."""
+MOST_TOKENS = 2**22
+"""That positions may span: tables are read by arithmetic on positions, and so cover every gap."""
+FAR = 2**30
+"""Beyond every position, which count from the first one."""
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+# ---- what FlexAttention users compose with
+
+
+def flex_score_mod(
+    prior: Prior | None,
+    num_queries: int,
+    num_keys: int,
+    *,
+    causal: bool = True,
+    logit_scale: SSMax | None = None,
+    visible_keys: Tensor | None = None,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> ScoreMod:
+    """A prior as FlexAttention's ``score_mod``: ``c_i (score + K_ij)``, or ``c_i score + K_ij``.
+
+    It masks nothing (:func:`flex_mask_mod` does) and is right for every pair of a query and a key, so any
+    ``mask_mod`` goes with it. Stationary terms are read from a table of float32 numbers, one per distance and
+    head, which is computed in float64. Other terms are applied up to a constant per query: ``slope · (j - i)``
+    stands for ``slope · j``, which a float32 score could not hold at far positions. That leaves the weights as
+    they are and shifts the log-sum-exp.
+
+    Make it anew in every training step: the table is a function of the parameters, to which gradients flow,
+    where FlexAttention has a backward pass (not on CPUs).
+
+    Args:
+        prior: or None, if there is a ``logit_scale``.
+        num_queries: ``Lq``.
+        num_keys: ``Lk``.
+        causal: whether you mask keys after the query. It is read by the logit scale, which counts visible
+            keys, and by priors that need it.
+        logit_scale: :class:`SSMax`, or None.
+        visible_keys: ``n``, how many keys each query may see, integers ``(Lq,)``, ``(B, Lq)`` or
+            ``(B, H or 1, Lq)``: for a ``logit_scale`` under a mask of your own. By default counted from
+            ``causal``, documents, padding and positions.
+        query_positions: as in :func:`attend`, like all that follow; those with a batch dimension fix ``B``.
+        key_positions: integers ``(Lk,)`` or ``(B, Lk)``.
+        document_ids: integers ``(B, Lk)``. Positions restart at 0 in each document.
+        key_padding_mask: boolean ``(B, Lk)``, True = ignore.
+        device: of the queries; by default that of the prior's parameters.
+
+    Returns:
+        ``score_mod(score, b, h, q_idx, kv_idx)`` for ``H = prior.num_heads`` query heads.
+
+    Raises:
+        ValueError: if an argument is impossible or does not fit the others.
+    """
+    modules = {"prior": prior, "logit_scale": logit_scale}
+    heads = {name: module.num_heads for name, module in modules.items() if module is not None}
+    if not heads:
+        raise ValueError("prior and logit_scale are both None: there is no score to modify")
+    if len(set(heads.values())) > 1:
+        raise ValueError(f"prior has num_heads={heads['prior']}, but logit_scale has num_heads={heads['logit_scale']}")
+    if prior is not None:
+        prior.check(causal=causal)
+    given = (query_positions, key_positions, document_ids, key_padding_mask)
+    where = _device(device, prior, logit_scale, *given)
+    geometry = _geometry((max(heads.values()), num_queries, num_keys), where, causal, *given)
+    row_scale = None
+    if visible_keys is not None:
+        geometry, visible_keys = _with_counts(geometry, visible_keys)
+        if logit_scale is None:
+            raise ValueError("visible_keys are for a logit_scale, and logit_scale is None")
+    if logit_scale is not None:
+        like = torch.empty(0, device=geometry.device)
+        row_scale = logit_scale(count_visible_keys(geometry, like) if visible_keys is None else visible_keys)
+    return Scores.of(prior, geometry, row_scale, logit_scale is not None and logit_scale.include_prior).mod()
+
+
+def flex_mask_mod(
+    prior: Prior | None,
+    num_queries: int,
+    num_keys: int,
+    *,
+    causal: bool = True,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> MaskMod:
+    """All that :func:`attend` would hide, as FlexAttention's ``mask_mod``: True = visible.
+
+    Keys after the query (``causal``), of other documents, padding, and what the prior hides (:class:`Window`).
+    ``and_masks`` and ``or_masks`` of ``torch.nn.attention.flex_attention`` combine it with masks of your own.
+
+    Args:
+        prior: or None.
+        num_queries: ``Lq``.
+        num_keys: ``Lk``.
+        causal: whether a query sees only keys at positions up to its own.
+        query_positions: as in :func:`attend`, like all that follow; those with a batch dimension fix ``B``.
+        key_positions: integers ``(Lk,)`` or ``(B, Lk)``.
+        document_ids: integers ``(B, Lk)``.
+        key_padding_mask: boolean ``(B, Lk)``, True = ignore.
+        device: of the queries; by default that of the prior's parameters.
+
+    Returns:
+        ``mask_mod(b, h, q_idx, kv_idx)``.
+
+    Raises:
+        ValueError: if an argument is impossible or does not fit the others.
+    """
+    if prior is not None:
+        prior.check(causal=causal)
+    given = (query_positions, key_positions, document_ids, key_padding_mask)
+    geometry = _geometry((1, num_queries, num_keys), _device(device, prior, *given), causal, *given)
+    return Visibility.of(prior, geometry).mod()
+
+
+def _device(device: torch.device | str | None, *owners: torch.nn.Module | Tensor | None) -> torch.device:
+    """The one asked for, or the first that parameters or tensors are on."""
+    if device is not None:
+        return torch.device(device)
+    for owner in owners:
+        for tensor in owner.parameters() if isinstance(owner, torch.nn.Module) else (owner,):
+            if isinstance(tensor, Tensor):
+                return tensor.device
+    return torch.device("cpu")
+
+
+def _geometry(
+    sizes: tuple[int, int, int],
+    device: torch.device,
+    causal: bool,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    document_ids: Tensor | None,
+    key_padding_mask: Tensor | None,
+) -> Geometry:
+    """As many batches as the tensors have, on one device."""
+    heads, num_queries, num_keys = sizes
+    for name, length in (("num_queries", num_queries), ("num_keys", num_keys)):
+        if not isinstance(length, int) or length < 1:
+            raise ValueError(f"{name} must be a positive integer, got {length!r}")
+    given = (query_positions, key_positions, document_ids, key_padding_mask)
+    batched = [len(x) for x in given if isinstance(x, Tensor) and x.dim() == 2]
+    return make_geometry(
+        batch=max(batched, default=1),
+        heads=heads,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        device=device,
+        causal=causal,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        document_ids=None if document_ids is None else document_ids.to(device),
+        key_padding_mask=None if key_padding_mask is None else key_padding_mask.to(device),
+        attn_mask=None,
+    )
+
+
+def _with_counts(geometry: Geometry, visible_keys: Tensor) -> tuple[Geometry, Tensor]:
+    """Numbers of visible keys as ``(1 or B, H or 1, Lq)``, and the geometry with their batch if it has none."""
+    check_positions("visible_keys", visible_keys)
+    shape, heads, length = tuple(visible_keys.shape), geometry.heads, geometry.num_queries
+    if len(shape) > 3 or visible_keys.shape[-1] != length or (len(shape) == 3 and shape[1] not in (1, heads)):
+        raise ValueError(
+            f"visible_keys must have shape ({length},), (B, {length}) or (B, {heads} or 1, {length}), got {shape}"
+        )
+    counts = (visible_keys if len(shape) == 3 else visible_keys.reshape(-1, 1, length)).to(geometry.device)
+    batch = len(counts) if geometry.batch == 1 else geometry.batch
+    if len(counts) not in (1, batch):
+        raise ValueError(f"visible_keys has a batch of {len(counts)}, and other arguments one of {batch}")
+    return replace(geometry, batch=batch), counts
+
+
+# ---- positions and distances
+
+
+def _positions(geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Positions of queries and keys, ``(B, L)`` each, int32, from 0.
+
+    Raises:
+        ValueError: if the caller's positions lie too far apart for a table.
+    """
+    queries, keys = geometry.query_positions, geometry.key_positions
+    start = torch.minimum(queries.amin(), keys.amin())
+    if geometry.has_given_positions:
+        span = int(torch.maximum(queries.amax(), keys.amax()) - start)
+        if span >= MOST_TOKENS:
+            raise ValueError(
+                f"query_positions and key_positions span {span} tokens; FlexAttention's table takes less than "
+                f"{MOST_TOKENS}, backend='toeplitz' any number"
+            )
+    queries, keys = _batched(geometry, (queries - start).int(), (keys - start).int())
+    return queries, keys
+
+
+def _distances(geometry: Geometry) -> tuple[int, int]:
+    """The highest distance of any query and key, and how many, falling by one, are enough for all of them."""
+    # Two tokens of different documents may lie either way; a mask hides them, but the table is read there too.
+    length = _blocks(max(geometry.num_queries, geometry.num_keys)) * BLOCK
+    if not geometry.has_given_positions:
+        return length - 1, 2 * length
+    queries, keys = geometry.query_positions, geometry.key_positions
+    highest, lowest = int(queries.amax() - keys.amin()), int(queries.amin() - keys.amax())
+    # Few different numbers: each is a shape for which FlexAttention is compiled anew.
+    return highest, max(2 * length, 1 << (highest - lowest).bit_length())
+
+
+def lengthened(tensor: Tensor, length: int) -> Tensor:
+    """Along the last dimension, by its last number."""
+    missing = length - tensor.shape[-1]
+    if missing == 0:
+        return tensor
+    return torch.cat([tensor, tensor[..., -1:].expand(*tensor.shape[:-1], missing)], dim=-1)
+
+
+def _blocks(length: int) -> int:
+    """How many hold so many slots."""
+    return -(-length // BLOCK)
+
+
+def _batched(geometry: Geometry, *tensors: Tensor) -> list[Tensor]:
+    """With the whole batch, in memory: FlexAttention is compiled anew for other shapes and strides."""
+    return [tensor.expand(geometry.batch, *tensor.shape[1:]).contiguous() for tensor in tensors]
+
+
+# ---- score_mod
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a ``score_mod`` reads.
+
+    The bias is ``table[h, first_i + position_j] + Σ_r phi_r(h, i) (psi_r(j) - own_psi_r(h, i))``.
+    """
+
+    table: Tensor | None
+    """``(H, N)``, of the stationary terms."""
+    first: Tensor
+    """``(B, Lq)``."""
+    position: Tensor
+    """``(B, Lk)``."""
+    phi: list[Tensor]
+    """A lane each, ``(B, H, Lq)``."""
+    own_psi: list[Tensor]
+    """``(B, H, Lq)``: where each query counts from."""
+    psi: list[Tensor]
+    """``(B, Lk)``."""
+    constant: Tensor | None
+    """What the scores leave out of the log-prior, ``(B, H, Lq)``; None if nothing."""
+    row_scale: Tensor | None
+    """``(B, H, Lq)``."""
+    scales_prior: bool
+    added: Tensor | None = None
+    """A float ``attn_mask``, ``(B, H, Lq, Lk)``, finite."""
+
+    @classmethod
+    def of(cls, prior: Prior | None, geometry: Geometry, row_scale: Tensor | None, scales_prior: bool) -> Scores:
+        """Tables and lanes of a prior. All in float32: that is what FlexAttention's scores are."""
+        terms = () if prior is None else tuple(prior.terms())
+        queries, keys = _positions(geometry)
+        highest, number = _distances(geometry)
+        stationary = [term for term in terms if Structure.STATIONARY in term.structure]
+        like = torch.empty(0, dtype=torch.float32, device=geometry.device)
+        table = consecutive_table(stationary, highest, highest - number + 1, like)
+        phi, own_psi, psi, constant = _lanes([term for term in terms if term not in stationary], geometry)
+        return cls(
+            table=None if table is None else table.contiguous(),
+            first=highest - queries,
+            position=keys,
+            phi=phi,
+            own_psi=own_psi,
+            psi=psi,
+            constant=constant,
+            row_scale=None if row_scale is None else _batched(geometry, row_scale)[0],
+            scales_prior=scales_prior,
+        )
+
+    def lengthened(self, num_queries: int, num_keys: int) -> Scores:
+        """For more queries and keys, of which nothing is asked."""
+        longer = replace(
+            self,
+            first=lengthened(self.first, num_queries),
+            position=lengthened(self.position, num_keys),
+            phi=[lengthened(lane, num_queries) for lane in self.phi],
+            own_psi=[lengthened(lane, num_queries) for lane in self.own_psi],
+            psi=[lengthened(lane, num_keys) for lane in self.psi],
+        )
+        if longer.row_scale is None:
+            return longer
+        return replace(longer, row_scale=lengthened(longer.row_scale, num_queries))
+
+    def mod(self) -> ScoreMod:
+        """The ``score_mod``."""
+        table, scale, scales_prior, added = self.table, self.row_scale, self.scales_prior, self.added
+        first, position = self.first, self.position
+        lanes = list(zip(self.phi, self.own_psi, self.psi, strict=True))
+        # FlexAttention counts batches whether or not what is read here has them.
+        each = int(len(position) > 1)
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            e = b * each
+            if scale is not None and not scales_prior:
+                score = score * scale[e, h, q_idx]
+            if table is not None:
+                score = score + table[h, first[e, q_idx] + position[e, kv_idx]]
+            for phi, own_psi, psi in lanes:
+                score = score + phi[e, h, q_idx] * (psi[e, kv_idx] - own_psi[e, h, q_idx])
+            if scale is not None and scales_prior:
+                score = score * scale[e, h, q_idx]
+            return score if added is None else score + added[b, h, q_idx, kv_idx]
+
+        return score_mod
+
+
+def _lanes(terms: list[Prior], geometry: Geometry) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor | None]:
+    """``phi``, ``own_psi``, ``psi`` of :class:`Scores`, a tensor per lane, and the constant they leave out."""
+    if not terms:
+        return [], [], [], None
+    queries, keys = _batched(geometry, geometry.query_positions, geometry.key_positions)
+    lanes = gather_lanes(terms, queries, torch.cat([queries, keys], dim=-1), torch.float64)
+    own, others = lanes.key.split([queries.shape[-1], keys.shape[-1]], dim=-2)
+    # Lanes that count tokens do so from the query, or from the first key where that is the one preferred. float32
+    # holds integers and their differences exactly; of other lanes it would round what is far from 0.
+    whole = (lanes.key == lanes.key.round()).flatten(0, -2).all(0)
+    preferred = torch.where(lanes.query > 0, own.unsqueeze(-3), others.amin(-2)[:, None, None])
+    own = torch.where(whole, preferred, 0.0)
+    constant = (lanes.query * own).sum(-1)
+    if lanes.row_offset is not None:
+        constant = constant + lanes.row_offset
+
+    def each(tensor: Tensor) -> list[Tensor]:
+        # Apart from each other: FlexAttention has no gradient of a tensor that is read at two places.
+        return [lane.float().contiguous() for lane in tensor.unbind(-1)]
+
+    return each(lanes.query), each(own), each(others), constant.float()
+
+
+# ---- mask_mod
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """What a ``mask_mod`` reads: query ``i`` sees its segment's keys at positions ``lowest_i`` to ``highest_i``."""
+
+    lowest: Tensor
+    """``(B, Lq)``."""
+    highest: Tensor
+    """``(B, Lq)``."""
+    position: Tensor
+    """``(B, Lk)``."""
+    query_segment: Tensor
+    """``(B, Lq)``."""
+    key_segment: Tensor
+    """``(B, Lk)``; of padding, one that no query has."""
+    forbidden: Tensor | None = None
+    """A boolean ``attn_mask``, or where a float one is ``-inf``, ``(B, H, Lq, Lk)``."""
+
+    @classmethod
+    def of(cls, prior: Prior | None, geometry: Geometry) -> Visibility:
+        """Causal mask, documents, padding and what the prior hides."""
+        queries, keys = _positions(geometry)
+        lowest, highest = torch.full_like(queries, -FAR), torch.full_like(queries, FAR)
+        if geometry.causal:
+            highest = queries
+        top, number = _distances(geometry)
+        distances = torch.arange(top, top - number, -1, device=geometry.device, dtype=torch.int32)
+        inside = None if prior is None else prior.visible_at(distances)
+        if inside is not None:
+            # What a prior shows is one run of distances. Where it shows none of these, the run is empty.
+            farthest = torch.where(inside, distances, -FAR).amax()
+            nearest = torch.where(inside, distances, FAR).amin()
+            lowest, highest = queries - farthest, torch.minimum(highest, queries - nearest)
+        if geometry.key_documents is not None and geometry.query_documents is not None:
+            query_segment, key_segment = geometry.query_documents, geometry.key_documents
+        else:
+            query_segment, key_segment = torch.zeros_like(queries), torch.zeros_like(keys)
+        query_segment, key_segment = query_segment.long(), key_segment.long()
+        if geometry.key_padding_mask is not None:
+            key_segment = torch.where(geometry.key_padding_mask, key_segment.amax() + 1, key_segment)
+        return cls(*_batched(geometry, lowest, highest, keys, query_segment, key_segment))
+
+    def lengthened(self, num_queries: int, num_keys: int) -> Visibility:
+        """For more queries, of which nothing is asked, and more keys, which nobody sees."""
+        if num_keys == self.key_segment.shape[-1] and num_queries == self.query_segment.shape[-1]:
+            return self
+        nobody = lengthened(self.key_segment, num_keys)
+        added = torch.arange(num_keys, device=nobody.device) >= self.key_segment.shape[-1]
+        return replace(
+            self,
+            lowest=lengthened(self.lowest, num_queries),
+            highest=lengthened(self.highest, num_queries),
+            position=lengthened(self.position, num_keys),
+            query_segment=lengthened(self.query_segment, num_queries),
+            key_segment=torch.where(added, nobody.amax() + 1, nobody),
+        )
+
+    def mod(self) -> MaskMod:
+        """The ``mask_mod``."""
+        lowest, highest, position = self.lowest, self.highest, self.position
+        query_segment, key_segment, forbidden = self.query_segment, self.key_segment, self.forbidden
+        each = int(len(position) > 1)
+
+        def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            e = b * each
+            at = position[e, kv_idx]
+            seen = (lowest[e, q_idx] <= at) & (at <= highest[e, q_idx])
+            seen = seen & (query_segment[e, q_idx] == key_segment[e, kv_idx])
+            return seen if forbidden is None else seen & ~forbidden[b, h, q_idx, kv_idx]
+
+        return mask_mod
+
+    def block_mask(self) -> BlockMask:
+        """Which blocks hold visible keys, from the ranges that blocks span, without a mask of single pairs.
+
+        A block that may hold some is computed, and masked pair by pair unless all are surely visible.
+        """
+        num_queries, num_keys = self.lowest.shape[-1], self.position.shape[-1]
+        low, high, own = _ranges(self.lowest), _ranges(self.highest), _ranges(self.query_segment)
+        position, segment = ([bound.mT for bound in _ranges(x)] for x in (self.position, self.key_segment))
+        some = (position[0] <= high[1]) & (position[1] >= low[0]) & (segment[0] <= own[1]) & (segment[1] >= own[0])
+        every = (position[0] >= low[1]) & (position[1] <= high[0]) & (segment[0] == own[1]) & (segment[1] == own[0])
+        every = every & _whole(num_queries, every.device).unsqueeze(-1) & _whole(num_keys, every.device)
+        if self.forbidden is not None:
+            every = torch.zeros_like(every)
+        return BlockMask.from_kv_blocks(
+            *_listed(some & ~every),
+            *_listed(some & every),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=self.mod(),
+            seq_lengths=(num_queries, num_keys),
+        )
+
+
+def _ranges(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Least and greatest number of each block, ``(B, blocks, 1)``."""
+    blocks = lengthened(tensor, _blocks(tensor.shape[-1]) * BLOCK).unflatten(-1, (-1, BLOCK))
+    return blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
+
+
+def _whole(length: int, device: torch.device) -> Tensor:
+    """Which blocks have all of their slots; PyTorch's own block masks count the others as partly masked."""
+    return torch.arange(1, _blocks(length) + 1, device=device) * BLOCK <= length
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many key blocks each block of queries has, ``(B, 1, n)``, and which, those first, ``(B, 1, n, e)``."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32).unsqueeze(1), order.int().unsqueeze(1)

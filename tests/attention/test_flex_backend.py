@@ -1,0 +1,356 @@
+"""``backend="flex"``: against the float64 reference, uncompiled with gradients, and compiled for the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from attention_cases import PRIORS, Case, cases, examples, priors
+from attention_errors import ROUNDING, Cotangents, Result, compute, errors, float32_tolerance, gradient_scales
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
+from torch.nn.attention import flex_attention as pytorch
+
+from attention_priors import (
+    GeneralizedGaussian,
+    Laplace,
+    Prior,
+    ShawVectors,
+    SSMax,
+    Window,
+    attend,
+    flex_mask_mod,
+    flex_score_mod,
+)
+from attention_priors.attention import flex
+
+
+def why_not_compiled() -> str:
+    """Why FlexAttention cannot be compiled on this machine; empty if it can."""
+    try:
+        flex._check_cpu()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+compiled = pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled() or "compiles")
+
+
+# ---- the same graph, run by PyTorch's dense formula: gradients and log-sum-exp, which CPUs have only there
+
+
+def anywhere(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """In place of PyTorch's check that no gradient is wanted on a CPU. (Dynamo does not trace a mock.)"""
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Dynamo captures the graph as it does for a compiler; PyTorch's own reference runs it, backward pass included."""
+    run: Callable[..., Any] = torch.compile(flex._attention, backend="eager", fullgraph=True, dynamic=True)
+    with (
+        mock.patch.object(flex, "_compiled", return_value=run),
+        mock.patch.object(flex, "_attend_on_cpu", lambda problem: flex._attend(problem, True)),
+        mock.patch.object(flex, "_check"),
+        mock.patch.object(pytorch, "_validate_device", anywhere),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("name", PRIORS)
+def test_values_and_gradients(name: str) -> None:
+    """FlexAttention's backward pass takes weights from a stored log-sum-exp, whose rounding they inherit."""
+    compared = 0
+
+    @examples(4, name)
+    @given(cases(name, longest=40))
+    def check(case: Case) -> None:
+        nonlocal compared
+        exact = case.to(torch.float64)
+        expected = compute(exact, "reference")
+        cotangents = Cotangents.of(expected.out, expected.lse)
+        with uncompiled():
+            result = compute(case, "flex", cotangents)
+        largest = largest_lse(expected)
+        if largest > 1e3:
+            result, expected = replace(result, grads={}), replace(expected, grads={})
+        found = errors(result, expected, gradient_scales(case, cotangents))
+        tolerance = float32_tolerance(case)
+        for part, error in found.items():
+            inherited = 4 * ROUNDING * largest if part in expected.grads else 0.0
+            compared += part in expected.grads
+            assert error <= tolerance + inherited, f"{part}: {error:.2e} > {tolerance:.2e} + {inherited:.2e}"
+
+    check()
+    assert compared > 0
+
+
+def largest_lse(result: Result) -> float:
+    return float(result.lse.masked_fill(torch.isneginf(result.lse), 0.0).abs().max())
+
+
+# ---- compiled for the CPU. Each shape and each kind of mask costs seconds, so many cases share few of them.
+
+
+SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 8}
+BELOW = 128
+"""Lengths of 2 to 128 are one shape."""
+
+
+@st.composite
+def alike(draw: st.DrawFn, name: str, *, longest: int = BELOW, shortest: int = 2, **fixed: Any) -> Case:
+    """Problems for which FlexAttention is compiled once."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    lengths = st.integers(shortest, longest)
+    num_queries, num_keys = (longest, longest) if draw(st.booleans()) else (draw(lengths), draw(lengths))
+    causal = draw(st.booleans())
+
+    def normal(heads: int, length: int, size: int) -> Tensor:
+        return torch.randn(SHAPE["batch"], heads, length, size, generator=generator)
+
+    query_positions = key_positions = documents = padding = None
+    kind = draw(st.sampled_from(["plain", "documents", "padding", "positions"]))
+    if kind == "documents" and num_queries <= num_keys:
+        documents = torch.randint(-2, 2, (SHAPE["batch"], num_keys), generator=generator)
+        documents = documents.sort(-1).values if draw(st.booleans()) else documents
+    if kind == "padding":
+        padding = torch.rand(SHAPE["batch"], num_keys, generator=generator) < draw(st.sampled_from([0.3, 1.0]))
+    if kind == "positions":
+        query_positions = torch.randint(0, longest, (num_queries,), generator=generator)
+        key_positions = torch.randint(0, longest, (SHAPE["batch"], num_keys), generator=generator)
+    return Case(
+        query=normal(SHAPE["heads"], num_queries, SHAPE["head_dim"]),
+        key=normal(SHAPE["kv_heads"], num_keys, SHAPE["head_dim"]),
+        value=normal(SHAPE["kv_heads"], num_keys, SHAPE["value_dim"]),
+        prior=draw(priors(name, SHAPE["heads"], causal, generator)),
+        causal=causal,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        document_ids=documents,
+        key_padding_mask=padding,
+        **fixed,
+    )
+
+
+def check_against_reference(case: Case) -> None:
+    with torch.no_grad():
+        expected, lse = case.to(torch.float64).attend("reference")
+        out = attend(case.query, case.key, case.value, case.prior, **case.options(), backend="flex")
+    tolerance = 2 * float32_tolerance(case)  # PyTorch's exponential there is good to about 2^-20
+    assert out.dtype == case.query.dtype
+    assert out.shape == expected.shape
+    assert not out[torch.isneginf(lse)].any(), "a row that sees nothing gives zeros"
+    assert float((out.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)) <= tolerance
+
+
+STATIONARY = [name for name in PRIORS if name not in ("none", "key_sink", "sum")]
+
+
+@compiled
+def test_compiled_tables() -> None:
+    """One compilation for every stationary prior, causal or not, with documents, padding or positions."""
+    before = number_of_compilations()
+    for name in STATIONARY:
+
+        @examples(12, name)
+        @given(alike(name))
+        def check(case: Case) -> None:
+            check_against_reference(case)
+
+        check()
+    assert number_of_compilations() - before <= 1
+
+
+def number_of_compilations() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+@compiled
+def test_compiled_lanes_and_logit_scale() -> None:
+    scale = SSMax(4)
+
+    @examples(8)
+    @given(alike("key_sink", logit_scale=scale), st.integers(0, 99))
+    def check(case: Case, number: int) -> None:
+        assert case.prior is not None
+        with torch.no_grad():
+            scale.s.uniform_(-1.5, 1.5, generator=torch.Generator().manual_seed(number))
+        check_against_reference(replace(case, prior=case.prior + Laplace(4, learn=True)))
+
+    check()
+
+
+@compiled
+def test_compiled_dense_mask_and_scaled_content() -> None:
+    """Several blocks of queries and keys; the mask hides and adds."""
+    scale = SSMax(4, init=0.3, include_prior=False)
+
+    @examples(4)
+    @given(alike("laplace", logit_scale=scale, softmax_scale=0.4, shortest=260, longest=380), st.integers(0, 99))
+    def check(case: Case, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        shape = (2, 1, case.query.shape[2], case.key.shape[2])
+        hidden = torch.rand(shape, generator=generator) < 0.5
+        mask = torch.randn(shape, generator=generator).masked_fill(hidden, float("-inf"))
+        check_against_reference(replace(case, attn_mask=mask))
+
+    check()
+
+
+KEPT = ((4, 1), (2, 1100), (2, 1100))
+"""Heads and lengths of a query, and of the keys and values kept."""
+
+
+@compiled
+@pytest.mark.parametrize("prior", [GeneralizedGaussian(4, init="spread"), Laplace(4) + Window(4, 70)])
+def test_compiled_decoding(prior: Prior) -> None:
+    """One query has a kernel of its own; some of its parts of the keys may be out of sight."""
+    for documents in (None, torch.arange(1100).ge(900).long().expand(2, -1)):
+        generator = torch.Generator().manual_seed(0)
+        query, key, value = (torch.randn(2, heads, n, 16, generator=generator) for heads, n in KEPT)
+        check_against_reference(Case(query, key, value, prior, document_ids=documents))
+
+
+@compiled
+def test_compiled_half_precision() -> None:
+    """Queries, keys and values are all that is rounded: logit scale and prior meet float32 scores."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 300, 16, generator=generator).bfloat16() for _ in "qkv")
+    case = Case(query, key, value, GeneralizedGaussian(4, init="spread"), logit_scale=SSMax(4, init=0.4))
+    with torch.no_grad():
+        expected, _ = case.to(torch.float64).attend("reference")
+        out = attend(query, key, value, case.prior, logit_scale=case.logit_scale, backend="flex")
+    assert out.dtype == torch.bfloat16
+    error = (out.double() - expected).square().mean().sqrt()
+    # The output's own rounding, of at most half a step, is most of it.
+    assert float(error) <= torch.finfo(torch.bfloat16).eps / 2 * float(expected.square().mean().sqrt())
+
+
+@compiled
+def test_mods_in_a_callers_flex_attention() -> None:
+    """The documentation's example: a prior, its masks, and a mask of the caller's own."""
+    length, prefix = 150, 20
+    prior = GeneralizedGaussian(2, init="spread")
+
+    def in_prefix(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return kv_idx < prefix
+
+    with torch.no_grad():
+        mask_mod = pytorch.or_masks(flex_mask_mod(prior, length, length), in_prefix)
+        block_mask = pytorch.create_block_mask(mask_mod, None, None, length, length, device="cpu")
+        query, key, value = torch.randn(3, 2, 2, length, 16)
+        attention = torch.compile(pytorch.flex_attention, dynamic=False)
+        out = attention(query, key, value, score_mod=flex_score_mod(prior, length, length), block_mask=block_mask)
+        hidden = (torch.arange(length) > torch.arange(length).unsqueeze(-1)) & (torch.arange(length) >= prefix)
+        expected = attend(query, key, value, prior, causal=False, attn_mask=hidden)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+# ---- what is refused, before any work
+
+
+X = torch.randn(1, 2, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("query", {"query": X.clone().requires_grad_()}),
+        ("value", {"value": X.clone().requires_grad_()}),
+        (r"prior\.log_slope", {"prior": Laplace(2, learn=True)}),
+        ("logit_scale", {"logit_scale": SSMax(2)}),
+        ("return_lse", {"return_lse": True}),
+        ("float64", {"query": X.double(), "key": X.double(), "value": X.double()}),
+        ("relative", {"relative": ShawVectors(8)}),
+        ("dropout_p", {"dropout_p": 0.1}),
+        ("attn_mask", {"attn_mask": torch.zeros(5, 5, requires_grad=True)}),
+    ],
+)
+def test_refused_on_cpus(name: str, changes: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {"query": X, "key": X, "value": X, "prior": Laplace(2)} | changes
+    with (
+        mock.patch.object(flex, "_attend", side_effect=AssertionError("work was done")),
+        pytest.raises(ValueError, match=name) as raised,
+    ):
+        attend(**arguments, backend="flex")
+    assert "flex" in str(raised.value)
+
+
+@torch.no_grad()
+def test_needs_a_compiler() -> None:
+    with inductor.patch({"cpp.cxx": (None, "no-such-compiler")}), pytest.raises(RuntimeError, match=r"C\+\+ compiler"):
+        attend(X, X, X, Laplace(2), backend="flex")
+
+
+@torch.no_grad()
+def test_needs_vector_units() -> None:
+    nowhere = mock.patch.object(torch.cpu, "_is_avx2_supported", return_value=False)
+    with nowhere, pytest.raises(RuntimeError, match="AVX2"):
+        attend(X, X, X, Laplace(2), backend="flex")
+
+
+@compiled
+@torch.no_grad()
+def test_never_the_dense_formula() -> None:
+    """Where torch.compile is switched off, FlexAttention would fall back to it without a word."""
+    with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match=r"torch\.compile"):
+        attend(X, X, X, Laplace(2), backend="flex")
+
+
+@compiled
+@torch.no_grad()
+def test_inside_a_compiled_function() -> None:
+    """A graph break, and the same result; with ``fullgraph=True``, PyTorch says why it cannot."""
+    query = torch.randn(2, 4, 90, 16)
+    prior = Laplace(4)
+
+    def attention(x: Tensor) -> Tensor:
+        return attend(x, x[:, :2], x[:, 2:, :, :8], prior, backend="flex") * 2
+
+    with pytest.raises(Unsupported, match="backend='flex'"):
+        torch.compile(attention, backend="eager", fullgraph=True)(query)
+    torch.testing.assert_close(torch.compile(attention, backend="eager")(query), attention(query))
+
+
+# ---- CUDA
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", PRIORS)
+def test_on_cuda(name: str) -> None:
+    """Compiled forward and backward pass, log-sum-exp and parameters' gradients."""
+
+    @examples(4, name)
+    @given(alike(name, longest=300, shortest=100, logit_scale=SSMax(4, init=0.3)))
+    def check(case: Case) -> None:
+        exact = case.to(torch.float64)
+        expected = compute(exact, "reference")
+        cotangents = Cotangents.of(expected.out, expected.lse)
+        result = compute_on_cuda(case, cotangents)
+        if largest_lse(expected) > 1e3:
+            result, expected = replace(result, grads={}), replace(expected, grads={})
+        for part, error in errors(result, expected, gradient_scales(case, cotangents)).items():
+            assert error <= 1e-4, f"{part}: {error:.2e}"
+
+    check()
+
+
+def compute_on_cuda(case: Case, cotangents: Cotangents) -> Result:
+    tensors = {field.name: getattr(case, field.name) for field in fields(case)}
+    moved = {name: tensor.cuda() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    modules = {"prior": copy.deepcopy(case.prior), "logit_scale": copy.deepcopy(case.logit_scale)}
+    moved |= {name: module.cuda() for name, module in modules.items() if module is not None}
+    result = compute(replace(case, **moved), "flex", Cotangents(cotangents.out.cuda(), cotangents.lse.cuda()))
+    grads = {name: grad.cpu() for name, grad in result.grads.items()}
+    return Result(result.out.cpu(), result.lse.cpu(), grads)
