@@ -80,6 +80,8 @@ def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[
     """The keys that are allowed at a place of a recipe."""
     current: Any = model
     for part in location:
+        if isinstance(part, int):
+            continue  # an entry of a list, whose kind is known already
         if isinstance(current, type) and issubclass(current, BaseModel):
             current = current.model_fields[str(part)].annotation
             inner = [kind for kind in get_args(current) if isinstance(kind, type) and issubclass(kind, BaseModel)]
