@@ -205,8 +205,11 @@ def test_short_passes_are_measured_many_at_a_time():
     assert len(ran) == runner.calls
 
 
-def test_the_published_recipes_can_be_read():
-    folder = Path(__file__).parents[2] / "benchmarks"
-    for path in folder.glob("*.yaml"):
-        if "cuda" not in path.stem:
-            assert load_bench_recipe(path).plan()
+def test_the_published_recipes_can_be_read(tmp_path):
+    """Those for a GPU too, on machines without one."""
+    paths = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.yaml"))
+    assert len(paths) >= 4
+    for path in paths:
+        copied = tmp_path / path.name
+        copied.write_text(path.read_text().replace("device: cuda", "device: cpu"))
+        assert load_bench_recipe(copied).plan()
