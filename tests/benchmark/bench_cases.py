@@ -20,7 +20,7 @@ def recipe(**changes: Any) -> BenchRecipe:
     settings: dict[str, Any] = {"threads": 1, "heads": 2, "head_dim": 24, "repetitions": 3}
     part = {"lengths": (16,), "passes": ("forward",), "ways": ("attend-alibi",)}
     part |= {key: changes.pop(key) for key in list(changes) if key in part}
-    return BenchRecipe(**settings | changes, parts=[part])
+    return BenchRecipe.model_validate(settings | changes | {"parts": [part]})
 
 
 def made(name: str, compute: Callable[[Inputs], Tensor], **options: Any) -> Way:

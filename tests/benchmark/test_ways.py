@@ -99,7 +99,7 @@ def test_gradients_are_those_of_the_reference(name: str):
     if name.startswith("goat"):
         # What the package calls its prior, out of its own parameters.
         content = this.head_dim - peers.goat_position_dimensions()
-        module = next(cell for cell in free_variables(prepared.run) if isinstance(cell, torch.nn.Module))
+        module: Any = next(cell for cell in free_variables(prepared.run) if isinstance(cell, torch.nn.Module))
         prior = Spectral(this.heads, peers.GOAT_FREQUENCIES)
         with torch.no_grad():
             prior.alpha.copy_(module.lambda_sym)
