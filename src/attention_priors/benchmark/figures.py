@@ -61,7 +61,7 @@ def against_length(results: Results, passing: str, of: str) -> Figure:
             continue
         _panel(results, axes, side, passing, of, points)
         _length_axis(axes, lengths)
-    panels[0].set_ylabel(f"{QUANTITIES[of][1]}, {passing}")
+    panels[0].set_ylabel(QUANTITIES[of][1])
     _plain_values(panels[0], of)
     return figure
 
@@ -87,7 +87,7 @@ def _panel(
     tidy(axes)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_title("attend()" if side == "ours" else "other ways", fontsize=11)
+    axes.set_title(f"{'attend()' if side == 'ours' else 'other ways'}: {passing}", fontsize=11)
     fits = {fit["way"]: fit["exponent"] for fit in results["growth"] if (fit["pass"], fit["of"]) == (passing, of)}
     tried = {row["way"]: row["length"] for row in results["rows"] if row["pass"] == passing}
     keys: list[Line2D] = []
@@ -128,7 +128,9 @@ def _panel(
         keys.append(
             Line2D([], [], color="black", marker="x", linestyle="none", label="not measured beyond (see table)")
         )
-    axes.legend(handles=keys, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False, fontsize=8.5, ncols=1)
+    axes.legend(
+        handles=keys, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False, fontsize=8.5, handlelength=3
+    )
 
 
 def _length_axis(axes: Axes, lengths: Sequence[int]) -> None:

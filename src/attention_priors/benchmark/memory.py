@@ -41,7 +41,7 @@ def can_measure(device: str) -> bool:
 
 
 def peak(way: Way, case: Case, threads: int) -> int:
-    """Bytes that one pass takes above its inputs, at its peak.
+    """Bytes that the first pass takes above its inputs, at its peak, with what is made then and kept.
 
     On the CPU: the process's resident memory, with all that its libraries keep. On CUDA: what PyTorch allocates.
 

@@ -6,6 +6,7 @@ They are imported where they are called: a benchmark shows a package that is not
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,10 +62,11 @@ def flex(make_score: Callable[[Case], tuple[Prior, Callable[[], ScoreMod]]]) -> 
         prior, make = make_score(case)
         # A full graph: beyond the limit of recompilations PyTorch would go on uncompiled, and say nothing.
         compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-        # One query sees every key.
-        mask = None if case.passing == "decode" else causal_blocks(case.length, case.device)
+        make_mask = cache(causal_blocks)
 
         def run() -> Tensor:
+            # One query sees every key.
+            mask = None if case.passing == "decode" else make_mask(case.length, case.device)
             out = compiled(inputs.query, inputs.key, inputs.value, score_mod=make(), block_mask=mask)
             assert isinstance(out, Tensor)
             return out
@@ -146,17 +148,21 @@ def bloom(case: Case, inputs: Inputs) -> Prepared:
     parts = (inputs.query, inputs.key[:, :, new], inputs.value[:, :, new])
     fused = torch.stack([x.detach().transpose(1, 2) for x in parts], dim=3).flatten(2)
     fused.requires_grad_(case.backward)
-    cache = _FixedCache(inputs.key, inputs.value) if case.passing == "decode" else None
-    seen = torch.ones(case.batch, case.length, device=case.device)
-    alibi = build_alibi_tensor(seen, case.heads, case.dtype)
-    mask = None
-    if case.passing != "decode":
-        lowest = torch.finfo(case.dtype).min
-        mask = torch.full((case.length, case.length), lowest, dtype=case.dtype, device=case.device).triu_(1)[None, None]
+    past = _FixedCache(inputs.key, inputs.value) if case.passing == "decode" else None
+
+    @cache
+    def bias_and_mask() -> tuple[Tensor, Tensor | None]:
+        # Its model makes them once for all layers.
+        alibi = build_alibi_tensor(torch.ones(case.batch, case.length, device=case.device), case.heads, case.dtype)
+        if case.passing == "decode":
+            return alibi, None
+        mask = torch.full((case.length, case.length), torch.finfo(case.dtype).min, device=case.device)
+        return alibi, mask.to(case.dtype).triu_(1)[None, None]
+
     residual = torch.zeros(case.batch, case.num_queries, width, dtype=case.dtype, device=case.device)
 
     def run() -> Tensor:
-        return module(fused, residual, alibi, mask, layer_past=cache)[0]
+        return module(fused, residual, *bias_and_mask(), layer_past=past)[0]
 
     prior = Laplace(case.heads).to(case.device)
     return Prepared(run, (fused,), expected_rows(case, inputs, prior), tuple(residual.shape))
