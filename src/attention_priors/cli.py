@@ -63,7 +63,7 @@ def bench(
     recipe: Annotated[
         Path | None, typer.Argument(help="A recipe, instead of the options below but --output and --memory-limit.")
     ] = None,
-    lengths: Annotated[str | None, typer.Option(help="Tokens, with commas between; 512,2048 by default.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Tokens, with commas between; 512,1024 by default.")] = None,
     passes: Annotated[
         str | None, typer.Option(help="Of forward, forward+backward, decode; with commas between; all by default.")
     ] = None,
@@ -112,7 +112,7 @@ def bench(
     given = {name: value for name, value in options.items() if value is not None}
     try:
         if recipe is None:
-            plan = benchmark.make_bench_recipe(**{"lengths": ["512", "2048"], "repetitions": 3} | given)
+            plan = benchmark.make_bench_recipe(**{"lengths": ["512", "1024"], "repetitions": 3} | given)
         elif given:
             raise ValueError(
                 f"with a recipe, {', '.join('--' + name.replace('_', '-') for name in given)} stands in it"
