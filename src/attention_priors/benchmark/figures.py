@@ -147,7 +147,7 @@ def _plain_values(axes: Axes, of: str) -> None:
     def text(value: float, _: int) -> str:
         if of == "time":
             return seconds_text(value).replace(".00", "").replace(".0 ", " ")
-        return f"{value:g} MiB" if value < 1000 else f"{value / 1000:g} GB"
+        return f"{value:g} MiB"
 
     axes.yaxis.set_major_locator(LogLocator(base=10, numticks=12))
     axes.yaxis.set_major_formatter(FuncFormatter(text))
