@@ -27,10 +27,11 @@ from rich.progress import (
 )
 
 from attention_priors.experiments.materials import Materials
-from attention_priors.experiments.recipe import Recipe, RecipeError
+from attention_priors.experiments.recipe import Recipe
 from attention_priors.experiments.results import collect
 from attention_priors.experiments.run import check_folder, identity, run_folder
 from attention_priors.files import read_json, writable_folder, write_json
+from attention_priors.strict_yaml import RecipeError
 
 STAGE_SHARES = {"train": 0.75, "passkey": 0.22, "perplexity": 0.03}
 """Roughly how much of a run's time each stage takes; only the estimate of the time left depends on it."""

@@ -20,7 +20,8 @@ from attention_priors.data import (
     token_stream,
     tokenizer_fingerprint,
 )
-from attention_priors.experiments.recipe import Recipe, RecipeError
+from attention_priors.experiments.recipe import Recipe
+from attention_priors.strict_yaml import RecipeError
 from attention_priors.training import TrainingSettings
 
 if TYPE_CHECKING:

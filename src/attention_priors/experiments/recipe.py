@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from attention_priors.data import ANSWER_LENGTH, EMBEDDED
 from attention_priors.encodings import LearnedTable, Rotary
 from attention_priors.evaluation import EvaluationSettings
 from attention_priors.models.decoder import PriorDecoderConfig
+from attention_priors.strict_yaml import Strict, explain, read_strictly
 from attention_priors.training import TrainingSettings
 
 
-class RecipeError(ValueError):
-    """A recipe that cannot be run. The message names the key, its value and what is allowed."""
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class CorpusSettings(_Strict):
+class CorpusSettings(Strict):
     """The text to train and test on."""
 
     source: str = EMBEDDED
@@ -33,7 +25,7 @@ class CorpusSettings(_Strict):
     """Train on so much of it at most; the held-out part is always whole."""
 
 
-class ModelSettings(_Strict):
+class ModelSettings(Strict):
     """The decoder, but for what a scheme decides."""
 
     hidden_size: int = Field(gt=0)
@@ -45,7 +37,7 @@ class ModelSettings(_Strict):
     tie_word_embeddings: bool = True
 
 
-class EvaluationChanges(_Strict):
+class EvaluationChanges(Strict):
     """What is changed in a trained model before it is tested."""
 
     window: int | None = Field(default=None, gt=0)
@@ -54,7 +46,7 @@ class EvaluationChanges(_Strict):
     """Multiply the base of rotary positions."""
 
 
-class Scheme(_Strict):
+class Scheme(Strict):
     """One way to put positions into the model. Everything else is the same for all schemes of a recipe."""
 
     prior: dict[str, Any] | list[dict[str, Any]] | str | None = None
@@ -75,7 +67,7 @@ class Scheme(_Strict):
         }
 
 
-class Recipe(_Strict):
+class Recipe(Strict):
     """A comparison: every scheme is trained on the same rows and tested on the same texts, seed by seed."""
 
     name: str = Field(min_length=1)
@@ -113,7 +105,7 @@ class Recipe(_Strict):
             try:
                 self.training_of(name)
             except ValidationError as error:
-                raise ValueError(f"schemes.{name}.training: {_explain(error, TrainingSettings)}") from error
+                raise ValueError(f"schemes.{name}.training: {explain(error, TrainingSettings)}") from error
         for name, scheme in self.schemes.items():
             try:
                 config = self.config_of(name, vocab_size=1)
@@ -163,17 +155,6 @@ def folder_name(scheme: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+-]+", "_", scheme).strip(".") or "_"
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML, but a key that stands twice is an error: the first of two schemes would be lost without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
 def load_recipe(path: Path) -> Recipe:
     """Read and check a recipe.
 
@@ -182,49 +163,4 @@ def load_recipe(path: Path) -> Recipe:
             what is allowed.
         FileNotFoundError: if there is no such file.
     """
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not a YAML file: {error}") from error
-    if not isinstance(content, dict):
-        raise RecipeError(f"{path} must hold keys and values, got {type(content).__name__}")
-    try:
-        return Recipe.model_validate(content)
-    except ValidationError as error:
-        raise RecipeError(f"{path}: {_explain(error, Recipe)}") from error
-
-
-def _explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """All mistakes of a recipe, one a line."""
-    lines = []
-    mistakes = error.errors()
-    places = [mistake["loc"] for mistake in mistakes]
-    for mistake in mistakes:
-        place = mistake["loc"]
-        if mistake["type"] == "too_short" and any(p != place and p[: len(place)] == place for p in places):
-            continue  # pydantic counts what is left once the wrong entries are out
-        key = ".".join(str(part) for part in mistake["loc"])
-        if mistake["type"] == "extra_forbidden":
-            allowed = ", ".join(_fields_at(model, mistake["loc"][:-1]))
-            lines.append(f"{key}: unknown key (value {mistake['input']!r}); allowed here are {allowed}")
-        elif mistake["type"] == "missing":
-            lines.append(f"{key}: missing")
-        elif mistake["type"] == "value_error":
-            message = mistake["msg"].removeprefix("Value error, ")
-            lines.append(f"{key}: {message}" if key else message)
-        else:
-            lines.append(f"{key}: {mistake['msg']}, got {mistake['input']!r}")
-    return "\n".join(lines)
-
-
-def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """The keys that are allowed at a place of a recipe."""
-    current: Any = model
-    for part in location:
-        if isinstance(current, type) and issubclass(current, BaseModel):
-            current = current.model_fields[str(part)].annotation
-            inner = [kind for kind in get_args(current) if isinstance(kind, type) and issubclass(kind, BaseModel)]
-            current = inner[0] if inner and part != "schemes" else current
-        else:
-            current = get_args(current)[-1]
-    return list(current.model_fields)
+    return read_strictly(path, Recipe)

@@ -14,6 +14,7 @@ from typing import Any
 from attention_priors.experiments.recipe import Recipe, Scheme
 from attention_priors.experiments.run import run_folder
 from attention_priors.files import read_json
+from attention_priors.machine import processor
 
 FORMAT = 1
 
@@ -43,7 +44,7 @@ def collect(
         "versions": {"python": platform.python_version()} | {name: version(name) for name in _SOFTWARE},
         "machine": {
             "platform": platform.platform(),
-            "processor": _processor(),
+            "processor": processor(),
             "cores": os.cpu_count(),
             "threads_per_run": recipe.threads_per_run,
         },
@@ -102,12 +103,3 @@ def _call(part: dict[str, Any] | str) -> str:
         return part
     arguments = ", ".join(f"{key}={value!r}" for key, value in part.items() if key != "name")
     return f"{part['name']}({arguments})" if arguments else part["name"]
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

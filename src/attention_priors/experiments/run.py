@@ -17,10 +17,11 @@ from attention_priors.analysis import logit_scale_rows, prior_rows
 from attention_priors.data import ANSWER_LENGTH
 from attention_priors.evaluation import PasskeyRow, has_given_up, passkey_rows, perplexity_rows
 from attention_priors.experiments.materials import Materials
-from attention_priors.experiments.recipe import RecipeError, folder_name
+from attention_priors.experiments.recipe import folder_name
 from attention_priors.files import read_json, write_json
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 from attention_priors.priors import Window
+from attention_priors.strict_yaml import RecipeError
 from attention_priors.training import train
 
 Progress = Callable[[str, int, int], None]

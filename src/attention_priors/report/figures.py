@@ -17,7 +17,6 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
@@ -35,7 +34,7 @@ from attention_priors.report.results import (
     stopped,
     training_length,
 )
-from attention_priors.report.style import MARKERS, Look, label, looks
+from attention_priors.report.style import GREY, MARKERS, WIDTH, Look, blank, label, looks, thin, tidy
 from attention_priors.report.tables import PasskeyCell, passkey_table
 
 DEPTH_OF_CUT = 30.0
@@ -52,9 +51,6 @@ class NothingToShowError(ValueError):
     """The results hold no data for a figure."""
 
 
-_WIDTH = 6.8  # inches; matplotlib's 10 pt text is then still legible on a phone
-_FAINT = "#dddddd"
-_GREY = "#666666"
 _LARGEST_LOG_TICK = 30
 
 
@@ -99,7 +95,7 @@ def passkey_by_length(results: Results) -> Figure:
     if crosses:
         keys.append(Line2D([], [], color="black", marker="x", linestyle="none", markersize=9, label="stopped here"))
     if not all(cell.complete for cell in cells):
-        hollow_key = Line2D([], [], color=_GREY, marker="o", linestyle="none", markerfacecolor="white")
+        hollow_key = Line2D([], [], color=GREY, marker="o", linestyle="none", markerfacecolor="white")
         hollow_key.set_label("without stopped seeds")
         keys.append(hollow_key)
     _legend_below(figure, keys)
@@ -238,7 +234,7 @@ def prior_curves(results: Results, scheme: str) -> Figure:
         columns = min(len(layers), min((3, 2), key=lambda count: -len(layers) % count))
         lines_per_seed = math.ceil(len(layers) / columns)
         grid_lines = lines_per_seed * len(seeds)
-    figure = _blank(1.2 + 2.4 * grid_lines)
+    figure = blank(1.2 + 2.4 * grid_lines)
     grid: Any = figure.subplots(grid_lines, columns, sharex=True, sharey=True, squeeze=False)
     farthest = max(max(row["distance"]) for row in selected)
     used = set()
@@ -289,7 +285,7 @@ def theta_scatter(results: Results) -> Figure:
             words, (1.02, (lower + upper) / 2), xycoords=("axes fraction", "data"), va="center", fontsize=9,
             color="#333333", annotation_clip=False,
         )  # fmt: skip
-    axes.axhline(0, color=_GREY, linewidth=0.8, zorder=1)
+    axes.axhline(0, color=GREY, linewidth=0.8, zorder=1)
     for row, shape in zip(heads, shapes, strict=True):
         axes.plot(
             number(row["parameters"]["theta_alpha"]), shape, color=look[row["scheme"]].color,
@@ -302,7 +298,7 @@ def theta_scatter(results: Results) -> Figure:
     shown = [scheme for scheme in schemes_with(results, "priors") if any(r["scheme"] == scheme for r in heads)]
     keys: list[Artist] = [Patch(color=look[scheme].color, label=label(scheme)) for scheme in shown]
     for index, layer in enumerate(layers):
-        key = Line2D([], [], color=_GREY, marker=MARKERS[index % len(MARKERS)], linestyle="none")
+        key = Line2D([], [], color=GREY, marker=MARKERS[index % len(MARKERS)], linestyle="none")
         key.set_label(f"layer {layer}")
         keys.append(key)
     _legend_below(figure, keys, columns=4)
@@ -319,10 +315,10 @@ def logit_scale_histogram(results: Results) -> Figure:
     if not everything:
         raise NothingToShowError("results must hold logit_scales rows with a finite s; there is none")
     bins = np.histogram_bin_edges(everything, bins=min(30, round(2 * math.sqrt(len(everything)))))
-    figure = _blank(1.0 + 1.4 * len(schemes))
+    figure = blank(1.0 + 1.4 * len(schemes))
     grid: Any = figure.subplots(len(schemes), 1, sharex=True, sharey=True, squeeze=False)
     for axes, scheme in zip(grid.flat, schemes, strict=True):
-        _tidy(axes)
+        tidy(axes)
         axes.hist(values[scheme], bins=bins.tolist(), color=look[scheme].color, edgecolor="white", linewidth=0.6)
         axes.set_title(f"{label(scheme)}: {len(values[scheme])} heads", loc="left", fontsize=10)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
@@ -346,22 +342,11 @@ def _require_rows(selected: list[Any], section: str, scheme: str | None = None) 
     return selected
 
 
-def _start(height: float, width: float = _WIDTH) -> tuple[Figure, Axes]:
-    figure = _blank(height, width)
+def _start(height: float, width: float = WIDTH) -> tuple[Figure, Axes]:
+    figure = blank(height, width)
     axes = figure.add_subplot()
-    _tidy(axes)
+    tidy(axes)
     return figure, axes
-
-
-def _blank(height: float, width: float = _WIDTH) -> Figure:
-    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06)
-    return Figure(figsize=(width, height), facecolor="white", layout=layout)
-
-
-def _tidy(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(True, color=_FAINT, linewidth=0.7)
-    axes.set_axisbelow(True)
 
 
 def _legend_below(figure: Figure, keys: Sequence[Artist], columns: int = 3) -> None:
@@ -402,7 +387,7 @@ def _token_axis(axes: Axes, ticks: Sequence[float], first: float, last: float, t
     axes.set_xscale("log", base=2)
     left, right = min(first, trained) / 1.25, max(last, trained) * 1.25
     axes.set_xlim(left, right)
-    axes.xaxis.set_major_locator(FixedLocator(_thin(ticks, 9)))
+    axes.xaxis.set_major_locator(FixedLocator(thin(ticks, 9)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.axvline(trained, color="#444444", linestyle=(0, (5, 3)), linewidth=1, zorder=1, gid="training length")
@@ -410,21 +395,11 @@ def _token_axis(axes: Axes, ticks: Sequence[float], first: float, last: float, t
     to_tokens: Callable[[Any], Any] = lambda ratio: ratio * trained  # noqa: E731
     above = axes.secondary_xaxis("top", functions=(to_ratio, to_tokens))
     ratios = [2.0**k for k in range(-20, 21) if left <= 2.0**k * trained <= right]
-    above.xaxis.set_major_locator(FixedLocator(_thin(ratios, 9)))
+    above.xaxis.set_major_locator(FixedLocator(thin(ratios, 9)))
     above.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{multiple(value)}×"))
     above.xaxis.set_minor_locator(NullLocator())
     above.set_xlabel(f"× training length (dashed: {trained} tokens)")
     above.spines["top"].set_visible(False)
-
-
-def _thin(ticks: Sequence[float], at_most: int) -> list[float]:
-    """Ticks far enough apart on a log axis for ``at_most`` labels; the first always stays."""
-    apart = math.log2(ticks[-1] / ticks[0]) / at_most if len(ticks) > 1 else 0
-    kept = [ticks[0]] if ticks else []
-    for tick in ticks:
-        if math.log2(tick / kept[-1]) > apart:
-            kept.append(tick)
-    return kept
 
 
 def _powers_of_two(values: Iterable[float]) -> list[float]:
@@ -475,11 +450,11 @@ def _shape(panel: Iterable[Row]) -> str:
 
 def _prior_axes(axes: Axes, farthest: int) -> None:
     """Distance from 0, linear up to 1 and then logarithmic; nats below the maximum, likewise, to the cut."""
-    _tidy(axes)
+    tidy(axes)
     axes.set_xscale("symlog", base=2, linthresh=1, linscale=0.6)
     axes.set_xlim(0, max(farthest, 1) * 1.1)
     powers = [4**k for k in range(_LARGEST_LOG_TICK) if 4**k <= farthest]
-    axes.xaxis.set_major_locator(FixedLocator([0, *_thin(powers, 6)]))
+    axes.xaxis.set_major_locator(FixedLocator([0, *thin(powers, 6)]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("distance, tokens", fontsize=9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,8 +14,7 @@ from attention_priors.files import write_bytes
 from attention_priors.report import figures
 from attention_priors.report.numbers import listing
 from attention_priors.report.results import Results, check_results, scheme_names, schemes_with
-
-DOTS_PER_INCH = 160
+from attention_priors.report.style import png
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,7 @@ class Illustration:
 
     def png(self) -> bytes:
         """The drawing as a PNG file."""
-        buffer = io.BytesIO()
-        self.figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
-        return buffer.getvalue()
+        return png(self.figure)
 
 
 def illustrations(results: Results) -> Iterator[Illustration]:

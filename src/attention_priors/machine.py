@@ -1,0 +1,25 @@
+"""What a measurement was made on."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+
+def processor() -> str:
+    """The processor's name, as the system gives it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def memory_bytes() -> int | None:
+    """The machine's memory; None where the system does not say (it does on Linux)."""
+    info = Path("/proc/meminfo")
+    if not info.exists():
+        return None
+    line = next(line for line in info.read_text(encoding="utf-8").splitlines() if line.startswith("MemTotal"))
+    return int(line.split()[1]) * 1024

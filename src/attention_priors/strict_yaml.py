@@ -1,0 +1,91 @@
+"""YAML files that are read strictly: an unknown key, or a key that stands twice, is an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run. The message names the key, its value and what is allowed."""
+
+
+class Strict(BaseModel):
+    """What a file may hold: the keys that are named, and no others."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML, but a key that stands twice is an error: the first of two schemes would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_strictly(path: Path, model: type[Model]) -> Model:
+    """Read and check a file.
+
+    Raises:
+        RecipeError: if the file is not YAML, or a key or value is impossible; it names the key, its value and
+            what is allowed.
+        FileNotFoundError: if there is no such file.
+    """
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not a YAML file: {error}") from error
+    if not isinstance(content, dict):
+        raise RecipeError(f"{path} must hold keys and values, got {type(content).__name__}")
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise RecipeError(f"{path}: {explain(error, model)}") from error
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """All mistakes of a recipe, one a line."""
+    lines = []
+    mistakes = error.errors()
+    places = [mistake["loc"] for mistake in mistakes]
+    for mistake in mistakes:
+        place = mistake["loc"]
+        if mistake["type"] == "too_short" and any(p != place and p[: len(place)] == place for p in places):
+            continue  # pydantic counts what is left once the wrong entries are out
+        key = ".".join(str(part) for part in mistake["loc"])
+        if mistake["type"] == "extra_forbidden":
+            allowed = ", ".join(_fields_at(model, mistake["loc"][:-1]))
+            lines.append(f"{key}: unknown key (value {mistake['input']!r}); allowed here are {allowed}")
+        elif mistake["type"] == "missing":
+            lines.append(f"{key}: missing")
+        elif mistake["type"] == "value_error":
+            message = mistake["msg"].removeprefix("Value error, ")
+            lines.append(f"{key}: {message}" if key else message)
+        else:
+            lines.append(f"{key}: {mistake['msg']}, got {mistake['input']!r}")
+    return "\n".join(lines)
+
+
+def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """The keys that are allowed at a place of a recipe."""
+    current: Any = model
+    for part in location:
+        if isinstance(part, int):
+            continue  # an entry of a list, whose kind is known already
+        if isinstance(current, type) and issubclass(current, BaseModel):
+            current = current.model_fields[str(part)].annotation
+            inner = [kind for kind in get_args(current) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+            current = inner[0] if inner and part != "schemes" else current
+        else:
+            current = get_args(current)[-1]
+    return list(current.model_fields)

@@ -1,0 +1,143 @@
+"""Every contender computes what it is said to: a benchmark of something else would be worth nothing."""
+
+import importlib.util
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from bench_cases import WAYS, case
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from attention_priors import Laplace, Spectral, attend
+from attention_priors.benchmark import peers
+from attention_priors.benchmark.case import Case, Pass, make_inputs
+from attention_priors.benchmark.timing import error_of
+
+PACKAGE_OF = {
+    "x-transformers": "x_transformers",
+    "x-transformers-flash": "x_transformers",
+    "goat": "goat",
+    "goat-default": "goat",
+}
+COMPILED = {"flex-alibi", "flex-ggd"}
+NOT_YET = {"attend-alibi-pruned"} if "tolerance" not in attend.__code__.co_varnames else set()
+
+
+def skip_what_is_missing(name: str) -> None:
+    package = PACKAGE_OF.get(name)
+    if package is not None and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+
+
+def run(name: str, case: Case) -> tuple[Tensor, float]:
+    prepared = WAYS[name].prepare(case, make_inputs(case))
+    with torch.no_grad():
+        out = prepared.run()
+    assert tuple(out.shape) == prepared.shape
+    return out, error_of(case, prepared, out)
+
+
+@pytest.mark.parametrize("passing", ["forward", "decode"])
+@pytest.mark.parametrize("name", [name for name in WAYS if name not in COMPILED | NOT_YET])
+def test_outputs_are_those_of_the_reference(name: str, passing: Pass):
+    skip_what_is_missing(name)
+    for length in (16, 45):
+        _, error = run(name, case(passing, length, batch=2))
+        assert error < 3e-6
+
+
+def test_flex_attention_agrees():
+    """The score of a learned table, which is the one with an offset to get wrong; compiling takes seconds."""
+    _, error = run("flex-ggd", case("forward", 130))
+    assert error < 3e-6
+
+
+def test_the_causal_blocks_are_those_that_flex_attention_makes():
+    for length in (1, 128, 300):
+        made = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cpu")
+        assert torch.equal(peers.causal_blocks(length, "cpu").to_dense(), made.to_dense())
+
+
+@pytest.mark.parametrize("passing", ["forward", "decode"])
+def test_something_else_is_noticed(passing: Pass):
+    """Priors that differ a little, or a mask that is missing, are errors beyond what rounding explains."""
+    this = case(passing)
+    inputs = make_inputs(this)
+    prepared = WAYS["attend-alibi"].prepare(this, inputs)
+    with torch.no_grad():
+        steeper = attend(inputs.query, inputs.key, inputs.value, Laplace(2, slopes=[0.07, 0.004]))
+    assert error_of(this, prepared, steeper) > 1e-3
+    assert error_of(this, prepared, torch.full_like(steeper, torch.nan)) == torch.inf
+
+
+def heads_first(case: Case, gradient: Tensor) -> Tensor:
+    return gradient if gradient.dim() == 4 else gradient.unflatten(-1, (case.heads, -1)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, way in WAYS.items() if way.counterpart is not None and name not in COMPILED]
+)
+def test_gradients_are_those_of_the_reference(name: str):
+    skip_what_is_missing(name)
+    this = case("forward+backward", 29)
+    inputs = make_inputs(this)
+    prepared = WAYS[name].prepare(this, inputs)
+    out = prepared.run()
+    weights = torch.randn(
+        this.batch, this.heads, this.length, this.head_dim, generator=torch.Generator().manual_seed(1)
+    )
+    flat = weights if out.dim() == 4 else weights.transpose(1, 2).flatten(2)
+    found = torch.autograd.grad(out, prepared.leaves, flat)
+
+    options: dict[str, Any] = {"backend": "reference"}
+    tensors = [x.detach().double().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
+    query, key, value = tensors
+    prior = None
+    if name.startswith("goat"):
+        # What the package calls its prior, out of its own parameters.
+        content = this.head_dim - peers.goat_position_dimensions()
+        module: Any = next(cell for cell in free_variables(prepared.run) if isinstance(cell, torch.nn.Module))
+        prior = Spectral(this.heads, peers.GOAT_FREQUENCIES)
+        with torch.no_grad():
+            prior.alpha.copy_(module.lambda_sym)
+            prior.beta.copy_(module.lambda_asym)
+        options["attn_mask"] = peers.goat_key_bias(module, this.length).double()[None, :, None]
+        query, key = query[..., :content], key[..., :content]
+        expected = torch.autograd.grad(attend(query, key, value, prior, **options), [*tensors, prior.alpha], weights)
+        found_alpha = next(g for leaf, g in zip(prepared.leaves, found, strict=True) if leaf is module.lambda_sym)
+        found = (*found[:3], found_alpha)
+    else:
+        counterpart = WAYS[WAYS[name].counterpart or ""]
+        theirs = counterpart.prepare(this, inputs)
+        assert theirs.leaves[:3] == (inputs.query, inputs.key, inputs.value)
+        expected = torch.autograd.grad(theirs.run(), theirs.leaves, weights)
+    if name == "bloom":
+        (fused,) = found
+        found = tuple(fused.unflatten(-1, (this.heads, 3, -1)).transpose(1, 2).unbind(3))
+    assert len(found) == len(expected)
+    for mine, reference in zip(found, expected, strict=True):
+        mine = heads_first(this, mine) if reference.dim() == 4 else mine
+        torch.testing.assert_close(mine.double(), reference.double(), rtol=2e-4, atol=2e-5)
+
+
+def free_variables(function: Any) -> list[Any]:
+    return [cell.cell_contents for cell in function.__closure__]
+
+
+def test_every_way_is_described_and_names_ways_that_exist():
+    labels = [way.label for way in WAYS.values()]
+    assert len(set(labels)) == len(labels)
+    for name, way in WAYS.items():
+        assert way.name == name
+        assert way.times
+        assert WAYS[way.baseline].kind == "limit"
+        assert way.counterpart is None or (WAYS[way.counterpart].kind, way.kind) == ("ours", "others")
+
+
+def test_no_peer_is_imported_before_it_is_asked_for():
+    code = "import sys, attention_priors.benchmark; print([m for m in sys.modules if m in ('x_transformers', 'goat')])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.strip() == "[]"
