@@ -112,9 +112,11 @@ def attend(
         return_lse: also return the log-sum-exp of each query's logits, which makes partial results over
             disjoint sets of keys mergeable. Gradients flow through it.
         backend: how it is computed, never what. ``auto`` chooses by the prior's structure: ``lanes`` if all of
-            it is factored and lanes are exact enough (not for linear ones, nor in half precision, where there
-            is a table), else ``toeplitz``; ``blockwise`` for ``relative``, dropout and an ``attn_mask`` with a
-            gradient. ``reference`` is the dense formula.
+            it is factored (but not where a table does as well: for slopes, half precision and a few queries),
+            else ``toeplitz``; ``blockwise`` for ``relative``, dropout and an ``attn_mask`` with a gradient.
+            ``reference`` is the dense formula. Where the keys that a query looks at have log-priors beyond 400
+            nats, ``lanes`` and ``toeplitz`` take a constant from each row, or the dense formula as ``blockwise``
+            does: float32 would not hold them.
 
     Returns:
         Output ``(B, H, Lq, Dv)`` in the query's dtype; with ``return_lse`` also ``(B, H, Lq)`` in float32
@@ -162,7 +164,7 @@ def _choose(problem: Problem) -> Backend:
         return "toeplitz"
     terms = () if problem.prior is None else tuple(problem.prior.terms())
     stationary = all(Structure.STATIONARY in term.structure for term in terms)
-    # A linear lane is less exact than a table at far positions, and lanes are computed in float32.
+    # A slope is a table in any case, and lanes are computed in float32.
     linear = any(Structure.FACTORED not in term.structure for term in terms)
     half = problem.query.dtype in (torch.float16, torch.bfloat16) and problem.prior is not None
     # Lanes lengthen every key. For a few queries over many keys, as in decoding, that is most of the work.

@@ -7,10 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attention_priors.attention.augment import Augmented, augment
+from attention_priors.attention.augment import Augmented, augment, slope_term
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.operators import attend_in_tiles, geometry_arguments
 from attention_priors.attention.problem import Problem
+from attention_priors.attention.recentred import (
+    attend_recentred,
+    inside_of,
+    is_near,
+    lanes_are_exact,
+    lowest_distance,
+    may_look,
+    table_of,
+)
+from attention_priors.attention.reference import blockwise
 from attention_priors.attention.tables import consecutive_table
 from attention_priors.priors import Prior, Structure
 
@@ -28,26 +38,38 @@ def toeplitz(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def attend_in_blocks(problem: Problem, augmented: Augmented, terms: Sequence[Prior]) -> tuple[Tensor, Tensor]:
-    """Attention over augmented queries and keys, plus the stationary ``terms``.
+    """Attention over augmented queries and keys, plus the stationary ``terms`` and the slope of the lanes.
 
     Returns:
         Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``.
     """
-    query, key, value, row_offset = augmented
-    highest, number, listed = _distances(problem.geometry)
-    like = query.new_empty(0, dtype=problem.compute_dtype)
-    table = None
+    if not lanes_are_exact(problem, augmented):
+        return blockwise(problem)
+    geometry, row_offset = problem.geometry, augmented.row_offset
+    highest, number, listed = _distances(geometry)
+    like = augmented.query.new_empty(0, dtype=problem.compute_dtype)
+    distances = torch.arange(highest, highest - number, -1, device=like.device) if listed is None else listed
     if listed is None:
         table = consecutive_table(terms, highest, highest - number + 1, like)
-    else:
-        for term in terms:
-            part = term.log_prior_at(listed, like.dtype)
+        if augmented.slope is not None:
+            part = slope_term(augmented.slope, distances).to(like.dtype)
             table = part if table is None else table + part
-    inside = _inside(terms, highest, number, listed, query.device)
+    else:
+        table = table_of(terms, augmented.slope, listed, like.dtype)
+    inside = inside_of(terms, distances)
+    if (
+        table is not None
+        and may_look(problem)
+        and not is_near(problem, augmented, terms, table, inside, highest, listed)
+    ):
+        found = attend_recentred(problem, augmented, terms)
+        if found is None:
+            return blockwise(problem)
+        return found[0].to(problem.query.dtype), _with_offset(found[1], row_offset).to(problem.compute_dtype)
     out, lse = attend_in_tiles(
-        query,
-        key,
-        value,
+        augmented.query,
+        augmented.key,
+        augmented.value,
         table,
         problem.row_scale if problem.scales_prior and table is not None else None,
         inside,
@@ -55,25 +77,16 @@ def attend_in_blocks(problem: Problem, augmented: Augmented, terms: Sequence[Pri
         highest,
         number,
         problem.softmax_scale,
-        *geometry_arguments(problem.geometry),
+        *geometry_arguments(geometry),
     )
-    if row_offset is not None:
-        # Where no key is seen there is nothing to add to, and no gradient.
-        lse = torch.where(lse == float("-inf"), lse, lse + row_offset)
-    return out.to(problem.query.dtype), lse
+    return out.to(problem.query.dtype), _with_offset(lse, row_offset).to(problem.compute_dtype)
 
 
-def _inside(
-    terms: Sequence[Prior], highest: int, number: int, listed: Tensor | None, device: torch.device
-) -> Tensor | None:
-    """Whether the terms let a query see each distance, ``(N,)``; None if they hide none."""
-    inside = None
-    distances = torch.arange(highest, highest - number, -1, device=device) if listed is None else listed
-    for term in terms:
-        seen = term.visible_at(distances)
-        if seen is not None:
-            inside = seen if inside is None else inside & seen
-    return inside
+def _with_offset(lse: Tensor, row_offset: Tensor | None) -> Tensor:
+    if row_offset is None:
+        return lse
+    # Where no key is seen there is nothing to add to, and no gradient.
+    return torch.where(lse == float("-inf"), lse, lse + row_offset)
 
 
 def _distances(geometry: Geometry) -> tuple[int, int, Tensor | None]:
@@ -94,6 +107,4 @@ def _distances(geometry: Geometry) -> tuple[int, int, Tensor | None]:
         listed = torch.cat([(queries.unsqueeze(-1) - keys).unique() for queries in blocks]).unique()
         return 0, len(listed), listed
     highest = num_queries - 1 + offset
-    # A causal tile looks ahead no farther than its own last query.
-    lowest = 1 - num_queries if geometry.causal else offset - (num_keys - 1)
-    return highest, highest - min(lowest, highest) + 1, None
+    return highest, highest - lowest_distance(geometry, offset) + 1, None
