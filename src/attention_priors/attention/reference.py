@@ -93,10 +93,11 @@ def _best(bias: Tensor, hidden: Tensor | None, scale: Tensor | None) -> Tensor:
     Taken from the row in float64 it leaves small numbers where the row looks, however far all of its keys are.
     """
     with torch.no_grad():
-        sign = 1.0 if scale is None else torch.where(scale < 0, -1.0, 1.0).unsqueeze(-1)
-        best = bias * sign if hidden is None else (bias * sign).masked_fill(hidden, float("-inf"))
-        best = best.amax(-1, keepdim=True)
-        return (best.masked_fill(torch.isneginf(best), 0.0) * sign).squeeze(-1)
+        sign = None if scale is None else torch.where(scale < 0, -1.0, 1.0).unsqueeze(-1)
+        best = bias if sign is None else bias * sign
+        best = (best if hidden is None else best.masked_fill(hidden, float("-inf"))).amax(-1, keepdim=True)
+        best = best.masked_fill(torch.isneginf(best), 0.0)
+        return (best if sign is None else best * sign).squeeze(-1)
 
 
 def blockwise(problem: Problem) -> tuple[Tensor, Tensor]:
