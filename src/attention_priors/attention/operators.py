@@ -10,6 +10,7 @@ from torch import Tensor
 from attention_priors.attention import block_attention as blocks
 from attention_priors.attention.bias import Distances
 from attention_priors.attention.geometry import Geometry
+from attention_priors.precision import compute_dtype_of
 
 GEOMETRY = (
     "Tensor? query_positions, Tensor? key_positions, Tensor? documents, Tensor? key_padding_mask, "
@@ -82,7 +83,7 @@ def _problem(
         inside=inside,
         row_scale=row_scale,
         softmax_scale=softmax_scale,
-        dtype=torch.float64 if query.dtype == torch.float64 else torch.float32,
+        dtype=compute_dtype_of(query),
     )
 
 
@@ -113,8 +114,8 @@ def block_attention(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 @block_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return query.new_empty(*query.shape[:-1], value.shape[-1]), query.new_empty(query.shape[:-1], dtype=wide)
+    lse = query.new_empty(query.shape[:-1], dtype=compute_dtype_of(query))
+    return query.new_empty(*query.shape[:-1], value.shape[-1]), lse
 
 
 @torch.library.custom_op(
