@@ -1,10 +1,16 @@
-"""Parameters that stay in float32 when the model around them is cast."""
+"""Which dtype is computed in, and parameters that stay in float32 when the model around them is cast."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
+
+
+def compute_dtype_of(query: Tensor) -> torch.dtype:
+    """The dtype of biases, logits and log-sum-exps: float64 for float64 queries, else float32."""
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 class KeepsFloat32(nn.Module):

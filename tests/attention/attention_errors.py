@@ -90,14 +90,16 @@ def gradient_scales(case: Case, cotangents: Cotangents) -> dict[str, Tensor]:
     sums = [(exact.logits, all_parts, content), (exact.logits, parts, positional)]
     for term in () if case.prior is None else case.prior.terms():
         if term.structure & LANES:
-            # Lanes may cancel each other. They count keys from the last one, and a constant per row makes up for it.
+            # Lanes may cancel each other.
             lanes = term.lanes(*positions_of(case), dtype=torch.float64)
             scale = exact.prior_scale.detach().abs()
             products = lanes.query.unsqueeze(-2) * lanes.key[..., None, None, :, :]
             sums.append((products, (scale * parts).unsqueeze(-1).expand(*parts.shape, products.shape[-1]), positional))
-            if lanes.row_offset is not None:
+            if lanes.slope is not None:
+                # A slope of the keys is a constant per row, and a table.
                 row_parts = scale.squeeze(-1) * cotangents.lse.abs()
-                sums.append((lanes.row_offset, row_parts, positional))
+                constant = lanes.slope.unsqueeze(-1) * positions_of(case)[0].unsqueeze(-2)
+                sums.append((constant, row_parts, positional))
     generator = torch.Generator().manual_seed(0)
     scales = {name: torch.zeros((), dtype=torch.float64) for name in leaves}
     for total, sizes, names in sums:
@@ -119,21 +121,18 @@ def float32_tolerance(case: Case, *, lanes: bool = False) -> float:
 
     A logit ``z`` in float32 is wrong by up to ``2^-24 |z|``, which moves its weight by ``p (1 - p)`` times as
     much. A logit scale of 8 on a log-prior of -50 nats that is nearly the same for all keys is such a case: no
-    float32 bias can do better. In lanes (of priors that are not stationary, or of all if ``lanes``) the numbers
-    that are rounded count from the last key and not from the query.
+    float32 bias can do better. In lanes (of priors that are not stationary, or of all if ``lanes``) other numbers
+    are rounded than in a table.
     """
     exact = oracle(case.to(torch.float64))
     with torch.no_grad():
         size = exact.logits.abs()
-        offset = torch.zeros(())
         for term in () if case.prior is None else case.prior.terms():
             if Structure.STATIONARY in term.structure and not (lanes and term.structure & LANES):
                 continue
             parts = term.lanes(*positions_of(case), dtype=torch.float64)
             size = size + exact.prior_scale.abs() * (parts.query @ parts.key.unsqueeze(-3).mT).abs()
-            if parts.row_offset is not None:
-                offset = offset + (exact.prior_scale.squeeze(-1) * parts.row_offset).abs()
-        moved = (exact.weights * (1 - exact.weights) * size).sum(-1) + offset
+        moved = (exact.weights * (1 - exact.weights) * size).sum(-1)
         return 1e-5 + 2 * ROUNDING * float(moved.max())
 
 

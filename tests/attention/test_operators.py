@@ -49,6 +49,8 @@ VARIANTS: dict[str, tuple[Callable[[], Prior | None], dict[str, Any]]] = {
     "laplace": (lambda: Laplace(H, learn=True), {}),
     "buckets": (lambda: RelativeBuckets(H, num_buckets=8, max_distance=16), {}),
     "lanes": (lambda: Spectral(H) + KeySink(H, train_length=8), {}),
+    "slope": (lambda: KeySink(H, train_length=8, init="recency"), {"logit_scale": SSMax(H)}),
+    "table, lanes and slope": (lambda: gaussian() + KeySink(H, train_length=8, init="recency"), {}),
     "table and lanes": (lambda: gaussian() + KeySink(H, train_length=8), {}),
     "window": (lambda: gaussian() + Window(H, 5), {}),
     "scaled": (gaussian, {"logit_scale": SSMax(H)}),

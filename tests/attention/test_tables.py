@@ -94,6 +94,7 @@ def test_decoding_makes_few_tables() -> None:
 
 @pytest.mark.parametrize("prior", [Laplace(H, learn=True), Spectral(H)])
 def test_with_gradients_nothing_is_kept(prior) -> None:
+    gc.collect()
     before = len(tables._kept)
     key = torch.randn(1, H, 20, 4)
     attend(key, key, key, prior, backend="toeplitz").sum().backward()

@@ -73,16 +73,27 @@ def test_theorem_4_the_default_of_a_query_does_not_depend_on_how_many_keys_follo
     torch.testing.assert_close(few, many[..., :6])
 
 
-def test_three_lanes_whose_heads_differ_on_the_query_side_only():
-    prior = randomise(KeySink(2, 32))
+@pytest.mark.parametrize("init", ["uniform", "recency"])
+def test_lanes_whose_heads_differ_on_the_query_side_only(init: str):
+    prior = randomise(KeySink(2, 32, init=init))
     queries, keys = torch.arange(4).view(2, 2), torch.arange(10).view(2, 5)
     lanes = prior.lanes(queries, keys)
-    assert lanes.query.shape == (2, 2, 2, 3)
-    assert lanes.key.shape == (2, 5, 3)
-    coefficients = torch.stack([prior.slope, prior.gain, prior.bump], -1)
-    torch.testing.assert_close(lanes.query, coefficients[None, :, None].expand(2, 2, 2, 3))
-    assert lanes.row_offset is not None
-    whole = torch.einsum("bhir,bjr->bhij", lanes.query, lanes.key) + lanes.row_offset.unsqueeze(-1)
+    # A slope is kept out of the lanes where there is meant to be one.
+    coefficients: list[torch.Tensor] = (
+        [prior.gain, prior.bump] if prior.has_slope else [prior.gain, prior.bump, prior.slope]
+    )
+    number = len(coefficients)
+    assert lanes.query.shape == (2, 2, 2, number)
+    assert lanes.key.shape == (2, 5, number)
+    expanded = torch.stack(coefficients, -1)[None, :, None].expand(2, 2, 2, number)
+    torch.testing.assert_close(lanes.query, expanded)
+    assert lanes.row_offset is None
+    whole = torch.einsum("bhir,bjr->bhij", lanes.query, lanes.key)
+    if prior.has_slope:
+        assert lanes.slope is not None
+        whole = whole + lanes.slope[:, None, None] * keys[:, None, None]
+    else:
+        assert lanes.slope is None
     for element, row in enumerate(keys.tolist()):
         for head in range(2):
             for column, j in enumerate(row):

@@ -156,6 +156,8 @@ def test_lanes_reproduce_the_log_prior(name: str, arguments: dict[str, Any]):
     whole = torch.einsum("bhir,bjr->bhij", lanes.query, lanes.key)
     if lanes.row_offset is not None:
         whole = whole + lanes.row_offset.unsqueeze(-1)
+    if lanes.slope is not None:
+        whole = whole + lanes.slope[:, None, None] * keys[:, None, None]
     torch.testing.assert_close(whole, prior.log_prior(queries, keys, torch.float64))  # all keys at j <= i
 
 

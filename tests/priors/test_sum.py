@@ -155,7 +155,8 @@ def test_lanes_of_a_sum_are_those_of_its_summands_side_by_side():
     lanes = prior.lanes(positions, positions, dtype=torch.float64)
 
     assert lanes.row_offset is not None
-    bias = lanes.query @ lanes.key.T + lanes.row_offset.unsqueeze(-1)
+    assert lanes.slope is not None
+    bias = lanes.query @ lanes.key.T + lanes.row_offset.unsqueeze(-1) + lanes.slope[:, None, None] * positions
     past = positions <= positions.unsqueeze(-1)
     expected = prior.log_prior(positions, positions, torch.float64)
     torch.testing.assert_close(bias[:, past], expected[:, past])

@@ -126,10 +126,12 @@ def attend(
             and an ``attn_mask`` are computed in full, and so is everything by backends other than ``toeplitz``.
         key_bounds: :class:`KeyBounds` of ``key``, kept beside a cache; without them pruning reads every key.
         backend: how it is computed, never what. ``auto`` chooses by the prior's structure: ``lanes`` if all of
-            it is factored and lanes are exact enough (not for linear ones, nor in half precision, where there
-            is a table), else ``toeplitz``; ``blockwise`` for ``relative``, dropout and an ``attn_mask`` with a
-            gradient. ``reference`` is the dense formula. ``flex`` is compiled FlexAttention: on CPUs without
-            gradients and log-sum-exp, nowhere in float64.
+            it is factored (but not where a table does as well: for slopes, half precision and a few queries),
+            else ``toeplitz``; ``blockwise`` for ``relative``, dropout and an ``attn_mask`` with a gradient.
+            ``reference`` is the dense formula. ``flex`` is compiled FlexAttention: on CPUs without gradients and
+            log-sum-exp, nowhere in float64. Where the keys that a query looks at have log-priors beyond 400 nats,
+            ``lanes`` and ``toeplitz`` take a constant from each row, or the dense formula as ``blockwise`` does:
+            float32 would not hold them.
 
     Returns:
         Output ``(B, H, Lq, Dv)`` in the query's dtype; with ``return_lse`` also ``(B, H, Lq)`` in float32
@@ -180,7 +182,7 @@ def _choose(problem: Problem) -> Backend:
         return "toeplitz"
     terms = () if problem.prior is None else tuple(problem.prior.terms())
     stationary = all(Structure.STATIONARY in term.structure for term in terms)
-    # A linear lane is less exact than a table at far positions, and lanes are computed in float32.
+    # A slope is a table in any case, and lanes are computed in float32.
     linear = any(Structure.FACTORED not in term.structure for term in terms)
     prunes = problem.tolerance > 0 and problem.prior is not None
     half = problem.query.dtype in (torch.float16, torch.bfloat16) and problem.prior is not None

@@ -24,6 +24,7 @@ from attention_priors.attention.geometry import Geometry, block_length
 from attention_priors.attention.kept_tiles import KeptTile, kept_tiles, whole_heads
 from attention_priors.attention.key_bounds import BLOCK
 from attention_priors.attention.tiles import Tile, Tiling
+from attention_priors.precision import compute_dtype_of
 
 ROWS = 1024
 """Queries per block of the forward pass: the CPU's kernel is at its best from 768 on."""
@@ -251,9 +252,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scal
             query, key, value, 0.0, False, attn_mask=bias, scale=scale
         )
         return _Found(out, lse)
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     group = query.shape[1] // key.shape[1]
-    logits = (query @ key.repeat_interleave(group, dim=1).mT).to(wide) * scale
+    logits = (query @ key.repeat_interleave(group, dim=1).mT).to(compute_dtype_of(query)) * scale
     if bias is not None:
         logits = logits + bias
     out = logits.softmax(-1).to(value.dtype) @ value.repeat_interleave(group, dim=1)

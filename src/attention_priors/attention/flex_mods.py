@@ -19,7 +19,7 @@ from attention_priors.attention.operators import count_visible_keys
 from attention_priors.attention.problem import make_geometry
 from attention_priors.attention.tables import consecutive_table
 from attention_priors.priors import Prior, Structure
-from attention_priors.priors.base import check_positions, gather_lanes
+from attention_priors.priors.base import check_positions, join_lanes
 
 BLOCK = 128
 """Queries, and keys, per block of a block mask, as PyTorch has it."""
@@ -348,7 +348,12 @@ def _lanes(terms: list[Prior], geometry: Geometry) -> tuple[list[Tensor], list[T
     if not terms:
         return [], [], [], None
     queries, keys = _batched(geometry, geometry.query_positions, geometry.key_positions)
-    lanes = gather_lanes(terms, queries, torch.cat([queries, keys], dim=-1), torch.float64)
+    both = torch.cat([queries, keys], dim=-1)
+    lanes = join_lanes([term.lanes(queries, both, dtype=torch.float64) for term in terms])
+    if lanes.slope is not None:
+        slope = lanes.slope.view(-1, 1, 1).expand(*lanes.query.shape[:-1], 1)
+        key = torch.cat([lanes.key, both.unsqueeze(-1).to(lanes.key.dtype)], dim=-1)
+        lanes = lanes._replace(query=torch.cat([lanes.query, slope], dim=-1), key=key)
     own, others = lanes.key.split([queries.shape[-1], keys.shape[-1]], dim=-2)
     # Lanes that count tokens do so from the query, or from the first key where that is the one preferred. float32
     # holds integers and their differences exactly; of other lanes it would round what is far from 0.

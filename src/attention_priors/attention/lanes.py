@@ -7,6 +7,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from attention_priors.attention.augment import augment
 from attention_priors.attention.problem import Problem
+from attention_priors.attention.recentred import lanes_are_exact
+from attention_priors.attention.reference import blockwise
 from attention_priors.attention.toeplitz import attend_in_blocks
 from attention_priors.priors import Prior, Structure
 
@@ -32,10 +34,12 @@ def lanes(problem: Problem, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
             f"backend='lanes' needs a prior that is factored {mask}, got {problem.prior!r}; use backend='toeplitz'"
         )
     augmented = augment(problem, () if problem.prior is None else tuple(problem.prior.terms()))
-    if need_lse or not _is_plain(problem):
-        # Masks, offsets and log-sum-exps are the block-wise engine's, which has no table to add here.
+    if need_lse or augmented.slope is not None or not _is_plain(problem):
+        # Masks, offsets, log-sum-exps and slopes are the block-wise engine's.
         return attend_in_blocks(problem, augmented, [])
-    query, key, value, _ = augmented
+    if not lanes_are_exact(problem, augmented):
+        return blockwise(problem)
+    query, key, value = augmented.query, augmented.key, augmented.value
     # One width for all three, without a remainder for vector units: 83 is slower than 88.
     width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
     out = scaled_dot_product_attention(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from attention_priors.attention.bias import Distances
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.key_bounds import BLOCK, Balls
 from attention_priors.attention.pruning import prune
+from attention_priors.precision import compute_dtype_of
 
 GEOMETRY = (
     "Tensor? query_positions, Tensor? key_positions, Tensor? documents, Tensor? key_padding_mask, "
@@ -25,6 +26,22 @@ PROBLEM = (
 )
 INPUTS = 17
 """How many parameters ``PROBLEM`` has."""
+
+
+class Table(NamedTuple):
+    """The part of ``PROBLEM`` that is about the prior."""
+
+    table: Tensor | None
+    """The log-prior of each distance, ``(H, N)``; None for none."""
+    row_scale: Tensor | None
+    """What multiplies it, ``(B, H, Lq)``; None for nothing."""
+    inside: Tensor | None
+    """Which distances the prior lets a query see, ``(N,)``; None for all."""
+    listed: Tensor | None
+    """The distances, rising; None if they fall by one from ``highest``."""
+    highest: int
+    number: int
+    """``N``."""
 
 
 def geometry_arguments(geometry: Geometry) -> tuple[Any, ...]:
@@ -85,7 +102,7 @@ def block_problem(
         inside=inside,
         row_scale=row_scale,
         softmax_scale=softmax_scale,
-        dtype=torch.float64 if query.dtype == torch.float64 else torch.float32,
+        dtype=compute_dtype_of(query),
         kept=kept,
     )
 
@@ -117,8 +134,8 @@ def block_attention(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 @block_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return query.new_empty(*query.shape[:-1], value.shape[-1]), query.new_empty(query.shape[:-1], dtype=wide)
+    lse = query.new_empty(query.shape[:-1], dtype=compute_dtype_of(query))
+    return query.new_empty(*query.shape[:-1], value.shape[-1]), lse
 
 
 @torch.library.custom_op(

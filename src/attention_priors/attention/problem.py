@@ -12,6 +12,7 @@ from attention_priors.attention.key_bounds import KeyBounds
 from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.operators import count_visible_keys
 from attention_priors.encodings import ShawVectors
+from attention_priors.precision import compute_dtype_of
 from attention_priors.priors import Prior
 from attention_priors.priors.base import check_positions
 
@@ -54,11 +55,6 @@ class Problem:
             geometry=self.geometry.rows(rows),
             row_scale=None if self.row_scale is None else self.row_scale[..., rows],
         )
-
-
-def compute_dtype_of(query: Tensor) -> torch.dtype:
-    """float64 for float64 queries, else float32."""
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 # ---- checking

@@ -12,7 +12,7 @@ from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.operators import block_problem
 from attention_priors.attention.problem import make_problem
 from attention_priors.attention.pruning import prune
-from attention_priors.attention.toeplitz import balls_of, operator_inputs, split
+from attention_priors.attention.toeplitz import balls_of, operator_inputs, split, table_for
 from attention_priors.priors import Prior
 
 
@@ -75,7 +75,8 @@ def pruning_report(
         key_bounds=key_bounds,
     )
     augmented, terms = split(problem)
-    blocks = block_problem(*operator_inputs(problem, augmented, terms), None)
+    inputs = operator_inputs(problem, augmented, table_for(problem, augmented, terms))
+    blocks = block_problem(*inputs, None)
     kept, dropped = prune(augmented.query, augmented.key, blocks, tolerance, balls_of(problem, augmented.key))
 
     geometry = problem.geometry

@@ -15,6 +15,8 @@ from attention_priors.attention.problem import Problem
 def reference(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """Attention by its definition, in float32, or float64 for float64 queries. Memory: ``B · H · Lq · Lk``.
 
+    The log-prior is computed in float64, and a constant is taken from each of its rows before it is rounded.
+
     ``z_ij = c_i (q_i · k_j · softmax_scale + K_ij)`` (``c_i q_i · k_j · softmax_scale + K_ij`` if the logit
     scale leaves the prior out), masks, softmax.
 
@@ -42,10 +44,21 @@ def reference(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
     hidden = None
     bias = None
-    if problem.prior is not None:
-        bias, seen = problem.prior.bias_and_visibility(geometry.query_positions, geometry.key_positions, dtype)
-        hidden = None if seen is None else ~seen.unsqueeze(-3)
+    visible = geometry.visible()
+    if visible is not None:
+        hidden = ~visible
     scale = problem.row_scale
+    constant = None
+    if problem.prior is not None:
+        bias, seen = problem.prior.bias_and_visibility(geometry.query_positions, geometry.key_positions, torch.float64)
+        if seen is not None:
+            outside = ~seen.unsqueeze(-3)
+            hidden = outside if hidden is None else hidden | outside
+        if dtype != torch.float64:
+            constant = _best(bias, hidden, scale if problem.scales_prior else None)
+            bias = (bias - constant.unsqueeze(-1)).to(dtype)
+            if scale is not None and problem.scales_prior:
+                constant = constant * scale.double()
     if bias is not None and (scale is None or problem.scales_prior):
         logits = logits + bias
     if scale is not None:
@@ -54,11 +67,8 @@ def reference(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
         logits = logits + bias
 
     if geometry.attn_mask is not None and geometry.attn_mask.dtype != torch.bool:
-        # What it hides is taken from `visible` below; -inf itself would make gradients nan.
+        # What it hides is in `hidden` too; -inf itself would make gradients nan.
         logits = logits + geometry.attn_mask.to(dtype).clamp(min=torch.finfo(dtype).min)
-    visible = geometry.visible()
-    if visible is not None:
-        hidden = ~visible if hidden is None else hidden | ~visible
     if hidden is None:
         weights, lse = logits.softmax(-1), logits.logsumexp(-1)
     else:
@@ -67,12 +77,27 @@ def reference(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
         weights = logits.softmax(-1).masked_fill(blind, 0.0)
         lse = logits.logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf"))
 
+    if constant is not None:
+        lse = torch.where(torch.isneginf(lse), lse, lse + constant).to(dtype)
     kept = torch.nn.functional.dropout(weights, problem.dropout_p)
     out = kept @ value
     if relative is not None and relative.value_vectors is not None:
         value_vectors = relative.value_vectors.to(dtype)[relative.index(distance)]
         out = out + torch.einsum("bhij,bijd->bhid", kept, value_vectors.expand(len(query), *[-1] * 3))
     return out.to(problem.query.dtype), lse, weights
+
+
+def _best(bias: Tensor, hidden: Tensor | None, scale: Tensor | None) -> Tensor:
+    """The best log-prior that each row sees, ``(B or 1, H, Lq)``: the highest, or with a negative scale the lowest.
+
+    Taken from the row in float64 it leaves small numbers where the row looks, however far all of its keys are.
+    """
+    with torch.no_grad():
+        sign = None if scale is None else torch.where(scale < 0, -1.0, 1.0).unsqueeze(-1)
+        best = bias if sign is None else bias * sign
+        best = (best if hidden is None else best.masked_fill(hidden, float("-inf"))).amax(-1, keepdim=True)
+        best = best.masked_fill(torch.isneginf(best), 0.0)
+        return (best if sign is None else best * sign).squeeze(-1)
 
 
 def blockwise(problem: Problem) -> tuple[Tensor, Tensor]:

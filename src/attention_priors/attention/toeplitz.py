@@ -8,12 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_priors.attention.augment import Augmented, augment
+from attention_priors.attention.augment import Augmented, augment, slope_term
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.key_bounds import Balls
-from attention_priors.attention.operators import attend_in_tiles, choose_kept_blocks, geometry_arguments
+from attention_priors.attention.operators import Table, attend_in_tiles, choose_kept_blocks, geometry_arguments
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.pruning import may_prune
+from attention_priors.attention.recentred import (
+    attend_recentred,
+    inside_of,
+    is_near,
+    lanes_are_exact,
+    lowest_distance,
+    may_look,
+    table_of,
+)
+from attention_priors.attention.reference import blockwise
 from attention_priors.attention.tables import consecutive_table
 from attention_priors.priors import Prior, Structure
 
@@ -35,47 +45,48 @@ def split(problem: Problem) -> tuple[Augmented, list[Prior]]:
 
 
 def attend_in_blocks(problem: Problem, augmented: Augmented, terms: Sequence[Prior]) -> tuple[Tensor, Tensor]:
-    """Attention over augmented queries and keys, plus the stationary ``terms``.
+    """Attention over augmented queries and keys, plus the stationary ``terms`` and the slope of the lanes.
 
     Returns:
         Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``.
     """
-    inputs = operator_inputs(problem, augmented, terms)
+    if not lanes_are_exact(problem, augmented):
+        return blockwise(problem)
+    row_offset = augmented.row_offset
+    prior = table_for(problem, augmented, terms)
+    if may_look(problem) and not is_near(problem, augmented, terms, prior):
+        found = attend_recentred(problem, augmented, terms)
+        if found is None:
+            return blockwise(problem)
+        return found[0].to(problem.query.dtype), _with_offset(found[1], row_offset).to(problem.compute_dtype)
+    inputs = operator_inputs(problem, augmented, prior)
     kept = None
     if problem.tolerance > 0 and may_prune(problem.geometry):
         kept = choose_kept_blocks(problem.tolerance, balls_of(problem, augmented.key), *inputs, None)
     out, lse = attend_in_tiles(*inputs, kept)
-    if augmented.row_offset is not None:
-        # Where no key is seen there is nothing to add to, and no gradient.
-        lse = torch.where(lse == float("-inf"), lse, lse + augmented.row_offset)
-    return out.to(problem.query.dtype), lse
+    return out.to(problem.query.dtype), _with_offset(lse, row_offset).to(problem.compute_dtype)
 
 
-def operator_inputs(problem: Problem, augmented: Augmented, terms: Sequence[Prior]) -> tuple[Any, ...]:
-    """What operators take, but for the last, the blocks that are kept."""
-    query, key, value, _ = augmented
+def table_for(problem: Problem, augmented: Augmented, terms: Sequence[Prior]) -> Table:
+    """The stationary ``terms``, and the slope of the lanes, at every distance of the problem."""
     highest, number, listed = _distances(problem.geometry)
-    like = query.new_empty(0, dtype=problem.compute_dtype)
-    table = None
+    like = augmented.query.new_empty(0, dtype=problem.compute_dtype)
+    distances = torch.arange(highest, highest - number, -1, device=like.device) if listed is None else listed
     if listed is None:
         table = consecutive_table(terms, highest, highest - number + 1, like)
-    else:
-        for term in terms:
-            part = term.log_prior_at(listed, like.dtype)
+        if augmented.slope is not None:
+            part = slope_term(augmented.slope, distances).to(like.dtype)
             table = part if table is None else table + part
-    return (
-        query,
-        key,
-        value,
-        table,
-        problem.row_scale if problem.scales_prior and table is not None else None,
-        _inside(terms, highest, number, listed, query.device),
-        listed,
-        highest,
-        number,
-        problem.softmax_scale,
-        *geometry_arguments(problem.geometry),
-    )
+    else:
+        table = table_of(terms, augmented.slope, listed, like.dtype)
+    row_scale = problem.row_scale if problem.scales_prior and table is not None else None
+    return Table(table, row_scale, inside_of(terms, distances), listed, highest, number)
+
+
+def operator_inputs(problem: Problem, augmented: Augmented, prior: Table) -> tuple[Any, ...]:
+    """What operators take, but for the last, the blocks that are kept."""
+    content = augmented.query, augmented.key, augmented.value
+    return (*content, *prior, problem.softmax_scale, *geometry_arguments(problem.geometry))
 
 
 def balls_of(problem: Problem, key: Tensor) -> Balls | None:
@@ -87,17 +98,11 @@ def balls_of(problem: Problem, key: Tensor) -> Balls | None:
     return balls if key.shape[-1] == width else balls.beside(Balls.around(key[..., width:]))
 
 
-def _inside(
-    terms: Sequence[Prior], highest: int, number: int, listed: Tensor | None, device: torch.device
-) -> Tensor | None:
-    """Whether the terms let a query see each distance, ``(N,)``; None if they hide none."""
-    inside = None
-    distances = torch.arange(highest, highest - number, -1, device=device) if listed is None else listed
-    for term in terms:
-        seen = term.visible_at(distances)
-        if seen is not None:
-            inside = seen if inside is None else inside & seen
-    return inside
+def _with_offset(lse: Tensor, row_offset: Tensor | None) -> Tensor:
+    if row_offset is None:
+        return lse
+    # Where no key is seen there is nothing to add to, and no gradient.
+    return torch.where(lse == float("-inf"), lse, lse + row_offset)
 
 
 def _distances(geometry: Geometry) -> tuple[int, int, Tensor | None]:
@@ -118,6 +123,4 @@ def _distances(geometry: Geometry) -> tuple[int, int, Tensor | None]:
         listed = torch.cat([(queries.unsqueeze(-1) - keys).unique() for queries in blocks]).unique()
         return 0, len(listed), listed
     highest = num_queries - 1 + offset
-    # A causal tile looks ahead no farther than its own last query.
-    lowest = 1 - num_queries if geometry.causal else offset - (num_keys - 1)
-    return highest, highest - min(lowest, highest) + 1, None
+    return highest, highest - lowest_distance(geometry, offset) + 1, None

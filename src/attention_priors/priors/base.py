@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -38,9 +38,11 @@ class Structure(enum.Flag):
 
 
 class Lanes(NamedTuple):
-    """A factored log-prior: ``K(i, j) = sum_r query[h, i, r] * key[j, r] + row_offset[h, i]``.
+    """A factored log-prior: ``K(i, j) = sum_r query[h, i, r] * key[j, r] + row_offset[h, i] + slope[h] * j``.
 
-    All that differs between heads stands on the query side, so that heads may share keys (GQA).
+    All that differs between heads stands on the query side, so that heads may share keys (GQA). What is linear in
+    the key's position is kept apart: no float32 holds it at far positions, but ``slope * j = slope * i - slope * d``,
+    of which the first is a constant per query, and the second is small where a query looks.
     """
 
     query: Tensor
@@ -48,17 +50,20 @@ class Lanes(NamedTuple):
     key: Tensor
     """``(..., Lk, R)``."""
     row_offset: Tensor | None
-    """``(..., H, Lq)`` or None: a constant per query. It moves the log-sum-exp, not the weights."""
+    """``(..., H, Lq)`` or None: a constant per query. It moves the log-sum-exp, not the weights. In float64."""
+    slope: Tensor | None = None
+    """``(H,)`` or None: nats per token of the key's position. In float64."""
 
 
-def gather_lanes(terms: Iterable[Prior], query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype) -> Lanes:
+def join_lanes(parts: Sequence[Lanes]) -> Lanes:
     """The lanes of several priors side by side: those of their sum."""
-    parts = [term.lanes(query_positions, key_positions, dtype=dtype) for term in terms]
     offsets = [part.row_offset for part in parts if part.row_offset is not None]
+    slopes = [part.slope for part in parts if part.slope is not None]
     return Lanes(
         torch.cat([part.query for part in parts], dim=-1),
         torch.cat([part.key for part in parts], dim=-1),
         sum(offsets[1:], offsets[0]) if offsets else None,
+        sum(slopes[1:], slopes[0]) if slopes else None,
     )
 
 
@@ -106,7 +111,7 @@ class Prior(Described, KeepsFloat32):
         Args:
             query_positions: integers ``(..., Lq)``.
             key_positions: integers ``(..., Lk)``.
-            dtype: of the result.
+            dtype: of the query and key features.
         """
         raise TypeError(f"{type(self).__name__} is not factored: it has no lanes")
 
@@ -138,25 +143,30 @@ class Prior(Described, KeepsFloat32):
     def bias_and_visibility(
         self, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor | None]:
-        """The finite log-prior ``(..., H, Lq, Lk)`` and, apart from it, what is visible ``(..., Lq, Lk)``."""
+        """The finite log-prior ``(..., H, Lq, Lk)`` and, apart from it, what is visible ``(..., Lq, Lk)``.
+
+        It is computed in float64 and rounded once.
+        """
         check_positions("query_positions", query_positions)
         check_positions("key_positions", key_positions)
         distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
         bias, visible = None, None
         for term in self.terms():
             if Structure.STATIONARY in term.structure:
-                part = term.log_prior_at(distance, dtype).movedim(0, -3)
+                part = term.log_prior_at(distance, torch.float64).movedim(0, -3)
             else:
-                lanes = term.lanes(query_positions, key_positions, dtype=dtype)
+                lanes = term.lanes(query_positions, key_positions, dtype=torch.float64)
                 part = lanes.query @ lanes.key.unsqueeze(-3).mT
                 if lanes.row_offset is not None:
                     part = part + lanes.row_offset.unsqueeze(-1)
+                if lanes.slope is not None:
+                    part = part + (lanes.slope.unsqueeze(-1) * key_positions.double().unsqueeze(-2)).unsqueeze(-2)
             bias = part if bias is None else bias + part
             seen = term.visible_at(distance)
             if seen is not None:
                 visible = seen if visible is None else visible & seen
         assert bias is not None
-        return bias, visible
+        return bias.to(dtype), visible
 
     # ---- parameters
 

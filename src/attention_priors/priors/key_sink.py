@@ -13,6 +13,9 @@ from attention_priors.priors.base import Lanes, Prior, Structure
 from attention_priors.priors.slopes import alibi_slopes
 from attention_priors.priors.spectral import angular_frequencies
 
+FLOAT32_LENGTHS = 16
+"""Training lengths up to which float32 is exact enough for the MLP."""
+
 
 class KeySink(Prior):
     """A default that does not depend on the query: ``K(i, j) = u(j)``, in nats.
@@ -20,8 +23,8 @@ class KeySink(Prior):
     ``u(j) = slope · j + gain · MLP([sin ω_m j, cos ω_m j, j / T, ln(1 + j) / ln(1 + T)]) + bump · 1[j = 0]``
 
     with ``T`` the training length and ``ω_m`` geometric, as in :class:`Spectral`. All heads share one small
-    MLP (one hidden layer, GELU); slope, gain and bump are per head. Factored: three lanes, whose
-    coefficients stand on the query side so that heads may share keys. A linear slope is a recency prior
+    MLP (one hidden layer, GELU); slope, gain and bump are per head. Factored: lanes whose coefficients stand on
+    the query side, so that heads may share keys, and a slope. A linear slope is a recency prior
     only under a causal mask (GOAT, Proposition F.6), so with a slope bidirectional use is an error.
 
     Source: GOAT, section 4 ("Explicit sink parameterization"), equation 19, Theorem 4.
@@ -110,6 +113,10 @@ class KeySink(Prior):
 
     def _shared_curve(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """The MLP's output, ``(..., L)``. It ignores autocast: bfloat16 would blur far positions."""
+        out_dtype = dtype
+        # Features grow with position, and so does what the hidden units cancel out. Compiled code cannot look.
+        if torch.compiler.is_compiling() or bool(positions.abs().amax() > FLOAT32_LENGTHS * self.train_length):
+            dtype = torch.float64
         first, activation, last = self.mlp
         assert isinstance(first, nn.Linear)
         assert isinstance(last, nn.Linear)
@@ -118,7 +125,7 @@ class KeySink(Prior):
                 self._features(positions, dtype), first.weight.to(dtype), first.bias.to(dtype)
             )
             out = nn.functional.linear(activation(hidden), last.weight.to(dtype), last.bias.to(dtype))
-        return out.squeeze(-1)
+        return out.squeeze(-1).to(out_dtype)
 
     def log_prior_of_key(self, key_positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """``u(j)``, ``(..., H, Lk)``: what :meth:`log_prior` repeats for every query."""
@@ -126,23 +133,16 @@ class KeySink(Prior):
         return self.log_prior(one_query, key_positions, dtype).squeeze(-2)
 
     def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
-        """``[slope, gain, bump]`` against ``[j - r, MLP(j), 1[j = 0]]``; the row's constant is ``slope · r``.
+        """``[gain, bump]`` against ``[MLP(j), 1[j = 0]]``, and the slope.
 
-        ``r`` is the last key's position, so that the keys that matter carry small, exact numbers.
+        A slope that neither ``init`` nor ``learn`` asks for is 0, unless a checkpoint says otherwise. It is a third
+        lane, against ``j``, so that nothing but lanes is needed.
         """
-        reference = key_positions.amax(-1, keepdim=True)
-        key = torch.stack(
-            [
-                (key_positions - reference).to(dtype),
-                self._shared_curve(key_positions, dtype),
-                (key_positions == 0).to(dtype),
-            ],
-            dim=-1,
-        )
-        coefficients = torch.stack([self.slope, self.gain, self.bump], dim=-1).to(dtype)
+        features = [self._shared_curve(key_positions, dtype), (key_positions == 0).to(dtype)]
+        coefficients: list[Tensor] = [self.gain, self.bump]
+        if not self.has_slope:
+            features.append(key_positions.to(dtype))
+            coefficients.append(self.slope)
         ones = torch.ones_like(query_positions, dtype=dtype)
-        query = coefficients.unsqueeze(-2) * ones.unsqueeze(-1).unsqueeze(-3)
-        row_offset = self.slope.double().unsqueeze(-1) * (
-            reference * torch.ones_like(query_positions)
-        ).double().unsqueeze(-2)
-        return Lanes(query, key, row_offset.to(dtype))
+        query = torch.stack(coefficients, dim=-1).to(dtype).unsqueeze(-2) * ones.unsqueeze(-1).unsqueeze(-3)
+        return Lanes(query, torch.stack(features, dim=-1), None, self.slope.double() if self.has_slope else None)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attention_priors.priors.base import LOG_PRIOR_FLOOR, Lanes, Prior, Structure, per_head
 from attention_priors.priors.slopes import alibi_slopes
+from attention_priors.priors.uniform import uniform_lanes
 
 
 class Laplace(Prior):
@@ -100,17 +101,11 @@ class Laplace(Prior):
         return (-exponent.clamp(max=math.log(-LOG_PRIOR_FLOOR)).exp()).to(dtype)
 
     def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
-        """One lane, ``m · (j - r)``, valid for keys at ``j <= i``.
-
-        The reference ``r`` is the last key: the keys that matter most then carry the smallest, most exact
-        numbers. What is left of ``-m (i - j)`` is the row's constant ``-m (i - r)``.
-        """
-        reference = key_positions.amax(-1, keepdim=True)
-        slope = self.log_slope.double().clamp(max=math.log(-LOG_PRIOR_FLOOR)).exp().unsqueeze(-1)
-        key = (key_positions - reference).to(dtype).unsqueeze(-1)
-        ones = torch.ones_like(query_positions, dtype=torch.float64).unsqueeze(-2)
-        row_offset = -slope * (query_positions - reference).double().unsqueeze(-2)
-        return Lanes((slope * ones).to(dtype).unsqueeze(-1), key, row_offset.to(dtype))
+        """No lanes but a slope ``m``, and the row's constant ``-m · i``; valid for keys at ``j <= i``."""
+        slope = self.log_slope.double().clamp(max=math.log(-LOG_PRIOR_FLOOR)).exp()
+        features = uniform_lanes(self.num_heads, query_positions, key_positions, dtype)
+        row_offset = -slope.unsqueeze(-1) * query_positions.double().unsqueeze(-2)
+        return features._replace(row_offset=row_offset, slope=slope)
 
 
 def _max_entropy_rate(mean: float, length: int) -> float:

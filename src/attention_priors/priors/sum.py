@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention_priors.priors.base import Lanes, Prior, Structure, gather_lanes
+from attention_priors.priors.base import Lanes, Prior, Structure, join_lanes
 
 
 class Sum(Prior):
@@ -57,7 +57,7 @@ class Sum(Prior):
 
     def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
         """The summands' lanes side by side; an error if one of them is not factored."""
-        return gather_lanes(self.terms(), query_positions, key_positions, dtype)
+        return join_lanes([term.lanes(query_positions, key_positions, dtype=dtype) for term in self.terms()])
 
     def visible_at(self, distance: Tensor) -> Tensor | None:
         """What every summand lets a query see."""

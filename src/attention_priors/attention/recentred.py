@@ -1,0 +1,253 @@
+"""Rows whose log-prior is far from 0 where they look: float32 has few digits left for it there.
+
+A float32 of size ``z`` is wrong by up to ``z · 2^-24``: a log-prior of -5000 nats by 3e-4, one of half a million by
+0.03. As a rule that is of no account, since a query looks where the log-prior is near 0, and a key at -5000 nats
+weighs nothing beside it. But where all keys are far, or the logit scale is negative, or a slope points away from the
+query, the best keys are at such numbers. A constant that is taken from their log-prior in float64 and given back to
+the row's log-sum-exp leaves small numbers, and the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attention_priors.attention.augment import Augmented, slope_term
+from attention_priors.attention.geometry import Geometry
+from attention_priors.attention.operators import Table, attend_in_tiles, geometry_arguments
+from attention_priors.attention.problem import Problem
+from attention_priors.priors import Prior
+
+NEAR = 400.0
+"""Nats from 0 up to which float32 is exact to 1e-4: log-prior, logit and what they are made of are each rounded."""
+ROWS = (1024, 256, 64, 16)
+"""How many queries may share a constant."""
+
+
+def table_of(terms: Sequence[Prior], slope: Tensor | None, distance: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The log-prior of the terms, and of a slope of the keys, at each distance, ``(H, *distance.shape)``."""
+    parts = [term.log_prior_at(distance, dtype) for term in terms]
+    if slope is not None:
+        parts.append(slope_term(slope, distance).to(dtype))
+    return sum(parts[1:], parts[0]) if parts else None
+
+
+# ---- whether it is needed
+
+
+def may_look(problem: Problem) -> bool:
+    """Whether there is something to look for, and values may be looked at: not while compiling or transforming."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return problem.compute_dtype != torch.float64 and not traced
+
+
+def lanes_are_exact(problem: Problem, augmented: Augmented) -> bool:
+    """Whether no lane holds a number too large for float32."""
+    return augmented.size is None or not may_look(problem) or bool(augmented.size <= NEAR)
+
+
+def is_near(
+    problem: Problem,
+    augmented: Augmented,
+    terms: Sequence[Prior],
+    prior: Table,
+) -> bool:
+    """Whether the best log-prior that each row sees, scaled, is within ``NEAR`` nats of 0.
+
+    Of the masks only the causal one and windows are looked at: whoever hides the near keys from a query by padding or
+    ``attn_mask`` gets the precision of float32.
+
+    Args:
+        problem: what was asked.
+        augmented: its queries and keys.
+        terms: those in the table.
+        prior: their table.
+    """
+    geometry = problem.geometry
+    table, row_scale, inside, listed, highest, _ = prior
+    if table is None:
+        return True
+    with torch.no_grad():
+        scale = None if row_scale is None else _largest(row_scale)
+        seen = table
+        if geometry.causal:
+            past = slice(0, max(0, highest + 1)) if listed is None else slice(int(torch.searchsorted(listed, 0)), None)
+            seen, inside = table[:, past], None if inside is None else inside[past]
+        seen = seen if inside is None else seen[:, inside]
+        if not seen.shape[1]:
+            return True
+        seen = seen if scale is None else torch.stack(seen.aminmax(dim=1), dim=1) * scale
+        if float(seen.amax()) > NEAR:
+            return False
+        if _sees_itself(geometry) and listed is None:
+            # Its own key and the next ones: only a query that sees no other key lacks them.
+            near = table[:, max(0, highest - 1) : highest + (1 if geometry.causal else 2)]
+            best = near if scale is None else near * scale
+            return float(best.amax(1).min()) >= -NEAR
+        if float(seen.amin()) >= -NEAR:
+            return True
+        distance, exists = _some_seen(geometry)
+        some = table_of(terms, augmented.slope, distance, torch.float32)
+        assert some is not None
+        some = some if scale is None else some * scale.view(-1, 1, 1, 1)
+        within = inside_of(terms, distance)
+        best = some.masked_fill(~exists if within is None else ~(exists & within), float("-inf")).amax(-1)
+        return bool(((best >= -NEAR) | torch.isneginf(best)).all())
+
+
+def _largest(scale: Tensor) -> Tensor:
+    """The largest logit scale of each head, by size, ``(H, 1)``: its sign is the same for all queries."""
+    low, high = scale.amin((0, 2)), scale.amax((0, 2))
+    return torch.where(-low > high, low, high).unsqueeze(1)
+
+
+def _sees_itself(geometry: Geometry) -> bool:
+    """Whether each query stands at a key, with the next token at the next one."""
+    if not geometry.has_given_positions:
+        return geometry.num_queries <= geometry.num_keys
+    offset = geometry.offset
+    return offset is not None and 0 <= offset <= geometry.num_keys - geometry.num_queries
+
+
+def _some_seen(geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Distances to a few keys that each query sees, ``(1 or B, Lq, C)``, and whether there is such a key.
+
+    A query that sees a single key has none: its weight is 1 whatever the log-prior.
+    """
+    queries, keys = geometry.query_positions, geometry.key_positions.sort(-1).values
+    batch = max(len(queries), len(keys))
+    queries, keys = (x.expand(batch, -1).contiguous() for x in (queries, keys))
+    after = torch.searchsorted(keys, queries, right=True)
+    several = (after if geometry.causal else torch.full_like(after, geometry.num_keys)) > 1
+    first, last = torch.zeros_like(after), torch.full_like(after, geometry.num_keys - 1)
+    slots = torch.stack([after - 2, after - 1, after, first, last], dim=-1)
+    places = slots.clamp(0, geometry.num_keys - 1)
+    distance = queries.unsqueeze(-1) - keys.unsqueeze(1).expand(-1, places.shape[1], -1).gather(-1, places)
+    exists = (slots >= 0) & (slots < geometry.num_keys) & several.unsqueeze(-1)
+    return distance, exists & (distance >= 0) if geometry.causal else exists
+
+
+# ---- how it is done
+
+
+def attend_recentred(problem: Problem, augmented: Augmented, terms: Sequence[Prior]) -> tuple[Tensor, Tensor] | None:
+    """Attention over augmented queries and keys, with a constant of its own for each block of queries and head.
+
+    None where it takes the dense formula, whose rows each have their own: with masks and documents, for positions with
+    gaps, and where the best log-priors of neighbouring queries are far from each other.
+    """
+    geometry, offset = problem.geometry, problem.geometry.offset
+    masks = (geometry.key_documents, geometry.key_padding_mask, geometry.attn_mask)
+    if offset is None or any(mask is not None for mask in masks):
+        return None
+    num_queries, num_keys = geometry.num_queries, geometry.num_keys
+    highest = num_queries - 1 + offset
+    distances = torch.arange(highest, offset - num_keys, -1, device=geometry.device)
+    table = table_of(terms, augmented.slope, distances, torch.float64)
+    assert table is not None
+    inside = inside_of(terms, distances)
+    scale = problem.row_scale if problem.scales_prior else None
+    sign = table.new_ones(len(table), 1) if scale is None else torch.where(_largest(scale) < 0, -1.0, 1.0).double()
+    best = _best_of_rows(table, distances, inside, sign, geometry)
+    rows = _rows_per_block(best, scale)
+    if rows is None:
+        return None
+    outs, lses = [], []
+    for start in range(0, num_queries, rows):
+        here = slice(start, min(start + rows, num_queries))
+        keys = slice(0, min(num_keys, max(1, here.stop + offset)) if geometry.causal else num_keys)
+        part = _block(geometry, here, keys, offset)
+        top, bottom = here.stop - 1 + offset, lowest_distance(part, start + offset)
+        cut = slice(highest - top, highest - bottom + 1)
+        row_scale = None if scale is None else scale[:, :, here]
+        constant = (best[:, here] * sign).amax(1, keepdim=True) * sign
+        out, lse = attend_in_tiles(
+            augmented.query[:, :, here],
+            augmented.key[:, :, keys],
+            augmented.value[:, :, keys],
+            (table[:, cut] - constant).to(torch.float32),
+            row_scale,
+            None if inside is None else inside[cut],
+            None,
+            top,
+            top - bottom + 1,
+            problem.softmax_scale,
+            *geometry_arguments(part),
+            None,
+        )
+        outs.append(out)
+        lses.append(lse + (constant if row_scale is None else constant * row_scale.double()))
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def inside_of(terms: Sequence[Prior], distances: Tensor) -> Tensor | None:
+    """Whether the terms let a query see each distance, ``(N,)``; None if they hide none."""
+    inside = None
+    for term in terms:
+        seen = term.visible_at(distances)
+        if seen is not None:
+            inside = seen if inside is None else inside & seen
+    return inside
+
+
+def lowest_distance(geometry: Geometry, offset: int) -> int:
+    """The last entry of a table; ``offset`` is the distance of the first query from the first key."""
+    lowest = offset - (geometry.num_keys - 1)
+    # A causal tile looks ahead no farther than its own last query.
+    lowest = max(lowest, 1 - geometry.num_queries) if geometry.causal else lowest
+    return min(lowest, geometry.num_queries - 1 + offset)
+
+
+def _best_of_rows(table: Tensor, distances: Tensor, inside: Tensor | None, sign: Tensor, geometry: Geometry) -> Tensor:
+    """The best log-prior that each query sees, ``(H, Lq)``: the highest, or with a negative ``sign`` the lowest.
+
+    0 for a query that sees nothing.
+    """
+    with torch.no_grad():
+        hidden = (distances < 0) & geometry.causal
+        hidden = hidden if inside is None else hidden | ~inside
+        # The last query's keys come first in the table.
+        best = _window_maximum((table * sign).masked_fill(hidden, float("-inf")), geometry.num_keys).flip(1)
+        return best.masked_fill(torch.isneginf(best), 0.0) * sign
+
+
+def _window_maximum(numbers: Tensor, width: int) -> Tensor:
+    """The largest of ``width`` neighbouring numbers ``(H, N)``, at each place, ``(H, N - width + 1)``.
+
+    A window holds the end of one run of ``width`` numbers and the start of the next one (van Herk 1992).
+    """
+    length = numbers.shape[1]
+    runs = torch.nn.functional.pad(numbers, (0, -length % width), value=float("-inf")).unflatten(1, (-1, width))
+    to_end = runs.flip(2).cummax(2).values.flip(2).flatten(1)[:, : length - width + 1]
+    from_start = runs.cummax(2).values.flatten(1)[:, width - 1 : length]
+    return torch.maximum(to_end, from_start)
+
+
+def _rows_per_block(best: Tensor, scale: Tensor | None) -> int | None:
+    """How many queries may share a constant, so that it is within ``NEAR`` nats of the best of each; None for none."""
+    with torch.no_grad():
+        size = best.new_ones(len(best)) if scale is None else scale.abs().amax((0, 2)).double()
+        for rows in ROWS:
+            missing = -best.shape[1] % rows
+            blocks = torch.cat([best, best[:, -1:].expand(-1, missing)], dim=1).unflatten(1, (-1, rows))
+            low, high = blocks.aminmax(dim=2)
+            if bool(((high - low) * size.unsqueeze(1) <= NEAR).all()):
+                return rows
+        return None
+
+
+def _block(geometry: Geometry, rows: slice, keys: slice, offset: int) -> Geometry:
+    """Some of the queries and the first keys; positions are counted in slots."""
+    slots = torch.arange(max(rows.stop, keys.stop), device=geometry.device).unsqueeze(0)
+    return Geometry(
+        batch=geometry.batch,
+        heads=geometry.heads,
+        num_queries=rows.stop - rows.start,
+        num_keys=keys.stop,
+        device=geometry.device,
+        causal=geometry.causal,
+        given_query_positions=slots[:, rows] + offset,
+        given_key_positions=slots[:, keys],
+    )

@@ -1,0 +1,328 @@
+"""The log-prior that is really applied, read off the attention weights, at positions up to 2^20.
+
+For every key within 30 nats of its row's best one it is within 1e-4 nats of float64, or 1e-2 if outputs are in half
+precision.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from attention_cases import PRIORS, RANGES, Case, examples, prior_descriptions, randomize
+from attention_errors import Cotangents, compute, errors, gradient_scales
+from attention_oracle import positions_of, visibility_of
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attention_priors import GeneralizedGaussian, KeySink, Laplace, Prior, Spectral, SSMax, Window, prior_from_config
+from attention_priors.attention import recentred
+from attention_priors.priors import CATALOGUE
+
+FAR = 2**20
+REACH = 30.0
+"""Nats below a row's best key up to which keys count."""
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+FAR_RANGES = RANGES | {"log_slope": (-12.0, 0.5), "theta_mu": (-6.0, 6.0)}
+NAMES = [name for name in PRIORS if name != "none"]
+
+
+# ---- reading weights
+
+
+def applied(case: Case) -> Tensor:
+    """The log-prior, scaled, of each pair in float64, ``-inf`` where hidden, ``(B, H, Lq, Lk)``."""
+    assert case.prior is not None
+    with torch.no_grad():
+        visible = visibility_of(case)
+        bias = case.prior.log_prior(*positions_of(case), dtype=torch.float64)
+        seen = visible & ~torch.isneginf(bias)
+        bias = bias.masked_fill(torch.isneginf(bias), 0.0)
+        if case.logit_scale is not None and case.logit_scale.include_prior:
+            number = visible.sum(-1, keepdim=True).clamp(min=1).double()
+            bias = bias * case.logit_scale.s.double()[:, None, None] * number.log()
+        return bias.masked_fill(~seen, float("-inf"))
+
+
+def worst(case: Case, exact: Tensor, content: Tensor, columns: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+    """The largest error of the applied log-prior relative to each row's best key, and of the log-sum-exp, in nats.
+
+    Args:
+        case: whose output at place ``c`` is a multiple of the weight of key ``columns[c]``.
+        exact: what :func:`applied` gave.
+        content: what the products of queries and keys, scaled, are.
+        columns: keys whose weights are read.
+        dtype: of the case.
+        backend: to look at.
+    """
+    out, lse = case.attend(backend)
+    total = content + exact
+    right = total.logsumexp(-1)
+    # float16 ends at 6e-5, and content lifts keys only where there is some.
+    reach = 9.0 if dtype == torch.float16 and not content.any() else REACH
+    read, sums = exact[..., columns], total[..., columns]
+    inside = (
+        torch.isfinite(read)
+        & (read >= exact.amax(-1, keepdim=True) - REACH)
+        & (sums >= sums.amax(-1, keepdim=True) - reach)
+    )
+    found = out.detach().double().log() - content[..., columns]
+    difference = torch.where(inside, found - read, 0.0)
+    best = torch.where(inside, sums, float("-inf")).argmax(-1, keepdim=True)
+    error = torch.where(inside, difference - difference.gather(-1, best), 0.0).abs().amax()
+    rounding = 2.0**-22 if dtype != torch.float64 else 2.0**-51
+    blind = torch.isneginf(right)
+    assert torch.equal(torch.isneginf(lse), blind)
+    of_lse = ((lse.detach().double() - right).abs() - rounding * right.abs()).masked_fill(blind, 0.0).amax()
+    return torch.maximum(error, of_lse)
+
+
+def reading(case: Case, dtype: torch.dtype, lifted: bool) -> tuple[Case, Tensor, Tensor]:
+    """The case with values that show weights; content that lifts all keys to the row's best one, or none."""
+    batch, kv_heads, number, _ = case.key.shape
+    exact = applied(case)
+    content = torch.zeros_like(exact)
+    if lifted:
+        below = exact - exact.amax(-1, keepdim=True).clamp(min=-1e300)
+        # Quarters up to 30 are exact in any dtype.
+        content = torch.where(below >= -REACH, (-4 * below).round() / 4, 0.0)
+    eye = torch.eye(number, dtype=dtype).expand(batch, kv_heads, number, number)
+    # One dimension per key: query i's number in it is the content of that pair.
+    case = replace(case, query=content.to(dtype), key=eye, value=eye, softmax_scale=1.0)
+    return case, exact, content
+
+
+# ---- random positions and parameters
+
+
+@st.composite
+def far_positions(draw: st.DrawFn, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Of queries and of keys."""
+    number, queries = draw(st.integers(1, 32)), draw(st.integers(1, 12))
+    kind = draw(st.sampled_from(["own", "behind", "clusters", "clusters", "per batch"]))
+    start = draw(st.sampled_from([0, FAR // 3, FAR - 1]) | st.integers(0, FAR - 1))
+    keys = (start + torch.arange(number)).clamp(max=FAR - 1)
+    if start + number > FAR:
+        keys = FAR - number + torch.arange(number)
+    if kind == "own":
+        return keys[-min(queries, number) :], keys
+    if kind == "behind":
+        ahead = draw(st.integers(0, FAR)) % (FAR - int(keys[-1]))
+        first = min(int(keys[-1]) + ahead, FAR - queries)
+        return first + torch.arange(queries), keys
+    leading = (batch,) if kind == "per batch" else ()
+    centres = torch.randint(0, FAR - 40, (*leading, 3), generator=generator)
+    place = torch.randint(0, 3, (*leading, number), generator=generator)
+    keys = centres.gather(-1, place) + torch.randint(0, 40, place.shape, generator=generator)
+    if draw(st.booleans()):
+        return torch.randint(0, FAR, (*leading, queries), generator=generator), keys
+    own = torch.randint(0, number, (*leading, queries), generator=generator)
+    return keys.gather(-1, own), keys
+
+
+@st.composite
+def far_priors(draw: st.DrawFn, name: str, heads: int, causal: bool, generator: torch.Generator) -> Prior:
+    """The named prior; scales of a Generalized Gaussian up to 2^20 tokens, any training length of a sink."""
+    names = draw(st.lists(st.sampled_from(sorted(CATALOGUE)), min_size=2, max_size=3)) if name == "sum" else [name]
+    descriptions = [draw(prior_descriptions(each, causal)) for each in names]
+    for description in descriptions:
+        if "train_length" in description:
+            description["train_length"] = draw(st.sampled_from([8, 200, 2048, 2048]))
+    prior = prior_from_config(descriptions if name == "sum" else descriptions[0], heads)
+    randomize(prior, generator, FAR_RANGES)
+    for term in prior.terms():
+        if isinstance(term, GeneralizedGaussian) and draw(st.booleans()):
+            with torch.no_grad():
+                scale = torch.rand(heads, generator=generator) * math.log(FAR)
+                term.theta_alpha.copy_(-term.beta * scale)
+    return prior
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_given_positions(name: str) -> None:
+    @examples(30, name)
+    @given(st.data(), st.integers(0, 999), st.booleans())
+    def check(data: st.DataObject, seed: int, causal: bool) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        heads, kv_heads = data.draw(st.sampled_from([(1, 1), (2, 1), (4, 2)]))
+        batch = data.draw(st.integers(1, 2))
+        prior = data.draw(far_priors(name, heads, causal, generator))
+        queries, keys = data.draw(far_positions(batch, generator))
+        scale = data.draw(st.sampled_from([None, None, SSMax(heads), SSMax(heads, include_prior=False)]))
+        if scale is not None:
+            with torch.no_grad():
+                scale.s.uniform_(-1.5, 1.5, generator=generator)
+        empty = torch.zeros(batch, heads, queries.shape[-1], 1)
+        shape = torch.zeros(batch, kv_heads, keys.shape[-1], 1)
+        case = Case(empty, shape, shape, prior, causal, scale, query_positions=queries, key_positions=keys)
+        for dtype, tolerance in TOLERANCE.items():
+            read, exact, content = reading(case, dtype, lifted=scale is None)
+            for backend in ("reference", *case.backends()):
+                columns = torch.arange(keys.shape[-1])
+                error = float(worst(read, exact, content, columns, dtype, backend))
+                assert error <= tolerance, f"{backend} in {dtype}: {error:.2e}"
+
+    check()
+
+
+# ---- default positions
+
+
+def chosen_keys(exact: Tensor, number: int = 12) -> Tensor:
+    """The best keys of each of a few rows, the next ones within reach, and the first and last of all."""
+    best = exact.topk(min(number, exact.shape[-1]), dim=-1).indices.flatten()
+    return torch.cat([best, torch.tensor([0, 1, exact.shape[-1] - 1])]).unique()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_query_and_a_long_cache(name: str) -> None:
+    @examples(5, name)
+    @given(st.data(), st.integers(0, 999), st.sampled_from([0.0, 0.3, -0.05]))
+    def check(data: st.DataObject, seed: int, strength: float) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        prior = data.draw(far_priors(name, 2, True, generator))
+        scale = SSMax(2, init=strength) if strength else None
+        dtype = data.draw(st.sampled_from(list(TOLERANCE)))
+        empty = torch.zeros(1, 2, 1, 1, dtype=dtype)
+        key = torch.zeros(1, 1, 2**13, 1, dtype=dtype)
+        case = Case(empty, key, key, prior, True, scale)
+        exact = applied(case)
+        columns = chosen_keys(exact)
+        value = torch.zeros(1, 1, 2**13, len(columns), dtype=dtype)
+        # Weights of very many keys are small: to float16, lift them.
+        value[0, 0, columns, torch.arange(len(columns))] = 1024.0
+        case = replace(case, value=value)
+        for backend in case.backends():
+            error = float(worst(case, exact, torch.zeros_like(exact), columns, dtype, backend))
+            assert error <= TOLERANCE[dtype], f"{backend} in {dtype}: {error:.2e}"
+
+    check()
+
+
+@pytest.mark.parametrize("name", ["generalized_gaussian", "spectral", "key_sink"])
+def test_a_cache_of_a_million_keys(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    prior: Prior = {
+        "generalized_gaussian": GeneralizedGaussian(1, init="laplace", learn=True) + Window(1, FAR - 5),
+        "spectral": Spectral(1, num_frequencies=2),
+        "key_sink": KeySink(1, 2048, num_frequencies=1, hidden_size=4, init="recency"),
+    }[name]
+    if name != "generalized_gaussian":
+        randomize(prior, generator)
+    key = torch.zeros(1, 1, FAR, 1)
+    case = Case(key[:, :, :1], key, key, prior)
+    exact = applied(case)
+    columns = chosen_keys(exact)
+    value = torch.zeros(1, 1, FAR, len(columns))
+    value[0, 0, columns, torch.arange(len(columns))] = 1.0
+    case = replace(case, value=value)
+    assert float(worst(case, exact, torch.zeros_like(exact), columns, torch.float32, "auto")) <= 1e-4
+
+
+def sloped(slope: float, heads: int = 1) -> KeySink:
+    prior = KeySink(heads, 2048, init="recency")
+    with torch.no_grad():
+        prior.slope.fill_(slope)
+        prior.gain.fill_(0.5)
+    return prior
+
+
+PREFILL: dict[str, tuple[Prior, float]] = {
+    "sink with a slope": (sloped(1.7), 0.0),
+    "sink with a falling slope": (sloped(-1.7), 0.0),
+    "sink with a slope, laplace": (sloped(0.9) + Laplace(1, slopes=[1.37]), 0.0),
+    "negative logit scale": (Laplace(1, slopes=[0.87]), -0.5),
+    "negative logit scale, window": (Laplace(1, slopes=[2.1]) + Window(1, 400), -0.5),
+    "logit scale": (Laplace(1, slopes=[1.37]) + sloped(1.3), 0.5),
+}
+
+
+@pytest.mark.parametrize("name", PREFILL)
+def test_prefill(name: str) -> None:
+    """Rows at the start, in the middle and at the end of one call; linear parts are large at one end or the other."""
+    prior, strength = PREFILL[name]
+    length, rows = 1500, torch.tensor([1, 40, 700, 1040, 1499])
+    key = torch.zeros(1, 1, length, 1)
+    case = Case(key, key, key, prior, True, SSMax(1, init=strength) if strength else None)
+    exact = applied(case)[:, :, rows]
+    columns = chosen_keys(exact)
+    value = torch.zeros(1, 1, length, len(columns))
+    value[0, 0, columns, torch.arange(len(columns))] = 1.0
+    case = replace(case, value=value)
+    for backend in case.backends():
+        out, lse = case.attend(backend)
+        some: Any = mock.Mock(attend=lambda _, out=out, lse=lse: (out[:, :, rows], lse[:, :, rows]))
+        error = float(worst(some, exact, torch.zeros_like(exact), columns, torch.float32, backend))
+        assert error <= 1e-4, f"{backend}: {error:.2e}"
+
+
+# ---- gradients where constants are taken out
+
+
+RECENTRED: dict[str, tuple[Prior, dict[str, Any]]] = {
+    "far keys": (Laplace(2, learn=True), {"query_positions": torch.arange(50) + FAR - 50}),
+    "far keys, bidirectional": (
+        GeneralizedGaussian(2, init="laplace", learn=True),
+        {"query_positions": torch.arange(50) + 9000, "causal": False},
+    ),
+    "negative logit scale": (
+        Laplace(2, slopes=[3.0, 40.0], learn=True) + Spectral(2),
+        {"logit_scale": SSMax(2, init=-0.9)},
+    ),
+    "one head of each sign": (Laplace(2, slopes=[3.0, 40.0], learn=True), {"logit_scale": SSMax(2)}),
+    "falling slope": (sloped(-20.0, 2), {}),
+    "steep gaussian, negative logit scale": (
+        GeneralizedGaussian(2, init="laplace", learn=True) + sloped(0.1, 2),
+        {"logit_scale": SSMax(2, init=-9.0)},
+    ),
+    "two clusters": (
+        Laplace(2, learn=True),
+        {
+            "query_positions": torch.arange(50) + FAR // 2 * (torch.arange(50) % 2),
+            "key_positions": torch.arange(60) + FAR // 4 * (torch.arange(60) % 2),
+            "causal": False,
+        },
+    ),
+    "a sink far beyond its training length": (
+        KeySink(2, 8) + Spectral(2),
+        {"query_positions": torch.arange(50) + FAR - 50, "key_positions": torch.arange(60) + FAR - 60},
+    ),
+    "padding": (
+        Laplace(2, slopes=[3.0, 40.0], learn=True),
+        {"logit_scale": SSMax(2, init=-0.9), "key_padding_mask": torch.arange(60).unsqueeze(0) < 7},
+    ),
+    "documents": (
+        Laplace(2, slopes=[30.0, 40.0], learn=True),
+        {"logit_scale": SSMax(2, init=-0.9), "document_ids": torch.arange(60).unsqueeze(0) // 25},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECENTRED)
+def test_gradients(name: str) -> None:
+    prior, options = RECENTRED[name]
+    generator = torch.Generator().manual_seed(0)
+    for term in prior.terms():
+        if isinstance(term, KeySink):
+            slope = float(term.slope.detach()[0])
+            randomize(term, generator, {"slope": (slope, slope + 1e-3)})
+        elif isinstance(term, Spectral):
+            randomize(term, generator, {})
+    if name == "one head of each sign":
+        with torch.no_grad():
+            options["logit_scale"].s.copy_(torch.tensor([0.7, -0.9]))
+    query, key, value = (torch.randn(1, h, n, 6, generator=generator) for h, n in ((2, 50), (1, 60), (1, 60)))
+    case = Case(query, key, value, prior, **options)
+    expected = compute(case.to(torch.float64), "reference")
+    cotangents = Cotangents.of(expected.out, expected.lse)
+    scales = gradient_scales(case, cotangents)
+    for backend in case.backends():
+        with mock.patch.object(recentred, "ROWS", (16, 4)):
+            found = errors(compute(case, backend, cotangents), expected, scales)
+        for part, error in found.items():
+            assert error <= 3e-5, f"{part} of {backend}: {error:.2e}"
