@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ BAND_ROWS = 64
 """Queries per tile near the peak."""
 BAND = 64
 """Distances to either side of the prior's peak where the sum over keys is computed and not bounded."""
+BAND_OF_ONE_QUERY = 256
+"""The same for a single query, which has no other lower bound: means of the log-prior are not worth their time."""
 COARSE_BLOCKS = 64
 """Number of coarse blocks that the keys are cut into first, about."""
 TOGETHER = 16
@@ -130,45 +133,55 @@ class BlockPriors:
         self.values = pad(values.unsqueeze(0), beyond, mode="replicate")[0] if max(beyond) > 0 else values
         """The log-prior at falling distances, ``(H or 1, 256 runs)``."""
         starts = self.highest - torch.arange(runs, device=geometry.device) * BLOCK
-        none = (starts < bottom) | (starts - BLOCK + 1 > top)
+        self._none = (starts < bottom) | (starts - BLOCK + 1 > top)
         self._all = (starts <= top) & (starts - BLOCK + 1 >= bottom)
-        self._high = self._runs.amax(-1).masked_fill(none, -math.inf)
-        self._low = self._runs.amin(-1).masked_fill(none, math.inf)
 
     @property
     def _runs(self) -> Tensor:
         return self.values.unflatten(-1, (-1, BLOCK))
 
+    @cached_property
+    def _high(self) -> Tensor:
+        return self._runs.amax(-1).masked_fill(self._none, -math.inf)
+
+    @cached_property
+    def _low(self) -> Tensor:
+        return self._runs.amin(-1).masked_fill(self._none, math.inf)
+
     def peaks(self, lowest: Sequence[bool]) -> list[int]:
         """The distance where each head's log-prior is largest, or, where so wished, ``lowest``."""
         heads = len(self.values)
         index = torch.arange(heads, device=self.values.device)
-        sign = torch.tensor([-1.0 if low else 1.0 for low in lowest], device=self.values.device).view(-1, 1)
-        extremes = torch.where(sign < 0, -self._low, self._high)
+        sign = torch.ones(())
+        extremes = self._high
+        if any(lowest):
+            sign = torch.tensor([-1.0 if low else 1.0 for low in lowest], device=self.values.device).view(-1, 1)
+            extremes = torch.where(sign < 0, -self._low, self._high)
         run = extremes.argmax(-1)
         index = index if heads == len(lowest) else torch.zeros_like(run)
         place = run * BLOCK + (self._runs[index, run] * sign).argmax(-1)
         # A repeated number stands for the one it repeats.
-        return (self.highest - place).clamp(*self.visible).tolist()
+        return (self.highest - place).clamp(*self.visible).expand(len(lowest)).tolist()
 
-    def extremes(self, factor: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Highest and lowest log-prior that any query of a block sees at any key of a block.
+    def extreme(self, highest: bool, factor: int, first: int, last: int) -> Tensor:
+        """Highest or lowest log-prior that any query of a block sees at any key of a block.
 
         Args:
+            highest: or lowest.
             factor: keys per block, in units of 256.
             first: and
             last: range of query blocks.
 
         Returns:
-            Each ``(H or 1, last - first, blocks of keys)``; ``-inf`` and ``inf`` where all pairs are hidden.
+            ``(H or 1, last - first, blocks of keys)``; ``-inf`` (``inf``, if lowest) where all pairs are hidden.
         """
         # One query finds a block's distances in one run; 256 of them in two.
         width = factor if self.rows == 1 else factor + 1
         run = self._first_run(factor, first, last)
-        extra = max(0, int(run[0, -1]) + width - self._high.shape[-1])
-        high = pad(self._high, (0, extra), value=-math.inf).unfold(-1, width, 1).amax(-1)
-        low = pad(self._low, (0, extra), value=math.inf).unfold(-1, width, 1).amin(-1)
-        return high[:, run], low[:, run]
+        extra = max(0, int(run[0, -1]) + width - len(self._none))
+        if highest:
+            return pad(self._high, (0, extra), value=-math.inf).unfold(-1, width, 1).amax(-1)[:, run]
+        return pad(self._low, (0, extra), value=math.inf).unfold(-1, width, 1).amin(-1)[:, run]
 
     def means(self, factor: int) -> tuple[Tensor, Tensor, Tensor]:
         """Smallest and largest of the means over a whole block of keys that queries of a block find.
@@ -181,10 +194,7 @@ class BlockPriors:
             or so far down that the mean of the others would drown.
         """
         run = self._first_run(factor, 0, self.num_query_blocks)
-        if self.rows == 1:
-            mean = self._runs.mean(-1)[:, run]
-            return mean, mean, self._all[run] & (self._low[:, run] >= LOWEST_MEAN)
-        seen, (_, low) = self._all, self.extremes(factor, 0, self.num_query_blocks)
+        seen, low = self._all, self.extreme(False, factor, 0, self.num_query_blocks)
         size = factor * BLOCK
         total = pad(self.values.double().clamp(min=LOWEST_MEAN).cumsum(-1), (1, 0))
         mean = ((total[:, size:-1] - total[:, : -size - 1]) / size).unflatten(-1, (-1, BLOCK))
@@ -266,8 +276,10 @@ class _Search:
 
     def _lower_bound(self) -> Tensor:
         """Of every query's log-sum-exp, ``(B, H, Lq)``; ``-inf`` where nothing is known."""
-        # Not their sum: they may have keys in common.
-        lower = torch.maximum(self._near_the_peak(), self._far_away())
+        lower = self._near_the_peak()
+        if self.geometry.num_queries > 1:
+            # Not their sum: they may have keys in common.
+            lower = torch.maximum(lower, self._far_away())
         # Dot products in float32 may be wrong by this much, relative to the norms.
         error = (self.query.shape[-1] + 8) * ROUNDING
         largest = self.fine.reach.amax(-1).repeat_interleave(self.group, dim=1).unsqueeze(-1)
@@ -295,17 +307,17 @@ class _Search:
         """Tiles of keys about ``peak`` tokens before their queries."""
         tiling, offset = self.problem.tiling, self.geometry.offset
         assert offset is not None
-        tiles = []
+        tiles, band = [], BAND if self.geometry.num_queries > 1 else BAND_OF_ONE_QUERY
         for segment in tiling.segments:
             for start in range(segment.start, segment.stop, BAND_ROWS):
                 stop = min(start + BAND_ROWS, segment.stop)
                 first, last = tiling.keys_of(segment, start, stop)
-                first, last = max(first, start + offset - peak - BAND), min(last, stop + offset - peak + BAND)
+                first, last = max(first, start + offset - peak - band), min(last, stop + offset - peak + band)
                 if first < last:
                     tiles.append(Tile(segment.batches, start, stop, first, last))
         if tiling.masked:
             return tiles
-        return along_diagonals(tiles, block_length(heads * BAND_ROWS * (BAND_ROWS + 2 * BAND), NUMBERS))
+        return along_diagonals(tiles, block_length(heads * BAND_ROWS * (BAND_ROWS + 2 * band), NUMBERS))
 
     def _far_away(self) -> Tensor:
         """Lower bound of the log-sum-exp over the coarse blocks of which a query's whole block sees every key.
@@ -387,20 +399,24 @@ class _Search:
         of_keys = balls.keys[batches, kv_heads] if keys is None else balls.keys[batches, kv_heads, keys]
         largest = _products(queries, of_keys).unflatten(2, (-1, min(BLOCK, queries.shape[2]))).amax(-2)
         factor = 1 if balls is self.fine else self.factor
-        high, low = self.priors.extremes(factor, first, last)
-        if len(high) > 1:
-            high, low = high[heads], low[heads]
-        if keys is not None:
-            high, low = high[..., keys], low[..., keys]
+        high = self._bias_extreme(True, factor, first, last, heads, keys)
         hidden = torch.isneginf(high)
-        high, low = high.masked_fill(hidden, 0.0), low.masked_fill(hidden, 0.0)
+        high = high.masked_fill(hidden, 0.0)
         if self.scale_ends is not None:
-            ends = (end[batches, heads, first:last] for end in self.scale_ends)
-            high = _products_with(tuple(ends), low, high).amax(0)
+            low = self._bias_extreme(False, factor, first, last, heads, keys).masked_fill(hidden, 0.0)
+            ends = tuple(end[batches, heads, first:last] for end in self.scale_ends)
+            high = _products_with(ends, low, high).amax(0)
         error = (self.query.shape[-1] + 8) * ROUNDING
         shares = largest + high + error * high.abs() + math.log(factor * BLOCK)
         # No key, no weight, whatever else is (not) known.
         return shares.masked_fill(hidden, -math.inf)
+
+    def _bias_extreme(
+        self, highest: bool, factor: int, first: int, last: int, heads: slice, keys: Tensor | None
+    ) -> Tensor:
+        extreme = self.priors.extreme(highest, factor, first, last)
+        extreme = extreme[heads] if len(extreme) > 1 else extreme
+        return extreme if keys is None else extreme[..., keys]
 
     def _bounded_queries(self, lower: Tensor, batches: slice, heads: slice, rows: slice) -> Tensor:
         """``[s q, |s| ‖q‖, -lower]``, ``(b, h, n, D + 2)``: their products with :attr:`Level.keys` are bounds.

@@ -18,6 +18,7 @@ from attention_priors.attention.augment import Augmented, slope_term
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.operators import Table, attend_in_tiles, geometry_arguments
 from attention_priors.attention.problem import Problem
+from attention_priors.attention.tables import known_bound
 from attention_priors.priors import Prior
 
 NEAR = 400.0
@@ -71,6 +72,13 @@ def is_near(
         return True
     with torch.no_grad():
         scale = None if row_scale is None else _largest(row_scale)
+        stands_at_keys = _sees_itself(geometry) and listed is None
+        # Its own key and the next ones: only a query that sees no other key lacks them.
+        near = table[:, max(0, highest - 1) : highest + (1 if geometry.causal else 2)]
+        if stands_at_keys and scale is None and augmented.slope is None:
+            bound = known_bound(terms)
+            if bound is not None and bound <= NEAR:
+                return float(near.amax(1).min()) >= -NEAR
         seen = table
         if geometry.causal:
             past = slice(0, max(0, highest + 1)) if listed is None else slice(int(torch.searchsorted(listed, 0)), None)
@@ -81,9 +89,7 @@ def is_near(
         seen = seen if scale is None else torch.stack(seen.aminmax(dim=1), dim=1) * scale
         if float(seen.amax()) > NEAR:
             return False
-        if _sees_itself(geometry) and listed is None:
-            # Its own key and the next ones: only a query that sees no other key lacks them.
-            near = table[:, max(0, highest - 1) : highest + (1 if geometry.causal else 2)]
+        if stands_at_keys:
             best = near if scale is None else near * scale
             return float(best.amax(1).min()) >= -NEAR
         if float(seen.amin()) >= -NEAR:

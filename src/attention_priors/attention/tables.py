@@ -23,6 +23,8 @@ class _Kept:
     table: Tensor
     """``(H, N)``; entry 0 is that of the distance ``highest``, and they fall by one."""
     highest: int
+    largest: float
+    """Of the table's numbers."""
 
     def serves(self, prior: Prior, highest: int, lowest: int, like: Tensor) -> bool:
         same_kind = self.table.dtype == like.dtype and self.table.device == like.device
@@ -59,6 +61,17 @@ def consecutive_table(terms: Sequence[Prior], highest: int, lowest: int, like: T
     return total
 
 
+def known_bound(terms: Sequence[Prior]) -> float | None:
+    """Above which the sum of kept tables, just asked for, has no number; None if one of them is not kept."""
+    total = 0.0
+    for term in terms:
+        kept = _kept.get(term) if _may_keep(term) else None
+        if kept is None:
+            return None
+        total += kept.largest
+    return total
+
+
 def _may_keep(term: Prior) -> bool:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
@@ -77,7 +90,7 @@ def _kept_table(term: Prior, highest: int, lowest: int, like: Tensor) -> Tensor:
         # What inference mode makes could not be saved for a backward pass later.
         with torch.inference_mode(False), torch.no_grad():
             table = term.log_prior_at(torch.arange(top, bottom - 1, -1, device=like.device), like.dtype)
-            kept = _Kept([p.detach().clone() for p in term.parameters()], table, top)
+            kept = _Kept([p.detach().clone() for p in term.parameters()], table, top, float(table.max()))
         _kept[term] = kept
     start = kept.highest - highest
     return kept.table[:, start : start + highest - lowest + 1]
