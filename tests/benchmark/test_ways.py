@@ -23,7 +23,6 @@ PACKAGE_OF = {
     "goat-default": "goat",
 }
 COMPILED = {"flex-alibi", "flex-ggd"}
-NOT_YET = {"attend-alibi-pruned"} if "tolerance" not in attend.__code__.co_varnames else set()
 
 
 def skip_what_is_missing(name: str) -> None:
@@ -41,7 +40,7 @@ def run(name: str, case: Case) -> tuple[Tensor, float]:
 
 
 @pytest.mark.parametrize("passing", ["forward", "decode"])
-@pytest.mark.parametrize("name", [name for name in WAYS if name not in COMPILED | NOT_YET])
+@pytest.mark.parametrize("name", [name for name in WAYS if name not in COMPILED])
 def test_outputs_are_those_of_the_reference(name: str, passing: Pass):
     skip_what_is_missing(name)
     for length in (16, 45):

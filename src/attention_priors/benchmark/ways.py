@@ -10,15 +10,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention_priors.attention import SSMax, attend
+from attention_priors.attention import KeyBounds, SSMax, attend
 from attention_priors.benchmark import peers
 from attention_priors.benchmark.case import Case, Inputs, make_inputs
 from attention_priors.benchmark.way import CannotRunError, Need, Prepared, Way, expected_rows, learned, output_shape
-from attention_priors.priors import GeneralizedGaussian, KeySink, Laplace, Prior, RelativeBuckets, Spectral, Window
+from attention_priors.priors import (
+    GeneralizedGaussian,
+    KeySink,
+    Laplace,
+    Prior,
+    RelativeBuckets,
+    Spectral,
+    Window,
+    alibi_slopes,
+)
 from attention_priors.priors.generalized_gaussian import EPSILON
 
 TOLERANCE = 1e-6
-"""Of pruned attention: how far an output may be from the exact one, as :func:`attend` defines it."""
+"""Of pruned attention: which share of its weight a query may lose."""
 WINDOW = 1024
 """Tokens that the window shows."""
 TRAIN_LENGTH = 2048
@@ -54,6 +63,12 @@ def _plain_wide(case: Case, inputs: Inputs) -> Prepared:
 
 def _laplace(heads: int, device: torch.device) -> Prior:
     return Laplace(heads).to(device)
+
+
+def _local(heads: int, device: torch.device) -> Prior:
+    """The steeper half of ALiBi's slopes, each twice."""
+    slopes = alibi_slopes(heads).tolist()
+    return Laplace(heads, slopes=[slopes[h // 2] for h in range(heads)]).to(device)
 
 
 def _gaussian(heads: int, device: torch.device) -> GeneralizedGaussian:
@@ -98,8 +113,14 @@ def _attend(
         prior = make_prior(case.heads, device)
         scale = None if make_scale is None else make_scale(case.heads, device)
 
+        bounds = KeyBounds(inputs.key) if "tolerance" in options and case.passing == "decode" else None
+
         def run() -> Tensor:
-            return attend(inputs.query, inputs.key, inputs.value, prior, logit_scale=scale, **options)
+            if bounds is not None:  # as for a token that was just added
+                bounds.update(inputs.key)
+            return attend(
+                inputs.query, inputs.key, inputs.value, prior, logit_scale=scale, key_bounds=bounds, **options
+            )
 
         leaves = (inputs.query, inputs.key, inputs.value, *learned(prior, scale))
         return Prepared(run, leaves, expected_rows(case, inputs, prior, logit_scale=scale), output_shape(inputs))
@@ -225,8 +246,15 @@ _CATALOGUE = (
         "attend-alibi-pruned",
         "attend, ALiBi, tolerance 1e-6",
         "ours",
-        f"{_ATTEND}, and the certificate",
+        f"{_ATTEND}, and the choice of blocks; in decoding with KeyBounds, updated for each token",
         _attend(_laplace, tolerance=TOLERANCE),
+    ),
+    Way(
+        "attend-local-pruned",
+        "attend, local heads, tolerance 1e-6",
+        "ours",
+        "the same with the steeper half of ALiBi's slopes, each twice: heads that reach less than 2048 tokens",
+        _attend(_local, tolerance=TOLERANCE),
     ),
     Way("attend-ggd", "attend, GGD", "ours", f"{_ATTEND}; α, β and μ learn", _attend(_gaussian)),
     Way(
