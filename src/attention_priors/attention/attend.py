@@ -12,13 +12,14 @@ from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.problem import Problem, make_problem
 from attention_priors.attention.reference import blockwise, reference
 from attention_priors.attention.toeplitz import toeplitz
+from attention_priors.attention.triton_backend import why_not
 from attention_priors.encodings import ShawVectors
 from attention_priors.priors import Prior, Structure
 
-Backend = Literal["auto", "reference", "blockwise", "lanes", "toeplitz"]
+Backend = Literal["auto", "reference", "blockwise", "lanes", "toeplitz", "triton"]
 FEW_QUERIES = 64
 """Keys per query from which on a table is faster than lanes."""
-BACKENDS: tuple[Backend, ...] = ("auto", "reference", "blockwise", "lanes", "toeplitz")
+BACKENDS: tuple[Backend, ...] = ("auto", "reference", "blockwise", "lanes", "toeplitz", "triton")
 
 
 @overload
@@ -114,7 +115,8 @@ def attend(
         backend: how it is computed, never what. ``auto`` chooses by the prior's structure: ``lanes`` if all of
             it is factored and lanes are exact enough (not for linear ones, nor in half precision, where there
             is a table), else ``toeplitz``; ``blockwise`` for ``relative``, dropout and an ``attn_mask`` with a
-            gradient. ``reference`` is the dense formula.
+            gradient. On CUDA it takes ``triton``, the fused kernels, for all that they compute.
+            ``reference`` is the dense formula.
 
     Returns:
         Output ``(B, H, Lq, Dv)`` in the query's dtype; with ``return_lse`` also ``(B, H, Lq)`` in float32
@@ -158,6 +160,8 @@ def attend(
 def _choose(problem: Problem) -> Backend:
     if _needs_autograd(problem):
         return "blockwise"
+    if problem.query.is_cuda and why_not(problem) is None:
+        return "triton"
     if not is_factored(problem.prior, causal=problem.geometry.causal):
         return "toeplitz"
     terms = () if problem.prior is None else tuple(problem.prior.terms())
@@ -181,6 +185,11 @@ def _compute(problem: Problem, backend: Backend, need_lse: bool) -> tuple[Tensor
         return out, lse
     if backend == "blockwise":
         return blockwise(problem)
+    if backend == "triton":
+        reason = why_not(problem)
+        if reason is not None:
+            raise ValueError(f"backend='triton' cannot compute this: {reason}")
+        return toeplitz(problem, fused=True)
     if _needs_autograd(problem):
         raise ValueError(
             f"backend={backend!r} does not compute relative, dropout_p or a gradient of attn_mask; use 'auto'"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attention_priors.attention import block_attention as blocks
+from attention_priors.attention import triton_backend
 from attention_priors.attention.bias import Distances
 from attention_priors.attention.geometry import Geometry
 
@@ -19,9 +20,10 @@ GEOMETRY = (
 
 PROBLEM = (
     "Tensor query, Tensor key, Tensor value, Tensor? table, Tensor? row_scale, Tensor? inside, Tensor? listed, "
-    f"SymInt highest, SymInt number, float softmax_scale, {GEOMETRY}"
+    f"SymInt highest, SymInt number, float softmax_scale, {GEOMETRY}, bool fused"
 )
-INPUTS = 16
+"""``fused``: by Triton's kernels; else in tiles."""
+INPUTS = 17
 """How many parameters ``PROBLEM`` has."""
 
 
@@ -106,9 +108,10 @@ def _check_range(geometry: Geometry, highest: int, number: int) -> None:
     "attention_priors::block_attention", mutates_args=(), schema=f"({PROBLEM}) -> (Tensor, Tensor)"
 )
 def block_attention(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of :func:`block_attention.forward`."""
-    query, key, value, *_ = inputs
-    return blocks.forward(query, key, value, _problem(*inputs))
+    """Output and log-sum-exp of :func:`block_attention.forward` or :func:`triton_backend.forward`."""
+    *problem, fused = inputs
+    query, key, value, *_ = problem
+    return (triton_backend if fused else blocks).forward(query, key, value, _problem(*problem))
 
 
 @block_attention.register_fake
@@ -135,11 +138,13 @@ def block_attention_backward(
     *inputs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, table and row scale; what is not wanted is empty."""
-    query, key, value, *_ = inputs
+    *problem, fused = inputs
+    query, key, value, *_ = problem
+    backward = (triton_backend if fused else blocks).backward
     # A caller who is inside autocast would have the recomputed products rounded.
     with torch.autocast(out.device.type, enabled=False):
         wanted = wants_table, wants_scale
-        found = blocks.backward(query, key, value, _problem(*inputs), (out, lse), (out_grad, lse_grad), wanted)
+        found = backward(query, key, value, _problem(*problem), (out, lse), (out_grad, lse_grad), wanted)
     nothing = lse.new_empty(0)
     return (
         found.query,

@@ -12,11 +12,16 @@ from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.operators import attend_in_tiles, geometry_arguments
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.tables import consecutive_table
+from attention_priors.attention.triton_backend import distance_range
 from attention_priors.priors import Prior, Structure
 
 
-def toeplitz(problem: Problem) -> tuple[Tensor, Tensor]:
+def toeplitz(problem: Problem, fused: bool = False) -> tuple[Tensor, Tensor]:
     """Attention with the stationary terms of the prior in a table and the others in lanes.
+
+    Args:
+        problem: what to compute.
+        fused: by Triton's kernels; else in tiles.
 
     Returns:
         Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``.
@@ -24,17 +29,19 @@ def toeplitz(problem: Problem) -> tuple[Tensor, Tensor]:
     terms = () if problem.prior is None else tuple(problem.prior.terms())
     stationary = [term for term in terms if Structure.STATIONARY in term.structure]
     augmented = augment(problem, [term for term in terms if Structure.STATIONARY not in term.structure])
-    return attend_in_blocks(problem, augmented, stationary)
+    return attend_in_blocks(problem, augmented, stationary, fused)
 
 
-def attend_in_blocks(problem: Problem, augmented: Augmented, terms: Sequence[Prior]) -> tuple[Tensor, Tensor]:
+def attend_in_blocks(
+    problem: Problem, augmented: Augmented, terms: Sequence[Prior], fused: bool = False
+) -> tuple[Tensor, Tensor]:
     """Attention over augmented queries and keys, plus the stationary ``terms``.
 
     Returns:
         Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``.
     """
     query, key, value, row_offset = augmented
-    highest, number, listed = _distances(problem.geometry)
+    highest, number, listed = _distances(problem.geometry, fused)
     like = query.new_empty(0, dtype=problem.compute_dtype)
     table = None
     if listed is None:
@@ -56,6 +63,7 @@ def attend_in_blocks(problem: Problem, augmented: Augmented, terms: Sequence[Pri
         number,
         problem.softmax_scale,
         *geometry_arguments(problem.geometry),
+        fused,
     )
     if row_offset is not None:
         # Where no key is seen there is nothing to add to, and no gradient.
@@ -76,7 +84,7 @@ def _inside(
     return inside
 
 
-def _distances(geometry: Geometry) -> tuple[int, int, Tensor | None]:
+def _distances(geometry: Geometry, fused: bool) -> tuple[int, int, Tensor | None]:
     """A table's distances: the highest, how many fall by one from there, or all of them, rising, if they do not."""
     num_queries, num_keys, offset = geometry.num_queries, geometry.num_keys, None
     if geometry.has_given_positions and torch.compiler.is_compiling():
@@ -88,6 +96,9 @@ def _distances(geometry: Geometry) -> tuple[int, int, Tensor | None]:
         offset = num_keys - num_queries
     elif geometry.offset is not None:
         offset = geometry.offset
+    if offset is None and fused:
+        # The kernels compute a pair's place: distances must fall by one.
+        return *distance_range(geometry), None
     if offset is None:
         keys = geometry.key_positions.unsqueeze(-2)
         blocks = geometry.query_positions.split(256, dim=-1)
