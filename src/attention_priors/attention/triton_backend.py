@@ -78,12 +78,13 @@ def _lane_number(problem: Problem) -> int:
 
 
 def distance_range(geometry: Geometry) -> tuple[int, int]:
-    """The highest distance between a query and a key it may see, and how many there are down to the lowest."""
+    """The highest distance between a query and a key, and how many there are down to the lowest that matters."""
     queries, keys = geometry.query_positions, geometry.key_positions
     ends = torch.stack([(queries.amax(-1) - keys.amin(-1)).max(), (queries.amin(-1) - keys.amax(-1)).min()])
     highest, lowest = ends.tolist()
     if geometry.causal:
-        lowest = max(lowest, 0)
+        # One distance in the future stands for all of them.
+        lowest = max(lowest, -1)
     return highest, highest - min(lowest, highest) + 1
 
 
@@ -338,14 +339,13 @@ def backward(
     launcher = _Launcher(*map(_columns_together, (query, key, value)), problem, kept)
     geometry = problem.geometry
     heads = geometry.batch * geometry.heads
-    lse = saved[1].contiguous()
+    lse = saved[1].masked_fill(torch.isneginf(saved[1]), 0.0)
     out_grad, lse_grad = _columns_together(grads[0].to(query.dtype)), grads[1].to(torch.float32).contiguous()
     constant = torch.linalg.vecdot(saved[0].float(), out_grad.float()) - lse_grad
     rest = torch.empty_like(lse)
     rows = {
         "OUT_GRAD": out_grad,
         "LSE": lse,
-        "LSE_GRAD": lse_grad,
         "CONSTANT": constant,
         "REST": rest,
         "grad_batch": out_grad.stride(0),
@@ -365,6 +365,7 @@ def backward(
         kernels.query_grad_kernel,
         (-(-geometry.num_queries // size.rows), heads),
         size,
+        LSE_GRAD=lse_grad,
         QUERY_GRAD=query_grad,
         SCALE_GRAD=scale_grad,
         **rows,
@@ -388,7 +389,7 @@ def backward(
     )
     table_grad = None
     if wants_table:
-        table_grad = _table_grad(launcher, rows)
+        table_grad = _table_grad(launcher, rows | {"LSE_GRAD": lse_grad})
     return blocks.Gradients(query_grad, key_grad, value_grad, table_grad, scale_grad)
 
 

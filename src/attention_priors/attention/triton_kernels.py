@@ -374,7 +374,7 @@ def query_grad_kernel(
 
     ``dS = P (dP - c)`` with ``c = Σ P dP - dlse``. ``CONSTANT`` comes in with an estimate of ``c``, made of the stored
     outputs, which may be in half precision; the row's own sum of ``dS`` says how wrong it is, and it is corrected for
-    the gradients of the prior. ``REST`` becomes what the stored log-sum-exp lacks, in bits: a float32 of 1000 nats is
+    the gradients of the prior. ``LSE`` is 0 for rows that see nothing. ``REST`` becomes what the stored log-sum-exp lacks, in bits: a float32 of 1000 nats is
     only good to 6e-5, and weights are to sum to 1.
     """
     first_slot = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
@@ -390,7 +390,6 @@ def query_grad_kernel(
     q = _load_rows(QUERY + batch * query_batch + head.to(tl.int64) * query_head, row, query_row, D, BLOCK_D)
     o = _load_rows(OUT_GRAD + batch * grad_batch + head.to(tl.int64) * grad_head, row, grad_row, DV, BLOCK_DV)
     lse = tl.load(LSE + both * num_queries + row)
-    lse = tl.where(lse == float("-inf"), 0.0, lse)
     lse_grad = tl.load(LSE_GRAD + both * num_queries + row)
     constant = tl.load(CONSTANT + both * num_queries + row)
     row_scale = None if ROW_SCALE is None else tl.load(ROW_SCALE + both * num_queries + row)[:, None]
@@ -476,13 +475,6 @@ def query_grad_kernel(
     )
 
 
-@triton.jit
-def _logits_grad(logits, weights_grad, lse, rest, constant, lse_grad):
-    """Weights and ``dS = P (dP - c)``. Where a weight is 1 the rest is rounding noise, and a log-prior may be 1e30."""
-    weights = tl.exp2((logits - lse) * LOG2_E + rest)
-    return weights, weights * tl.where(weights < 1.0, weights_grad - constant, lse_grad)
-
-
 @triton.jit(do_not_specialize=SIZES)
 def key_grad_kernel(
     QUERY,
@@ -490,7 +482,6 @@ def key_grad_kernel(
     VALUE,
     OUT_GRAD,
     LSE,
-    LSE_GRAD,
     CONSTANT,
     REST,
     KEY_GRAD,
@@ -609,21 +600,13 @@ def key_grad_kernel(
                     q = _load_rows(queries, row, query_row, D, BLOCK_D)
                     o = _load_rows(out_grads, row, grad_row, DV, BLOCK_DV)
                     lse = tl.load(LSE + both * num_queries + row)
-                    lse = tl.where(lse == float("-inf"), 0.0, lse)
                     rest = tl.load(REST + both * num_queries + row)
                     constant = tl.load(CONSTANT + both * num_queries + row)
-                    lse_grad = tl.load(LSE_GRAD + both * num_queries + row)
                     logits, _ = _biased(
                         _dot(k, tl.trans(q)), d, visible, table, row_scale, highest, softmax_scale, MASKED == 1
                     )
-                    weights, logits_grad = _logits_grad(
-                        logits,
-                        _dot(v, tl.trans(o)),
-                        lse[None, :],
-                        rest[None, :],
-                        constant[None, :],
-                        lse_grad[None, :],
-                    )
+                    weights = tl.exp2((logits - lse[None, :]) * LOG2_E + rest[None, :])
+                    logits_grad = weights * (_dot(v, tl.trans(o)) - constant[None, :])
                     value_grad += _dot(weights.to(o.dtype), o)
                     key_grad += _dot(logits_grad.to(q.dtype), q)
 
@@ -739,13 +722,14 @@ def table_grad_kernel(
                 logits += bias
             logits = tl.where(visible, logits, float("-inf"))
             lse = tl.load(LSE + both * num_queries + row)
-            lse = tl.where(lse == float("-inf"), 0.0, lse)
             rest = tl.load(REST + both * num_queries + row)
             constant = tl.load(CONSTANT + both * num_queries + row)
             lse_grad = tl.load(LSE_GRAD + both * num_queries + row)
-            _, logits_grad = _logits_grad(
-                logits, _dot(o, tl.trans(v)), lse[:, None], rest[:, None], constant[:, None], lse_grad[:, None]
-            )
+            weights = tl.exp2((logits - lse[:, None]) * LOG2_E + rest[:, None])
+            # Where a weight is 1 the rest is rounding noise, and what it would be multiplied by may be 1e30: the
+            # derivative of a log-prior that only this pair has.
+            logits_grad = tl.where(weights < 1.0, _dot(o, tl.trans(v)) - constant[:, None], lse_grad[:, None])
+            logits_grad *= weights
             if ROW_SCALE is not None:
                 logits_grad *= row_scale
             grad += logits_grad
