@@ -45,6 +45,20 @@ def _dot(a, b):
 
 
 @triton.jit
+def _read(places):
+    """Single numbers of a float32 table, straight to where they are used.
+
+    ``tl.load`` in a loop would have them copied to shared memory ahead of time, four bytes by four, which takes more
+    instructions than the multiplications they are added to, and more room than keys and values.
+    """
+    if INTERPRETED:
+        return tl.load(places)
+    return tl.inline_asm_elementwise(
+        "ld.global.nc.f32 $0, [$1];", "=f,l", [places.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def _load_rows(pointer, slots, stride, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """Some rows of a matrix whose columns lie side by side, zeros after the last column."""
     columns = tl.arange(0, BLOCK_WIDTH)
@@ -88,10 +102,8 @@ def _biased(products, d, visible, table, row_scale, highest, softmax_scale, MASK
     logits = products * softmax_scale
     bias = 0.0
     if table is not None:
-        if MASKED:
-            bias = tl.load(table + (highest - d), mask=visible, other=0.0)
-        else:
-            bias = tl.load(table + (highest - d))
+        # A pair that is not seen may have no place in the table.
+        bias = _read(table + (tl.where(visible, highest - d, 0) if MASKED else highest - d))
         if row_scale is not None:
             logits += bias * row_scale
         else:
@@ -103,7 +115,7 @@ def _biased(products, d, visible, table, row_scale, highest, softmax_scale, MASK
 
 @triton.jit
 def _walk(some_from, all_from, all_to, some_to, number, BLOCK: tl.constexpr):
-    """How to walk blocks of which those in ``[some_from, some_to)`` hold a visible pair, those in ``[all_from, all_to)`` no other.
+    """How to walk blocks: those in ``[some_from, some_to)`` hold visible pairs, ``[all_from, all_to)`` no others.
 
     Returns:
         Where the blocks without masks begin, how many they are, where those with masks begin, how many of them
@@ -143,9 +155,7 @@ def _key_walk(
         some_to = tl.minimum(some_to, tl.max(last))
     if MASK_ALL:
         return _whole_walk(some_from, some_to, num_keys, BLOCK)
-    return _walk(
-        some_from, last_slot + offset - farthest, first_slot + offset - lowest + 1, some_to, num_keys, BLOCK
-    )
+    return _walk(some_from, last_slot + offset - farthest, first_slot + offset - lowest + 1, some_to, num_keys, BLOCK)
 
 
 @triton.jit
@@ -287,9 +297,7 @@ def forward_kernel(
                         None if KEY_DOCUMENTS is None else tl.load(KEY_DOCUMENTS + batch * num_keys + column)[None, :]
                     )
                     padded = None if PADDING is None else tl.load(PADDING + batch * num_keys + column)[None, :]
-                    visible = _visible(
-                        j[None, :], num_keys, d, lowest, farthest, first, last, document, theirs, padded
-                    )
+                    visible = _visible(j[None, :], num_keys, d, lowest, farthest, first, last, document, theirs, padded)
                 k = _load_rows(keys, column, key_row, D, BLOCK_D)
                 logits, _ = _biased(
                     _dot(q, tl.trans(k)), d, visible, table, row_scale, highest, softmax_scale, MASKED == 1
@@ -308,9 +316,7 @@ def forward_kernel(
     out = out / tl.where(blind, 1.0, total)[:, None]
     lse = tl.where(blind, float("-inf"), top + tl.log(tl.where(blind, 1.0, total)))
     tl.store(LSE + both * num_queries + i, lse, mask=i < num_queries)
-    _store_rows(
-        OUT + both * num_queries * DV, i, num_queries, out.to(OUT.dtype.element_ty), DV, BLOCK_DV
-    )
+    _store_rows(OUT + both * num_queries * DV, i, num_queries, out.to(OUT.dtype.element_ty), DV, BLOCK_DV)
 
 
 # ---- backward
@@ -374,8 +380,8 @@ def query_grad_kernel(
 
     ``dS = P (dP - c)`` with ``c = Σ P dP - dlse``. ``CONSTANT`` comes in with an estimate of ``c``, made of the stored
     outputs, which may be in half precision; the row's own sum of ``dS`` says how wrong it is, and it is corrected for
-    the gradients of the prior. ``LSE`` is 0 for rows that see nothing. ``REST`` becomes what the stored log-sum-exp lacks, in bits: a float32 of 1000 nats is
-    only good to 6e-5, and weights are to sum to 1.
+    the gradients of the prior. ``LSE`` is 0 for rows that see nothing. ``REST`` becomes what the log-sum-exp lacks, in
+    bits: a float32 of 1000 nats is only good to 6e-5, and weights are to sum to 1.
     """
     first_slot = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
@@ -442,9 +448,7 @@ def query_grad_kernel(
                         None if KEY_DOCUMENTS is None else tl.load(KEY_DOCUMENTS + batch * num_keys + column)[None, :]
                     )
                     padded = None if PADDING is None else tl.load(PADDING + batch * num_keys + column)[None, :]
-                    visible = _visible(
-                        j[None, :], num_keys, d, lowest, farthest, first, last, document, theirs, padded
-                    )
+                    visible = _visible(j[None, :], num_keys, d, lowest, farthest, first, last, document, theirs, padded)
                 k = _load_rows(keys, column, key_row, D, BLOCK_D)
                 v = _load_rows(values, column, value_row, DV, BLOCK_DV)
                 logits, bias = _biased(
@@ -618,7 +622,7 @@ def key_grad_kernel(
     )
 
 
-@triton.jit(do_not_specialize=[*SIZES, "strips_below"])
+@triton.jit(do_not_specialize=[*SIZES, "number", "strips_below"])
 def table_grad_kernel(
     QUERY,
     KEY,
@@ -653,6 +657,7 @@ def table_grad_kernel(
     group,
     num_queries,
     num_keys,
+    number,
     strips_below,
     offset,
     highest,
@@ -684,10 +689,12 @@ def table_grad_kernel(
 
     local_i, local_j = tl.arange(0, ROWS), tl.arange(0, KEYS)
     d = offset - shift + local_i[:, None] - local_j[None, :]
-    near = (d >= lowest) & (d <= farthest)
-    bias = tl.load(TABLE + head * table_head + (highest - d), mask=near, other=0.0)
+    # Tiles at the edges hold pairs of tokens that are not there, at distances that are not in the table.
+    place = highest - d
+    in_table = (place >= 0) & (place < number)
+    bias = tl.load(TABLE + head * table_head + place, mask=in_table, other=0.0)
 
-    # Tiles whose first query is in [begin, end) hold a key. All sizes are multiples of KEYS, so no tile begins before it.
+    # Tiles whose first query is in [begin, end) hold a key. All sizes are multiples of KEYS: none begins before one.
     begin = (tl.maximum(1 - KEYS - shift, 0) + ROWS - 1) // ROWS * ROWS
     end = tl.minimum(num_queries, num_keys - shift)
     if (offset - shift + ROWS - 1 < lowest) | (offset - shift - KEYS + 1 > farthest):
