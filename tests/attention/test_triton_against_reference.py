@@ -11,7 +11,7 @@ from attention_errors import Cotangents, Result, compute, errors, float32_tolera
 from hypothesis import given
 from hypothesis import strategies as st
 from test_half_precision import half_case, plain_attention, root_mean_square
-from triton_cases import DEVICES, compute_on, configurations, configured
+from triton_cases import DEVICES, compute_on, configurations, configured, same
 
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, RelativeBuckets, SSMax, Window
 from attention_priors.attention import triton_backend
@@ -99,7 +99,7 @@ def test_rows_of_one_key_and_huge_log_priors(device: str, theta_beta: float) -> 
         prior.theta_beta.fill_(theta_beta)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, h, 24, 4) for h in (2, 1, 1))
-    small = Configuration(*[Blocks(16, 16, 4, 2)] * 4)
+    small = same(Blocks(16, 16, 4, 2))
     for window in (None, 1):
         case = Case(query, key, value, prior if window is None else prior + Window(2, window))
         for scaled in (False, True):
@@ -107,12 +107,58 @@ def test_rows_of_one_key_and_huge_log_priors(device: str, theta_beta: float) -> 
                 check_exactness(device, replace(case, logit_scale=SSMax(2, init=0.7) if scaled else None))
 
 
+def test_rows_of_one_key_in_half_precision(device: str) -> None:
+    """A gradient of 0 stays 0 when it is multiplied by 1e30, whichever order a kernel adds its products up in."""
+    prior = GeneralizedGaussian(2, learn=True)
+    with torch.no_grad():
+        prior.theta_beta.fill_(-8.0)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, h, 70, 100).half() for h in (2, 1, 1))
+    case = Case(query, key, value, prior + Window(2, 1))
+    cotangents = Cotangents(torch.randn(1, 2, 70, 100).half().double(), torch.zeros(1, 2, 70).double())
+    with configured(same(Blocks(32, 16, 4, 1))._replace(table_grad=Blocks(64, 64, 4, 1))):
+        found = compute_on(device, case, cotangents)
+    for part, grad in found.grads.items():
+        if "." in part:
+            assert (grad == 0).all(), part
+
+
+def test_log_sum_exps_of_a_million_nats(device: str) -> None:
+    """A float32 of that size is wrong by 0.03, but weights are exact, and so are gradients."""
+    prior = RelativeBuckets(1)
+    with torch.no_grad():
+        prior.bias.fill_(1e6)
+    torch.manual_seed(0)
+    value = torch.randn(1, 1, 40, 4)
+    case = Case(torch.zeros(1, 1, 40, 4), value, value, prior)
+    cotangents = Cotangents(torch.randn(1, 1, 40, 4).double(), torch.zeros(1, 1, 40).double())
+    expected = compute(case.to(torch.float64), "reference", cotangents)
+    with configured(same(Blocks(16, 16, 4, 1))):
+        found = compute_on(device, case, cotangents)
+    for part, grad in expected.grads.items():
+        torch.testing.assert_close(found.grads[part].double(), grad.double(), rtol=0, atol=1e-5)
+
+
+def test_logit_scale_of_the_prior_in_half_precision(device: str) -> None:
+    """It learns in float32, as the prior does; keys are 0, so that the scale has no other part."""
+    prior = GeneralizedGaussian(2, init="spread", learn=True)
+    torch.manual_seed(0)
+    query, value = torch.randn(1, 2, 40, 8).half(), torch.randn(1, 1, 40, 8).half()
+    case = Case(query, torch.zeros_like(value), value, prior, logit_scale=SSMax(2))
+    cotangents = Cotangents(torch.randn(1, 2, 40, 8).half().double(), torch.zeros(1, 2, 40).double())
+    expected = compute(case.to(torch.float64), "reference", cotangents)
+    with configured(same(Blocks(16, 16, 4, 1))):
+        found = compute_on(device, case, cotangents)
+    for part in ("logit_scale.s", "prior.theta_alpha"):
+        torch.testing.assert_close(found.grads[part], expected.grads[part], rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["none", "generalized_gaussian", "key_sink"])
 def test_half_precision(name: str, dtype: torch.dtype, device: str) -> None:
     """No worse than plain attention with a dense float32 bias; and priors learn in float32."""
     floor = torch.finfo(dtype).eps / 16
-    blocks = Configuration(*[Blocks(64, 64, 4, 2)] * 4)
+    blocks = same(Blocks(64, 64, 4, 2))
     # The interpreter cuts off what does not fit a bfloat16 where a device rounds it, which is wrong by twice as much.
     times = 4 if device == "cpu" and dtype == torch.bfloat16 else 2
 
@@ -147,7 +193,7 @@ def test_half_precision(name: str, dtype: torch.dtype, device: str) -> None:
 
 def test_head_dimensions(device: str) -> None:
     """Padded to powers of two, wide ones too, and those of values may differ."""
-    blocks = Configuration(*[Blocks(16, 16, 4, 1)] * 4)
+    blocks = same(Blocks(16, 16, 4, 1))
     for head_dim, value_dim in ((16, 33), (80, 64), (256, 96), (249, 256)):
         torch.manual_seed(head_dim)
         query, key, value = (torch.randn(1, 1, 20, n) for n in (head_dim, head_dim, value_dim))
@@ -161,7 +207,7 @@ def test_tensors_that_are_not_contiguous(device: str) -> None:
     torch.manual_seed(0)
     query = torch.randn(2, 20, 2, 4).transpose(1, 2)
     key, value = torch.randn(2, 2, 4, 20).mT, torch.randn(2, 20, 2, 4).transpose(1, 2)
-    with configured(Configuration(*[Blocks(16, 16, 4, 1)] * 4)):
+    with configured(same(Blocks(16, 16, 4, 1))):
         check_exactness(device, Case(query, key, value, Laplace(2, learn=True) + KeySink(2, train_length=8)))
 
 
@@ -170,7 +216,7 @@ def test_same_inputs_same_result(device: str) -> None:
     query, key, value = (torch.randn(1, h, 40, 8) for h in (2, 1, 1))
     case = Case(query, key, value, RelativeBuckets(2), logit_scale=SSMax(2))
     cotangents = Cotangents.of(*case.attend())
-    with configured(Configuration(*[Blocks(32, 16, 4, 1)] * 4)):
+    with configured(same(Blocks(32, 16, 4, 1))):
         one, other = (compute_on(device, case, cotangents) for _ in range(2))
 
     def parts(result: Result) -> list[torch.Tensor]:

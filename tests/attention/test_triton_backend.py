@@ -7,13 +7,13 @@ import torch
 from attention_cases import Case
 from attention_errors import Cotangents, compute
 from torch import Tensor
-from triton_cases import DEVICES, compute_on, configured, place
+from triton_cases import DEVICES, compute_on, configured, place, same
 
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, ShawVectors, SSMax, attend
 from attention_priors.attention import block_attention, triton_backend
-from attention_priors.attention.triton_backend import Blocks, Configuration, visited
+from attention_priors.attention.triton_backend import Blocks, visited
 
-SMALL = Configuration(*[Blocks(16, 16, 4, 1)] * 4)
+SMALL = same(Blocks(16, 16, 4, 1))
 X = torch.randn(1, 2, 8, 4)
 REFUSED = {
     "relative": ({"relative": ShawVectors(4)}, "relative"),
@@ -38,6 +38,13 @@ def test_refuses_float64_and_wide_heads(monkeypatch: pytest.MonkeyPatch) -> None
     wide = torch.randn(1, 2, 3, 256)
     with pytest.raises(ValueError, match="at most 256"):
         attend(wide, wide, wide, KeySink(2, train_length=8), backend="triton")
+
+
+def test_refuses_more_heads_than_a_grid_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    many = torch.zeros(65536, 1, 1, 1)
+    with pytest.raises(ValueError, match="65535"):
+        attend(many, many, many, backend="triton")
 
 
 def test_refuses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +139,7 @@ def test_true_blocks_on_cuda(head_dim: int, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
         query, key, value = (torch.randn(1, h, length, head_dim) for h in (2, 1, 1))
         prior = GeneralizedGaussian(2, init="spread", learn=True)
-        case = Case(*(x.to(dtype) for x in (query, key, value)), prior)
+        case = Case(query, key, value, prior).to(dtype)
         expected = compute(place(case.to(torch.float64), "cuda"), "reference")
         cotangents = Cotangents(torch.randn_like(expected.out), torch.zeros_like(expected.lse))
         expected = compute(place(case.to(torch.float64), "cuda"), "reference", cotangents)

@@ -64,6 +64,11 @@ def configurations(draw: st.DrawFn) -> Configuration:
     return Configuration(blocks(), blocks(), blocks(), Blocks(rows, keys, 4, 2))
 
 
+def same(blocks: Blocks) -> Configuration:
+    """The same blocks for all kernels."""
+    return Configuration(blocks, blocks, blocks, blocks)
+
+
 @contextmanager
 def configured(configuration: Configuration, slot: int = triton_backend.SLOT) -> Iterator[None]:
     """Kernels that work in these blocks; under the interpreter, no number is read or written outside of a tensor."""

@@ -148,6 +148,8 @@ def attend(
         relative=relative,
         dropout_p=dropout_p,
     )
+    if backend == "triton" and (reason := why_not(problem)) is not None:
+        raise ValueError(f"backend='triton' cannot compute this: {reason}")
     # Each backend states the precision of every step; autocast would change it behind its back.
     with torch.autocast(device, enabled=False):
         out, lse = _compute(problem, _choose(problem) if backend == "auto" else backend, return_lse)
@@ -186,9 +188,6 @@ def _compute(problem: Problem, backend: Backend, need_lse: bool) -> tuple[Tensor
     if backend == "blockwise":
         return blockwise(problem)
     if backend == "triton":
-        reason = why_not(problem)
-        if reason is not None:
-            raise ValueError(f"backend='triton' cannot compute this: {reason}")
         return toeplitz(problem, fused=True)
     if _needs_autograd(problem):
         raise ValueError(

@@ -31,6 +31,8 @@ SLOT = 256
 FAR = 2**30
 """A distance that no two tokens have."""
 LARGEST_HEAD_DIM = 256
+MOST_HEADS = 65535
+"""Of all examples together: a CUDA grid has no more rows."""
 LONGEST_TABLE = 16
 """Distances per token in a table over the range of given positions, at most: gaps fill it with numbers nobody reads."""
 
@@ -53,6 +55,8 @@ def why_not(problem: Problem) -> str | None:
         return "it does not compute attn_mask; use document_ids, key_padding_mask or a Window, or backend='toeplitz'"
     if query.dtype == torch.float64:
         return "it does not compute float64; use 'toeplitz'"
+    if geometry.batch * geometry.heads > MOST_HEADS:
+        return f"batch times heads is at most {MOST_HEADS} there, and here {geometry.batch} times {geometry.heads}"
     widths = (query.shape[-1] + _lane_number(problem), problem.value.shape[-1])
     if max(widths) > LARGEST_HEAD_DIM:
         return f"head dimensions with lanes are at most {LARGEST_HEAD_DIM} there, and here {widths[0]} and {widths[1]}"
@@ -306,7 +310,8 @@ def forward(
     """
     from attention_priors.attention import triton_kernels as kernels
 
-    launcher = _Launcher(*map(_columns_together, (query, key, value)), problem, kept)
+    query, key, value = map(_columns_together, (query, key, value))
+    launcher = _Launcher(query, key, value, problem, kept)
     geometry, size = problem.geometry, launcher.configuration.forward
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
     lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
@@ -344,7 +349,8 @@ def backward(
         if kept is not None:
             raise NotImplementedError("kept with positions that have no common offset, and a table's gradient")
         return blocks.backward(query, key, value, problem, saved, grads, wanted)
-    launcher = _Launcher(*map(_columns_together, (query, key, value)), problem, kept)
+    query, key, value = map(_columns_together, (query, key, value))
+    launcher = _Launcher(query, key, value, problem, kept)
     geometry = problem.geometry
     heads = geometry.batch * geometry.heads
     lse = saved[1].masked_fill(torch.isneginf(saved[1]), 0.0)

@@ -20,6 +20,10 @@ What a pair of blocks needs beside content and table is told by these arguments,
     ``(B, H, n, m)``. Others are left out.
 """
 
+# Triton compiles these functions from their source; to a type checker they are not quite Python.
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 import triton
