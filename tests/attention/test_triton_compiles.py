@@ -21,15 +21,16 @@ def tools() -> Path | None:
 
 
 @pytest.mark.skipif(tools() is None, reason="triton with NVIDIA's ptxas and cuobjdump is not installed")
-@pytest.mark.parametrize(("capability", "head_dim"), [(80, 128), (90, 64)])
-def test_kernels_compile(capability: int, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "kind"), [("80", "80", "positions"), ("90", "64", "slots"), ("90", "128", "plain")]
+)
+def test_kernels_compile(capability: str, head_dim: str, kind: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(capability), str(head_dim)], capture_output=True, text=True, env=environment
-    )
+    command = [sys.executable, str(PROGRAM), capability, head_dim, "bf16", kind]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 8
+    assert len(found) == (3 if kind == "positions" else 4)
     for name, usage in found.items():
         assert usage["shared"] <= SHARED_MEMORY, f"{name}: {usage}"
         # Up to so many bytes per thread stay in the first cache.

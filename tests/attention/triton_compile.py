@@ -1,6 +1,7 @@
 """Compile Triton's kernels for CUDA devices, without having one, and print what each would use there, as JSON.
 
-Run as a program, without the interpreter: ``python triton_compile.py 90 64`` (compute capability, head dimension).
+Run as a program, without the interpreter: ``python triton_compile.py 90 64 bf16 plain slots`` (compute capability,
+head dimension, dtype, kinds of problems).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from triton.compiler import ASTSource
 
 from attention_priors.attention import triton_backend, triton_kernels
 
-DTYPE = torch.bfloat16
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KERNELS = {
     "forward": triton_kernels.forward_kernel,
     "query_grad": triton_kernels.query_grad_kernel,
@@ -31,12 +32,15 @@ KERNELS = {
 NUMBERS = ("QUERY", "KEY", "VALUE", "OUT", "OUT_GRAD", "QUERY_GRAD", "KEY_GRAD", "VALUE_GRAD")
 FLOATS = ("LSE", "LSE_GRAD", "CONSTANT", "REST", "TABLE", "ROW_SCALE", "SCALE_GRAD", "PARTS")
 BYTES = ("PADDING", "KEPT")
-OPTIONAL = ("ROW_SCALE", "SCALE_GRAD", "REACH", "FIRST", "LAST", "COUNTS", "SLOTS", "KEPT", "PADDING")
+MASKS = ("ROW_SCALE", "SCALE_GRAD", "REACH", "PADDING")
+SLOTS = ("FIRST", "LAST", "COUNTS", "SLOTS", "KEPT")
 POSITIONS = ("QUERY_POSITIONS", "KEY_POSITIONS", "QUERY_DOCUMENTS", "KEY_DOCUMENTS")
+LEFT_OUT = {"plain": (*MASKS, *SLOTS, *POSITIONS), "slots": POSITIONS, "positions": SLOTS}
+"""Which pointers are None: all but the table, those to positions, or those that tell what slots see each other."""
 
 
-def variant(kernel: Any, size: triton_backend.Blocks, head_dim: int, masked: bool) -> ASTSource:
-    """A kernel for a table alone, or (``masked``) with scales, a window, documents, padding and lists."""
+def variant(kernel: Any, size: triton_backend.Blocks, head_dim: int, dtype: str, kind: str) -> ASTSource:
+    """A kernel as it is compiled for a kind of problem."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
@@ -45,11 +49,11 @@ def variant(kernel: Any, size: triton_backend.Blocks, head_dim: int, masked: boo
             widths = {"D": head_dim, "DV": head_dim, "BLOCK_D": width, "BLOCK_DV": width}
             blocks = {"ROWS": size.rows, "KEYS": size.keys, "SLOT": triton_backend.SLOT}
             signature[name], constants[(index,)] = "constexpr", (widths | blocks)[name]
-        elif name in POSITIONS or (name in OPTIONAL and not masked):
+        elif name in LEFT_OUT[kind]:
             signature[name], constants[(index,)] = "constexpr", None
         elif name.isupper():
-            kind = "bf16" if name in NUMBERS else "fp32" if name in FLOATS else "i8" if name in BYTES else "i32"
-            signature[name], attributes[(index,)] = f"*{kind}", [["tt.divisibility", 16]]
+            to = dtype if name in NUMBERS else "fp32" if name in FLOATS else "i8" if name in BYTES else "i32"
+            signature[name], attributes[(index,)] = f"*{to}", [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name == "softmax_scale" else "i32"
             if re.fullmatch("(query|key|value|grad)_(batch|head|row)", name):
@@ -57,10 +61,10 @@ def variant(kernel: Any, size: triton_backend.Blocks, head_dim: int, masked: boo
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def usage(kernel: Any, size: triton_backend.Blocks, head_dim: int, masked: bool, capability: int) -> dict[str, int]:
+def usage(source: ASTSource, size: triton_backend.Blocks, capability: int) -> dict[str, int]:
     """Registers per thread, bytes of them spilled to the stack, and shared memory in bytes."""
     compiled = triton.compile(
-        variant(kernel, size, head_dim, masked),
+        source,
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": size.warps, "num_stages": size.stages, "enable_fp_fusion": True},
     )
@@ -74,19 +78,18 @@ def usage(kernel: Any, size: triton_backend.Blocks, head_dim: int, masked: bool,
     return {"registers": int(found[1]), "stack": int(found[2]), "shared": compiled.metadata.shared}
 
 
-def main(capability: int, head_dim: int) -> None:
-    sizes = triton_backend.configuration(triton_backend._padded(head_dim), DTYPE)._asdict()
-    print(
-        json.dumps(
-            {
-                f"{name} {'masked' if masked else 'plain'}": usage(kernel, sizes[name], head_dim, masked, capability)
-                for name, kernel in KERNELS.items()
-                for masked in (False, True)
-            }
-        )
-    )
+def main(capability: str, head_dim: str, dtype: str, *kinds: str) -> None:
+    sizes = triton_backend.configuration(triton_backend._padded(int(head_dim)), DTYPES[dtype])._asdict()
+    found = {}
+    for name, kernel in KERNELS.items():
+        for kind in kinds:
+            # Without a common offset there are no diagonals.
+            if (name, kind) != ("table_grad", "positions"):
+                source = variant(kernel, sizes[name], int(head_dim), dtype, kind)
+                found[f"{name} {kind}"] = usage(source, sizes[name], int(capability))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
     assert "TRITON_INTERPRET" not in os.environ
-    main(*map(int, sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -694,9 +694,9 @@ def table_grad_kernel(
     local_i, local_j = tl.arange(0, ROWS), tl.arange(0, KEYS)
     d = offset - shift + local_i[:, None] - local_j[None, :]
     # Tiles at the edges hold pairs of tokens that are not there, at distances that are not in the table.
-    place = highest - d
-    in_table = (place >= 0) & (place < number)
-    bias = tl.load(TABLE + head * table_head + place, mask=in_table, other=0.0)
+    entry = highest - d
+    in_table = (entry >= 0) & (entry < number)
+    bias = tl.load(TABLE + head * table_head + entry, mask=in_table, other=0.0)
 
     # Tiles whose first query is in [begin, end) hold a key. All sizes are multiples of KEYS: none begins before one.
     begin = (tl.maximum(1 - KEYS - shift, 0) + ROWS - 1) // ROWS * ROWS
