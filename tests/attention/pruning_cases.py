@@ -13,7 +13,7 @@ from attention_cases import Case, cases
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention_priors.attention import block_attention, kept_tiles, key_bounds, operators, pruning
+from attention_priors.attention import block_attention, kept_tiles, key_bounds, operators, pruning, pruning_effects
 from attention_priors.attention.block_attention import BlockProblem
 from attention_priors.attention.pruning import Pruned
 
@@ -22,7 +22,7 @@ from attention_priors.attention.pruning import Pruned
 def small_blocks(size: int, worth_pruning: float = math.inf) -> Iterator[None]:
     """Blocks of ``size``, and everything else to match; heads with little to gain are pruned all the same."""
     with ExitStack() as stack:
-        for module in (block_attention, kept_tiles, key_bounds, operators, pruning):
+        for module in (block_attention, kept_tiles, key_bounds, operators, pruning, pruning_effects):
             stack.enter_context(mock.patch.object(module, "BLOCK", size))
         stack.enter_context(
             mock.patch.multiple(

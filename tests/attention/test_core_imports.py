@@ -20,3 +20,12 @@ def test_import_is_light(module: str) -> None:
     loaded = done.stdout.split()
     assert "attention_priors" in loaded
     assert not set(loaded) & set(LABORATORY)
+
+
+def test_works_without_triton() -> None:
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from attention_priors import Laplace, attend\n"
+        "x = torch.randn(1, 2, 3, 4); attend(x, x, x, Laplace(2))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -5,7 +5,7 @@ from attention_priors.attention.flex_mods import flex_mask_mod, flex_score_mod
 from attention_priors.attention.key_bounds import KeyBounds
 from attention_priors.attention.key_eviction import unneeded_keys
 from attention_priors.attention.logit_scale import SSMax, logit_scale_from_config
-from attention_priors.attention.pruning_report import PruningReport, pruning_report
+from attention_priors.attention.pruning_effects import PruningReport, pruning_report
 
 __all__ = [
     "KeyBounds",

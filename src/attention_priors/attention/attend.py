@@ -14,13 +14,14 @@ from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.problem import Problem, make_problem
 from attention_priors.attention.reference import blockwise, reference
 from attention_priors.attention.toeplitz import toeplitz
+from attention_priors.attention.triton_backend import why_not
 from attention_priors.encodings import ShawVectors
 from attention_priors.priors import Prior, Structure
 
-Backend = Literal["auto", "reference", "blockwise", "lanes", "toeplitz", "flex"]
+Backend = Literal["auto", "reference", "blockwise", "lanes", "toeplitz", "flex", "triton"]
 FEW_QUERIES = 64
 """Keys per query from which on a table is faster than lanes."""
-BACKENDS: tuple[Backend, ...] = ("auto", "reference", "blockwise", "lanes", "toeplitz", "flex")
+BACKENDS: tuple[Backend, ...] = ("auto", "reference", "blockwise", "lanes", "toeplitz", "flex", "triton")
 
 
 @overload
@@ -123,14 +124,16 @@ def attend(
             no more than that together are not looked at, so that ``‖o_i - ô_i‖ ≤ 2 tolerance · max_j ‖v_j‖`` and the
             log-sum-exp is low by at most ``-ln(1 - tolerance)``, beside rounding; gradients are exactly those of
             what is computed. Heads whose prior falls off with distance then cost linear time. Positions with gaps
-            and an ``attn_mask`` are computed in full, and so is everything by backends other than ``toeplitz``.
+            and an ``attn_mask`` are computed in full, and so is everything by backends other than ``toeplitz`` and
+            ``triton``.
         key_bounds: :class:`KeyBounds` of ``key``, kept beside a cache; without them pruning reads every key.
         backend: how it is computed, never what. ``auto`` chooses by the prior's structure: ``lanes`` if all of
             it is factored (but not where a table does as well: for slopes, half precision and a few queries),
-            else ``toeplitz``; ``blockwise`` for ``relative``, dropout and an ``attn_mask`` with a gradient.
-            ``reference`` is the dense formula. ``flex`` is compiled FlexAttention: on CPUs without gradients and
-            log-sum-exp, nowhere in float64. Where the keys that a query looks at have log-priors beyond 400 nats,
-            ``lanes`` and ``toeplitz`` take a constant from each row, or the dense formula as ``blockwise`` does:
+            else ``toeplitz``; ``blockwise`` for ``relative``, dropout and an ``attn_mask`` with a gradient. On CUDA it
+            takes ``triton``, the fused kernels, for all that they compute. ``reference`` is the dense formula.
+            ``flex`` is compiled FlexAttention: on CPUs without gradients and log-sum-exp, nowhere in float64.
+            Where the keys that a query looks at have log-priors beyond 400 nats, ``lanes``, ``toeplitz`` and
+            ``triton`` take a constant from each row, or the dense formula as ``blockwise`` does:
             float32 would not hold them.
 
     Returns:
@@ -166,6 +169,8 @@ def attend(
         tolerance=tolerance,
         key_bounds=key_bounds,
     )
+    if backend == "triton" and (reason := why_not(problem)) is not None:
+        raise ValueError(f"backend='triton' cannot compute this: {reason}")
     # Each backend states the precision of every step; autocast would change it behind its back.
     with torch.autocast(device, enabled=False):
         out, lse = _compute(problem, _choose(problem) if backend == "auto" else backend, return_lse)
@@ -178,6 +183,8 @@ def attend(
 def _choose(problem: Problem) -> Backend:
     if _needs_autograd(problem):
         return "blockwise"
+    if problem.query.is_cuda and why_not(problem) is None:
+        return "triton"
     if not is_factored(problem.prior, causal=problem.geometry.causal):
         return "toeplitz"
     terms = () if problem.prior is None else tuple(problem.prior.terms())
@@ -202,6 +209,8 @@ def _compute(problem: Problem, backend: Backend, need_lse: bool) -> tuple[Tensor
         return out, lse
     if backend == "blockwise":
         return blockwise(problem)
+    if backend == "triton":
+        return toeplitz(problem, fused=True)
     if _needs_autograd(problem):
         raise ValueError(
             f"backend={backend!r} does not compute relative, dropout_p or a gradient of attn_mask; use 'auto'"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attention_priors.attention import block_attention as blocks
+from attention_priors.attention import triton_backend
 from attention_priors.attention.bias import Distances
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.key_bounds import BLOCK, Balls
@@ -22,9 +23,10 @@ GEOMETRY = (
 
 PROBLEM = (
     "Tensor query, Tensor key, Tensor value, Tensor? table, Tensor? row_scale, Tensor? inside, Tensor? listed, "
-    f"SymInt highest, SymInt number, float softmax_scale, {GEOMETRY}, Tensor? kept"
+    f"SymInt highest, SymInt number, float softmax_scale, {GEOMETRY}, Tensor? kept, bool fused"
 )
-INPUTS = 17
+"""``kept``: see ``pruning.py``. ``fused``: by Triton's kernels; else in tiles."""
+INPUTS = 18
 """How many parameters ``PROBLEM`` has."""
 
 
@@ -90,7 +92,7 @@ def block_problem(
 ) -> blocks.BlockProblem:
     """The problem that ``PROBLEM`` lists."""
     batch, heads, num_queries, _ = query.shape
-    *arguments, kept = rest
+    *arguments, kept, _ = rest
     geometry = _geometry((batch, heads, num_queries, key.shape[2]), query.device, tuple(arguments))
     if geometry.has_given_positions and listed is None:
         _check_range(geometry, highest, number)
@@ -127,9 +129,9 @@ def _check_range(geometry: Geometry, highest: int, number: int) -> None:
     "attention_priors::block_attention", mutates_args=(), schema=f"({PROBLEM}) -> (Tensor, Tensor)"
 )
 def block_attention(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of :func:`block_attention.forward`."""
-    query, key, value, *_ = inputs
-    return blocks.forward(query, key, value, block_problem(*inputs))
+    """Output and log-sum-exp of :func:`block_attention.forward` or :func:`triton_backend.forward`."""
+    query, key, value, *_, fused = inputs
+    return (triton_backend if fused else blocks).forward(query, key, value, block_problem(*inputs))
 
 
 @block_attention.register_fake
@@ -156,11 +158,12 @@ def block_attention_backward(
     *inputs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, table and row scale; what is not wanted is empty."""
-    query, key, value, *_ = inputs
+    query, key, value, *_, fused = inputs
+    backward = (triton_backend if fused else blocks).backward
     # A caller who is inside autocast would have the recomputed products rounded.
     with torch.autocast(out.device.type, enabled=False):
         wanted = wants_table, wants_scale
-        found = blocks.backward(query, key, value, block_problem(*inputs), (out, lse), (out_grad, lse_grad), wanted)
+        found = backward(query, key, value, block_problem(*inputs), (out, lse), (out_grad, lse_grad), wanted)
     nothing = lse.new_empty(0)
     return (
         found.query,

@@ -138,7 +138,9 @@ def _some_seen(geometry: Geometry) -> tuple[Tensor, Tensor]:
 # ---- how it is done
 
 
-def attend_recentred(problem: Problem, augmented: Augmented, terms: Sequence[Prior]) -> tuple[Tensor, Tensor] | None:
+def attend_recentred(
+    problem: Problem, augmented: Augmented, terms: Sequence[Prior], fused: bool
+) -> tuple[Tensor, Tensor] | None:
     """Attention over augmented queries and keys, with a constant of its own for each block of queries and head.
 
     None where it takes the dense formula, whose rows each have their own: with masks and documents, for positions with
@@ -182,6 +184,7 @@ def attend_recentred(problem: Problem, augmented: Augmented, terms: Sequence[Pri
             problem.softmax_scale,
             *geometry_arguments(part),
             None,
+            fused,
         )
         outs.append(out)
         lses.append(lse + (constant if row_scale is None else constant * row_scale.double()))

@@ -25,16 +25,21 @@ from attention_priors.attention.recentred import (
 )
 from attention_priors.attention.reference import blockwise
 from attention_priors.attention.tables import consecutive_table
+from attention_priors.attention.triton_backend import distance_range
 from attention_priors.priors import Prior, Structure
 
 
-def toeplitz(problem: Problem) -> tuple[Tensor, Tensor]:
+def toeplitz(problem: Problem, fused: bool = False) -> tuple[Tensor, Tensor]:
     """Attention with the stationary terms of the prior in a table and the others in lanes.
+
+    Args:
+        problem: what to compute.
+        fused: by Triton's kernels; else in tiles.
 
     Returns:
         Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``.
     """
-    return attend_in_blocks(problem, *split(problem))
+    return attend_in_blocks(problem, *split(problem), fused)
 
 
 def split(problem: Problem) -> tuple[Augmented, list[Prior]]:
@@ -44,7 +49,9 @@ def split(problem: Problem) -> tuple[Augmented, list[Prior]]:
     return augment(problem, [term for term in terms if Structure.STATIONARY not in term.structure]), stationary
 
 
-def attend_in_blocks(problem: Problem, augmented: Augmented, terms: Sequence[Prior]) -> tuple[Tensor, Tensor]:
+def attend_in_blocks(
+    problem: Problem, augmented: Augmented, terms: Sequence[Prior], fused: bool = False
+) -> tuple[Tensor, Tensor]:
     """Attention over augmented queries and keys, plus the stationary ``terms`` and the slope of the lanes.
 
     Returns:
@@ -53,23 +60,23 @@ def attend_in_blocks(problem: Problem, augmented: Augmented, terms: Sequence[Pri
     if not lanes_are_exact(problem, augmented):
         return blockwise(problem)
     row_offset = augmented.row_offset
-    prior = table_for(problem, augmented, terms)
+    prior = table_for(problem, augmented, terms, fused)
     if may_look(problem) and not is_near(problem, augmented, terms, prior):
-        found = attend_recentred(problem, augmented, terms)
+        found = attend_recentred(problem, augmented, terms, fused)
         if found is None:
             return blockwise(problem)
         return found[0].to(problem.query.dtype), _with_offset(found[1], row_offset).to(problem.compute_dtype)
     inputs = operator_inputs(problem, augmented, prior)
     kept = None
     if problem.tolerance > 0 and may_prune(problem.geometry):
-        kept = choose_kept_blocks(problem.tolerance, balls_of(problem, augmented.key), *inputs, None)
-    out, lse = attend_in_tiles(*inputs, kept)
+        kept = choose_kept_blocks(problem.tolerance, balls_of(problem, augmented.key), *inputs, None, fused)
+    out, lse = attend_in_tiles(*inputs, kept, fused)
     return out.to(problem.query.dtype), _with_offset(lse, row_offset).to(problem.compute_dtype)
 
 
-def table_for(problem: Problem, augmented: Augmented, terms: Sequence[Prior]) -> Table:
+def table_for(problem: Problem, augmented: Augmented, terms: Sequence[Prior], fused: bool = False) -> Table:
     """The stationary ``terms``, and the slope of the lanes, at every distance of the problem."""
-    highest, number, listed = _distances(problem.geometry)
+    highest, number, listed = _distances(problem.geometry, fused)
     like = augmented.query.new_empty(0, dtype=problem.compute_dtype)
     distances = torch.arange(highest, highest - number, -1, device=like.device) if listed is None else listed
     if listed is None:
@@ -84,7 +91,7 @@ def table_for(problem: Problem, augmented: Augmented, terms: Sequence[Prior]) ->
 
 
 def operator_inputs(problem: Problem, augmented: Augmented, prior: Table) -> tuple[Any, ...]:
-    """What operators take, but for the last, the blocks that are kept."""
+    """What operators take, but for the last two: the blocks that are kept, and by which kernels."""
     content = augmented.query, augmented.key, augmented.value
     return (*content, *prior, problem.softmax_scale, *geometry_arguments(problem.geometry))
 
@@ -105,7 +112,7 @@ def _with_offset(lse: Tensor, row_offset: Tensor | None) -> Tensor:
     return torch.where(lse == float("-inf"), lse, lse + row_offset)
 
 
-def _distances(geometry: Geometry) -> tuple[int, int, Tensor | None]:
+def _distances(geometry: Geometry, fused: bool) -> tuple[int, int, Tensor | None]:
     """A table's distances: the highest, how many fall by one from there, or all of them, rising, if they do not."""
     num_queries, num_keys, offset = geometry.num_queries, geometry.num_keys, None
     if geometry.has_given_positions and torch.compiler.is_compiling():
@@ -117,6 +124,9 @@ def _distances(geometry: Geometry) -> tuple[int, int, Tensor | None]:
         offset = num_keys - num_queries
     elif geometry.offset is not None:
         offset = geometry.offset
+    if offset is None and fused:
+        # The kernels compute a pair's place: distances must fall by one.
+        return *distance_range(geometry), None
     if offset is None:
         keys = geometry.key_positions.unsqueeze(-2)
         blocks = geometry.query_positions.split(256, dim=-1)

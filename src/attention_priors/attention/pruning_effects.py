@@ -76,7 +76,7 @@ def pruning_report(
     )
     augmented, terms = split(problem)
     inputs = operator_inputs(problem, augmented, table_for(problem, augmented, terms))
-    blocks = block_problem(*inputs, None)
+    blocks = block_problem(*inputs, None, False)
     kept, dropped = prune(augmented.query, augmented.key, blocks, tolerance, balls_of(problem, augmented.key))
 
     geometry = problem.geometry

@@ -1,0 +1,263 @@
+"""Triton's kernels against the dense formula in float64: values, log-sum-exp and all gradients."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from attention_cases import PRIORS, Case, cases, examples, randomize
+from attention_errors import Cotangents, Result, compute, errors, float32_tolerance, gradient_scales
+from hypothesis import given
+from hypothesis import strategies as st
+from pruning_cases import small_blocks
+from test_half_precision import half_case, plain_attention, root_mean_square
+from triton_cases import DEVICES, compute_on, configurations, configured, place, same
+
+from attention_priors import GeneralizedGaussian, KeySink, Laplace, RelativeBuckets, SSMax, Window, pruning_report
+from attention_priors.attention import operators
+from attention_priors.attention.triton_backend import Blocks, Configuration
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+def check_exactness(device: str, case: Case) -> None:
+    exact = case.to(torch.float64)
+    expected = compute(exact, "reference")
+    cotangents = Cotangents.of(expected.out, expected.lse)
+    found = errors(compute_on(device, case, cotangents), expected, gradient_scales(case, cotangents))
+    tolerance = float32_tolerance(case)
+    for part, error in found.items():
+        assert error <= tolerance, f"{part}: {error:.2e} > {tolerance:.2e}"
+
+
+@pytest.mark.parametrize("name", PRIORS)
+def test_float32(name: str, device: str) -> None:
+    @examples(2, f"triton {name}")
+    @given(cases(name, longest=40, masks=False), configurations())
+    def check(case: Case, configuration: Configuration) -> None:
+        with configured(configuration):
+            check_exactness(device, case)
+
+    check()
+
+
+def test_many_blocks(device: str) -> None:
+    """Longer sequences in blocks of every shape: what lies before, on and after the diagonal, and behind a window."""
+
+    @examples(5, "blocks")
+    @given(
+        configurations(), st.integers(60, 100), st.sampled_from([0, 13]), st.sampled_from([None, 9, 40]), st.booleans()
+    )
+    def check(configuration: Configuration, length: int, ahead: int, window: int | None, causal: bool) -> None:
+        generator = torch.Generator().manual_seed(length)
+        prior = RelativeBuckets(1, num_buckets=16, max_distance=90, bidirectional=not causal)
+        randomize(prior, generator)
+        query, key, value = (torch.randn(1, 1, n, 5, generator=generator) for n in (length - ahead, length, length))
+        case = Case(query, key, value, prior if window is None else prior + Window(1, window), causal)
+        with configured(configuration):
+            check_exactness(device, case)
+
+    check()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_positions_without_a_common_offset(device: str, causal: bool) -> None:
+    """They are read in, and so are documents that are not runs of tokens, with ids of any size."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, h, 36, 4, generator=generator) for h in (2, 1, 1))
+    positions = torch.randint(0, 60, (2, 36), generator=generator)
+    scale = SSMax(2, init=0.7)
+    documents = torch.randint(0, 2, (2, 36), generator=generator) * 10**12
+    padding = torch.rand(2, 36, generator=generator) < 0.2
+    prior = Laplace(2, learn=False) + Window(2, 25)
+    for options in (
+        {"query_positions": positions - 5, "key_positions": positions, "key_padding_mask": padding},
+        {"document_ids": documents},
+    ):
+        case = replace(Case(query, key, value, prior, causal, scale), **options)
+        with configured(same(Blocks(16, 16, 4, 1))):
+            check_exactness(device, case)
+            # Diagonals are not sums of a distance there: a learned table's gradient is left to the tiles.
+            check_exactness(device, replace(case, prior=Laplace(2, learn=True)))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_blocks_that_are_left_out(device: str, causal: bool) -> None:
+    """Only the slots that a list keeps are visited; a query with none of them sees nothing."""
+
+    @examples(2, f"kept {causal}")
+    @given(configurations(), st.integers(0, 99), st.booleans())
+    def check(configuration: Configuration, seed: int, documents: bool) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        prior = GeneralizedGaussian(2, init="spread", learn=True)
+        query, key, value = (torch.randn(1, h, 50, 4, generator=generator) for h in (2, 1, 1))
+        ids = torch.arange(50).unsqueeze(0) // 40 if documents else None
+        kept = torch.rand(1, 2, 2, 2, generator=generator) < 0.6
+        slot = 32
+        hidden = ~kept.repeat_interleave(slot, 2).repeat_interleave(slot, 3)[:, :, :50, :50]
+        case = Case(query, key, value, prior, causal, document_ids=ids)
+        masked = replace(case, attn_mask=hidden)
+        expected = compute(masked.to(torch.float64), "reference")
+        cotangents = Cotangents.of(expected.out, expected.lse)
+        of_device = kept.to(device)
+        make = operators.block_problem
+        with (
+            configured(configuration, slot),
+            mock.patch.object(operators, "block_problem", lambda *x: replace(make(*x), kept=of_device)),
+        ):
+            result = compute_on(device, case, cotangents)
+        found = errors(result, expected, gradient_scales(masked, cotangents))
+        assert max(found.values()) <= float32_tolerance(masked), found
+
+    check()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_pruned(device: str, causal: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, h, 150, 4, generator=generator) for h in (2, 1, 1))
+    case = Case(query, key, value, Laplace(2, slopes=[2.0, 1e-3]), causal, tolerance=1e-3)
+    with configured(same(Blocks(16, 16, 4, 1)), 32), small_blocks(32):
+        report = pruning_report(query, key, case.prior, tolerance=1e-3, causal=causal)
+        out, lse = (x.cpu() for x in place(case, device).attend("triton"))
+    assert report.skipped[0] > 0.3
+    exact, exact_lse = replace(case, tolerance=0.0).attend("reference")
+    assert float((out - exact).abs().max()) > 1e-7, "nothing was left out"
+    longest = torch.linalg.vector_norm(value, dim=-1).max()
+    assert float(torch.linalg.vector_norm(out - exact, dim=-1).max()) <= 2e-3 * longest + 1e-5
+    assert float((exact_lse - lse).max()) <= 1e-3 + 1e-5
+
+
+@pytest.mark.parametrize("theta_beta", [-8.0, 8.0])
+def test_rows_of_one_key_and_huge_log_priors(device: str, theta_beta: float) -> None:
+    """β < 0 makes the log-prior of distance 0 as low as -1e30 nats: the first row's weight is 1, its gradient 0."""
+    prior = GeneralizedGaussian(2, learn=True)
+    with torch.no_grad():
+        prior.theta_beta.fill_(theta_beta)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, h, 24, 4) for h in (2, 1, 1))
+    small = same(Blocks(16, 16, 4, 2))
+    for window in (None, 1):
+        case = Case(query, key, value, prior if window is None else prior + Window(2, window))
+        for scaled in (False, True):
+            with configured(small):
+                check_exactness(device, replace(case, logit_scale=SSMax(2, init=0.7) if scaled else None))
+
+
+def test_rows_of_one_key_in_half_precision(device: str) -> None:
+    """A gradient of 0 stays 0 when it is multiplied by 1e30, whichever order a kernel adds its products up in."""
+    prior = GeneralizedGaussian(2, learn=True)
+    with torch.no_grad():
+        prior.theta_beta.fill_(-8.0)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, h, 70, 100).half() for h in (2, 1, 1))
+    case = Case(query, key, value, prior + Window(2, 1))
+    cotangents = Cotangents(torch.randn(1, 2, 70, 100).half().double(), torch.zeros(1, 2, 70).double())
+    with configured(same(Blocks(32, 16, 4, 1))._replace(table_grad=Blocks(64, 64, 4, 1))):
+        found = compute_on(device, case, cotangents)
+    for part, grad in found.grads.items():
+        if "." in part:
+            assert (grad == 0).all(), part
+
+
+def test_log_sum_exps_of_a_million_nats(device: str) -> None:
+    """A float32 of that size is wrong by 0.03, but weights are exact, and so are gradients."""
+    prior = RelativeBuckets(1)
+    with torch.no_grad():
+        prior.bias.fill_(1e6)
+    torch.manual_seed(0)
+    value = torch.randn(1, 1, 40, 4)
+    case = Case(torch.zeros(1, 1, 40, 4), value, value, prior)
+    cotangents = Cotangents(torch.randn(1, 1, 40, 4).double(), torch.zeros(1, 1, 40).double())
+    expected = compute(case.to(torch.float64), "reference", cotangents)
+    with configured(same(Blocks(16, 16, 4, 1))):
+        found = compute_on(device, case, cotangents)
+    for part, grad in expected.grads.items():
+        torch.testing.assert_close(found.grads[part].double(), grad.double(), rtol=0, atol=1e-5)
+
+
+def test_logit_scale_of_the_prior_in_half_precision(device: str) -> None:
+    """It learns in float32, as the prior does; keys are 0, so that the scale has no other part."""
+    prior = GeneralizedGaussian(2, init="spread", learn=True)
+    torch.manual_seed(0)
+    query, value = torch.randn(1, 2, 40, 8).half(), torch.randn(1, 1, 40, 8).half()
+    case = Case(query, torch.zeros_like(value), value, prior, logit_scale=SSMax(2))
+    cotangents = Cotangents(torch.randn(1, 2, 40, 8).half().double(), torch.zeros(1, 2, 40).double())
+    expected = compute(case.to(torch.float64), "reference", cotangents)
+    with configured(same(Blocks(16, 16, 4, 1))):
+        found = compute_on(device, case, cotangents)
+    for part in ("logit_scale.s", "prior.theta_alpha"):
+        torch.testing.assert_close(found.grads[part], expected.grads[part], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["none", "generalized_gaussian", "key_sink"])
+def test_half_precision(name: str, dtype: torch.dtype, device: str) -> None:
+    """No worse than plain attention with a dense float32 bias; and priors learn in float32."""
+    floor = torch.finfo(dtype).eps / 16
+    blocks = same(Blocks(64, 64, 4, 2))
+    # The interpreter cuts off what does not fit a bfloat16 where a device rounds it, which is wrong by twice as much.
+    times = 4 if device == "cpu" and dtype == torch.bfloat16 else 2
+
+    @examples(1, f"triton {name} {dtype}")
+    @given(st.data(), st.integers(0, 999), st.booleans())
+    def check(data: st.DataObject, seed: int, causal: bool) -> None:
+        case = half_case(name, dtype, seed, causal, data)
+        case = replace(case, query=case.query[:1], key=case.key[:1], value=case.value[:1])
+        exact = case.to(torch.float64)
+        first = compute(exact, "reference")
+        cotangents = Cotangents.of(first.out, first.lse)
+        cotangents = Cotangents(cotangents.out.to(dtype).double(), torch.zeros_like(first.lse))
+        expected = compute(exact, "reference", cotangents)
+        plain = plain_attention(case, cotangents.out)
+        with configured(blocks):
+            result = compute_on(device, case, cotangents)
+        assert result.out.dtype == dtype
+        assert result.lse.dtype == torch.float32
+        found = {"out": result.out} | result.grads
+        for part, reached in plain.items():
+            right = expected.out if part == "out" else expected.grads[part]
+            allowed = times * root_mean_square(reached.double() - right) + times * floor * root_mean_square(right)
+            assert root_mean_square(found[part].double() - right) <= allowed, part
+        for part, grad in expected.grads.items():
+            if "." in part:
+                assert result.grads[part].dtype == torch.float32
+                error = (result.grads[part].double() - grad.double()).abs().max()
+                assert error <= 1e-4 * max(1.0, float(grad.abs().max())), f"{part}: {float(error):.2e}"
+
+    check()
+
+
+def test_head_dimensions(device: str) -> None:
+    """Padded to powers of two, wide ones too, and those of values may differ."""
+    blocks = same(Blocks(16, 16, 4, 1))
+    for head_dim, value_dim in ((16, 33), (80, 64), (256, 96), (249, 256)):
+        torch.manual_seed(head_dim)
+        query, key, value = (torch.randn(1, 1, 20, n) for n in (head_dim, head_dim, value_dim))
+        prior = Laplace(1, learn=True)
+        with configured(blocks):
+            check_exactness(device, Case(query, key, value, prior))
+
+
+def test_tensors_that_are_not_contiguous(device: str) -> None:
+    """Queries as projections leave them, ``(B, L, H, D)``, and keys whose columns lie apart."""
+    torch.manual_seed(0)
+    query = torch.randn(2, 20, 2, 4).transpose(1, 2)
+    key, value = torch.randn(2, 2, 4, 20).mT, torch.randn(2, 20, 2, 4).transpose(1, 2)
+    with configured(same(Blocks(16, 16, 4, 1))):
+        check_exactness(device, Case(query, key, value, Laplace(2, learn=True) + KeySink(2, train_length=8)))
+
+
+def test_same_inputs_same_result(device: str) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, h, 40, 8) for h in (2, 1, 1))
+    case = Case(query, key, value, RelativeBuckets(2), logit_scale=SSMax(2))
+    cotangents = Cotangents.of(*case.attend())
+    with configured(same(Blocks(32, 16, 4, 1))):
+        one, other = (compute_on(device, case, cotangents) for _ in range(2))
+
+    def parts(result: Result) -> list[torch.Tensor]:
+        return [result.out, result.lse, *result.grads.values()]
+
+    for first, second in zip(parts(one), parts(other), strict=True):
+        assert torch.equal(first, second)

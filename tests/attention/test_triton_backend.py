@@ -1,0 +1,156 @@
+"""What ``backend="triton"`` takes and refuses, and how it gets along with the rest of PyTorch."""
+
+from unittest import mock
+
+import pytest
+import torch
+from attention_cases import Case
+from attention_errors import Cotangents, compute
+from torch import Tensor
+from triton_cases import DEVICES, compute_on, configured, place, same
+
+from attention_priors import GeneralizedGaussian, KeySink, Laplace, ShawVectors, SSMax, attend
+from attention_priors.attention import block_attention, triton_backend
+from attention_priors.attention.triton_backend import Blocks, visited
+
+SMALL = same(Blocks(16, 16, 4, 1))
+X = torch.randn(1, 2, 8, 4)
+REFUSED = {
+    "relative": ({"relative": ShawVectors(4)}, "relative"),
+    "dropout": ({"dropout_p": 0.1}, "dropout_p"),
+    "mask": ({"attn_mask": torch.zeros(8, 8, dtype=torch.bool)}, "attn_mask.*document_ids"),
+    "far apart": ({"query_positions": torch.arange(8) * 1000, "key_positions": torch.arange(8)}, "too far apart"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    options, match = REFUSED[name]
+    with pytest.raises(ValueError, match=f"backend='triton'.*{match}"):
+        attend(X, X, X, Laplace(2), backend="triton", **options)
+
+
+def test_refuses_float64_and_wide_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match="float64"):
+        attend(X.double(), X.double(), X.double(), backend="triton")
+    wide = torch.randn(1, 2, 3, 256)
+    with pytest.raises(ValueError, match="at most 256"):
+        attend(wide, wide, wide, KeySink(2, train_length=8), backend="triton")
+
+
+def test_refuses_more_heads_than_a_grid_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    many = torch.zeros(65536, 1, 1, 1)
+    with pytest.raises(ValueError, match="65535"):
+        attend(many, many, many, backend="triton")
+
+
+def test_refuses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=r"backend='triton'.*CUDA.*cpu"):
+        attend(X, X, X, backend="triton")
+    attend(X, X, X)
+
+
+def test_says_that_triton_is_missing() -> None:
+    with mock.patch.object(triton_backend, "INSTALLED", False), pytest.raises(ValueError, match="not installed"):
+        attend(X, X, X, backend="triton")
+
+
+def test_lists_of_kept_slots() -> None:
+    kept = torch.tensor([[[[True, False, True, True], [False] * 4, [False, True, False, False]]]])
+    counts, slots = visited(kept)
+    assert counts.tolist() == [[[3, 0, 1]]]
+    assert slots[0, 0, 0, :3].tolist() == [0, 2, 3]
+    assert slots[0, 0, 2, :1].tolist() == [1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_without_a_graph_break(device: str) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, h, 20, 8, device=device, requires_grad=True) for h in (2, 1, 1))
+    prior = (GeneralizedGaussian(2, init="spread", learn=True) + KeySink(2, train_length=8)).to(device)
+    scale = SSMax(2).to(device)
+    documents = torch.tensor([[0] * 9 + [1] * 11], device=device)
+    leaves = [query, key, value, scale.s, *(p for p in prior.parameters() if p.requires_grad)]
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(query, key, value, prior, logit_scale=scale, document_ids=documents, backend="triton")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with configured(SMALL):
+        found, expected = (
+            torch.autograd.grad(function(query, key, value).square().sum(), leaves) for function in (compiled, call)
+        )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_vmap(device: str) -> None:
+    torch.manual_seed(0)
+    tensors = torch.randn(3, 2, 1, 2, 6, 4, device=device)
+    prior = Laplace(2).to(device)
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(query, key, value, prior, backend="triton")
+
+    with configured(SMALL):
+        found = torch.func.vmap(call)(*tensors)
+        for index in range(2):
+            torch.testing.assert_close(found[index], call(*tensors[:, index]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_kernels_compute_all_of_it(device: str) -> None:
+    """No tile is computed beside them, unless positions have no common offset and the table is learned."""
+    case = Case(X, X, X, Laplace(2, learn=True), document_ids=torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]]))
+    cotangents = Cotangents.of(*case.attend())
+    with (
+        configured(SMALL),
+        mock.patch.object(block_attention, "forward", side_effect=AssertionError),
+        mock.patch.object(block_attention, "backward", side_effect=AssertionError),
+    ):
+        compute_on(device, case, cotangents)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_auto_takes_the_kernels_on_cuda() -> None:
+    case = place(Case(X, X, X, Laplace(2)), "cuda")
+    with mock.patch.object(triton_backend, "forward", wraps=triton_backend.forward) as forward:
+        case.attend("auto")
+        assert forward.call_count == 1
+        place(Case(X, X, X, Laplace(2), attn_mask=torch.zeros(8, 8, dtype=torch.bool)), "cuda").attend("auto")
+        assert forward.call_count == 1
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_true_blocks_on_cuda(head_dim: int, dtype: torch.dtype) -> None:
+    """The blocks that are used, and memory that grows with the length alone."""
+    peaks = []
+    for length in (1000, 2000):
+        torch.manual_seed(0)
+        query, key, value = (torch.randn(1, h, length, head_dim) for h in (2, 1, 1))
+        prior = GeneralizedGaussian(2, init="spread", learn=True)
+        case = Case(query, key, value, prior).to(dtype)
+        expected = compute(place(case.to(torch.float64), "cuda"), "reference")
+        cotangents = Cotangents(torch.randn_like(expected.out), torch.zeros_like(expected.lse))
+        expected = compute(place(case.to(torch.float64), "cuda"), "reference", cotangents)
+        moved = place(case, "cuda")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found = compute(moved, "triton", cotangents)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        tolerance = 1e-4 if dtype == torch.float32 else 0.02
+        for part, exact in expected.grads.items():
+            error = (found.grads[part].double() - exact.double()).abs().max() / exact.double().abs().max()
+            assert error <= (1e-4 if "." in part else tolerance), part
+        assert (found.out.double() - expected.out.double()).abs().max() <= tolerance
+    assert peaks[1] <= 2.2 * peaks[0]

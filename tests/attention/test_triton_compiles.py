@@ -1,0 +1,37 @@
+"""Triton's kernels compile for CUDA devices; that takes no such device."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("triton_compile.py")
+SHARED_MEMORY = 99 * 1024
+"""Of the devices that have the least: compute capability 8.6 and 8.9."""
+
+
+def tools() -> Path | None:
+    spec = find_spec("triton")
+    folder = None if spec is None or spec.origin is None else Path(spec.origin).parent / "backends" / "nvidia" / "bin"
+    return folder if folder is not None and (folder / "ptxas").exists() and (folder / "cuobjdump").exists() else None
+
+
+@pytest.mark.skipif(tools() is None, reason="triton with NVIDIA's ptxas and cuobjdump is not installed")
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "kind"), [("80", "80", "positions"), ("90", "64", "slots"), ("90", "128", "plain")]
+)
+def test_kernels_compile(capability: str, head_dim: str, kind: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(PROGRAM), capability, head_dim, "bf16", kind]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == (3 if kind == "positions" else 4)
+    for name, usage in found.items():
+        assert usage["shared"] <= SHARED_MEMORY, f"{name}: {usage}"
+        # Up to so many bytes per thread stay in the first cache.
+        assert usage["stack"] <= 256, f"{name}: {usage}"

@@ -1,0 +1,129 @@
+"""Attention problems for Triton's kernels: on a CUDA device, or on the CPU by Triton's interpreter, in small blocks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import Case
+from attention_errors import Cotangents, Result, compute
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from attention_priors.attention import triton_backend
+from attention_priors.attention.triton_backend import INSTALLED, Blocks, Configuration
+
+ON_CUDA = torch.cuda.is_available()
+DEVICES = [
+    pytest.param(
+        "cpu",
+        marks=pytest.mark.skipif(
+            ON_CUDA or not INSTALLED, reason="the interpreter is for machines without CUDA, and needs triton"
+        ),
+    ),
+    pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not ON_CUDA, reason="needs a CUDA device")]),
+]
+"""What every test of the kernels is run on."""
+
+
+def place(case: Case, device: str) -> Case:
+    """The same problem on a device."""
+    moved = {}
+    for part in fields(case):
+        value = getattr(case, part.name)
+        if isinstance(value, Tensor):
+            moved[part.name] = value.to(device)
+        elif isinstance(value, nn.Module):
+            moved[part.name] = copy.deepcopy(value).to(device)
+    return replace(case, **moved)
+
+
+def compute_on(device: str, case: Case, cotangents: Cotangents | None = None) -> Result:
+    """What the kernels give, back on the CPU."""
+    if cotangents is not None:
+        cotangents = Cotangents(cotangents.out.to(device), cotangents.lse.to(device))
+    found = compute(place(case, device), "triton", cotangents)
+    return Result(found.out.cpu(), found.lse.cpu(), {name: grad.cpu() for name, grad in found.grads.items()})
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> Configuration:
+    """Blocks so small that short sequences need several; rows and keys as many, or not."""
+
+    def blocks() -> Blocks:
+        return Blocks(draw(st.sampled_from([16, 32])), draw(st.sampled_from([16, 32])), 4, 2)
+
+    rows, keys = draw(st.sampled_from([(16, 16), (32, 16), (32, 32), (64, 16)]))
+    return Configuration(blocks(), blocks(), blocks(), Blocks(rows, keys, 4, 2))
+
+
+def same(blocks: Blocks) -> Configuration:
+    """The same blocks for all kernels."""
+    return Configuration(blocks, blocks, blocks, blocks)
+
+
+@contextmanager
+def configured(configuration: Configuration, slot: int = triton_backend.SLOT) -> Iterator[None]:
+    """Kernels that work in these blocks; under the interpreter, no number is read or written outside of a tensor."""
+    with (
+        mock.patch.multiple(triton_backend, configuration=lambda width, dtype: configuration, SLOT=slot),
+        nullcontext() if ON_CUDA else guarded_memory(),
+    ):
+        yield
+
+
+class Guard:
+    """The interpreter's access to memory, which looks at every address first."""
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+        self.starts = np.empty(0, dtype=np.uint64)
+        self.ends = self.starts
+
+    def allow(self, tensors: list[Tensor]) -> None:
+        last = [sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) for x in tensors]
+        starts = [x.data_ptr() for x in tensors]
+        ends = [x.data_ptr() + (place + 1) * x.element_size() for x, place in zip(tensors, last, strict=True)]
+        order = np.argsort(starts)
+        self.starts, self.ends = (np.array(numbers, dtype=np.uint64)[order] for numbers in (starts, ends))
+
+    def check(self, addresses: np.ndarray, mask: np.ndarray) -> None:
+        used = np.asarray(addresses)[np.asarray(mask)].ravel()
+        if len(used):
+            place = np.searchsorted(self.starts, used, side="right") - 1
+            assert (place >= 0).all(), "an address before every tensor"
+            assert (used < self.ends[place]).all(), "an address outside of every tensor"
+
+    def load(self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        self.check(addresses, mask)
+        return self.memory.load(addresses, mask, other, dtype)
+
+    def store(self, addresses: np.ndarray, numbers: np.ndarray, mask: np.ndarray) -> None:
+        self.check(addresses, mask)
+        self.memory.store(addresses, numbers, mask)
+
+
+@contextmanager
+def guarded_memory() -> Iterator[None]:
+    from triton.runtime import interpreter
+
+    guard = Guard(interpreter._interpreter)
+    run = triton_backend._Launcher.run
+
+    def allowed(launcher: Any, kernel: Any, grid: Any, size: Blocks, **arguments: Any) -> None:
+        tensors = (launcher.query, launcher.key, launcher.value, *arguments.values())
+        guard.allow([x for x in tensors if isinstance(x, Tensor)])
+        run(launcher, kernel, grid, size, **arguments)
+
+    with (
+        mock.patch.object(interpreter, "_interpreter", guard),
+        mock.patch.object(triton_backend._Launcher, "run", allowed),
+    ):
+        yield
