@@ -11,10 +11,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attention_priors.attention.problem import Problem
 from attention_priors.priors import Lanes, Prior, Structure
 from attention_priors.priors.base import LOG_PRIOR_FLOOR, join_lanes, per_head
+
+LANES_AT_A_TIME = 8
+"""Numbers of float32 in a vector register."""
 
 
 class Augmented(NamedTuple):
@@ -58,7 +62,9 @@ def augment(problem: Problem, terms: Sequence[Prior]) -> Augmented:
         phi = phi * prior_scale.unsqueeze(-1)
     grows = [part for term, part in zip(terms, parts, strict=True) if Structure.STATIONARY not in term.structure]
     size = _size(grows, prior_scale) if grows else None
-    psi = features.key.unsqueeze(-3)
+    # Empty lanes make the width a multiple of 8, without a remainder for vector units: 82 is slower than 88.
+    empty = (0, -(query.shape[-1] + phi.shape[-1]) % LANES_AT_A_TIME)
+    phi, psi = pad(phi, empty), pad(features.key, empty).unsqueeze(-3)
     query = torch.cat([query, (phi / problem.softmax_scale).expand(len(query), -1, -1, -1)], dim=-1)
     key = torch.cat([key, psi.expand(*key.shape[:2], -1, -1)], dim=-1)
     return Augmented(query, key, value, row_offset, features.slope, size)

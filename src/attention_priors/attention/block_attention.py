@@ -89,7 +89,10 @@ def forward(query: Tensor, key: Tensor, value: Tensor, problem: BlockProblem) ->
     value_dim = value.shape[-1]
     if value_dim != head_dim:
         # The CPU's kernel wants one width for all three.
-        query, key, value = (pad(x, (0, max(head_dim, value_dim) - x.shape[-1])) for x in (query, key, value))
+        width = max(head_dim, value_dim)
+        query, key, value = (
+            pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (query, key, value)
+        )
     if problem.kept is None:
         out = query.new_empty(batch, heads, num_queries, value.shape[-1])
     else:  # tiles add up in it

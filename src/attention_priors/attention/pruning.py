@@ -419,7 +419,7 @@ class _Search:
         return extreme if keys is None else extreme[..., keys]
 
     def _bounded_queries(self, lower: Tensor, batches: slice, heads: slice, rows: slice) -> Tensor:
-        """``[s q, |s| ‖q‖, -lower]``, ``(b, h, n, D + 2)``: their products with :attr:`Level.keys` are bounds.
+        """``[s q, |s| ‖q‖, -lower]``, ``(b, h, n, D + 2)``: their products with :attr:`Balls.keys` are bounds.
 
         There are as many as fill whole blocks; the last ones give no bound.
         """
