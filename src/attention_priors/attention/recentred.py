@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attention_priors.attention.augment import Augmented, slope_term
-from attention_priors.attention.geometry import Geometry
+from attention_priors.attention.geometry import Geometry, positions_in_documents
 from attention_priors.attention.operators import Table, attend_in_tiles, geometry_arguments
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.tables import known_bound
@@ -79,10 +79,8 @@ def is_near(
             bound = known_bound(terms)
             if bound is not None and bound <= NEAR:
                 return float(near.amax(1).min()) >= -NEAR
-        seen = table
-        if geometry.causal:
-            past = slice(0, max(0, highest + 1)) if listed is None else slice(int(torch.searchsorted(listed, 0)), None)
-            seen, inside = table[:, past], None if inside is None else inside[past]
+        occurring = _occurring(geometry, prior)
+        seen, inside = table[:, occurring], None if inside is None else inside[occurring]
         seen = seen if inside is None else seen[:, inside]
         if not seen.shape[1]:
             return True
@@ -101,6 +99,18 @@ def is_near(
         within = inside_of(terms, distance)
         best = some.masked_fill(~exists if within is None else ~(exists & within), float("-inf")).amax(-1)
         return bool(((best >= -NEAR) | torch.isneginf(best)).all())
+
+
+def _occurring(geometry: Geometry, prior: Table) -> slice:
+    """Entries of a table whose distances a query may see: not in the future, not beyond the longest document."""
+    highest, number = prior.highest, prior.number
+    if prior.listed is not None:
+        return slice(int(torch.searchsorted(prior.listed, 0)) if geometry.causal else 0, None)
+    first, last = highest, 0 if geometry.causal else highest - number + 1
+    if geometry.key_documents is not None and not geometry.has_given_positions:
+        longest = int(positions_in_documents(geometry.key_documents).max())
+        first, last = min(first, longest), max(last, -longest)
+    return slice(max(0, highest - first), max(0, highest - last + 1))
 
 
 def _largest(scale: Tensor) -> Tensor:
