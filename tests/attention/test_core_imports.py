@@ -22,6 +22,12 @@ def test_import_is_light(module: str) -> None:
     assert not set(loaded) & set(LABORATORY)
 
 
+def test_import_leaves_the_compiler_alone() -> None:
+    """It takes as long to import as all the rest of torch."""
+    program = "import sys, attention_priors; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_works_without_triton() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"

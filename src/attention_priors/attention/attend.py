@@ -7,7 +7,6 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from attention_priors.attention.flex import flex
 from attention_priors.attention.key_bounds import KeyBounds
 from attention_priors.attention.lanes import is_factored, lanes
 from attention_priors.attention.logit_scale import SSMax
@@ -218,5 +217,8 @@ def _compute(problem: Problem, backend: Backend, need_lse: bool) -> tuple[Tensor
     if backend == "lanes":
         return lanes(problem, need_lse=need_lse)
     if backend == "flex":
+        # It brings all of PyTorch's compiler, whose import takes a second.
+        from attention_priors.attention.flex import flex
+
         return flex(problem, need_lse=need_lse)
     return toeplitz(problem)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.logit_scale import SSMax
@@ -20,6 +20,9 @@ from attention_priors.attention.problem import make_geometry
 from attention_priors.attention.tables import consecutive_table
 from attention_priors.priors import Prior, Structure
 from attention_priors.priors.base import check_positions, join_lanes
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
 """Queries, and keys, per block of a block mask, as PyTorch has it."""
@@ -450,6 +453,9 @@ class Visibility:
 
         A block that may hold some is computed, and masked pair by pair unless all are surely visible.
         """
+        # Its module brings all of PyTorch's compiler, whose import takes a second.
+        from torch.nn.attention.flex_attention import BlockMask
+
         num_queries, num_keys = self.lowest.shape[-1], self.position.shape[-1]
         low, high, own = _ranges(self.lowest), _ranges(self.highest), _ranges(self.query_segment)
         position, segment = ([bound.mT for bound in _ranges(x)] for x in (self.position, self.key_segment))

@@ -66,7 +66,6 @@ class Rotary(Encoding):
         self.base_multiplier = float(base_multiplier)
         self._frequencies: tuple[Tensor, float] | None = None
 
-    @torch.compiler.assume_constant_result
     def frequencies(self) -> tuple[Tensor, float]:
         """``ω`` in radians per token, ``(D/2,)`` in float32, and YaRN's factor on cosines and sines.
 
@@ -76,6 +75,9 @@ class Rotary(Encoding):
             with torch.device("cpu"):
                 self._frequencies = self._compute_frequencies()
         return self._frequencies
+
+    # What torch.compiler.assume_constant_result does, without its import of the compiler, which takes a second.
+    frequencies._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def _compute_frequencies(self) -> tuple[Tensor, float]:
         base = self.base * self.base_multiplier
