@@ -81,6 +81,16 @@ def test_lines_hold_the_medians(results):
     assert "others:attend-window" not in drawn(others)
 
 
+def test_legends_tell_want_of_memory_from_errors(results):
+    for row in results["rows"]:
+        if row["way"] == "bloom":
+            row |= {"status": "not run", "reason": "needs 99.0 GiB; 20.0 GiB may be used"}
+    legends = [axes.get_legend() for axes in against_length(results, "forward", "time").axes]
+    texts = [text.get_text() for legend in legends if legend is not None for text in legend.get_texts()]
+    assert "transformers, BLOOM's ALiBi: not run" in texts
+    assert "goat-attention: cannot run" in texts
+
+
 def test_legends_hold_powers_and_what_could_not_run(results):
     ours, others = against_length(results, "forward", "time").axes
     legends = [legend for axes in (ours, others) if (legend := axes.get_legend()) is not None]

@@ -90,6 +90,7 @@ def _panel(
     axes.set_title(f"{'attend()' if side == 'ours' else 'other ways'}: {passing}", fontsize=11)
     fits = {fit["way"]: fit["exponent"] for fit in results["growth"] if (fit["pass"], fit["of"]) == (passing, of)}
     tried = {row["way"]: row["length"] for row in results["rows"] if row["pass"] == passing}
+    erred = {row["way"] for row in results["rows"] if row["pass"] == passing and row["status"] == "cannot run"}
     keys: list[Line2D] = []
     stopped = False
     place = 0
@@ -108,7 +109,8 @@ def _panel(
             place += 1
         values = points.get(name, {})
         power = f", L^{fits[name]:.2f}" if name in fits else ""
-        note = power if values else ": cannot run"
+        # Without an error, it was memory that it lacked.
+        note = power if values else ": cannot run" if name in erred else ": not run"
         lengths = sorted(values)
         axes.plot(
             lengths,
