@@ -62,6 +62,13 @@ class Geometry:
         """Whether positions are the caller's; otherwise distances lie between ``1 - Lk`` and ``Lq - 1``."""
         return self.given_query_positions is not None or self.given_key_positions is not None
 
+    def farthest_and_nearest(self) -> tuple[int, int]:
+        """The largest and the smallest distance between a query and a key of the same example."""
+        queries, keys = self.query_positions, self.key_positions
+        ends = torch.stack([(queries.amax(-1) - keys.amin(-1)).max(), (queries.amin(-1) - keys.amax(-1)).min()])
+        farthest, nearest = ends.tolist()
+        return farthest, nearest
+
     @cached_property
     def offset(self) -> int | None:
         """If not None: query slot ``i`` lies ``i + offset - j`` after key slot ``j``, wherever they may see each other.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from attention_priors.attention.geometry import block_length
 from attention_priors.attention.key_bounds import BLOCK, Balls
 from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.pruning import LOWEST_MEAN, select
+from attention_priors.attention.sliding import sliding_maximum, sliding_minimum
 from attention_priors.priors import Prior, Structure
 
 STEPS = 4096
@@ -137,23 +137,18 @@ class _Future:
         """Steps."""
         self.final_length = final_length
         distances = torch.arange(0, final_length + BLOCK + self.span, device=device)
-        values, hidden = torch.zeros(prior.num_heads, len(distances), dtype=torch.float64, device=device), None
-        for term in prior.terms():
-            values = values + term.log_prior_at(distances, torch.float64)
-            seen = term.visible_at(distances)
-            if seen is not None:
-                hidden = ~seen if hidden is None else hidden | ~seen
-        hidden = torch.zeros(len(distances), dtype=torch.bool, device=device) if hidden is None else hidden
-        high, low = values.masked_fill(hidden, -math.inf), values.masked_fill(hidden, -math.inf)
-        self._high = _sliding(high, self.span, torch.maximum)
-        self._low = _sliding(low, self.span, torch.minimum)
-        self._block_high = _sliding(high, BLOCK + self.span - 1, torch.maximum)
-        self._block_low = _sliding(values.masked_fill(hidden, math.inf), BLOCK + self.span - 1, torch.minimum)
+        values, visible = prior.log_prior_at(distances, torch.float64), prior.visible_at(distances)
+        hidden = torch.zeros_like(distances, dtype=torch.bool) if visible is None else ~visible
+        seen = values.masked_fill(hidden, -math.inf)
+        self._high = sliding_maximum(seen, self.span)
+        self._low = sliding_minimum(seen, self.span)
+        self._block_high = sliding_maximum(seen, BLOCK + self.span - 1)
+        self._block_low = sliding_minimum(values.masked_fill(hidden, math.inf), BLOCK + self.span - 1)
         total = pad(values.clamp(min=LOWEST_MEAN).cumsum(-1), (1, 0))
         mean = (total[:, BLOCK:] - total[:, :-BLOCK]) / BLOCK
-        lowest = _sliding(low, BLOCK, torch.minimum)  # -inf if one of them is hidden
-        self._mean_low = _sliding(mean.masked_fill(lowest < LOWEST_MEAN, -math.inf), self.span, torch.minimum)
-        self._mean_high = _sliding(mean, self.span, torch.maximum)
+        lowest = sliding_minimum(seen, BLOCK)  # -inf if one of them is hidden
+        self._mean_low = sliding_minimum(mean.masked_fill(lowest < LOWEST_MEAN, -math.inf), self.span)
+        self._mean_high = sliding_maximum(mean, self.span)
 
     def _first_positions(self, steps: slice) -> Tensor:
         return self.length + torch.arange(steps.start, steps.stop, device=self._high.device) * self.span
@@ -206,14 +201,3 @@ class _Future:
         hidden = torch.isneginf(low)
         ends = [end.unsqueeze(-1) * x.masked_fill(hidden, 0.0) for end in on_prior for x in (low, high)]
         return torch.stack(ends).amin(0).masked_fill(hidden, -math.inf)
-
-
-def _sliding(values: Tensor, width: int, extreme: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The extreme of every ``width`` numbers in a row, ``(H, N - width + 1)``."""
-    done = 1
-    result = values
-    while done < width:
-        step = min(done, width - done)
-        result = extreme(result[:, :-step], result[:, step:])
-        done += step
-    return result

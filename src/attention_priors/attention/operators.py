@@ -110,9 +110,7 @@ def block_problem(
 
 
 def _check_range(geometry: Geometry, highest: int, number: int) -> None:
-    queries, keys = geometry.query_positions, geometry.key_positions
-    farthest = int((queries.amax(-1) - keys.amin(-1)).max())
-    nearest = int((queries.amin(-1) - keys.amax(-1)).min())
+    farthest, nearest = geometry.farthest_and_nearest()
     lowest = highest - number + 1
     if farthest > highest or (nearest < lowest and not geometry.causal):
         raise ValueError(

@@ -18,6 +18,7 @@ from attention_priors.attention.augment import Augmented, slope_term
 from attention_priors.attention.geometry import Geometry, positions_in_documents
 from attention_priors.attention.operators import Table, attend_in_tiles, geometry_arguments
 from attention_priors.attention.problem import Problem
+from attention_priors.attention.sliding import sliding_maximum
 from attention_priors.attention.tables import known_bound
 from attention_priors.priors import Prior
 
@@ -33,6 +34,11 @@ def table_of(terms: Sequence[Prior], slope: Tensor | None, distance: Tensor, dty
     if slope is not None:
         parts.append(slope_term(slope, distance).to(dtype))
     return sum(parts[1:], parts[0]) if parts else None
+
+
+def visible_at(problem: Problem, distance: Tensor) -> Tensor | None:
+    """Whether the prior lets a query see each distance; None if it hides none."""
+    return None if problem.prior is None else problem.prior.visible_at(distance)
 
 
 # ---- whether it is needed
@@ -96,7 +102,7 @@ def is_near(
         some = table_of(terms, augmented.slope, distance, torch.float32)
         assert some is not None
         some = some if scale is None else some * scale.view(-1, 1, 1, 1)
-        within = inside_of(terms, distance)
+        within = visible_at(problem, distance)
         best = some.masked_fill(~exists if within is None else ~(exists & within), float("-inf")).amax(-1)
         return bool(((best >= -NEAR) | torch.isneginf(best)).all())
 
@@ -165,7 +171,7 @@ def attend_recentred(
     distances = torch.arange(highest, offset - num_keys, -1, device=geometry.device)
     table = table_of(terms, augmented.slope, distances, torch.float64)
     assert table is not None
-    inside = inside_of(terms, distances)
+    inside = visible_at(problem, distances)
     scale = problem.row_scale if problem.scales_prior else None
     sign = table.new_ones(len(table), 1) if scale is None else torch.where(_largest(scale) < 0, -1.0, 1.0).double()
     best = _best_of_rows(table, distances, inside, sign, geometry)
@@ -201,16 +207,6 @@ def attend_recentred(
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
-def inside_of(terms: Sequence[Prior], distances: Tensor) -> Tensor | None:
-    """Whether the terms let a query see each distance, ``(N,)``; None if they hide none."""
-    inside = None
-    for term in terms:
-        seen = term.visible_at(distances)
-        if seen is not None:
-            inside = seen if inside is None else inside & seen
-    return inside
-
-
 def lowest_distance(geometry: Geometry, offset: int) -> int:
     """The last entry of a table; ``offset`` is the distance of the first query from the first key."""
     lowest = offset - (geometry.num_keys - 1)
@@ -228,20 +224,8 @@ def _best_of_rows(table: Tensor, distances: Tensor, inside: Tensor | None, sign:
         hidden = (distances < 0) & geometry.causal
         hidden = hidden if inside is None else hidden | ~inside
         # The last query's keys come first in the table.
-        best = _window_maximum((table * sign).masked_fill(hidden, float("-inf")), geometry.num_keys).flip(1)
+        best = sliding_maximum((table * sign).masked_fill(hidden, float("-inf")), geometry.num_keys).flip(1)
         return best.masked_fill(torch.isneginf(best), 0.0) * sign
-
-
-def _window_maximum(numbers: Tensor, width: int) -> Tensor:
-    """The largest of ``width`` neighbouring numbers ``(H, N)``, at each place, ``(H, N - width + 1)``.
-
-    A window holds the end of one run of ``width`` numbers and the start of the next one (van Herk 1992).
-    """
-    length = numbers.shape[1]
-    runs = torch.nn.functional.pad(numbers, (0, -length % width), value=float("-inf")).unflatten(1, (-1, width))
-    to_end = runs.flip(2).cummax(2).values.flip(2).flatten(1)[:, : length - width + 1]
-    from_start = runs.cummax(2).values.flatten(1)[:, width - 1 : length]
-    return torch.maximum(to_end, from_start)
 
 
 def _rows_per_block(best: Tensor, scale: Tensor | None) -> int | None:

@@ -16,12 +16,12 @@ from attention_priors.attention.problem import Problem
 from attention_priors.attention.pruning import may_prune
 from attention_priors.attention.recentred import (
     attend_recentred,
-    inside_of,
     is_near,
     lanes_are_exact,
     lowest_distance,
     may_look,
     table_of,
+    visible_at,
 )
 from attention_priors.attention.reference import blockwise
 from attention_priors.attention.tables import consecutive_table
@@ -87,7 +87,7 @@ def table_for(problem: Problem, augmented: Augmented, terms: Sequence[Prior], fu
     else:
         table = table_of(terms, augmented.slope, listed, like.dtype)
     row_scale = problem.row_scale if problem.scales_prior and table is not None else None
-    return Table(table, row_scale, inside_of(terms, distances), listed, highest, number)
+    return Table(table, row_scale, visible_at(problem, distances), listed, highest, number)
 
 
 def operator_inputs(problem: Problem, augmented: Augmented, prior: Table) -> tuple[Any, ...]:

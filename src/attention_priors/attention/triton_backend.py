@@ -84,9 +84,7 @@ def _lane_number(problem: Problem) -> int:
 
 def distance_range(geometry: Geometry) -> tuple[int, int]:
     """The highest distance between a query and a key, and how many there are down to the lowest that matters."""
-    queries, keys = geometry.query_positions, geometry.key_positions
-    ends = torch.stack([(queries.amax(-1) - keys.amin(-1)).max(), (queries.amin(-1) - keys.amax(-1)).min()])
-    highest, lowest = ends.tolist()
+    highest, lowest = geometry.farthest_and_nearest()
     if geometry.causal:
         # One distance in the future stands for all of them.
         lowest = max(lowest, -1)
