@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attention_priors.attention import block_attention, kept_tiles, key_bounds, operators, pruning, pruning_effects
 from attention_priors.attention.block_attention import BlockProblem
+from attention_priors.attention.content import Content
 from attention_priors.attention.pruning import Pruned
 
 
@@ -52,12 +53,13 @@ class Observed:
 
 def attend_pruned(case: Case, size: int) -> Observed:
     """Attend, and watch."""
-    seen: list[tuple[BlockProblem, Pruned]] = []
+    seen: list[tuple[Content, BlockProblem, Pruned]] = []
     prune = pruning.prune
 
-    def watched(query, key, problem: BlockProblem, tolerance, balls) -> Pruned:
-        seen.append((problem, prune(query, key, problem, tolerance, balls)))
-        return seen[-1][1]
+    def watched(content: Content, problem: BlockProblem, tolerance, balls) -> Pruned:
+        pruned = prune(content, problem, tolerance, balls)
+        seen.append((content, problem, pruned))
+        return pruned
 
     with small_blocks(size), mock.patch.object(operators, "prune", watched):
         out, lse = case.attend("toeplitz")
@@ -65,10 +67,11 @@ def attend_pruned(case: Case, size: int) -> Observed:
         looked_at = torch.ones(batch, heads, num_queries, case.key.shape[2], dtype=torch.bool)
         if not seen:
             return Observed(out, lse, None, looked_at)
-        problem, pruned = seen[0]
+        content, problem, pruned = seen[0]
         for head in set(range(heads)) - set(kept_tiles.whole_heads(pruned.kept)):
             looked_at[:, head] = False
-        memory = problem.bias().in_memory
+        lanes_apart = content.lane_query is not None and num_queries <= block_attention.FEW_QUERIES
+        memory = problem.bias().in_memory or lanes_apart
         for tile in kept_tiles.kept_tiles(problem.tiling, pruned.kept, case.key.shape[1], join=not memory):
             for each in tile.each():
                 part = (each.tile.batches, each.heads, each.tile.rows, each.tile.keys)

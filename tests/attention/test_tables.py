@@ -1,4 +1,4 @@
-"""Tables that are kept between calls are those of the prior as it is now."""
+"""Tables and lanes that are kept between calls are those of the prior as it is now."""
 
 import copy
 import gc
@@ -10,7 +10,7 @@ from attention_cases import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention_priors import GeneralizedGaussian, Laplace, Spectral, attend
+from attention_priors import GeneralizedGaussian, KeySink, Laplace, Spectral, attend
 from attention_priors.attention import tables
 from attention_priors.attention.tables import consecutive_table
 
@@ -121,3 +121,65 @@ def test_a_table_goes_with_its_prior() -> None:
     del prior
     gc.collect()
     assert len(tables._kept) == before
+
+
+# ---- lanes
+
+
+def key_sink() -> KeySink:
+    sink = KeySink(H, train_length=32, init="recency")
+    with torch.no_grad():
+        sink.gain.copy_(torch.tensor([1.0, -2.0]))
+        sink.bump.fill_(1.5)
+    return sink
+
+
+@examples(40)
+@given(
+    st.lists(st.tuples(st.integers(1, 2500), st.integers(0, 3), st.booleans()), min_size=2, max_size=6),
+    st.booleans(),
+)
+def test_any_sequence_of_lanes(requests: list[tuple[int, int, bool]], spectral: bool) -> None:
+    """Key positions by default, given, with gaps, and before the first token."""
+    prior = Spectral(H, num_frequencies=2, init="recency") if spectral else key_sink()
+    for length, kind, change in requests:
+        if change:
+            with torch.no_grad():
+                next(prior.parameters()).add_(0.1)
+        query, key = torch.randn(1, H, 1, 4), torch.randn(1, H, length, 4)
+        given_positions = {
+            0: None,
+            1: torch.arange(length) + 7,
+            2: torch.arange(length) * 9,
+            3: torch.arange(length) - 3,
+        }[kind]
+        options = (
+            {}
+            if given_positions is None
+            else {"key_positions": given_positions, "query_positions": torch.tensor([9 * length])}
+        )
+        with torch.no_grad():
+            found = attend(query, key, key, prior, backend="toeplitz", **options)
+            expected = attend(query.double(), key.double(), key.double(), prior, backend="reference", **options)
+        torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_decoding_makes_few_lanes() -> None:
+    sink, key, lengths = key_sink(), torch.randn(1, H, 3000, 4), []
+    lanes = KeySink.lanes
+
+    def watched(self, query_positions, key_positions, *, dtype):
+        lengths.append(key_positions.shape[-1])
+        return lanes(self, query_positions, key_positions, dtype=dtype)
+
+    with torch.no_grad(), mock.patch.object(KeySink, "lanes", watched):
+        for length in range(1, 3000, 7):
+            attend(key[:, :, length - 1 : length], key[:, :, :length], key[:, :, :length], sink)
+    assert sum(length > 1 for length in lengths) <= 6
+
+
+def test_lanes_that_learn_are_not_kept() -> None:
+    sink, key = key_sink(), torch.randn(1, H, 20, 4)
+    attend(key, key, key, sink).sum().backward()
+    assert sink not in tables._kept_lanes
+    assert all(parameter.grad is not None for parameter in sink.parameters())

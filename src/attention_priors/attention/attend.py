@@ -192,9 +192,9 @@ def _choose(problem: Problem) -> Backend:
     linear = any(Structure.FACTORED not in term.structure for term in terms)
     prunes = problem.tolerance > 0 and problem.prior is not None
     half = problem.query.dtype in (torch.float16, torch.bfloat16) and problem.prior is not None
-    # Lanes lengthen every key. For a few queries over many keys, as in decoding, that is most of the work.
+    # To lengthen every key would be most of the work for a few queries over many keys, as in decoding.
     few = problem.prior is not None and FEW_QUERIES * problem.geometry.num_queries <= problem.geometry.num_keys
-    return "toeplitz" if stationary and (linear or half or few or prunes) else "lanes"
+    return "toeplitz" if few or (stationary and (linear or half or prunes)) else "lanes"
 
 
 def _needs_autograd(problem: Problem) -> bool:

@@ -1,4 +1,4 @@
-"""Lanes appended to queries and keys.
+"""What a prior and a logit scale put beside queries and keys.
 
 ``<q_i, k_j> · softmax_scale + <phi(i), psi(j)>`` is the dot product, scaled, of ``[q_i, phi(i) / softmax_scale]``
 and ``[k_j, psi(j)]`` (GOAT, equations 20 to 24, with the content kept at its full width).
@@ -11,22 +11,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from attention_priors.attention.content import Content
 from attention_priors.attention.problem import Problem
+from attention_priors.attention.tables import lanes_of
 from attention_priors.priors import Lanes, Prior, Structure
 from attention_priors.priors.base import LOG_PRIOR_FLOOR, join_lanes, per_head
 
-LANES_AT_A_TIME = 8
-"""Numbers of float32 in a vector register."""
-
 
 class Augmented(NamedTuple):
-    """Queries, keys and values whose dot products hold content, logit scale and lanes."""
+    """Content whose products hold logit scale and lanes, and what they leave out."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    content: Content
     row_offset: Tensor | None
     """``(B or 1, H, Lq)`` in float64: what is left out of each row's logits, hence of its log-sum-exp."""
     slope: Tensor | None
@@ -36,38 +32,31 @@ class Augmented(NamedTuple):
 
 
 def augment(problem: Problem, terms: Sequence[Prior]) -> Augmented:
-    """Scale the queries and append the lanes of ``terms``.
-
-    With lanes, half-precision inputs become float32: a position does not fit a bfloat16.
-    """
-    geometry = problem.geometry
-    parts = [
-        term.lanes(geometry.query_positions, geometry.key_positions, dtype=problem.compute_dtype) for term in terms
-    ]
-    features = join_lanes(parts) if parts else None
-    has_lanes = features is not None and features.key.shape[-1] > 0
-    dtype = problem.compute_dtype if has_lanes else problem.query.dtype
-    query, key, value = problem.query.to(dtype), problem.key.to(dtype), problem.value.to(dtype)
-    scale = problem.row_scale
-    if scale is not None:
-        query = (query.to(scale.dtype) * scale.unsqueeze(-1)).to(dtype)
-    if features is None:
-        return Augmented(query, key, value, None, None, None)
+    """Put the logit scale and the lanes of ``terms`` beside queries and keys."""
+    geometry, scale = problem.geometry, problem.row_scale
+    content = Content(problem.query, problem.key, problem.value, scale, None, None, problem.softmax_scale)
+    if not terms:
+        return Augmented(content, None, None, None)
+    parts = [lanes_of(term, geometry, problem.compute_dtype) for term in terms]
+    features = join_lanes(parts)
     prior_scale = scale if problem.scales_prior else None
     row_offset = _row_offset(features, geometry.query_positions, prior_scale)
-    if not has_lanes:
-        return Augmented(query, key, value, row_offset, features.slope, None)
-    phi = features.query
+    if features.key.shape[-1] == 0:
+        return Augmented(content, row_offset, features.slope, None)
+    phi, psi = features.query, features.key
     if prior_scale is not None:
         phi = phi * prior_scale.unsqueeze(-1)
     grows = [part for term, part in zip(terms, parts, strict=True) if Structure.STATIONARY not in term.structure]
-    size = _size(grows, prior_scale) if grows else None
-    # Empty lanes make the width a multiple of 8, without a remainder for vector units: 82 is slower than 88.
-    empty = (0, -(query.shape[-1] + phi.shape[-1]) % LANES_AT_A_TIME)
-    phi, psi = pad(phi, empty), pad(features.key, empty).unsqueeze(-3)
-    query = torch.cat([query, (phi / problem.softmax_scale).expand(len(query), -1, -1, -1)], dim=-1)
-    key = torch.cat([key, psi.expand(*key.shape[:2], -1, -1)], dim=-1)
-    return Augmented(query, key, value, row_offset, features.slope, size)
+    content = Content(
+        problem.query,
+        problem.key,
+        problem.value,
+        scale,
+        phi if phi.dim() == 4 else phi.unsqueeze(0),
+        psi if psi.dim() == 3 else psi.unsqueeze(0),
+        problem.softmax_scale,
+    )
+    return Augmented(content, row_offset, features.slope, _size(grows, prior_scale) if grows else None)
 
 
 def slope_term(slope: Tensor, distance: Tensor) -> Tensor:

@@ -114,6 +114,7 @@ class Bias:
         row_scale: what multiplies the log-prior, per query, ``(B, H, Lq)``; None for nothing.
         dtype: of the bias.
         unit: the number that a bias of one nat is.
+        lanes: features of queries ``(B or 1, H, Lq, R)`` and keys ``(B or 1, Lk, R)`` whose products are added.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Bias:
         row_scale: Tensor | None,
         dtype: torch.dtype,
         unit: float = 1.0,
+        lanes: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.geometry = tiling.geometry
         self.tiling = tiling
@@ -134,7 +136,12 @@ class Bias:
         self.dtype = dtype
         self.unit = unit
         self.table = table if table is None or unit == 1.0 else table * unit
-        self.in_memory = tiling.masked or row_scale is not None or self.geometry.offset is None
+        self.lanes = None
+        if lanes is not None:
+            batch, (phi, psi) = self.geometry.batch, lanes
+            self.lanes = phi.expand(batch, -1, -1, -1), psi.unsqueeze(1).expand(batch, -1, -1, -1)
+        added = row_scale is not None or lanes is not None
+        self.in_memory = tiling.masked or added or self.geometry.offset is None
         """Whether a tile's bias must be in memory; else it is a view of a table."""
         self._scratch = Scratch(dtype, self.geometry.device)
         self._hidden = self._hide_distances()
@@ -166,14 +173,22 @@ class Bias:
                 return None
             return self.distances.read(self._view_table if self.table is None else self._view_table[heads], tile)
         mask = self.mask(tile, heads)
-        if self.table is None:
+        if self.table is None and self.lanes is None:
             return mask
-        wide = self.row_scale is not None or (mask is not None and len(mask) > 1) or self.geometry.offset is None
+        lanes, scaled = self.lanes is not None, self.row_scale is not None
+        wide = lanes or scaled or (mask is not None and len(mask) > 1) or self.geometry.offset is None
         out = self._scratch.of(tile.number if wide else 1, heads.stop - heads.start, *tile.shape)
         return self.write(out, tile, heads, None)
 
     def write(self, out: Tensor, tile: Tile, heads: slice, row: Tensor | None) -> Tensor:
         """Write the bias, plus a number per query ``(b, h, n, 1)``, to ``out (b, h, n, e)``."""
+        self._write_stationary(out, tile, heads, row)
+        if self.lanes is None:
+            return out
+        phi, psi = tile.cut_rows(self.lanes[0], heads).flip(2), tile.cut_keys(self.lanes[1], slice(0, 1))
+        return out.add_(phi @ psi.mT, alpha=self.unit)
+
+    def _write_stationary(self, out: Tensor, tile: Tile, heads: slice, row: Tensor | None) -> Tensor:
         if self.table is None:
             mask = self(tile, heads) if not self.in_memory else self.mask(tile, heads)
             if mask is None:

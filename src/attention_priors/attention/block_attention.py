@@ -9,17 +9,17 @@ diagonals.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from attention_priors.attention.bias import Bias, Distances, Scratch
+from attention_priors.attention.content import Content, all_of
 from attention_priors.attention.geometry import Geometry, block_length
 from attention_priors.attention.kept_tiles import KeptTile, kept_tiles, whole_heads
 from attention_priors.attention.key_bounds import BLOCK
@@ -34,6 +34,8 @@ KEYS_IN_MEMORY = 512
 """Keys per tile of the forward pass where the bias is in memory."""
 BIAS_NUMBERS = 2**20
 """Numbers that such a bias may take: 4 MiB in float32."""
+FEW_QUERIES = 32
+"""Queries up to which the product of the lanes is computed apart: to lengthen all keys would be more work."""
 BACKWARD_ROWS = 256
 BACKWARD_KEYS = 512
 BUFFER_NUMBERS = 2**19
@@ -75,41 +77,41 @@ class BlockProblem:
             reach = (int(seen.min()), int(seen.max())) if len(seen) else (0, -1)
         return Tiling.of(self.geometry, reach)
 
-    def bias(self, unit: float = 1.0) -> Bias:
-        """Its biases; a nat is the number ``unit``."""
-        return Bias(self.tiling, self.distances, self.table, self.inside, self.row_scale, self.dtype, unit)
+    def bias(self, unit: float = 1.0, lanes: tuple[Tensor, Tensor] | None = None) -> Bias:
+        """Its biases; a nat is the number ``unit``. ``lanes`` as for :class:`Bias`."""
+        return Bias(self.tiling, self.distances, self.table, self.inside, self.row_scale, self.dtype, unit, lanes)
 
 
 # ---- forward
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, problem: BlockProblem) -> tuple[Tensor, Tensor]:
-    """Output ``(B, H, Lq, Dv)`` in the query's dtype, and log-sum-exp ``(B, H, Lq)``."""
-    batch, heads, num_queries, head_dim = query.shape
-    value_dim = value.shape[-1]
-    if value_dim != head_dim:
-        # The CPU's kernel wants one width for all three.
-        width = max(head_dim, value_dim)
-        query, key, value = (
-            pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (query, key, value)
-        )
+def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
+    """Output ``(B, H, Lq, Dv)`` in the content's dtype, and log-sum-exp ``(B, H, Lq)``."""
+    query, lanes, dtype = content.query, None, content.dtype
+    if content.lane_query is not None and content.lane_key is not None and query.shape[2] <= FEW_QUERIES:
+        lanes = content.lane_query, content.lane_key
+        content = content.without_lanes()
+    # The CPU's kernel wants one width for queries, keys and values.
+    width = max(content.width, content.value.shape[-1])
+    key, value = content.keys(all_of, width), content.values(all_of, width)
     if problem.kept is None:
-        out = query.new_empty(batch, heads, num_queries, value.shape[-1])
+        out = query.new_empty(*query.shape[:-1], width, dtype=dtype)
     else:  # tiles add up in it
-        out = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=problem.dtype, device=query.device)
+        out = torch.zeros(*query.shape[:-1], width, dtype=problem.dtype, device=query.device)
     lse = torch.full(query.shape[:-1], -math.inf, dtype=problem.dtype, device=query.device)
-    bias_of = problem.bias()
+    queries = partial(content.queries, width=width)
+    bias_of = problem.bias(lanes=lanes)
     merged = _Found(out, lse)
-    whole = range(heads) if problem.kept is None else whole_heads(problem.kept)
+    whole = range(query.shape[1]) if problem.kept is None else whole_heads(problem.kept)
     if whole:
-        _attend_whole_heads(query, key, value, problem, bias_of, whole, merged)
+        _attend_whole_heads(queries, key, value, problem, bias_of, whole, merged)
     if problem.kept is not None:
-        _attend_kept_tiles(query, key, value, problem, bias_of, merged)
-    return out[..., :value_dim].to(query.dtype).contiguous(), lse
+        _attend_kept_tiles(queries, key, value, problem, bias_of, merged)
+    return out[..., : content.value.shape[-1]].to(dtype).contiguous(), lse
 
 
 def _attend_whole_heads(
-    query: Tensor,
+    queries: Callable[[Callable[[Tensor], Tensor]], Tensor],
     key: Tensor,
     value: Tensor,
     problem: BlockProblem,
@@ -117,8 +119,8 @@ def _attend_whole_heads(
     heads: Sequence[int],
     result: _Found,
 ) -> None:
-    """Write the ``result`` of heads that look at everything they see."""
-    batch, _, num_queries, _ = query.shape
+    """Write the ``result`` of heads that look at everything they see; ``queries`` as :meth:`Content.queries`."""
+    batch, num_heads, num_queries = result.lse.shape
     rows, keys, group = ROWS, None, len(heads)
     if bias_of.in_memory:
         rows = block_length(batch * KEYS_IN_MEMORY * min(2, len(heads)), BIAS_NUMBERS)
@@ -126,10 +128,10 @@ def _attend_whole_heads(
         # Few queries, as in decoding, take many keys at once.
         keys = max(KEYS_IN_MEMORY, block_length(batch * len(heads) * rows, BIAS_NUMBERS))
         group = block_length(batch * keys * rows, BIAS_NUMBERS)
-    groups = _head_groups(heads, query.shape[1] // key.shape[1], group)
+    groups = _head_groups(heads, num_heads // key.shape[1], group)
     for block in problem.tiling.row_blocks(rows, DIAGONAL_ROWS, keys):
         here = slice(block.start, block.stop)
-        reversed_query = query[block.batches, :, here].flip(2)
+        reversed_query = queries(lambda x, block=block, here=here: x[block.batches, :, here]).flip(2)
         plain = len(block.own) == 1 and not block.others
         merged = None if plain else _empty(reversed_query, value.shape[-1], problem.dtype)
         for tile in (*block.own, *block.others):
@@ -159,7 +161,12 @@ def _attend_whole_heads(
 
 
 def _attend_kept_tiles(
-    query: Tensor, key: Tensor, value: Tensor, problem: BlockProblem, bias_of: Bias, result: _Found
+    queries: Callable[[Callable[[Tensor], Tensor]], Tensor],
+    key: Tensor,
+    value: Tensor,
+    problem: BlockProblem,
+    bias_of: Bias,
+    result: _Found,
 ) -> None:
     """Add to the ``result`` what the other heads look at."""
     assert problem.kept is not None
@@ -168,7 +175,7 @@ def _attend_kept_tiles(
         tiles = [part for tile in tiles for part in tile.cut(BIAS_NUMBERS, BIAS_NUMBERS)]
     for heads, kv_heads, tile in tiles:
         found = _attend_tile(
-            tile.cut_rows(query, heads).flip(2),
+            queries(partial(tile.cut_rows, heads=heads)).flip(2),
             tile.cut_keys(key, kv_heads),
             tile.cut_keys(value, kv_heads),
             bias_of,
@@ -288,7 +295,9 @@ class Gradients(NamedTuple):
     """Of everything that has one."""
 
     query: Tensor
+    """Of :meth:`Content.queries`."""
     key: Tensor
+    """Of :meth:`Content.keys`."""
     value: Tensor
     table: Tensor | None
     row_scale: Tensor | None
@@ -299,44 +308,47 @@ class _Backward:
 
     def __init__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        content: Content,
         problem: BlockProblem,
         saved: tuple[Tensor, Tensor],
         grads: tuple[Tensor, Tensor],
         wanted: tuple[bool, bool],
     ) -> None:
-        self.problem = problem
-        self.query, self.key, self.value = query, key, value
+        self.content, self.problem = content, problem
+        self.key, self.value = content.keys(all_of, content.width), content.value
         self.out_grad, self.lse_grad = grads
-        self.lse = saved[1]
-        self.kv_heads = key.shape[1]
-        self.group = query.shape[1] // key.shape[1]
+        self.saved_dtype, self.lse = saved[0].dtype, saved[1]
+        self.heads, self.kv_heads = content.query.shape[1], content.key.shape[1]
+        self.group = self.heads // self.kv_heads
         # dS = P (dP + dlse - Σ P dP), and Σ_j P_ij dP_ij = <out_i, dout_i>.
         moment = torch.linalg.vecdot(saved[0].to(problem.dtype), self.out_grad.to(problem.dtype))
         self.row_constant = self.lse_grad.to(problem.dtype) - moment
-        dtype = problem.dtype
+        dtype, device = problem.dtype, content.query.device
         self.query_grad, self.key_grad, self.value_grad = (
-            torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (query, key, value)
+            torch.zeros(*x.shape[:-1], width, dtype=dtype, device=device)
+            for x, width in (
+                (content.query, content.width),
+                (content.key, content.width),
+                (content.value, content.value.shape[-1]),
+            )
         )
         table, row_scale = problem.table, problem.row_scale
         self.table_grad = torch.zeros_like(table) if table is not None and wanted[0] else None
         self.scale_grad = torch.zeros_like(row_scale) if row_scale is not None and wanted[1] else None
-        self.scratch = [Scratch(dtype, query.device) for _ in range(5)]
+        self.scratch = [Scratch(dtype, device) for _ in range(5)]
         self.bias = problem.bias(1 / NATS_PER_BIT)
         self.inexact = self._inexact_rows()
 
     def run(self) -> Gradients:
         kept = self.problem.kept
-        heads = range(self.query.shape[1]) if kept is None else whole_heads(kept)
+        heads = range(self.heads) if kept is None else whole_heads(kept)
         if heads:
             self._whole_heads(heads)
         if kept is not None:
             self._kept_tiles(kept)
         return Gradients(
-            self.query_grad.to(self.query.dtype),
-            self.key_grad.to(self.key.dtype),
+            self.query_grad,
+            self.key_grad,
             self.value_grad.to(self.value.dtype),
             self.table_grad,
             self.scale_grad,
@@ -348,7 +360,7 @@ class _Backward:
         Outputs in half precision are not: their rounding would be all over the gradients of the prior, which
         learns in float32.
         """
-        if self.query.dtype != self.problem.dtype:
+        if self.saved_dtype != self.problem.dtype:
             return torch.ones_like(self.lse, dtype=torch.bool)
         inexact = self.lse.abs().masked_fill(torch.isneginf(self.lse), 0.0) > LARGEST_STORED_LSE
         return inexact if bool(inexact.any()) else None
@@ -438,8 +450,10 @@ class _Backward:
         """
         keys = tile.shape[1]
         batch = key.shape[0] * key.shape[1]
+        query = self.content.queries(partial(tile.cut_rows, heads=heads), self.content.width).flip(2)
         query, out_grad = (
-            self._rows_of(x, tile, heads).reshape(batch, -1, x.shape[-1]) for x in (self.query, self.out_grad)
+            x.to(self.problem.dtype).reshape(batch, -1, x.shape[-1])
+            for x in (query, self._rows_of(self.out_grad, tile, heads))
         )
         return query, out_grad, key.reshape(batch, keys, -1), value.reshape(batch, keys, -1)
 
@@ -553,9 +567,7 @@ def _transposed_zeros(tensor: Tensor) -> Tensor:
 
 
 def backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    content: Content,
     problem: BlockProblem,
     saved: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor],
@@ -564,12 +576,10 @@ def backward(
     """Gradients of everything.
 
     Args:
-        query: and
-        key: and
-        value: as for :func:`forward`.
+        content: and
         problem: as for :func:`forward`.
         saved: output and log-sum-exp.
         grads: their gradients.
         wanted: whether to compute those of table and row scale.
     """
-    return _Backward(query, key, value, problem, saved, grads, wanted).run()
+    return _Backward(content, problem, saved, grads, wanted).run()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from attention_priors.attention.augment import augment
+from attention_priors.attention.content import all_of
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.recentred import lanes_are_exact
 from attention_priors.attention.reference import blockwise
@@ -39,13 +40,13 @@ def lanes(problem: Problem, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         return attend_in_blocks(problem, augmented, [])
     if not lanes_are_exact(problem, augmented):
         return blockwise(problem)
-    query, key, value = augmented.query, augmented.key, augmented.value
+    content, query, key, value = augmented.content, problem.query, problem.key, problem.value
     # One width for all three: kernels for several are slower.
-    width = max(query.shape[-1], value.shape[-1])
+    width = max(content.width, value.shape[-1])
     out = scaled_dot_product_attention(
-        pad(query, (0, width - query.shape[-1])),
-        pad(key, (0, width - key.shape[-1])),
-        pad(value, (0, width - value.shape[-1])),
+        content.queries(all_of, width),
+        content.keys(all_of, width),
+        content.values(all_of, width),
         is_causal=problem.geometry.causal and query.shape[2] > 1,
         scale=problem.softmax_scale,
         enable_gqa=query.shape[1] != key.shape[1],

@@ -10,6 +10,7 @@ from torch import Tensor
 from attention_priors.attention import block_attention as blocks
 from attention_priors.attention import triton_backend
 from attention_priors.attention.bias import Distances
+from attention_priors.attention.content import Content
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.key_bounds import BLOCK, Balls
 from attention_priors.attention.pruning import prune
@@ -22,12 +23,15 @@ GEOMETRY = (
 """Parameters that make a :class:`Geometry`, once sizes are known."""
 
 PROBLEM = (
-    "Tensor query, Tensor key, Tensor value, Tensor? table, Tensor? row_scale, Tensor? inside, Tensor? listed, "
-    f"SymInt highest, SymInt number, float softmax_scale, {GEOMETRY}, Tensor? kept, bool fused"
+    "Tensor query, Tensor key, Tensor value, Tensor? query_scale, Tensor? lane_query, Tensor? lane_key, "
+    "Tensor? table, Tensor? row_scale, Tensor? inside, Tensor? listed, SymInt highest, SymInt number, "
+    f"float softmax_scale, {GEOMETRY}, Tensor? kept, bool fused"
 )
-"""``kept``: see ``pruning.py``. ``fused``: by Triton's kernels; else in tiles."""
-INPUTS = 18
-"""How many parameters ``PROBLEM`` has."""
+"""The first six, with the scale, are a :class:`Content`. ``kept``: see ``pruning.py``. ``fused``: by Triton's kernels;
+else in tiles."""
+_PARAMETERS = tuple(parameter.split()[-1] for parameter in PROBLEM.split(", "))
+DIFFERENTIABLE = 8
+"""How many of them, the first ones, have gradients."""
 
 
 class Table(NamedTuple):
@@ -77,10 +81,20 @@ def _geometry(sizes: tuple[int, int, int, int], device: torch.device, arguments:
     )
 
 
-def block_problem(
+class OperatorInputs(NamedTuple):
+    """What ``PROBLEM`` lists."""
+
+    content: Content
+    problem: blocks.BlockProblem
+
+
+def read_inputs(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    query_scale: Tensor | None,
+    lane_query: Tensor | None,
+    lane_key: Tensor | None,
     table: Tensor | None,
     row_scale: Tensor | None,
     inside: Tensor | None,
@@ -89,14 +103,15 @@ def block_problem(
     number: int,
     softmax_scale: float,
     *rest: Any,
-) -> blocks.BlockProblem:
-    """The problem that ``PROBLEM`` lists."""
+) -> OperatorInputs:
+    """Put together what ``PROBLEM`` lists."""
     batch, heads, num_queries, _ = query.shape
     *arguments, kept, _ = rest
     geometry = _geometry((batch, heads, num_queries, key.shape[2]), query.device, tuple(arguments))
     if geometry.has_given_positions and listed is None:
         _check_range(geometry, highest, number)
-    return blocks.BlockProblem(
+    content = Content(query, key, value, query_scale, lane_query, lane_key, softmax_scale)
+    problem = blocks.BlockProblem(
         geometry=geometry,
         distances=Distances(geometry, highest, listed, number),
         # Views are read off it with strides; rows may lie apart.
@@ -107,6 +122,7 @@ def block_problem(
         dtype=compute_dtype_of(query),
         kept=kept,
     )
+    return OperatorInputs(content, problem)
 
 
 def _check_range(geometry: Geometry, highest: int, number: int) -> None:
@@ -128,22 +144,24 @@ def _check_range(geometry: Geometry, highest: int, number: int) -> None:
 )
 def block_attention(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of :func:`block_attention.forward` or :func:`triton_backend.forward`."""
-    query, key, value, *_, fused = inputs
-    return (triton_backend if fused else blocks).forward(query, key, value, block_problem(*inputs))
+    return (triton_backend if inputs[-1] else blocks).forward(*read_inputs(*inputs))
 
 
 @block_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(
+    query: Tensor, key: Tensor, value: Tensor, query_scale: Tensor | None, lane_query: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
     lse = query.new_empty(query.shape[:-1], dtype=compute_dtype_of(query))
-    return query.new_empty(*query.shape[:-1], value.shape[-1]), lse
+    dtype = query.dtype if lane_query is None else lse.dtype
+    return query.new_empty(*query.shape[:-1], value.shape[-1], dtype=dtype), lse
 
 
 @torch.library.custom_op(
     "attention_priors::block_attention_backward",
     mutates_args=(),
     schema=(
-        f"(Tensor out_grad, Tensor lse_grad, Tensor out, Tensor lse, bool wants_table, bool wants_scale, {PROBLEM}) "
-        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+        "(Tensor out_grad, Tensor lse_grad, Tensor out, Tensor lse, bool wants_query_scale, bool wants_table, "
+        f"bool wants_row_scale, {PROBLEM}) -> ({', '.join(['Tensor'] * DIFFERENTIABLE)})"
     ),
 )
 def block_attention_backward(
@@ -151,25 +169,20 @@ def block_attention_backward(
     lse_grad: Tensor,
     out: Tensor,
     lse: Tensor,
+    wants_query_scale: bool,
     wants_table: bool,
-    wants_scale: bool,
+    wants_row_scale: bool,
     *inputs: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, table and row scale; what is not wanted is empty."""
-    query, key, value, *_, fused = inputs
-    backward = (triton_backend if fused else blocks).backward
+) -> tuple[Tensor, ...]:
+    """Gradients of the first inputs; what is not there or not wanted is empty."""
+    content, problem = read_inputs(*inputs)
+    backward = (triton_backend if inputs[-1] else blocks).backward
     # A caller who is inside autocast would have the recomputed products rounded.
     with torch.autocast(out.device.type, enabled=False):
-        wanted = wants_table, wants_scale
-        found = backward(query, key, value, block_problem(*inputs), (out, lse), (out_grad, lse_grad), wanted)
-    nothing = lse.new_empty(0)
-    return (
-        found.query,
-        found.key,
-        found.value,
-        nothing if found.table is None else found.table,
-        nothing.clone() if found.row_scale is None else found.row_scale,
-    )
+        found = backward(content, problem, (out, lse), (out_grad, lse_grad), (wants_table, wants_row_scale))
+        query, key, *of_positions = content.gradients(found.query, found.key, wants_query_scale)
+    grads = (query, key, found.value, *of_positions, found.table, found.row_scale)
+    return tuple(lse.new_empty(0) if grad is None else grad for grad in grads)
 
 
 @block_attention_backward.register_fake
@@ -178,25 +191,18 @@ def _(
     lse_grad: Tensor,
     out: Tensor,
     lse: Tensor,
+    wants_query_scale: bool,
     wants_table: bool,
-    wants_scale: bool,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    table: Tensor | None,
-    row_scale: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    def like(tensor: Tensor) -> Tensor:
+    wants_row_scale: bool,
+    *inputs: Any,
+) -> tuple[Tensor, ...]:
+    def like(tensor: Tensor | None, wanted: bool = True) -> Tensor:
+        if tensor is None or not wanted:
+            return lse.new_empty(0)
         return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
-    return (
-        like(query),
-        like(key),
-        like(value),
-        lse.new_empty(0) if table is None or not wants_table else like(table),
-        lse.new_empty(0) if row_scale is None or not wants_scale else like(row_scale),
-    )
+    wanted = (True, True, True, wants_query_scale, True, True, wants_table, wants_row_scale)
+    return tuple(like(tensor, want) for tensor, want in zip(inputs[:DIFFERENTIABLE], wanted, strict=True))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -209,10 +215,10 @@ def _differentiate(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor
     out, lse, *tensors = ctx.saved_tensors
     remaining = iter(tensors)
     inputs = [next(remaining) if other is None else other[0] for other in ctx.others]
-    wanted = ctx.needs_input_grad[3:5]
-    *dense, table, row_scale = _apply_backward(out_grad, lse_grad, out, lse, *wanted, *inputs)
-    tail = (None,) * (INPUTS - 5)
-    return (*dense, table if wanted[0] else None, row_scale if wanted[1] else None, *tail)
+    wanted = ctx.needs_input_grad[:DIFFERENTIABLE]
+    grads = _apply_backward(out_grad, lse_grad, out, lse, wanted[3], *wanted[6:], *inputs)
+    found = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
+    return (*found, *(None,) * (len(_PARAMETERS) - DIFFERENTIABLE))
 
 
 block_attention.register_autograd(_differentiate, setup_context=_save)
@@ -298,19 +304,19 @@ def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
     """More examples for one table are a larger batch; more tables are worked off one by one."""
     if any(dim is not None for dim in in_dims[3:]):
         return _one_by_one(block_attention, info, in_dims, inputs)
-    masks = [x for x in inputs[10:15] if x is not None and len(x) > 1]
-    if masks or inputs[16] is not None:
+    given = dict(zip(_PARAMETERS, inputs, strict=True))
+    of_examples = ("lane_query", "lane_key", *_PARAMETERS[-8:-3])
+    if given["kept"] is not None or any(given[name] is not None and len(given[name]) > 1 for name in of_examples):
         # They have one entry per example of the batch that is about to grow.
         return _one_by_one(block_attention, info, in_dims, inputs)
-    row_scale = inputs[4]
     number, batch = info.batch_size, inputs[0].shape[0 if in_dims[0] != 0 else 1]
-    folded = []
-    for x, dim in zip(inputs[:3], in_dims[:3], strict=True):
-        wide = x.expand(number, *x.shape) if dim is None else x.movedim(dim, 0)
-        folded.append(wide.flatten(0, 1))
-    if row_scale is not None:
-        row_scale = row_scale.expand(number, *row_scale.shape).flatten(0, 1)
-    results = block_attention(*folded, inputs[3], row_scale, *inputs[5:])
+    dims = dict(zip(("query", "key", "value"), in_dims[:3], strict=True)) | {"query_scale": None, "row_scale": None}
+    for name, dim in dims.items():
+        x = given[name]
+        if x is not None:
+            wide = x.expand(number, *x.shape) if dim is None else x.movedim(dim, 0)
+            given[name] = wide.flatten(0, 1)
+    results = block_attention(*given.values())
     return tuple(result.unflatten(0, (number, batch)) for result in results), (0, 0)
 
 
@@ -328,9 +334,8 @@ def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
     schema=f"(float tolerance, Tensor? balls, Tensor? reach, {PROBLEM}) -> Tensor",
 )
 def _kept_blocks(tolerance: float, balls: Tensor | None, reach: Tensor | None, *inputs: Any) -> Tensor:
-    query, key, *_ = inputs
     known = None if balls is None or reach is None else Balls(balls, reach)
-    return prune(query, key, block_problem(*inputs), tolerance, known).kept
+    return prune(*read_inputs(*inputs), tolerance, known).kept
 
 
 @_kept_blocks.register_fake

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attention_priors.attention.block_attention import BlockProblem
+from attention_priors.attention.content import Content, all_of
 from attention_priors.attention.geometry import Geometry, block_length
 from attention_priors.attention.key_bounds import BLOCK, ROUNDING, Balls
 from attention_priors.attention.tiles import Tile, along_diagonals
@@ -57,19 +58,18 @@ class Pruned(NamedTuple):
     """``(B, H, ⌈Lq / 256⌉)``, float64: the share of weight that any query of the block loses, at most."""
 
 
-def prune(query: Tensor, key: Tensor, problem: BlockProblem, tolerance: float, balls: Balls | None) -> Pruned:
+def prune(content: Content, problem: BlockProblem, tolerance: float, balls: Balls | None) -> Pruned:
     """Choose the blocks to keep so that no query loses more than ``tolerance`` of its weight.
 
     Positions with gaps and dense masks are not pruned, nor are heads with little to gain: everything is kept.
 
     Args:
-        query: ``(B, H, Lq, D)``, with logit scale and lanes.
-        key: ``(B, Hkv, Lk, D)``.
+        content: queries and keys.
         problem: the rest.
         tolerance: in (0, 1).
-        balls: around the blocks of ``key``; None to make them.
+        balls: around the blocks of the keys, without lanes; None to make them.
     """
-    geometry = problem.geometry
+    geometry, query = problem.geometry, content.query
     size = (geometry.batch, geometry.heads, -(-geometry.num_queries // BLOCK), -(-geometry.num_keys // BLOCK))
     everything = Pruned(
         torch.ones(size, dtype=torch.bool, device=query.device),
@@ -79,7 +79,7 @@ def prune(query: Tensor, key: Tensor, problem: BlockProblem, tolerance: float, b
         return everything
     if problem.inside is not None and not bool(problem.inside.any()):
         return everything
-    search = _Search(query, key, problem, Balls.around(key) if balls is None else balls)
+    search = _Search(content, problem, Balls.around(content.key) if balls is None else balls)
     pruned = search.run(tolerance)
     if geometry.num_queries == 1:
         return pruned
@@ -215,9 +215,12 @@ class BlockPriors:
 class _Search:
     """Bounds for all pairs of blocks of one problem."""
 
-    def __init__(self, query: Tensor, key: Tensor, problem: BlockProblem, balls: Balls) -> None:
-        geometry = problem.geometry
-        self.query, self.key, self.problem, self.geometry = query, key, problem, geometry
+    def __init__(self, content: Content, problem: BlockProblem, balls: Balls) -> None:
+        geometry, query, key = problem.geometry, content.queries(all_of), content.key
+        self.content, self.query, self.problem, self.geometry = content, query, problem, geometry
+        if content.lane_key is not None:
+            lanes = Balls.around(content.lane_key.unsqueeze(1))
+            balls = balls.beside(Balls(*(part.expand(*key.shape[:2], *part.shape[2:]) for part in lanes)))
         self.num_key_blocks = balls.means.shape[2]
         self.num_query_blocks = -(-geometry.num_queries // BLOCK)
         self.group = query.shape[1] // key.shape[1]
@@ -297,7 +300,7 @@ class _Search:
             kv_heads = slice(q_heads.start // self.group, (q_heads.stop - 1) // self.group + 1)
             for tile in self._band(peak, q_heads.stop - q_heads.start):
                 query = tile.cut_rows(self.query, q_heads).flip(2).to(out.dtype) * problem.softmax_scale
-                logits = _products(query, tile.cut_keys(self.key, kv_heads).to(out.dtype))
+                logits = _products(query, self.content.keys(partial(tile.cut_keys, heads=kv_heads)).to(out.dtype))
                 bias = bias_of(tile, q_heads)
                 found = (logits if bias is None else logits.add_(bias)).logsumexp(-1)
                 tile.cut_rows(out, q_heads).copy_(found.flip(2))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attention_priors.attention.key_bounds import BLOCK, KeyBounds
 from attention_priors.attention.logit_scale import SSMax
-from attention_priors.attention.operators import block_problem
+from attention_priors.attention.operators import read_inputs
 from attention_priors.attention.problem import make_problem
 from attention_priors.attention.pruning import prune
 from attention_priors.attention.toeplitz import balls_of, operator_inputs, split, table_for
@@ -76,8 +76,7 @@ def pruning_report(
     )
     augmented, terms = split(problem)
     inputs = operator_inputs(problem, augmented, table_for(problem, augmented, terms))
-    blocks = block_problem(*inputs, None, False)
-    kept, dropped = prune(augmented.query, augmented.key, blocks, tolerance, balls_of(problem, augmented.key))
+    kept, dropped = prune(*read_inputs(*inputs, None, False), tolerance, balls_of(problem))
 
     geometry = problem.geometry
     reach = torch.zeros(geometry.heads, dtype=torch.int64, device=query.device)

@@ -157,7 +157,7 @@ def _some_seen(geometry: Geometry) -> tuple[Tensor, Tensor]:
 def attend_recentred(
     problem: Problem, augmented: Augmented, terms: Sequence[Prior], fused: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """Attention over augmented queries and keys, with a constant of its own for each block of queries and head.
+    """Attention over queries and keys with lanes, with a constant of its own for each block of queries and head.
 
     None where it takes the dense formula, whose rows each have their own: with masks and documents, for positions with
     gaps, and where the best log-priors of neighbouring queries are far from each other.
@@ -166,6 +166,7 @@ def attend_recentred(
     masks = (geometry.key_documents, geometry.key_padding_mask, geometry.attn_mask)
     if offset is None or any(mask is not None for mask in masks):
         return None
+    content = augmented.content
     num_queries, num_keys = geometry.num_queries, geometry.num_keys
     highest = num_queries - 1 + offset
     distances = torch.arange(highest, offset - num_keys, -1, device=geometry.device)
@@ -188,9 +189,12 @@ def attend_recentred(
         row_scale = None if scale is None else scale[:, :, here]
         constant = (best[:, here] * sign).amax(1, keepdim=True) * sign
         out, lse = attend_in_tiles(
-            augmented.query[:, :, here],
-            augmented.key[:, :, keys],
-            augmented.value[:, :, keys],
+            content.query[:, :, here],
+            content.key[:, :, keys],
+            content.value[:, :, keys],
+            None if content.query_scale is None else content.query_scale[:, :, here],
+            None if content.lane_query is None else content.lane_query[:, :, here],
+            None if content.lane_key is None else content.lane_key[:, keys],
             (table[:, cut] - constant).to(torch.float32),
             row_scale,
             None if inside is None else inside[cut],

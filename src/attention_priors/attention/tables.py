@@ -1,4 +1,4 @@
-"""Tables of stationary priors: one number per distance and head, kept where they are asked for again and again."""
+"""What priors are made of, kept where it is asked for again and again: tables of stationary ones, lanes of keys."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from attention_priors.priors import Prior
+from attention_priors.attention.geometry import Geometry
+from attention_priors.priors import Lanes, Prior
 
 GROWTH = 1024
-"""Distances by which a kept table grows at least: decoding needs one more with every token."""
+"""Distances or positions by which what is kept grows at least: decoding needs one more with every token."""
+FARTHEST = 4
+"""Positions per key, at most, up to which lanes are kept: with gaps, most would be of positions where no key is."""
 
 
 @dataclass
@@ -32,12 +35,30 @@ class _Kept:
             same_kind
             and highest <= self.highest
             and lowest > self.highest - self.table.shape[1]
-            # By value: whoever writes to `parameter.data` leaves no other trace. They are a few numbers per head.
-            and all(torch.equal(old, new) for old, new in zip(self.parameters, prior.parameters(), strict=True))
+            and _are_those_of(prior, self.parameters)
         )
 
 
+@dataclass
+class _KeptLanes:
+    """Features of keys' positions, of a prior that has not changed since."""
+
+    parameters: list[Tensor]
+    features: Tensor
+    """``(N, R)``, of the positions from 0 on."""
+
+    def serves(self, prior: Prior, length: int, like: Tensor) -> bool:
+        same_kind = self.features.dtype == like.dtype and self.features.device == like.device
+        return same_kind and length <= len(self.features) and _are_those_of(prior, self.parameters)
+
+
 _kept: WeakKeyDictionary[Prior, _Kept] = WeakKeyDictionary()
+_kept_lanes: WeakKeyDictionary[Prior, _KeptLanes] = WeakKeyDictionary()
+
+
+def _are_those_of(prior: Prior, parameters: Sequence[Tensor]) -> bool:
+    # By value: whoever writes to `parameter.data` leaves no other trace. They are a few numbers per head.
+    return all(torch.equal(old, new) for old, new in zip(parameters, prior.parameters(), strict=True))
 
 
 def consecutive_table(terms: Sequence[Prior], highest: int, lowest: int, like: Tensor) -> Tensor | None:
@@ -94,3 +115,35 @@ def _kept_table(term: Prior, highest: int, lowest: int, like: Tensor) -> Tensor:
         _kept[term] = kept
     start = kept.highest - highest
     return kept.table[:, start : start + highest - lowest + 1]
+
+
+def lanes_of(term: Prior, geometry: Geometry, dtype: torch.dtype) -> Lanes:
+    """The lanes of a factored prior for these queries and keys.
+
+    Where no gradient is wanted, those of keys are kept until the prior's parameters change, and grow ahead of need.
+    """
+    queries, keys = geometry.query_positions, geometry.key_positions
+    length = _length_from_0(geometry, keys) if _may_keep(term) else None
+    if length is None:
+        return term.lanes(queries, keys, dtype=dtype)
+    kept, like = _kept_lanes.get(term), torch.empty(0, dtype=dtype, device=keys.device)
+    if kept is None or not kept.serves(term, length, like):
+        grown = length if kept is None else max(length, length + max(GROWTH, length // 4))
+        with torch.inference_mode(False), torch.no_grad():
+            positions = torch.arange(grown, device=keys.device)
+            features = term.lanes(positions[:1], positions, dtype=dtype).key
+            kept = _KeptLanes([p.detach().clone() for p in term.parameters()], features)
+        _kept_lanes[term] = kept
+    one_after_another = geometry.given_key_positions is None and geometry.key_documents is None
+    of_keys = kept.features[:length].unsqueeze(0) if one_after_another else kept.features[keys]
+    return term.lanes(queries, keys[:, :1], dtype=dtype)._replace(key=of_keys)
+
+
+def _length_from_0(geometry: Geometry, keys: Tensor) -> int | None:
+    """How many positions from 0 on hold all keys; None if that is not known, or far more than there are keys."""
+    if geometry.given_key_positions is None and geometry.key_documents is None:
+        return geometry.num_keys
+    if geometry.device.type != "cpu":
+        return None  # to look would be to wait for the device
+    lowest, highest = (int(end) for end in keys.aminmax())
+    return highest + 1 if lowest >= 0 and highest < FARTHEST * geometry.num_keys else None

@@ -52,7 +52,7 @@ def split(problem: Problem) -> tuple[Augmented, list[Prior]]:
 def attend_in_blocks(
     problem: Problem, augmented: Augmented, terms: Sequence[Prior], fused: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Attention over augmented queries and keys, plus the stationary ``terms`` and the slope of the lanes.
+    """Attention over queries and keys with lanes, plus the stationary ``terms`` and the slope of the lanes.
 
     Returns:
         Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``.
@@ -69,7 +69,7 @@ def attend_in_blocks(
     inputs = operator_inputs(problem, augmented, prior)
     kept = None
     if problem.tolerance > 0 and may_prune(problem.geometry):
-        kept = choose_kept_blocks(problem.tolerance, balls_of(problem, augmented.key), *inputs, None, fused)
+        kept = choose_kept_blocks(problem.tolerance, balls_of(problem), *inputs, None, fused)
     out, lse = attend_in_tiles(*inputs, kept, fused)
     return out.to(problem.query.dtype), _with_offset(lse, row_offset).to(problem.compute_dtype)
 
@@ -77,7 +77,7 @@ def attend_in_blocks(
 def table_for(problem: Problem, augmented: Augmented, terms: Sequence[Prior], fused: bool = False) -> Table:
     """The stationary ``terms``, and the slope of the lanes, at every distance of the problem."""
     highest, number, listed = _distances(problem.geometry, fused)
-    like = augmented.query.new_empty(0, dtype=problem.compute_dtype)
+    like = problem.query.new_empty(0, dtype=problem.compute_dtype)
     distances = torch.arange(highest, highest - number, -1, device=like.device) if listed is None else listed
     if listed is None:
         table = consecutive_table(terms, highest, highest - number + 1, like)
@@ -92,17 +92,14 @@ def table_for(problem: Problem, augmented: Augmented, terms: Sequence[Prior], fu
 
 def operator_inputs(problem: Problem, augmented: Augmented, prior: Table) -> tuple[Any, ...]:
     """What operators take, but for the last two: the blocks that are kept, and by which kernels."""
-    content = augmented.query, augmented.key, augmented.value
-    return (*content, *prior, problem.softmax_scale, *geometry_arguments(problem.geometry))
+    content = augmented.content
+    parts = (content.query, content.key, content.value, content.query_scale, content.lane_query, content.lane_key)
+    return (*parts, *prior, content.softmax_scale, *geometry_arguments(problem.geometry))
 
 
-def balls_of(problem: Problem, key: Tensor) -> Balls | None:
-    """Those the caller keeps, and around the lanes beside the keys; None if the caller keeps none."""
-    if problem.key_bounds is None:
-        return None
-    balls = problem.key_bounds.balls
-    width = problem.key.shape[-1]
-    return balls if key.shape[-1] == width else balls.beside(Balls.around(key[..., width:]))
+def balls_of(problem: Problem) -> Balls | None:
+    """Those around blocks of keys that the caller keeps; None for none."""
+    return None if problem.key_bounds is None else problem.key_bounds.balls
 
 
 def _with_offset(lse: Tensor, row_offset: Tensor | None) -> Tensor:

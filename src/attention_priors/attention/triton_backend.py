@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attention_priors.attention import block_attention as blocks
+from attention_priors.attention.content import Content, all_of
 from attention_priors.attention.geometry import document_bounds
 from attention_priors.attention.key_bounds import BLOCK
 from attention_priors.priors import Structure
@@ -302,18 +303,16 @@ def _columns_together(tensor: Tensor) -> Tensor:
 # ---- forward and backward
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, problem: blocks.BlockProblem) -> tuple[Tensor, Tensor]:
-    """Output ``(B, H, Lq, Dv)`` in the query's dtype, and log-sum-exp ``(B, H, Lq)`` in float32.
+def forward(content: Content, problem: blocks.BlockProblem) -> tuple[Tensor, Tensor]:
+    """Output ``(B, H, Lq, Dv)`` in the content's dtype, and log-sum-exp ``(B, H, Lq)`` in float32.
 
     Args:
-        query: ``(B, H, Lq, D)``.
-        key: ``(B, Hkv, Lk, D)``.
-        value: ``(B, Hkv, Lk, Dv)``.
+        content: queries, keys, values.
         problem: with a table whose distances fall by one.
     """
     from attention_priors.attention import triton_kernels as kernels
 
-    query, key, value = map(_columns_together, (query, key, value))
+    query, key, value = _joined(content)
     launcher = _Launcher(query, key, value, problem)
     geometry, size = problem.geometry, launcher.configuration.forward
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
@@ -332,10 +331,13 @@ def forward(query: Tensor, key: Tensor, value: Tensor, problem: blocks.BlockProb
     return out, lse
 
 
+def _joined(content: Content) -> tuple[Tensor, ...]:
+    found = content.queries(all_of, content.width), content.keys(all_of, content.width), content.values(all_of)
+    return tuple(map(_columns_together, found))
+
+
 def backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    content: Content,
     problem: blocks.BlockProblem,
     saved: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor],
@@ -348,8 +350,8 @@ def backward(
     wants_table = table is not None and wanted[0]
     if wants_table and problem.geometry.offset is None:
         # The pairs of a distance lie on no diagonal there. (Nor is anything pruned.)
-        return blocks.backward(query, key, value, problem, saved, grads, wanted)
-    query, key, value = map(_columns_together, (query, key, value))
+        return blocks.backward(content, problem, saved, grads, wanted)
+    query, key, value = _joined(content)
     launcher = _Launcher(query, key, value, problem)
     geometry = problem.geometry
     heads = geometry.batch * geometry.heads
@@ -404,7 +406,7 @@ def backward(
     table_grad = None
     if wants_table:
         table_grad = _table_grad(launcher, rows | {"LSE_GRAD": lse_grad})
-    return blocks.Gradients(query_grad, key_grad, value_grad, table_grad, scale_grad)
+    return blocks.Gradients(query_grad, key_grad, value_grad.to(content.value.dtype), table_grad, scale_grad)
 
 
 def _table_grad(launcher: _Launcher, rows: dict[str, Any]) -> Tensor:
