@@ -21,7 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from attention_priors.files import read_json, write_bytes, write_json
-from attention_priors.hub.attach import CONFIG_KEY, Model, attach, attached_priors
+from attention_priors.hub.attach import CONFIG_KEY, Model, attach, attached_priors, detach
 from attention_priors.hub.interface import ATTRIBUTE
 
 DESCRIPTION = "prior_adapter_config.json"
@@ -100,7 +100,11 @@ def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Mode
         for index, part in attached_priors(model).items()
         for name, parameter in part.state_dict(keep_vars=True).items()
     }
-    _fill(wanted, tensors, f"the adapter {name_or_path}")
+    try:
+        _fill(wanted, tensors, f"the adapter {name_or_path}")
+    except ValueError:
+        detach(model)
+        raise
     return model
 
 
