@@ -175,7 +175,8 @@ def _padding(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Which keys are padding, ``(B, Lk)``, and the slot of each text's first token, ``(B, 1)``; None without any."""
     mask = slots.attention_mask
-    if mask is None or (not torch.compiler.is_compiling() and bool(mask.all())):
+    # What is compiled does not look at values.
+    if mask is None or (not torch.compiler.is_compiling() and not slots.is_padded):
         return None, None
     mask = mask.to(device)
     first_token = mask.int().argmax(-1, keepdim=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from inspect import getclosurevars
 from typing import Any
 
@@ -109,6 +110,11 @@ class Slots:
             attention_mask=None if mask is None else mask.to(torch.bool),
             arguments=dict(arguments),
         )
+
+    @cached_property
+    def is_padded(self) -> bool:
+        """Whether any slot is padding: asked by every layer, looked at once."""
+        return self.attention_mask is not None and not bool(self.attention_mask.all())
 
     def matrix(self, skip: bool) -> Tensor | None:
         """The boolean mask ``(B, 1, Lq, Lk)``, True = visible, that transformers makes for SDPA.
