@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from transformers import masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
@@ -166,6 +167,9 @@ _ABOUT = frozenset(
         Tensor.stride,
         Tensor.is_floating_point,
         Tensor.is_contiguous,
+        Tensor.untyped_storage,
+        Tensor.data_ptr,
+        Tensor.element_size,
         Tensor.__len__,
     }
 )
@@ -197,13 +201,14 @@ class SlotMask(Tensor):
         if getattr(func, "__name__", "") in ("__get__", "__set__") or func in _ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if isinstance(args[0], SlotMask) and func is Tensor.to:
+        itself = args[0] if args and isinstance(args[0], SlotMask) else None
+        if itself is not None and func is Tensor.to:
             device = torch._C._nn._parse_to(*args[1:], **kwargs)[0]  # pyright: ignore[reportAttributeAccessIssue]
-            slots = args[0].slots
-            return args[0] if device is None else cls.of(slots.to(device), args[0].shape[0], device)
-        if isinstance(args[0], SlotMask) and func in _SAME_SLOTS:
-            return cls.of(args[0].slots, args[0].shape[0], args[0].device)
-        plain = [_matrix_of(arg) for arg in args]
+            if device is not None:
+                return cls.of(itself.slots.to(device), itself.shape[0], device)
+        elif itself is not None and func in _SAME_SLOTS:
+            return cls.of(itself.slots, itself.shape[0], itself.device)
+        plain = tree_map(_matrix_of, args)
         return func(*plain, **{name: _matrix_of(value) for name, value in kwargs.items()})
 
 
