@@ -51,7 +51,7 @@ def make(options: dict[str, Any]) -> Any:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="What a prior attached to a Llama costs.")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--prompt", type=int, default=256, help="tokens before those that are generated")
     parser.add_argument("--tokens", type=int, default=64, help="to generate")
