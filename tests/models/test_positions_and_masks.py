@@ -88,7 +88,7 @@ def test_documents_that_do_not_start_at_zero() -> None:
 def test_a_batch_that_transformers_packed(family: str) -> None:
     model = tiny_decoder(**FAMILIES[family])
     rows = [tokens(1, length, seed)[0].tolist() for seed, length in enumerate((4, 2, 6))]
-    batch = DataCollatorWithFlattening()([{"input_ids": row} for row in rows])
+    batch: dict[str, Any] = DataCollatorWithFlattening()([{"input_ids": row} for row in rows])
     expected = torch.cat([logits_of(model, torch.tensor([row])) for row in rows], 1)
     assert_close(logits_of(model, batch["input_ids"], position_ids=batch["position_ids"]), expected)
     with torch.no_grad():

@@ -541,19 +541,22 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
+        documents = whole["document_ids"]
+        if documents is not None:
+            # What is generated or drafted goes on with the last document; a prompt may come in chunks.
+            new = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+            length = new.shape[1] + (0 if past_key_values is None else int(past_key_values.get_seq_length()))
+            more = documents[:, -1:].expand(-1, max(0, length - documents.shape[1]))
+            whole["document_ids"] = torch.cat([documents, more], -1)[:, :length]
         return inputs | {name: value for name, value in whole.items() if value is not None}
 
-    def _update_model_kwargs_for_generation(
-        self, outputs: Any, model_kwargs: dict[str, Any], is_encoder_decoder: bool = False, num_new_tokens: int = 1
-    ) -> dict[str, Any]:
-        model_kwargs = super()._update_model_kwargs_for_generation(
-            outputs, model_kwargs, is_encoder_decoder, num_new_tokens
-        )
-        documents = model_kwargs.get("document_ids")
-        if documents is not None:
-            # What is generated goes on with the last document.
-            model_kwargs["document_ids"] = torch.cat([documents, documents[:, -1:].expand(-1, num_new_tokens)], -1)
-        return model_kwargs
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Not available: it pages keys and values for attention functions of transformers' own, which know no prior.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("continuous batching is not available for this model; use generate() with a batch")
 
 
 AutoConfig.register(PriorDecoderConfig.model_type, PriorDecoderConfig)
