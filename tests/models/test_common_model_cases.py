@@ -197,7 +197,7 @@ def test_embeddings_in_place_of_tokens(family: str) -> None:
 
 
 def test_get_and_set_embeddings() -> None:
-    model = tiny_decoder(tie_word_embeddings=False)
+    model: Any = tiny_decoder(tie_word_embeddings=False)
     assert isinstance(model.get_input_embeddings(), nn.Embedding)
     assert isinstance(model.get_output_embeddings(), nn.Linear)
     table, head = nn.Embedding(9, 32, dtype=torch.float64), nn.Linear(32, 9, bias=False, dtype=torch.float64)

@@ -75,7 +75,7 @@ class PriorDecoderConfig(PreTrainedConfig):
     """
 
     model_type = "prior_decoder"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     vocab_size: int = 32768
     hidden_size: int = 768
