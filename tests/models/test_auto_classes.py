@@ -104,7 +104,8 @@ def test_push_to_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
     monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", create_commit)
     monkeypatch.setattr("transformers.utils.hub.create_and_tag_model_card", lambda *a, **k: _NoCard())
-    tiny_decoder(torch.float32, **FAMILIES["BAM"]).push_to_hub("somebody/tiny")
+    model: Any = tiny_decoder(torch.float32, **FAMILIES["BAM"])
+    model.push_to_hub("somebody/tiny")
     assert uploaded.keys() >= FILES
     assert json.loads(uploaded["config.json"])["model_type"] == "prior_decoder"
     assert b"attention_priors.models.decoder" in uploaded["modeling_prior_decoder.py"]

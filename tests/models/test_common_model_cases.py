@@ -406,7 +406,7 @@ def test_trained_under_autocast(family: str) -> None:
     assert grads[0].keys() == grads[1].keys()
     for name, grad in grads[1].items():
         assert grad.dtype == torch.float32
-        torch.testing.assert_close(grad, grads[0][name], rtol=0.1, atol=0.1 * float(grads[0][name].abs().max()) + 1e-6)
+        assert float((grad - grads[0][name]).norm()) < 0.2 * float(grads[0][name].norm()) + 1e-6, name
 
 
 # ---- training

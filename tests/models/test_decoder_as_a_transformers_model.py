@@ -141,7 +141,7 @@ def test_everything_that_can_learn_does() -> None:
             assert (parameter.grad != 0).any(), name
 
 
-@pytest.mark.parametrize("cast", ["load", "to", "half"])
+@pytest.mark.parametrize("cast", ["load", "to", "half", "bfloat16"])
 def test_priors_stay_float32(cast: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"prior": "generalized_gaussian", "logit_scale": "ssmax"}
     model = tiny_decoder(torch.float32, **changes)
@@ -149,9 +149,10 @@ def test_priors_stay_float32(cast: str, tmp_path: Path) -> None:
     if cast == "load":
         model.save_pretrained(tmp_path)
         cast_model = PriorDecoderForCausalLM.from_pretrained(tmp_path, dtype=wanted)
-    else:
-        # transformers will not let .half() and .bfloat16() break a model whose parts stay float32
+    elif cast == "to":
         cast_model = model.to(wanted)  # pyright: ignore[reportArgumentType]
+    else:
+        cast_model = getattr(model, cast)()
     kept = tiny_decoder(torch.float32, **changes).state_dict()
     for name, parameter in cast_model.named_parameters():
         positional = "prior." in name or "logit_scale." in name

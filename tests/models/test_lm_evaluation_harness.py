@@ -1,5 +1,6 @@
 """lm-evaluation-harness runs a saved model as it runs any other, without a network."""
 
+import importlib
 import json
 import math
 import os
@@ -95,10 +96,11 @@ def test_from_python(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    import datasets
-    import lm_eval
     from lm_eval.tasks import TaskManager
 
+    # lm_eval's own annotations and lazy names mislead a type checker.
+    datasets: Any = importlib.import_module("datasets")
+    lm_eval: Any = importlib.import_module("lm_eval")
     # datasets has read the environment when it was imported, which another test may have done.
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
