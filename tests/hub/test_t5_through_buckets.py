@@ -232,6 +232,13 @@ def test_training_moves_the_shared_scalars() -> None:
     torch.testing.assert_close(ours.get_parameter(name), theirs.get_parameter(name), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["t5", "umt5"])
+def test_compiles_without_a_graph_break(kind: str) -> None:
+    theirs, ours = twins(kind)
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    assert difference(logits(theirs, **inputs()), compiled(**inputs(), use_cache=False).logits) < TOLERANCE
+
+
 def test_refuses_slopes_and_attention_weights() -> None:
     with pytest.raises(ValueError, match="slopes and learn are for BLOOM and MPT"):
         use_priors(make(), learn=True)

@@ -12,7 +12,7 @@ from transformers.models.t5 import modeling_t5
 from transformers.models.umt5 import modeling_umt5
 
 from attention_priors.hub.key_masks import attend_with_cache, is_padding, key_mask, refuse_attention_weights
-from attention_priors.priors import RelativeBuckets
+from attention_priors.priors import Prior, RelativeBuckets
 
 
 class _Stack:
@@ -52,7 +52,7 @@ def _attend(module: Any, hidden: Tensor, mask: Tensor, scalars: Tensor, cache: C
         query,
         key,
         value,
-        _buckets(module, scalars),
+        BorrowedBuckets(scalars, module.relative_attention_max_distance, bidirectional=not module.is_decoder),
         mask,
         cache,
         module.layer_idx,
@@ -64,18 +64,22 @@ def _attend(module: Any, hidden: Tensor, mask: Tensor, scalars: Tensor, cache: C
     return module.o(out.to(hidden.dtype))
 
 
-def _buckets(module: Any, scalars: Tensor) -> RelativeBuckets:
-    """A prior whose scalars are T5's own, so that gradients reach them."""
-    with torch.device("meta"):
-        prior = RelativeBuckets(
-            module.n_heads,
-            module.relative_attention_num_buckets,
-            module.relative_attention_max_distance,
-            bidirectional=not module.is_decoder,
-        )
-    # As torch.func.functional_call does it: a tensor with a history takes the parameter's place.
-    prior._parameters["bias"] = scalars  # pyright: ignore[reportArgumentType]
-    return prior
+class BorrowedBuckets(RelativeBuckets):
+    """:class:`RelativeBuckets` whose scalars come with a history, so that gradients reach what they are made of.
+
+    Args:
+        scalars: ``(H, num_buckets)``.
+        max_distance: as in :class:`RelativeBuckets`.
+        bidirectional: as in :class:`RelativeBuckets`.
+    """
+
+    def __init__(self, scalars: Tensor, max_distance: int, bidirectional: bool) -> None:
+        Prior.__init__(self, scalars.shape[0])
+        self.num_buckets = scalars.shape[1]
+        self.max_distance = max_distance
+        self.bidirectional = bidirectional
+        # As torch.func.functional_call does it: a tensor takes the place of a parameter.
+        self._parameters["bias"] = scalars  # pyright: ignore[reportArgumentType]
 
 
 def _own_scalars(module: Any) -> Tensor:
