@@ -120,6 +120,7 @@ def test_chunks_over_a_cache(make: Make) -> None:
     theirs, ours = twins(make)
     ids, mask = tokens(), torch.ones(3, 9, dtype=torch.long)
     mask[0, :2] = 0
+    mask[1, 5] = 0  # in between, where BLOOM counts tokens and MPT slots
     whole = logits(theirs, ids, attention_mask=mask)
     for cache in (DynamicCache(config=ours.config), StaticCache(config=ours.config, max_cache_len=16)):
         parts = []
@@ -213,6 +214,30 @@ def test_compiles_without_a_graph_break(learn: bool) -> None:
         got = compiled(tokens(), attention_mask=mask, use_cache=False).logits
         expected = model(tokens(), attention_mask=mask, use_cache=False).logits
         assert difference(expected, got, mask) < TOLERANCE
+
+
+@both_families
+def test_decoding_compiles_over_a_static_cache(make: Make) -> None:
+    theirs, ours = twins(make)
+    ids = tokens(1, 7)
+    mask = torch.ones(1, 12, dtype=torch.long)  # as long as the cache, as generate makes it
+    mask[:, :2] = 0
+    mask[:, 7:] = 0
+    cache = StaticCache(config=ours.config, max_cache_len=12)
+    logits(ours, ids[:, :5], attention_mask=mask.clone(), past_key_values=cache)
+    step = torch.compile(ours, backend="eager", fullgraph=True)
+    got = [logits(step, ids[:, i : i + 1], attention_mask=mask, past_key_values=cache) for i in (5, 6)]
+    expected = logits(theirs, ids, attention_mask=mask[:, :7])
+    assert difference(expected[:, 5:], torch.cat(got, 1)) < TOLERANCE
+
+
+@both_families
+def test_embeddings_in_place_of_tokens(make: Make) -> None:
+    theirs, ours = twins(make)
+    embeddings = theirs.get_input_embeddings()(tokens()).detach()
+    with torch.no_grad():
+        expected, got = (m(inputs_embeds=embeddings, attention_mask=padded()).logits for m in (theirs, ours))
+    assert difference(expected, got, padded()) < TOLERANCE
 
 
 def test_training_moves_as_transformers_does() -> None:

@@ -49,6 +49,16 @@ def is_padding(mask: Tensor) -> bool:
     return mask.dtype == torch.bool and mask.shape[1:3] == (1, 1)
 
 
+def split_mask(mask: Tensor, batch: int, num_keys: int) -> tuple[Tensor | None, Tensor | None]:
+    """The ``key_padding_mask`` or the ``attn_mask`` that a mask of four dimensions is to :func:`attend`."""
+    if not is_padding(mask):
+        mask = mask[..., :num_keys]
+        return None, ~mask if mask.dtype == torch.bool else mask
+    if mask.shape[-1] == 0:
+        return None, None
+    return ~_fit(mask[:, 0, 0], num_keys, False).expand(batch, -1), None
+
+
 def refuse_attention_weights(module: Any, output_attentions: Any) -> None:
     """Attention weights are a dense matrix that is never made here.
 
@@ -126,15 +136,9 @@ def attend_with_cache(
         key_positions = _fit(positions, num_keys, 0)
         slots = torch.arange(length, device=query.device) + past
         query_positions = key_positions[:, slots]
-    padding, dense = None, None
-    if not is_padding(mask):
-        dense = ~mask[..., :num_keys] if mask.dtype == torch.bool else mask[..., :num_keys]
-    elif mask.shape[-1]:
-        if not isinstance(past, Tensor) and mask.shape[-1] < num_keys:
-            raise ValueError(
-                f"attention_mask covers {mask.shape[-1]} tokens; with those in the cache there are {num_keys}"
-            )
-        padding = ~_fit(mask[:, 0, 0], num_keys, False).expand(len(query), -1)
+    if is_padding(mask) and not isinstance(past, Tensor) and 0 < mask.shape[-1] < num_keys:
+        raise ValueError(f"attention_mask covers {mask.shape[-1]} tokens; with those in the cache there are {num_keys}")
+    padding, dense = split_mask(mask, len(query), num_keys)
     out = attend(
         query,
         key,

@@ -28,9 +28,6 @@ T5_ATTENTION: dict[type[nn.Module], type[nn.Module]] = {
     modeling_mt5.MT5Attention: t5.MT5Attention,
     modeling_umt5.UMT5Attention: t5.UMT5Attention,
 }
-SELF_ATTENTION = (modeling_t5.T5LayerSelfAttention, modeling_mt5.MT5LayerSelfAttention)
-SELF_ATTENTION += (modeling_umt5.UMT5LayerSelfAttention,)
-"""What holds the attention layers that have a bias; cross-attention, of the same class, has none."""
 
 
 def use_priors(model: Model, *, slopes: Sequence[float] | None = None, learn: bool = False) -> Model:
@@ -41,7 +38,7 @@ def use_priors(model: Model, *, slopes: Sequence[float] | None = None, learn: bo
       alibi_bias_max)`` are those of MosaicML's code.
     - **T5, mT5, umT5**: the relative bias through :class:`RelativeBuckets`, without the dense ``position_bias``.
       Its scalars stay T5's own parameter: they train as they did, and state dicts keep their keys. Cross-attention,
-      which has no bias, is left as it is.
+      which has no bias, goes through :func:`attend` without a prior.
 
     No matrix of queries and keys is made. Padding, caches (also static ones), ``generate``, dropout and gradient
     checkpointing work as they did. Attention weights (``output_attentions``) do not exist: asking for them is an error.
@@ -81,15 +78,13 @@ def use_priors(model: Model, *, slopes: Sequence[float] | None = None, learn: bo
             f"slopes and learn need a model that can be saved with them, a {' or '.join(_names(alibi.WITH_PRIORS))}; "
             f"got {type(model).__name__}"
         )
-    check_replaceable(module for module in modules if type(module) in {*alibi.STACKS, *alibi.ATTENTION, *T5_STACKS})
-    check_replaceable(module.SelfAttention for module in modules if isinstance(module, SELF_ATTENTION))
+    of_t5 = T5_STACKS | T5_ATTENTION
+    check_replaceable(module for module in modules if type(module) in {*alibi.STACKS, *alibi.ATTENTION, *of_t5})
     if has_alibi:
         _use_laplace(model, slopes, learn)
     for module in modules:
-        if type(module) in T5_STACKS:
-            replace(module, T5_STACKS[type(module)])
-        elif isinstance(module, SELF_ATTENTION):
-            replace(module.SelfAttention, T5_ATTENTION[type(module.SelfAttention)])
+        if type(module) in of_t5:
+            replace(module, of_t5[type(module)])
     return model
 
 
