@@ -33,6 +33,7 @@ def mpt(heads: int = 4, **changes: Any) -> MptForCausalLM:
 MODELS = {
     "bloom": bloom,
     "bloom, post-norm residuals": lambda **changes: bloom(apply_residual_connection_post_layernorm=True, **changes),
+    "bloom, sliced": lambda **changes: bloom(pretraining_tp=2, slow_but_exact=True, **changes),
     "mpt": mpt,
     "mpt, clipped and scaled": lambda **changes: mpt(attn_config={"clip_qkv": 1.5, "softmax_scale": 0.2}, **changes),
 }

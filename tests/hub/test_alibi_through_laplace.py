@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 from transformers import BloomForSequenceClassification, DynamicCache, StaticCache
+from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from attention_priors.hub import mpt_slopes, restore_attention, use_priors
+from attention_priors.hub.key_masks import prior_for
 
 Make = Callable[..., Any]
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -152,6 +154,30 @@ def test_bfloat16_is_no_farther_from_float32_than_transformers(make: Make) -> No
     assert errors[1] < 1.1 * errors[0]
 
 
+@both_families
+def test_autocast_is_no_farther_from_float32_than_transformers(make: Make) -> None:
+    theirs, ours = twins(make)
+    exact = logits(theirs, tokens(4, 48))
+    errors = []
+    for model in (theirs, ours):
+        with torch.autocast("cpu", torch.bfloat16):
+            cache = DynamicCache(config=model.config)
+            parts = [logits(model, part, past_key_values=cache) for part in tokens(4, 48).split(16, dim=1)]
+        errors.append((torch.cat(parts, 1).float() - exact).abs().mean())
+    assert errors[1] < 1.1 * errors[0]
+
+
+def test_fixed_slopes_follow_to_where_they_are_needed() -> None:
+    model: Any = use_priors(bloom())
+    first, second = (block.self_attention for block in model.transformer.h)
+    assert first.prior is second.prior
+    moved = prior_for(second, torch.device("meta"))
+    assert moved is second.prior
+    assert next(moved.parameters()).is_meta
+    assert not next(first.prior.parameters()).is_meta
+    assert prior_for(first, torch.device("cpu")) is first.prior
+
+
 def test_mpt_goes_on_beyond_the_length_of_its_table() -> None:
     ours = use_priors(mpt(max_seq_len=8))
     assert difference(logits(mpt(max_seq_len=64), tokens(2, 20)), logits(ours, tokens(2, 20))) < TOLERANCE
@@ -277,6 +303,24 @@ def test_refuses_a_forward_that_is_wrapped() -> None:
     with pytest.raises(ValueError, match="forward wrapped"):
         use_priors(model)
     assert [type(module) for module in model.modules()] == before
+
+
+def test_refuses_attention_with_code_of_its_own() -> None:
+    class OwnAttention(BloomAttention):
+        pass
+
+    model: Any = bloom()
+    model.transformer.h[1].self_attention.__class__ = OwnAttention
+    with pytest.raises(ValueError, match="OwnAttention, whose code is not transformers' own"):
+        use_priors(model)
+
+
+def test_several_models_in_one() -> None:
+    parts: Any = [bloom(4), bloom(6), mpt(6), mpt(5)]
+    expected = [logits(part, tokens()) for part in parts]
+    use_priors(torch.nn.ModuleList(parts))
+    for part, before in zip(parts, expected, strict=True):
+        assert difference(logits(part, tokens()), before) < TOLERANCE
 
 
 @both_families

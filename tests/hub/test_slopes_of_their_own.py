@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from alibi_models import TOLERANCE, bloom, difference, logits, mpt, tokens
-from transformers import AutoConfig, AutoModelForCausalLM, BloomModel
+from transformers import AutoConfig, AutoModelForCausalLM, BloomForCausalLM, BloomModel, Trainer, TrainingArguments
 
 from attention_priors.hub import restore_attention, use_priors
 
@@ -81,6 +81,24 @@ def test_chosen_slopes_are_saved_in_the_config(make: Make, tmp_path: Path) -> No
     assert torch.equal(logits(loaded, tokens()), expected)
 
 
+def test_a_training_run_resumes_with_its_slopes(tmp_path: Path) -> None:
+    rows = [{"input_ids": row, "labels": row} for row in tokens(8, 9)]
+    options = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 0.01}
+    options |= {"report_to": [], "disable_tqdm": True, "use_cpu": True}
+    runs = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        model = use_priors(bloom(), learn=True)
+        trainer = Trainer(model, TrainingArguments(str(tmp_path), **options), train_dataset=rows)  # pyright: ignore[reportArgumentType]
+        trainer.train(resume_from_checkpoint=resume)
+        runs.append(slopes_of(model))
+    start = slopes_of(use_priors(bloom(), learn=True))
+    for name, slope in runs[0].items():
+        assert not torch.equal(slope, start[name])
+        assert torch.equal(slope, runs[1][name])
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    assert all(torch.equal(slope, runs[0][name]) for name, slope in slopes_of(saved).items())
+
+
 @both_families
 def test_restoring_drops_what_slopes_have_learned(make: Make, tmp_path: Path) -> None:
     model = make()
@@ -96,6 +114,17 @@ def test_restoring_drops_what_slopes_have_learned(make: Make, tmp_path: Path) ->
     assert torch.equal(logits(model, tokens()), expected)
     model.save_pretrained(tmp_path)
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is kind
+
+
+def test_another_model_of_the_same_config_is_left_alone(tmp_path: Path) -> None:
+    first = bloom()
+    second = BloomForCausalLM(first.config)
+    use_priors(first, learn=True)
+    assert first.config is first.transformer.config
+    assert first.config.model_type == "bloom_with_priors"
+    assert second.config.model_type == "bloom"
+    second.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).model_type == "bloom"
 
 
 def test_without_this_package_a_model_with_slopes_does_not_load_as_plain_bloom(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def put_laplace(model: nn.Module, prior: dict[str, Any]) -> None:
         model: that has them.
         prior: ``slopes`` and ``learn`` of :class:`Laplace`. Without slopes they are those of transformers.
     """
-    shared: Laplace | None = None
+    shared: dict[tuple[bool, int], Laplace] = {}
     for module in [*model.modules()]:
         if type(module) in STACKS:
             replace(module, STACKS[type(module)])
@@ -50,11 +50,11 @@ def put_laplace(model: nn.Module, prior: dict[str, Any]) -> None:
                 weight = module.out_proj.weight if of_mpt else module.dense.weight
                 module.prior = Laplace(heads, slopes=slopes, learn=prior["learn"]).to(weight.device)
                 continue
-            if shared is None:
+            if (of_mpt, heads) not in shared:
                 # On the CPU also while weights have no memory yet: loading does not bring what is no state.
                 with torch.device("cpu"):
-                    shared = Laplace(heads, slopes=slopes)
-            module.__dict__["prior"] = shared
+                    shared[of_mpt, heads] = Laplace(heads, slopes=slopes)
+            module.__dict__["prior"] = shared[of_mpt, heads]
 
 
 def take_laplace(model: nn.Module) -> None:

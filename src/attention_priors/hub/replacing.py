@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 
-def check_replaceable(modules: Iterable[nn.Module]) -> None:
-    """Modules that are to be replaced must have no ``forward`` of their own, which would go on being called.
+def check_replaceable(modules: Iterable[nn.Module], replacements: Mapping[type[nn.Module], type[nn.Module]]) -> None:
+    """Modules that are to be replaced must have transformers' own code, and be called by it.
 
     Raises:
-        ValueError: if one has.
+        ValueError: if one is of another class derived from theirs, or has a ``forward`` of its own, which would go on
+            being called.
     """
     for module in modules:
+        if not isinstance(module, tuple(replacements)):
+            continue
+        if type(module) not in replacements:
+            raise ValueError(
+                f"a module of this model is a {type(module).__module__}.{type(module).__qualname__}, whose code is not "
+                "transformers' own"
+            )
         if "forward" in vars(module):
             raise ValueError(
                 f"a {type(module).__name__} of this model has its forward wrapped (by accelerate, for a device_map or "

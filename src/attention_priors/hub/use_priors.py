@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from transformers.models.mt5 import modeling_mt5
 from transformers.models.t5 import modeling_t5
 from transformers.models.umt5 import modeling_umt5
 
-from attention_priors.hub import alibi, t5
+from attention_priors.hub import alibi, mpt, t5
 from attention_priors.hub.replacing import check_replaceable, replace, restore
 from attention_priors.priors import Laplace
 
@@ -79,7 +80,7 @@ def use_priors(model: Model, *, slopes: Sequence[float] | None = None, learn: bo
             f"got {type(model).__name__}"
         )
     of_t5 = T5_STACKS | T5_ATTENTION
-    check_replaceable(module for module in modules if type(module) in {*alibi.STACKS, *alibi.ATTENTION, *of_t5})
+    check_replaceable(modules, alibi.STACKS | alibi.ATTENTION | of_t5)
     if has_alibi:
         _use_laplace(model, slopes, learn)
     for module in modules:
@@ -125,14 +126,18 @@ def _use_laplace(model: nn.Module, slopes: Sequence[float] | None, learn: bool) 
     config: Any = model.config
     heads = config.num_attention_heads
     if slopes is None and isinstance(model, modeling_mpt.MptForCausalLM):
-        slopes = alibi.mpt.mpt_slopes(heads)
+        slopes = mpt.mpt_slopes(heads)
     # Says what is wrong with them before anything is changed.
     prior = Laplace(heads, slopes=slopes, learn=learn).to_config()
     alibi.put_laplace(model, prior)
     replacement = alibi.WITH_PRIORS[type(model)]
     replace(model, replacement)
-    config.__class__ = replacement.config_class
-    config.prior = prior
+    own = copy.deepcopy(config)  # another model may have been made from the same
+    own.__class__ = replacement.config_class
+    own.prior = prior
+    for module in model.modules():
+        if getattr(module, "config", None) is config:
+            module.config = own
 
 
 def _uses_priors(model: nn.Module) -> bool:
