@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attention_priors.hub import load_bam_checkpoint, save_bam_checkpoint
+from attention_priors.hub.bam_checkpoint import _arguments
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
 
 TOLERANCE = 1e-4
@@ -218,6 +219,26 @@ def test_our_own_models_in_their_layout(tmp_path: Path) -> None:
     save_bam_checkpoint(model, tmp_path / "model.safetensors")
     weights = load_file(tmp_path / "model.safetensors")
     assert difference(forward(weights, tokens(), 4), logits(model, tokens())) < TOLERANCE
+
+
+def test_a_folder_keeps_what_weights_do_not_tell(tmp_path: Path) -> None:
+    model = decoder(prior="uniform", num_key_value_heads=2, rms_norm_eps=0.1)
+    save_bam_checkpoint(model, tmp_path / "saved")
+    assert sorted(os.listdir(tmp_path / "saved")) == ["args.json", "model.pt"]
+    loaded = load_bam_checkpoint(tmp_path / "saved", prior="uniform")
+    assert difference(logits(loaded, tokens()), logits(model, tokens())) == 0
+    save_bam_checkpoint(decoder(prior="generalized_gaussian", share_prior=True, logit_scale="ssmax"), tmp_path / "bam")
+    content = json.loads((tmp_path / "bam" / "args.json").read_text())
+    assert content["args"] == {"position_encoding": "bam_ssmax"}
+    assert content["model_args"]["global_positional_encoding"] is True
+
+
+@given(width=st.integers(1, 300), wide=st.integers(1, 3000))
+@settings(deadline=None, derandomize=True)
+def test_their_feed_forward_width_is_ours(width: int, wide: int) -> None:
+    config = PriorDecoderConfig(hidden_size=width, intermediate_size=wide, num_attention_heads=1)
+    # As their code computes it.
+    assert int(_arguments(config)["model_args"]["ffn_dim_multiplier"] * width) == wide
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attention_priors.attention import SSMax
 from attention_priors.checks import check_positive_integers
-from attention_priors.files import read_json
+from attention_priors.files import read_json, write_json
 from attention_priors.hub.weights import read_weights, write_weights
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
 from attention_priors.priors import GeneralizedGaussian, Uniform
@@ -120,7 +120,8 @@ def save_bam_checkpoint(model: PriorDecoderForCausalLM, path: str | Path, *, the
 
     Args:
         model: with a :class:`GeneralizedGaussian`, a uniform prior or none; no encoding; :class:`SSMax` or none.
-        path: a ``.safetensors``, ``.pt`` or ``.pth`` file.
+        path: a ``.safetensors``, ``.pt`` or ``.pth`` file; or a folder for ``model.pt`` and ``args.json``, which the
+            authors' code loads, and which alone says what is added to the squares in the norms (1e-5 if nothing does).
         theta_names: call the prior's parameters ``theta_beta``, ``theta_alpha`` and ``theta_mu``, as the authors'
             present code does, and not ``shape``, ``scale`` and ``loc``.
 
@@ -163,7 +164,33 @@ def save_bam_checkpoint(model: PriorDecoderForCausalLM, path: str | Path, *, the
     for name, tensor in weights.items():
         if tensor.shape == (config.num_attention_heads,) and ("prior." in name or "seq_scale" in name):
             weights[name] = tensor.view(1, -1, 1, 1)
-    write_weights(Path(path), weights)
+    path = Path(path)
+    if path.suffix:
+        write_weights(path, weights)
+        return
+    write_weights(path / "model.pt", weights)
+    write_json(path / "args.json", _arguments(config))
+
+
+def _arguments(config: PriorDecoderConfig) -> dict[str, Any]:
+    """What the authors' code makes the model of."""
+    kind = "bam" if isinstance(config.make_prior(), GeneralizedGaussian) else "nope"
+    wide, width = config.intermediate_size, config.hidden_size
+    arguments = {
+        "dim": width,
+        "n_layers": config.num_hidden_layers,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "vocab_size": config.vocab_size,
+        "multiple_of": 1,
+        # They round the product down.
+        "ffn_dim_multiplier": wide / width if int(wide / width * width) == wide else (wide + 0.5) / width,
+        "norm_eps": config.rms_norm_eps,
+    }
+    if kind == "bam":
+        arguments["global_positional_encoding"] = config.share_prior
+    encoding = kind if config.logit_scale is None else f"{kind}_ssmax"
+    return {"args": {"position_encoding": encoding}, "model_args": arguments}
 
 
 def _layers(model: PriorDecoderForCausalLM) -> Any:
