@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from alibi_models import MODELS, TOLERANCE, VOCABULARY, bloom, difference, logits, mpt, padded, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -303,6 +304,18 @@ def test_refuses_a_forward_that_is_wrapped() -> None:
     with pytest.raises(ValueError, match="forward wrapped"):
         use_priors(model)
     assert [type(module) for module in model.modules()] == before
+    del attention.forward
+    use_priors(model)
+    attention.forward = attention.forward
+    with pytest.raises(ValueError, match="forward wrapped"):
+        restore_attention(model)
+
+
+def test_offloading_after_the_change() -> None:
+    model = use_priors(bloom())
+    expected = logits(model, tokens())
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert torch.equal(logits(model, tokens()), expected)
 
 
 def test_refuses_attention_with_code_of_its_own() -> None:

@@ -12,21 +12,29 @@ def check_replaceable(modules: Iterable[nn.Module], replacements: Mapping[type[n
     """Modules that are to be replaced must have transformers' own code, and be called by it.
 
     Raises:
-        ValueError: if one is of another class derived from theirs, or has a ``forward`` of its own, which would go on
-            being called.
+        ValueError: if one is of another class derived from theirs, or has a ``forward`` of its own.
     """
-    for module in modules:
-        if not isinstance(module, tuple(replacements)):
-            continue
+    known = [module for module in modules if isinstance(module, tuple(replacements))]
+    for module in known:
         if type(module) not in replacements:
             raise ValueError(
                 f"a module of this model is a {type(module).__module__}.{type(module).__qualname__}, whose code is not "
                 "transformers' own"
             )
+    check_not_wrapped(known)
+
+
+def check_not_wrapped(modules: Iterable[nn.Module]) -> None:
+    """A ``forward`` of a module's own would go on being called, whatever class the module has.
+
+    Raises:
+        ValueError: if a module has one.
+    """
+    for module in modules:
         if "forward" in vars(module):
             raise ValueError(
                 f"a {type(module).__name__} of this model has its forward wrapped (by accelerate, for a device_map or "
-                "offloading, or by another package); call use_priors(model) before it is wrapped"
+                "offloading, or by another package); call use_priors() and restore_attention() before it is wrapped"
             )
 
 

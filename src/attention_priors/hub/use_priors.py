@@ -14,7 +14,7 @@ from transformers.models.t5 import modeling_t5
 from transformers.models.umt5 import modeling_umt5
 
 from attention_priors.hub import alibi, mpt, t5
-from attention_priors.hub.replacing import check_replaceable, replace, restore
+from attention_priors.hub.replacing import check_not_wrapped, check_replaceable, replace, restore
 from attention_priors.priors import Laplace
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -93,12 +93,14 @@ def restore_attention(model: Model) -> Model:
     """Undo :func:`use_priors`: the model computes by transformers' own code again, with ALiBi's slopes as they were.
 
     Raises:
-        ValueError: if the model does not use priors.
+        ValueError: if the model does not use priors, or has been wrapped since.
     """
     if not _uses_priors(model):
         raise ValueError(f"{type(model).__name__} does not use priors; there is nothing to restore")
+    modules = [module for module in model.modules() if type(module) in _replacements()]
+    check_not_wrapped(modules)
     alibi.take_laplace(model)
-    for module in [*model.modules()]:
+    for module in modules:
         if type(module) in T5_STACKS.values() or type(module) in T5_ATTENTION.values():
             restore(module)
     if type(model) in alibi.WITH_PRIORS.values():
@@ -141,8 +143,11 @@ def _use_laplace(model: nn.Module, slopes: Sequence[float] | None, learn: bool) 
 
 
 def _uses_priors(model: nn.Module) -> bool:
-    after = {*alibi.STACKS.values(), *alibi.ATTENTION.values(), *T5_STACKS.values(), *T5_ATTENTION.values()}
-    return any(type(module) in after for module in model.modules())
+    return any(type(module) in _replacements() for module in model.modules())
+
+
+def _replacements() -> set[type[nn.Module]]:
+    return {*alibi.STACKS.values(), *alibi.ATTENTION.values(), *T5_STACKS.values(), *T5_ATTENTION.values()}
 
 
 def _names(kinds: dict[type[nn.Module], Any]) -> list[str]:
