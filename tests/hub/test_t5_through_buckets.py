@@ -121,7 +121,7 @@ def test_gradients_are_those_of_transformers(kind: str, checkpointing: bool) -> 
     theirs, ours = twins(kind)
     for model in (theirs, ours):
         if checkpointing:
-            model.train().activation_checkpointing_enable()
+            model.train().gradient_checkpointing_enable()
         model(**inputs(), labels=inputs()["decoder_input_ids"]).loss.backward()
     biases = 0
     for (name, a), (also, b) in zip(theirs.named_parameters(), ours.named_parameters(), strict=True):
