@@ -197,7 +197,8 @@ def solve_case(case: Case, group: Any) -> dict[str, float]:
     shards = {n: None if x is None else x[..., index] for n, x in whole.geometry.items()}
     sequence = ShardedSequence(index, group=group, **shards)
     own = [x[:, :, index].requires_grad_() for x in (whole.query, whole.key, whole.value)]
-    out, lse = attend_across(*own, whole.prior, sequence=sequence, **common)
+    query, key, value = own
+    out, lse = attend_across(query, key, value, whole.prior, sequence=sequence, **common)
     assert out.dtype == case.dtype
     found = results(whole, own, out, lse, index)
     for name in found:
@@ -209,12 +210,10 @@ def solve_case(case: Case, group: Any) -> dict[str, float]:
     leaves = [x.clone().requires_grad_() for x in (whole.query, whole.key, whole.value)]
     if case.dtype == torch.bfloat16:
         leaves = [x.detach().float().requires_grad_() for x in leaves]
-    expected = results(
-        whole,
-        leaves,
-        *attend(*leaves, whole.prior, query_positions=positions, key_positions=positions, **masks, **common),
-        None,
-    )
+    query, key, value = leaves
+    places: dict[str, Any] = {"query_positions": positions, "key_positions": positions, **masks, **common}
+    out, lse = attend(query, key, value, whole.prior, **{**places, "return_lse": True})
+    expected = results(whole, leaves, out, lse, None)
     errors = {}
     for name, tensor in expected.items():
         mine = tensor if name.startswith("parameter") else tensor[:, :, index]
@@ -284,8 +283,8 @@ def refusals() -> dict[str, list[str]]:
     good = ShardedSequence(index)
     query = torch.randn(1, 2, 6, 4)
 
-    def across(*given: Tensor, **options: Any) -> Any:
-        return attend_across(*(given or (query, query, query)), **{"sequence": good} | options)
+    def across(given: Tensor = query, **options: Any) -> Any:
+        return attend_across(given, given, given, sequence=good, **options)
 
     last = rank == size - 1
     mistakes: dict[str, Callable[[], Any]] = {
@@ -295,14 +294,14 @@ def refusals() -> dict[str, list[str]]:
         "documents of a wrong shape": lambda: ShardedSequence(index, document_ids=index[None, : 5 if last else 6]),
         "batches of two sizes": lambda: ShardedSequence(index, document_ids=index.expand(2 if last else 1, -1)),
         "positions with gaps": lambda: ShardedSequence(index, positions=index * 2),
-        "another head_dim in one": lambda: across(*(3 * [query[..., : 3 if last else 4]])),
-        "another batch in one": lambda: across(*(3 * [query.expand(2 if last else 1, -1, -1, -1)])),
-        "another dtype in one": lambda: across(*(3 * [query.double() if last else query])),
+        "another head_dim in one": lambda: across(query[..., : 3 if last else 4]),
+        "another batch in one": lambda: across(query.expand(2 if last else 1, -1, -1, -1)),
+        "another dtype in one": lambda: across(query.double() if last else query),
         "causal in one": lambda: across(causal=last),
         "a prior in one": lambda: across(prior=Laplace(2) if last else None),
-        "a gradient in one": lambda: across(query.clone().requires_grad_(last), query, query),
+        "a gradient in one": lambda: across(query.clone().requires_grad_(last)),
         "a wrong number of heads in one": lambda: across(prior=Laplace(3 if last else 2)),
-        "a shard too short": lambda: across(*(3 * [query[:, :, : 5 if last else 6]])),
+        "a shard too short": lambda: across(query[:, :, : 5 if last else 6]),
         "a wrong tolerance in one": lambda: across(tolerance=2.0 if last else 0.0),
     }
     said = {}
@@ -343,7 +342,9 @@ def determinism(group: Any) -> bool:
         shards = {n: None if x is None else x[..., index] for n, x in whole.geometry.items()}
         own = [x[:, :, index].requires_grad_() for x in (whole.query, whole.key, whole.value)]
         sequence = ShardedSequence(index, group=group, **shards)
-        out, lse = attend_across(*own, whole.prior, sequence=sequence, logit_scale=whole.logit_scale, return_lse=True)
+        options: dict[str, Any] = {"logit_scale": whole.logit_scale, "return_lse": True}
+        query, key, value = own
+        out, lse = attend_across(query, key, value, whole.prior, sequence=sequence, **options)
         runs.append(results(whole, own, out, lse, index))
     return all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 

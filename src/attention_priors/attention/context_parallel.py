@@ -194,7 +194,6 @@ def _make_problem(
     tolerance: float,
     **places: Tensor | None,
 ) -> Problem:
-    geometry = dict.fromkeys(("query_positions", "key_positions", "document_ids", "key_padding_mask")) | places
     return make_problem(
         query,
         key,
@@ -203,11 +202,14 @@ def _make_problem(
         causal=causal,
         logit_scale=None,
         softmax_scale=softmax_scale,
+        query_positions=places.get("query_positions"),
+        key_positions=places.get("key_positions"),
+        document_ids=places.get("document_ids"),
+        key_padding_mask=places.get("key_padding_mask"),
         attn_mask=None,
         relative=None,
         dropout_p=0.0,
         tolerance=tolerance,
-        **geometry,
     )
 
 
@@ -579,7 +581,7 @@ class _Across(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, out, rest, lse, *parameters = ctx.saved_tensors
         with torch.autocast(query.device.type, enabled=False):
             *of_shard, of_parameters = ctx.ring.backward(query, key, value, (out, rest, lse), (grads[0], grads[1]))

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from attention_priors.attention import SSMax, attend, logit_scale_from_config
+from attention_priors.attention import ShardedSequence, SSMax, attend, attend_across, logit_scale_from_config
 from attention_priors.attention.geometry import positions_in_documents
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawVectors, encoding_from_config
 from attention_priors.priors import Prior, Structure, prior_from_config
@@ -141,6 +141,11 @@ class DecoderAttention(nn.Module):
             # A static cache has room after the last token.
             key, value = (x[:, :, : places.num_keys] for x in (key, value))
         prior = self.prior if shared_prior is None else shared_prior
+        if places.sequence is not None:
+            if isinstance(self.encoding, ShawVectors):
+                raise ValueError("sequence: Shaw's vectors are not computed over tokens that are spread over processes")
+            out = attend_across(query, key, value, prior, sequence=places.sequence, logit_scale=self.logit_scale)
+            return self.o_proj(out.transpose(1, 2).flatten(-2))
         query_positions, key_positions = places.for_attention(prior)
         out = attend(
             query,
@@ -214,7 +219,17 @@ class Places:
         attention_mask: Tensor | None,
         document_ids: Tensor | None,
         cache: Cache | None,
+        sequence: ShardedSequence | None = None,
     ) -> None:
+        self.sequence = sequence
+        if sequence is not None:
+            if attention_mask is not None or document_ids is not None or cache is not None:
+                raise ValueError(
+                    "sequence holds documents and padding itself, and has no cache: give it without attention_mask, "
+                    "document_ids, past_key_values and use_cache"
+                )
+            self.num_keys, self.positions, self.document_ids = length, sequence.positions.to(device), None
+            return
         past: Any = 0 if cache is None else cache.get_seq_length()
         compiling = torch.compiler.is_compiling()
         if isinstance(past, Tensor) and compiling and cache is not None:
@@ -332,6 +347,7 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         states_to_keep: int = 0,
+        sequence: ShardedSequence | None = None,
     ) -> BaseModelOutputWithPast:
         """Hidden states of the new tokens; arguments as in :meth:`PriorDecoderForCausalLM.forward`.
 
@@ -341,7 +357,8 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, not both and not neither")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and sequence is None
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         batch, length = hidden.shape[:2]
@@ -352,6 +369,7 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
             attention_mask=attention_mask,
             document_ids=document_ids,
             cache=past_key_values,
+            sequence=sequence,
         )
         if self.encoding is not None:
             hidden = hidden + self.encoding(places.positions).to(hidden.dtype)
@@ -384,6 +402,7 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        sequence: ShardedSequence | None = None,
         **loss_kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits of the next tokens.
@@ -397,15 +416,31 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
             labels: ``(B, L)``, aligned with ``input_ids``, -100 = ignore; gives a mean loss in nats per token.
             use_cache: whether to return a cache; by default only outside of training.
             logits_to_keep: compute only the last so many logits (0 = all), or those at these indices.
-            loss_kwargs: for transformers' loss function.
+            sequence: says that the tokens are this process's share of longer sequences, spread over a group of
+                processes, all of which call at the same time. Documents and padding are the sequence's.
+            loss_kwargs: for transformers' loss function: ``num_items_in_batch``, and ``shift_labels``, the next token
+                of each one, in place of ``labels``. With a ``sequence`` both are needed: the token after a shard's last
+                one is in another shard, and the loss is this process's part of the whole mean.
         """
         number = logits_to_keep if isinstance(logits_to_keep, int) else 0
+        if sequence is not None and (labels is not None or number):
+            name = "logits_to_keep" if labels is None else "labels"
+            raise ValueError(
+                f"{name} cannot be given with a sequence; give shift_labels and num_items_in_batch for a loss"
+            )
         outputs = self.model(
-            input_ids, attention_mask, document_ids, past_key_values, inputs_embeds, use_cache, states_to_keep=number
+            input_ids,
+            attention_mask,
+            document_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            states_to_keep=number,
+            sequence=sequence,
         )
         hidden = outputs.last_hidden_state
         logits = self.lm_head(hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep])
         loss = None
-        if labels is not None:
+        if labels is not None or "shift_labels" in loss_kwargs:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
