@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -35,6 +35,20 @@ class ModelSettings(Strict):
     num_key_value_heads: int | None = Field(default=None, gt=0)
     initializer_range: float = Field(default=0.02, gt=0)
     tie_word_embeddings: bool = True
+
+
+class MixtureSettings(TrainingSettings):
+    """A training, and the mixture of rows that it reads. Lengths are in tokens."""
+
+    passkey_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Share of rows that begin with a passkey text."""
+    passkey_filler: Literal["corpus", "sentence"] = "corpus"
+    passkey_minimum_length: int | None = Field(default=None, gt=0)
+    """Shortest passkey text, its answer included; the shortest there is by default."""
+    passkey_decoys: int = Field(default=0, ge=0)
+    """Up to so many other numbers are strewn into the filler of each passkey text."""
+    passkey_answer_weight: float = Field(default=1.0, gt=0)
+    """Weight of an answer token's loss; every other token has weight 1."""
 
 
 class EvaluationChanges(Strict):
@@ -76,7 +90,7 @@ class Recipe(Strict):
     tokenizer: Annotated[int, Field(gt=256)] | str = 2048
     """Entries of a byte-level BPE trained on the corpus, or a tokenizer's path or Hugging Face name."""
     model: ModelSettings
-    training: TrainingSettings
+    training: MixtureSettings
     evaluation: EvaluationSettings
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] = Field(default=(0,), min_length=1)
     threads_per_run: int = Field(default=1, gt=0)
@@ -105,7 +119,7 @@ class Recipe(Strict):
             try:
                 self.training_of(name)
             except ValidationError as error:
-                raise ValueError(f"schemes.{name}.training: {explain(error, TrainingSettings)}") from error
+                raise ValueError(f"schemes.{name}.training: {explain(error, MixtureSettings)}") from error
         for name, scheme in self.schemes.items():
             try:
                 config = self.config_of(name, vocab_size=1)
@@ -133,10 +147,10 @@ class Recipe(Strict):
             lengths.append(self.evaluation.perplexity.length)
         return max(lengths)
 
-    def training_of(self, scheme: str) -> TrainingSettings:
+    def training_of(self, scheme: str) -> MixtureSettings:
         """The training settings of one scheme."""
         own = self.schemes[scheme].training
-        return TrainingSettings.model_validate(self.training.model_dump() | own) if own else self.training
+        return MixtureSettings.model_validate(self.training.model_dump() | own) if own else self.training
 
     def config_of(self, scheme: str, *, vocab_size: int, eos_token_id: int | None = None) -> PriorDecoderConfig:
         """The model of one scheme."""

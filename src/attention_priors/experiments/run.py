@@ -119,35 +119,32 @@ def _trained_model(
     settings = recipe.training_of(scheme)
     saved = folder / "model"
     if not saved.exists():
-        progress("train", 0, settings.steps)
+        progress("train", 0, settings.total_steps)
         set_seed(seed)
         eos: Any = tokenizer.eos_token_id
         model = PriorDecoderForCausalLM(recipe.config_of(scheme, vocab_size=len(tokenizer), eos_token_id=eos))
         started = time.monotonic()
-        history = train(
+        trained = train(
             model,
             materials.training_rows(settings, seed),
             settings,
             folder / "checkpoints",
             seed=seed,
-            on_step=lambda step: progress("train", step, settings.steps),
+            on_step=lambda step: progress("train", step, settings.total_steps),
         )
         write_json(
             folder / "training.json",
             {
                 "train_seconds": round(time.monotonic() - started, 1),
-                "steps": settings.steps,
-                "history": history,
+                "steps": settings.total_steps,
+                "history": trained.history,
                 "parameters": model.num_parameters(),
                 "prior_parameters": _positional_parameters(model),
             },
         )
-        unfinished = folder / "model.unfinished"
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        unfinished.rename(saved)
+        trained.save(saved, tokenizer)
         shutil.rmtree(folder / "checkpoints")
-    progress("train", settings.steps, settings.steps)
+    progress("train", settings.total_steps, settings.total_steps)
     changes = recipe.schemes[scheme].at_evaluation
     options: dict[str, Any] = {}
     if changes.base_multiplier is not None:
