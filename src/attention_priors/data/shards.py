@@ -184,6 +184,11 @@ class PackedRows(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return self._rows
 
+    @property
+    def epochs(self) -> float:
+        """How often all rows read each block, in the mean."""
+        return self._rows / self.blocks
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < self._rows:
             raise IndexError(f"index must be from 0 to {self._rows - 1}; it is {index}")

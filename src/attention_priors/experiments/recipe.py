@@ -13,7 +13,7 @@ from attention_priors.encodings import LearnedTable, Rotary
 from attention_priors.evaluation import EvaluationSettings
 from attention_priors.models.decoder import PriorDecoderConfig
 from attention_priors.strict_yaml import Strict, explain, read_strictly
-from attention_priors.training import TrainingSettings
+from attention_priors.training import DecoderSettings, DecoderSizes, PositionSettings, TrainingSettings
 
 
 class CorpusSettings(Strict):
@@ -23,18 +23,6 @@ class CorpusSettings(Strict):
     """``embedded``, or the path of a text file or of a folder of text files."""
     max_characters: int | None = Field(default=None, gt=0)
     """Train on so much of it at most; the held-out part is always whole."""
-
-
-class ModelSettings(Strict):
-    """The decoder, but for what a scheme decides."""
-
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    num_hidden_layers: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
-    num_key_value_heads: int | None = Field(default=None, gt=0)
-    initializer_range: float = Field(default=0.02, gt=0)
-    tie_word_embeddings: bool = True
 
 
 class MixtureSettings(TrainingSettings):
@@ -60,25 +48,12 @@ class EvaluationChanges(Strict):
     """Multiply the base of rotary positions."""
 
 
-class Scheme(Strict):
+class Scheme(PositionSettings):
     """One way to put positions into the model. Everything else is the same for all schemes of a recipe."""
 
-    prior: dict[str, Any] | list[dict[str, Any]] | str | None = None
-    share_prior: bool = False
-    encoding: dict[str, Any] | str | None = None
-    logit_scale: dict[str, Any] | str | None = None
     training: dict[str, Any] = Field(default_factory=dict)
     """Settings of the training that differ for this scheme."""
     at_evaluation: EvaluationChanges = EvaluationChanges()
-
-    def model_parts(self) -> dict[str, Any]:
-        """What a :class:`PriorDecoderConfig` takes from a scheme."""
-        return {
-            "prior": self.prior,
-            "share_prior": self.share_prior,
-            "encoding": self.encoding,
-            "logit_scale": self.logit_scale,
-        }
 
 
 class Recipe(Strict):
@@ -89,7 +64,7 @@ class Recipe(Strict):
     corpus: CorpusSettings = CorpusSettings()
     tokenizer: Annotated[int, Field(gt=256)] | str = 2048
     """Entries of a byte-level BPE trained on the corpus, or a tokenizer's path or Hugging Face name."""
-    model: ModelSettings
+    model: DecoderSizes
     training: MixtureSettings
     evaluation: EvaluationSettings
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] = Field(default=(0,), min_length=1)
@@ -154,13 +129,9 @@ class Recipe(Strict):
 
     def config_of(self, scheme: str, *, vocab_size: int, eos_token_id: int | None = None) -> PriorDecoderConfig:
         """The model of one scheme."""
-        return PriorDecoderConfig(
-            vocab_size=vocab_size,
-            bos_token_id=eos_token_id,
-            eos_token_id=eos_token_id,
-            pad_token_id=eos_token_id,
-            **self.model.model_dump(),
-            **self.schemes[scheme].model_parts(),
+        positions = self.schemes[scheme].model_dump(include=set(PositionSettings.model_fields))
+        return DecoderSettings(**self.model.model_dump(), **positions).config(
+            vocab_size=vocab_size, eos_token_id=eos_token_id
         )
 
 
