@@ -14,6 +14,7 @@ from attention_priors.training.optimizer import make_optimizer, parameter_groups
 from attention_priors.training.recipe import TrainRecipe, load_train_recipe
 from attention_priors.training.run import Observer, prepare_data, run_recipe
 from attention_priors.training.settings import RunningSettings, TrainingSettings
+from attention_priors.training.sharding import shard_priors
 from attention_priors.training.trainer import PriorTrainer, weighted_loss
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "parameter_groups",
     "prepare_data",
     "run_recipe",
+    "shard_priors",
     "train",
     "weighted_loss",
 ]
