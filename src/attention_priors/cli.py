@@ -55,7 +55,7 @@ def compare(
     from attention_priors import experiments, report
 
     output = output or Path("runs") / recipe.stem
-    with _errors(console, experiments.RunFailedError):
+    with _errors(experiments.RunFailedError):
         results = experiments.compare(
             experiments.load_recipe(recipe), output, only=only or (), processes=processes, console=console
         )
@@ -77,12 +77,13 @@ def train(
 
     Interrupt it when you like: the same command goes on from the last checkpoint.
     """
-    console = Console()
     from attention_priors import training
 
+    # Of several processes the first one speaks; errors come from each.
+    console = Console(quiet=not training.is_first_process())
     output = output or Path("runs") / recipe.stem
     _quiet_transformers()
-    with _errors(console, FloatingPointError):
+    with _errors(FloatingPointError):
         plan = training.load_train_recipe(recipe)
         with _TrainingDisplay(console, plan.name, plan.training.total_steps) as display:
             training.run_recipe(plan, output, display.observer())
@@ -107,7 +108,7 @@ def prepare(
     from attention_priors.data import preparation
 
     folder = output or Path("runs") / recipe.stem / "data"
-    with _errors(console):
+    with _errors():
         plan = training.load_train_recipe(recipe)
         with _TrainingDisplay(console, plan.name, 0) as display:
             observer = display.observer()
@@ -180,8 +181,9 @@ def _quiet_transformers() -> None:
 
 
 @contextmanager
-def _errors(console: Console, *expected: type[Exception]) -> Iterator[None]:
+def _errors(*expected: type[Exception]) -> Iterator[None]:
     """End the command with one message, and without a traceback, where the cause is not in this code."""
+    console = Console()
     try:
         yield
     except KeyboardInterrupt:
@@ -244,7 +246,7 @@ def bench(
         "seed": seed,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    with _errors(console):
+    with _errors():
         if recipe is None:
             plan = benchmark.make_bench_recipe(**{"lengths": ["512", "1024"], "repetitions": 3} | given)
         elif given:

@@ -1,7 +1,7 @@
 """Training: one way to describe it, and one to run it, on transformers' ``Trainer``."""
 
 from attention_priors.training.checkpoints import CheckpointError
-from attention_priors.training.engine import Trained, Validation, train
+from attention_priors.training.engine import Trained, Validation, is_first_process, train
 from attention_priors.training.model import (
     DecoderSettings,
     DecoderSizes,
@@ -30,6 +30,7 @@ __all__ = [
     "Trained",
     "TrainingSettings",
     "Validation",
+    "is_first_process",
     "load_model",
     "load_train_recipe",
     "make_model",

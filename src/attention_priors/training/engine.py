@@ -125,7 +125,12 @@ def train(
     check_machinery(settings, running)
     check_documents_apart(model)
     rows_at_a_time, passes = running.accumulation(settings, processes())
-    options: dict[str, Any] = {f"ddp_{name}": value for name, value in running.ddp.items()}
+    # Every parameter that trains has a gradient in every step.
+    ddp = {"find_unused_parameters": False} | running.ddp
+    options: dict[str, Any] = {f"ddp_{name}": value for name, value in ddp.items()}
+    if processes() > 1 and not torch.cuda.is_available():
+        # Otherwise every process would train a whole model of its own.
+        options["use_cpu"] = True
     if running.fsdp is not None:
         options |= {"fsdp": True, "fsdp_config": dict(running.fsdp)}
     if running.activation_checkpointing:
@@ -170,6 +175,11 @@ def train(
         eval_dataset=None if validation is None else validation.rows,
         data_collator=collate_rows,
     )
+    if trainer.accelerator.num_processes != processes():
+        raise RuntimeError(
+            f"{processes()} processes were started, but accelerate runs {trainer.accelerator.num_processes}: each would "
+            "train alone"
+        )
     trainer.add_callback(StepReport(trainer, on_step, on_log))
     # It would print every loss; the caller has them from us.
     trainer.remove_callback(PrinterCallback)
