@@ -118,6 +118,50 @@ def prepare(
     console.print(f"Tokens: {escape(str(folder))}", soft_wrap=True, highlight=False)
 
 
+@app.command()
+def extend(
+    model: Annotated[Path, typer.Argument(help="A saved model, or the folder of its training.")],
+    length: Annotated[str, typer.Option(help="Tokens, or a multiple of what it was trained at.")] = "2x",
+    steps: Annotated[int, typer.Option(min=1, help="Of the optimiser.")] = 256,
+    data: Annotated[
+        Path | None, typer.Option(help="Prepared tokens; those that the model was trained on by default.")
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Constant; what the model's own training ended with by default.")
+    ] = None,
+    tokens_per_step: Annotated[
+        int | None, typer.Option(min=1, help="As in the model's own training by default.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where everything goes; extended-LENGTH beside the model by default.")
+    ] = None,
+) -> None:
+    """Train a saved model a little further at a longer context, and measure the loss before and after.
+
+    Interrupt it when you like: the same command goes on from there.
+    """
+    from attention_priors import training
+
+    console = Console(quiet=not training.is_first_process())
+    run = model.parent if model.name == "model" else model
+    output = output or run / f"extended-{length}"
+    _quiet_transformers()
+    with _errors(FloatingPointError), _TrainingDisplay(console, f"Extending {run.name}", steps) as display:
+        result = training.extend(
+            model,
+            output,
+            length=length,
+            steps=steps,
+            data=data,
+            learning_rate=learning_rate,
+            tokens_per_step=tokens_per_step,
+            observer=display.observer(),
+        )
+    for size, loss in result["loss"]["before"].items():
+        console.print(f"{size} tokens: loss {loss:.4f} before, {result['loss']['after'][size]:.4f} after")
+    console.print(f"Model: {escape(str(output / 'model'))}", soft_wrap=True, highlight=False)
+
+
 class _TrainingDisplay:
     """What a training shows: a bar for tokens and one for steps, and a line for every loss that is logged."""
 

@@ -2,6 +2,7 @@
 
 from attention_priors.training.checkpoints import CheckpointError
 from attention_priors.training.engine import Trained, Validation, is_first_process, train
+from attention_priors.training.extend import extend
 from attention_priors.training.model import (
     DecoderSettings,
     DecoderSizes,
@@ -30,6 +31,7 @@ __all__ = [
     "Trained",
     "TrainingSettings",
     "Validation",
+    "extend",
     "is_first_process",
     "load_model",
     "load_train_recipe",

@@ -16,6 +16,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from attention_priors.data import collate_rows
 from attention_priors.training.checkpoints import discard
+from attention_priors.training.model import check_positions
 from attention_priors.training.packed import check_documents_apart
 from attention_priors.training.settings import RunningSettings, TrainingSettings
 from attention_priors.training.trainer import PriorTrainer, StepReport
@@ -123,6 +124,7 @@ def train(
     """
     running = running or RunningSettings()
     check_machinery(settings, running)
+    check_positions(model, settings.context_length)
     check_documents_apart(model)
     rows_at_a_time, passes = running.accumulation(settings, processes())
     # Every parameter that trains has a gradient in every step.
@@ -177,8 +179,8 @@ def train(
     )
     if trainer.accelerator.num_processes != processes():
         raise RuntimeError(
-            f"{processes()} processes were started, but accelerate runs {trainer.accelerator.num_processes}: each would "
-            "train alone"
+            f"{processes()} processes were started, but accelerate runs {trainer.accelerator.num_processes}: each "
+            "would train alone"
         )
     trainer.add_callback(StepReport(trainer, on_step, on_log))
     # It would print every loss; the caller has them from us.

@@ -9,6 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from attention_priors.encodings import LearnedTable
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
 from attention_priors.strict_yaml import Strict
 
@@ -133,3 +134,25 @@ def load_model(name: str | Path) -> PreTrainedModel:
     """
     kind: Any = PriorDecoderForCausalLM if isinstance(_load_config(name), PriorDecoderConfig) else AutoModelForCausalLM
     return kind.from_pretrained(name, dtype=torch.float32)
+
+
+def check_positions(model: PreTrainedModel, length: int) -> None:
+    """Make sure that a model has positions for texts of a length.
+
+    Rotary positions, and ours but for learned tables, have no end.
+
+    Raises:
+        ValueError: it has a learned table that is shorter.
+    """
+    config = model.config
+    table: int | None = None
+    if isinstance(config, PriorDecoderConfig):
+        encoding = config.make_encoding()
+        if isinstance(encoding, LearnedTable):
+            table = encoding.max_length
+    elif getattr(config, "rope_parameters", None) is None and not getattr(config, "alibi", False):
+        table = getattr(config, "max_position_embeddings", None)
+    if table is not None and table < length:
+        raise ValueError(
+            f"{type(model).__name__} has a table of {table} positions; it cannot read rows of {length} tokens"
+        )

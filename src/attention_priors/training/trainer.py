@@ -33,11 +33,11 @@ def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, total: Tensor
         weights: ``(B, L)``, aligned with ``labels``.
         total: what the sum is divided by; the sum of the weights by default.
     """
-    sums, own = _loss_sums(logits, labels, weights)
+    sums, own = loss_sums(logits, labels, weights)
     return sums.sum() / (own.sum().clamp(min=1e-9) if total is None else total)
 
 
-def _loss_sums(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def loss_sums(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted losses ``(B * (L-1),)`` and their weights."""
     targets, weights = labels[:, 1:].flatten(), weights[:, 1:].flatten()
     losses = cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="none", ignore_index=IGNORED_LABEL)
@@ -121,7 +121,7 @@ class PriorTrainer(Trainer):
         """Each row's weighted sum of losses and its weights, so that the mean does not depend on the batches."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
-            sums, weights = _loss_sums(self._logits(model, inputs), inputs["labels"], inputs["loss_weights"])
+            sums, weights = loss_sums(self._logits(model, inputs), inputs["labels"], inputs["loss_weights"])
         rows = len(inputs["input_ids"])
         return None, torch.stack([x.double().view(rows, -1).sum(-1) for x in (sums, weights)], -1), sums.new_zeros(rows)
 
