@@ -78,7 +78,7 @@ def compare(variant: str, setting: dict[str, Any]) -> dict[str, float]:
     expected, logits, loss = gradients(model), whole.logits.detach(), whole.loss.detach()
 
     index = shard_index(LENGTH, rank, size)
-    options: dict[str, Tensor] = {}
+    options: dict[str, Any] = {}
     if masks["document_ids"] is not None:
         options["document_ids"] = masks["document_ids"][:, index]
     if masks["attention_mask"] is not None:

@@ -62,6 +62,10 @@ def by_accelerate(model: Any) -> None:
     assert fsdp2_prepare_model(accelerator, model) is model
 
 
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def train(variant: str, wrap: Wrap | None, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Losses, weights at the end, and the dtypes that a prior was computed from and that its optimiser has."""
     model: PriorDecoderForCausalLM = tiny_decoder(**VARIANTS[variant])
@@ -93,7 +97,7 @@ def train(variant: str, wrap: Wrap | None, dtype: torch.dtype = torch.float32) -
         loss = weighted_loss(logits, batch["labels"], batch["loss_weights"], total)
         (loss * processes).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.gradient_clip)
-        assert bool(torch.isfinite(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+        assert bool(torch.isfinite(whole(norm)))
         optimizer.step()
         optimizer.zero_grad()
         loss = loss.detach()
@@ -101,9 +105,7 @@ def train(variant: str, wrap: Wrap | None, dtype: torch.dtype = torch.float32) -
             dist.all_reduce(loss)
         losses.append(float(loss))
     GeneralizedGaussian.log_prior_at = prior_at
-    weights = {
-        n: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in model.named_parameters()
-    }
+    weights = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
     moments = {
         str(state["exp_avg"].dtype)
         for parameter, state in optimizer.state.items()
@@ -149,17 +151,17 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     assert dist.get_world_size() == 2
-    whole = MixedPrecisionPolicy()
+    as_it_is = MixedPrecisionPolicy()
     sink, ggd = train("shared key sink", None), train("ggd and ssmax", None)
     found: dict[str, Any] = {
-        "shared key sink": compare(train("shared key sink", sharded(whole)), sink),
-        "ggd and ssmax": compare(train("ggd and ssmax", sharded(whole)), ggd),
+        "shared key sink": compare(train("shared key sink", sharded(as_it_is)), sink),
+        "ggd and ssmax": compare(train("ggd and ssmax", sharded(as_it_is)), ggd),
         "bfloat16 policy": compare(train("ggd and ssmax", sharded(HALF)), ggd),
         "priors not apart": compare(train("ggd and ssmax", sharded(HALF, priors_apart=False)), ggd),
         "accelerate": compare(train("ggd and ssmax", by_accelerate), ggd),
     }
     half = train("ggd and ssmax", None, torch.bfloat16)
-    found["bfloat16 model"] = compare(train("ggd and ssmax", sharded(whole), torch.bfloat16), half)
+    found["bfloat16 model"] = compare(train("ggd and ssmax", sharded(as_it_is), torch.bfloat16), half)
     found["refusals"] = refusals()
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()

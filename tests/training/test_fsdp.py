@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from training_cases import tiny_settings
+
+from attention_priors.training import RunningSettings
+from attention_priors.training.engine import check_machinery
 
 WORKER = Path(__file__).with_name("sharded_training.py")
 
@@ -61,3 +65,9 @@ def test_priors_are_sharded_first_and_once(found: list[dict[str, Any]]) -> None:
     for process in found:
         assert "model is sharded already" in process["refusals"]["root"]
         assert "GeneralizedGaussian is sharded already" in process["refusals"]["prior"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("version", 1), ("cpu_ram_efficient_loading", True)])
+def test_recipes_that_would_not_leave_priors_apart_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"running.fsdp: {name} must be"):
+        check_machinery(tiny_settings(), RunningSettings(fsdp={name: value}))

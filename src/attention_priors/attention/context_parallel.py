@@ -65,7 +65,6 @@ def attend_across(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@torch.compiler.disable
 def attend_across(
     query: Tensor,
     key: Tensor,
@@ -117,6 +116,29 @@ def attend_across(
         ValueError: in every process, if the arguments of one of them are impossible or do not fit the others'.
         RuntimeError: if another process does not answer.
     """
+    if torch.compiler.is_compiling():
+        # Not as a decorator: that would import the compiler for everyone.
+        return torch.compiler.disable(_attend_across)(
+            query, key, value, prior, sequence, causal, logit_scale, softmax_scale, return_lse, tolerance, backend
+        )
+    return _attend_across(
+        query, key, value, prior, sequence, causal, logit_scale, softmax_scale, return_lse, tolerance, backend
+    )
+
+
+def _attend_across(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prior: Prior | None,
+    sequence: ShardedSequence,
+    causal: bool,
+    logit_scale: SSMax | None,
+    softmax_scale: float | None,
+    return_lse: bool,
+    tolerance: float,
+    backend: Backend,
+) -> Tensor | tuple[Tensor, Tensor]:
     device = query.device.type
     if torch.is_autocast_enabled(device):
         wanted = torch.get_autocast_dtype(device)

@@ -19,6 +19,7 @@ from attention_priors.training.checkpoints import discard
 from attention_priors.training.model import check_positions
 from attention_priors.training.packed import check_documents_apart
 from attention_priors.training.settings import RunningSettings, TrainingSettings
+from attention_priors.training.sharding import shard_priors
 from attention_priors.training.trainer import PriorTrainer, StepReport
 
 Rows = Dataset[dict[str, Tensor]]
@@ -75,6 +76,10 @@ def check_machinery(settings: TrainingSettings, running: RunningSettings) -> Non
     """
     running.accumulation(settings, processes())
     if running.fsdp is not None:
+        # Priors are sharded apart, by FSDP2 and before accelerate comes: see shard_priors().
+        for name, needed in (("version", 2), ("cpu_ram_efficient_loading", False)):
+            if running.fsdp.get(name, needed) != needed:
+                raise ValueError(f"running.fsdp: {name} must be {needed}, got {running.fsdp[name]!r}")
         if not torch.cuda.is_available():
             raise ValueError(
                 "running.fsdp needs CUDA devices: on a CPU accelerate would keep whole copies in every process (DDP) "
@@ -168,6 +173,8 @@ def train(
         ddp_timeout=running.ddp_timeout,
         **options,
     )
+    if running.fsdp is not None:
+        shard_priors(model)
     trainer = PriorTrainer(
         settings=settings,
         checkpoints_kept=running.checkpoints_kept,

@@ -30,7 +30,7 @@ def shard_priors(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
     Raises:
         ValueError: if ``model``, or a prior, is sharded already.
     """
-    parts = [module for module in model.modules() if isinstance(module, Prior | SSMax)]
+    parts: list[nn.Module] = [module for module in model.modules() if isinstance(module, Prior | SSMax)]
     inner = {id(child) for part in parts for child in part.modules() if child is not part}
     parts = [part for part in parts if id(part) not in inner]
     for name, module in (("model", model), *((type(part).__name__, part) for part in parts)):
