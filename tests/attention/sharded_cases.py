@@ -102,6 +102,7 @@ CASES = {
     "documents, contiguous shards": Case(lambda: Laplace(HEADS, learn=True), documents="runs", layout="contiguous"),
     "documents, bidirectional": Case(lambda: RelativeBuckets(HEADS), documents="runs", causal=False),
     "documents, interleaved": Case(_sum_of_both, documents="interleaved"),
+    "documents shared by the batch": Case(lambda: Laplace(HEADS, learn=True), documents="shared"),
     "padding on the left": Case(lambda: GeneralizedGaussian(HEADS, init="spread"), padding="left"),
     "padding on the right, bidirectional": Case(lambda: Laplace(HEADS, learn=True), padding="right", causal=False),
     "all padding": Case(lambda: Laplace(HEADS, learn=True), padding="all of one"),
@@ -141,7 +142,7 @@ def make_whole(case: Case) -> Whole:
             if case.dtype == torch.float64:
                 parameter.data = parameter.data.double()
     ids = torch.randint(0, 3, (batch, length))
-    documents = {"none": None, "runs": ids.sort(-1).values, "interleaved": ids}[case.documents]
+    documents = {"none": None, "runs": ids.sort(-1).values, "interleaved": ids, "shared": ids[:1]}[case.documents]
     slots, number = torch.arange(length), torch.tensor([[5], [17]])[:batch]
     padding = {
         "none": None,
@@ -206,7 +207,7 @@ def solve_case(case: Case, group: Any) -> dict[str, float]:
             dist.all_reduce(found[name], group=group)
 
     positions = whole.geometry.get("positions")
-    masks = {n: x for n, x in whole.geometry.items() if n != "positions"}
+    masks = {n: None if x is None else x.expand(case.batch, -1) for n, x in whole.geometry.items() if n != "positions"}
     leaves = [x.clone().requires_grad_() for x in (whole.query, whole.key, whole.value)]
     if case.dtype == torch.bfloat16:
         leaves = [x.detach().float().requires_grad_() for x in leaves]

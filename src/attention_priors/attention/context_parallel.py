@@ -29,6 +29,8 @@ from attention_priors.priors import Prior, Structure
 KEYS_HAVE_GRADIENTS = "whether key or value needs a gradient"
 VANISHING = {torch.float32: -104.0, torch.float64: -746.0}
 """Nats below which an exponential is 0: such keys add nothing at all."""
+GAIN_ROWS = 512
+"""Queries whose outputs are in memory in float64 at a time, in the backward pass."""
 
 
 @overload
@@ -118,7 +120,8 @@ def attend_across(
     """
     if torch.compiler.is_compiling():
         # Not as a decorator: that would import the compiler for everyone.
-        return torch.compiler.disable(_attend_across)(
+        uncompiled: Any = torch.compiler.disable(_attend_across)
+        return uncompiled(
             query, key, value, prior, sequence, causal, logit_scale, softmax_scale, return_lse, tolerance, backend
         )
     return _attend_across(
@@ -461,9 +464,11 @@ class _Ring:
                 if not piece.own and self._vanishes(problem, before):
                     continue
                 self.computed[owner].append(piece)
-                merged = _merge((_cut_rows(out, piece.batches, piece.rows), before), self._solve(problem))
-                for whole, part in zip((out, lse), merged, strict=True):
-                    whole[piece.batches, :, piece.rows] = part
+                into = _cut_rows(out, piece.batches, piece.rows), before
+                _merge(into, self._solve(problem))
+                if isinstance(piece.rows, Tensor):  # else they are views
+                    for whole, part in zip((out, lse), into, strict=True):
+                        whole[piece.batches, :, piece.rows] = part
             transfer.wait()
             shard = received
         return out, lse
@@ -557,7 +562,7 @@ class _Ring:
         out, rest, lse, out_grad, lse_grad = (_cut_rows(x, batches, rows) for x in (*saved, *grads))
         # Where a query sees no key of the piece, or none at all, it has no share.
         share = (part_lse.detach() - lse).exp().masked_fill(torch.isneginf(part_lse), 0.0)
-        gain = torch.linalg.vecdot(out_grad.double(), part_out.detach().double() - out - rest)
+        gain = _gain(out_grad, part_out.detach(), out, rest)
         cotangents = (
             (out_grad.to(lse_grad.dtype) * share.to(lse_grad.dtype).unsqueeze(-1)).to(part_out.dtype),
             share * (gain + lse_grad),
@@ -579,12 +584,19 @@ def _cut_rows(tensor: Tensor, batches: slice, rows: slice | Tensor) -> Tensor:
     return part[:, rows] if tensor.dim() == 2 else part[:, :, rows]
 
 
-def _merge(into: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over keys, and over others: outputs weigh as much as their exponentials sum to."""
+def _merge(into: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor]) -> None:
+    """Add keys that were not there before, in place: outputs weigh as much as their exponentials sum to."""
     (out, lse), (part, part_lse) = into, found
     # Where neither sees a key, the difference is nan, and either output is 0.
     weight = torch.sigmoid((part_lse - lse).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf))
-    return out.lerp(part.double(), weight.unsqueeze(-1)), torch.logaddexp(lse, part_lse)
+    out.lerp_(part.double(), weight.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+def _gain(out_grad: Tensor, part: Tensor, out: Tensor, rest: Tensor) -> Tensor:
+    """``<dout, out_piece - out>`` in float64, some rows at a time."""
+    blocks = zip(*(x.split(GAIN_ROWS, dim=2) for x in (out_grad, part, out, rest)), strict=True)
+    return torch.cat([torch.linalg.vecdot(g.double(), p.double() - o - r) for g, p, o, r in blocks], dim=2)
 
 
 class _Across(torch.autograd.Function):

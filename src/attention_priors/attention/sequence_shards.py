@@ -341,7 +341,8 @@ class ShardedSequence:
             )
         if all(len(parts) == 1 and parts == found[0] and isinstance(parts[0][0], slice) for parts in found):
             return [Piece(everyone, *found[0][0])]
-        return [Piece(slice(b, b + 1), *part) for b, parts in enumerate(found) for part in parts]
+        one_by_one = [slice(b, b + 1) for b in range(self.batch)] if self.batch > 1 else [everyone]
+        return [Piece(batches, *part) for batches, parts in zip(one_by_one, found, strict=True) for part in parts]
 
 
 def _slots(ids: Tensor, document: int, run: Run) -> slice | Tensor:
