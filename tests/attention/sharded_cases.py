@@ -75,6 +75,16 @@ CASES = {
         lambda: Laplace(HEADS, learn=True), causal=False, options={"softmax_scale": 0.7}
     ),
     "alibi, far apart": Case(lambda: Laplace(HEADS, learn=True), length=900, batch=1, layout="contiguous"),
+    "alibi, blocks": Case(lambda: Laplace(HEADS, learn=True), length=2600, batch=1, layout="contiguous"),
+    "alibi, blocks, bidirectional": Case(lambda: Laplace(HEADS, learn=True), length=2600, batch=1, causal=False),
+    "ggd and ssmax, blocks": Case(
+        lambda: GeneralizedGaussian(HEADS, init="spread"),
+        length=2600,
+        batch=1,
+        layout="contiguous",
+        make_scale=lambda: SSMax(HEADS, 0.5),
+    ),
+    "pruned, blocks": Case(lambda: Laplace(HEADS), length=2600, batch=1, layout="contiguous", tolerance=1e-5),
     "alibi, padding and far apart": Case(
         lambda: Laplace(HEADS, learn=True), length=700, batch=1, layout="contiguous", padding="right"
     ),
@@ -243,6 +253,24 @@ def counted_calls() -> Iterator[list[int]]:
         yield calls
 
 
+def kept_blocks() -> list[float]:
+    """Which share of its blocks each head looks at in another process's keys: slopes 1/4, 1/16, 1/64, 1/256."""
+    case = CASES["alibi, blocks"]
+    whole, shares = make_whole(case), []
+    index = index_of(case, dist.get_rank(), dist.get_world_size())
+    own = [x[:, :, index] for x in (whole.query, whole.key, whole.value)]
+    solve = context_parallel.solve
+
+    def looking(problem: Any, *args: Any, **kwargs: Any) -> Any:
+        if problem.kept is not None:
+            shares.append(problem.kept.double().mean((0, 2, 3)).tolist())
+        return solve(problem, *args, **kwargs)
+
+    with mock.patch.object(context_parallel, "solve", looking), torch.no_grad():
+        attend_across(own[0], own[1], own[2], whole.prior, sequence=ShardedSequence(index))
+    return shares[0] if shares else []
+
+
 def skipping() -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     length = 80
@@ -271,7 +299,7 @@ def skipping() -> dict[str, Any]:
         calls[name] = len(counted)
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, calls)
-    return {"hops": hops, "calls": everyone}
+    return {"hops": hops, "calls": everyone, "kept": kept_blocks()}
 
 
 # ---- what is refused

@@ -72,6 +72,13 @@ def test_keys_that_weigh_nothing_are_not_computed(found: list[dict[str, Any]]) -
     assert [process["steep"] for process in calls] == [1, 2, 2, 2]
 
 
+def test_heads_leave_out_blocks_that_weigh_nothing(found: list[dict[str, Any]]) -> None:
+    for process in found[1:]:  # the first one sees no other's keys
+        shares = process["skipping"]["kept"]
+        assert 0 < shares[0] < 0.7
+        assert shares[1:] == [1.0, 1.0, 1.0]
+
+
 def test_a_mistake_in_one_process_is_an_error_in_all(found: list[dict[str, Any]]) -> None:
     words = {
         "a place twice": "each place from 0 to 23 must occur once",

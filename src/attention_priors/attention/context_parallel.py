@@ -20,8 +20,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from attention_priors.attention.attend import BACKENDS, Backend, solve
+from attention_priors.attention.geometry import Geometry
+from attention_priors.attention.key_bounds import BLOCK
 from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.problem import Problem, make_problem
+from attention_priors.attention.pruning import may_prune
+from attention_priors.attention.recentred import NEAR
 from attention_priors.attention.sequence_shards import Piece, Plan, ShardedSequence
 from attention_priors.precision import compute_dtype_of
 from attention_priors.priors import Prior, Structure
@@ -277,6 +281,14 @@ class _Shard(NamedTuple):
             mine += theirs
 
 
+class _Computed(NamedTuple):
+    """A piece, and what of it the forward pass looked at: see :class:`Problem`."""
+
+    piece: Piece
+    kept: Tensor | None
+    near: bool
+
+
 class _Transfer:
     """What is being sent and received. Its memory stays in use until all of it is done."""
 
@@ -339,7 +351,7 @@ class _Ring:
         self.backend: Backend = backend
         self.keys_have_gradients = keys_have_gradients
         self.parameters = self.parameters_now()
-        self.computed: list[list[Piece]] = []
+        self.computed: list[list[_Computed]] = []
         """What the forward pass did not leave out, by owner."""
 
     def parameters_now(self) -> list[nn.Parameter]:
@@ -419,28 +431,41 @@ class _Ring:
         assert lse is not None
         return out, lse.double()
 
-    def _vanishes(self, problem: Problem, lse: Tensor) -> bool:
-        """Whether the keys of a problem add nothing, or less than ``tolerance``, to queries with this log-sum-exp."""
+    @torch.no_grad()
+    def _looks_at(self, problem: Problem, lse: Tensor) -> Problem | None:
+        """The problem without keys that add nothing, or less than ``tolerance``, to queries with this log-sum-exp.
+
+        A block of keys weighs at most ``Σ_j exp(c (‖q‖ ‖k_j‖ softmax_scale + K_ij) - lse)``, with the largest norms and
+        log-prior of its queries and keys.
+
+        Returns:
+            None if nothing is left.
+        """
         prior, geometry, scale = problem.prior, problem.geometry, problem.row_scale
-        if prior is None or any(Structure.STATIONARY not in term.structure for term in prior.terms()):
-            return False
+        offset = geometry.offset
+        if offset is None or prior is None or any(Structure.STATIONARY not in x.structure for x in prior.terms()):
+            return problem
         limit = VANISHING[problem.compute_dtype]
         if self.tolerance > 0:
             number = sum(len(pieces) for pieces in self.plan.pieces)
             limit = max(limit, math.log(self.tolerance / number))
-        farthest, nearest = geometry.farthest_and_nearest()
-        distances = torch.arange(nearest, farthest + 1, device=geometry.device)
-        low, high = (x.unsqueeze(-1) for x in prior.log_prior_at(distances, torch.float64).aminmax(dim=-1))
-        longest = problem.key.detach().norm(dim=-1, dtype=torch.float64).amax(-1, keepdim=True)
+        low, high = _extremes(prior, geometry, offset)
+        content = _by_block(problem.query.norm(dim=-1, dtype=torch.float64) * problem.softmax_scale, -math.inf).amax(-1)
+        longest = _by_block(problem.key.norm(dim=-1, dtype=torch.float64), -math.inf).amax(-1)
+        if scale is not None:
+            scales = [_by_block(scale.double(), 0.0).amin(-1), _by_block(scale.double(), 0.0).amax(-1)]
+            content = content * torch.maximum(scales[0].abs(), scales[1].abs())
+            if problem.scales_prior:
+                products = torch.stack([c.unsqueeze(-1) * bound for c in scales for bound in (low, high)])
+                low, high = products.amin(0), products.amax(0)
         longest = longest.repeat_interleave(geometry.heads // problem.key.shape[1], dim=1)
-        content = problem.query.detach().norm(dim=-1, dtype=torch.float64) * longest * problem.softmax_scale
-        if scale is None:
-            bound = content + high
-        else:
-            scale = scale.double()
-            scaled = torch.maximum(scale * low, scale * high) if problem.scales_prior else high
-            bound = scale.abs() * content + scaled
-        return bool((bound + math.log(geometry.num_keys) - lse <= limit).all())
+        bound = content.unsqueeze(-1) * longest.unsqueeze(-2) + high + math.log(geometry.num_keys)
+        kept = bound - _by_block(lse, math.inf).amin(-1, keepdim=True) > limit
+        if not bool(kept.any()):
+            return None
+        near = bool(((low >= -NEAR) & (high <= NEAR) | ~kept).all())
+        some = not bool(kept.all()) and may_prune(geometry)
+        return replace(problem, kept=kept if some else None, near=near and (some or bool(kept.all())))
 
     # ---- passes
 
@@ -459,11 +484,13 @@ class _Ring:
             for piece in self.plan.pieces[owner]:
                 assert shard is not None
                 keys = _Shard(*(_cut_rows(x, piece.batches, piece.keys) for x in shard))
-                problem = self._problem(_cut_rows(query, piece.batches, piece.rows), keys, owner, piece)
                 before = _cut_rows(lse, piece.batches, piece.rows)
-                if not piece.own and self._vanishes(problem, before):
+                problem = self._problem(_cut_rows(query, piece.batches, piece.rows), keys, owner, piece)
+                looked_at = problem if piece.own else self._looks_at(problem, before)
+                if looked_at is None:
                     continue
-                self.computed[owner].append(piece)
+                problem = looked_at
+                self.computed[owner].append(_Computed(piece, problem.kept, problem.near))
                 into = _cut_rows(out, piece.batches, piece.rows), before
                 _merge(into, self._solve(problem))
                 if isinstance(piece.rows, Tensor):  # else they are views
@@ -512,10 +539,10 @@ class _Ring:
             gradients = own_grad
             if step > 0:
                 gradients = None if shard is None else _Shard(*(torch.zeros_like(x, dtype=dtype) for x in shard))
-            for piece in self.computed[owner]:
+            for computed in self.computed[owner]:
                 assert shard is not None
                 assert gradients is not None
-                self._differentiate(query, shard, owner, piece, saved, grads, query_grad, gradients, parameter_grads)
+                self._differentiate(query, shard, owner, computed, saved, grads, query_grad, gradients, parameter_grads)
             if step > 0 and self.keys_have_gradients:
                 if coming is not None:
                     coming[0].wait()
@@ -540,7 +567,7 @@ class _Ring:
         query: Tensor,
         shard: _Shard,
         owner: int,
-        piece: Piece,
+        computed: _Computed,
         saved: tuple[Tensor, Tensor, Tensor],
         grads: tuple[Tensor, Tensor],
         query_grad: Tensor,
@@ -552,13 +579,15 @@ class _Ring:
         With shares ``w = exp(lse_piece - lse)``, ``out = Σ w out_piece`` over the pieces. So the gradient of
         ``out_piece`` is ``w dout``, and that of ``lse_piece`` is ``w (<dout, out_piece - out> + dlse)``.
         """
+        piece = computed.piece
         batches, rows, keys = piece.batches, piece.rows, piece.keys
         with torch.enable_grad():
             leaf, *of_keys = (
                 _cut_rows(x, batches, which).detach().requires_grad_()
                 for x, which in ((query, rows), (shard.key, keys), (shard.value, keys))
             )
-            part_out, part_lse = self._solve(self._problem(leaf, _Shard(*of_keys), owner, piece))
+            problem = self._problem(leaf, _Shard(*of_keys), owner, piece)
+            part_out, part_lse = self._solve(replace(problem, kept=computed.kept, near=computed.near))
         out, rest, lse, out_grad, lse_grad = (_cut_rows(x, batches, rows) for x in (*saved, *grads))
         # Where a query sees no key of the piece, or none at all, it has no share.
         share = (part_lse.detach() - lse).exp().masked_fill(torch.isneginf(part_lse), 0.0)
@@ -576,6 +605,25 @@ class _Ring:
         for whole, grad in zip((g for g in parameter_grads if g is not None), found[3:], strict=True):
             if grad is not None:
                 whole += grad
+
+
+def _extremes(prior: Prior, geometry: Geometry, offset: int) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest log-prior between each block of queries and of keys, ``(H, ⌈Lq / B⌉, ⌈Lk / B⌉)``."""
+    queries, keys = (-(-number // BLOCK) for number in (geometry.num_queries, geometry.num_keys))
+    # Blocks lie as far apart as their first tokens, give or take a block.
+    lowest = offset - BLOCK * (keys - 1) - (BLOCK - 1)
+    distances = torch.arange(lowest, lowest + BLOCK * (queries + keys) - 1, device=geometry.device)
+    # Where the last blocks are not full, no token is at the outermost distances.
+    distances = distances.clamp(offset - (geometry.num_keys - 1), geometry.num_queries - 1 + offset)
+    low, high = prior.log_prior_at(distances, torch.float64).unfold(1, 2 * BLOCK - 1, BLOCK).aminmax(dim=-1)
+    blocks = torch.arange(max(queries, keys), device=geometry.device)
+    apart = blocks[:queries].unsqueeze(1) - blocks[:keys] + keys - 1
+    return low[:, apart], high[:, apart]
+
+
+def _by_block(numbers: Tensor, padding: float) -> Tensor:
+    """``(..., L)`` in blocks, ``(..., ⌈L / B⌉, B)``."""
+    return nn.functional.pad(numbers, (0, -numbers.shape[-1] % BLOCK), value=padding).unflatten(-1, (-1, BLOCK))
 
 
 def _cut_rows(tensor: Tensor, batches: slice, rows: slice | Tensor) -> Tensor:

@@ -67,9 +67,10 @@ def attend_in_blocks(
             return blockwise(problem)
         return found[0].to(problem.query.dtype), _with_offset(found[1], row_offset)
     inputs = operator_inputs(problem, augmented, prior)
-    kept = None
+    kept = problem.kept
     if problem.tolerance > 0 and may_prune(problem.geometry):
-        kept = choose_kept_blocks(problem.tolerance, balls_of(problem), *inputs, None, fused)
+        chosen = choose_kept_blocks(problem.tolerance, balls_of(problem), *inputs, None, fused)
+        kept = chosen if kept is None else kept & chosen
     out, lse = attend_in_tiles(*inputs, kept, fused)
     return out.to(problem.query.dtype), _with_offset(lse, row_offset)
 
