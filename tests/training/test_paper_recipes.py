@@ -81,7 +81,7 @@ def test_goats_model_has_the_papers_size():
 def test_steps_can_be_shared_out(name, processes):
     recipe = _load(name)
     if name == "goat-125m" and processes == 6:
-        with pytest.raises(ValueError, match="32 rows a step .* on 6 processes"):
+        with pytest.raises(ValueError, match=r"32 rows a step .* on 6 processes"):
             recipe.running.accumulation(recipe.training, processes)
         return
     rows, passes = recipe.running.accumulation(recipe.training, processes)
