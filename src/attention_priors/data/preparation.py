@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from filelock import FileLock
+from numpy.lib.format import write_array
 
 from attention_priors.data.corpora import Document
 from attention_priors.data.shards import FORMAT, MANIFEST, PARTS, Shard, ShardError, read_manifest, shards_of
@@ -235,7 +236,7 @@ def _write_shard(
     shard = Shard(name, tokens=starts[-1], documents=len(starts) - 1, sha256={})
     for kind, path in shard.paths(folder).items():
         with replacing(path) as temporary, temporary.open("wb") as file:
-            np.lib.format.write_array(file, arrays[kind], allow_pickle=False)
+            write_array(file, arrays[kind], allow_pickle=False)
         shard.sha256[kind] = checksum(path)
     manifest["parts"][part].append(
         {"name": name, "tokens": shard.tokens, "documents": shard.documents, "sha256": shard.sha256, "state": state}
