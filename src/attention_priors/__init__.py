@@ -3,11 +3,14 @@
 from attention_priors.attention import (
     KeyBounds,
     PruningReport,
+    ShardedSequence,
     SSMax,
     attend,
+    attend_across,
     flex_mask_mod,
     flex_score_mod,
     pruning_report,
+    shard_index,
     unneeded_keys,
 )
 from attention_priors.encodings import LearnedTable, LinearToy, Rotary, ShawVectors, Sinusoidal
@@ -43,6 +46,7 @@ __all__ = [
     "RelativeBuckets",
     "Rotary",
     "SSMax",
+    "ShardedSequence",
     "ShawVectors",
     "Sinusoidal",
     "Spectral",
@@ -51,9 +55,11 @@ __all__ = [
     "Window",
     "alibi_slopes",
     "attend",
+    "attend_across",
     "flex_mask_mod",
     "flex_score_mod",
     "prior_from_config",
     "pruning_report",
+    "shard_index",
     "unneeded_keys",
 ]

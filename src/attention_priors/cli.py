@@ -1,17 +1,31 @@
-"""The command line: ``attention-priors compare RECIPE.yaml`` and ``attention-priors bench``."""
+"""The command line, ``attention-priors``."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 try:
     import typer
     from rich.console import Console
     from rich.markup import escape
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        SpinnerColumn,
+        TaskID,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 except ModuleNotFoundError as error:  # the laboratory is an extra
     sys.exit(f"attention-priors: {error.name} is missing; the command needs: pip install 'attention-priors[lab]'")
+
+if TYPE_CHECKING:
+    from attention_priors.training import Observer
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -41,21 +55,187 @@ def compare(
     from attention_priors import experiments, report
 
     output = output or Path("runs") / recipe.stem
-    try:
+    with _errors(experiments.RunFailedError):
         results = experiments.compare(
             experiments.load_recipe(recipe), output, only=only or (), processes=processes, console=console
         )
         report.write_figures(results, output / "figures")
         page = output / "report.html"
         report.write_report(results, page)
+    console.print(report.render_text_table(results))
+    console.print(f"Report: {escape(str(page))}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A recipe: model, data, tokenizer, optimiser, schedule.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Where everything goes; runs/NAME-OF-THE-RECIPE by default.")
+    ] = None,
+) -> None:
+    """Train one model, on one device or, started by torchrun or accelerate launch, on many.
+
+    Interrupt it when you like: the same command goes on from the last checkpoint.
+    """
+    from attention_priors import training
+
+    # Of several processes the first one speaks; errors come from each.
+    console = Console(quiet=not training.is_first_process())
+    output = output or Path("runs") / recipe.stem
+    _quiet_transformers()
+    with _errors(FloatingPointError):
+        plan = training.load_train_recipe(recipe)
+        with _TrainingDisplay(console, plan.name, plan.training.total_steps) as display:
+            training.run_recipe(plan, output, display.observer())
+    console.print(
+        f"Model: {escape(str((output or Path('runs') / recipe.stem) / 'model'))}", soft_wrap=True, highlight=False
+    )
+
+
+@app.command()
+def prepare(
+    recipe: Annotated[Path, typer.Argument(help="A recipe of the command train; its tokens are prepared.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Where the tokens go; where train looks for them by default, runs/NAME/data.")
+    ] = None,
+) -> None:
+    """Tokenise a recipe's text into memory-mapped files with checksums; what is there is checked, and mended.
+
+    Interrupt it when you like: the same command goes on from there.
+    """
+    console = Console()
+    from attention_priors import training
+    from attention_priors.data import preparation
+
+    folder = output or Path("runs") / recipe.stem / "data"
+    with _errors():
+        plan = training.load_train_recipe(recipe)
+        with _TrainingDisplay(console, plan.name, 0) as display:
+            observer = display.observer()
+            preparation.prepare(
+                plan.preparation(), folder, repair=True, on_tokens=observer.on_tokens, on_message=observer.on_message
+            )
+    console.print(f"Tokens: {escape(str(folder))}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def extend(
+    model: Annotated[Path, typer.Argument(help="A saved model, or the folder of its training.")],
+    length: Annotated[str, typer.Option(help="Tokens, or a multiple of what it was trained at.")] = "2x",
+    steps: Annotated[int, typer.Option(min=1, help="Of the optimiser.")] = 256,
+    data: Annotated[
+        Path | None, typer.Option(help="Prepared tokens; those that the model was trained on by default.")
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Constant; what the model's own training ended with by default.")
+    ] = None,
+    tokens_per_step: Annotated[
+        int | None, typer.Option(min=1, help="As in the model's own training by default.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where everything goes; extended-LENGTH beside the model by default.")
+    ] = None,
+) -> None:
+    """Train a saved model a little further at a longer context, and measure the loss before and after.
+
+    Interrupt it when you like: the same command goes on from there.
+    """
+    from attention_priors import training
+
+    console = Console(quiet=not training.is_first_process())
+    run = model.parent if model.name == "model" else model
+    output = output or run / f"extended-{length}"
+    _quiet_transformers()
+    with _errors(FloatingPointError), _TrainingDisplay(console, f"Extending {run.name}", steps) as display:
+        result = training.extend(
+            model,
+            output,
+            length=length,
+            steps=steps,
+            data=data,
+            learning_rate=learning_rate,
+            tokens_per_step=tokens_per_step,
+            observer=display.observer(),
+        )
+    for size, loss in result["loss"]["before"].items():
+        console.print(f"{size} tokens: loss {loss:.4f} before, {result['loss']['after'][size]:.4f} after")
+    console.print(f"Model: {escape(str(output / 'model'))}", soft_wrap=True, highlight=False)
+
+
+class _TrainingDisplay:
+    """What a training shows: a bar for tokens and one for steps, and a line for every loss that is logged."""
+
+    def __init__(self, console: Console, name: str, steps: int) -> None:
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[done]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self._bars = Progress(*columns, console=console)
+        self._name = name
+        self._steps = steps
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> _TrainingDisplay:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bars.stop()
+
+    def observer(self) -> Observer:
+        """Whom a run tells how far it is."""
+        from attention_priors.training import Observer
+
+        return Observer(self._message, self._tokens, self._step, self._log)
+
+    def _task(self, key: str, description: str, total: float | None) -> TaskID:
+        if key not in self._tasks:
+            self._tasks[key] = self._bars.add_task(escape(description), total=total, done="")
+        return self._tasks[key]
+
+    def _message(self, message: str) -> None:
+        self._bars.console.print(escape(message), soft_wrap=True, highlight=False)
+
+    def _tokens(self, part: str, tokens: int) -> None:
+        task = self._task(part, f"Tokens of the part {part}", None)
+        self._bars.update(task, completed=tokens, done=f"{tokens:,}")
+
+    def _step(self, step: int) -> None:
+        task = self._task("steps", self._name, self._steps)
+        self._bars.update(task, completed=step, done=f"step {step} of {self._steps}")
+
+    def _log(self, logs: Mapping[str, float]) -> None:
+        words = {"loss": "loss", "eval_loss": "validation loss", "grad_norm": "gradient", "learning_rate": "rate"}
+        found = [f"{word} {logs[key]:.4g}" for key, word in words.items() if key in logs]
+        if found:
+            self._message(" · ".join(found))
+
+
+def _quiet_transformers() -> None:
+    """Its warnings and bars would tear ours apart; what goes wrong comes as an error."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+@contextmanager
+def _errors(*expected: type[Exception]) -> Iterator[None]:
+    """End the command with one message, and without a traceback, where the cause is not in this code."""
+    console = Console()
+    try:
+        yield
     except KeyboardInterrupt:
         console.print("\nInterrupted. What is done is kept; the same command goes on from here.")
         raise typer.Exit(130) from None
-    except (ValueError, OSError, experiments.RunFailedError) as error:
+    except (ValueError, OSError, *expected) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
-    console.print(report.render_text_table(results))
-    console.print(f"Report: {escape(str(page))}", soft_wrap=True, highlight=False)
 
 
 @app.command()
@@ -110,7 +290,7 @@ def bench(
         "seed": seed,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    try:
+    with _errors():
         if recipe is None:
             plan = benchmark.make_bench_recipe(**{"lengths": ["512", "1024"], "repetitions": 3} | given)
         elif given:
@@ -124,12 +304,6 @@ def bench(
         table = output / "table.md"
         write_bytes(table, benchmark.markdown_tables(results).encode())
         benchmark.write_figures(results, output / "figures")
-    except KeyboardInterrupt:
-        console.print("\nInterrupted. What is done is kept; the same command goes on from here.")
-        raise typer.Exit(130) from None
-    except (ValueError, OSError) as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
     for part in benchmark.render_text_tables(results):
         console.print(escape(part) if isinstance(part, str) else part, highlight=False)
     console.print(f"Tables: {escape(str(table))}", soft_wrap=True, highlight=False)

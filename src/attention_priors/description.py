@@ -20,7 +20,8 @@ class Described:
 
         It holds what the constructor was given, not what has been learned since.
         """
-        arguments = inspect.signature(type(self)).parameters
+        # Of __init__, and not of the class: FSDP2 puts a class with a __new__ of its own in front of it.
+        arguments = list(inspect.signature(type(self).__init__).parameters)[1:]
         return {"name": self.name} | {argument: _plain(getattr(self, argument)) for argument in arguments}
 
     def extra_repr(self) -> str:

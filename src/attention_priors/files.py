@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write to a temporary name beside ``path`` and move it into place."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name beside ``path``; what is written there is moved into place, if no error comes between."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content)
+        yield temporary
+        synchronise(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write to a temporary name beside ``path`` and move it into place."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -29,6 +40,27 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path) -> Any:
     """Read JSON."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def synchronise(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk: a machine that stops then loses nothing of it."""
+    # Only POSIX opens folders.
+    if path.is_dir() and os.name != "posix":
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, 64 hex digits."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def writable_folder(path: Path) -> Path:

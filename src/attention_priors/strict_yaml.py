@@ -8,6 +8,8 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from attention_priors.files import read_json
+
 
 class RecipeError(ValueError):
     """A recipe that cannot be run. The message names the key, its value and what is allowed."""
@@ -89,3 +91,31 @@ def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[
         else:
             current = get_args(current)[-1]
     return list(current.model_fields)
+
+
+def differences(found: Any, wanted: Any, key: str = "") -> list[str]:
+    """Where two plain descriptions differ, one line for each key."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        keys = [*found, *(name for name in wanted if name not in found)]
+        return [
+            line for name in keys for line in differences(found.get(name), wanted.get(name), f"{key}.{name}".strip("."))
+        ]
+    return [] if found == wanted else [f"{key} (there {found!r}, here {wanted!r})"]
+
+
+def check_same_recipe(path: Path, wanted: dict[str, Any]) -> None:
+    """Make sure that a folder is new, or was begun by the same recipe.
+
+    Args:
+        path: the file in it that says what it was begun with.
+        wanted: what would be written there; plain JSON.
+
+    Raises:
+        RecipeError: if another recipe began it; it says where the two differ.
+    """
+    differing = differences(read_json(path), wanted) if path.exists() else []
+    if differing:
+        raise RecipeError(
+            f"{path.parent} holds a run of another recipe; it differs in {'; '.join(differing)}. Use another output "
+            "folder, or delete that one"
+        )

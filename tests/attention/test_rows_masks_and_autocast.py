@@ -69,3 +69,19 @@ def test_a_backward_pass_inside_autocast_is_as_exact_as_outside():
             loss.backward()
         grads.append(prior.log_slope.grad)
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_documents_whose_positions_lie_far_apart(dtype: torch.dtype) -> None:
+    """As in a shard of a packed sequence, whose first document began long before."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 9, 4, dtype=dtype)
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2]])
+    positions = torch.tensor([70, 71, 72, 0, 1, 2, 3, 20, 21])
+    prior = Laplace(2) + KeySink(2, train_length=8)
+    options: dict[str, Any] = {"document_ids": documents, "query_positions": positions, "key_positions": positions}
+    with torch.no_grad():
+        expected = attend(query, key, value, prior, **options, backend="reference")
+        for backend in ("auto", "toeplitz", "lanes"):
+            out = attend(query, key, value, prior, **options, backend=backend)
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)

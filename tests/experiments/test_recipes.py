@@ -8,7 +8,7 @@ from recipe_cases import RECIPE, changed
 
 from attention_priors.experiments import Recipe, RecipeError, load_recipe
 
-TRAINING_KEYS = "context_length, steps, batch_size, optimizer, learning_rate"
+TRAINING_KEYS = "context_length, steps, tokens, batch_size, tokens_per_step, optimizer, learning_rate"
 PRIORS = "uniform, laplace, generalized_gaussian, spectral, key_sink, relative_buckets, clipped_offsets, window"
 
 

@@ -164,15 +164,25 @@ def attend(
         tolerance=tolerance,
         key_bounds=key_bounds,
     )
-    if backend == "triton" and (reason := why_not(problem)) is not None:
-        raise ValueError(f"backend='triton' cannot compute this: {reason}")
-    # Each backend states the precision of every step; autocast would change it behind its back.
-    with torch.autocast(query.device.type, enabled=False):
-        out, lse = _compute(problem, _choose(problem) if backend == "auto" else backend, return_lse)
+    out, lse = solve(problem, backend, need_lse=return_lse)
     if not return_lse:
         return out
     assert lse is not None
-    return out, lse
+    return out, lse.to(problem.compute_dtype)
+
+
+def solve(problem: Problem, backend: Backend, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """What :func:`attend` does once its arguments are checked.
+
+    Returns:
+        Output, and the log-sum-exp, in float64 where a constant of the row is a part of it: then results over
+        different keys can be merged however large the constant is. Without ``need_lse`` it may be None.
+    """
+    if backend == "triton" and (reason := why_not(problem)) is not None:
+        raise ValueError(f"backend='triton' cannot compute this: {reason}")
+    # Each backend states the precision of every step; autocast would change it behind its back.
+    with torch.autocast(problem.query.device.type, enabled=False):
+        return _compute(problem, _choose(problem) if backend == "auto" else backend, need_lse)
 
 
 def attend_with_weights(

@@ -126,7 +126,11 @@ def read_inputs(
 
 
 def _check_range(geometry: Geometry, highest: int, number: int) -> None:
-    farthest, nearest = geometry.farthest_and_nearest()
+    if geometry.key_documents is not None and geometry.offset is not None:
+        # Positions of different documents may lie any way apart: such pairs are hidden.
+        farthest, nearest = geometry.num_queries - 1 + geometry.offset, geometry.offset - (geometry.num_keys - 1)
+    else:
+        farthest, nearest = geometry.farthest_and_nearest()
     lowest = highest - number + 1
     if farthest > highest or (nearest < lowest and not geometry.causal):
         raise ValueError(

@@ -41,6 +41,11 @@ class Problem:
     tolerance: float
     """Which share of its weight a query may lose to pruning."""
     key_bounds: KeyBounds | None
+    kept: Tensor | None = None
+    """Which blocks of 256 keys each block of 256 queries looks at, ``(B, H, ⌈Lq / 256⌉, ⌈Lk / 256⌉)``, where others are
+    known to weigh nothing; None for all."""
+    near: bool = False
+    """Whether the log-prior of all that is looked at is known to be exact in float32."""
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -46,6 +46,8 @@ def visible_at(problem: Problem, distance: Tensor) -> Tensor | None:
 
 def may_look(problem: Problem) -> bool:
     """Whether there is something to look for, and values may be looked at: not while compiling or transforming."""
+    if problem.near:
+        return False
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     return problem.compute_dtype != torch.float64 and not traced
 

@@ -21,9 +21,9 @@ def reference(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     scale leaves the prior out), masks, softmax.
 
     Returns:
-        Output ``(B, H, Lq, Dv)`` in the query's dtype, log-sum-exp ``(B, H, Lq)`` and attention weights
-        ``(B, H, Lq, Lk)`` in the computation's. A query that sees no key has output 0, log-sum-exp
-        ``-inf`` and weights 0.
+        Output ``(B, H, Lq, Dv)`` in the query's dtype, log-sum-exp ``(B, H, Lq)``, in float64 if it holds a constant
+        of the row, and attention weights ``(B, H, Lq, Lk)`` in the computation's dtype. A query that sees no key has
+        output 0, log-sum-exp ``-inf`` and weights 0.
     """
     dtype = problem.compute_dtype
     group = problem.query.shape[1] // problem.key.shape[1]
@@ -78,7 +78,7 @@ def reference(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
         lse = logits.logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf"))
 
     if constant is not None:
-        lse = torch.where(torch.isneginf(lse), lse, lse + constant).to(dtype)
+        lse = torch.where(torch.isneginf(lse), lse, lse + constant)
     kept = torch.nn.functional.dropout(weights, problem.dropout_p)
     out = kept @ value
     if relative is not None and relative.value_vectors is not None:

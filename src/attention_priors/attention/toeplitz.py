@@ -55,7 +55,7 @@ def attend_in_blocks(
     """Attention over queries and keys with lanes, plus the stationary ``terms`` and the slope of the lanes.
 
     Returns:
-        Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``.
+        Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``, in float64 if it holds a constant of the row.
     """
     if not lanes_are_exact(problem, augmented):
         return blockwise(problem)
@@ -65,13 +65,14 @@ def attend_in_blocks(
         found = attend_recentred(problem, augmented, terms, fused)
         if found is None:
             return blockwise(problem)
-        return found[0].to(problem.query.dtype), _with_offset(found[1], row_offset).to(problem.compute_dtype)
+        return found[0].to(problem.query.dtype), _with_offset(found[1], row_offset)
     inputs = operator_inputs(problem, augmented, prior)
-    kept = None
+    kept = problem.kept
     if problem.tolerance > 0 and may_prune(problem.geometry):
-        kept = choose_kept_blocks(problem.tolerance, balls_of(problem), *inputs, None, fused)
+        chosen = choose_kept_blocks(problem.tolerance, balls_of(problem), *inputs, None, fused)
+        kept = chosen if kept is None else kept & chosen
     out, lse = attend_in_tiles(*inputs, kept, fused)
-    return out.to(problem.query.dtype), _with_offset(lse, row_offset).to(problem.compute_dtype)
+    return out.to(problem.query.dtype), _with_offset(lse, row_offset)
 
 
 def table_for(problem: Problem, augmented: Augmented, terms: Sequence[Prior], fused: bool = False) -> Table:

@@ -97,18 +97,10 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
             input_ids = torch.cat([passkey.tokens, input_ids])
             document_ids = torch.cat([torch.zeros_like(passkey.tokens), document_ids + 1])
 
-        labels = input_ids.clone()
-        labels[0] = IGNORED_LABEL
-        labels[1:][document_ids[1:] != document_ids[:-1]] = IGNORED_LABEL
-        loss_weights = (labels != IGNORED_LABEL).to(torch.float32)
+        row = packed_row(input_ids, document_ids)
         if passkey is not None:
-            loss_weights[passkey.answer_start : passkey.tokens.numel()] = self._answer_weight
-        return {
-            "input_ids": input_ids,
-            "labels": labels,
-            "document_ids": document_ids,
-            "loss_weights": loss_weights,
-        }
+            row["loss_weights"][passkey.answer_start : passkey.tokens.numel()] = self._answer_weight
+        return row
 
     def _draw_passkey(self, generator: torch.Generator) -> PasskeySample | None:
         if self._passkey is None:
@@ -125,6 +117,24 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
         start = int(torch.randint(len(self._stream) - size + 1, (), generator=generator))
         document_ids = self._stream.document_ids[start : start + size]
         return self._stream.tokens[start : start + size].clone(), document_ids - document_ids[:1]
+
+
+def packed_row(input_ids: Tensor, document_ids: Tensor) -> dict[str, Tensor]:
+    """A row of packed documents, with the fields of `TrainingMixture` and every label's weight 1.
+
+    Args:
+        input_ids: Tokens, int64, shape ``(L,)``.
+        document_ids: The document of each, a contiguous run; counted from 0 in the row.
+    """
+    labels = input_ids.clone()
+    labels[0] = IGNORED_LABEL
+    labels[1:][document_ids[1:] != document_ids[:-1]] = IGNORED_LABEL
+    return {
+        "input_ids": input_ids,
+        "labels": labels,
+        "document_ids": document_ids - document_ids[:1],
+        "loss_weights": (labels != IGNORED_LABEL).to(torch.float32),
+    }
 
 
 def collate_rows(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from attention_priors.data.corpora import Document
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_DOCUMENTS_PER_BATCH = 64  # an encoded document takes far more memory than its token ids, which are kept
+DOCUMENTS_PER_BATCH = 64  # an encoded document takes far more memory than its token ids, which are kept
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,25 @@ def token_stream(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Documen
     """
     if not documents:
         raise ValueError("documents is empty: expected at least one document")
-    end = tokenizer.eos_token_id
-    if not isinstance(end, int):
-        raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no eos_token: expected one")
     encoded: list[Tensor] = []
-    for start in range(0, len(documents), _DOCUMENTS_PER_BATCH):
-        texts = [document.text for document in documents[start : start + _DOCUMENTS_PER_BATCH]]
-        batch = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        encoded += [torch.tensor([*ids, end]) for ids in batch["input_ids"]]
+    for start in range(0, len(documents), DOCUMENTS_PER_BATCH):
+        texts = [document.text for document in documents[start : start + DOCUMENTS_PER_BATCH]]
+        encoded += [torch.tensor(ids) for ids in encode_documents(tokenizer, texts)]
     sizes = torch.tensor([tokens.numel() for tokens in encoded])
     return TokenStream(
         tokens=torch.cat(encoded),
         document_ids=torch.repeat_interleave(torch.arange(len(encoded)), sizes),
     )
+
+
+def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """The tokens of each text, without special tokens but for the end-of-text token that follows.
+
+    Raises:
+        ValueError: ``tokenizer`` has no end-of-text token.
+    """
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no eos_token: expected one")
+    batch = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+    return [[*ids, end] for ids in batch["input_ids"]]

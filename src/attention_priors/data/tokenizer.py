@@ -94,6 +94,21 @@ def load_tokenizer(spec: int | str | Path, corpus: Corpus, cache_dir: str | Path
     """
     if isinstance(spec, int) or (isinstance(spec, str) and spec.isdecimal()):
         return _trained_tokenizer(int(spec), corpus, Path(cache_dir))
+    tokenizer = pretrained_tokenizer(spec)
+    digit_token_ids(tokenizer)
+    return tokenizer
+
+
+def pretrained_tokenizer(spec: str | Path) -> PreTrainedTokenizerBase:
+    """Load any tokenizer that has an end-of-text token.
+
+    Args:
+        spec: A folder, or a name on the Hugging Face Hub.
+
+    Raises:
+        OSError: ``spec`` is neither a folder with a tokenizer nor a name that can be loaded.
+        ValueError: the tokenizer lacks an end-of-text token.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -107,7 +122,6 @@ def load_tokenizer(spec: int | str | Path, corpus: Corpus, cache_dir: str | Path
     tokenizer.model_max_length = _NO_LENGTH_LIMIT
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer {str(spec)!r} has no eos_token: expected one to mark where a document ends")
-    digit_token_ids(tokenizer)
     return tokenizer
 
 

@@ -29,9 +29,9 @@ from rich.progress import (
 from attention_priors.experiments.materials import Materials
 from attention_priors.experiments.recipe import Recipe
 from attention_priors.experiments.results import collect
-from attention_priors.experiments.run import check_folder, identity, run_folder
+from attention_priors.experiments.run import identity, run_folder
 from attention_priors.files import read_json, writable_folder, write_json
-from attention_priors.strict_yaml import RecipeError
+from attention_priors.strict_yaml import RecipeError, check_same_recipe
 
 STAGE_SHARES = {"train": 0.75, "passkey": 0.22, "perplexity": 0.03}
 """Roughly how much of a run's time each stage takes; only the estimate of the time left depends on it."""
@@ -104,7 +104,7 @@ def _compare(
     chosen = [run for run in runs if not only or run[0] in only]
     identities = {run: identity(materials, *run) for run in runs}
     for run in runs:
-        check_folder(run_folder(output, *run), identities[run])
+        check_same_recipe(run_folder(output, *run) / "identity.json", identities[run])
     for run in chosen:
         begun = run_folder(output, *run) / "identity.json"
         if not begun.exists():

@@ -20,9 +20,8 @@ from attention_priors.data import (
     token_stream,
     tokenizer_fingerprint,
 )
-from attention_priors.experiments.recipe import Recipe
+from attention_priors.experiments.recipe import MixtureSettings, Recipe
 from attention_priors.strict_yaml import RecipeError
-from attention_priors.training import TrainingSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,7 +59,7 @@ class Materials:
         """The documents to test on."""
         return token_stream(self.tokenizer, self.corpus.held_out)
 
-    def training_rows(self, settings: TrainingSettings, seed: int) -> TrainingMixture:
+    def training_rows(self, settings: MixtureSettings, seed: int) -> TrainingMixture:
         """The rows that one training reads."""
         task = None
         if settings.passkey_ratio > 0:
@@ -69,7 +68,7 @@ class Materials:
         return TrainingMixture(
             self.train_stream,
             context_length=settings.context_length,
-            num_rows=settings.steps * settings.batch_size,
+            num_rows=settings.total_rows,
             seed=seed,
             passkey_task=task,
             passkey_ratio=settings.passkey_ratio,
@@ -95,7 +94,9 @@ class Materials:
         """Raise a RecipeError if some text that the recipe asks for cannot be made."""
         for name in self.recipe.schemes:
             try:
-                self.training_rows(self.recipe.training_of(name).model_copy(update={"steps": 1}), seed=0)
+                self.training_rows(
+                    self.recipe.training_of(name).model_copy(update={"steps": 1, "tokens": None}), seed=0
+                )
             except ValueError as error:
                 raise RecipeError(f"schemes.{name}: {error}") from error
         evaluation = self.recipe.evaluation

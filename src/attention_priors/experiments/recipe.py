@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -13,7 +13,7 @@ from attention_priors.encodings import LearnedTable, Rotary
 from attention_priors.evaluation import EvaluationSettings
 from attention_priors.models.decoder import PriorDecoderConfig
 from attention_priors.strict_yaml import Strict, explain, read_strictly
-from attention_priors.training import TrainingSettings
+from attention_priors.training import DecoderSettings, DecoderSizes, PositionSettings, TrainingSettings
 
 
 class CorpusSettings(Strict):
@@ -25,16 +25,18 @@ class CorpusSettings(Strict):
     """Train on so much of it at most; the held-out part is always whole."""
 
 
-class ModelSettings(Strict):
-    """The decoder, but for what a scheme decides."""
+class MixtureSettings(TrainingSettings):
+    """A training, and the mixture of rows that it reads. Lengths are in tokens."""
 
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    num_hidden_layers: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
-    num_key_value_heads: int | None = Field(default=None, gt=0)
-    initializer_range: float = Field(default=0.02, gt=0)
-    tie_word_embeddings: bool = True
+    passkey_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Share of rows that begin with a passkey text."""
+    passkey_filler: Literal["corpus", "sentence"] = "corpus"
+    passkey_minimum_length: int | None = Field(default=None, gt=0)
+    """Shortest passkey text, its answer included; the shortest there is by default."""
+    passkey_decoys: int = Field(default=0, ge=0)
+    """Up to so many other numbers are strewn into the filler of each passkey text."""
+    passkey_answer_weight: float = Field(default=1.0, gt=0)
+    """Weight of an answer token's loss; every other token has weight 1."""
 
 
 class EvaluationChanges(Strict):
@@ -46,25 +48,12 @@ class EvaluationChanges(Strict):
     """Multiply the base of rotary positions."""
 
 
-class Scheme(Strict):
+class Scheme(PositionSettings):
     """One way to put positions into the model. Everything else is the same for all schemes of a recipe."""
 
-    prior: dict[str, Any] | list[dict[str, Any]] | str | None = None
-    share_prior: bool = False
-    encoding: dict[str, Any] | str | None = None
-    logit_scale: dict[str, Any] | str | None = None
     training: dict[str, Any] = Field(default_factory=dict)
     """Settings of the training that differ for this scheme."""
     at_evaluation: EvaluationChanges = EvaluationChanges()
-
-    def model_parts(self) -> dict[str, Any]:
-        """What a :class:`PriorDecoderConfig` takes from a scheme."""
-        return {
-            "prior": self.prior,
-            "share_prior": self.share_prior,
-            "encoding": self.encoding,
-            "logit_scale": self.logit_scale,
-        }
 
 
 class Recipe(Strict):
@@ -75,8 +64,8 @@ class Recipe(Strict):
     corpus: CorpusSettings = CorpusSettings()
     tokenizer: Annotated[int, Field(gt=256)] | str = 2048
     """Entries of a byte-level BPE trained on the corpus, or a tokenizer's path or Hugging Face name."""
-    model: ModelSettings
-    training: TrainingSettings
+    model: DecoderSizes
+    training: MixtureSettings
     evaluation: EvaluationSettings
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] = Field(default=(0,), min_length=1)
     threads_per_run: int = Field(default=1, gt=0)
@@ -105,7 +94,7 @@ class Recipe(Strict):
             try:
                 self.training_of(name)
             except ValidationError as error:
-                raise ValueError(f"schemes.{name}.training: {explain(error, TrainingSettings)}") from error
+                raise ValueError(f"schemes.{name}.training: {explain(error, MixtureSettings)}") from error
         for name, scheme in self.schemes.items():
             try:
                 config = self.config_of(name, vocab_size=1)
@@ -133,20 +122,16 @@ class Recipe(Strict):
             lengths.append(self.evaluation.perplexity.length)
         return max(lengths)
 
-    def training_of(self, scheme: str) -> TrainingSettings:
+    def training_of(self, scheme: str) -> MixtureSettings:
         """The training settings of one scheme."""
         own = self.schemes[scheme].training
-        return TrainingSettings.model_validate(self.training.model_dump() | own) if own else self.training
+        return MixtureSettings.model_validate(self.training.model_dump() | own) if own else self.training
 
     def config_of(self, scheme: str, *, vocab_size: int, eos_token_id: int | None = None) -> PriorDecoderConfig:
         """The model of one scheme."""
-        return PriorDecoderConfig(
-            vocab_size=vocab_size,
-            bos_token_id=eos_token_id,
-            eos_token_id=eos_token_id,
-            pad_token_id=eos_token_id,
-            **self.model.model_dump(),
-            **self.schemes[scheme].model_parts(),
+        positions = self.schemes[scheme].model_dump(include=set(PositionSettings.model_fields))
+        return DecoderSettings(**self.model.model_dump(), **positions).config(
+            vocab_size=vocab_size, eos_token_id=eos_token_id
         )
 
 

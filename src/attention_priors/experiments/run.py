@@ -18,10 +18,9 @@ from attention_priors.data import ANSWER_LENGTH
 from attention_priors.evaluation import PasskeyRow, has_given_up, passkey_rows, perplexity_rows
 from attention_priors.experiments.materials import Materials
 from attention_priors.experiments.recipe import folder_name
-from attention_priors.files import read_json, write_json
+from attention_priors.files import write_json
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 from attention_priors.priors import Window
-from attention_priors.strict_yaml import RecipeError
 from attention_priors.training import train
 
 Progress = Callable[[str, int, int], None]
@@ -52,32 +51,6 @@ def identity(materials: Materials, scheme: str, seed: int) -> dict[str, Any]:
     }
 
 
-def check_folder(folder: Path, wanted: dict[str, Any]) -> None:
-    """Make sure that a run's folder is new, or was begun by the same recipe.
-
-    Raises:
-        RecipeError: if another recipe began the run in it; it says where the two differ.
-    """
-    path = folder / "identity.json"
-    differing = _differences(read_json(path), wanted) if path.exists() else []
-    if differing:
-        raise RecipeError(
-            f"{folder} holds a run of another recipe; it differs in {'; '.join(differing)}. Use another output "
-            "folder, or delete that one"
-        )
-
-
-def _differences(found: Any, wanted: Any, key: str = "") -> list[str]:
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        keys = [*found, *(name for name in wanted if name not in found)]
-        return [
-            line
-            for name in keys
-            for line in _differences(found.get(name), wanted.get(name), f"{key}.{name}".strip("."))
-        ]
-    return [] if found == wanted else [f"{key} (there {found!r}, here {wanted!r})"]
-
-
 def execute(materials: Materials, scheme: str, seed: int, folder: Path, progress: Progress) -> None:
     """Train and test, going on from whatever ``folder`` holds.
 
@@ -85,7 +58,7 @@ def execute(materials: Materials, scheme: str, seed: int, folder: Path, progress
         materials: the recipe's corpus and tokenizer.
         scheme: name of the scheme.
         seed: of the initial weights, the rows and the test texts' draws.
-        folder: the run's own (:func:`run_folder`), checked before (:func:`check_folder`).
+        folder: the run's own (:func:`run_folder`), checked before (:func:`check_same_recipe`).
         progress: told of every step.
     """
     recipe = materials.recipe
@@ -119,35 +92,32 @@ def _trained_model(
     settings = recipe.training_of(scheme)
     saved = folder / "model"
     if not saved.exists():
-        progress("train", 0, settings.steps)
+        progress("train", 0, settings.total_steps)
         set_seed(seed)
         eos: Any = tokenizer.eos_token_id
         model = PriorDecoderForCausalLM(recipe.config_of(scheme, vocab_size=len(tokenizer), eos_token_id=eos))
         started = time.monotonic()
-        history = train(
+        trained = train(
             model,
             materials.training_rows(settings, seed),
             settings,
             folder / "checkpoints",
             seed=seed,
-            on_step=lambda step: progress("train", step, settings.steps),
+            on_step=lambda step: progress("train", step, settings.total_steps),
         )
         write_json(
             folder / "training.json",
             {
                 "train_seconds": round(time.monotonic() - started, 1),
-                "steps": settings.steps,
-                "history": history,
+                "steps": settings.total_steps,
+                "history": trained.history,
                 "parameters": model.num_parameters(),
                 "prior_parameters": _positional_parameters(model),
             },
         )
-        unfinished = folder / "model.unfinished"
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        unfinished.rename(saved)
+        trained.save(saved, tokenizer)
         shutil.rmtree(folder / "checkpoints")
-    progress("train", settings.steps, settings.steps)
+    progress("train", settings.total_steps, settings.total_steps)
     changes = recipe.schemes[scheme].at_evaluation
     options: dict[str, Any] = {}
     if changes.base_multiplier is not None:

@@ -32,7 +32,7 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.logging import get_logger
 from transformers.utils.output_capturing import capture_outputs
 
-from attention_priors.attention import SSMax, attend, logit_scale_from_config
+from attention_priors.attention import ShardedSequence, SSMax, attend, attend_across, logit_scale_from_config
 from attention_priors.attention.attend import attend_with_weights
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawVectors, encoding_from_config
 from attention_priors.files import write_bytes
@@ -196,6 +196,11 @@ class DecoderAttention(nn.Module):
             key, value = (x[:, :, : places.num_keys] for x in (key, value))
         prior = self.prior if shared_prior is None else shared_prior
         relative = self.encoding if isinstance(self.encoding, ShawVectors) else None
+        if places.sequence is not None:
+            if relative is not None:
+                raise ValueError("sequence: Shaw's vectors are not computed over tokens that are spread over processes")
+            out = attend_across(query, key, value, prior, sequence=places.sequence, logit_scale=self.logit_scale)
+            return self.o_proj(out.transpose(1, 2).flatten(-2)), None
         query_positions, key_positions = places.for_attention(prior)
         options: dict[str, Any] = {
             "logit_scale": self.logit_scale,
@@ -360,6 +365,7 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
         use_cache: bool | None = None,
         *,
         document_ids: Tensor | None = None,
+        sequence: ShardedSequence | None = None,
         states_to_keep: int = 0,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
@@ -381,7 +387,12 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
             raise ValueError(
                 f"past_key_values must be a transformers Cache, as DynamicCache, got {type(past_key_values).__name__}"
             )
-        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        output_attentions = bool(kwargs.get("output_attentions", self.config.output_attentions))
+        if sequence is not None and (output_attentions or states_to_keep):
+            name = "output_attentions" if output_attentions else "logits_to_keep"
+            raise ValueError(f"{name} cannot be given with a sequence: each process has a share of its tokens")
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and sequence is None
         if self.gradient_checkpointing and self.training and (use_cache or past_key_values is not None):
             if past_key_values is not None and past_key_values.get_seq_length():
                 raise ValueError("past_key_values must be empty or None in training with gradient checkpointing")
@@ -400,6 +411,7 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
             position_ids=position_ids,
             document_ids=document_ids,
             cache=past_key_values,
+            sequence=sequence,
         )
         if self.encoding is not None:
             hidden = hidden + self.encoding(places.positions).to(hidden.dtype)
@@ -413,7 +425,7 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
                 last,
                 shared_prior=self.prior,
                 past_key_values=past_key_values,
-                output_attentions=bool(kwargs.get("output_attentions", self.config.output_attentions)),
+                output_attentions=output_attentions,
             )
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(hidden), past_key_values=past_key_values if use_cache else None
@@ -456,6 +468,7 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         *,
         document_ids: Tensor | None = None,
+        sequence: ShardedSequence | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits of the next tokens.
@@ -475,6 +488,11 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
             use_cache: whether to return a cache; by default only outside of training.
             logits_to_keep: compute only the last so many logits (0 = all), or those at these indices.
             document_ids: ``(B, past + L)``: packed documents do not see each other.
+            sequence: says that the tokens are this process's share of longer sequences, spread over a group of
+                processes, all of which call at the same time. Documents and padding are the sequence's. For a loss
+                give ``shift_labels``, the next token of each one, and ``num_items_in_batch`` in place of ``labels``:
+                the token after a shard's last one is in another shard, and the loss is this process's part of the
+                whole mean.
             kwargs: ``output_hidden_states``, ``output_attentions`` (by the dense formula: memory grows with
                 ``L · (past + L)``), ``return_dict``, and ``num_items_in_batch`` and ``shift_labels`` for the loss.
 
@@ -482,6 +500,8 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
             ValueError: if an argument is impossible or does not fit the others; it says which and why.
         """
         for_loss = {name: kwargs.pop(name) for name in ("num_items_in_batch", "shift_labels") if name in kwargs}
+        if sequence is not None and labels is not None:
+            raise ValueError("labels cannot be given with a sequence; give shift_labels and num_items_in_batch")
         recorded = any(
             kwargs.get(name, getattr(self.config, name)) for name in ("output_hidden_states", "output_attentions")
         )
@@ -493,6 +513,7 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             document_ids=document_ids,
+            sequence=sequence,
             states_to_keep=logits_to_keep if isinstance(logits_to_keep, int) and not recorded else 0,
             return_dict=True,
             **kwargs,
@@ -501,8 +522,8 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden[:, kept])
         loss = None
-        if labels is not None:
-            if labels.shape != logits.shape[:2]:
+        if labels is not None or for_loss.get("shift_labels") is not None:
+            if labels is not None and labels.shape != logits.shape[:2]:
                 raise ValueError(
                     f"labels must fit the tokens with logits, {tuple(logits.shape[:2])}, got {tuple(labels.shape)}"
                 )

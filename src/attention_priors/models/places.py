@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from attention_priors.attention import ShardedSequence
 from attention_priors.attention.geometry import positions_in_documents
 from attention_priors.priors import Prior, Structure
 from attention_priors.priors.base import check_positions
@@ -32,6 +33,7 @@ class Places:
             ``(B or 1, L)`` is enough if it is what the model would count itself.
         document_ids: ``(B, num_keys)``, integers.
         cache: of the tokens before.
+        sequence: says that the tokens are a share of longer sequences, which tell positions, documents and padding.
 
     Raises:
         ValueError: naming the argument, its shape, and what was expected.
@@ -58,7 +60,17 @@ class Places:
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         cache: Cache | None = None,
+        sequence: ShardedSequence | None = None,
     ) -> None:
+        self.sequence = sequence
+        if sequence is not None:
+            if any(x is not None for x in (attention_mask, position_ids, document_ids, cache)):
+                raise ValueError(
+                    "sequence holds positions, documents and padding itself, and has no cache: give it without "
+                    "attention_mask, position_ids, document_ids, past_key_values and use_cache"
+                )
+            self.num_keys, self.positions = length, sequence.positions.to(device)
+            return
         past: Any = 0 if cache is None else cache.get_seq_length()
         compiling = torch.compiler.is_compiling()
         self._batch, self._length = batch, length

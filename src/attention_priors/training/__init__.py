@@ -1,7 +1,46 @@
-"""Training short: the optimiser's groups, the weighted loss, transformers' ``Trainer``."""
+"""Training: one way to describe it, and one to run it, on transformers' ``Trainer``."""
 
+from attention_priors.training.checkpoints import CheckpointError
+from attention_priors.training.engine import Trained, Validation, is_first_process, train
+from attention_priors.training.extend import extend
+from attention_priors.training.model import (
+    DecoderSettings,
+    DecoderSizes,
+    ModelSettings,
+    PositionSettings,
+    load_model,
+    make_model,
+)
 from attention_priors.training.optimizer import make_optimizer, parameter_groups
-from attention_priors.training.settings import TrainingSettings
-from attention_priors.training.trainer import PriorTrainer, train, weighted_loss
+from attention_priors.training.recipe import TrainRecipe, load_train_recipe
+from attention_priors.training.run import Observer, prepare_data, run_recipe
+from attention_priors.training.settings import RunningSettings, TrainingSettings
+from attention_priors.training.sharding import shard_priors
+from attention_priors.training.trainer import PriorTrainer, weighted_loss
 
-__all__ = ["PriorTrainer", "TrainingSettings", "make_optimizer", "parameter_groups", "train", "weighted_loss"]
+__all__ = [
+    "CheckpointError",
+    "DecoderSettings",
+    "DecoderSizes",
+    "ModelSettings",
+    "Observer",
+    "PositionSettings",
+    "PriorTrainer",
+    "RunningSettings",
+    "TrainRecipe",
+    "Trained",
+    "TrainingSettings",
+    "Validation",
+    "extend",
+    "is_first_process",
+    "load_model",
+    "load_train_recipe",
+    "make_model",
+    "make_optimizer",
+    "parameter_groups",
+    "prepare_data",
+    "run_recipe",
+    "shard_priors",
+    "train",
+    "weighted_loss",
+]

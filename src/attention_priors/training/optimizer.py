@@ -47,5 +47,5 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings) -> torch.optim.
     """AdamW, or RAdam with decoupled weight decay, over :func:`parameter_groups`."""
     groups = parameter_groups(model, settings)
     if settings.optimizer == "radam":
-        return torch.optim.RAdam(groups, betas=settings.betas, decoupled_weight_decay=True)
-    return torch.optim.AdamW(groups, betas=settings.betas)
+        return torch.optim.RAdam(groups, betas=settings.betas, eps=settings.epsilon, decoupled_weight_decay=True)
+    return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.epsilon)

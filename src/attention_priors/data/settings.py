@@ -1,0 +1,50 @@
+"""What text a training reads, as recipes say it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from attention_priors.strict_yaml import Strict
+
+
+class HubDataset(Strict):
+    """A dataset that Hugging Face's ``datasets`` can stream."""
+
+    path: str = Field(min_length=1)
+    """A name on the Hub (``HuggingFaceFW/fineweb``), or a format of local files: ``json``, ``parquet``, ``text``."""
+    name: str | None = None
+    """Which of its configurations (``sample-10BT``, ``en``, ``20231101.en``)."""
+    split: str = "train"
+    text: str = "text"
+    """The field that holds the text."""
+    data_files: str | tuple[str, ...] | None = None
+    """Local files, or some of the repository's; may hold ``*``."""
+    revision: str | None = None
+    """A commit of the repository, so that the data stay what they were."""
+
+
+class DataSettings(Strict):
+    """Where the tokens come from: exactly one of ``text``, ``dataset``, ``shards``."""
+
+    text: str | None = None
+    """``embedded`` (the Python standard library), a text file, or a folder of text files."""
+    dataset: HubDataset | None = None
+    shards: str | None = None
+    """A folder that ``attention-priors prepare`` has made."""
+    max_tokens: int | None = Field(default=None, gt=0)
+    """Prepare no more than about so many tokens to train on."""
+    held_out_tokens: int = Field(default=1_000_000, gt=0)
+    """Of a dataset, the first documents with about so many tokens are not trained on."""
+    shard_tokens: int = Field(default=2**25, gt=0)
+    """About how many tokens a file of prepared tokens has."""
+    order: Literal["shuffled", "as_read"] = "shuffled"
+    """Whether rows are drawn from all over the tokens, each once an epoch, or read one after the other."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataSettings:
+        given = [name for name in ("text", "dataset", "shards") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give one of text, dataset and shards, got {' and '.join(given) or 'none'}")
+        return self

@@ -1,0 +1,103 @@
+"""Documents one after another, from a place that can be gone back to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from attention_priors.data.corpora import Corpus
+from attention_priors.data.settings import HubDataset
+
+
+@dataclass(frozen=True)
+class Place:
+    """A text, and where to go on after it."""
+
+    text: str
+    state: Any
+    """Plain JSON."""
+
+
+class Documents(Protocol):
+    """Texts in an order that is always the same."""
+
+    def identity(self) -> dict[str, Any]:
+        """What determines the texts; plain JSON."""
+        ...
+
+    def read(self, part: str, state: Any = None) -> Iterator[Place]:
+        """Texts of a part, ``held_out`` or ``train``, from the start or after a :attr:`Place.state`."""
+        ...
+
+    @property
+    def has_held_out_part(self) -> bool:
+        """Whether what is held out is a part of its own; else it is the beginning of ``train``."""
+        ...
+
+
+@dataclass(frozen=True)
+class CorpusDocuments:
+    """The documents of a corpus, which is split already."""
+
+    corpus: Corpus
+    has_held_out_part: bool = True
+
+    def identity(self) -> dict[str, Any]:
+        """The corpus and its fingerprint."""
+        return {"corpus": self.corpus.name, "fingerprint": self.corpus.fingerprint}
+
+    def read(self, part: str, state: Any = None) -> Iterator[Place]:
+        """Texts in the corpus' order."""
+        documents = self.corpus.train if part == "train" else self.corpus.held_out
+        for index in range(state or 0, len(documents)):
+            yield Place(documents[index].text, index + 1)
+
+
+@dataclass(frozen=True)
+class HubDocuments:
+    """A Hugging Face dataset, streamed: nothing is downloaded before it is read."""
+
+    settings: HubDataset
+    has_held_out_part: bool = False
+
+    def identity(self) -> dict[str, Any]:
+        """The dataset's description."""
+        return {"dataset": self.settings.model_dump(mode="json")}
+
+    def read(self, part: str, state: Any = None) -> Iterator[Place]:
+        """Texts in the dataset's own order; blank ones are left out.
+
+        Raises:
+            ValueError: the dataset cannot be loaded, or a row has no such field, or another thing than text in it.
+        """
+        assert part == "train"
+        # It takes more than a second to import.
+        from datasets import IterableDataset, load_dataset
+
+        source = self.settings
+        files = list(source.data_files) if isinstance(source.data_files, tuple) else source.data_files
+        try:
+            dataset = load_dataset(
+                source.path,
+                name=source.name,
+                split=source.split,
+                data_files=files,
+                revision=source.revision,
+                streaming=True,
+            )
+        except Exception as error:
+            # What is raised, and whether it names the dataset, depends on what is wrong.
+            raise ValueError(f"data.dataset: {source.path!r} cannot be loaded: {error}") from error
+        assert isinstance(dataset, IterableDataset)
+        if state is not None:
+            dataset.load_state_dict(state)
+        for row in dataset:
+            text = row.get(source.text)
+            if not isinstance(text, str):
+                raise ValueError(
+                    f"data.dataset.text: a row of {source.path!r} has {type(text).__name__} under {source.text!r}, "
+                    f"not text; its fields are {', '.join(row)}"
+                )
+            if text.strip():
+                yield Place(text, dataset.state_dict())

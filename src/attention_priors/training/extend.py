@@ -1,0 +1,181 @@
+"""Context extension: a little more training, at a longer context."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attention_priors.data import collate_rows
+from attention_priors.data.preparation import prepared_tokenizer
+from attention_priors.data.shards import PackedRows, TokenShards
+from attention_priors.data.tokenizer import pretrained_tokenizer, tokenizer_fingerprint
+from attention_priors.files import read_json, write_json
+from attention_priors.training.engine import is_first_process
+from attention_priors.training.model import check_positions, load_model
+from attention_priors.training.packed import packed_inputs
+from attention_priors.training.recipe import TrainRecipe
+from attention_priors.training.run import Observer, run_recipe
+from attention_priors.training.trainer import loss_sums
+
+ROWS_PER_STEP = 16
+"""Of a model whose recipe is not known."""
+
+
+def extend(
+    model: Path,
+    output: Path,
+    *,
+    length: str,
+    steps: int,
+    data: Path | None = None,
+    learning_rate: float | None = None,
+    tokens_per_step: int | None = None,
+    test_tokens: int = 200_000,
+    observer: Observer | None = None,
+) -> dict[str, Any]:
+    """Train a saved model further at a longer context, and measure what it changes.
+
+    What ``attention-priors train`` has left beside the model says the rest: its data, its optimiser, its tokens a step.
+    Interrupted at any point, the same call goes on from there.
+
+    Source: BAM, Appendix C (256 more steps at twice the context).
+
+    Args:
+        model: the folder of any causal language model; of one of ours, or the folder of its training.
+        output: where everything goes, as in :func:`run_recipe`, and ``extension.json``.
+        length: tokens (``1024``), or a multiple of what it was trained at (``2x``).
+        steps: of the optimiser.
+        data: prepared tokens, in place of those that the model was trained on.
+        learning_rate: constant; the one that the model's own training ended with by default.
+        tokens_per_step: as in the model's own training by default.
+        test_tokens: how many of the held-out tokens the losses are measured on.
+        observer: is told how far it is.
+
+    Returns:
+        The content of ``extension.json``: mean losses in nats per token on held-out rows of the old and of the new
+        length, before and after.
+
+    Raises:
+        ValueError: something that is needed is not known, or does not go together.
+        OSError: something cannot be read or written.
+    """
+    observer = observer or Observer()
+    folder = model / "model" if (model / "model").is_dir() else model
+    known = folder.parent / "recipe.json"
+    before = TrainRecipe.model_validate(read_json(known)) if known.is_file() else None
+    shards = _shards(folder, data, before)
+    loaded = load_model(folder)
+    old = before.training.context_length if before else getattr(loaded.config, "max_position_embeddings", None)
+    new = _length(length, old)
+    check_positions(loaded, new)
+    tokenizer = pretrained_tokenizer(folder)
+    if tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(prepared_tokenizer(shards)):
+        raise ValueError(f"the tokens in {shards} were made with another tokenizer than that in {folder}")
+    if learning_rate is None:
+        if before is None:
+            raise ValueError(f"learning_rate must be given: {folder} has no recipe.json beside it")
+        learning_rate = before.training.learning_rate * before.training.minimum_learning_rate_ratio
+    recipe = _recipe(before, folder, shards, old, new, steps, learning_rate, tokens_per_step)
+
+    held_out = TokenShards(shards, "held_out")
+    lengths = sorted({size for size in (old, new) if size is not None and size <= len(held_out)})
+    if not lengths:
+        raise ValueError(f"{shards} holds out {len(held_out)} tokens: expected at least one row of {old or new}")
+    result = output / "extension.json"
+    if is_first_process() and not result.exists():
+        measured = {"before": _losses(loaded, held_out, lengths, test_tokens)}
+        write_json(result, {"model": str(folder), "from": old, "to": new, "steps": steps, "loss": measured})
+    del loaded
+    run_recipe(recipe, output, observer)
+    content = read_json(result)
+    if is_first_process() and "after" not in content["loss"]:
+        content["loss"]["after"] = _losses(load_model(output / "model"), held_out, lengths, test_tokens)
+        write_json(result, content)
+    return content
+
+
+def _shards(folder: Path, data: Path | None, before: TrainRecipe | None) -> Path:
+    if data is not None:
+        return data
+    if before is None:
+        raise ValueError(f"data must be given: {folder} has no recipe.json beside it that says what it was trained on")
+    return folder.parent / "data" if before.data.shards is None else Path(before.data.shards)
+
+
+def _length(length: str, old: int | None) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)x|(\d+)", length.strip())
+    if found is None:
+        raise ValueError(f"length must be a number of tokens or a multiple such as 2x, got {length!r}")
+    if found[2] is not None:
+        new = int(found[2])
+    elif old is None:
+        raise ValueError(f"length={length!r}: what the model was trained at is not known; give a number of tokens")
+    else:
+        new = round(float(found[1]) * old)
+    if new <= (old or 1):
+        raise ValueError(f"length must be above the {old or 1} tokens that the model was trained at, got {new}")
+    return new
+
+
+def _recipe(
+    before: TrainRecipe | None,
+    folder: Path,
+    shards: Path,
+    old: int | None,
+    new: int,
+    steps: int,
+    learning_rate: float,
+    tokens_per_step: int | None,
+) -> TrainRecipe:
+    description: dict[str, Any] = {} if before is None else before.model_dump(mode="json", exclude_defaults=True)
+    training = description.get("training", {})
+    for key in ("steps", "tokens", "batch_size", "warmup_steps"):
+        training.pop(key, None)
+    running = description.get("running", {})
+    if running.get("rows_at_a_time") and old:
+        running["rows_at_a_time"] = max(1, running["rows_at_a_time"] * old // new)  # as many tokens at a time
+    if tokens_per_step is None:
+        tokens_per_step = ROWS_PER_STEP * new if before is None else before.training.step_tokens
+    return TrainRecipe.model_validate(
+        {
+            "name": f"{description.get('name', folder.name)}, extended to {new}",
+            "model": {"pretrained": str(folder)},
+            "data": {"shards": str(shards), "order": description.get("data", {}).get("order", "shuffled")},
+            "training": training
+            | {
+                "context_length": new,
+                "steps": steps,
+                "tokens_per_step": tokens_per_step,
+                "learning_rate": learning_rate,
+                "minimum_learning_rate_ratio": 1.0,
+            },
+            "running": running,
+            # Another permutation of the same tokens.
+            "seed": description.get("seed", 0) + 1,
+        }
+    )
+
+
+@torch.no_grad()
+def _losses(model: PreTrainedModel, tokens: TokenShards, lengths: list[int], count: int) -> dict[str, float]:
+    """Mean negative log-likelihood on rows of each length, of the same tokens."""
+    model.eval()
+    if torch.cuda.is_available():
+        model.to(torch.device("cuda"))  # pyright: ignore[reportArgumentType]
+    return {str(length): _loss(model, tokens, length, count) for length in lengths}
+
+
+def _loss(model: PreTrainedModel, tokens: TokenShards, length: int, count: int) -> float:
+    rows = PackedRows(tokens, context_length=length)
+    total = torch.zeros(2, dtype=torch.float64)
+    for index in range(max(1, min(count // length, rows.blocks))):
+        row: dict[str, Tensor] = {key: x.to(model.device) for key, x in collate_rows([rows[index]]).items()}
+        logits = model(**packed_inputs(model, row["input_ids"], row["document_ids"])).logits
+        sums, weights = loss_sums(logits, row["labels"], row["loss_weights"])
+        total += torch.stack([sums.double().sum(), weights.double().sum()]).cpu()
+    return float(total[0] / total[1])

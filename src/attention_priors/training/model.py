@@ -1,0 +1,158 @@
+"""The model that a recipe trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field, model_validator
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from attention_priors.encodings import LearnedTable
+from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
+from attention_priors.strict_yaml import Strict
+
+
+class PositionSettings(Strict):
+    """How positions come into our decoder: what a :class:`PriorDecoderConfig` takes of them."""
+
+    prior: dict[str, Any] | list[dict[str, Any]] | str | None = None
+    share_prior: bool = False
+    encoding: dict[str, Any] | str | None = None
+    logit_scale: dict[str, Any] | str | None = None
+
+
+class DecoderSizes(Strict):
+    """Our decoder, but for its positions and its vocabulary."""
+
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0)
+    num_key_value_heads: int | None = Field(default=None, gt=0)
+    initializer_range: float = Field(default=0.02, gt=0)
+    tie_word_embeddings: bool = True
+
+
+class DecoderSettings(DecoderSizes, PositionSettings):
+    """Our decoder with new weights."""
+
+    head_dim: int | None = Field(default=None, gt=0)
+    rms_norm_eps: float = Field(default=1e-6, gt=0)
+    vocab_size: int | None = Field(default=None, gt=0)
+    """The tokenizer's by default; may be larger, to be a multiple of something."""
+
+    def config(self, *, vocab_size: int, eos_token_id: int | None = None) -> PriorDecoderConfig:
+        """The decoder's config, for a tokenizer."""
+        sizes = self.model_dump(exclude={"vocab_size"})
+        return PriorDecoderConfig(
+            vocab_size=self.vocab_size or vocab_size,
+            bos_token_id=eos_token_id,
+            eos_token_id=eos_token_id,
+            pad_token_id=eos_token_id,
+            **sizes,
+        )
+
+
+class ModelSettings(Strict):
+    """Exactly one of: our decoder, another architecture with new weights, a trained model."""
+
+    decoder: DecoderSettings | None = None
+    config: str | None = None
+    """A Hugging Face model's folder or name, of which only the config is taken."""
+    pretrained: str | None = None
+    """A Hugging Face model's folder or name (or a folder of ours), with its weights."""
+
+    @model_validator(mode="after")
+    def _one_model(self) -> ModelSettings:
+        given = [name for name in ("decoder", "config", "pretrained") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give one of decoder, config and pretrained, got {' and '.join(given) or 'none'}")
+        if self.decoder is not None:
+            self.decoder.config(vocab_size=1)  # a mistake in a description shows here
+        return self
+
+
+def make_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The model, in float32; new weights are drawn from torch's generator.
+
+    Raises:
+        OSError: the model cannot be loaded.
+        ValueError: its vocabulary is smaller than the tokenizer's.
+    """
+    if settings.decoder is not None:
+        eos: Any = tokenizer.eos_token_id
+        model: PreTrainedModel = PriorDecoderForCausalLM(
+            settings.decoder.config(vocab_size=len(tokenizer), eos_token_id=eos)
+        )
+    elif settings.config is not None:
+        model = _config_of(settings.config, tokenizer)
+    else:
+        assert settings.pretrained is not None
+        model = load_model(settings.pretrained)
+    embeddings: Any = model.get_input_embeddings()
+    size = embeddings.weight.shape[0]
+    if size < len(tokenizer):
+        raise ValueError(
+            f"the model's vocabulary has {size} entries, the tokenizer's {len(tokenizer)}: expected no more than the "
+            "model's"
+        )
+    return model
+
+
+def _config_of(name: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    config = _load_config(name)
+    config.update(
+        {
+            "vocab_size": len(tokenizer),
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+    )
+    if isinstance(config, PriorDecoderConfig):
+        return PriorDecoderForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _load_config(name: str | Path) -> PreTrainedConfig:
+    found, _ = PreTrainedConfig.get_config_dict(name)
+    if found.get("model_type") == PriorDecoderConfig.model_type:
+        return PriorDecoderConfig.from_pretrained(name)
+    return AutoConfig.from_pretrained(name)
+
+
+def load_model(name: str | Path) -> PreTrainedModel:
+    """A trained causal language model, ours or another, in float32.
+
+    Args:
+        name: its folder, or its name on the Hugging Face Hub.
+
+    Raises:
+        OSError: it cannot be loaded.
+    """
+    kind: Any = PriorDecoderForCausalLM if isinstance(_load_config(name), PriorDecoderConfig) else AutoModelForCausalLM
+    return kind.from_pretrained(name, dtype=torch.float32)
+
+
+def check_positions(model: PreTrainedModel, length: int) -> None:
+    """Make sure that a model has positions for texts of a length.
+
+    Rotary positions, and ours but for learned tables, have no end.
+
+    Raises:
+        ValueError: it has a learned table that is shorter.
+    """
+    config = model.config
+    table: int | None = None
+    if isinstance(config, PriorDecoderConfig):
+        encoding = config.make_encoding()
+        if isinstance(encoding, LearnedTable):
+            table = encoding.max_length
+    elif getattr(config, "rope_parameters", None) is None and not getattr(config, "alibi", False):
+        table = getattr(config, "max_position_embeddings", None)
+    if table is not None and table < length:
+        raise ValueError(
+            f"{type(model).__name__} has a table of {table} positions; it cannot read rows of {length} tokens"
+        )

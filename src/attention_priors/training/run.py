@@ -1,0 +1,189 @@
+"""Carrying out a recipe of ``attention-priors train`` in a folder that holds everything."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from torch import nn
+from transformers import set_seed
+
+from attention_priors.attention import SSMax
+from attention_priors.data.preparation import prepare, prepared_tokenizer
+from attention_priors.data.shards import PackedRows, TokenShards, read_manifest
+from attention_priors.files import read_json, writable_folder, write_json
+from attention_priors.machine import processor
+from attention_priors.priors import Prior
+from attention_priors.strict_yaml import RecipeError, check_same_recipe
+from attention_priors.training.engine import Validation, check_machinery, is_first_process, processes, train
+from attention_priors.training.model import make_model
+from attention_priors.training.recipe import TrainRecipe
+
+SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelerate", "numpy")
+
+
+@dataclass(frozen=True)
+class Observer:
+    """Whom a run tells how far it is. Only the first of several processes has something to say."""
+
+    on_message: Callable[[str], None] = lambda message: None
+    on_tokens: Callable[[str, int], None] = lambda part, tokens: None
+    """A part of the data, and how many tokens of it are prepared."""
+    on_step: Callable[[int], None] = lambda step: None
+    on_log: Callable[[Mapping[str, float]], None] = lambda logs: None
+
+
+def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = None) -> dict[str, Any]:
+    """Train what a recipe describes; interrupted at any point, the same call goes on from there.
+
+    ``output`` then holds ``recipe.json``, ``machine.json`` (versions and machine), ``data/`` (tokens, unless the recipe
+    names prepared ones), ``checkpoints/``, ``model/`` (weights, config and tokenizer) and ``training.json`` (losses,
+    parameters, time).
+
+    Args:
+        recipe: what to train.
+        output: the folder.
+        observer: is told how far it is.
+
+    Returns:
+        The content of ``training.json``.
+
+    Raises:
+        RecipeError: before any work, if ``output`` holds another run or is being written by another call.
+        ShardError: prepared tokens are damaged.
+        ValueError: the parts of the recipe do not go together.
+        FloatingPointError: the loss is no longer finite.
+        OSError: something cannot be read or written.
+    """
+    observer = observer if observer is not None and is_first_process() else Observer()
+    check_machinery(recipe.training, recipe.running)
+    with _own(writable_folder(output)):
+        identity = output / "identity.json"
+        check_same_recipe(identity, recipe.identity())
+        if is_first_process():
+            write_json(identity, recipe.identity())
+            write_json(output / "recipe.json", recipe.model_dump(mode="json", exclude_defaults=True))
+            write_json(output / "machine.json", machine())
+        shards = prepare_data(recipe, output, observer)
+        tokenizer = prepared_tokenizer(shards)
+        if (output / "training.json").exists() and (output / "model").exists():
+            observer.on_message(f"{output / 'model'} is there already")
+            return read_json(output / "training.json")
+
+        settings = recipe.training
+        length = settings.context_length
+        rows = PackedRows(
+            TokenShards(shards, "train"),
+            context_length=length,
+            num_rows=settings.total_rows,
+            seed=recipe.seed if recipe.data.order == "shuffled" else None,
+        )
+        validation = None
+        if recipe.validation is not None:
+            held_out = TokenShards(shards, "held_out")
+            wanted = min(recipe.validation.tokens, len(held_out)) // length
+            validation = Validation(
+                PackedRows(held_out, context_length=length, num_rows=max(1, wanted)), recipe.validation.every
+            )
+        set_seed(recipe.seed)
+        model = make_model(recipe.model, tokenizer)
+        parameters = {
+            "parameters": model.num_parameters(),
+            "prior_parameters": _count(model, Prior),
+            "logit_scale_parameters": _count(model, SSMax),
+        }
+        _place_logs(output)
+        started = time.monotonic()
+        trained = train(
+            model,
+            rows,
+            settings,
+            output / "checkpoints",
+            seed=recipe.seed,
+            running=recipe.running,
+            shuffle=False,
+            validation=validation,
+            run_name=recipe.name,
+            on_step=observer.on_step,
+            on_log=observer.on_log,
+            on_message=observer.on_message,
+        )
+        results = {
+            "seed": recipe.seed,
+            "steps": settings.total_steps,
+            "tokens": settings.total_steps * settings.step_tokens,
+            "epochs": rows.epochs,
+            **parameters,
+            "processes": processes(),
+            "train_seconds": round(time.monotonic() - started, 1),
+            "history": trained.history,
+            "validation": trained.validation,
+        }
+        if is_first_process():
+            write_json(output / "training.json", results)
+        trained.save(output / "model", tokenizer)
+        return results
+
+
+def prepare_data(recipe: TrainRecipe, output: Path, observer: Observer, *, repair: bool = False) -> Path:
+    """Where a recipe's tokens are; they are prepared, if they are not yet.
+
+    Raises:
+        ValueError, OSError: as :func:`prepare` and :meth:`TrainRecipe.preparation`.
+    """
+    if recipe.data.shards is not None:
+        folder = Path(recipe.data.shards)
+        read_manifest(folder)
+        return folder
+    folder = output / "data"
+    prepare(recipe.preparation(), folder, repair=repair, on_tokens=observer.on_tokens, on_message=observer.on_message)
+    return folder
+
+
+def machine() -> dict[str, Any]:
+    """What something was computed with and on."""
+    return {
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in SOFTWARE},
+        "platform": platform.platform(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "processes": processes(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+@contextmanager
+def _own(output: Path) -> Iterator[None]:
+    """Let no other call write to a folder; the processes of one call count as one."""
+    if not is_first_process():
+        yield
+        return
+    try:
+        with FileLock(output / ".lock", timeout=0):
+            yield
+    except Timeout as error:
+        raise RecipeError(f"{output} is being written by another call; wait for it, or use another folder") from error
+
+
+def _count(model: nn.Module, kind: type[nn.Module]) -> int:
+    """How many numbers the parts of a kind hold, fixed ones included."""
+    parameters = {
+        parameter for module in model.modules() if isinstance(module, kind) for parameter in module.parameters()
+    }
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _place_logs(output: Path) -> None:
+    """TensorBoard and Weights & Biases write beside the run, unless they are told otherwise."""
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(output / "tensorboard"))
+    os.environ.setdefault("WANDB_DIR", str(output))

@@ -1,0 +1,141 @@
+"""Attention over a sequence that is spread over processes: 4 of them, and 2 pairs, against one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sharded_cases import CASES, DOUBLE
+
+from attention_priors import shard_index
+
+WORKER = Path(__file__).with_name("sharded_cases.py")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each process found."""
+    target = tmp_path_factory.mktemp("sharded") / "found.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(WORKER)]
+    ended = subprocess.run([*command, str(target)], capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr[-5000:]
+    return json.loads(target.read_text())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", [*CASES, *(f"{name}, float64" for name in DOUBLE)])
+def test_the_shards_are_those_of_the_whole(found: list[dict[str, Any]], name: str, size: int) -> None:
+    limits = {"out": 1e-5, "lse": 1e-5, "query": 1e-5, "key": 1e-5, "value": 1e-5}
+    others = 1e-5
+    if name.endswith("float64"):
+        limits, others = dict.fromkeys(limits, 1e-10), 1e-10
+    elif name == "ggd, bfloat16":
+        # Results of single shards are rounded before they are merged.
+        limits, others = dict.fromkeys(limits, 8e-3) | {"lse": 1e-5}, 5e-3
+    elif name == "spectral and key sink, far along":
+        # At position 2^19, attend() itself is as far from float64.
+        limits, others = dict.fromkeys(limits, 1e-4), 1e-2
+    for process in found:
+        errors = process["errors"][f"{name} / {size}"]
+        assert limits.keys() <= errors.keys()
+        for part, error in errors.items():
+            assert error <= limits.get(part, others), (part, errors)
+
+
+def test_two_runs_agree_bit_for_bit(found: list[dict[str, Any]]) -> None:
+    assert all(process["same"] for process in found)
+
+
+def test_keys_travel_no_farther_than_they_are_read(found: list[dict[str, Any]]) -> None:
+    for process in found:
+        assert process["skipping"]["hops"] == {
+            "causal": [3, 2, 1, 0],
+            "bidirectional": [3, 3, 3, 3],
+            "zigzag": [3, 3, 3, 3],
+            "window": [1, 1, 1, 0],
+            "window, bidirectional": [1, 3, 3, 3],  # to the process before it is all the way around
+            "a document for each process": [0, 0, 0, 0],
+            "padding": [0, 0, 1, 0],
+        }
+
+
+def test_keys_that_weigh_nothing_are_not_computed(found: list[dict[str, Any]]) -> None:
+    """80 tokens in 4 runs: a slope of 8 nats per token leaves a query the 20 to 40 nearest keys."""
+    calls = found[0]["skipping"]["calls"]
+    assert [process["flat"] for process in calls] == [1, 2, 3, 4]
+    assert [process["window"] for process in calls] == [1, 2, 2, 2]
+    assert [process["steep"] for process in calls] == [1, 2, 2, 2]
+
+
+def test_heads_leave_out_blocks_that_weigh_nothing(found: list[dict[str, Any]]) -> None:
+    for process in found[1:]:  # the first one sees no other's keys
+        shares = process["skipping"]["kept"]
+        assert 0 < shares[0] < 0.7
+        assert shares[1:] == [1.0, 1.0, 1.0]
+
+
+def test_a_mistake_in_one_process_is_an_error_in_all(found: list[dict[str, Any]]) -> None:
+    words = {
+        "a place twice": "each place from 0 to 23 must occur once",
+        "one has no tokens": "index must have shape (L_r,) with at least one token",
+        "documents missing in one": "document_ids must be given by every process",
+        "documents of a wrong shape": "document_ids must have shape",
+        "batches of two sizes": "document_ids must have the same batch",
+        "positions with gaps": "positions must rise by one",
+        "another head_dim in one": "must be the same in all processes of the group, got (1, 2, 4) in process 0",
+        "another batch in one": "query's batch",
+        "another dtype in one": "dtype must be the same",
+        "causal in one": "causal must be the same",
+        "a prior in one": "prior must be the same",
+        "a gradient in one": "backward pass must be the same",
+        "a wrong number of heads in one": "prior has num_heads=3",
+        "a shard too short": "must hold the 6 tokens",
+        "a wrong tolerance in one": "tolerance must be in [0, 1), got 2.0",
+    }
+    assert found[0]["refusals"].keys() == words.keys()
+    for mistake, said in found[0]["refusals"].items():
+        assert all(words[mistake] in message for message in said), said
+
+
+def test_a_process_that_does_not_call_is_an_error_in_the_others(found: list[dict[str, Any]]) -> None:
+    for process in found[:-1]:
+        backward, call = process["silence"]["said"]
+        assert "of 4 waited for another one's keys in vain" in backward
+        assert "waited for the others of its group in vain" in call
+        assert process["silence"]["seconds"] < 30
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(("length", "size"), [(8, 1), (8, 4), (61, 4), (100, 7)])
+def test_layouts_hold_every_place_once(layout: Any, length: int, size: int) -> None:
+    shards = [shard_index(length, rank, size, layout) for rank in range(size)]
+    assert torch.equal(torch.cat(shards).sort().values, torch.arange(length))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 2
+    assert all(bool((shard[1:] > shard[:-1]).all()) for shard in shards)
+
+
+def test_zigzag_shares_out_causal_work() -> None:
+    work = [int((shard_index(800, rank, 4) + 1).sum()) for rank in range(4)]
+    assert max(work) == min(work)
+    work = [int((shard_index(800, rank, 4, "contiguous") + 1).sum()) for rank in range(4)]
+    assert max(work) > 6.9 * min(work)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("length", (7, 0, 4)),
+        ("length", (0, 0, 1)),
+        ("rank", (8, 4, 4)),
+        ("rank", (8, -1, 4)),
+        ("layout", (8, 0, 4, "striped")),
+    ],
+)
+def test_impossible_shards(name: str, arguments: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        shard_index(*arguments)

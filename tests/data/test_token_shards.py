@@ -1,0 +1,327 @@
+"""Tokens prepared on disk: they are those of the documents, whatever interrupts the preparation."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from attention_priors.data import IGNORED_LABEL, Corpus, Document, collate_rows, token_stream
+from attention_priors.data.preparation import Preparation, prepare, prepared_tokenizer
+from attention_priors.data.settings import DataSettings, HubDataset
+from attention_priors.data.shards import PackedRows, ShardError, TokenShards, read_manifest
+from attention_priors.data.sources import CorpusDocuments, HubDocuments, Place
+from attention_priors.strict_yaml import RecipeError
+
+
+@pytest.fixture(scope="module")
+def texts(documents: tuple[Document, ...]) -> list[str]:
+    """Enough for several batches of documents."""
+    return [document.text[start : start + 60] for document in documents for start in range(0, 1200, 60)]
+
+
+@pytest.fixture(scope="module")
+def saved_tokenizer(tokenizer, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def json_lines(texts: list[str], tmp_path_factory) -> Path:
+    """Two files, as the Hub has them; one blank text among them."""
+    folder = tmp_path_factory.mktemp("json")
+    rows = [json.dumps({"id": index, "text": text}) for index, text in enumerate(texts)]
+    half = len(rows) // 2
+    (folder / "a.jsonl").write_text("\n".join([*rows[:half], json.dumps({"id": -1, "text": " "})]) + "\n")
+    (folder / "b.jsonl").write_text("\n".join(rows[half:]) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make(json_lines: Path, saved_tokenizer: str):
+    def preparation(documents: Any = None, **changes: Any) -> Preparation:
+        source = HubDataset(path="json", data_files=str(json_lines / "*.jsonl"))
+        options: dict[str, Any] = {
+            "tokenizer": saved_tokenizer,
+            "held_out_tokens": 500,
+            "max_tokens": None,
+            "shard_tokens": 2000,
+        }
+        return Preparation(documents or HubDocuments(source), **options | changes)
+
+    return preparation
+
+
+@pytest.fixture(scope="module")
+def prepared(make, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared") / "tokens"
+    prepare(make(), folder)
+    return folder
+
+
+def _all(folder: Path, part: str) -> tuple[torch.Tensor, torch.Tensor]:
+    shards = TokenShards(folder, part)
+    return shards.window(0, len(shards))
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.npy")}
+
+
+def test_tokens_and_documents_are_those_of_the_text(prepared: Path, texts: list[str], tokenizer):
+    stream = token_stream(tokenizer, [Document(str(index), text) for index, text in enumerate(texts)])
+    (held, held_documents), (train, train_documents) = (_all(prepared, part) for part in ("held_out", "train"))
+    assert torch.equal(torch.cat([held, train]), stream.tokens)
+    assert torch.equal(torch.cat([held_documents, train_documents + held_documents[-1] + 1]), stream.document_ids)
+    assert len(held) >= 500
+    assert len(read_manifest(prepared)["parts"]["train"]) > 2
+    assert prepared_tokenizer(prepared).get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_window_may_begin_and_end_anywhere(prepared: Path):
+    shards = TokenShards(prepared)
+    tokens, documents = _all(prepared, "train")
+    generator = np.random.default_rng(0)
+    ends = np.cumsum([shard.tokens for shard in shards.shards])
+    starts = [*generator.integers(0, len(shards) - 700, 30).tolist(), int(ends[0]) - 1, int(ends[0]), 0]
+    for start in starts:
+        for size in (1, 2, 700):
+            found, of = shards.window(start, size)
+            assert torch.equal(found, tokens[start : start + size])
+            assert torch.equal(of, documents[start : start + size])
+    with pytest.raises(IndexError):
+        shards.window(len(shards) - 1, 2)
+
+
+def test_parquet_is_read_as_json_is(prepared: Path, json_lines: Path, make, tmp_path):
+    from datasets import Dataset, load_dataset
+
+    rows = load_dataset("json", data_files=str(json_lines / "*.jsonl"), split="train")
+    assert isinstance(rows, Dataset)
+    half = len(rows) // 2
+    rows.select(range(half)).to_parquet(tmp_path / "0.parquet")
+    rows.select(range(half, len(rows))).to_parquet(tmp_path / "1.parquet")
+    source = HubDataset(path="parquet", data_files=str(tmp_path / "*.parquet"))
+    prepare(make(HubDocuments(source)), tmp_path / "tokens")
+    assert _files(tmp_path / "tokens") == _files(prepared)
+
+
+def test_a_corpus_keeps_its_own_held_out_part(make, texts, tokenizer, tmp_path):
+    documents = tuple(Document(str(index), text) for index, text in enumerate(texts[:50]))
+    corpus = Corpus("made-up", documents[:40], documents[40:])
+    prepare(make(CorpusDocuments(corpus)), tmp_path)
+    for part, expected in (("train", documents[:40]), ("held_out", documents[40:])):
+        assert torch.equal(_all(tmp_path, part)[0], token_stream(tokenizer, expected).tokens)
+
+
+def test_a_tokenizer_may_be_trained_on_the_documents(make, tmp_path):
+    prepare(make(tokenizer=300), tmp_path)
+    assert len(prepared_tokenizer(tmp_path)) == 300
+
+
+def test_preparation_ends_at_the_tokens_that_are_wanted(make, prepared, tmp_path):
+    prepare(make(max_tokens=3000), tmp_path)
+    tokens, _ = _all(tmp_path, "train")
+    assert 3000 <= len(tokens) < len(TokenShards(prepared))
+    assert torch.equal(tokens, _all(prepared, "train")[0][: len(tokens)])
+
+
+class _StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stop", [1, 3, 6, 9])
+def test_an_interrupted_preparation_ends_as_an_uninterrupted_one(make, prepared, tmp_path, stop):
+    steps: list[int] = []
+
+    def on_tokens(part: str, tokens: int) -> None:
+        steps.append(tokens)
+        if len(steps) == stop:
+            raise _StopError
+
+    with pytest.raises(_StopError):
+        prepare(make(), tmp_path, on_tokens=on_tokens)
+    assert not read_manifest(tmp_path)["complete"]
+    with pytest.raises(ShardError, match="are not all prepared"):
+        TokenShards(tmp_path)
+    prepare(make(), tmp_path)
+    assert _files(tmp_path) == _files(prepared)
+    assert read_manifest(tmp_path) == read_manifest(prepared)
+
+
+def test_what_is_prepared_is_not_prepared_again(make, prepared):
+    prepare(make(), prepared, on_tokens=lambda part, tokens: pytest.fail("it was"))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"held_out_tokens": 600}, {"shard_tokens": 3000}, {"tokenizer": 300}, {"max_tokens": 5}]
+)
+def test_tokens_of_another_preparation_are_refused(make, prepared, changes):
+    with pytest.raises(RecipeError, match=f"holds other tokens; they differ in {next(iter(changes))} "):
+        prepare(make(**changes), prepared)
+
+
+# ---- damage
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {"cut off": _cut, "one bit": _flip, "missing": Path.unlink}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+@pytest.mark.parametrize("name", ["train-00001.tokens.npy", "train-00001.starts.npy", "held_out-00000.tokens.npy"])
+def test_a_damaged_shard_is_named_and_made_anew(make, prepared, tmp_path, name, damage):
+    folder = Path(shutil.copytree(prepared, tmp_path / "tokens"))
+    damage(folder / name)
+    part = name.split("-")[0]
+    with pytest.raises(ShardError, match=rf"{name} is (missing|corrupt)"):
+        _all(folder, part)
+    messages: list[str] = []
+    prepare(make(), folder, repair=True, on_message=messages.append)
+    assert len(messages) == 1
+    assert name in messages[0]
+    assert _files(folder) == _files(prepared)
+
+
+def test_another_tokenizer_beside_the_tokens_is_an_error(prepared, make, tmp_path):
+    folder = Path(shutil.copytree(prepared, tmp_path / "tokens"))
+    path = folder / "tokenizer" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"individual_digits": true', '"individual_digits": false'))
+    with pytest.raises(ShardError, match="is not the tokenizer that the tokens"):
+        prepared_tokenizer(folder)
+
+
+def test_a_full_disk_leaves_what_was_prepared(make, prepared, tmp_path, monkeypatch):
+    written = []
+
+    def write_array(file: Any, array: np.ndarray, allow_pickle: bool) -> None:
+        written.append(array)
+        if len(written) > 5:
+            raise OSError(28, "No space left on device", str(tmp_path))
+        np.lib.format.write_array(file, array, allow_pickle=allow_pickle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("attention_priors.data.preparation.write_array", write_array)
+        with pytest.raises(OSError, match="No space left on device"):
+            prepare(make(), tmp_path)
+    assert len(read_manifest(tmp_path)["parts"]["train"]) >= 1
+    prepare(make(), tmp_path)
+    assert _files(tmp_path) == _files(prepared)
+
+
+def test_nothing_left_to_train_on_is_an_error(make, tmp_path):
+    with pytest.raises(ValueError, match=r"nothing is left to train on.* held_out_tokens is 100000000"):
+        prepare(make(held_out_tokens=100_000_000), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ({"path": "json", "data_files": "nowhere.jsonl"}, "'json' cannot be loaded"),
+        ({"path": "json", "text": "body"}, "has NoneType under 'body', not text; its fields are id, text"),
+        ({"path": "json", "text": "id"}, "has int under 'id', not text"),
+        ({"path": "json", "split": "test"}, "'json' cannot be loaded"),
+    ],
+)
+def test_a_dataset_that_cannot_be_read_is_named(make, json_lines, tmp_path, source, complaint):
+    settings = HubDataset.model_validate({"data_files": str(json_lines / "*.jsonl")} | source)
+    with pytest.raises(ValueError, match=complaint):
+        prepare(make(HubDocuments(settings)), tmp_path)
+
+
+@pytest.mark.parametrize("given", [{}, {"text": "a", "shards": "b"}])
+def test_data_have_one_source(given):
+    with pytest.raises(ValueError, match=r"give one of text, dataset and shards, got (none|text and shards)"):
+        DataSettings.model_validate(given)
+
+
+def test_a_dataset_goes_on_after_any_text(json_lines, texts):
+    documents = HubDocuments(HubDataset(path="json", data_files=str(json_lines / "*.jsonl")))
+    places: list[Place] = list(documents.read("train"))
+    assert [place.text for place in places] == texts
+    for index in (0, 17, len(texts) // 2 - 1, len(texts) // 2, len(texts) - 2):
+        state = json.loads(json.dumps(places[index].state))
+        rest: Iterator[Place] = documents.read("train", state)
+        assert [place.text for place in rest] == texts[index + 1 :]
+
+
+# ---- rows
+
+
+def _rows(folder: Path, **options: Any) -> PackedRows:
+    return PackedRows(TokenShards(folder), **{"context_length": 32} | options)
+
+
+def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_rows_in_order_are_the_tokens(prepared):
+    rows = _rows(prepared)
+    tokens, documents = _all(prepared, "train")
+    assert rows.blocks == len(tokens) // 32 == len(rows)
+    for index in range(len(rows)):
+        row, of = rows[index], documents[32 * index : 32 * index + 32]
+        assert torch.equal(row["input_ids"], tokens[32 * index : 32 * index + 32])
+        assert torch.equal(row["document_ids"], of - of[0])
+        first = torch.tensor([True, *(of[1:] != of[:-1]).tolist()])
+        assert torch.equal(row["labels"] == IGNORED_LABEL, first)
+        assert torch.equal(row["labels"][~first], row["input_ids"][~first])
+        assert torch.equal(row["loss_weights"], (~first).float())
+
+
+def test_every_block_is_read_once_an_epoch_in_another_order_each(prepared):
+    blocks = _rows(prepared).blocks
+    rows = _rows(prepared, num_rows=2 * blocks, seed=3)
+    assert rows.epochs == 2
+    plain = {tuple(_rows(prepared)[index]["input_ids"].tolist()) for index in range(blocks)}
+    read = [tuple(rows[index]["input_ids"].tolist()) for index in range(2 * blocks)]
+    assert set(read[:blocks]) == set(read[blocks:]) == plain
+    assert read[:blocks] != read[blocks:]
+
+
+def test_a_row_depends_on_seed_and_index_alone(prepared):
+    blocks = _rows(prepared).blocks
+    rows = _rows(prepared, num_rows=3 * blocks, seed=3)
+    whole = [rows[index] for index in range(len(rows))]
+    other = _rows(prepared, num_rows=blocks + 1, seed=3)
+    assert all(_same(other[index], whole[index]) for index in reversed(range(len(other))))
+    elsewhere = _rows(prepared, num_rows=blocks, seed=4)
+    assert not all(_same(elsewhere[index], whole[index]) for index in range(blocks))
+
+
+def test_workers_read_the_same_rows(prepared):
+    rows = _rows(prepared, seed=3, num_rows=24)
+    alone, helped = (
+        list(DataLoader(rows, batch_size=4, num_workers=workers, collate_fn=collate_rows)) for workers in (0, 2)
+    )
+    assert len(alone) == 6
+    assert all(_same(one, other) for one, other in zip(alone, helped, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"context_length": 1}, "context_length must be at least 2 tokens; it is 1"),
+        ({"context_length": 10**6}, "expected at least 1000000"),
+        ({"num_rows": 0}, "num_rows must be at least 1; it is 0"),
+    ],
+)
+def test_rows_that_cannot_be_cut_are_an_error(prepared, options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        _rows(prepared, **options)

@@ -1,0 +1,49 @@
+"""A decoder whose tokens are spread over two processes is the one on one process: logits, loss, every gradient."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sharded_decoders import CASES
+
+WORKER = Path(__file__).with_name("sharded_decoders.py")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each process found."""
+    folder = tmp_path_factory.mktemp("sharded")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER)]
+    ended = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr[-5000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(("variant", "setting"), CASES)
+def test_logits_loss_and_gradients_are_those_of_the_whole(
+    found: list[dict[str, Any]], variant: str, setting: str
+) -> None:
+    """Each process alone, with DDP and with FSDP2 over the same processes. Losses and priors are in float32."""
+    wrappings = ("alone", "ddp") if setting == "checkpointed" else ("alone", "ddp", "fsdp2")
+    for process in found:
+        errors = process[f"{variant} / {setting}"]
+        assert errors.keys() == {f"{how}: {what}" for how in wrappings for what in ("logits", "loss", "gradients")}
+        for how in wrappings:
+            assert errors[f"{how}: logits"] < 1e-10
+            assert errors[f"{how}: loss"] < 5e-6
+            assert errors[f"{how}: gradients"] < 1e-5
+
+
+def test_what_a_sharded_sequence_has_no_place_for(found: list[dict[str, Any]]) -> None:
+    for process in found:
+        said = process["refusals"]
+        assert "Shaw's vectors" in said["shaw"]
+        assert "labels cannot be given with a sequence" in said["labels"]
+        assert "logits_to_keep cannot be given with a sequence" in said["logits_to_keep"]
+        assert "past_key_values" in said["cache"]
+        assert "attention_mask" in said["mask"]

@@ -1,0 +1,55 @@
+"""Runs that are killed without warning end as if they had not been."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attention_priors.files import read_json
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="it forks")
+
+KILLS = 10
+
+
+def _carry_out(recipe: Path, output: Path, kills: int) -> list[dict[str, Any]]:
+    nursery = Path(__file__).with_name("nursery.py")
+    # One process, which forks: nothing that it does has threads.
+    result = subprocess.run(
+        [sys.executable, str(nursery), str(recipe), str(output), str(kills), "1"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+def test_ten_kills_at_random_moments_change_nothing(write_recipe: Callable[..., Path], tmp_path):
+    recipe = write_recipe(
+        # Checkpoints so often that a good part of the kills comes while one is written.
+        training={"steps": 60, "checkpoint_steps": 2, "tokens_per_step": 48},
+        running={"log_every": 3},
+        validation={"every": 25, "tokens": 200},
+    )
+    assert _carry_out(recipe, tmp_path / "whole", 0) == []
+    lives = _carry_out(recipe, tmp_path / "killed", KILLS)
+    assert len(lives) == KILLS
+    # The test is one of resuming: most children were killed, some while they wrote, and later ones went on from
+    # checkpoints.
+    assert sum(life["killed"] for life in lives) >= 5, lives
+    assert any(life["half_written"] for life in lives), lives
+    assert len({life["from"] for life in lives}) >= 3, lives
+
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        whole, killed = (tmp_path / run / "model" / name for run in ("whole", "killed"))
+        assert whole.read_bytes() == killed.read_bytes(), name
+    whole, killed = (read_json(tmp_path / run / "training.json") for run in ("whole", "killed"))
+    assert whole["history"] == killed["history"]
+    assert whole["validation"] == killed["validation"]
+    assert [entry["step"] for entry in whole["history"]] == list(range(3, 61, 3))
+    assert not list((tmp_path / "killed").rglob("*unfinished*"))
