@@ -1,4 +1,4 @@
-"""Other people's models and checkpoints: priors attached, or in place of their own; weights in and out."""
+"""Other people's models and checkpoints: priors in their attention, their weights in our models, and back."""
 
 from attention_priors.hub.adapter import load_adapter, load_attached, push_adapter_to_hub, save_adapter
 from attention_priors.hub.attach import attach, attached_priors, detach, train_attached
