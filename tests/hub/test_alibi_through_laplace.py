@@ -10,6 +10,7 @@ from accelerate import cpu_offload
 from alibi_models import MODELS, TOLERANCE, VOCABULARY, bloom, difference, logits, mpt, padded, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
 from transformers import BloomForSequenceClassification, DynamicCache, StaticCache
 from transformers.models.bloom.modeling_bloom import BloomAttention
@@ -326,6 +327,18 @@ def test_refuses_attention_with_code_of_its_own() -> None:
     model.transformer.h[1].self_attention.__class__ = OwnAttention
     with pytest.raises(ValueError, match="OwnAttention, whose code is not transformers' own"):
         use_priors(model)
+
+
+@pytest.mark.parametrize(("make", "target"), [(bloom, "query_key_value"), (mpt, "Wqkv")])
+def test_with_lora(make: Make, target: str) -> None:
+    config = LoraConfig(target_modules=[target], init_lora_weights=False)
+    theirs = get_peft_model(make(), config).eval()
+    ours = use_priors(copy.deepcopy(theirs))
+    expected = logits(theirs, tokens())
+    assert difference(expected, logits(make(), tokens())) > 0.1
+    assert difference(expected, logits(ours, tokens())) < TOLERANCE
+    merged = restore_attention(ours).merge_and_unload()
+    assert difference(expected, logits(use_priors(merged), tokens())) < TOLERANCE
 
 
 def test_several_models_in_one() -> None:
