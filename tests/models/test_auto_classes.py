@@ -38,7 +38,6 @@ def test_registered() -> None:
     ("before", "options"),
     [
         ("import attention_priors.models.decoder", ""),
-        ("from attention_priors.models import PriorDecoderConfig", ", trust_remote_code=True"),
         ("", ", trust_remote_code=True"),
     ],
 )
@@ -68,6 +67,21 @@ with torch.no_grad():
     torch.testing.assert_close(found, logits_of(model, ids), rtol=1e-5, atol=1e-5)
     assert {path.name for path in again.iterdir()} == FILES
     assert (again / "config.json").read_text() == (folder / "config.json").read_text()
+
+
+def test_trust_after_an_import(tmp_path: Path) -> None:
+    """The classes are those imported, and no source of theirs is saved with them."""
+    model = tiny_decoder(torch.float32, **FAMILIES["BAM"])
+    model.save_pretrained(tmp_path / "model")
+    for auto, wanted in (
+        (AutoModelForCausalLM, PriorDecoderForCausalLM),
+        (AutoModel, PriorDecoderModel),
+        (AutoConfig, PriorDecoderConfig),
+    ):
+        loaded = auto.from_pretrained(tmp_path / "model", trust_remote_code=True)
+        assert type(loaded) is wanted
+        loaded.save_pretrained(tmp_path / wanted.__name__)
+        assert {path.name for path in (tmp_path / wanted.__name__).iterdir()} <= FILES
 
 
 def test_what_is_saved(tmp_path: Path) -> None:
