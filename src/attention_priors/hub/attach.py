@@ -209,7 +209,7 @@ def attention_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
         bypassing = ", ".join(sorted(set(others))) or "none was found"
         raise ValueError(
             f"{type(model).__name__} has no attention that goes through transformers' attention interface "
-            f"(attention modules: {bypassing})"
+            f"(attention modules: {bypassing}); BLOOM, MPT and T5 have use_priors()"
         )
     return found
 
