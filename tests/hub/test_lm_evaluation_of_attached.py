@@ -34,11 +34,11 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 
 
 def test_multiple_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     datasets: Any = importlib.import_module("datasets")
     lm_eval: Any = importlib.import_module("lm_eval")
+    wrapper: Any = importlib.import_module("lm_eval.models.huggingface").HFLM
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -67,7 +67,7 @@ def test_multiple_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     (tmp_path / "choices.yaml").write_text(TASK.format(rows=tmp_path / "rows.jsonl"))
     found: Any = lm_eval.simple_evaluate(
-        model=HFLM(pretrained=model, tokenizer=tokenizer, device="cpu", batch_size=2),  # pyright: ignore[reportArgumentType]
+        model=wrapper(pretrained=model, tokenizer=tokenizer, device="cpu", batch_size=2),
         tasks=["choices"],
         task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
         log_samples=True,
