@@ -79,9 +79,9 @@ def test_documents_whose_positions_lie_far_apart(dtype: torch.dtype) -> None:
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2]])
     positions = torch.tensor([70, 71, 72, 0, 1, 2, 3, 20, 21])
     prior = Laplace(2) + KeySink(2, train_length=8)
-    options = {"document_ids": documents, "query_positions": positions, "key_positions": positions}
+    options: dict[str, Any] = {"document_ids": documents, "query_positions": positions, "key_positions": positions}
     with torch.no_grad():
         expected = attend(query, key, value, prior, **options, backend="reference")
         for backend in ("auto", "toeplitz", "lanes"):
-            out = attend(query, key, value, prior, **options, backend=backend)
+            out = attend(query, key, value, prior, backend=backend, **options)
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
