@@ -1,7 +1,8 @@
-"""Carries out one recipe in child processes, of which it kills as many as it is told, at random moments.
+"""Carries out one recipe in child processes: first one that lives, then some that it kills at random moments.
 
-``python nursery.py RECIPE OUTPUT KILLS SEED``; run apart, since it forks. It imports once, so that a child's life is
-the run and nothing else. Writes one line for each child: the step that it went on from, and the last one it did.
+``python nursery.py RECIPE WHOLE KILLED KILLS SEED``; run apart, since it forks. It imports once, so that a child's
+life is the run and nothing else. Writes one line for each child that was to be killed: the step that it went on from,
+and how many it did.
 """
 
 import json
@@ -40,8 +41,20 @@ def start(recipe: Path, output: Path) -> tuple[int, int]:
     return process, reading
 
 
-def main(recipe: str, output: str, kills: str, seed: str) -> None:
-    """Kill, and kill again, and then let one live."""
+def let_live(recipe: Path, output: Path) -> None:
+    """Carry the recipe out in a child that nobody kills."""
+    process, reading = start(recipe, output)
+    while os.read(reading, 64):
+        pass
+    os.close(reading)
+    _, status = os.waitpid(process, 0)
+    if status:
+        sys.exit(os.waitstatus_to_exitcode(status))
+
+
+def main(recipe: str, whole: str, output: str, kills: str, seed: str) -> None:
+    """Let one live; then kill, and kill again, and let the last one live."""
+    let_live(Path(recipe), Path(whole))
     draw = random.Random(int(seed))
     folder = Path(output) / "checkpoints"
     staging = folder / ".unfinished"
@@ -76,11 +89,7 @@ def main(recipe: str, output: str, kills: str, seed: str) -> None:
             ),
             flush=True,
         )
-    process, reading = start(Path(recipe), Path(output))
-    while os.read(reading, 64):
-        pass
-    _, status = os.waitpid(process, 0)
-    sys.exit(os.waitstatus_to_exitcode(status))
+    let_live(Path(recipe), Path(output))
 
 
 if __name__ == "__main__":

@@ -70,3 +70,9 @@ def test_float16_on_a_cpu_is_an_error(monkeypatch):
     settings: TrainingSettings = tiny_settings(precision="float16")
     with pytest.raises(ValueError, match=r"training\.precision float16 needs a CUDA device"):
         check_machinery(settings, RunningSettings())
+
+
+def test_a_logger_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr("attention_priors.training.engine.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"running\.report_to: wandb is not installed"):
+        check_machinery(tiny_settings(), RunningSettings(report_to=("wandb",)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,9 @@ def check_machinery(settings: TrainingSettings, running: RunningSettings) -> Non
             )
         if processes() == 1:
             raise ValueError("running.fsdp needs several processes: start them with torchrun or accelerate launch")
+    missing = [name for name in running.report_to if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"running.report_to: {', '.join(missing)} is not installed; pip install {' '.join(missing)}")
     if settings.precision == "float16" and not torch.cuda.is_available():
         raise ValueError("training.precision float16 needs a CUDA device; bfloat16 and float32 do not")
 
@@ -135,8 +139,8 @@ def train(
     # Every parameter that trains has a gradient in every step.
     ddp = {"find_unused_parameters": False} | running.ddp
     options: dict[str, Any] = {f"ddp_{name}": value for name, value in ddp.items()}
-    if processes() > 1 and not torch.cuda.is_available():
-        # Otherwise every process would train a whole model of its own.
+    if not torch.accelerator.is_available():
+        # Otherwise bfloat16 would be refused, and of several processes each would train a model of its own.
         options["use_cpu"] = True
     if running.fsdp is not None:
         options |= {"fsdp": True, "fsdp_config": dict(running.fsdp)}

@@ -101,22 +101,22 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
             "prior_parameters": _count(model, Prior),
             "logit_scale_parameters": _count(model, SSMax),
         }
-        _place_logs(output)
         started = time.monotonic()
-        trained = train(
-            model,
-            rows,
-            settings,
-            output / "checkpoints",
-            seed=recipe.seed,
-            running=recipe.running,
-            shuffle=False,
-            validation=validation,
-            run_name=recipe.name,
-            on_step=observer.on_step,
-            on_log=observer.on_log,
-            on_message=observer.on_message,
-        )
+        with _logs_beside(output):
+            trained = train(
+                model,
+                rows,
+                settings,
+                output / "checkpoints",
+                seed=recipe.seed,
+                running=recipe.running,
+                shuffle=False,
+                validation=validation,
+                run_name=recipe.name,
+                on_step=observer.on_step,
+                on_log=observer.on_log,
+                on_message=observer.on_message,
+            )
         results = {
             "seed": recipe.seed,
             "steps": settings.total_steps,
@@ -183,7 +183,14 @@ def _count(model: nn.Module, kind: type[nn.Module]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def _place_logs(output: Path) -> None:
-    """TensorBoard and Weights & Biases write beside the run, unless they are told otherwise."""
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(output / "tensorboard"))
-    os.environ.setdefault("WANDB_DIR", str(output))
+@contextmanager
+def _logs_beside(output: Path) -> Iterator[None]:
+    """TensorBoard and Weights & Biases write beside the run, unless they have been told otherwise."""
+    places = {"TENSORBOARD_LOGGING_DIR": str(output / "tensorboard"), "WANDB_DIR": str(output)}
+    added = {name: place for name, place in places.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
