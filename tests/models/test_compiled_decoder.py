@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_decoders import VARIANTS, tiny_decoder, tokens
+from tiny_decoders import FAMILIES, VARIANTS, tiny_decoder, tokens
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import StaticCache
@@ -54,3 +54,19 @@ def test_decoding_with_a_static_cache_compiles_once(variant: str) -> None:
     ]
     torch.testing.assert_close(torch.cat(parts, 1), expected)
     assert counters["stats"]["unique_graphs"] == before + 2
+
+
+@pytest.mark.parametrize("family", ["BAM", "rotary"])
+def test_one_graph_for_all_lengths(family: str) -> None:
+    model = tiny_decoder(**FAMILIES[family], num_hidden_layers=1).train()
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    compiled: Any = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch, length in ((2, 9), (3, 17)):
+        ids = tokens(batch, length)
+        loss, expected = (f(ids, labels=ids).loss for f in (compiled, model))
+        torch.testing.assert_close(loss, expected)
+        found = torch.autograd.grad(loss, model.model.layers[0].get_parameter("self_attn.q_proj.weight"))
+        wanted = torch.autograd.grad(expected, model.model.layers[0].get_parameter("self_attn.q_proj.weight"))
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == before + 1

@@ -41,6 +41,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared prior": {"prior": "relative_buckets", "share_prior": True},
 }
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "BAM": {"prior": {"name": "generalized_gaussian", "init": "spread"}},
+    "T5, shared by all layers": {"prior": "relative_buckets", "share_prior": True},
+    "rotary": {"encoding": "rotary"},
+    "ALiBi and SSMax": {"prior": "laplace", "logit_scale": {"name": "ssmax", "init": 0.7}},
+    "GOAT": {"prior": [{"name": "spectral", "init": "recency"}, prior_description("key_sink")]},
+    "Shaw": {"encoding": encoding_description("shaw")},
+}
+"""What people train: the cases that transformers tests of each of its own models are tested over these."""
+
 
 def tiny_config(**changes: Any) -> PriorDecoderConfig:
     sizes: dict[str, Any] = {

@@ -29,6 +29,7 @@ SAMPLES: dict[str, list[dict[str, Any]]] = {
             "base": 77.0,
             "init": "recency",
             "learn": ["gain", "bump"],
+            "activation": "silu",
         },
     ],
     "relative_buckets": [

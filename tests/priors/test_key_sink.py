@@ -25,7 +25,8 @@ def directly(prior: KeySink, head: int, j: int) -> float:
     out = state["mlp.2.bias"][0]
     for unit, (weights, bias) in enumerate(zip(state["mlp.0.weight"], state["mlp.0.bias"], strict=True)):
         x = sum(weight * feature for weight, feature in zip(weights, features, strict=True)) + bias
-        out += state["mlp.2.weight"][0][unit] * x * (1 + math.erf(x / math.sqrt(2))) / 2
+        share = (1 + math.erf(x / math.sqrt(2))) / 2 if prior.activation == "gelu" else (1 + math.tanh(x / 2)) / 2
+        out += state["mlp.2.weight"][0][unit] * x * share
     return state["slope"][head] * j + state["gain"][head] * out + state["bump"][head] * (j == 0)
 
 
@@ -36,9 +37,10 @@ def directly(prior: KeySink, head: int, j: int) -> float:
     st.integers(1, 5000),
     st.integers(0, 1000),
     st.lists(st.integers(0, FAR), max_size=4),
+    st.sampled_from(["gelu", "silu"]),
 )
-def test_formula(frequencies: int, hidden: int, train_length: int, seed: int, keys: list[int]):
-    prior = KeySink(2, train_length, frequencies, hidden, base=300.0)
+def test_formula(frequencies: int, hidden: int, train_length: int, seed: int, keys: list[int], activation: str):
+    prior = KeySink(2, train_length, frequencies, hidden, base=300.0, activation=activation)
     randomise(prior, seed)
     keys = [0, 1, *keys]
     found = prior.log_prior_of_key(torch.tensor(keys), torch.float64)

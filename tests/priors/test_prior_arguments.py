@@ -45,6 +45,7 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (KeySink, {"train_length": 8, "base": math.nan}),
     (KeySink, {"train_length": 8, "init": "sink"}),
     (KeySink, {"train_length": 8, "learn": "sink"}),
+    (KeySink, {"train_length": 8, "activation": "relu"}),
     (RelativeBuckets, {"num_buckets": 1}),
     (RelativeBuckets, {"num_buckets": 32.0}),
     (RelativeBuckets, {"bidirectional": True, "num_buckets": 2}),

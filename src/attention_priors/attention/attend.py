@@ -145,11 +145,7 @@ def attend(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        # Rotary positions or a float32 cache may have left the three in different dtypes.
-        wanted = torch.get_autocast_dtype(device)
-        query, key, value = query.to(wanted), key.to(wanted), value.to(wanted)
+    query, key, value = _as_autocast_has_it(query, key, value)
     problem = make_problem(
         query,
         key,
@@ -187,6 +183,63 @@ def solve(problem: Problem, backend: Backend, *, need_lse: bool) -> tuple[Tensor
     # Each backend states the precision of every step; autocast would change it behind its back.
     with torch.autocast(problem.query.device.type, enabled=False):
         return _compute(problem, _choose(problem) if backend == "auto" else backend, need_lse)
+
+
+def attend_with_weights(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prior: Prior | None = None,
+    *,
+    causal: bool = True,
+    logit_scale: SSMax | None = None,
+    softmax_scale: float | None = None,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    relative: ShawVectors | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """:func:`attend` by the dense formula, for those who want to see the weights; memory is ``B · H · Lq · Lk``.
+
+    Returns:
+        Output ``(B, H, Lq, Dv)`` and weights ``(B, H, Lq, Lk)`` before dropout, both in the query's dtype. A query that
+        may see no key gets zeros in both.
+
+    Raises:
+        ValueError: as :func:`attend`.
+    """
+    query, key, value = _as_autocast_has_it(query, key, value)
+    problem = make_problem(
+        query,
+        key,
+        value,
+        prior,
+        causal=causal,
+        logit_scale=logit_scale,
+        softmax_scale=softmax_scale,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        document_ids=document_ids,
+        key_padding_mask=key_padding_mask,
+        attn_mask=attn_mask,
+        relative=relative,
+        dropout_p=dropout_p,
+    )
+    with torch.autocast(query.device.type, enabled=False):
+        out, _, weights = reference(problem)
+    return out, weights.to(query.dtype)
+
+
+def _as_autocast_has_it(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three in one dtype: rotary positions or a float32 cache may have left them in different ones."""
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return query, key, value
+    wanted = torch.get_autocast_dtype(device)
+    return query.to(wanted), key.to(wanted), value.to(wanted)
 
 
 def _choose(problem: Problem) -> Backend:

@@ -94,13 +94,19 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
     # The CPU's kernel wants one width for queries, keys and values.
     width = max(content.width, content.value.shape[-1])
     key, value = content.keys(all_of, width), content.values(all_of, width)
+    queries = partial(content.queries, width=width)
+    bias_of = problem.bias(lanes=lanes)
+    if (
+        query.shape[2] == 1
+        and problem.kept is None
+        and (found := _attend_at_once(content, key, value, problem, bias_of))
+    ):
+        return found.out[..., : content.value.shape[-1]].to(dtype), found.lse
     if problem.kept is None:
         out = query.new_empty(*query.shape[:-1], width, dtype=dtype)
     else:  # tiles add up in it
         out = torch.zeros(*query.shape[:-1], width, dtype=problem.dtype, device=query.device)
     lse = torch.full(query.shape[:-1], -math.inf, dtype=problem.dtype, device=query.device)
-    queries = partial(content.queries, width=width)
-    bias_of = problem.bias(lanes=lanes)
     merged = _Found(out, lse)
     whole = range(query.shape[1]) if problem.kept is None else whole_heads(problem.kept)
     if whole:
@@ -108,6 +114,22 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
     if problem.kept is not None:
         _attend_kept_tiles(queries, key, value, problem, bias_of, merged)
     return out[..., : content.value.shape[-1]].to(dtype).contiguous(), lse
+
+
+def _attend_at_once(
+    content: Content, key: Tensor, value: Tensor, problem: BlockProblem, bias_of: Bias
+) -> _Found | None:
+    """One query per text, as in decoding, without a word about tiles; None if there are several."""
+    segments = problem.tiling.segments
+    heads = slice(0, content.query.shape[1])
+    if len(segments) > 1 or (bias_of.in_memory and len(key) * heads.stop * key.shape[2] > BIAS_NUMBERS):
+        return None
+    first, last = problem.tiling.keys_of(segments[0], 0, 1)
+    tile = segments[0]._replace(first=first, last=last)
+    query = content.queries(all_of, key.shape[-1])
+    return _attend_tile(
+        query, key[:, :, tile.keys], value[:, :, tile.keys], bias_of, tile, heads, content.softmax_scale
+    )
 
 
 def _attend_whole_heads(

@@ -41,13 +41,17 @@ def lanes(problem: Problem, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     if not lanes_are_exact(problem, augmented):
         return blockwise(problem)
     content, query, key, value = augmented.content, problem.query, problem.key, problem.value
+    # A branch and not an `and`: where lengths are symbols of a compiled graph, that would be one too.
+    causal = problem.geometry.causal
+    if query.shape[2] == 1:
+        causal = False
     # One width for all three: kernels for several are slower.
     width = max(content.width, value.shape[-1])
     out = scaled_dot_product_attention(
         content.queries(all_of, width),
         content.keys(all_of, width),
         content.values(all_of, width),
-        is_causal=problem.geometry.causal and query.shape[2] > 1,
+        is_causal=causal,
         scale=problem.softmax_scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )

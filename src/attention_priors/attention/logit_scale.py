@@ -59,7 +59,34 @@ class SSMax(Described, KeepsFloat32):
         return (self.s.double().unsqueeze(-1) * visible_keys.clamp(min=1).double().log()).to(dtype)
 
 
-LOGIT_SCALES: dict[str, type[SSMax]] = {SSMax.name: SSMax}
+class ResidualSSMax(SSMax):
+    """Scalable softmax that starts as the identity: ``c_i = 1 + s_h · max(0, ln n_i - ln T)``, with ``s = 0`` at first.
+
+    For a model that was trained without: at ``s = 0`` nothing changes. With ``T = 1`` every query moves ``s``; with
+    ``T`` the length of that training, texts no longer than it stay as they are, whatever ``s`` becomes (and do not
+    train it).
+
+    Args:
+        num_heads: ``H``.
+        init: the ``s`` every head starts with.
+        include_prior: as for :class:`SSMax`.
+        train_length: ``T`` in tokens.
+    """
+
+    name = "residual_ssmax"
+
+    def __init__(self, num_heads: int, init: float = 0.0, include_prior: bool = True, train_length: int = 1) -> None:
+        super().__init__(num_heads, init, include_prior)
+        check_positive_integers(train_length=train_length)
+        self.train_length = train_length
+
+    def forward(self, visible_keys: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``c``, ``(..., H, Lq)``; arguments as for :class:`SSMax`."""
+        beyond = (visible_keys.clamp(min=1).double().log() - math.log(self.train_length)).clamp(min=0)
+        return (1 + self.s.double().unsqueeze(-1) * beyond).to(dtype)
+
+
+LOGIT_SCALES: dict[str, type[SSMax]] = {scale.name: scale for scale in (SSMax, ResidualSSMax)}
 
 
 def logit_scale_from_config(config: Mapping[str, Any] | str | None, num_heads: int) -> SSMax | None:

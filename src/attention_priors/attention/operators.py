@@ -143,12 +143,14 @@ def _check_range(geometry: Geometry, highest: int, number: int) -> None:
 # ---- attention in tiles
 
 
-@torch.library.custom_op(
-    "attention_priors::block_attention", mutates_args=(), schema=f"({PROBLEM}) -> (Tensor, Tensor)"
-)
-def block_attention(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of :func:`block_attention.forward` or :func:`triton_backend.forward`."""
     return (triton_backend if inputs[-1] else blocks).forward(*read_inputs(*inputs))
+
+
+block_attention = torch.library.custom_op(
+    "attention_priors::block_attention", _attend, mutates_args=(), schema=f"({PROBLEM}) -> (Tensor, Tensor)"
+)
 
 
 @block_attention.register_fake
@@ -283,7 +285,18 @@ def attend_in_tiles(*inputs: Any) -> tuple[Tensor, Tensor]:
     """:func:`block_attention`, whatever transforms it."""
     if torch._C._are_functorch_transforms_active():
         return _Transformable.apply(*inputs)  # pyright: ignore[reportGeneralTypeIssues]
-    return block_attention(*inputs)
+    return (_attend if _nobody_watches(inputs[0]) else block_attention)(*inputs)
+
+
+def _nobody_watches(like: Tensor) -> bool:
+    """Whether an operator's body may as well be called: in decoding, to dispatch an operator is a tenth of the time."""
+    return (
+        not torch.is_grad_enabled()
+        and type(like) is Tensor
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
 
 
 def _one_by_one(operator: Any, info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Any:
@@ -363,14 +376,17 @@ def choose_kept_blocks(tolerance: float, balls: Balls | None, *inputs: Any) -> T
 # ---- visible keys
 
 
-@torch.library.custom_op(
+def _count(like: Tensor, batch: int, heads: int, num_queries: int, num_keys: int, *arguments: Any) -> Tensor:
+    geometry = _geometry((batch, heads, num_queries, num_keys), like.device, arguments)
+    return geometry.visible_keys.clone(memory_format=torch.contiguous_format)
+
+
+_visible_keys = torch.library.custom_op(
     "attention_priors::visible_keys",
+    _count,
     mutates_args=(),
     schema=f"(Tensor like, SymInt batch, SymInt heads, SymInt num_queries, SymInt num_keys, {GEOMETRY}) -> Tensor",
 )
-def _visible_keys(like: Tensor, batch: int, heads: int, num_queries: int, num_keys: int, *arguments: Any) -> Tensor:
-    geometry = _geometry((batch, heads, num_queries, num_keys), like.device, arguments)
-    return geometry.visible_keys.clone(memory_format=torch.contiguous_format)
 
 
 @_visible_keys.register_fake
@@ -393,6 +409,8 @@ def _(
 
 def count_visible_keys(geometry: Geometry, like: Tensor) -> Tensor:
     """``n_i`` of :attr:`Geometry.visible_keys`, ``(B, H or 1, Lq)``, on the device of ``like``."""
+    if _nobody_watches(like):
+        return geometry.visible_keys
     sizes = (geometry.batch, geometry.heads, geometry.num_queries, geometry.num_keys)
     return _visible_keys(like.detach(), *sizes, *geometry_arguments(geometry))
 

@@ -79,14 +79,16 @@ def is_near(
     if table is None:
         return True
     with torch.no_grad():
-        scale = None if row_scale is None else _largest(row_scale)
         stands_at_keys = _sees_itself(geometry) and listed is None
         # Its own key and the next ones: only a query that sees no other key lacks them.
         near = table[:, max(0, highest - 1) : highest + (1 if geometry.causal else 2)]
-        if stands_at_keys and scale is None and augmented.slope is None:
-            bound = known_bound(terms)
-            if bound is not None and bound <= NEAR:
-                return float(near.amax(1).min()) >= -NEAR
+        bound = known_bound(terms) if stands_at_keys and augmented.slope is None else None
+        if bound is not None:
+            # One look at a few numbers, as decoding takes at every step.
+            low, high = (1.0, 1.0) if row_scale is None else (float(end) for end in row_scale.aminmax())
+            if low >= 0 and bound * high <= NEAR and float(near.amax(1).min()) * high >= -NEAR:
+                return True
+        scale = None if row_scale is None else _largest(row_scale)
         occurring = _occurring(geometry, prior)
         seen, inside = table[:, occurring], None if inside is None else inside[occurring]
         seen = seen if inside is None else seen[:, inside]

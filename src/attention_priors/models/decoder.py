@@ -2,25 +2,51 @@
 
 RMSNorm before each part, SwiGLU, no biases, grouped-query attention; position comes from a prior, an
 encoding, both or neither. A transformers ``PreTrainedModel``: ``generate``, ``save_pretrained`` and
-``from_pretrained`` (safetensors), ``Trainer``.
+``from_pretrained`` (safetensors), ``Trainer``. Importing this module registers it with ``AutoConfig``,
+``AutoModel`` and ``AutoModelForCausalLM``.
 """
 
 from __future__ import annotations
 
+import os
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
-from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.logging import get_logger
+from transformers.utils.output_capturing import capture_outputs
 
 from attention_priors.attention import ShardedSequence, SSMax, attend, attend_across, logit_scale_from_config
-from attention_priors.attention.geometry import positions_in_documents
+from attention_priors.attention.attend import attend_with_weights
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawVectors, encoding_from_config
-from attention_priors.priors import Prior, Structure, prior_from_config
+from attention_priors.files import write_bytes
+from attention_priors.models.places import Places
+from attention_priors.priors import Prior, prior_from_config
+
+_AUTO_MODULE = "modeling_prior_decoder"
+_AUTO_SOURCE = '''"""Where ``trust_remote_code=True`` finds the classes of this model: in attention-priors."""
+
+from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM, PriorDecoderModel
+
+__all__ = ["PriorDecoderConfig", "PriorDecoderForCausalLM", "PriorDecoderModel"]
+'''
+logger = get_logger(__name__)
 
 
 class PriorDecoderConfig(PreTrainedConfig):
@@ -49,7 +75,7 @@ class PriorDecoderConfig(PreTrainedConfig):
     """
 
     model_type = "prior_decoder"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     vocab_size: int = 32768
     hidden_size: int = 768
@@ -91,6 +117,24 @@ class PriorDecoderConfig(PreTrainedConfig):
             for make in (self.make_prior, self.make_encoding, self.make_logit_scale):
                 make()
 
+    def to_dict(self) -> dict[str, Any]:
+        """As transformers', and where classes are found by those who have not imported this package."""
+        classes = {
+            "AutoConfig": "PriorDecoderConfig",
+            "AutoModel": "PriorDecoderModel",
+            "AutoModelForCausalLM": "PriorDecoderForCausalLM",
+        }
+        return super().to_dict() | {"auto_map": {auto: f"{_AUTO_MODULE}.{name}" for auto, name in classes.items()}}
+
+    def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
+        """As transformers', and the module that ``auto_map`` names beside it."""
+        write_bytes(Path(json_file_path).with_name(f"{_AUTO_MODULE}.py"), _AUTO_SOURCE.encode())
+        super().to_json_file(json_file_path, use_diff)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing is left to do, and no source is to be copied: what is saved names this package's classes."""
+
     def make_prior(self) -> Prior | None:
         """The prior that is described."""
         return None if self.prior is None else prior_from_config(self.prior, self.num_attention_heads)
@@ -126,9 +170,19 @@ class DecoderAttention(nn.Module):
         self.encoding = encoding if isinstance(encoding, Rotary | ShawVectors) else None
 
     def forward(
-        self, hidden: Tensor, places: Places, shared_prior: Prior | None, cache: Cache | None, last: slice
-    ) -> Tensor:
-        """``(B, L, hidden_size)`` to the same, for the tokens in ``last`` alone: the others are keys only."""
+        self,
+        hidden: Tensor,
+        places: Places,
+        last: slice,
+        *,
+        shared_prior: Prior | None = None,
+        past_key_values: Cache | None = None,
+        output_attentions: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``(B, L, hidden_size)`` to the same, for the tokens in ``last`` alone: the others are keys only.
+
+        And the weights ``(B, H, L, num_keys)``, if they are asked for.
+        """
         query, key, value = (
             projection(tokens).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection, tokens in ((self.q_proj, hidden[:, last]), (self.k_proj, hidden), (self.v_proj, hidden))
@@ -136,30 +190,49 @@ class DecoderAttention(nn.Module):
         if isinstance(self.encoding, Rotary):
             query = self.encoding(query, places.positions[:, last])
             key = self.encoding(key, places.positions)
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_index)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_index)
             # A static cache has room after the last token.
             key, value = (x[:, :, : places.num_keys] for x in (key, value))
         prior = self.prior if shared_prior is None else shared_prior
+        relative = self.encoding if isinstance(self.encoding, ShawVectors) else None
         if places.sequence is not None:
-            if isinstance(self.encoding, ShawVectors):
+            if relative is not None:
                 raise ValueError("sequence: Shaw's vectors are not computed over tokens that are spread over processes")
             out = attend_across(query, key, value, prior, sequence=places.sequence, logit_scale=self.logit_scale)
-            return self.o_proj(out.transpose(1, 2).flatten(-2))
+            return self.o_proj(out.transpose(1, 2).flatten(-2)), None
         query_positions, key_positions = places.for_attention(prior)
-        out = attend(
-            query,
-            key,
-            value,
-            prior,
-            logit_scale=self.logit_scale,
-            query_positions=None if query_positions is None else query_positions[:, last],
-            key_positions=key_positions,
-            document_ids=places.document_ids,
-            key_padding_mask=places.key_padding_mask,
-            relative=self.encoding if isinstance(self.encoding, ShawVectors) else None,
-        )
-        return self.o_proj(out.transpose(1, 2).flatten(-2))
+        options: dict[str, Any] = {
+            "logit_scale": self.logit_scale,
+            "query_positions": None if query_positions is None else query_positions[:, last],
+            "key_positions": key_positions,
+            "document_ids": places.document_ids,
+            "key_padding_mask": places.key_padding_mask,
+            "attn_mask": None if places.attn_mask is None else places.attn_mask[:, :, last],
+            "relative": relative,
+        }
+        weights = None
+        with _beside(hidden, prior, relative):
+            if output_attentions:
+                out, weights = attend_with_weights(query, key, value, prior, **options)
+            else:
+                out = attend(query, key, value, prior, **options)
+        return self.o_proj(out.transpose(1, 2).flatten(-2)), weights
+
+
+def _beside(hidden: Tensor, *used: nn.Module | None) -> ExitStack:
+    """Bring modules to the tokens' device for a while, if accelerate has put them elsewhere (``device_map``).
+
+    It does so itself for what is called; the parameters of these are read without a call of ``forward``.
+    """
+    stack = ExitStack()
+    placed = [module for root in used if root is not None for module in root.modules() if hasattr(module, "_hf_hook")]
+    if placed:
+        from accelerate.utils import align_module_device
+
+        for module in placed:
+            stack.enter_context(align_module_device(module, hidden.device))
+    return stack
 
 
 class SwiGLU(nn.Module):
@@ -187,95 +260,26 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.mlp = SwiGLU(config)
 
     def forward(
-        self, hidden: Tensor, places: Places, shared_prior: Prior | None, cache: Cache | None, last: slice
+        self,
+        hidden: Tensor,
+        places: Places,
+        last: slice,
+        *,
+        shared_prior: Prior | None = None,
+        past_key_values: Cache | None = None,
+        output_attentions: bool = False,
     ) -> Tensor:
         """``(B, L, hidden_size)`` to the same, for the tokens in ``last`` alone."""
-        attended = self.self_attn(self.input_layernorm(hidden), places, shared_prior, cache, last)
+        attended, _ = self.self_attn(
+            self.input_layernorm(hidden),
+            places,
+            last,
+            shared_prior=shared_prior,
+            past_key_values=past_key_values,
+            output_attentions=output_attentions,
+        )
         hidden = hidden[:, last] + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-class Places:
-    """Where queries and keys stand, and which keys are padding or belong to other documents.
-
-    Keys are all tokens so far; queries are the new ones, the last of them. Positions count from the first token
-    that is not padding, or from the start of each document.
-    """
-
-    num_keys: int
-    """Keys in use. (A compiled model with a static cache cannot know: it sees all slots, and hides the empty ones.)"""
-    positions: Tensor
-    """Of the new tokens, ``(1 or B, L)``."""
-    key_positions: Tensor | None = None
-    """``(B, num_keys)``; None if they are what :func:`attend` takes them for."""
-    key_padding_mask: Tensor | None = None
-
-    def __init__(
-        self,
-        batch: int,
-        length: int,
-        device: torch.device,
-        *,
-        attention_mask: Tensor | None,
-        document_ids: Tensor | None,
-        cache: Cache | None,
-        sequence: ShardedSequence | None = None,
-    ) -> None:
-        self.sequence = sequence
-        if sequence is not None:
-            if attention_mask is not None or document_ids is not None or cache is not None:
-                raise ValueError(
-                    "sequence holds documents and padding itself, and has no cache: give it without attention_mask, "
-                    "document_ids, past_key_values and use_cache"
-                )
-            self.num_keys, self.positions, self.document_ids = length, sequence.positions.to(device), None
-            return
-        past: Any = 0 if cache is None else cache.get_seq_length()
-        compiling = torch.compiler.is_compiling()
-        if isinstance(past, Tensor) and compiling and cache is not None:
-            self.num_keys = cache.get_mask_sizes(length, 0)[0]
-        else:
-            past = int(past)
-            self.num_keys = past + length
-        slots = torch.arange(self.num_keys, device=device).unsqueeze(0)
-        self.positions = torch.arange(length, device=device).unsqueeze(0) + past
-        self._queries_are_last = not isinstance(past, Tensor)
-        self.document_ids = document_ids
-        if document_ids is not None:
-            if tuple(document_ids.shape) != (batch, self.num_keys):
-                raise ValueError(
-                    f"document_ids must cover every key, shape ({batch}, {self.num_keys}), got "
-                    f"{tuple(document_ids.shape)}"
-                )
-            self.positions = positions_in_documents(document_ids)[:, -length:]
-        if attention_mask is None:
-            return
-        slots_there_are = self.num_keys if cache is None else max(self.num_keys, cache.get_mask_sizes(length, 0)[0])
-        if attention_mask.dim() != 2 or len(attention_mask) != batch or attention_mask.shape[1] > slots_there_are:
-            raise ValueError(
-                f"attention_mask must have shape ({batch}, {self.num_keys}), 1 for tokens and 0 for padding, got "
-                f"{tuple(attention_mask.shape)}"
-            )
-        padding = attention_mask[:, : self.num_keys] == 0
-        # What is compiled does not look at values.
-        if compiling or bool(padding.any()):
-            padding = nn.functional.pad(padding, (0, self.num_keys - padding.shape[1]), value=True)
-            self.key_padding_mask = padding
-            if document_ids is None:
-                first_token = (~padding).int().argmax(-1, keepdim=True)
-                self.positions = self.positions - first_token
-                self.key_positions = slots - first_token
-
-    def for_attention(self, prior: Prior | None) -> tuple[Tensor | None, Tensor | None]:
-        """The positions of queries and keys that :func:`attend` needs to be told; None for what it finds itself.
-
-        Padding shifts all positions of a text alike, which a prior over distances does not see.
-        """
-        terms = () if prior is None else prior.terms()
-        absolute = any(Structure.STATIONARY not in term.structure for term in terms)
-        if self._queries_are_last and (self.key_positions is None or not absolute):
-            return None, None
-        return self.positions, self.key_positions
 
 
 class PriorDecoderPreTrainedModel(PreTrainedModel):
@@ -286,7 +290,15 @@ class PriorDecoderPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "shared_prior"]  # noqa: RUF012
+    # Attention goes through attend(), which chooses its own kernels: there is nothing to choose between.
+    _supports_sdpa = False
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _supports_attention_backend = False
+    _supports_context_parallel = False  # it shards what goes into PyTorch's SDPA, which knows no priors
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": DecoderAttention}  # noqa: RUF012
     # Positions beyond a few hundred do not fit a half-precision parameter.
     _keep_in_fp32_modules_strict = ["prior", "logit_scale"]  # noqa: RUF012
 
@@ -299,6 +311,10 @@ class PriorDecoderPreTrainedModel(PreTrainedModel):
             if isinstance(module, Prior):
                 module.freeze_what_is_fixed()
         return loaded
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing is left to do, and no source is to be copied: what is saved names this package's classes."""
 
     @staticmethod
     def create_masks_for_generate(
@@ -338,27 +354,52 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        states_to_keep: int = 0,
+        *,
+        document_ids: Tensor | None = None,
         sequence: ShardedSequence | None = None,
+        states_to_keep: int = 0,
+        **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states of the new tokens; arguments as in :meth:`PriorDecoderForCausalLM.forward`.
 
         With ``states_to_keep``, only the last so many of them (0 = all): the last layer, which no other reads,
         then computes no more than those and what the cache keeps.
         """
+        _refuse_what_would_be_ignored(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, not both and not neither")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if hidden.dim() != 3:
+            raise ValueError(
+                f"input_ids must have shape (B, L), or inputs_embeds (B, L, {self.config.hidden_size}), got "
+                f"{tuple((hidden if input_ids is None else input_ids).shape)}"
+            )
+        if past_key_values is not None and not isinstance(past_key_values, Cache):
+            raise ValueError(
+                f"past_key_values must be a transformers Cache, as DynamicCache, got {type(past_key_values).__name__}"
+            )
+        output_attentions = bool(kwargs.get("output_attentions", self.config.output_attentions))
+        if sequence is not None and (output_attentions or states_to_keep):
+            name = "output_attentions" if output_attentions else "logits_to_keep"
+            raise ValueError(f"{name} cannot be given with a sequence: each process has a share of its tokens")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and sequence is None
+        if self.gradient_checkpointing and self.training and (use_cache or past_key_values is not None):
+            if past_key_values is not None and past_key_values.get_seq_length():
+                raise ValueError("past_key_values must be empty or None in training with gradient checkpointing")
+            logger.warning_once(
+                "gradient checkpointing recomputes layers, which would fill a cache twice: use_cache=False"
+            )
+            use_cache, past_key_values = False, None
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         batch, length = hidden.shape[:2]
@@ -367,18 +408,40 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
             length,
             hidden.device,
             attention_mask=attention_mask,
+            position_ids=position_ids,
             document_ids=document_ids,
             cache=past_key_values,
             sequence=sequence,
         )
         if self.encoding is not None:
             hidden = hidden + self.encoding(places.positions).to(hidden.dtype)
-        for layer in self.layers:
-            last = slice(-states_to_keep if layer is self.layers[-1] and states_to_keep else None, None)
-            hidden = layer(hidden, places, self.prior, past_key_values, last)
+        # generate's early exit makes a draft model of the first layers by lowering that number.
+        layers = self.layers[: self.config.num_hidden_layers]
+        for layer in layers:
+            last = slice(-states_to_keep if layer is layers[-1] and states_to_keep else None, None)
+            hidden = layer(
+                hidden,
+                places,
+                last,
+                shared_prior=self.prior,
+                past_key_values=past_key_values,
+                output_attentions=output_attentions,
+            )
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(hidden), past_key_values=past_key_values if use_cache else None
         )
+
+
+def _refuse_what_would_be_ignored(options: dict[str, Any]) -> None:
+    """What transformers hands to some models and what would change the meaning here."""
+    if options.get("is_causal") is False:
+        raise ValueError("is_causal=False: the decoder is causal; use PriorAttention for attention in both directions")
+    known = {"output_attentions", "output_hidden_states", "is_causal", "num_items_in_batch"}
+    for name, value in options.items():
+        if name not in known and value is not None:
+            raise ValueError(
+                f"{name} is no argument of the decoder; packed documents are told by document_ids or position_ids"
+            )
 
 
 class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
@@ -392,55 +455,131 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        *,
+        document_ids: Tensor | None = None,
         sequence: ShardedSequence | None = None,
-        **loss_kwargs: Any,
+        **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits of the next tokens.
 
         Args:
             input_ids: new tokens, ``(B, L)``.
-            attention_mask: ``(B, past + L)``, 1 for tokens and 0 for padding.
-            document_ids: ``(B, past + L)``: packed documents do not see each other.
+            attention_mask: ``(B, past + L)``, 1 for tokens and 0 for padding. Or a 4-D mask
+                ``(B or 1, H or 1, L, past + L)``, boolean (True = may see) or added to the logits, that hides more than
+                the causal mask does; it is dense.
+            position_ids: ``(B, past + L)``: where tokens stand, if they do not follow each other; for tokens after a
+                cache the positions of those before belong to it, since a prior needs them. Where positions do
+                not rise, a new document begins, as in batches that transformers packs. By default tokens are counted
+                from the first that is not padding.
             past_key_values: a cache of the tokens before.
             inputs_embeds: ``(B, L, hidden_size)`` in place of ``input_ids``.
             labels: ``(B, L)``, aligned with ``input_ids``, -100 = ignore; gives a mean loss in nats per token.
             use_cache: whether to return a cache; by default only outside of training.
             logits_to_keep: compute only the last so many logits (0 = all), or those at these indices.
+            document_ids: ``(B, past + L)``: packed documents do not see each other.
             sequence: says that the tokens are this process's share of longer sequences, spread over a group of
-                processes, all of which call at the same time. Documents and padding are the sequence's.
-            loss_kwargs: for transformers' loss function: ``num_items_in_batch``, and ``shift_labels``, the next token
-                of each one, in place of ``labels``. With a ``sequence`` both are needed: the token after a shard's last
-                one is in another shard, and the loss is this process's part of the whole mean.
+                processes, all of which call at the same time. Documents and padding are the sequence's. For a loss
+                give ``shift_labels``, the next token of each one, and ``num_items_in_batch`` in place of ``labels``:
+                the token after a shard's last one is in another shard, and the loss is this process's part of the
+                whole mean.
+            kwargs: ``output_hidden_states``, ``output_attentions`` (by the dense formula: memory grows with
+                ``L · (past + L)``), ``return_dict``, and ``num_items_in_batch`` and ``shift_labels`` for the loss.
+
+        Raises:
+            ValueError: if an argument is impossible or does not fit the others; it says which and why.
         """
-        number = logits_to_keep if isinstance(logits_to_keep, int) else 0
-        if sequence is not None and (labels is not None or number):
-            name = "logits_to_keep" if labels is None else "labels"
-            raise ValueError(
-                f"{name} cannot be given with a sequence; give shift_labels and num_items_in_batch for a loss"
-            )
+        for_loss = {name: kwargs.pop(name) for name in ("num_items_in_batch", "shift_labels") if name in kwargs}
+        if sequence is not None and labels is not None:
+            raise ValueError("labels cannot be given with a sequence; give shift_labels and num_items_in_batch")
+        recorded = any(
+            kwargs.get(name, getattr(self.config, name)) for name in ("output_hidden_states", "output_attentions")
+        )
         outputs = self.model(
-            input_ids,
-            attention_mask,
-            document_ids,
-            past_key_values,
-            inputs_embeds,
-            use_cache,
-            states_to_keep=number,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            document_ids=document_ids,
             sequence=sequence,
+            states_to_keep=logits_to_keep if isinstance(logits_to_keep, int) and not recorded else 0,
+            return_dict=True,
+            **kwargs,
         )
         hidden = outputs.last_hidden_state
-        logits = self.lm_head(hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep])
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden[:, kept])
         loss = None
-        if labels is not None or "shift_labels" in loss_kwargs:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
+        if labels is not None or for_loss.get("shift_labels") is not None:
+            if labels is not None and labels.shape != logits.shape[:2]:
+                raise ValueError(
+                    f"labels must fit the tokens with logits, {tuple(logits.shape[:2])}, got {tuple(labels.shape)}"
+                )
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **for_loss)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    # ---- generate
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> None:
+        """None: the model finds positions itself, so that those it is given are always the user's."""
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As transformers', but positions and documents are those of all tokens so far, not of the new ones alone."""
+        whole = {name: kwargs.pop(name, None) for name in ("position_ids", "document_ids")}
+        inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        documents = whole["document_ids"]
+        if documents is not None:
+            # What is generated or drafted goes on with the last document; a prompt may come in chunks.
+            new = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+            length = new.shape[1] + (0 if past_key_values is None else int(past_key_values.get_seq_length()))
+            more = documents[:, -1:].expand(-1, max(0, length - documents.shape[1]))
+            whole["document_ids"] = torch.cat([documents, more], -1)[:, :length]
+        return inputs | {name: value for name, value in whole.items() if value is not None}
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Not available: it pages keys and values for attention functions of transformers' own, which know no prior.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("continuous batching is not available for this model; use generate() with a batch")
+
+
+AutoConfig.register(PriorDecoderConfig.model_type, PriorDecoderConfig)
+AutoModel.register(PriorDecoderConfig, PriorDecoderModel)
+AutoModelForCausalLM.register(PriorDecoderConfig, PriorDecoderForCausalLM)

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from attention_priors.attention import SSMax, attend
-from attention_priors.attention.problem import make_problem
-from attention_priors.attention.reference import reference
+from attention_priors.attention.attend import attend_with_weights
 from attention_priors.priors import Prior
 
 
@@ -177,9 +176,8 @@ class PriorAttention(nn.Module):
         }
         weights = None
         if need_weights:
-            problem = make_problem(q, k, v, self.prior, softmax_scale=None, **options)
-            out, _, weights = reference(problem)
-            weights = (weights.mean(1) if average_attn_weights else weights).to(out.dtype)
+            out, weights = attend_with_weights(q, k, v, self.prior, **options)
+            weights = weights.mean(1) if average_attn_weights else weights
         else:
             out = attend(q, k, v, self.prior, **options)
         out = self.out_proj(out.transpose(1, 2).flatten(-2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ class KeySink(Prior):
     ``u(j) = slope · j + gain · MLP([sin ω_m j, cos ω_m j, j / T, ln(1 + j) / ln(1 + T)]) + bump · 1[j = 0]``
 
     with ``T`` the training length and ``ω_m`` geometric, as in :class:`Spectral`. All heads share one small
-    MLP (one hidden layer, GELU); slope, gain and bump are per head. Factored: lanes whose coefficients stand on
+    MLP (one hidden layer); slope, gain and bump are per head. Factored: lanes whose coefficients stand on
     the query side, so that heads may share keys, and a slope. A linear slope is a recency prior
     only under a causal mask (GOAT, Proposition F.6), so with a slope bidirectional use is an error.
 
@@ -37,12 +38,14 @@ class KeySink(Prior):
         base: ratio of the longest to the shortest period.
         init: ``uniform`` (gain and bump 0, no slope) or ``recency`` (the same with ALiBi's slopes).
         learn: which of ``slope``, ``gain``, ``bump``, ``mlp`` train; None for all that ``init`` has.
+        activation: of the MLP's hidden layer: ``gelu``, or ``silu`` as in the authors' package.
     """
 
     name = "key_sink"
     structure = Structure.FACTORED
     learnable = ("slope", "gain", "bump", "mlp")
     inits = ("uniform", "recency")
+    activations: ClassVar[dict[str, type[nn.Module]]] = {"gelu": nn.GELU, "silu": nn.SiLU}
 
     def __init__(
         self,
@@ -53,16 +56,19 @@ class KeySink(Prior):
         base: float = 10000.0,
         init: str = "uniform",
         learn: bool | str | Collection[str] | None = None,
+        activation: str = "gelu",
     ) -> None:
         super().__init__(num_heads)
         check_positive_integers(train_length=train_length, num_frequencies=num_frequencies, hidden_size=hidden_size)
         check_above(1, base=base)
         check_choice("init", init, self.inits)
+        check_choice("activation", activation, tuple(self.activations))
         self.train_length = train_length
         self.num_frequencies = num_frequencies
         self.hidden_size = hidden_size
         self.base = float(base)
         self.init = init
+        self.activation = activation
         if learn is None:
             learn = self.learnable if init == "recency" else ("gain", "bump", "mlp")
         self.slope = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
@@ -70,7 +76,7 @@ class KeySink(Prior):
         self.bump = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.mlp = nn.Sequential(
             nn.Linear(2 * num_frequencies + 2, hidden_size, dtype=torch.float32),
-            nn.GELU(),
+            self.activations[activation](),
             nn.Linear(hidden_size, 1, dtype=torch.float32),
         )
         self.reset_parameters()

@@ -1,0 +1,218 @@
+"""What is attached to a model, in files: apart from it as a small adapter, or together with it."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from huggingface_hub import HfApi, snapshot_download
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from attention_priors.files import read_json, write_bytes, write_json
+from attention_priors.hub.attach import CONFIG_KEY, Model, attach, attached_priors, detach
+from attention_priors.hub.interface import ATTRIBUTE
+
+DESCRIPTION = "prior_adapter_config.json"
+WEIGHTS = "prior_adapter.safetensors"
+FORMAT = 1
+"""Of the adapter's files."""
+
+
+def save_adapter(model: PreTrainedModel, folder: str | Path) -> None:
+    """Write what is attached to a model: a description (JSON) and its parameters (safetensors), a few kilobytes.
+
+    The model itself is not in it; :func:`load_adapter` takes one.
+
+    Args:
+        model: with priors attached.
+        folder: is made if need be. The names of the files are their own, so that it may be PEFT's folder too.
+
+    Raises:
+        ValueError: if nothing is attached.
+    """
+    config = _description(model)
+    tensors = {
+        f"layers.{index}.{name}": tensor.detach().contiguous().cpu()
+        for index, part in attached_priors(model).items()
+        for name, tensor in part.state_dict().items()
+    }
+    folder = Path(folder)
+    write_bytes(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+    # The description last: where it is, the weights are.
+    write_json(
+        folder / DESCRIPTION,
+        {
+            "format": FORMAT,
+            "attention_priors": version("attention-priors"),
+            "base_model_class": type(model).__name__,
+            "base_model_name_or_path": model.config.name_or_path or None,
+            "attached": config,
+        },
+    )
+
+
+def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Model:
+    """Attach what :func:`save_adapter` saved to the model it belongs to.
+
+    Args:
+        model: the base model, with nothing attached.
+        name_or_path: a folder, or a repository on the Hugging Face Hub.
+        options: for ``snapshot_download``, such as ``revision`` and ``token``.
+
+    Returns:
+        The model, changed in place.
+
+    Raises:
+        ValueError: if the adapter does not fit the model, or its files do not fit each other.
+        FileNotFoundError: if there is no adapter.
+    """
+    folder = Path(name_or_path)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(str(name_or_path), allow_patterns=[DESCRIPTION, WEIGHTS], **options))
+    for name in (DESCRIPTION, WEIGHTS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{name_or_path} holds no {name}: it is no prior adapter")
+    description = read_json(folder / DESCRIPTION)
+    if description.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder / DESCRIPTION} has format {description.get('format')!r}; this version of attention-priors "
+            f"reads format {FORMAT}"
+        )
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except SafetensorError as error:
+        raise ValueError(f"{folder / WEIGHTS} is not a whole safetensors file: {error}") from error
+    attach(model, **_arguments(description["attached"]))
+    wanted: dict[str, Tensor] = {
+        f"layers.{index}.{name}": parameter
+        for index, part in attached_priors(model).items()
+        for name, parameter in part.state_dict(keep_vars=True).items()
+    }
+    try:
+        _fill(wanted, tensors, f"the adapter {name_or_path}")
+    except ValueError:
+        detach(model)
+        raise
+    return model
+
+
+def push_adapter_to_hub(model: PreTrainedModel, repo_id: str, *, private: bool | None = None, **options: Any) -> str:
+    """Upload what is attached to a model to the Hugging Face Hub; :func:`load_adapter` takes its name.
+
+    Args:
+        model: with priors attached.
+        repo_id: ``user/name``; it is made if need be.
+        private: whether a new repository is private.
+        options: for ``HfApi``, such as ``token``.
+
+    Returns:
+        The address of the commit.
+    """
+    _description(model)
+    api = HfApi(**options)
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        save_adapter(model, folder)
+        commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Attached priors")
+    return str(commit)
+
+
+def load_attached(name_or_path: str | Path, **options: Any) -> PreTrainedModel:
+    """Load a model that ``save_pretrained`` saved with priors attached.
+
+    ``from_pretrained`` alone would leave the priors out, and say so.
+
+    Args:
+        name_or_path: a folder, or a repository on the Hugging Face Hub.
+        options: as for ``from_pretrained``: ``dtype``, ``device_map``, ``revision``, ... The priors stay float32.
+
+    Raises:
+        ValueError: if nothing was attached to the model, or the files do not hold it.
+    """
+    for_files = {key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options}
+    config = AutoConfig.from_pretrained(name_or_path, **for_files)
+    if getattr(config, CONFIG_KEY, None) is None:
+        raise ValueError(f"{name_or_path} has no priors attached: its config has no {CONFIG_KEY!r}")
+    (name,) = config.architectures or ("",)
+    model_class = getattr(transformers, name, None)
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+        raise ValueError(f"{name_or_path} is a {name or 'model without a name'}, which transformers does not have")
+    with _attached_keys_expected(model_class):
+        model = model_class.from_pretrained(name_or_path, **options)
+    attach(model, **_arguments(getattr(model.config, CONFIG_KEY)))
+    wanted: dict[str, Tensor] = {
+        name: parameter for name, parameter in model.named_parameters() if f".{ATTRIBUTE}." in name
+    }
+    _fill(wanted, dict(_saved_tensors(name_or_path, for_files)), str(name_or_path))
+    return model
+
+
+def _description(model: PreTrainedModel) -> dict[str, Any]:
+    description = getattr(model.config, CONFIG_KEY, None)
+    if description is None or not attached_priors(model):
+        raise ValueError(f"this {type(model).__name__} has no priors attached")
+    return description
+
+
+def _arguments(description: dict[str, Any]) -> dict[str, Any]:
+    known = {"prior", "logit_scale", "layers", "heads", "share_prior", "drop_positions"}
+    if set(description) != known:
+        raise ValueError(f"the description of attached priors must hold {sorted(known)}, got {sorted(description)}")
+    return description
+
+
+@torch.no_grad()
+def _fill(wanted: dict[str, Tensor], found: dict[str, Tensor], source: str) -> None:
+    missing, unknown = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    if missing or unknown:
+        raise ValueError(f"{source} does not hold {missing or 'too little'}; it holds {unknown or 'nothing'} beside")
+    for name, parameter in wanted.items():
+        if parameter.shape != found[name].shape:
+            raise ValueError(
+                f"{source}: {name} has shape {tuple(found[name].shape)}, but the model's is {tuple(parameter.shape)}"
+            )
+    for name, parameter in wanted.items():
+        parameter.copy_(found[name])
+
+
+@contextmanager
+def _attached_keys_expected(model_class: type[PreTrainedModel]) -> Iterator[None]:
+    """So that transformers does not warn of weights that are loaded next."""
+    before = model_class.__dict__.get("_keys_to_ignore_on_load_unexpected")
+    known = model_class._keys_to_ignore_on_load_unexpected
+    model_class._keys_to_ignore_on_load_unexpected = [*(known or ()), rf"\.{re.escape(ATTRIBUTE)}\."]
+    try:
+        yield
+    finally:
+        if before is None:
+            del model_class._keys_to_ignore_on_load_unexpected
+        else:
+            model_class._keys_to_ignore_on_load_unexpected = before
+
+
+def _saved_tensors(name_or_path: str | Path, options: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Attached tensors of a checkpoint, sharded or not."""
+    index = cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **options)
+    if index is None:
+        names = {SAFE_WEIGHTS_NAME}
+    else:
+        files: dict[str, str] = read_json(Path(index))["weight_map"]
+        names = {file for name, file in files.items() if f".{ATTRIBUTE}." in name}
+    for name in sorted(names):
+        path = cast(str, cached_file(name_or_path, name, **options))
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a mapping
+                if f".{ATTRIBUTE}." in key:
+                    yield key, file.get_tensor(key)

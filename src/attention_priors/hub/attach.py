@@ -1,0 +1,337 @@
+"""A prior attached to somebody else's model, and taken off again."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from attention_priors.attention import SSMax, logit_scale_from_config
+from attention_priors.hub.heads import ScaleOnHeads, on_heads
+from attention_priors.hub.interface import ATTRIBUTE, IMPLEMENTATION, AttachedPrior, register
+from attention_priors.priors import Prior, prior_from_config
+
+CONFIG_KEY = "attached_priors"
+"""Where a model's config describes what is attached to it."""
+STATE = "_attached_state"
+LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings")
+"""What models call their tables of learned positions."""
+
+PriorLike = Prior | Mapping[str, Any] | Sequence[Mapping[str, Any]] | str
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+@dataclass
+class _State:
+    """What it takes to restore the model."""
+
+    implementation: str
+    handles: list[RemovableHandle]
+    frozen: list[str]
+    """Parameters that learned before and were frozen."""
+
+
+def attach(
+    model: Model,
+    prior: PriorLike | None = None,
+    *,
+    logit_scale: SSMax | Mapping[str, Any] | str | None = None,
+    layers: Iterable[int] | None = None,
+    heads: Iterable[int] | None = None,
+    share_prior: bool = False,
+    drop_positions: bool = False,
+    freeze_model: bool = False,
+) -> Model:
+    """Give the attention of a transformers decoder a prior: it is changed in place.
+
+    The layers' logits become ``c_i · (<q_i, k_j> · scaling + K_ij)``, as in :func:`attend`, under the model's own
+    masks: causal, padding, sliding windows, packed sequences. With a uniform ``K`` and ``c = 1`` the model computes
+    what it did. Everything of transformers goes on working: ``generate``, caches, ``Trainer``, PEFT,
+    ``save_pretrained`` (:func:`load_attached` loads what it saves, :func:`save_adapter` saves the attached part alone).
+
+    Args:
+        model: a decoder whose attention goes through transformers' attention interface: Llama, Mistral, Qwen, Gemma,
+            SmolLM, GPT-2, GPT-NeoX, OPT and most others.
+        prior: its description (``"generalized_gaussian"``, ``{"name": "laplace", "learn": True}``, a list for a sum),
+            or a prior, of which each layer gets a copy; None for none.
+        logit_scale: likewise. ``"residual_ssmax"`` starts as the identity.
+        layers: which ones, by index, negative ones from the end; None for all.
+        heads: which query heads of them; None for all. A prior that is not a description has as many heads.
+        share_prior: whether all layers have one prior, as in T5, rather than each its own.
+        drop_positions: whether the layers' rotary positions, or the model's learned ones, are taken away (DroPE).
+            The model then knows positions by its prior alone.
+        freeze_model: whether nothing else learns.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: if an argument is impossible, or if the model cannot have a prior; it says which layer and why.
+            The model is then as it was.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+    if prior is None and logit_scale is None and not drop_positions:
+        raise ValueError("there is nothing to attach: prior, logit_scale and drop_positions are all missing")
+    if hasattr(model, STATE):
+        raise ValueError(f"this {type(model).__name__} has priors attached; detach(model) first")
+    there_are = attention_layers(model)
+    chosen = _chosen(there_are, layers)
+    some_heads = None if heads is None else list(heads)
+    parts: dict[int, AttachedPrior] = {}
+    shared: Prior | None = None
+    for index, module in chosen.items():
+        try:
+            _check_attention(module)
+            part = _make_part(module, prior, logit_scale, some_heads)
+            if share_prior and shared is not None:
+                part = AttachedPrior(shared, part.logit_scale, owns_prior=False)
+            shared = part.prior
+        except ValueError as error:
+            raise ValueError(f"layer {index} ({type(module).__name__}): {error}") from error
+        reference = next(module.parameters())
+        parts[index] = part.to(reference.device).train(module.training)
+    handles = _drop_positions(model, chosen, whole=len(chosen) == len(there_are)) if drop_positions else []
+
+    frozen = [name for name, parameter in model.named_parameters() if parameter.requires_grad] if freeze_model else []
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    for index, module in chosen.items():
+        setattr(module, ATTRIBUTE, parts[index])
+    register()
+    implementation = cast(str, model.config._attn_implementation)
+    model.set_attn_implementation(IMPLEMENTATION)
+    setattr(model, STATE, _State(implementation, handles, frozen))
+    setattr(
+        model.config,
+        CONFIG_KEY,
+        {
+            "prior": _described(prior),
+            "logit_scale": _described(logit_scale),
+            "layers": sorted(chosen),
+            "heads": some_heads,
+            "share_prior": share_prior,
+            "drop_positions": drop_positions,
+        },
+    )
+    return model
+
+
+def detach(model: Model) -> Model:
+    """Take off what :func:`attach` put on: the model is exactly what it was, but for what it has learned since.
+
+    Raises:
+        ValueError: if nothing is attached.
+    """
+    state: _State | None = getattr(model, STATE, None)
+    if state is None:
+        raise ValueError(f"this {type(model).__name__} has no priors attached")
+    for module in model.modules():
+        if hasattr(module, ATTRIBUTE):
+            delattr(module, ATTRIBUTE)
+    for handle in state.handles:
+        handle.remove()
+    for name in state.frozen:
+        model.get_parameter(name).requires_grad_(True)
+    model.set_attn_implementation(state.implementation)
+    delattr(model, STATE)
+    delattr(model.config, CONFIG_KEY)
+    return model
+
+
+def attached_priors(model: nn.Module) -> dict[int, AttachedPrior]:
+    """What is attached, by layer: parameters to look at, to train, to freeze.
+
+    Args:
+        model: the model :func:`attach` returned, or one around it (PEFT's, DDP's).
+    """
+    return {
+        cast(int, module.layer_idx): cast(AttachedPrior, getattr(module, ATTRIBUTE))
+        for module in model.modules()
+        if isinstance(getattr(module, ATTRIBUTE, None), AttachedPrior)
+    }
+
+
+def train_attached(model: nn.Module) -> list[nn.Parameter]:
+    """Let attached priors and logit scales learn again what they learn, after something has frozen all of the model.
+
+    ``peft.get_peft_model`` does: call this after it, and the priors are trained together with the LoRA matrices.
+
+    Returns:
+        The parameters that learn.
+    """
+    for part in attached_priors(model).values():
+        for module in part.modules():
+            if isinstance(module, Prior):
+                module.freeze_what_is_fixed()
+            elif isinstance(module, SSMax):
+                module.s.requires_grad_(True)
+    return [
+        parameter
+        for part in attached_priors(model).values()
+        for parameter in part.parameters()
+        if parameter.requires_grad
+    ]
+
+
+# ---- which modules
+
+
+def attention_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """The model's self-attention modules that go through transformers' attention interface, by layer.
+
+    Raises:
+        ValueError: if there are none; it names those that bypass it.
+    """
+    found: dict[int, nn.Module] = {}
+    others: list[str] = []
+    for module in model.modules():
+        if not type(module).__name__.endswith("Attention"):
+            continue
+        if not _goes_through_interface(module):
+            others.append(type(module).__name__)
+        elif not getattr(module, "is_cross_attention", False):
+            index = getattr(module, "layer_idx", None)
+            if not isinstance(index, int) or index in found:
+                raise ValueError(
+                    f"{type(model).__name__} has several self-attention modules in a layer, or ones without a number "
+                    f"(layer {index!r}, {type(module).__name__}): it is not a plain decoder"
+                )
+            found[index] = module
+    if not found:
+        bypassing = ", ".join(sorted(set(others))) or "none was found"
+        raise ValueError(
+            f"{type(model).__name__} has no attention that goes through transformers' attention interface "
+            f"(attention modules: {bypassing})"
+        )
+    return found
+
+
+def _goes_through_interface(module: nn.Module) -> bool:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _chosen(found: Mapping[int, nn.Module], layers: Iterable[int] | None) -> dict[int, nn.Module]:
+    if layers is None:
+        return dict(sorted(found.items()))
+    number = max(found) + 1
+    chosen: dict[int, nn.Module] = {}
+    for layer in layers:
+        index = layer + number if isinstance(layer, int) and layer < 0 else layer
+        if index not in found:
+            raise ValueError(f"layers holds {layer!r}, but the layers with attention are {_ranges(sorted(found))}")
+        chosen[index] = found[index]
+    if not chosen:
+        raise ValueError("layers is empty")
+    return dict(sorted(chosen.items()))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+
+
+def _check_attention(module: nn.Module) -> None:
+    config = module.config
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if cap is not None:
+        raise ValueError(f"its logits are capped (attn_logit_softcapping={cap!r}), which attend() does not compute")
+    if isinstance(getattr(module, "sinks", None), Tensor):
+        raise ValueError("it has sinks of its own, which attend() does not compute")
+    if getattr(module, "is_causal", True) is False:
+        raise ValueError("it is bidirectional; attach() is for decoders")
+
+
+def _make_part(
+    module: nn.Module,
+    prior: PriorLike | None,
+    logit_scale: SSMax | Mapping[str, Any] | str | None,
+    heads: list[int] | None,
+) -> AttachedPrior:
+    total: int = cast(Any, module.config).num_attention_heads
+    if heads is not None and (
+        not heads or len(set(heads)) < len(heads) or any(not isinstance(h, int) or not 0 <= h < total for h in heads)
+    ):
+        raise ValueError(f"heads must be distinct numbers from 0 to {total - 1}, got {heads}")
+    number = total if heads is None else len(heads)
+    if isinstance(prior, Prior):
+        made = copy.deepcopy(prior)
+    else:
+        made = None if prior is None else prior_from_config(prior, number)
+    scale = (
+        copy.deepcopy(logit_scale) if isinstance(logit_scale, SSMax) else logit_scale_from_config(logit_scale, number)
+    )
+    for name, part in (("prior", made), ("logit_scale", scale)):
+        if part is not None and part.num_heads != number:
+            raise ValueError(f"{name} has num_heads={part.num_heads}, but there are {number} heads to attach it to")
+    if made is not None:
+        made.check(causal=True)
+    if heads is None:
+        return AttachedPrior(made, scale)
+    spread = None if scale is None else cast(SSMax, ScaleOnHeads(total, scale, heads))
+    return AttachedPrior(None if made is None else on_heads(total, made, heads), spread)
+
+
+def _described(part: Any) -> Any:
+    if isinstance(part, Prior | SSMax):
+        return part.to_config()
+    if part is None or isinstance(part, str):
+        return part
+    return dict(part) if isinstance(part, Mapping) else [dict(each) for each in part]
+
+
+# ---- the model's own positions
+
+
+def _unrotated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Rotary positions of angle 0."""
+    cos, sin = kwargs["position_embeddings"]
+    return args, kwargs | {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
+
+
+def _nowhere(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Learned positions that add nothing."""
+    return torch.zeros_like(output)
+
+
+def _drop_positions(model: PreTrainedModel, layers: Mapping[int, nn.Module], whole: bool) -> list[RemovableHandle]:
+    tables = [
+        module
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in LEARNED_POSITIONS and isinstance(module, nn.Embedding)
+    ]
+    rotary = {
+        index: "position_embeddings" in inspect.signature(type(module).forward).parameters
+        for index, module in layers.items()
+    }
+    if tables and not whole:
+        raise ValueError(
+            "drop_positions takes learned positions away from the whole model, as they are added before the first "
+            "layer; layers must be all"
+        )
+    without = [index for index, has in rotary.items() if not has]
+    if not tables and without:
+        raise ValueError(
+            f"drop_positions: {type(model).__name__} has neither learned positions nor, in layer {without[0]}, rotary "
+            "ones that are handed to its attention"
+        )
+    handles = [table.register_forward_hook(_nowhere) for table in tables]
+    handles += [
+        module.register_forward_pre_hook(_unrotated, with_kwargs=True)
+        for index, module in layers.items()
+        if rotary[index]
+    ]
+    return handles

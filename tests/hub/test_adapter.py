@@ -1,0 +1,223 @@
+"""What is attached goes into files and comes back, alone and with the model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny, tokens
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from attention_priors import GeneralizedGaussian, SSMax
+from attention_priors.hub import (
+    attach,
+    attached_priors,
+    detach,
+    load_adapter,
+    load_attached,
+    push_adapter_to_hub,
+    save_adapter,
+)
+from attention_priors.hub.adapter import DESCRIPTION, WEIGHTS
+
+IDS = tokens(2, 20)
+KINDS: dict[str, dict[str, Any]] = {
+    "described": {"prior": {"name": "generalized_gaussian", "init": "spread", "learn": True}},
+    "sum, scaled": {"prior": [{"name": "laplace", "learn": True}, {"name": "key_sink", "train_length": 9}]}
+    | {"logit_scale": "residual_ssmax"},
+    "made": {"prior": GeneralizedGaussian(4, init="spread", learn="beta"), "logit_scale": SSMax(4, init=0.4)},
+    "some layers and heads": {"prior": {"name": "relative_buckets", "num_buckets": 8}, "layers": [1], "heads": [2, 0]},
+    "shared": {"prior": "relative_buckets", "share_prior": True},
+    "without positions": {"prior": "generalized_gaussian", "drop_positions": True},
+}
+
+
+def changed(family: str, kind: str) -> Any:
+    """A model with something attached that has learned."""
+    model = attach(tiny(family), **KINDS[kind])
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for part in attached_priors(model).values():
+            for parameter in part.parameters():
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def attached_tensors(model: Any) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in model.state_dict().items() if "attached_prior" in name}
+
+
+def learns(model: Any) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model(IDS).logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_adapter_comes_back(family: str, kind: str, tmp_path: Path) -> None:
+    model = changed(family, kind)
+    save_adapter(model, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {DESCRIPTION, WEIGHTS}
+    loaded = load_adapter(tiny(family), tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+    assert learns(loaded) == learns(model)
+    assert loaded.config.to_dict() == model.config.to_dict()
+    assert attached_tensors(loaded).keys() == attached_tensors(model).keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_a_model_comes_back_with_what_is_attached(
+    family: str, shard: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = changed(family, "sum, scaled")
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    assert ("model.safetensors" in {path.name for path in tmp_path.iterdir()}) == (shard == "5GB")
+    loaded = load_attached(tmp_path)
+    assert type(loaded) is type(model)
+    assert torch.equal(logits(loaded), logits(model))
+    assert learns(loaded) == learns(model)
+    detach(loaded)
+    assert torch.equal(logits(loaded), logits(detach(model)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_kinds_come_back_with_their_model(kind: str, tmp_path: Path) -> None:
+    model = changed("llama", kind)
+    model.save_pretrained(tmp_path)
+    loaded = load_attached(tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+    assert attached_tensors(loaded).keys() == attached_tensors(model).keys()
+
+
+def test_half_precision_models_keep_float32_priors(tmp_path: Path) -> None:
+    model = changed("llama", "sum, scaled").to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    for options in ({}, {"dtype": torch.bfloat16}, {"dtype": torch.float32}):
+        loaded = load_attached(tmp_path, **options)
+        found = attached_tensors(loaded)
+        for name, tensor in attached_tensors(model).items():
+            assert found[name].dtype == torch.float32
+            assert torch.equal(found[name], tensor)
+    save_adapter(model, tmp_path / "adapter")
+    assert torch.equal(logits(load_adapter(tiny("llama").to(torch.bfloat16), tmp_path / "adapter")), logits(model))
+
+
+def test_without_us_the_model_is_plain(tmp_path: Path) -> None:
+    """``from_pretrained`` alone leaves the priors out."""
+    model = changed("llama", "described")
+    model.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not attached_priors(plain)
+    assert torch.equal(logits(plain), logits(detach(model)))
+    # And with its config's word for it, they can be attached again.
+    with pytest.raises(ValueError, match="nothing to attach"):
+        attach(plain)
+
+
+def test_a_new_process_generates_the_same(tmp_path: Path) -> None:
+    model = changed("llama", "sum, scaled")
+    model.save_pretrained(tmp_path)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(IDS, **options)
+    code = (
+        "import json, sys\n"
+        "import torch\n"
+        "from attention_priors.hub import load_attached\n"
+        "model = load_attached(sys.argv[1])\n"
+        "ids = torch.tensor(json.loads(sys.argv[2]))\n"
+        f"print(json.dumps(model.generate(ids, **{options!r}).tolist()))\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), json.dumps(IDS.tolist())],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(found.stdout.splitlines()[-1]) == expected.tolist()
+
+
+def test_pushed_to_the_hub(tmp_path: Path) -> None:
+    model = changed("llama", "described")
+    seen: dict[str, Any] = {}
+
+    class Api:
+        def __init__(self, **options: Any) -> None:
+            seen["options"] = options
+
+        def create_repo(self, repo_id: str, **options: Any) -> None:
+            seen["repo"] = repo_id, options
+
+        def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> str:
+            assert repo_id == seen["repo"][0]
+            for path in Path(folder_path).iterdir():
+                (tmp_path / path.name).write_bytes(path.read_bytes())
+            return "https://hub/commit"
+
+    with mock.patch("attention_priors.hub.adapter.HfApi", Api):
+        assert push_adapter_to_hub(model, "me/priors", private=True, token="t") == "https://hub/commit"
+    assert seen == {"options": {"token": "t"}, "repo": ("me/priors", {"private": True, "exist_ok": True})}
+    with mock.patch("attention_priors.hub.adapter.snapshot_download", return_value=str(tmp_path)) as download:
+        loaded = load_adapter(tiny("llama"), "me/priors", revision="main")
+    assert download.call_args.kwargs == {"allow_patterns": [DESCRIPTION, WEIGHTS], "revision": "main"}
+    assert torch.equal(logits(loaded), logits(model))
+
+
+# ---- errors
+
+
+def test_nothing_attached(tmp_path: Path) -> None:
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="no priors attached"):
+        save_adapter(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="no priors attached"):
+        push_adapter_to_hub(model, "me/priors")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'attached_priors'"):
+        load_attached(tmp_path)
+    with pytest.raises(FileNotFoundError, match=DESCRIPTION):
+        load_adapter(model, tmp_path)
+
+
+def test_another_model(tmp_path: Path) -> None:
+    save_adapter(changed("llama", "described"), tmp_path)
+    for other in (tiny("llama", num_hidden_layers=1), tiny("llama", num_attention_heads=2)):
+        with pytest.raises(ValueError, match=r"layers holds 1|has shape|num_heads"):
+            load_adapter(other, tmp_path)
+        assert not attached_priors(other), "half attached"
+        assert logits(other).shape == (2, 20, 64)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "another format", "missing tensor", "no description"])
+def test_damaged_files(damage: str, tmp_path: Path) -> None:
+    save_adapter(changed("llama", "described"), tmp_path)
+    weights, description = tmp_path / WEIGHTS, json.loads((tmp_path / DESCRIPTION).read_text())
+    match = {
+        "truncated": "not a whole safetensors file",
+        "another format": "format 99",
+        "missing tensor": "does not hold",
+        "no description": DESCRIPTION,
+    }[damage]
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-8])
+    elif damage == "another format":
+        (tmp_path / DESCRIPTION).write_text(json.dumps(description | {"format": 99}))
+    elif damage == "missing tensor":
+        save_adapter(attach(tiny("llama"), logit_scale="ssmax"), tmp_path / "other")
+        weights.write_bytes((tmp_path / "other" / WEIGHTS).read_bytes())
+    else:
+        (tmp_path / DESCRIPTION).unlink()
+    model = tiny("llama")
+    with pytest.raises((ValueError, FileNotFoundError), match=match):
+        load_adapter(model, tmp_path)
+    assert not attached_priors(model), "half attached"

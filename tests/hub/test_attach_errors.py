@@ -1,0 +1,85 @@
+"""What attach() refuses, before it has changed anything."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from tiny_models import tiny, tokens
+from torch import nn
+
+from attention_priors import GeneralizedGaussian, Window
+from attention_priors.hub import attach, attached_priors, detach
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+def refused(model: Any, match: str, **arguments: Any) -> None:
+    before = model.config.to_dict() if isinstance(model, hf.PreTrainedModel) else None
+    options: dict[str, Any] = {"prior": "laplace"} | arguments
+    with pytest.raises(ValueError, match=match):
+        attach(model, **options)
+    if before is not None:
+        assert model.config.to_dict() == before
+        assert not attached_priors(model)
+        assert not any("_unrotated" in str(hook) for m in model.modules() for hook in m._forward_pre_hooks.values())
+
+
+def test_arguments() -> None:
+    model = tiny("llama")
+    refused(nn.Linear(2, 2), "PreTrainedModel, got Linear")
+    refused(model, "nothing to attach", prior=None)
+    refused(model, "layers holds 2, but the layers with attention are 0 to 1", layers=[0, 2])
+    refused(model, "layers holds -3", layers=[-3])
+    refused(model, "layers is empty", layers=[])
+    refused(model, r"heads must be distinct numbers from 0 to 3, got \[4\]", heads=[4])
+    refused(model, "heads must be distinct", heads=[1, 1])
+    refused(model, "heads must be distinct", heads=[])
+    refused(model, r"layer 0 \(LlamaAttention\): unknown prior 'alibi'", prior="alibi")
+    refused(model, r"layer 0 \(LlamaAttention\): prior has num_heads=8, but there are 4", prior=GeneralizedGaussian(8))
+    refused(model, "Window hides keys from all heads", prior=Window(2, 4), heads=[0, 1])
+    refused(model, "unknown logit scale 'softmax'", logit_scale="softmax")
+    attach(model, "laplace")
+    with pytest.raises(ValueError, match="detach"):
+        attach(model, "laplace")
+    with pytest.raises(ValueError, match="no priors attached"):
+        detach(tiny("llama"))
+
+
+def test_models_that_bypass_the_interface() -> None:
+    bloom = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
+    refused(bloom, "BloomAttention")
+    refused(hf.MambaForCausalLM(hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)), "no attention")
+
+
+def test_models_with_numerics_of_their_own() -> None:
+    config: Any = hf.Gemma2Config(**SIZES, intermediate_size=48, num_key_value_heads=2, head_dim=8)
+    refused(hf.Gemma2ForCausalLM(config), r"layer 0 \(Gemma2Attention\): its logits are capped")
+    config = hf.GptOssConfig(**SIZES, intermediate_size=48, num_key_value_heads=2, head_dim=8, num_local_experts=2)
+    refused(hf.GptOssForCausalLM(config), r"layer 0 \(GptOssAttention\): it has sinks")
+
+
+def test_encoders() -> None:
+    config: Any = hf.BertConfig(**SIZES, intermediate_size=48)
+    refused(hf.BertForMaskedLM(config), r"several self-attention modules|bidirectional|no attention")
+
+
+def test_positions_that_cannot_be_dropped() -> None:
+    refused(tiny("gpt2"), "layers must be all", drop_positions=True, layers=[0])
+    attach(tiny("gpt2"), "laplace", drop_positions=True, layers=[0, 1])
+    attach(tiny("llama"), "laplace", drop_positions=True, layers=[0])
+
+
+def test_a_mask_that_does_not_say_where_queries_stand() -> None:
+    model = attach(tiny("llama"), "laplace")
+    module = model.model.layers[0].self_attn
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 7, 8)
+    from attention_priors.hub.interface import attention_forward
+
+    with pytest.raises(ValueError, match="3 queries and 7 keys"):
+        attention_forward(module, query, key, key, None)
+    with pytest.raises(ValueError, match="softcap="):
+        attention_forward(module, query, key, key, None, softcap=30.0)
+    with pytest.raises(ValueError, match="attention_mask must be"):
+        attention_forward(module, query, key, key, torch.ones(1, 7))
+    assert model(tokens(1, 4)).logits.shape == (1, 4, 64)

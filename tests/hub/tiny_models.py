@@ -1,0 +1,67 @@
+"""Small decoders of transformers with random weights, one of every kind that attach() is shown to work on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers as hf
+
+VOCABULARY = 64
+WINDOW = 6
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+_LLAMA = _SIZES | {"intermediate_size": 48, "num_key_value_heads": 2}
+_GPT2: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+_OPT = {key: value for key, value in _SIZES.items() if key != "initializer_range"}
+
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA),
+    "mistral": ("MistralForCausalLM", "MistralConfig", _LLAMA | {"sliding_window": WINDOW}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _LLAMA | {"head_dim": 8}),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        _LLAMA
+        | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", _LLAMA),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _SIZES | {"intermediate_size": 48}),
+    "opt": ("OPTForCausalLM", "OPTConfig", _OPT | {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2}),
+}
+"""Classes of model and configuration, and the configuration's arguments."""
+LAYERS = 2
+HEADS = 4
+
+
+def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
+    """The model, in evaluation mode."""
+    torch.manual_seed(seed)
+    model, config, arguments = FAMILIES[family]
+    return getattr(hf, model)(getattr(hf, config)(**arguments | changes)).eval()
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random tokens without the special ones."""
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))

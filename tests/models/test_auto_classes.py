@@ -1,0 +1,116 @@
+"""Found by transformers' Auto classes: after an import of the decoder, or without one by what is saved beside it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from tiny_decoders import FAMILIES, logits_of, tiny_config, tiny_decoder, tokens
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM, PriorDecoderModel
+
+FILES = {"config.json", "generation_config.json", "model.safetensors", "modeling_prior_decoder.py"}
+
+
+def in_a_new_process(program: str, tmp_path: Path) -> str:
+    """What a program prints, without a network and with a cache of its own."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_registered() -> None:
+    sizes = tiny_config(**FAMILIES["BAM"]).to_dict()
+    config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+    assert type(config) is PriorDecoderConfig
+    assert type(AutoModel.from_config(config)) is PriorDecoderModel
+    assert type(AutoModelForCausalLM.from_config(config)) is PriorDecoderForCausalLM
+
+
+@pytest.mark.parametrize(
+    ("before", "options"),
+    [
+        ("import attention_priors.models.decoder", ""),
+        ("from attention_priors.models import PriorDecoderConfig", ", trust_remote_code=True"),
+        ("", ", trust_remote_code=True"),
+    ],
+)
+def test_in_a_new_process(before: str, options: str, tmp_path: Path) -> None:
+    model, ids = tiny_decoder(torch.float32, **FAMILIES["GOAT"]), tokens(1, 5)
+    folder, again = tmp_path / "model", tmp_path / "again"
+    model.save_pretrained(folder)
+    program = f"""{before}
+import json, torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+where = {str(folder)!r}
+if {not before}:
+    try:
+        AutoModelForCausalLM.from_pretrained(where, trust_remote_code=False)
+        raise AssertionError("classes were found without an import and without trust")
+    except ValueError as error:
+        assert "trust_remote_code=True" in str(error)
+model = AutoModelForCausalLM.from_pretrained(where{options}).eval()
+config, base = AutoConfig.from_pretrained(where{options}), AutoModel.from_pretrained(where{options})
+from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM, PriorDecoderModel
+assert type(model) is PriorDecoderForCausalLM and type(base) is PriorDecoderModel and type(config) is PriorDecoderConfig
+model.save_pretrained({str(again)!r})
+with torch.no_grad():
+    print(json.dumps(model(torch.tensor({ids.tolist()})).logits.tolist()))
+"""
+    found = torch.tensor(json.loads(in_a_new_process(program, tmp_path)))
+    torch.testing.assert_close(found, logits_of(model, ids), rtol=1e-5, atol=1e-5)
+    assert {path.name for path in again.iterdir()} == FILES
+    assert (again / "config.json").read_text() == (folder / "config.json").read_text()
+
+
+def test_what_is_saved(tmp_path: Path) -> None:
+    model = tiny_decoder(torch.float32, **FAMILIES["BAM"])
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+    config = json.loads((tmp_path / "config.json").read_text())
+    module = (tmp_path / "modeling_prior_decoder.py").read_text()
+    for reference in config["auto_map"].values():
+        file, _, name = reference.partition(".")
+        assert file == "modeling_prior_decoder"
+        assert f" {name}" in module
+    assert config["prior"] == FAMILIES["BAM"]["prior"]
+    # A model from the Hub knows its classes by the repository's name: saved, it is at home wherever it is put.
+    config["auto_map"] = {"AutoConfig": "somebody/model--modeling_prior_decoder.PriorDecoderConfig"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    PriorDecoderConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    assert "somebody" not in (tmp_path / "config.json").read_text()
+
+
+def test_push_to_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files go up in one commit; the Hub itself is not asked."""
+    uploaded: dict[str, bytes] = {}
+
+    def create_repo(self: Any, repo_id: str, **options: Any) -> huggingface_hub.RepoUrl:
+        return huggingface_hub.RepoUrl(f"https://huggingface.co/{repo_id}")
+
+    def create_commit(self: Any, repo_id: str, operations: Any, **options: Any) -> None:
+        assert repo_id == "somebody/tiny"
+        for operation in operations:
+            with operation.as_file() as file:
+                uploaded[operation.path_in_repo] = file.read()
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", create_commit)
+    monkeypatch.setattr("transformers.utils.hub.create_and_tag_model_card", lambda *a, **k: _NoCard())
+    model: Any = tiny_decoder(torch.float32, **FAMILIES["BAM"])
+    model.push_to_hub("somebody/tiny")
+    assert uploaded.keys() >= FILES
+    assert json.loads(uploaded["config.json"])["model_type"] == "prior_decoder"
+    assert b"attention_priors.models.decoder" in uploaded["modeling_prior_decoder.py"]
+
+
+class _NoCard:
+    def save(self, path: str) -> None:
+        Path(path).write_text("---\n---\n")

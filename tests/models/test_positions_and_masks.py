@@ -1,0 +1,281 @@
+"""Positions, documents and masks that the user gives: honoured exactly, or refused by name."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_decoders import FAMILIES, VARIANTS, logits_of, tiny_decoder, tokens
+from torch import Tensor
+from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
+
+from attention_priors.models import PriorDecoderForCausalLM
+
+LENGTH = 9
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert float(expected.abs().max()) > 0.1
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
+
+
+@torch.no_grad()
+def step(model: PriorDecoderForCausalLM, ids: Tensor, cache: Any, **options: Any) -> Tensor:
+    found = model(ids, past_key_values=cache, use_cache=True, **options).logits
+    assert found is not None
+    return found
+
+
+# ---- positions
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_positions_that_say_what_is_so_anyway(variant: str) -> None:
+    model, ids = tiny_decoder(**VARIANTS[variant]), tokens(2, LENGTH)
+    expected = logits_of(model, ids)
+    assert torch.equal(logits_of(model, ids, position_ids=torch.arange(LENGTH).expand(2, -1)), expected)
+    assert torch.equal(logits_of(model, ids, position_ids=torch.arange(LENGTH)[None]), expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_positions_with_gaps_are_those_of_a_longer_text(variant: str) -> None:
+    """Tokens left out of a text, with the positions they had: what a mask that hides the others gives."""
+    model, ids = tiny_decoder(**VARIANTS[variant]), tokens(2, LENGTH)
+    there = torch.tensor([0, 1, 4, 5, 8])
+    positions = there.expand(2, -1)
+    hidden = torch.ones(LENGTH, dtype=torch.bool)
+    hidden[there] = False
+    mask = (~hidden).expand(2, 1, LENGTH, -1) & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    expected = logits_of(model, ids, attention_mask=mask)[:, there]
+    assert_close(logits_of(model, ids[:, there], position_ids=positions), expected)
+    # And so in decoding, where positions are those of all tokens.
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=LENGTH)):
+        parts = [
+            step(model, ids[:, there[a:b]], cache, position_ids=positions[:, :b]) for a, b in ((0, 3), (3, 4), (4, 5))
+        ]
+        assert_close(torch.cat(parts, 1), expected)
+
+
+@every_family
+def test_far_positions_shift_what_depends_on_them(family: str) -> None:
+    model, ids = tiny_decoder(**FAMILIES[family]), tokens(1, LENGTH)
+    shifted = logits_of(model, ids, position_ids=torch.arange(LENGTH)[None] + 20)
+    absolute = "GOAT" in family
+    assert torch.allclose(shifted, logits_of(model, ids), rtol=1e-7, atol=1e-8) != absolute
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_where_positions_do_not_rise_a_document_begins(variant: str) -> None:
+    model = tiny_decoder(**VARIANTS[variant])
+    documents = [tokens(1, length, seed) for seed, length in enumerate((3, 1, 5))]
+    expected = torch.cat([logits_of(model, document) for document in documents], 1)
+    packed = torch.cat(documents, 1)
+    positions = torch.cat([torch.arange(d.shape[1]) for d in documents])[None]
+    assert_close(logits_of(model, packed, position_ids=positions), expected)
+
+
+def test_documents_that_do_not_start_at_zero() -> None:
+    """The second document is the end of a text whose beginning is in another row."""
+    model = tiny_decoder(**FAMILIES["GOAT"])
+    first, second = tokens(1, 4, 1), tokens(1, 5, 2)
+    later = torch.arange(3, 8)[None]
+    expected = torch.cat([logits_of(model, first), logits_of(model, second, position_ids=later)], 1)
+    positions = torch.cat([torch.arange(4)[None], later], 1)
+    assert_close(logits_of(model, torch.cat([first, second], 1), position_ids=positions), expected)
+
+
+@every_family
+def test_a_batch_that_transformers_packed(family: str) -> None:
+    model = tiny_decoder(**FAMILIES[family])
+    rows = [tokens(1, length, seed)[0].tolist() for seed, length in enumerate((4, 2, 6))]
+    batch: dict[str, Any] = DataCollatorWithFlattening()([{"input_ids": row} for row in rows])
+    expected = torch.cat([logits_of(model, torch.tensor([row])) for row in rows], 1)
+    assert_close(logits_of(model, batch["input_ids"], position_ids=batch["position_ids"]), expected)
+    with torch.no_grad():
+        loss = model(**batch).loss
+    logits = logits_of(model, batch["input_ids"], position_ids=batch["position_ids"])
+    apart = torch.nn.functional.cross_entropy(logits[0, :-1], batch["labels"][0, 1:])
+    torch.testing.assert_close(loss.double(), apart, rtol=1e-5, atol=1e-6)
+
+
+@every_family
+@pytest.mark.parametrize("padding_value", [0, 1])
+def test_positions_as_generate_makes_them(family: str, padding_value: int) -> None:
+    """Padding has whatever position: 0 in transformers now, 1 in its earlier versions."""
+    model, ids = tiny_decoder(**FAMILIES[family]), tokens(2, LENGTH)
+    mask = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, padding_value)
+    found = logits_of(model, ids, attention_mask=mask, position_ids=positions)
+    assert torch.equal(found, logits_of(model, ids, attention_mask=mask))
+    cache, parts = DynamicCache(config=model.config), []
+    for a, b in ((0, 6), (6, 7), (7, 9)):  # new tokens' positions alone, as a loop over tokens would pass them
+        parts.append(step(model, ids[:, a:b], cache, attention_mask=mask[:, :b], position_ids=positions[:, a:b]))
+    assert_close(torch.cat(parts, 1)[mask.bool()], found[mask.bool()])
+
+
+def test_padding_in_a_packed_row() -> None:
+    model = tiny_decoder(**FAMILIES["GOAT"])
+    first, second = tokens(1, 4, 1), tokens(1, 3, 2)
+    padding = torch.zeros(1, 2, dtype=torch.int64)
+    ids = torch.cat([padding, first, padding, second], 1)
+    mask = (ids != 0).long()
+    positions = torch.tensor([[0, 0, 0, 1, 2, 3, 0, 0, 0, 1, 2]])
+    found = logits_of(model, ids, attention_mask=mask, position_ids=positions)
+    assert_close(found[:, mask[0].bool()], torch.cat([logits_of(model, first), logits_of(model, second)], 1))
+
+
+def test_documents_and_positions_together() -> None:
+    model, ids = tiny_decoder(**FAMILIES["GOAT"]), tokens(1, 7)
+    documents, positions = torch.tensor([[0, 0, 0, 1, 1, 1, 1]]), torch.tensor([[2, 3, 4, 5, 6, 9, 10]])
+    found = logits_of(model, ids, document_ids=documents, position_ids=positions)
+    alone = [logits_of(model, ids[:, part], position_ids=positions[:, part]) for part in (slice(3), slice(3, None))]
+    assert_close(found, torch.cat(alone, 1))
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("shape", {"position_ids": torch.arange(LENGTH)}),
+        ("shape", {"position_ids": torch.zeros(3, LENGTH, dtype=torch.int64)}),
+        ("shape", {"position_ids": torch.zeros(2, LENGTH + 1, dtype=torch.int64)}),
+        ("integers", {"position_ids": torch.zeros(2, LENGTH)}),
+        ("negative", {"position_ids": torch.arange(LENGTH).expand(2, -1) - 3}),
+        (
+            "rise",
+            {
+                "position_ids": torch.tensor([[0, 1, 2, 3, 2, 5, 6, 7, 8]] * 2),
+                "document_ids": torch.zeros(2, LENGTH, dtype=torch.int64),
+            },
+        ),
+    ],
+)
+def test_bad_positions(message: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"position_ids.*{message}"):
+        tiny_decoder()(tokens(2, LENGTH), **options)
+
+
+def test_positions_of_new_tokens_alone_must_follow_from_the_cache() -> None:
+    model, ids = tiny_decoder(**FAMILIES["BAM"]), tokens(1, 6)
+    cache = DynamicCache(config=model.config)
+    step(model, ids[:, :4], cache, position_ids=torch.arange(100, 104)[None])
+    with pytest.raises(ValueError, match=r"position_ids.*all tokens so far, shape \(1, 5\)"):
+        step(model, ids[:, 4:5], cache, position_ids=torch.tensor([[104]]))
+    step(model, ids[:, 4:5], cache, position_ids=torch.arange(100, 105)[None])
+
+
+# ---- masks of four dimensions
+
+
+@every_family
+def test_a_dense_mask_that_only_says_causal(family: str) -> None:
+    model, ids = tiny_decoder(**FAMILIES[family]), tokens(2, LENGTH)
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
+    expected = logits_of(model, ids)
+    assert_close(logits_of(model, ids, attention_mask=causal), expected)
+    for least in (float("-inf"), torch.finfo(torch.float32).min):
+        added = torch.zeros(2, 1, LENGTH, LENGTH).masked_fill(~causal, least)
+        assert_close(logits_of(model, ids, attention_mask=added), expected)
+
+
+@every_family
+def test_branches_over_a_shared_beginning(family: str) -> None:
+    """Three tokens, and two ways to go on: one row, one cache, the logits of two texts."""
+    model = tiny_decoder(**FAMILIES[family])
+    start, one, other = tokens(1, 3, 0), tokens(1, 2, 1), tokens(1, 2, 2)
+    ids = torch.cat([start, one, other], 1)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 3, 4]])
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()
+    mask[5:, 3:5] = False
+    expected = torch.cat(
+        [logits_of(model, torch.cat([start, one], 1)), logits_of(model, torch.cat([start, other], 1))[:, 3:]], 1
+    )
+    assert_close(logits_of(model, ids, attention_mask=mask[None, None], position_ids=positions), expected)
+    cache = DynamicCache(config=model.config)
+    step(model, start, cache)
+    found = step(model, ids[:, 3:], cache, attention_mask=mask[None, None, 3:], position_ids=positions)
+    assert_close(found, expected[:, 3:])
+
+
+@pytest.mark.parametrize(
+    ("message", "mask"),
+    [
+        ("later position", torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)),
+        ("shape", torch.ones(2, 1, LENGTH, LENGTH - 1, dtype=torch.bool).tril()),
+        ("shape", torch.ones(3, 1, LENGTH, LENGTH, dtype=torch.bool).tril()),
+        ("boolean", torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.int64).tril()),
+        ("shape", torch.ones(2, LENGTH, LENGTH)),
+    ],
+)
+def test_bad_dense_masks(message: str, mask: Tensor) -> None:
+    with pytest.raises(ValueError, match=rf"attention_mask.*{message}"):
+        tiny_decoder()(tokens(2, LENGTH), attention_mask=mask)
+
+
+def test_a_mask_of_the_new_tokens_alone_is_refused() -> None:
+    """It says nothing of the tokens in the cache."""
+    model, ids = tiny_decoder(), tokens(2, LENGTH)
+    cache = DynamicCache(config=model.config)
+    step(model, ids[:, :5], cache)
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \(2, 9\)"):
+        step(model, ids[:, 5:], cache, attention_mask=torch.ones(2, 4))
+
+
+# ---- compiled
+
+BRANCHES = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+BRANCHES[:, :, 6:, 3:6] = False
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1]])},
+        {
+            "position_ids": torch.tensor([[0, 0, 0, 1, 2, 3, 4, 5, 6]]),
+            "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]]),
+        },
+        {
+            "position_ids": torch.tensor([[0, 1, 2, 3, 4, 5, 3, 4, 5]]),
+            "attention_mask": BRANCHES,
+        },
+    ],
+)
+def test_compiled_with_positions(options: dict[str, Any]) -> None:
+    model, ids = tiny_decoder(**FAMILIES["GOAT"]), tokens(1, LENGTH)
+    torch._dynamo.reset()
+
+    @torch.no_grad()
+    def logits() -> Tensor:
+        return model(ids, use_cache=False, **options).logits
+
+    found = torch.compile(logits, fullgraph=True, backend="aot_eager")()
+    seen = options.get("attention_mask", torch.ones(1, 1))
+    real = seen[0].bool() if seen.dim() == 2 and seen.shape[1] == LENGTH else torch.ones(LENGTH, dtype=torch.bool)
+    assert_close(found[:, real], logits()[:, real])
+
+
+def test_compiled_with_gaps() -> None:
+    """A compiled attend() makes its tables before it has seen the positions."""
+    model, ids = tiny_decoder(**FAMILIES["BAM"]), tokens(1, LENGTH)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    with pytest.raises(ValueError, match="compiled attend"):
+        compiled(ids, use_cache=False, position_ids=2 * torch.arange(LENGTH)[None])
+
+
+@torch.no_grad()
+def test_compiled_decoding_with_positions() -> None:
+    """A static cache, all positions so far: with gaps as without a cache; wrong ones of new tokens alone stop it."""
+    model, ids = tiny_decoder(**FAMILIES["GOAT"]), tokens(1, 6)
+    positions = torch.tensor([[0, 1, 4, 5, 8, 9]])
+    expected = logits_of(model, ids, position_ids=positions)
+    cache: Any = StaticCache(config=model.config, max_cache_len=10)
+    parts = [step(model, ids[:, :4], cache, position_ids=positions[:, :4])]
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    for n in (4, 5):
+        outputs = compiled(ids[:, n : n + 1], past_key_values=cache, use_cache=True, position_ids=positions[:, : n + 1])
+        parts.append(outputs.logits)
+    assert_close(torch.cat(parts, 1), expected)
+    with pytest.raises(RuntimeError, match="position_ids"):
+        compiled(ids[:, :1], past_key_values=cache, use_cache=True, position_ids=torch.tensor([[17]]))
