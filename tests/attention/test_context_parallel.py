@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_cases import CASES, DOUBLE
+from sharded_cases import CASES_OF, DOUBLE
 
 from attention_priors import shard_index
 
@@ -27,9 +27,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return json.loads(target.read_text())
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", [*CASES, *(f"{name}, float64" for name in DOUBLE)])
-def test_the_shards_are_those_of_the_whole(found: list[dict[str, Any]], name: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [*((name, size) for size in CASES_OF for name in CASES_OF[size]), *((f"{name}, float64", "4") for name in DOUBLE)],
+)
+def test_the_shards_are_those_of_the_whole(found: list[dict[str, Any]], name: str, size: str) -> None:
     limits = {"out": 1e-5, "lse": 1e-5, "query": 1e-5, "key": 1e-5, "value": 1e-5}
     others = 1e-5
     if name.endswith("float64"):

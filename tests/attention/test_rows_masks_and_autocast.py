@@ -83,5 +83,5 @@ def test_documents_whose_positions_lie_far_apart(dtype: torch.dtype) -> None:
     with torch.no_grad():
         expected = attend(query, key, value, prior, **options, backend="reference")
         for backend in ("auto", "toeplitz", "lanes"):
-            out = attend(query, key, value, prior, **options, backend=backend)
+            out = attend(query, key, value, prior, backend=backend, **options)
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)

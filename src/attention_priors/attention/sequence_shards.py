@@ -159,13 +159,13 @@ class ShardedSequence:
         """What ``check()`` returns in each process of the group; a collective operation.
 
         Raises:
-            ValueError: in every process, if ``check`` raises one in any of them.
+            ValueError: in every process, if ``check`` raises one in any of them, or anything else in another one.
             RuntimeError: if another process does not answer.
         """
         mine, error = {}, None
         try:
             mine = check()
-        except ValueError as refused:
+        except Exception as refused:  # of any kind: the others must not wait for this process
             error = refused
         every: list[Any] = [None] * self.size
         try:
