@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from attention_priors.cli import app
 from attention_priors.data.shards import ShardError
 from attention_priors.files import read_json
+from attention_priors.hub import attach, attached_priors
 from attention_priors.models import PriorDecoderForCausalLM
 from attention_priors.strict_yaml import RecipeError
 from attention_priors.training import Observer, TrainRecipe, extend, load_model, run_recipe
@@ -155,6 +156,23 @@ def test_a_hugging_face_architecture_is_trained_and_then_its_weights_further(mak
     assert further["history"][0]["loss"] < first["history"][3]["loss"]
 
 
+def test_attached_priors_are_trained_and_go_on_with_the_model(make_recipe, finished, tmp_path):
+    data = {"text": None, "shards": str(finished / "data")}
+    name = _hugging_face(tmp_path, LlamaConfig(**LLAMA))
+    attached = {"prior": {"name": "generalized_gaussian", "init": "spread"}, "logit_scale": "residual_ssmax"}
+    model = {"config": name, "attach": attached | {"drop_positions": True}}
+    first = run_recipe(make_recipe(model=model, data=data, tokenizer=None), tmp_path / "one")
+    assert first["prior_parameters"] == 2 * 2 * 3  # per layer and head: beta, alpha and s
+    loaded = load_model(tmp_path / "one" / "model")
+    made = attach(AutoModelForCausalLM.from_config(loaded.config), **attached)
+    for index, part in attached_priors(loaded).items():
+        before = attached_priors(made)[index].state_dict()
+        assert any(not torch.equal(tensor, before[name]) for name, tensor in part.state_dict().items())
+    longer = extend(tmp_path / "one", tmp_path / "longer", length="2x", steps=2, test_tokens=200)
+    assert set(longer["loss"]["before"]) == set(longer["loss"]["after"])
+    assert len(attached_priors(load_model(tmp_path / "longer" / "model"))) == 2
+
+
 def test_packed_documents_of_a_hugging_face_model_are_apart():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=20, initializer_range=0.5, **LLAMA)).eval()
@@ -217,6 +235,7 @@ def recipe_decoder(make_recipe: Callable[..., TrainRecipe]) -> dict[str, Any]:
     [
         ({"model": {}}, "give one of decoder, config and pretrained, got none"),
         ({"model": {"config": "a", "pretrained": "b"}}, "got config and pretrained"),
+        ({"model": {"decoder": LLAMA, "attach": {"prior": "laplace"}}}, "attach is for models of other makes"),
         ({"model": {"decoder": {"hidden_size": 8}}}, "intermediate_size"),
         ({"tokenizer": None}, "tokenizer must be given"),
         ({"data": {"shards": "x", "text": None}}, "tokenizer must be given, except with data.shards"),

@@ -10,6 +10,8 @@ from pydantic import Field, model_validator
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from attention_priors.encodings import LearnedTable
+from attention_priors.hub import attach, load_attached
+from attention_priors.hub.attach import CONFIG_KEY
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
 from attention_priors.strict_yaml import Strict
 
@@ -55,6 +57,18 @@ class DecoderSettings(DecoderSizes, PositionSettings):
         )
 
 
+class AttachSettings(Strict):
+    """What :func:`attach` gives to a model of another make; its arguments."""
+
+    prior: dict[str, Any] | list[dict[str, Any]] | str | None = None
+    logit_scale: dict[str, Any] | str | None = None
+    layers: list[int] | None = None
+    heads: list[int] | None = None
+    share_prior: bool = False
+    drop_positions: bool = False
+    freeze_model: bool = False
+
+
 class ModelSettings(Strict):
     """Exactly one of: our decoder, another architecture with new weights, a trained model."""
 
@@ -63,6 +77,8 @@ class ModelSettings(Strict):
     """A Hugging Face model's folder or name, of which only the config is taken."""
     pretrained: str | None = None
     """A Hugging Face model's folder or name (or a folder of ours), with its weights."""
+    attach: AttachSettings | None = None
+    """Priors for a model that is not our decoder."""
 
     @model_validator(mode="after")
     def _one_model(self) -> ModelSettings:
@@ -71,6 +87,8 @@ class ModelSettings(Strict):
             raise ValueError(f"give one of decoder, config and pretrained, got {' and '.join(given) or 'none'}")
         if self.decoder is not None:
             self.decoder.config(vocab_size=1)  # a mistake in a description shows here
+            if self.attach is not None:
+                raise ValueError("attach is for models of other makes; a decoder has its prior under model.decoder")
         return self
 
 
@@ -79,7 +97,7 @@ def make_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> P
 
     Raises:
         OSError: the model cannot be loaded.
-        ValueError: its vocabulary is smaller than the tokenizer's.
+        ValueError: its vocabulary is smaller than the tokenizer's, or nothing can be attached to it.
     """
     if settings.decoder is not None:
         eos: Any = tokenizer.eos_token_id
@@ -91,6 +109,8 @@ def make_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> P
     else:
         assert settings.pretrained is not None
         model = load_model(settings.pretrained)
+    if settings.attach is not None:
+        attach(model, **settings.attach.model_dump())
     embeddings: Any = model.get_input_embeddings()
     size = embeddings.weight.shape[0]
     if size < len(tokenizer):
@@ -124,7 +144,7 @@ def _load_config(name: str | Path) -> PreTrainedConfig:
 
 
 def load_model(name: str | Path) -> PreTrainedModel:
-    """A trained causal language model, ours or another, in float32.
+    """A trained causal language model, ours or another, with what is attached to it, in float32.
 
     Args:
         name: its folder, or its name on the Hugging Face Hub.
@@ -132,7 +152,10 @@ def load_model(name: str | Path) -> PreTrainedModel:
     Raises:
         OSError: it cannot be loaded.
     """
-    kind: Any = PriorDecoderForCausalLM if isinstance(_load_config(name), PriorDecoderConfig) else AutoModelForCausalLM
+    config = _load_config(name)
+    if getattr(config, CONFIG_KEY, None) is not None:
+        return load_attached(name, dtype=torch.float32)
+    kind: Any = PriorDecoderForCausalLM if isinstance(config, PriorDecoderConfig) else AutoModelForCausalLM
     return kind.from_pretrained(name, dtype=torch.float32)
 
 
