@@ -13,11 +13,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 def _keys(model: type[BaseModel]) -> set[str]:
     found: set[str] = set()
     for name, field in model.model_fields.items():
-        found.add(name)
         kinds: list[Any] = [field.annotation, *get_args(field.annotation)]
-        for kind in kinds:
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                found |= _keys(kind)
+        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        found |= {key for section in sections for key in _keys(section)} if sections else {name}
     return found
 
 
