@@ -13,8 +13,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils import output_capturing
 
 from attention_priors.attention import SSMax, attend
-from attention_priors.attention.problem import make_problem
-from attention_priors.attention.reference import reference
+from attention_priors.attention.attend import attend_with_weights
 from attention_priors.hub.slots import SlotMask, Slots, Visibility, slot_mask
 from attention_priors.priors import Prior, Structure, Window
 
@@ -29,11 +28,6 @@ REFUSED = {
     "cache": "a paged cache (continuous batching)",
 }
 """What some models hand to attention that attend() has no form of."""
-
-
-_NOTHING: dict[str, Any] = dict.fromkeys(
-    ("query_positions", "key_positions", "document_ids", "key_padding_mask", "attn_mask", "relative")
-)
 
 
 class AttachedPrior(nn.Module):
@@ -116,9 +110,7 @@ def attention_forward(
     prior = options.pop("prior")
     weights = None
     if wants_weights:
-        problem = make_problem(query, key, value, prior, **(_NOTHING | options))
-        out, _, weights = reference(problem)
-        weights = weights.to(query.dtype)
+        out, weights = attend_with_weights(query, key, value, prior, **options)
     else:
         out = attend(query, key, value, prior, **options)
     return out.transpose(1, 2).contiguous(), weights
