@@ -75,7 +75,7 @@ class Content:
             query = (query.to(scale.dtype) * scale).to(self.dtype)
         if self.lane_query is not None:
             lanes = cut(self.lane_query.expand(len(self.query), -1, -1, -1))
-            query = torch.cat([query, (lanes / self.softmax_scale).to(self.dtype)], dim=-1)
+            return _beside(query, lanes / self.softmax_scale, width)
         return _widened(query, width)
 
     def keys(self, cut: Callable[[Tensor], Tensor], width: int | None = None) -> Tensor:
@@ -83,7 +83,7 @@ class Content:
         key = cut(self.key).to(self.dtype)
         if self.lane_key is not None:
             lanes = cut(self.lane_key.unsqueeze(1).expand(*self.key.shape[:2], -1, -1))
-            key = torch.cat([key, lanes.to(self.dtype)], dim=-1)
+            return _beside(key, lanes, width)
         return _widened(key, width)
 
     def values(self, cut: Callable[[Tensor], Tensor], width: int | None = None) -> Tensor:
@@ -133,6 +133,12 @@ class ContentGradients(NamedTuple):
     query_scale: Tensor | None
     lane_query: Tensor | None
     lane_key: Tensor | None
+
+
+def _beside(tensor: Tensor, lanes: Tensor, width: int | None) -> Tensor:
+    # The few lanes are widened, and not the whole, which would be copied once more.
+    missing = None if width is None else width - tensor.shape[-1]
+    return torch.cat([tensor, _widened(lanes.to(tensor.dtype), missing)], dim=-1)
 
 
 def _widened(tensor: Tensor, width: int | None) -> Tensor:
