@@ -1,6 +1,8 @@
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging as hf_logging
 
 from attention_priors.data import Corpus, Document, digit_token_ids, load_tokenizer, train_tokenizer
 
@@ -127,9 +130,24 @@ def test_saved_tokenizer_is_loaded_from_its_folder(tokenizer: PreTrainedTokenize
     assert not (tmp_path / "unused").exists()
 
 
+@pytest.fixture
+def warnings_of_transformers(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Whatever another test, or a library that it imports, has made of transformers' logger."""
+    logger, verbosity = logging.getLogger("transformers"), hf_logging.get_verbosity()
+    hf_logging.set_verbosity_warning()
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    hf_logging.set_verbosity(verbosity)
+
+
 def test_long_texts_give_no_warning(
-    tokenizer: PreTrainedTokenizerFast, corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tokenizer: PreTrainedTokenizerFast,
+    corpus: Corpus,
+    tmp_path: Path,
+    warnings_of_transformers: pytest.LogCaptureFixture,
 ):
+    caplog = warnings_of_transformers
     limited = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>", model_max_length=10
     )
