@@ -284,4 +284,4 @@ def _compute(problem: Problem, backend: Backend, need_lse: bool) -> tuple[Tensor
         from attention_priors.attention.flex import flex
 
         return flex(problem, need_lse=need_lse)
-    return toeplitz(problem)
+    return toeplitz(problem, need_lse=need_lse)

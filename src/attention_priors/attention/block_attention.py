@@ -85,7 +85,7 @@ class BlockProblem:
 # ---- forward
 
 
-def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
+def forward(content: Content, problem: BlockProblem, need_lse: bool = True) -> tuple[Tensor, Tensor]:
     """Output ``(B, H, Lq, Dv)`` in the content's dtype, and log-sum-exp ``(B, H, Lq)``."""
     query, lanes, dtype = content.query, None, content.dtype
     if content.lane_query is not None and content.lane_key is not None and query.shape[2] <= FEW_QUERIES:
@@ -99,7 +99,7 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
     if (
         query.shape[2] == 1
         and problem.kept is None
-        and (found := _attend_at_once(content, key, value, problem, bias_of))
+        and (found := _attend_at_once(content, key, value, problem, bias_of, need_lse))
     ):
         return found.out[..., : content.value.shape[-1]].to(dtype), found.lse
     if problem.kept is None:
@@ -117,7 +117,7 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
 
 
 def _attend_at_once(
-    content: Content, key: Tensor, value: Tensor, problem: BlockProblem, bias_of: Bias
+    content: Content, key: Tensor, value: Tensor, problem: BlockProblem, bias_of: Bias, need_lse: bool
 ) -> _Found | None:
     """One query per text, as in decoding, without a word about tiles; None if there are several."""
     segments = problem.tiling.segments
@@ -126,10 +126,13 @@ def _attend_at_once(
         return None
     first, last = problem.tiling.keys_of(segments[0], 0, 1)
     tile = segments[0]._replace(first=first, last=last)
-    query = content.queries(all_of, key.shape[-1])
-    return _attend_tile(
-        query, key[:, :, tile.keys], value[:, :, tile.keys], bias_of, tile, heads, content.softmax_scale
-    )
+    query, key, value = content.queries(all_of, key.shape[-1]), key[:, :, tile.keys], value[:, :, tile.keys]
+    if need_lse or not tile.shape[1] or not _is_one_on_cpu(query):
+        return _attend_tile(query, key, value, bias_of, tile, heads, content.softmax_scale)
+    bias = bias_of(tile, heads)
+    found = _attend_one(query, key, value, bias, content.softmax_scale, need_lse=False)
+    blind = None if bias is None else bias_of.blind(tile, bias)
+    return found if blind is None else found._replace(out=found.out.masked_fill(blind, 0.0))
 
 
 def _attend_whole_heads(
@@ -275,7 +278,7 @@ def _attend_tile(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> _Found:
     """Plain attention with a bias. A query that sees no key gets a meaningless answer."""
-    if query.device.type == "cpu" and query.shape[2] == 1 and query.dtype in (torch.float32, torch.float64):
+    if _is_one_on_cpu(query):
         return _attend_one(query, key, value, bias, scale)
     if query.device.type == "cpu":
         if bias is not None:
@@ -292,18 +295,27 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scal
     return _Found(out, logits.logsumexp(-1))
 
 
-def _attend_one(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> _Found:
-    """One query, as in decoding: two products that read each key and each value once."""
+def _is_one_on_cpu(query: Tensor) -> bool:
+    return query.device.type == "cpu" and query.shape[2] == 1 and query.dtype in (torch.float32, torch.float64)
+
+
+def _attend_one(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, need_lse: bool = True
+) -> _Found:
+    """One query, as in decoding: two products that read each key and value once. An ``lse`` not needed is empty."""
     batch, heads, _, width = query.shape
     kv_heads, number = key.shape[1:3]
     # Query heads that share a key head are rows of one product.
     query = query.reshape(batch * kv_heads, heads // kv_heads, width)
     key, value = (x.reshape(batch * kv_heads, number, -1) for x in (key, value))
-    logits = torch.empty(batch, heads, 1, number, dtype=query.dtype, device=query.device)
-    if bias is not None:
-        logits.copy_(bias.expand_as(logits))
-    logits = logits.view(*query.shape[:2], number).baddbmm_(query, key.mT, beta=int(bias is not None), alpha=scale)
+    if bias is None:
+        logits = torch.bmm(query, key.mT).mul_(scale)
+    else:
+        bias = bias.expand(batch, heads, 1, number).reshape(*query.shape[:2], number).to(query.dtype)
+        logits = torch.baddbmm(bias, query, key.mT, alpha=scale)
     weights = logits.softmax(-1)
+    if not need_lse:
+        return _Found(torch.bmm(weights, value).view(batch, heads, 1, -1), logits.new_empty(0))
     # The largest weight is exp(highest - lse); exponentials of our own would be slow where they underflow.
     lse = logits.amax(-1) - weights.amax(-1).log()
     out = torch.bmm(weights, value)

@@ -285,10 +285,15 @@ def attend_in_tiles(*inputs: Any) -> tuple[Tensor, Tensor]:
     """:func:`block_attention`, whatever transforms it."""
     if torch._C._are_functorch_transforms_active():
         return _Transformable.apply(*inputs)  # pyright: ignore[reportGeneralTypeIssues]
-    return (_attend if _nobody_watches(inputs[0]) else block_attention)(*inputs)
+    return (_attend if nobody_watches(inputs[0]) else block_attention)(*inputs)
 
 
-def _nobody_watches(like: Tensor) -> bool:
+def output_in_tiles(*inputs: Any) -> Tensor:
+    """The output of :func:`block_attention` alone, where :func:`nobody_watches`."""
+    return blocks.forward(*read_inputs(*inputs), need_lse=False)[0]
+
+
+def nobody_watches(like: Tensor) -> bool:
     """Whether an operator's body may as well be called: in decoding, to dispatch an operator is a tenth of the time."""
     return (
         not torch.is_grad_enabled()
@@ -409,7 +414,7 @@ def _(
 
 def count_visible_keys(geometry: Geometry, like: Tensor) -> Tensor:
     """``n_i`` of :attr:`Geometry.visible_keys`, ``(B, H or 1, Lq)``, on the device of ``like``."""
-    if _nobody_watches(like):
+    if nobody_watches(like):
         return geometry.visible_keys
     sizes = (geometry.batch, geometry.heads, geometry.num_queries, geometry.num_keys)
     return _visible_keys(like.detach(), *sizes, *geometry_arguments(geometry))
