@@ -13,7 +13,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from attention_priors.files import write_json
 from attention_priors.hub import attach
-from attention_priors.machine import memory_bytes, processor
+from attention_priors.machine import memory_bytes, processor, versions
 
 WIDTH, LAYERS, HEADS, VOCABULARY = 512, 2, 8, 4096
 GGD = {"name": "generalized_gaussian", "init": "spread", "learn": True}
@@ -95,14 +94,13 @@ def main() -> None:
             results.append(row)
             print(f"{what:14} {name:12} {row['milliseconds']:8.2f} ms  {row['ratio']:.2f}x")
     if options.output:
-        versions = {name: version(name) for name in ("attention-priors", "torch", "transformers")}
         write_json(
             options.output,
             {
                 "settings": vars(options) | {"output": None},
                 "processor": processor(),
                 "memory": memory_bytes(),
-                "versions": versions,
+                "versions": versions(("attention-priors", "torch", "transformers")),
             }
             | {"results": results},
         )

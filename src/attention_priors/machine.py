@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Of Python and of packages; None for one that is not installed."""
+    return {"python": platform.python_version()} | {package: _version(package) for package in packages}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def processor() -> str:

@@ -7,6 +7,7 @@ and ``[k_j, psi(j)]`` (GOAT, equations 20 to 24, with the content kept at its fu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -43,19 +44,11 @@ def augment(problem: Problem, terms: Sequence[Prior]) -> Augmented:
     row_offset = _row_offset(features, geometry.query_positions, prior_scale)
     if features.key.shape[-1] == 0:
         return Augmented(content, row_offset, features.slope, None)
-    phi, psi = features.query, features.key
+    phi = features.query
     if prior_scale is not None:
         phi = phi * prior_scale.unsqueeze(-1)
     grows = [part for term, part in zip(terms, parts, strict=True) if Structure.STATIONARY not in term.structure]
-    content = Content(
-        problem.query,
-        problem.key,
-        problem.value,
-        scale,
-        phi if phi.dim() == 4 else phi.unsqueeze(0),
-        psi if psi.dim() == 3 else psi.unsqueeze(0),
-        problem.softmax_scale,
-    )
+    content = replace(content, lane_query=phi, lane_key=features.key)
     return Augmented(content, row_offset, features.slope, _size(grows, prior_scale) if grows else None)
 
 

@@ -101,7 +101,7 @@ def forward(content: Content, problem: BlockProblem, need_lse: bool = True) -> t
         and problem.kept is None
         and (found := _attend_at_once(content, key, value, problem, bias_of, need_lse))
     ):
-        return found.out[..., : content.value.shape[-1]].to(dtype), found.lse
+        return found.out[..., : content.value.shape[-1]].to(dtype).contiguous(), found.lse
     if problem.kept is None:
         out = query.new_empty(*query.shape[:-1], width, dtype=dtype)
     else:  # tiles add up in it
@@ -127,12 +127,7 @@ def _attend_at_once(
     first, last = problem.tiling.keys_of(segments[0], 0, 1)
     tile = segments[0]._replace(first=first, last=last)
     query, key, value = content.queries(all_of, key.shape[-1]), key[:, :, tile.keys], value[:, :, tile.keys]
-    if need_lse or not tile.shape[1] or not _is_one_on_cpu(query):
-        return _attend_tile(query, key, value, bias_of, tile, heads, content.softmax_scale)
-    bias = bias_of(tile, heads)
-    found = _attend_one(query, key, value, bias, content.softmax_scale, need_lse=False)
-    blind = None if bias is None else bias_of.blind(tile, bias)
-    return found if blind is None else found._replace(out=found.out.masked_fill(blind, 0.0))
+    return _attend_tile(query, key, value, bias_of, tile, heads, content.softmax_scale, need_lse)
 
 
 def _attend_whole_heads(
@@ -262,18 +257,29 @@ def _head_groups(heads: Sequence[int], group: int, together: int) -> list[tuple[
 
 
 def _attend_tile(
-    query: Tensor, key: Tensor, value: Tensor, bias_of: Bias, tile: Tile, heads: slice, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias_of: Bias,
+    tile: Tile,
+    heads: slice,
+    scale: float,
+    need_lse: bool = True,
 ) -> _Found:
-    """Attention of a tile's queries, in reverse order, over its keys."""
+    """Attention of a tile's queries, in reverse order, over its keys. Without ``need_lse``, ``lse`` has no meaning."""
     if not tile.shape[1]:
         out = query.new_zeros(*query.shape[:-1], value.shape[-1])
         return _Found(out, torch.full(query.shape[:-1], -math.inf, dtype=bias_of.dtype, device=query.device))
     bias = bias_of(tile, heads)
-    found = _attend(query, key, value, bias, scale)
+    if need_lse or not _is_one_on_cpu(query):
+        found = _attend(query, key, value, bias, scale)
+    else:
+        found = _attend_one(query, key, value, bias, scale, need_lse=False)
     blind = None if bias is None else bias_of.blind(tile, bias)
     if blind is None:
         return found
-    return _Found(found.out.masked_fill(blind, 0.0), found.lse.masked_fill(blind.squeeze(-1), -math.inf))
+    out = found.out.masked_fill(blind, 0.0)
+    return _Found(out, found.lse.masked_fill(blind.squeeze(-1), -math.inf) if need_lse else found.lse)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> _Found:

@@ -7,7 +7,6 @@ import hashlib
 import os
 import platform
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from attention_priors.benchmark.recipe import BenchRecipe
 from attention_priors.benchmark.statistics import Spread, growth, ratios, spread
 from attention_priors.benchmark.ways import WAYS
 from attention_priors.files import read_json, write_json
-from attention_priors.machine import memory_bytes, processor
+from attention_priors.machine import memory_bytes, processor, versions
 from attention_priors.strict_yaml import RecipeError
 
 FORMAT = 1
@@ -42,7 +41,7 @@ def identity(recipe: BenchRecipe) -> Results:
     """What must be the same for measurements to stand side by side."""
     return {
         "settings": recipe.model_dump(mode="json", exclude={"name", "description", "parts"}),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in SOFTWARE},
+        "versions": versions(SOFTWARE),
         "machine": {
             "platform": platform.platform(),
             "processor": processor(),
@@ -170,13 +169,6 @@ def _growth(rows: list[Row]) -> Iterator[Row]:
                         "exponent": fit.exponent,
                         "lengths": fit.lengths,
                     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _device(device: str) -> str:

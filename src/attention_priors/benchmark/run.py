@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
@@ -21,7 +20,7 @@ from attention_priors.benchmark.timing import Runner, repetitions
 from attention_priors.benchmark.way import Need
 from attention_priors.benchmark.ways import WAYS
 from attention_priors.files import read_json, writable_folder, write_json
-from attention_priors.strict_yaml import RecipeError
+from attention_priors.output_folder import sole_writer
 
 HEADROOM = 0.9
 """Share of the free memory that may be asked for."""
@@ -55,22 +54,18 @@ def bench(recipe: BenchRecipe, output: Path, *, memory_limit: float | None = Non
             written by another call.
         OSError: before any work, if ``output`` cannot be written.
     """
-    writable_folder(output)
-    try:
-        with FileLock(output / ".lock", timeout=0):
-            who = identity(recipe)
-            check_identity(output, who)
-            threads = torch.get_num_threads()
-            torch.set_num_threads(recipe.threads)
-            try:
-                _Bench(recipe, output, memory_limit, console).run()
-            finally:
-                torch.set_num_threads(threads)
-            results = collect(output)
-            write_json(output / "results.json", results)
-            return results
-    except Timeout as error:
-        raise RecipeError(f"{output} is being written by another call; wait for it, or use another folder") from error
+    with sole_writer(writable_folder(output)):
+        who = identity(recipe)
+        check_identity(output, who)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(recipe.threads)
+        try:
+            _Bench(recipe, output, memory_limit, console).run()
+        finally:
+            torch.set_num_threads(threads)
+        results = collect(output)
+        write_json(output / "results.json", results)
+        return results
 
 
 class _Bench:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -31,6 +30,7 @@ from attention_priors.experiments.recipe import Recipe
 from attention_priors.experiments.results import collect
 from attention_priors.experiments.run import identity, run_folder
 from attention_priors.files import read_json, writable_folder, write_json
+from attention_priors.output_folder import sole_writer
 from attention_priors.strict_yaml import RecipeError, check_same_recipe
 
 STAGE_SHARES = {"train": 0.75, "passkey": 0.22, "perplexity": 0.03}
@@ -85,12 +85,8 @@ def compare(
             raise RecipeError(f"unknown scheme {name!r}; the recipe has {', '.join(recipe.schemes)}")
     if processes is not None and processes < 1:
         raise ValueError(f"processes must be a positive integer, got {processes}")
-    writable_folder(output)
-    try:
-        with FileLock(output / ".lock", timeout=0):
-            return _compare(recipe, output, only, processes, console)
-    except Timeout as error:
-        raise RecipeError(f"{output} is being written by another call; wait for it, or use another folder") from error
+    with sole_writer(writable_folder(output)):
+        return _compare(recipe, output, only, processes, console)
 
 
 def _compare(

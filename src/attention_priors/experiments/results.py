@@ -7,14 +7,13 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from attention_priors.experiments.recipe import Recipe, Scheme
 from attention_priors.experiments.run import run_folder
 from attention_priors.files import read_json
-from attention_priors.machine import processor
+from attention_priors.machine import processor, versions
 
 FORMAT = 1
 
@@ -41,7 +40,7 @@ def collect(
     results: dict[str, Any] = {
         "format": FORMAT,
         "recipe": recipe.model_dump(mode="json", exclude_defaults=True),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in _SOFTWARE},
+        "versions": versions(_SOFTWARE),
         "machine": {
             "platform": platform.platform(),
             "processor": processor(),

@@ -13,16 +13,16 @@ from typing import Any, cast
 import torch
 import transformers
 from huggingface_hub import HfApi, snapshot_download
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from attention_priors.files import read_json, write_bytes, write_json
+from attention_priors.files import read_json, write_json
 from attention_priors.hub.attach import CONFIG_KEY, Model, attach, attached_priors, detach
 from attention_priors.hub.interface import ATTRIBUTE
+from attention_priors.hub.weights import read_weights, write_weights
 
 DESCRIPTION = "prior_adapter_config.json"
 WEIGHTS = "prior_adapter.safetensors"
@@ -43,13 +43,13 @@ def save_adapter(model: PreTrainedModel, folder: str | Path) -> None:
         ValueError: if nothing is attached.
     """
     config = _description(model)
-    tensors = {
-        f"layers.{index}.{name}": tensor.detach().contiguous().cpu()
+    tensors: dict[str, Tensor] = {
+        f"layers.{index}.{name}": tensor
         for index, part in attached_priors(model).items()
         for name, tensor in part.state_dict().items()
     }
     folder = Path(folder)
-    write_bytes(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+    write_weights(folder / WEIGHTS, tensors)
     # The description last: where it is, the weights are.
     write_json(
         folder / DESCRIPTION,
@@ -90,10 +90,7 @@ def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Mode
             f"{folder / DESCRIPTION} has format {description.get('format')!r}; this version of attention-priors "
             f"reads format {FORMAT}"
         )
-    try:
-        tensors = load_file(folder / WEIGHTS)
-    except SafetensorError as error:
-        raise ValueError(f"{folder / WEIGHTS} is not a whole safetensors file: {error}") from error
+    tensors = read_weights(folder / WEIGHTS)
     attach(model, **_arguments(description["attached"]))
     wanted: dict[str, Tensor] = {
         f"layers.{index}.{name}": parameter

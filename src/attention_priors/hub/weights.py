@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 from collections.abc import Mapping
@@ -12,6 +11,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from attention_priors.files import replacing
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
 
@@ -68,13 +69,11 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
     whole = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        save_file(whole, temporary) if path.suffix == ".safetensors" else torch.save(whole, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as temporary:
+        if path.suffix == ".safetensors":
+            save_file(whole, temporary, metadata={"format": "pt"})
+        else:
+            torch.save(whole, temporary)
 
 
 def _refused(error: pickle.UnpicklingError) -> str:

@@ -6,14 +6,12 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from torch import nn
 from transformers import set_seed
 
@@ -21,9 +19,10 @@ from attention_priors.attention import SSMax
 from attention_priors.data.preparation import prepare, prepared_tokenizer
 from attention_priors.data.shards import PackedRows, TokenShards, read_manifest
 from attention_priors.files import read_json, writable_folder, write_json
-from attention_priors.machine import processor
+from attention_priors.machine import processor, versions
+from attention_priors.output_folder import sole_writer
 from attention_priors.priors import Prior
-from attention_priors.strict_yaml import RecipeError, check_same_recipe
+from attention_priors.strict_yaml import check_same_recipe
 from attention_priors.training.engine import Validation, check_machinery, is_first_process, processes, train
 from attention_priors.training.model import make_model
 from attention_priors.training.recipe import TrainRecipe
@@ -66,7 +65,9 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
     """
     observer = observer if observer is not None and is_first_process() else Observer()
     check_machinery(recipe.training, recipe.running)
-    with _own(writable_folder(output)):
+    writable_folder(output)
+    # The processes of one call count as one.
+    with sole_writer(output) if is_first_process() else nullcontext():
         identity = output / "identity.json"
         check_same_recipe(identity, recipe.identity())
         if is_first_process():
@@ -152,7 +153,7 @@ def prepare_data(recipe: TrainRecipe, output: Path, observer: Observer, *, repai
 def machine() -> dict[str, Any]:
     """What something was computed with and on."""
     return {
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in SOFTWARE},
+        "versions": versions(SOFTWARE),
         "platform": platform.platform(),
         "processor": processor(),
         "cores": os.cpu_count(),
@@ -160,19 +161,6 @@ def machine() -> dict[str, Any]:
         "processes": processes(),
         "threads": torch.get_num_threads(),
     }
-
-
-@contextmanager
-def _own(output: Path) -> Iterator[None]:
-    """Let no other call write to a folder; the processes of one call count as one."""
-    if not is_first_process():
-        yield
-        return
-    try:
-        with FileLock(output / ".lock", timeout=0):
-            yield
-    except Timeout as error:
-        raise RecipeError(f"{output} is being written by another call; wait for it, or use another folder") from error
 
 
 def _count(model: nn.Module, kind: type[nn.Module]) -> int:
