@@ -85,7 +85,7 @@ class BlockProblem:
 # ---- forward
 
 
-def forward(content: Content, problem: BlockProblem, need_lse: bool = True) -> tuple[Tensor, Tensor]:
+def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
     """Output ``(B, H, Lq, Dv)`` in the content's dtype, and log-sum-exp ``(B, H, Lq)``."""
     query, lanes, dtype = content.query, None, content.dtype
     if content.lane_query is not None and content.lane_key is not None and query.shape[2] <= FEW_QUERIES:
@@ -99,7 +99,7 @@ def forward(content: Content, problem: BlockProblem, need_lse: bool = True) -> t
     if (
         query.shape[2] == 1
         and problem.kept is None
-        and (found := _attend_at_once(content, key, value, problem, bias_of, need_lse))
+        and (found := _attend_at_once(content, key, value, problem, bias_of))
     ):
         return found.out[..., : content.value.shape[-1]].to(dtype).contiguous(), found.lse
     if problem.kept is None:
@@ -117,7 +117,7 @@ def forward(content: Content, problem: BlockProblem, need_lse: bool = True) -> t
 
 
 def _attend_at_once(
-    content: Content, key: Tensor, value: Tensor, problem: BlockProblem, bias_of: Bias, need_lse: bool
+    content: Content, key: Tensor, value: Tensor, problem: BlockProblem, bias_of: Bias
 ) -> _Found | None:
     """One query per text, as in decoding, without a word about tiles; None if there are several."""
     segments = problem.tiling.segments
@@ -127,7 +127,7 @@ def _attend_at_once(
     first, last = problem.tiling.keys_of(segments[0], 0, 1)
     tile = segments[0]._replace(first=first, last=last)
     query, key, value = content.queries(all_of, key.shape[-1]), key[:, :, tile.keys], value[:, :, tile.keys]
-    return _attend_tile(query, key, value, bias_of, tile, heads, content.softmax_scale, need_lse)
+    return _attend_tile(query, key, value, bias_of, tile, heads, content.softmax_scale)
 
 
 def _attend_whole_heads(
@@ -257,34 +257,23 @@ def _head_groups(heads: Sequence[int], group: int, together: int) -> list[tuple[
 
 
 def _attend_tile(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias_of: Bias,
-    tile: Tile,
-    heads: slice,
-    scale: float,
-    need_lse: bool = True,
+    query: Tensor, key: Tensor, value: Tensor, bias_of: Bias, tile: Tile, heads: slice, scale: float
 ) -> _Found:
-    """Attention of a tile's queries, in reverse order, over its keys. Without ``need_lse``, ``lse`` has no meaning."""
+    """Attention of a tile's queries, in reverse order, over its keys."""
     if not tile.shape[1]:
         out = query.new_zeros(*query.shape[:-1], value.shape[-1])
         return _Found(out, torch.full(query.shape[:-1], -math.inf, dtype=bias_of.dtype, device=query.device))
     bias = bias_of(tile, heads)
-    if need_lse or not _is_one_on_cpu(query):
-        found = _attend(query, key, value, bias, scale)
-    else:
-        found = _attend_one(query, key, value, bias, scale, need_lse=False)
+    found = _attend(query, key, value, bias, scale)
     blind = None if bias is None else bias_of.blind(tile, bias)
     if blind is None:
         return found
-    out = found.out.masked_fill(blind, 0.0)
-    return _Found(out, found.lse.masked_fill(blind.squeeze(-1), -math.inf) if need_lse else found.lse)
+    return _Found(found.out.masked_fill(blind, 0.0), found.lse.masked_fill(blind.squeeze(-1), -math.inf))
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> _Found:
     """Plain attention with a bias. A query that sees no key gets a meaningless answer."""
-    if _is_one_on_cpu(query):
+    if is_one_on_cpu(query):
         return _attend_one(query, key, value, bias, scale)
     if query.device.type == "cpu":
         if bias is not None:
@@ -301,31 +290,43 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scal
     return _Found(out, logits.logsumexp(-1))
 
 
-def _is_one_on_cpu(query: Tensor) -> bool:
+def is_one_on_cpu(query: Tensor) -> bool:
+    """Whether it is one query per text, whose products :func:`logits_of_one` takes."""
     return query.device.type == "cpu" and query.shape[2] == 1 and query.dtype in (torch.float32, torch.float64)
 
 
-def _attend_one(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, need_lse: bool = True
-) -> _Found:
-    """One query, as in decoding: two products that read each key and value once. An ``lse`` not needed is empty."""
+def logits_of_one(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """The logits of one query per text, ``(B * Hkv, H / Hkv, Lk)``, by a product that reads each key once.
+
+    Args:
+        query: ``(B, H, 1, D)``.
+        key: ``(B, Hkv, Lk, D)``.
+        bias: what expands to ``(B, H, 1, Lk)``; None for none.
+        scale: of the content.
+    """
     batch, heads, _, width = query.shape
     kv_heads, number = key.shape[1:3]
     # Query heads that share a key head are rows of one product.
     query = query.reshape(batch * kv_heads, heads // kv_heads, width)
-    key, value = (x.reshape(batch * kv_heads, number, -1) for x in (key, value))
+    key = key.reshape(batch * kv_heads, number, width)
     if bias is None:
-        logits = torch.bmm(query, key.mT).mul_(scale)
-    else:
-        bias = bias.expand(batch, heads, 1, number).reshape(*query.shape[:2], number).to(query.dtype)
-        logits = torch.baddbmm(bias, query, key.mT, alpha=scale)
+        return torch.bmm(query, key.mT).mul_(scale)
+    bias = bias.expand(batch, heads, 1, number).reshape(*query.shape[:2], number).to(query.dtype)
+    return torch.baddbmm(bias, query, key.mT, alpha=scale)
+
+
+def mean_of_one(weights: Tensor, value: Tensor) -> Tensor:
+    """The output ``(B, H, 1, Dv)`` of such weights, by a product that reads each value once."""
+    batch, kv_heads, number, width = value.shape
+    return torch.bmm(weights, value.reshape(batch * kv_heads, number, width)).view(batch, -1, 1, width)
+
+
+def _attend_one(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> _Found:
+    logits = logits_of_one(query, key, bias, scale)
     weights = logits.softmax(-1)
-    if not need_lse:
-        return _Found(torch.bmm(weights, value).view(batch, heads, 1, -1), logits.new_empty(0))
     # The largest weight is exp(highest - lse); exponentials of our own would be slow where they underflow.
     lse = logits.amax(-1) - weights.amax(-1).log()
-    out = torch.bmm(weights, value)
-    return _Found(out.view(batch, heads, 1, -1), lse.view(batch, heads, 1))
+    return _Found(mean_of_one(weights, value), lse.view(query.shape[:-1]))
 
 
 # ---- backward

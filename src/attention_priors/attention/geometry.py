@@ -135,6 +135,9 @@ class Geometry:
         """``n_i``: how many keys each query may see; ``(B, H or 1, Lq)``, integers."""
         heads = 1 if self.attn_mask is None else self.attn_mask.shape[1]
         shape = (self.batch, heads, self.num_queries)
+        masks = (self.key_documents, self.key_padding_mask, self.attn_mask)
+        if self.num_queries == 1 and not self.has_given_positions and all(mask is None for mask in masks):
+            return torch.full(shape, self.num_keys, device=self.device)
         if self.attn_mask is None and self.offset is not None:
             first, last = self.slot_range
             if self.key_padding_mask is None:

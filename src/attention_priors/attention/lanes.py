@@ -37,7 +37,7 @@ def lanes(problem: Problem, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     augmented = augment(problem, () if problem.prior is None else tuple(problem.prior.terms()))
     if need_lse or augmented.slope is not None or not _is_plain(problem):
         # Masks, offsets, log-sum-exps and slopes are the block-wise engine's.
-        return attend_in_blocks(problem, augmented, [], need_lse=need_lse)
+        return attend_in_blocks(problem, augmented, [])
     if not lanes_are_exact(problem, augmented):
         return blockwise(problem)
     content, query, key, value = augmented.content, problem.query, problem.key, problem.value

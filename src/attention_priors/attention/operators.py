@@ -288,11 +288,6 @@ def attend_in_tiles(*inputs: Any) -> tuple[Tensor, Tensor]:
     return (_attend if nobody_watches(inputs[0]) else block_attention)(*inputs)
 
 
-def output_in_tiles(*inputs: Any) -> Tensor:
-    """The output of :func:`block_attention` alone, where :func:`nobody_watches`."""
-    return blocks.forward(*read_inputs(*inputs), need_lse=False)[0]
-
-
 def nobody_watches(like: Tensor) -> bool:
     """Whether an operator's body may as well be called: in decoding, to dispatch an operator is a tenth of the time."""
     return (

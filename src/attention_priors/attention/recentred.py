@@ -19,7 +19,7 @@ from attention_priors.attention.geometry import Geometry, positions_in_documents
 from attention_priors.attention.operators import Table, attend_in_tiles, geometry_arguments
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.sliding import sliding_maximum
-from attention_priors.attention.tables import known_bound
+from attention_priors.attention.tables import known_range
 from attention_priors.priors import Prior
 
 NEAR = 400.0
@@ -82,12 +82,8 @@ def is_near(
         stands_at_keys = _sees_itself(geometry) and listed is None
         # Its own key and the next ones: only a query that sees no other key lacks them.
         near = table[:, max(0, highest - 1) : highest + (1 if geometry.causal else 2)]
-        bound = known_bound(terms) if stands_at_keys and augmented.slope is None else None
-        if bound is not None:
-            # One look at a few numbers, as decoding takes at every step.
-            low, high = (1.0, 1.0) if row_scale is None else (float(end) for end in row_scale.aminmax())
-            if low >= 0 and bound * high <= NEAR and float(near.amax(1).min()) * high >= -NEAR:
-                return True
+        if stands_at_keys and augmented.slope is None and is_known_near(terms, row_scale):
+            return True
         scale = None if row_scale is None else _largest(row_scale)
         occurring = _occurring(geometry, prior)
         seen, inside = table[:, occurring], None if inside is None else inside[occurring]
@@ -109,6 +105,21 @@ def is_near(
         within = visible_at(problem, distance)
         best = some.masked_fill(~exists if within is None else ~(exists & within), float("-inf")).amax(-1)
         return bool(((best >= -NEAR) | torch.isneginf(best)).all())
+
+
+def is_known_near(terms: Sequence[Prior], row_scale: Tensor | None) -> bool:
+    """Whether kept tables, just asked for, say so by a few numbers; each query stands at a key.
+
+    Args:
+        terms: those in the table.
+        row_scale: what multiplies them, or None.
+    """
+    known = known_range(terms)
+    if known is None:
+        return False
+    best, largest = known
+    low, high = (1.0, 1.0) if row_scale is None else (float(end) for end in row_scale.aminmax())
+    return low >= 0 and largest * high <= NEAR and best * high >= -NEAR
 
 
 def _occurring(geometry: Geometry, prior: Table) -> slice:

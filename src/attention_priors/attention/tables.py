@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,8 +27,20 @@ class _Kept:
     table: Tensor
     """``(H, N)``; entry 0 is that of the distance ``highest``, and they fall by one."""
     highest: int
-    largest: float
-    """Of the table's numbers."""
+
+    @cached_property
+    def largest(self) -> float:
+        """Of the table's numbers."""
+        return float(self.table.max())
+
+    @cached_property
+    def nearest(self) -> float:
+        """The best at the distances 1 and 0, in the head where it is worst."""
+        return _worst_of_heads(self.near())
+
+    def near(self) -> Tensor:
+        """The part at the distances 1, if there is one, and 0, ``(H, 1 or 2)``."""
+        return self.table[:, max(0, self.highest - 1) : self.highest + 1]
 
     def serves(self, prior: Prior, highest: int, lowest: int, like: Tensor) -> bool:
         same_kind = self.table.dtype == like.dtype and self.table.device == like.device
@@ -82,15 +95,26 @@ def consecutive_table(terms: Sequence[Prior], highest: int, lowest: int, like: T
     return total
 
 
-def known_bound(terms: Sequence[Prior]) -> float | None:
-    """Above which the sum of kept tables, just asked for, has no number; None if one of them is not kept."""
-    total = 0.0
-    for term in terms:
-        kept = _kept.get(term) if _may_keep(term) else None
-        if kept is None:
-            return None
-        total += kept.largest
-    return total
+def known_range(terms: Sequence[Prior]) -> tuple[float, float] | None:
+    """Of the sum of kept tables, just asked for, the distance 0 included; None if one of them is not kept.
+
+    Returns:
+        The best log-prior among the query's own place and the one before, in the head where it is worst; and a number
+        above which no head has one anywhere.
+    """
+    kept = [_kept.get(term) if _may_keep(term) else None for term in terms]
+    known = [one for one in kept if one is not None]
+    if len(known) < len(kept):
+        return None
+    largest = sum(one.largest for one in known)
+    if len(known) == 1:
+        return known[0].nearest, largest
+    number = min(one.near().shape[1] for one in known)
+    return _worst_of_heads(torch.stack([one.near()[:, -number:] for one in known]).sum(0)), largest
+
+
+def _worst_of_heads(near: Tensor) -> float:
+    return float(near.amax(1).min())
 
 
 def _may_keep(term: Prior) -> bool:
@@ -111,7 +135,7 @@ def _kept_table(term: Prior, highest: int, lowest: int, like: Tensor) -> Tensor:
         # What inference mode makes could not be saved for a backward pass later.
         with torch.inference_mode(False), torch.no_grad():
             table = term.log_prior_at(torch.arange(top, bottom - 1, -1, device=like.device), like.dtype)
-            kept = _Kept([p.detach().clone() for p in term.parameters()], table, top, float(table.max()))
+            kept = _Kept([p.detach().clone() for p in term.parameters()], table, top)
         _kept[term] = kept
     start = kept.highest - highest
     return kept.table[:, start : start + highest - lowest + 1]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attention_priors.attention.augment import Augmented, augment, slope_term
+from attention_priors.attention.decoding import attend_one_query
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.key_bounds import Balls
 from attention_priors.attention.operators import (
@@ -16,8 +17,6 @@ from attention_priors.attention.operators import (
     attend_in_tiles,
     choose_kept_blocks,
     geometry_arguments,
-    nobody_watches,
-    output_in_tiles,
 )
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.pruning import may_prune
@@ -47,7 +46,9 @@ def toeplitz(problem: Problem, fused: bool = False, need_lse: bool = True) -> tu
     Returns:
         Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``; without ``need_lse`` it may be None.
     """
-    return attend_in_blocks(problem, *split(problem), fused, need_lse)
+    if not need_lse and not fused and (out := attend_one_query(problem)) is not None:
+        return out, None
+    return attend_in_blocks(problem, *split(problem), fused)
 
 
 def split(problem: Problem) -> tuple[Augmented, list[Prior]]:
@@ -58,13 +59,12 @@ def split(problem: Problem) -> tuple[Augmented, list[Prior]]:
 
 
 def attend_in_blocks(
-    problem: Problem, augmented: Augmented, terms: Sequence[Prior], fused: bool = False, need_lse: bool = True
-) -> tuple[Tensor, Tensor | None]:
+    problem: Problem, augmented: Augmented, terms: Sequence[Prior], fused: bool = False
+) -> tuple[Tensor, Tensor]:
     """Attention over queries and keys with lanes, plus the stationary ``terms`` and the slope of the lanes.
 
     Returns:
-        Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``, in float64 if it holds a constant of the row; without
-        ``need_lse`` it may be None.
+        Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``, in float64 if it holds a constant of the row.
     """
     if not lanes_are_exact(problem, augmented):
         return blockwise(problem)
@@ -80,8 +80,6 @@ def attend_in_blocks(
     if problem.tolerance > 0 and may_prune(problem.geometry):
         chosen = choose_kept_blocks(problem.tolerance, balls_of(problem), *inputs, None, fused)
         kept = chosen if kept is None else kept & chosen
-    if not need_lse and not fused and kept is None and nobody_watches(problem.query):
-        return output_in_tiles(*inputs, None, False).to(problem.query.dtype), None
     out, lse = attend_in_tiles(*inputs, kept, fused)
     return out.to(problem.query.dtype), _with_offset(lse, row_offset)
 

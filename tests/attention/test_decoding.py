@@ -1,0 +1,159 @@
+"""One query at a time, without gradients: the way of its own that decoding takes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from attention_cases import PRIORS, Case, examples, priors
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attention_priors import GeneralizedGaussian, Laplace, SSMax, Window, attend
+from attention_priors.attention import toeplitz
+from attention_priors.attention.decoding import attend_one_query
+from attention_priors.attention.problem import Problem
+
+TOLERANCE = {torch.float32: 3e-5, torch.float64: 1e-10}
+
+
+@contextmanager
+def counted() -> Iterator[list[bool]]:
+    """Whether each call was answered."""
+    answered: list[bool] = []
+
+    def note(problem: Problem) -> torch.Tensor | None:
+        found = attend_one_query(problem)
+        answered.append(found is not None)
+        return found
+
+    with mock.patch.object(toeplitz, "attend_one_query", note):
+        yield answered
+
+
+@st.composite
+def one_query(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
+    """One query per text, at the end of its keys."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    kv_heads, group, batch = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    keys, width, value_width = draw(st.integers(1, 300)), draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    heads, causal = kv_heads * group, draw(st.booleans())
+    scale = None
+    if draw(st.booleans()):
+        scale = SSMax(heads, include_prior=draw(st.booleans()))
+        with torch.no_grad():
+            scale.s.uniform_(-1, 2, generator=generator)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    return Case(
+        randn(batch, heads, 1, width),
+        randn(batch, kv_heads, keys, width),
+        randn(batch, kv_heads, keys, value_width),
+        draw(priors(name, heads, causal, generator)),
+        causal=causal,
+        logit_scale=scale,
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", PRIORS)
+def test_as_the_reference(name: str, dtype: torch.dtype) -> None:
+    ways: list[bool] = []
+
+    @examples(40, name)
+    @given(one_query(name, dtype))
+    @torch.no_grad()
+    def check(case: Case) -> None:
+        exact = case.to(torch.float64)
+        expected = attend(exact.query, exact.key, exact.value, case.prior, **case.options(), backend="reference")
+        # Twice: the second time, the table is there already.
+        for _ in range(2):
+            with counted() as answered:
+                found = attend(case.query, case.key, case.value, case.prior, **case.options(), backend="toeplitz")
+            torch.testing.assert_close(found, expected.to(dtype), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+            assert found.is_contiguous()
+            ways.extend(answered)
+
+    check()
+    if name in ("window", "key_sink"):
+        assert not any(ways)
+    elif name != "sum":
+        assert sum(ways) > len(ways) / 2, "hardly ever taken"
+
+
+def plain(prior: object = None, **others: object) -> Case:
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 50, 8)
+    return replace(Case(query, key, torch.randn(2, 2, 50, 8), prior), **others)  # pyright: ignore[reportArgumentType]
+
+
+PADDING = torch.zeros(2, 50, dtype=torch.bool).index_fill_(1, torch.arange(7), True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        plain(Laplace(4) + Window(4, 9)),
+        plain(Laplace(4), key_padding_mask=PADDING),
+        plain(Laplace(4), attn_mask=PADDING[:1, None, None].expand(1, 1, 1, 50)),
+        plain(Laplace(4), document_ids=PADDING.long()),
+        plain(Laplace(4), query_positions=torch.tensor([60])),
+        plain(Laplace(4), tolerance=1e-3),
+        plain(Laplace(4), query=torch.randn(2, 4, 2, 8)),
+    ],
+    ids=["window", "padding", "mask", "documents", "positions", "pruned", "two queries"],
+)
+def test_whatever_hides_or_moves_keys_goes_the_general_way(case: Case) -> None:
+    with torch.no_grad(), counted() as answered:
+        found = attend(case.query, case.key, case.value, case.prior, **case.options(), backend="toeplitz")
+    assert answered == [False]
+    exact = replace(case, tolerance=0.0)
+    expected = attend(case.query, case.key, case.value, case.prior, **exact.options(), backend="reference")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-3 if case.tolerance else 1e-5)
+
+
+def test_gradients_go_the_general_way() -> None:
+    case = plain(Laplace(4))
+    with counted() as answered:
+        attend(case.query.requires_grad_(), case.key, case.value, case.prior, backend="toeplitz").sum().backward()
+    assert answered == [False]
+    assert case.query.grad is not None
+
+
+@pytest.mark.parametrize(("theta_alpha", "is_near"), [(0.0, True), (7.0, False)])
+def test_log_priors_far_from_0(theta_alpha: float, is_near: bool) -> None:
+    """A shape so negative that the log-priors of the near keys are beyond float32's digits: the general way."""
+    prior = GeneralizedGaussian(4, init="spread")
+    with torch.no_grad():
+        prior.theta_beta.fill_(-14.0)
+        prior.theta_alpha.fill_(theta_alpha)
+        assert (float(prior.log_prior_at(torch.arange(2)).amax(1).min()) > -400) == is_near
+        case = plain(prior)
+        with counted() as answered:
+            found = attend(case.query, case.key, case.value, prior, backend="toeplitz")
+        exact = case.to(torch.float64)
+        expected = attend(exact.query, exact.key, exact.value, prior, backend="reference")
+    assert answered == [is_near]
+    torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_negative_logit_scale_goes_the_general_way() -> None:
+    """It looks where the log-prior is lowest, at the far end."""
+    case = plain(Laplace(4), logit_scale=SSMax(4, init=-1.0))
+    with torch.no_grad(), counted() as answered:
+        attend(case.query, case.key, case.value, case.prior, **case.options(), backend="toeplitz")
+    assert answered == [False]
+
+
+def test_a_log_sum_exp_that_is_asked_for() -> None:
+    case = plain(Laplace(4))
+    with torch.no_grad():
+        out, lse = attend(case.query, case.key, case.value, case.prior, return_lse=True, backend="toeplitz")
+        alone = attend(case.query, case.key, case.value, case.prior, backend="toeplitz")
+        expected = attend(case.query, case.key, case.value, case.prior, return_lse=True, backend="reference")
+    torch.testing.assert_close(out, alone)
+    torch.testing.assert_close(lse, expected[1])
