@@ -1,6 +1,16 @@
 """Text, tokens, the passkey task and training rows."""
 
 from attention_priors.data.corpora import EMBEDDED, Corpus, Document, load_corpus
+from attention_priors.data.needles import (
+    NEEDLE_TASKS,
+    Haystack,
+    NeedleSample,
+    NeedleSettings,
+    NeedleTask,
+    PunktSplitter,
+    load_haystack,
+    match_all,
+)
 from attention_priors.data.packing import IGNORED_LABEL, TrainingMixture, collate_rows
 from attention_priors.data.passkey import ANSWER_LENGTH, PasskeySample, PasskeyTask, depths
 from attention_priors.data.stream import TokenStream, token_stream
@@ -17,17 +27,25 @@ __all__ = [
     "EMBEDDED",
     "END_OF_TEXT",
     "IGNORED_LABEL",
+    "NEEDLE_TASKS",
     "Corpus",
     "Document",
+    "Haystack",
+    "NeedleSample",
+    "NeedleSettings",
+    "NeedleTask",
     "PasskeySample",
     "PasskeyTask",
+    "PunktSplitter",
     "TokenStream",
     "TrainingMixture",
     "collate_rows",
     "depths",
     "digit_token_ids",
     "load_corpus",
+    "load_haystack",
     "load_tokenizer",
+    "match_all",
     "token_stream",
     "tokenizer_fingerprint",
     "train_tokenizer",

@@ -91,6 +91,26 @@ def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Cor
     """
     if max_characters is not None and max_characters < 1:
         raise ValueError(f"max_characters must be at least 1, or None for everything; it is {max_characters}")
+    name, documents, skipped = read_documents(source)
+    train, held_out = _split(documents)
+    if max_characters is not None and max_characters < sum(len(document.text) for document in train):
+        train = _sample(train, max_characters)
+    return Corpus(name=name, train=train, held_out=held_out, skipped=skipped)
+
+
+def read_documents(source: str | Path) -> tuple[str, tuple[Document, ...], tuple[str, ...]]:
+    """Read the documents of a corpus, whole and in order.
+
+    Args:
+        source: As for `load_corpus`.
+
+    Returns:
+        The corpus' name, its documents, and a line for each file that was found but not used.
+
+    Raises:
+        FileNotFoundError: ``source`` does not exist.
+        ValueError: the file is empty or binary; the folder has no text file.
+    """
     skipped: list[str] = []
     if source == EMBEDDED:
         name = EMBEDDED
@@ -109,10 +129,7 @@ def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Cor
     if not documents:
         found = f"skipped {'; '.join(skipped[:5])}" if skipped else "it has no files"
         raise ValueError(f"source {str(source)!r} holds no text file ({found})")
-    train, held_out = _split(documents)
-    if max_characters is not None and max_characters < sum(len(document.text) for document in train):
-        train = _sample(train, max_characters)
-    return Corpus(name=name, train=train, held_out=held_out, skipped=tuple(skipped))
+    return name, tuple(documents), tuple(skipped)
 
 
 def _embedded_documents(skipped: list[str]) -> Iterator[Document]:

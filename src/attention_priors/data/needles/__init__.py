@@ -1,0 +1,25 @@
+"""The eight needle-in-a-haystack tasks of RULER: prompts equal to the reference's, and their score."""
+
+from attention_priors.data.needles.draws import NeedleDraws, draw
+from attention_priors.data.needles.haystack import Haystack, load_haystack
+from attention_priors.data.needles.prompt import render
+from attention_priors.data.needles.sentences import PunktSplitter, RegexSplitter, SentenceSplitter
+from attention_priors.data.needles.settings import DEPTHS, NEEDLE_TASKS, NeedleSettings
+from attention_priors.data.needles.task import NeedleSample, NeedleTask, match_all
+
+__all__ = [
+    "DEPTHS",
+    "NEEDLE_TASKS",
+    "Haystack",
+    "NeedleDraws",
+    "NeedleSample",
+    "NeedleSettings",
+    "NeedleTask",
+    "PunktSplitter",
+    "RegexSplitter",
+    "SentenceSplitter",
+    "draw",
+    "load_haystack",
+    "match_all",
+    "render",
+]

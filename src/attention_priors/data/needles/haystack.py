@@ -1,0 +1,79 @@
+"""The text that needles hide in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from attention_priors.data.corpora import EMBEDDED, load_corpus, read_documents
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """Running text, of which the essay tasks read as many words as a length has room for.
+
+    White space is one space each, as in RULER. A prompt that needs more words than there are repeats the text.
+
+    Attributes:
+        name: What the text is called in results.
+        text: The text, in any form.
+
+    Raises:
+        ValueError: the text is empty or blank.
+    """
+
+    name: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if not self.text.strip():
+            raise ValueError(f"text must hold words; that of haystack {self.name!r} is {self.text[:20]!r}")
+
+    @cached_property
+    def words(self) -> tuple[str, ...]:
+        """What stands between white space. At either end of the text this may be the empty word, as in RULER."""
+        return tuple(re.sub(r"\s+", " ", self.text).split(" "))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (64 hex digits) over the words: what a result depends on."""
+        return hashlib.sha256(" ".join(self.words).encode()).hexdigest()
+
+    def first(self, count: int) -> str:
+        """The first so many words, joined by spaces; the text begins again where it ends."""
+        repeats = -(-count // len(self.words))
+        return " ".join((self.words * repeats)[:count])
+
+
+def load_haystack(source: str | Path) -> Haystack:
+    """Read the text of a haystack.
+
+    Args:
+        source: One of
+
+            - the string ``"embedded"``: the held-out part of the embedded corpus (`load_corpus`), which no model here
+              has been trained on. It differs between Python versions: results state its fingerprint.
+            - a text file in UTF-8, or a folder: every text file below it, in order.
+            - a JSON file that is an object with the key ``"text"``: the form of RULER's ``PaulGrahamEssays.json``.
+
+    Raises:
+        FileNotFoundError: ``source`` does not exist.
+        ValueError: there is no text in it.
+    """
+    if source == EMBEDDED:
+        documents = load_corpus(EMBEDDED).held_out
+        return Haystack(f"{EMBEDDED} (held out)", " ".join(document.text for document in documents))
+    path = Path(source)
+    if not path.is_file():
+        name, documents, _ = read_documents(path)
+        return Haystack(name, " ".join(document.text for document in documents))
+    if path.suffix == ".json":
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or not isinstance(content.get("text"), str):
+            raise ValueError(f"source {str(source)!r} must be a JSON object with a string under 'text'")
+        return Haystack(path.name, content["text"])
+    return Haystack(path.name, path.read_text(encoding="utf-8"))
