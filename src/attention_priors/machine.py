@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import TracebackType
+
+import torch
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
@@ -37,3 +41,55 @@ def memory_bytes() -> int | None:
         return None
     line = next(line for line in info.read_text(encoding="utf-8").splitlines() if line.startswith("MemTotal"))
     return int(line.split()[1]) * 1024
+
+
+class PeakMemory:
+    """Measures, as a context, how much memory is taken at the peak, above what was taken before.
+
+    On the CPU: the process's resident memory, with all that its libraries keep, on Linux. On CUDA: what PyTorch
+    allocates.
+
+    Args:
+        device: where the work is done.
+    """
+
+    bytes: int | None = None
+    """What was found; None where it cannot be known."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0
+
+    @staticmethod
+    def can_measure(device: torch.device) -> bool:
+        """Whether peak memory can be known: on CUDA, and on Linux."""
+        return device.type == "cuda" or Path("/proc/self/clear_refs").exists()
+
+    def __enter__(self) -> PeakMemory:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+        elif self.can_measure(self._device):
+            # What was left free before goes back to the system, where it is not mistaken for memory in use.
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+            if trim is not None:
+                trim(0)
+            # Linux forgets the peak so far when a 5 is written here.
+            Path("/proc/self/clear_refs").write_text("5")
+            self._before = _highest_kibibytes() * 1024
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
+        elif self.can_measure(self._device):
+            self.bytes = max(0, _highest_kibibytes() * 1024 - self._before)
+
+
+def _highest_kibibytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1])

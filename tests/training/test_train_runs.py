@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from attention_priors.cli import app
 from attention_priors.data.shards import ShardError
 from attention_priors.files import read_json
-from attention_priors.hub import attach, attached_priors
+from attention_priors.hub import attach, attached_priors, load_model
 from attention_priors.models import PriorDecoderForCausalLM
 from attention_priors.strict_yaml import RecipeError
-from attention_priors.training import Observer, TrainRecipe, extend, load_model, run_recipe
+from attention_priors.training import Observer, TrainRecipe, extend, run_recipe
 from attention_priors.training.packed import check_documents_apart, packed_inputs
 
 

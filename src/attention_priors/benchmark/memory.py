@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -16,6 +15,7 @@ from attention_priors.benchmark.case import Case, make_inputs
 from attention_priors.benchmark.errors import in_short
 from attention_priors.benchmark.timing import Runner
 from attention_priors.benchmark.way import CannotRunError, Way
+from attention_priors.machine import PeakMemory
 
 GIB = 2**30
 PRELOADED = ("x_transformers.x_transformers", "transformers.models.bloom.modeling_bloom", "goat.attention")
@@ -37,7 +37,7 @@ def available(device: str) -> int:
 
 def can_measure(device: str) -> bool:
     """Whether peak memory can be known: on CUDA, and on Linux."""
-    return device.startswith("cuda") or Path("/proc/self/clear_refs").exists()
+    return PeakMemory.can_measure(torch.device(device))
 
 
 def peak(way: Way, case: Case, threads: int) -> int:
@@ -93,28 +93,11 @@ def _peak_here(name: str, case: Case) -> int:
     first = case if way.compiled else replace(case, length=min(SMALL, case.length))
     _runner(way, first).one_pass()
     runner = _runner(way, case)
-    if case.device.startswith("cuda"):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    with PeakMemory(torch.device(case.device)) as memory:
         runner.one_pass()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    # What the small pass left free goes back to the system, where it is not mistaken for memory in use.
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-    # Linux forgets the peak so far when a 5 is written here.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _highest_kibibytes()
-    runner.one_pass()
-    return max(0, _highest_kibibytes() - before) * 1024
+    assert memory.bytes is not None
+    return memory.bytes
 
 
 def _runner(way: Way, case: Case) -> Runner:
     return Runner(case, way.prepare(case, make_inputs(case)))
-
-
-def _highest_kibibytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1])

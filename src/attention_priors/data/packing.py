@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from attention_priors.data.passkey import ANSWER_LENGTH, PasskeySample, PasskeyTask
+from attention_priors.data.passkey import PasskeySample, PasskeyTask
 from attention_priors.data.stream import TokenStream
 
 IGNORED_LABEL = -100
@@ -30,7 +30,7 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
     - ``labels`` (int64): the same tokens, in the same places (the model shifts them), but -100 for the first
       token of each document, so that no document is predicted from the one before;
     - ``document_ids`` (int64): 0, 1, 2, ... for the documents of the row, each a contiguous run;
-    - ``loss_weights`` (float32): 1 for each label, ``answer_weight`` for the five answer tokens of a passkey
+    - ``loss_weights`` (float32): 1 for each label, ``answer_weight`` for the answer tokens of a passkey
       text, 0 where the label is -100.
 
     Args:
@@ -41,7 +41,8 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
         passkey_task: What makes the passkey texts; needed when ``passkey_ratio`` is above 0.
         passkey_ratio: Probability, from 0 to 1, that a row starts with a passkey text.
         passkey_min_length: Shortest passkey text in tokens, its answer included, from
-            ``passkey_task.minimum_length + 5`` to ``context_length``; ``None`` for the shortest there is.
+            ``passkey_task.minimum_length`` and the answer's digits to ``context_length``; ``None`` for the
+            shortest there is.
         answer_weight: Loss weight of an answer token, above 0.
 
     Raises:
@@ -72,6 +73,10 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
         if passkey_ratio > 0:
             if passkey_task is None:
                 raise ValueError(f"passkey_task must be given when passkey_ratio is above 0; it is {passkey_ratio}")
+            if passkey_task.joins_digits:
+                raise ValueError(
+                    "passkey_task must have a tokenizer that gives every digit its own token; it joins some"
+                )
             min_length = _checked_min_length(passkey_min_length, passkey_task, context_length)
             self._passkey = (passkey_task, passkey_ratio, min_length)
         if len(stream) < context_length:
@@ -110,7 +115,7 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
             return None
         length = int(torch.randint(min_length, self._context_length + 1, (), generator=generator))
         depth = float(torch.rand((), generator=generator))
-        return task.sample(length - ANSWER_LENGTH, depth, generator)
+        return task.sample(length - task.digits, depth, generator)
 
     def _draw_window(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """A random window of the documents: its tokens, and their documents counted from 0."""
@@ -143,7 +148,7 @@ def collate_rows(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _checked_min_length(min_length: int | None, task: PasskeyTask, context_length: int) -> int:
-    shortest = task.minimum_length + ANSWER_LENGTH
+    shortest = task.minimum_length + task.digits
     if min_length is None:
         min_length = shortest
     if not shortest <= min_length <= context_length:
@@ -151,9 +156,9 @@ def _checked_min_length(min_length: int | None, task: PasskeyTask, context_lengt
             f"passkey_min_length must be from {shortest} (the shortest passkey text) to {context_length} "
             f"(context_length); it is {min_length}"
         )
-    if task.maximum_length is not None and context_length > task.maximum_length + ANSWER_LENGTH:
+    if task.maximum_length is not None and context_length > task.maximum_length + task.digits:
         raise ValueError(
-            f"passkey_task has filler for texts of at most {task.maximum_length + ANSWER_LENGTH} tokens: "
+            f"passkey_task has filler for texts of at most {task.maximum_length + task.digits} tokens: "
             f"expected enough for context_length, {context_length}"
         )
     return min_length

@@ -1,33 +1,55 @@
-"""The passkey task: find five digits hidden at a chosen depth of a text of a chosen length."""
+"""The passkey task: find a number hidden at a chosen depth of a text of a chosen length."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attention_priors.data.stream import TokenStream
-from attention_priors.data.tokenizer import digit_token_ids
+from attention_priors.data.tokenizer import digit_token_ids, joins_digits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANSWER_LENGTH = 5
-"""Tokens of an answer: the five digits of a pass key."""
+"""Digits of a pass key, and tokens of an answer, unless a task says otherwise."""
 
-# Short, so that short contexts have room for filler.
-INSTRUCTION = "Remember the pass key in this text.\n"
 # The space stands first, so that a repeated sentence is tokenised as running text is.
 FILLER_SENTENCE = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-NEEDLE = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
-QUESTION = "\nWhat is the pass key? The pass key is {key}"
 
-_SMALLEST_KEY, _LARGEST_KEY = 10_000, 99_999
+
+class Wording(NamedTuple):
+    """What stands around the filler; ``{key}`` is the pass key."""
+
+    instruction: str
+    needle: str
+    question: str
+    """Ends with the answer."""
+
+
+WORDINGS = {
+    # Short contexts have room for filler.
+    "short": Wording(
+        "Remember the pass key in this text.\n",
+        "\nThe pass key is {key}. Remember it. {key} is the pass key.\n",
+        "\nWhat is the pass key? The pass key is {key}",
+    ),
+    # As people evaluate large models.
+    "long": Wording(
+        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz you "
+        "about the important information there.\n",
+        "\nThe pass key is {key}. Remember it. {key} is the pass key.\n",
+        "\nWhat is the pass key? The pass key is {key}",
+    ),
+}
 _LONGEST_DECOY = 8
-_PROBE_KEYS = ("12345", "90678")  # together, every digit
+_PROBES = ("1234567890", "9067812345")
+"""Together, every digit in the first places of a key."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +57,11 @@ class PasskeySample:
     """One passkey text and its answer.
 
     Attributes:
-        tokens: The prompt and the five tokens of the answer, int64, shape ``(length + 5,)``.
+        tokens: The prompt and the tokens of the answer, int64, shape ``(length + answer,)``.
         answer_start: Index of the answer's first token, equal to ``length``: the model has read exactly that
             many tokens when it predicts it.
         needle_start: Index of the needle's first token.
-        key: The pass key, from 10000 to 99999.
+        key: The pass key: so many digits, of which the first is not 0.
     """
 
     tokens: Tensor
@@ -54,25 +76,27 @@ class PasskeySample:
 
     @property
     def answer(self) -> Tensor:
-        """The digits of the pass key, shape ``(5,)``."""
+        """The tokens of the pass key: one for each digit, unless the tokenizer joins digits."""
         return self.tokens[self.answer_start :]
 
 
 class PasskeyTask:
     """Makes passkey texts of an exact length in tokens.
 
-    A text is an instruction, filler with the needle in it, and a question; the answer follows. Everything is
-    tokenised once, here: `sample` only joins tokens, and the tokenizer is not kept.
+    A text is an instruction, filler with the needle in it, and a question; the answer follows.
 
     Args:
-        tokenizer: A tokenizer that gives every digit its own token.
+        tokenizer: Any that has an end-of-text token. One that joins digits (see :attr:`joins_digits`) serves to test,
+            and not to train.
         filler: Documents, encoded by the same tokenizer: each sample takes a random contiguous window of them,
             joined by line ends. ``None`` repeats one paragraph of short sentences.
         decoys: Up to so many numbers of 1 to 8 digits take the place of filler in each text; how many is drawn
             uniformly, from 0. To train on: short texts hold few other numbers that a key could be taken for.
+        digits: Digits of a pass key, from 1 to 9.
+        wording: One of ``WORDINGS``.
 
     Raises:
-        ValueError: ``decoys`` is negative, or ``tokenizer`` joins digits to what stands beside them.
+        ValueError: an argument is outside the range given above.
     """
 
     def __init__(
@@ -80,14 +104,38 @@ class PasskeyTask:
         tokenizer: PreTrainedTokenizerBase,
         filler: TokenStream | None = None,
         decoys: int = 0,
+        digits: int = ANSWER_LENGTH,
+        wording: str = "short",
     ) -> None:
         if decoys < 0:
             raise ValueError(f"decoys must be at least 0; it is {decoys}")
+        if not 1 <= digits <= 9:
+            raise ValueError(f"digits must be from 1 to 9; it is {digits}")
+        if wording not in WORDINGS:
+            raise ValueError(f"wording must be one of {', '.join(WORDINGS)}; it is {wording!r}")
         self._decoys = decoys
-        self._digits = torch.tensor(digit_token_ids(tokenizer))
-        self._instruction = _encode(tokenizer, INSTRUCTION)
-        self._needle = self._around_keys(tokenizer, NEEDLE, count=3)
-        self._question = self._around_keys(tokenizer, QUESTION, count=2)[0]
+        self.digits = digits
+        self.joins_digits = joins_digits(tokenizer)
+        """Whether several digits may be one token, so that keys have different numbers of tokens."""
+        if self.joins_digits and decoys:
+            raise ValueError(f"decoys need a tokenizer that gives every digit its own token; it is {decoys}")
+        instruction, self._needle_text, self._question_text = WORDINGS[wording]
+        self._tokenizer = tokenizer
+        self._instruction = _encode(tokenizer, instruction)
+        probes = tuple(probe[:digits] for probe in _PROBES)
+        if self.joins_digits:
+            questions = [_encode(tokenizer, self._question_text.format(key=key)) for key in probes]
+            self._question = questions[0][: _common(questions)]
+            # A key has at most one token for each digit, and one for the space before it.
+            self._slack = (digits + 1) * self._needle_text.count("{key}")
+            self._longest_needle = _encode(tokenizer, self._needle_text.format(key="")).numel() + self._slack
+        else:
+            # Everything is tokenised once, here: `sample` only joins tokens.
+            self._digit_tokens = torch.tensor(digit_token_ids(tokenizer))
+            self._needle = self._around_keys(self._needle_text, probes, count=3)
+            self._question = self._around_keys(self._question_text, probes, count=2)[0]
+            self._slack = 0
+            self._longest_needle = sum(piece.numel() for piece in self._needle) + 2 * digits
         self._repeats = filler is None
         if filler is None:
             self._filler = _encode(tokenizer, FILLER_SENTENCE)
@@ -99,14 +147,13 @@ class PasskeyTask:
 
     @property
     def minimum_length(self) -> int:
-        """Tokens of the shortest prompt, which has no filler: instruction, needle and question."""
-        needle = sum(piece.numel() for piece in self._needle) + (len(self._needle) - 1) * ANSWER_LENGTH
-        return self._instruction.numel() + needle + self._question.numel()
+        """Tokens of a prompt whatever its key, which has next to no filler: instruction, needle and question."""
+        return self._instruction.numel() + self._longest_needle + self._question.numel()
 
     @property
     def maximum_length(self) -> int | None:
         """Tokens of the longest prompt there is filler for; ``None`` for the sentence filler: no limit."""
-        return None if self._repeats else self.minimum_length + self._filler.numel()
+        return None if self._repeats else self.minimum_length + self._filler.numel() - self._slack
 
     def sample(self, length: int, depth: float, generator: torch.Generator) -> PasskeySample:
         """Make one text with a random pass key.
@@ -114,8 +161,7 @@ class PasskeyTask:
         Args:
             length: Tokens of the whole prompt, question included and answer not.
             depth: Where in the filler the needle stands: 0 before all of it, 1 after. The needle follows
-                ``round(depth * filler_length)`` tokens of filler, where ``filler_length`` is
-                ``length - minimum_length``.
+                ``round(depth * filler_length)`` tokens of filler.
             generator: Draws the pass key, the decoys and, for the corpus filler, the window.
 
         Raises:
@@ -131,24 +177,32 @@ class PasskeyTask:
             )
         if not 0 <= depth <= 1:
             raise ValueError(f"depth must be from 0 to 1; it is {depth}")
-        filler_length = length - self.minimum_length
-        filler = self._draw_filler(filler_length, generator)
-        key = int(torch.randint(_SMALLEST_KEY, _LARGEST_KEY + 1, (), generator=generator))
-        answer = self._key_tokens(str(key))
-        before = round(depth * filler_length)
-        first, middle, last = self._needle
-        tokens = torch.cat(
-            [
-                self._instruction,
-                filler[:before],
-                *(first, answer, middle, answer, last),
-                filler[before:],
-                self._question,
-                answer,
-            ]
-        )
+        # The draws come in this order, so that a seed means the same text whatever is asked of it.
+        filler = self._draw_filler(length - self.minimum_length + self._slack, generator)
+        smallest = 10 ** (self.digits - 1)
+        key = int(torch.randint(smallest, 10 * smallest, (), generator=generator))
+        needle, question, answer = self._parts(str(key))
+        filler = filler[: length - self._instruction.numel() - needle.numel() - question.numel()]
+        before = round(depth * filler.numel())
+        tokens = torch.cat([self._instruction, filler[:before], needle, filler[before:], question, answer])
         needle_start = self._instruction.numel() + before
         return PasskeySample(tokens=tokens, answer_start=length, needle_start=needle_start, key=key)
+
+    def _parts(self, key: str) -> tuple[Tensor, Tensor, Tensor]:
+        """The needle, the question without its answer, and the answer."""
+        if not self.joins_digits:
+            answer = self._key_tokens(key)
+            first, *others = self._needle
+            needle = torch.cat([first, *(piece for other in others for piece in (answer, other))])
+            return needle, self._question, answer
+        question = _encode(self._tokenizer, self._question_text.format(key=key))
+        start = self._question.numel()
+        if not torch.equal(question[:start], self._question):
+            raise ValueError(
+                f"tokenizer {self._tokenizer.name_or_path!r} encodes the words before the pass key {key} otherwise "
+                "than before other keys: expected the same tokens in every text"
+            )
+        return _encode(self._tokenizer, self._needle_text.format(key=key)), self._question, question[start:]
 
     def _draw_filler(self, filler_length: int, generator: torch.Generator) -> Tensor:
         size = self._filler.numel()
@@ -165,24 +219,24 @@ class PasskeyTask:
             size = int(torch.randint(1, _LONGEST_DECOY + 1, (), generator=generator))
             if size <= filler.numel():
                 start = int(torch.randint(filler.numel() - size + 1, (), generator=generator))
-                filler[start : start + size] = self._digits[torch.randint(10, (size,), generator=generator)]
+                filler[start : start + size] = self._digit_tokens[torch.randint(10, (size,), generator=generator)]
         return filler
 
-    def _around_keys(self, tokenizer: PreTrainedTokenizerBase, template: str, count: int) -> list[Tensor]:
+    def _around_keys(self, template: str, probes: Sequence[str], count: int) -> list[Tensor]:
         """The `count` pieces of a template around its keys, as they are tokenised with keys in place."""
         pieces, other_pieces = (
-            _split_at(_encode(tokenizer, template.format(key=key)), self._key_tokens(key)) for key in _PROBE_KEYS
+            _split_at(_encode(self._tokenizer, template.format(key=key)), self._key_tokens(key)) for key in probes
         )
         same = all(torch.equal(piece, other) for piece, other in zip(pieces, other_pieces, strict=False))
         if len(pieces) != count or len(other_pieces) != count or not same:
             raise ValueError(
-                f"tokenizer {tokenizer.name_or_path!r} encodes the digits of a pass key differently in "
+                f"tokenizer {self._tokenizer.name_or_path!r} encodes the digits of a pass key differently in "
                 f"{template!r}: expected one token for each, the same in every text"
             )
         return pieces
 
     def _key_tokens(self, key: str) -> Tensor:
-        return self._digits[[int(digit) for digit in key]]
+        return self._digit_tokens[[int(digit) for digit in key]]
 
 
 def depths(count: int) -> tuple[float, ...]:
@@ -198,6 +252,16 @@ def depths(count: int) -> tuple[float, ...]:
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
     return torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
+
+
+def _common(sequences: Sequence[Tensor]) -> int:
+    """How many first tokens all have in common."""
+    number = 0
+    for tokens in zip(*(sequence.tolist() for sequence in sequences), strict=False):
+        if len(set(tokens)) > 1:
+            break
+        number += 1
+    return number
 
 
 def _split_at(tokens: Tensor, separator: Tensor) -> list[Tensor]:

@@ -131,20 +131,29 @@ def digit_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     Raises:
         ValueError: the tokenizer joins digits to each other or to what stands before them.
     """
-    # A tokenizer that joins digits joins some pair of them, and this text has every pair.
-    pairs = "".join(first + second for first in string.digits for second in string.digits)
-    ids = tokenizer.encode(f" {pairs}", add_special_tokens=False)[-len(pairs) :]
-    token_of = dict(zip(pairs, ids, strict=False))
-    if (
-        len(ids) != len(pairs)
-        or ids != [token_of[digit] for digit in pairs]
-        or len(set(token_of.values())) != len(string.digits)
-    ):
+    ids = _digit_ids(tokenizer)
+    if ids is None:
         count = len(tokenizer.encode("12345", add_special_tokens=False))
         raise ValueError(
             f"tokenizer {tokenizer.name_or_path!r} does not give every digit its own token (it encodes "
             f"'12345' as {count} tokens): expected one token for each of the ten digits"
         )
+    return ids
+
+
+def joins_digits(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer joins digits to each other or to what stands before them."""
+    return _digit_ids(tokenizer) is None
+
+
+def _digit_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...] | None:
+    # A tokenizer that joins digits joins some pair of them, and this text has every pair.
+    pairs = "".join(first + second for first in string.digits for second in string.digits)
+    ids = tokenizer.encode(f" {pairs}", add_special_tokens=False)[-len(pairs) :]
+    token_of = dict(zip(pairs, ids, strict=False))
+    apart = len(ids) == len(pairs) and ids == [token_of[digit] for digit in pairs]
+    if not apart or len(set(token_of.values())) != len(string.digits):
+        return None
     return tuple(token_of[digit] for digit in string.digits)
 
 

@@ -4,6 +4,7 @@ from attention_priors.hub.adapter import load_adapter, load_attached, push_adapt
 from attention_priors.hub.attach import attach, attached_priors, detach, train_attached
 from attention_priors.hub.bam_checkpoint import load_bam_checkpoint, save_bam_checkpoint
 from attention_priors.hub.goat import load_goat_attention
+from attention_priors.hub.loading import load_model
 from attention_priors.hub.mpt import mpt_slopes
 from attention_priors.hub.use_priors import restore_attention, use_priors
 
@@ -15,6 +16,7 @@ __all__ = [
     "load_attached",
     "load_bam_checkpoint",
     "load_goat_attention",
+    "load_model",
     "mpt_slopes",
     "push_adapter_to_hub",
     "restore_attention",

@@ -8,7 +8,6 @@ from attention_priors.training.model import (
     DecoderSizes,
     ModelSettings,
     PositionSettings,
-    load_model,
     make_model,
 )
 from attention_priors.training.optimizer import make_optimizer, parameter_groups
@@ -33,7 +32,6 @@ __all__ = [
     "Validation",
     "extend",
     "is_first_process",
-    "load_model",
     "load_train_recipe",
     "make_model",
     "make_optimizer",

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from transformers.trainer_callback import PrinterCallback
 
 from attention_priors.data import collate_rows
+from attention_priors.hub.loading import check_positions
 from attention_priors.training.checkpoints import discard
-from attention_priors.training.model import check_positions
 from attention_priors.training.packed import check_documents_apart
 from attention_priors.training.settings import RunningSettings, TrainingSettings
 from attention_priors.training.sharding import shard_priors

@@ -15,8 +15,8 @@ from attention_priors.data.preparation import prepared_tokenizer
 from attention_priors.data.shards import PackedRows, TokenShards
 from attention_priors.data.tokenizer import pretrained_tokenizer, tokenizer_fingerprint
 from attention_priors.files import read_json, write_json
+from attention_priors.hub.loading import check_positions, load_model
 from attention_priors.training.engine import is_first_process
-from attention_priors.training.model import check_positions, load_model
 from attention_priors.training.packed import packed_inputs
 from attention_priors.training.recipe import TrainRecipe
 from attention_priors.training.run import Observer, run_recipe

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import Field, model_validator
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from attention_priors.encodings import LearnedTable
-from attention_priors.hub import attach, load_attached
-from attention_priors.hub.attach import CONFIG_KEY
+from attention_priors.hub import attach
+from attention_priors.hub.loading import load_config, load_model
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
 from attention_priors.strict_yaml import Strict
 
@@ -122,7 +120,7 @@ def make_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> P
 
 
 def _config_of(name: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    config = _load_config(name)
+    config = load_config(name)
     config.update(
         {
             "vocab_size": len(tokenizer),
@@ -134,48 +132,3 @@ def _config_of(name: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel
     if isinstance(config, PriorDecoderConfig):
         return PriorDecoderForCausalLM(config)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
-def _load_config(name: str | Path) -> PreTrainedConfig:
-    found, _ = PreTrainedConfig.get_config_dict(name)
-    if found.get("model_type") == PriorDecoderConfig.model_type:
-        return PriorDecoderConfig.from_pretrained(name)
-    return AutoConfig.from_pretrained(name)
-
-
-def load_model(name: str | Path) -> PreTrainedModel:
-    """A trained causal language model, ours or another, with what is attached to it, in float32.
-
-    Args:
-        name: its folder, or its name on the Hugging Face Hub.
-
-    Raises:
-        OSError: it cannot be loaded.
-    """
-    config = _load_config(name)
-    if getattr(config, CONFIG_KEY, None) is not None:
-        return load_attached(name, dtype=torch.float32)
-    kind: Any = PriorDecoderForCausalLM if isinstance(config, PriorDecoderConfig) else AutoModelForCausalLM
-    return kind.from_pretrained(name, dtype=torch.float32)
-
-
-def check_positions(model: PreTrainedModel, length: int) -> None:
-    """Make sure that a model has positions for texts of a length.
-
-    Rotary positions, and ours but for learned tables, have no end.
-
-    Raises:
-        ValueError: it has a learned table that is shorter.
-    """
-    config = model.config
-    table: int | None = None
-    if isinstance(config, PriorDecoderConfig):
-        encoding = config.make_encoding()
-        if isinstance(encoding, LearnedTable):
-            table = encoding.max_length
-    elif getattr(config, "rope_parameters", None) is None and not getattr(config, "alibi", False):
-        table = getattr(config, "max_position_embeddings", None)
-    if table is not None and table < length:
-        raise ValueError(
-            f"{type(model).__name__} has a table of {table} positions; it cannot read rows of {length} tokens"
-        )

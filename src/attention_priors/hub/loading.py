@@ -1,0 +1,61 @@
+"""Trained causal language models, ours and others', and how long a text each can read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from attention_priors.encodings import LearnedTable
+from attention_priors.hub.adapter import load_attached
+from attention_priors.hub.attach import CONFIG_KEY
+from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
+
+
+def load_config(name: str | Path) -> PreTrainedConfig:
+    """The configuration of a model, ours or another; ``name`` as for :func:`load_model`."""
+    found, _ = PreTrainedConfig.get_config_dict(name)
+    if found.get("model_type") == PriorDecoderConfig.model_type:
+        return PriorDecoderConfig.from_pretrained(name)
+    return AutoConfig.from_pretrained(name)
+
+
+def load_model(name: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A trained causal language model, ours or another, with what is attached to it.
+
+    Args:
+        name: its folder, or its name on the Hugging Face Hub.
+        dtype: of its weights; priors stay float32.
+
+    Raises:
+        OSError: it cannot be loaded.
+    """
+    config = load_config(name)
+    if getattr(config, CONFIG_KEY, None) is not None:
+        return load_attached(name, dtype=dtype)
+    kind: Any = PriorDecoderForCausalLM if isinstance(config, PriorDecoderConfig) else AutoModelForCausalLM
+    return kind.from_pretrained(name, dtype=dtype)
+
+
+def check_positions(model: PreTrainedModel, length: int) -> None:
+    """Make sure that a model has positions for texts of a length.
+
+    Rotary positions, and ours but for learned tables, have no end.
+
+    Raises:
+        ValueError: it has a learned table that is shorter.
+    """
+    config = model.config
+    table: int | None = None
+    if isinstance(config, PriorDecoderConfig):
+        encoding = config.make_encoding()
+        if isinstance(encoding, LearnedTable):
+            table = encoding.max_length
+    elif getattr(config, "rope_parameters", None) is None and not getattr(config, "alibi", False):
+        table = getattr(config, "max_position_embeddings", None)
+    if table is not None and table < length:
+        raise ValueError(
+            f"{type(model).__name__} has a table of {table} positions; it cannot read rows of {length} tokens"
+        )
