@@ -25,6 +25,7 @@ except ModuleNotFoundError as error:  # the laboratory is an extra
     sys.exit(f"attention-priors: {error.name} is missing; the command needs: pip install 'attention-priors[lab]'")
 
 if TYPE_CHECKING:
+    from attention_priors.evaluation import Observer as EvaluationObserver
     from attention_priors.training import Observer
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -160,6 +161,124 @@ def extend(
     for size, loss in result["loss"]["before"].items():
         console.print(f"{size} tokens: loss {loss:.4f} before, {result['loss']['after'][size]:.4f} after")
     console.print(f"Model: {escape(str(output / 'model'))}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A saved model: its folder, or its name on the Hugging Face Hub.")],
+    task: Annotated[
+        str, typer.Option(help="What to measure, with commas between; --task list shows what there is.")
+    ] = "passkey",
+    lengths: Annotated[str, typer.Option(help="Tokens, with commas between; 64k is 65536.")] = "1k,2k,4k,8k",
+    depths: Annotated[int, typer.Option(min=2, help="Depths, evenly spaced.")] = 20,
+    trials: Annotated[int, typer.Option(min=1, help="Texts per length and depth.")] = 1,
+    corpus: Annotated[
+        str, typer.Option(help="Text for essays, fillers and perplexity: embedded, a file or a folder.")
+    ] = "embedded",
+    sentences: Annotated[
+        str, typer.Option(help="What splits essays into sentences: regex, or NLTK's punkt.")
+    ] = "regex",
+    documents: Annotated[int, typer.Option(min=1, help="For perplexity, at most.")] = 8,
+    passes: Annotated[int, typer.Option(min=1, help="Of the timing.")] = 100,
+    stop_after_zeros: Annotated[
+        int, typer.Option(min=0, help="Leave out longer texts after so many lengths without a right answer; 0 for no.")
+    ] = 2,
+    seed: Annotated[int, typer.Option(min=0, help="Of the texts.")] = 0,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens of one forward pass: it bounds the memory.")] = 1024,
+    batch: Annotated[int, typer.Option(min=1, help="Texts of equal length that are read together.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    output: Annotated[
+        Path | None, typer.Option(help="Where everything goes; runs/evaluate/NAME-OF-THE-MODEL by default.")
+    ] = None,
+) -> None:
+    """Test a model far past its training length: retrieval, perplexity by position, time.
+
+    For models of ours, models with priors attached, and any causal language model of transformers. Interrupt it when
+    you like: the same command goes on from there, and measures nothing twice. Longer lengths, more trials and other
+    models may share an output.
+    """
+    from pydantic import ValidationError
+
+    from attention_priors import evaluation, report
+    from attention_priors.files import write_bytes
+    from attention_priors.strict_yaml import explain
+
+    console = Console()
+    if task.strip() == "list":
+        for name, what in evaluation.TASKS.items():
+            console.print(f"[bold]{name}[/]: {escape(what)}.", highlight=False)
+        return
+    output = output or Path("runs") / "evaluate" / (Path(model).resolve().name if Path(model).exists() else model)
+    _quiet_transformers()
+    with _errors():
+        try:
+            plan = evaluation.EvaluationPlan(
+                tasks=tuple(_split(task)),
+                lengths=tuple(sorted({_tokens(length) for length in _split(lengths)})),
+                depths=depths,
+                trials=trials,
+                seed=seed,
+                corpus=corpus,
+                sentences=sentences,  # pyright: ignore[reportArgumentType]
+                documents=documents,
+                passes=passes,
+                stop_after_zeros=stop_after_zeros or None,
+            )
+        except ValidationError as error:
+            raise ValueError(explain(error, evaluation.EvaluationPlan)) from error
+        with console.status("Loading the model"):
+            subject = evaluation.Subject.load(model, dtype=dtype, device=device)
+        with _EvaluationDisplay(console) as display:
+            summary = evaluation.evaluate(subject, plan, output, chunk=chunk, batch=batch, observer=display.observer())
+        table = output / "table.md"
+        write_bytes(table, report.evaluation_markdown(summary).encode())
+    for part in report.evaluation_tables(summary):
+        console.print(part)
+    console.print(f"Results: {escape(str(output / 'results.jsonl'))}", soft_wrap=True, highlight=False)
+
+
+def _tokens(length: str) -> int:
+    """A number of tokens; ``64k`` is 65536, ``1m`` is 1048576."""
+    number, unit = (length[:-1], length[-1].lower()) if length[-1:].lower() in ("k", "m") else (length, "")
+    if not number.isdecimal():
+        raise ValueError(f"lengths: {length!r} is no number of tokens; expected one such as 4096, 64k or 1m")
+    return int(number) * {"": 1, "k": 2**10, "m": 2**20}[unit]
+
+
+class _EvaluationDisplay:
+    """A bar for each task."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self._bars = Progress(*columns, console=console)
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> _EvaluationDisplay:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bars.stop()
+
+    def observer(self) -> EvaluationObserver:
+        """Whom an evaluation tells how far it is."""
+        from attention_priors.evaluation import Observer
+
+        return Observer(self._work, lambda message: self._bars.console.print(escape(message), highlight=False))
+
+    def _work(self, what: str, done: float, total: float) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._bars.add_task(escape(what))
+        self._bars.update(self._tasks[what], completed=done, total=total)
 
 
 class _TrainingDisplay:

@@ -1,20 +1,38 @@
-"""Testing long: passkey retrieval and perplexity by position, in chunks over a KV cache."""
+"""Testing long: retrieval, perplexity by position and time, in chunks over a KV cache."""
 
+from attention_priors.evaluation.evaluate import Observer, evaluate
 from attention_priors.evaluation.passkey import PasskeyRow, has_given_up, passkey_rows, retrieves
-from attention_priors.evaluation.perplexity import PerplexityRow, perplexity_rows, position_bins
+from attention_priors.evaluation.perplexity import PerplexityRow, perplexity_rows, position_bins, token_losses
+from attention_priors.evaluation.plan import TASKS, EvaluationPlan
 from attention_priors.evaluation.prefill import chunked_logits
+from attention_priors.evaluation.records import Records
 from attention_priors.evaluation.settings import EvaluationSettings, PasskeySettings, PerplexitySettings
+from attention_priors.evaluation.subject import Subject, model_fingerprint
+from attention_priors.evaluation.summary import Accuracy, Duration, Loss, Summary, summarize
 
 __all__ = [
+    "TASKS",
+    "Accuracy",
+    "Duration",
+    "EvaluationPlan",
     "EvaluationSettings",
+    "Loss",
+    "Observer",
     "PasskeyRow",
     "PasskeySettings",
     "PerplexityRow",
     "PerplexitySettings",
+    "Records",
+    "Subject",
+    "Summary",
     "chunked_logits",
+    "evaluate",
     "has_given_up",
+    "model_fingerprint",
     "passkey_rows",
     "perplexity_rows",
     "position_bins",
     "retrieves",
+    "summarize",
+    "token_losses",
 ]

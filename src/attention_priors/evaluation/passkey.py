@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from attention_priors.data import ANSWER_LENGTH, PasskeyTask, depths
-from attention_priors.evaluation.prefill import chunked_logits
+from attention_priors.evaluation.answering import forced_predictions
 from attention_priors.evaluation.settings import PasskeySettings
 
 
@@ -34,8 +34,8 @@ def retrieves(model: PreTrainedModel, tokens: torch.Tensor, *, chunk: int) -> bo
     all five of these predictions are right, and one pass is enough to know.
     """
     answer = tokens[-ANSWER_LENGTH:]
-    logits = torch.cat(list(chunked_logits(model, tokens[None, :-1], chunk=chunk, keep=ANSWER_LENGTH)), dim=1)
-    return bool((logits[0].argmax(-1).cpu() == answer).all())
+    found = forced_predictions(model, tokens[None, :-ANSWER_LENGTH], answer[None], chunk=chunk)
+    return bool((found[0] == answer).all())
 
 
 def passkey_rows(

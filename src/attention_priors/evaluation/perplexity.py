@@ -33,6 +33,37 @@ def position_bins(length: int) -> list[tuple[int, int]]:
     return [(2**k, min(2 ** (k + 1), length) - 1) for k in range((length - 1).bit_length()) if 2**k < length]
 
 
+def token_losses(
+    model: PreTrainedModel, tokens: Tensor, *, chunk: int, on_tokens: Callable[[int], None] = lambda count: None
+) -> Tensor:
+    """The negative log-likelihood of each token but the first, in nats, float64 ``(L - 1,)``.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        tokens: of one text, ``(L,)``.
+        chunk: tokens per forward pass.
+        on_tokens: called with the number of tokens read.
+    """
+    losses = torch.zeros(len(tokens) - 1, dtype=torch.float64)
+    start = 0
+    for logits in chunked_logits(model, tokens[None, :-1], chunk=chunk, keep=len(tokens) - 1, on_tokens=on_tokens):
+        stop = start + logits.shape[1]
+        targets = tokens[start + 1 : stop + 1].to(logits.device)
+        losses[start:stop] = cross_entropy(logits[0].float(), targets, reduction="none").double().cpu()
+        start = stop
+    return losses
+
+
+def binned(losses: Tensor) -> list[tuple[int, int, float]]:
+    """The first and last position of each range (:func:`position_bins`), and the sum of the losses in it.
+
+    Args:
+        losses: of the tokens at positions 1, 2, 3, ..., ``(L - 1,)``.
+    """
+    bins = position_bins(len(losses) + 1)
+    return [(first, last, float(losses[first - 1 : last].sum())) for first, last in bins]
+
+
 def perplexity_rows(
     model: PreTrainedModel,
     texts: Sequence[Tensor],
@@ -53,17 +84,10 @@ def perplexity_rows(
     length = len(texts[0])
     total = torch.zeros(length - 1, dtype=torch.float64)
     for count, text in enumerate(texts, start=1):
-        start = 0
-        for logits in chunked_logits(model, text[None, :-1], chunk=chunk, keep=length - 1):
-            stop = start + logits.shape[1]
-            targets = text[start + 1 : stop + 1].to(logits.device)
-            total[start:stop] += cross_entropy(logits[0].float(), targets, reduction="none").double().cpu()
-            start = stop
+        total += token_losses(model, text, chunk=chunk)
         on_text(count)
     rows: list[PerplexityRow] = []
-    for first, last in position_bins(length):
-        # Entry p - 1 is the loss of the token at position p.
+    for first, last, loss in binned(total):
         size = (last - first + 1) * len(texts)
-        nll = float(total[first - 1 : last].sum()) / size
-        rows.append({"position": math.sqrt(first * last), "nll": nll, "tokens": size})
+        rows.append({"position": math.sqrt(first * last), "nll": loss / size, "tokens": size})
     return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -10,7 +10,15 @@ from transformers import DynamicCache, PreTrainedModel
 
 
 @torch.no_grad()
-def chunked_logits(model: PreTrainedModel, tokens: Tensor, *, chunk: int, keep: int) -> Iterator[Tensor]:
+def chunked_logits(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    *,
+    chunk: int,
+    keep: int,
+    cache: DynamicCache | None = None,
+    on_tokens: Callable[[int], None] = lambda count: None,
+) -> Iterator[Tensor]:
     """Logits of the last ``keep`` places of each text, chunk by chunk.
 
     Args:
@@ -18,12 +26,14 @@ def chunked_logits(model: PreTrainedModel, tokens: Tensor, *, chunk: int, keep: 
         tokens: ``(B, L)``, all of one length.
         chunk: tokens per forward pass.
         keep: how many of the last places get logits; the others only fill the cache.
+        cache: an empty one to fill; its own by default.
+        on_tokens: called with the number of tokens that each text has been read up to.
 
     Yields:
         ``(B, n, vocabulary)``; the ``n`` sum to ``min(keep, L)``.
     """
     length = tokens.shape[1]
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache(config=model.config) if cache is None else cache
     first_kept = max(0, length - keep)
     start = 0
     while start < length:
@@ -32,6 +42,7 @@ def chunked_logits(model: PreTrainedModel, tokens: Tensor, *, chunk: int, keep: 
         part = tokens[:, start:stop].to(model.device)
         kept = start >= first_kept
         out = model(part, past_key_values=cache, use_cache=True, logits_to_keep=0 if kept else 1)
+        on_tokens(stop)
         if kept:
             yield out.logits
         start = stop

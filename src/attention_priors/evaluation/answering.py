@@ -1,0 +1,75 @@
+"""What a model answers to a prompt: its greedy continuation, after a prefill in chunks over a KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from attention_priors.evaluation.prefill import chunked_logits
+
+
+@torch.no_grad()
+def forced_predictions(
+    model: PreTrainedModel,
+    prompts: Tensor,
+    answers: Tensor,
+    *,
+    chunk: int,
+    on_tokens: Callable[[int], None] = lambda count: None,
+) -> Tensor:
+    """The likeliest token at each place of the answers, each with the true ones before it, ``(B, A)``.
+
+    Greedy decoding gives exactly the answer if and only if all of these are right; and one pass is enough to know.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        prompts: ``(B, L)``, without padding.
+        answers: ``(B, A)``.
+        chunk: tokens per forward pass.
+        on_tokens: called with the number of tokens that each text has been read up to.
+    """
+    tokens = torch.cat([prompts, answers[:, :-1]], dim=1)
+    parts = chunked_logits(model, tokens, chunk=chunk, keep=answers.shape[1], on_tokens=on_tokens)
+    return torch.cat([logits.argmax(-1) for logits in parts], dim=1).cpu()
+
+
+@torch.no_grad()
+def greedy(
+    model: PreTrainedModel,
+    prompts: Tensor,
+    new_tokens: int,
+    *,
+    chunk: int,
+    stop: Collection[int] = (),
+    on_tokens: Callable[[int], None] = lambda count: None,
+) -> list[list[int]]:
+    """The greedy continuation of each prompt.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        prompts: ``(B, L)``, without padding.
+        new_tokens: how many at most.
+        chunk: tokens per forward pass.
+        stop: tokens that end a text; they are not returned.
+        on_tokens: called with the number of tokens that each text has been read up to.
+    """
+    cache = DynamicCache(config=model.config)
+    logits: Any = None
+    for logits in chunked_logits(model, prompts, chunk=chunk, keep=1, cache=cache, on_tokens=on_tokens):  # noqa: B007
+        pass
+    texts: list[list[int]] = [[] for _ in prompts]
+    ended = [False] * len(prompts)
+    for step in range(new_tokens):
+        chosen = logits[:, -1].argmax(-1)
+        for index, token in enumerate(chosen.tolist()):
+            ended[index] = ended[index] or token in stop
+            if not ended[index]:
+                texts[index].append(token)
+        if all(ended) or step + 1 == new_tokens:
+            break
+        logits = model(chosen[:, None], past_key_values=cache, use_cache=True).logits
+    return texts

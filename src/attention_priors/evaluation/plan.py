@@ -1,0 +1,61 @@
+"""What an evaluation asks of a model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from attention_priors.data import EMBEDDED
+from attention_priors.data.needles import NEEDLE_TASKS
+from attention_priors.strict_yaml import Strict
+
+TASKS = {
+    "passkey": "a number of 5 digits between repeated sentences",
+    "passkey_8": "the same, with 8 digits",
+    "passkey_corpus": "a number of 5 digits in running text, in the words that this package's recipes train with",
+    **dict.fromkeys(NEEDLE_TASKS, "a needle task of RULER"),
+    "perplexity": "loss of each token of long documents, by position",
+    "perplexity_short": "loss of whole documents no longer than a length",
+    "timing": "milliseconds and memory of one pass, forward and with gradients",
+}
+"""Names of tasks, and what each is."""
+
+
+class EvaluationPlan(Strict):
+    """Tasks, and all that their texts depend on beside the tokenizer. Lengths are in tokens."""
+
+    tasks: tuple[str, ...] = Field(min_length=1)
+    lengths: tuple[Annotated[int, Field(gt=1)], ...] = Field(min_length=1)
+    depths: int = Field(default=20, ge=2)
+    """Depths, evenly spaced from the start of a text to its end."""
+    trials: int = Field(default=1, gt=0)
+    """Texts per length and depth."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    corpus: str = EMBEDDED
+    """Where filler, essays and documents come from: ``embedded`` (its held-out part), a text file or a folder."""
+    sentences: Literal["regex", "punkt"] = "regex"
+    """What finds the places in an essay where a needle may stand; RULER takes NLTK's punkt, which needs its data."""
+    documents: int = Field(default=8, gt=0)
+    """At most so many documents for perplexity."""
+    passes: int = Field(default=100, gt=0)
+    """Of the timing."""
+    stop_after_zeros: int | None = Field(default=2, gt=0)
+    """A task that has got nothing right at so many lengths running does not go on to longer ones; null to go on."""
+
+    @field_validator("tasks")
+    @classmethod
+    def _known(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
+        for task in tasks:
+            if task not in TASKS:
+                raise ValueError(f"unknown task {task!r}; there are {', '.join(TASKS)}")
+        if len(set(tasks)) < len(tasks):
+            raise ValueError(f"tasks must be distinct, got {', '.join(tasks)}")
+        return tasks
+
+    @field_validator("lengths")
+    @classmethod
+    def _rising(cls, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        if list(lengths) != sorted(set(lengths)):
+            raise ValueError(f"lengths must rise, got {', '.join(map(str, lengths))}")
+        return lengths

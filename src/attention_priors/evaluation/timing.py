@@ -1,0 +1,67 @@
+"""How long a model takes to read a text, and to learn from one."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from attention_priors.machine import PeakMemory
+
+WARM_UP = 3
+"""Passes that are not counted."""
+
+
+def time_model(model: PreTrainedModel, length: int, *, passes: int, learns: bool, seed: int) -> dict[str, Any]:
+    """Mean and standard deviation over passes of batch 1, without a cache (BAM's protocol).
+
+    Args:
+        model: a causal language model.
+        length: of the text, in tokens drawn at random.
+        passes: how many are counted.
+        learns: forward and backward, in training mode; else forward alone, without gradients.
+        seed: of the tokens.
+
+    Returns:
+        ``mean_ms``, ``std_ms`` and ``median_ms``, and ``peak_bytes``: what one pass takes at its peak beside the model,
+        with gradients if it learns; None where that cannot be measured.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(int(model.config.vocab_size), (1, length), generator=generator).to(model.device)
+    was_training = model.training
+
+    def one_pass() -> None:
+        if learns:
+            model.zero_grad()
+            model(tokens, labels=tokens, use_cache=False).loss.backward()
+        else:
+            with torch.no_grad():
+                model(tokens, use_cache=False)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+
+    model.train(learns)
+    try:
+        for _ in range(WARM_UP):
+            one_pass()
+        model.zero_grad()
+        with PeakMemory(model.device) as memory:
+            one_pass()
+        seconds = []
+        for _ in range(passes):
+            start = time.perf_counter()
+            one_pass()
+            seconds.append(time.perf_counter() - start)
+    finally:
+        model.zero_grad()
+        model.train(was_training)
+    return {
+        "passes": passes,
+        "mean_ms": 1e3 * statistics.fmean(seconds),
+        "std_ms": 1e3 * statistics.stdev(seconds) if passes > 1 else None,
+        "median_ms": 1e3 * statistics.median(seconds),
+        "peak_bytes": memory.bytes,
+    }

@@ -1,0 +1,53 @@
+"""95 % confidence intervals."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from scipy.stats import norm, t
+
+CONFIDENCE = 0.95
+
+
+class Interval(NamedTuple):
+    """From where to where."""
+
+    low: float
+    high: float
+
+
+def wilson_interval(correct: float, trials: int) -> Interval:
+    """The Wilson score interval of a share.
+
+    Scores between 0 and 1 may be summed up to ``correct``: they vary no more than zeros and ones of the same mean do,
+    so the interval is at least as wide as it need be.
+
+    Args:
+        correct: sum of the scores, from 0 to ``trials``.
+        trials: how many there are.
+
+    Raises:
+        ValueError: ``trials`` is below 1, or ``correct`` is not between 0 and ``trials``.
+    """
+    if trials < 1:
+        raise ValueError(f"trials must be at least 1, as a share of nothing has no interval; it is {trials}")
+    if not 0 <= correct <= trials:
+        raise ValueError(f"correct must be from 0 to trials, {trials}; it is {correct}")
+    z = float(norm.ppf((1 + CONFIDENCE) / 2))
+    share, weight = correct / trials, z * z / trials
+    middle = (share + weight / 2) / (1 + weight)
+    half = z / (1 + weight) * math.sqrt(share * (1 - share) / trials + weight / trials / 4)
+    # At the ends the two are equal but for rounding.
+    low = 0.0 if correct == 0 else max(0.0, middle - half)
+    return Interval(low, 1.0 if correct == trials else min(1.0, middle + half))
+
+
+def mean_interval(values: Sequence[float]) -> Interval | None:
+    """Student's t interval of the mean; None for fewer than two values, which say nothing of their spread."""
+    if len(values) < 2:
+        return None
+    half = float(t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(statistics.fmean(values) - half, statistics.fmean(values) + half)

@@ -1,0 +1,79 @@
+"""The results of an evaluation as tables, for a terminal and for a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from attention_priors.evaluation import Accuracy, Duration, Loss, Summary
+from attention_priors.report.numbers import percent, quantity
+
+GIB = 2**30
+
+
+def evaluation_tables(summary: Summary) -> list[Table]:
+    """One table for each kind of result there is."""
+    tables = []
+    for title, header, rows in _contents(summary):
+        table = Table(title=title, title_justify="left")
+        for index, name in enumerate(header):
+            table.add_column(name, justify="left" if index == 0 else "right")
+        for row in rows:
+            table.add_row(*row)
+        tables.append(table)
+    return tables
+
+
+def evaluation_markdown(summary: Summary) -> str:
+    """The same in Markdown."""
+    parts = []
+    for title, header, rows in _contents(summary):
+        lines = [f"**{title}**", "", "| " + " | ".join(header) + " |"]
+        lines.append("|" + "|".join("---" if index == 0 else "---:" for index in range(len(header))) + "|")
+        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _contents(summary: Summary) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    if summary.accuracies:
+        header = ["task", "tokens", "texts", "right", "95 %", "answer's tokens right"]
+        yield "Retrieval, percent", header, [_of_accuracy(one) for one in summary.accuracies]
+        stops = dict.fromkeys((one.task, one.stopped) for one in summary.accuracies if one.stopped)
+        if stops:
+            yield "Stopped", ["task", "why no longer texts"], [[task, str(why)] for task, why in stops]
+    if summary.losses:
+        header = ["task", "tokens", "documents", "nats per token", "95 %", "perplexity"]
+        yield "Loss, with a t interval over documents", header, [_of_loss(one) for one in summary.losses]
+        curves = [one for one in summary.losses if one.task == "perplexity"]
+        if curves:
+            header = ["position", *(f"texts of {one.length}" for one in curves)]
+            yield "Nats per token by position", header, _by_position(curves)
+    if summary.durations:
+        header = ["pass", "tokens", "passes", "mean ms", "standard deviation", "median ms", "memory"]
+        yield "Time of one pass", header, [_of_duration(one) for one in summary.durations]
+
+
+def _of_accuracy(one: Accuracy) -> list[str]:
+    tokens = "–" if one.token_accuracy is None else percent(one.token_accuracy)
+    interval = f"{percent(one.interval.low)}–{percent(one.interval.high)}"
+    return [one.task, str(one.length), str(one.trials), percent(one.mean), interval, tokens]
+
+
+def _of_loss(one: Loss) -> list[str]:
+    interval = "–" if one.interval is None else f"{one.interval.low:.3f}–{one.interval.high:.3f}"
+    return [one.task, str(one.length), str(one.documents), f"{one.nll:.3f}", interval, quantity(one.perplexity)]
+
+
+def _by_position(curves: list[Loss]) -> list[list[str]]:
+    found = [dict(one.by_position) for one in curves]
+    places = sorted({place for curve in found for place in curve})
+    return [[f"{place:.0f}", *(quantity(curve.get(place)) for curve in found)] for place in places]
+
+
+def _of_duration(one: Duration) -> list[str]:
+    record = one.record
+    memory = "–" if record["peak_bytes"] is None else f"{record['peak_bytes'] / GIB:.2f} GiB"
+    times = [quantity(record[name]) for name in ("mean_ms", "std_ms", "median_ms")]
+    return [one.kind, str(one.length), str(record["passes"]), *times, memory]
