@@ -1,6 +1,8 @@
 """Needle prompts against lm-evaluation-harness' copy of RULER's generator, run as it is installed."""
 
+import importlib
 import random
+import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,20 +19,28 @@ from attention_priors.data.needles import DEPTHS, NeedleSettings, RegexSplitter,
 from attention_priors.data.needles.draws import CompoundWords, key_words
 from attention_priors.data.needles.prompt import NOISE
 
+PREPARE, UTILS = "lm_eval.tasks.ruler.prepare_niah", "lm_eval.tasks.ruler.niah_utils"
 ANSWER_PREFIX = " The special magic {type_needle_v} for {query} mentioned in the provided text are"
 NOUNS = ["e-mail", "mail", "tune-up", "up", "zebra", "eyed-mail", "apple"]
 ADJECTIVES = ["blue", "blue-eyed", "old", "ad hoc", "old", "old-fashioned", "x"]
 
 
 @pytest.fixture(scope="module")
-def reference() -> ModuleType:
+def reference() -> Iterator[ModuleType]:
     """lm-eval's module, imported without the download that it starts and the six million words that it sorts."""
     categories = {"nouns": NOUNS, "adjectives": ADJECTIVES, "verbs": []}
+    for name in (PREPARE, UTILS):
+        sys.modules.pop(name, None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nltk.data, "find", lambda *_: "found")
         patch.setattr(wonderwords, "RandomWord", lambda: SimpleNamespace(_categories=categories))
-        from lm_eval.tasks.ruler import prepare_niah
-    return prepare_niah
+        module = importlib.import_module(PREPARE)
+        importlib.import_module(UTILS)
+    yield module
+    for name in (PREPARE, UTILS):  # so that others get it with all its words
+        package, _, child = name.rpartition(".")
+        delattr(sys.modules[package], child)
+        del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +59,7 @@ def essay(documents: tuple[Document, ...]) -> Haystack:
 
 
 def _template() -> str:
-    from lm_eval.tasks.ruler.niah_utils import TEMPLATE
-
-    return TEMPLATE
+    return sys.modules[UTILS].TEMPLATE
 
 
 def _reference_arguments(settings: NeedleSettings, essay: Haystack) -> dict[str, Any]:
@@ -198,8 +206,7 @@ def test_the_harness_own_samples_are_ours_from_its_draws(
 
 
 def test_tasks_and_depths_are_the_harness_own(reference: ModuleType, monkeypatch: pytest.MonkeyPatch):
-    from lm_eval.tasks.ruler import niah_utils
-
+    niah_utils = sys.modules[UTILS]
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(niah_utils, "get_tokenizer", lambda _: None)
     monkeypatch.setattr(niah_utils, "get_haystack", lambda type_haystack: type_haystack)
