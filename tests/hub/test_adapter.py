@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "described": {"prior": {"name": "generalized_gaussian", "init": "spread", "learn": True}},
     "sum, scaled": {"prior": [{"name": "laplace", "learn": True}, {"name": "key_sink", "train_length": 9}]}
     | {"logit_scale": "residual_ssmax"},
+    "sum with a bare name": {"prior": ["generalized_gaussian", {"name": "laplace", "learn": True}]},
     "made": {"prior": GeneralizedGaussian(4, init="spread", learn="beta"), "logit_scale": SSMax(4, init=0.4)},
     "some layers and heads": {"prior": {"name": "relative_buckets", "num_buckets": 8}, "layers": [1], "heads": [2, 0]},
     "shared": {"prior": "relative_buckets", "share_prior": True},

@@ -24,7 +24,7 @@ STATE = "_attached_state"
 LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings")
 """What models call their tables of learned positions."""
 
-PriorLike = Prior | Mapping[str, Any] | Sequence[Mapping[str, Any]] | str
+PriorLike = Prior | Mapping[str, Any] | Sequence[Mapping[str, Any] | str] | str
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
@@ -85,6 +85,14 @@ def attach(
     there_are = attention_layers(model)
     chosen = _chosen(there_are, layers)
     some_heads = None if heads is None else list(heads)
+    description = {
+        "prior": _described(prior),
+        "logit_scale": _described(logit_scale),
+        "layers": sorted(chosen),
+        "heads": some_heads,
+        "share_prior": share_prior,
+        "drop_positions": drop_positions,
+    }
     parts: dict[int, AttachedPrior] = {}
     shared: Prior | None = None
     for index, module in chosen.items():
@@ -109,18 +117,7 @@ def attach(
     implementation = cast(str, model.config._attn_implementation)
     model.set_attn_implementation(IMPLEMENTATION)
     setattr(model, STATE, _State(implementation, handles, frozen))
-    setattr(
-        model.config,
-        CONFIG_KEY,
-        {
-            "prior": _described(prior),
-            "logit_scale": _described(logit_scale),
-            "layers": sorted(chosen),
-            "heads": some_heads,
-            "share_prior": share_prior,
-            "drop_positions": drop_positions,
-        },
-    )
+    setattr(model.config, CONFIG_KEY, description)
     return model
 
 
@@ -290,7 +287,10 @@ def _described(part: Any) -> Any:
         return part.to_config()
     if part is None or isinstance(part, str):
         return part
-    return dict(part) if isinstance(part, Mapping) else [dict(each) for each in part]
+    if isinstance(part, Mapping):
+        return dict(part)
+    # What is no description at all is refused where a prior is to be made of it.
+    return [dict(each) if isinstance(each, Mapping) else each for each in part] if isinstance(part, Sequence) else part
 
 
 # ---- the model's own positions
