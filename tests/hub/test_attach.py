@@ -330,6 +330,18 @@ def test_a_prior_that_layers_share() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_without_positions_of_its_own_all_that_learns_has_a_gradient(family: str) -> None:
+    """Which DistributedDataParallel waits for: learned positions, which nothing depends on any more, are frozen."""
+    model = tiny(family)
+    before = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    attach(model, **STATIONARY, drop_positions=True)
+    model(IDS, labels=IDS).loss.backward()
+    assert not [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    detach(model)
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_without_positions_of_its_own_a_model_sees_a_set(family: str) -> None:
     """Under no prior the last token's logits then do not depend on the order of those before (in one layer)."""
     sizes: dict[str, Any] = {"n_layer" if family == "gpt2" else "num_hidden_layers": 1}

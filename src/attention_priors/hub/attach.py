@@ -35,7 +35,7 @@ class _State:
     implementation: str
     handles: list[RemovableHandle]
     frozen: list[str]
-    """Parameters that learned before and were frozen."""
+    """Parameters that learned before and were frozen: of the model, or of positions that were dropped."""
 
 
 def attach(
@@ -66,7 +66,7 @@ def attach(
         heads: which query heads of them; None for all. A prior that is not a description has as many heads.
         share_prior: whether all layers have one prior, as in T5, rather than each its own.
         drop_positions: whether the layers' rotary positions, or the model's learned ones, are taken away (DroPE).
-            The model then knows positions by its prior alone.
+            The model then knows positions by its prior alone. Learned ones are frozen: nothing depends on them.
         freeze_model: whether nothing else learns.
 
     Returns:
@@ -108,7 +108,11 @@ def attach(
         parts[index] = part.to(reference.device).train(module.training)
     handles = _drop_positions(model, chosen, whole=len(chosen) == len(there_are)) if drop_positions else []
 
-    frozen = [name for name, parameter in model.named_parameters() if parameter.requires_grad] if freeze_model else []
+    # DistributedDataParallel waits for a gradient of every parameter that learns.
+    still = {*model.parameters()} if freeze_model else set[nn.Parameter]()
+    if drop_positions:
+        still |= {parameter for table in _learned_positions(model) for parameter in table.parameters()}
+    frozen = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter in still]
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     for index, module in chosen.items():
@@ -307,12 +311,16 @@ def _nowhere(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor
     return torch.zeros_like(output)
 
 
-def _drop_positions(model: PreTrainedModel, layers: Mapping[int, nn.Module], whole: bool) -> list[RemovableHandle]:
-    tables = [
+def _learned_positions(model: nn.Module) -> list[nn.Embedding]:
+    return [
         module
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in LEARNED_POSITIONS and isinstance(module, nn.Embedding)
     ]
+
+
+def _drop_positions(model: PreTrainedModel, layers: Mapping[int, nn.Module], whole: bool) -> list[RemovableHandle]:
+    tables = _learned_positions(model)
     rotary = {
         index: "position_embeddings" in inspect.signature(type(module).forward).parameters
         for index, module in layers.items()
