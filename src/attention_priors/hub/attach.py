@@ -56,6 +56,8 @@ def attach(
     what it did. Everything of transformers goes on working: ``generate``, caches, ``Trainer``, PEFT,
     ``save_pretrained`` (:func:`load_attached` loads what it saves, :func:`save_adapter` saves the attached part alone).
 
+    The model's config then is a copy: others may have been made from the same, and to them nothing is attached.
+
     Args:
         model: a decoder whose attention goes through transformers' attention interface: Llama, Mistral, Qwen, Gemma,
             SmolLM, GPT-2, GPT-NeoX, OPT and most others.
@@ -117,6 +119,7 @@ def attach(
         model.get_parameter(name).requires_grad_(False)
     for index, module in chosen.items():
         setattr(module, ATTRIBUTE, parts[index])
+    _take_own_config(model)
     register()
     implementation = cast(str, model.config._attn_implementation)
     model.set_attn_implementation(IMPLEMENTATION)
@@ -180,6 +183,16 @@ def train_attached(model: nn.Module) -> list[nn.Parameter]:
         for parameter in part.parameters()
         if parameter.requires_grad
     ]
+
+
+def _take_own_config(model: PreTrainedModel) -> None:
+    """Give a model, and all of its modules, a copy of the config, which other models may have been made from too."""
+    copies: dict[int, Any] = {}
+    own = copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        if id(getattr(module, "config", None)) in copies:
+            module.config = copies[id(module.config)]
+    assert model.config is own
 
 
 # ---- which modules
