@@ -106,8 +106,7 @@ def attach(
             shared = part.prior
         except ValueError as error:
             raise ValueError(f"layer {index} ({type(module).__name__}): {error}") from error
-        reference = next(module.parameters())
-        parts[index] = part.to(reference.device).train(module.training)
+        parts[index] = part.to(_device_of(module)).train(module.training)
     handles = _drop_positions(model, chosen, whole=len(chosen) == len(there_are)) if drop_positions else []
 
     # DistributedDataParallel waits for a gradient of every parameter that learns.
@@ -297,6 +296,15 @@ def _make_part(
         return AttachedPrior(made, scale)
     spread = None if scale is None else cast(SSMax, ScaleOnHeads(total, scale, heads))
     return AttachedPrior(None if made is None else on_heads(total, made, heads), spread)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """Where a module computes. accelerate may keep its weights elsewhere meanwhile."""
+    for part in module.modules():
+        device = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    return next(module.parameters()).device
 
 
 def _described(part: Any) -> Any:
