@@ -91,6 +91,14 @@ def test_a_model_comes_back_with_what_is_attached(
     assert torch.equal(logits(loaded), logits(detach(model)))
 
 
+def test_a_model_in_a_subfolder(tmp_path: Path) -> None:
+    model = changed("llama", "described")
+    model.save_pretrained(tmp_path / "inner")
+    assert torch.equal(logits(load_attached(tmp_path, subfolder="inner")), logits(model))
+    with pytest.raises(ValueError, match="does not support output_loading_info"):
+        load_attached(tmp_path / "inner", output_loading_info=True)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_kinds_come_back_with_their_model(kind: str, tmp_path: Path) -> None:
     model = changed("llama", kind)

@@ -28,6 +28,8 @@ DESCRIPTION = "prior_adapter_config.json"
 WEIGHTS = "prior_adapter.safetensors"
 FORMAT = 1
 """Of the adapter's files."""
+FOR_FILES = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+"""Options of ``from_pretrained`` that say where files are."""
 
 
 def save_adapter(model: PreTrainedModel, folder: str | Path) -> None:
@@ -133,12 +135,16 @@ def load_attached(name_or_path: str | Path, **options: Any) -> PreTrainedModel:
 
     Args:
         name_or_path: a folder, or a repository on the Hugging Face Hub.
-        options: as for ``from_pretrained``: ``dtype``, ``device_map``, ``revision``, ... The priors stay float32.
+        options: as for ``from_pretrained``: ``dtype``, ``device_map``, ``revision``, ``subfolder``, ... The priors stay
+            float32.
 
     Raises:
-        ValueError: if nothing was attached to the model, or the files do not hold it.
+        ValueError: if nothing was attached to the model, the files do not hold it, or an option is not supported.
     """
-    for_files = {key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options}
+    for name in ("variant", "output_loading_info"):
+        if options.get(name):
+            raise ValueError(f"load_attached() does not support {name}, got {options[name]!r}")
+    for_files = {key: options[key] for key in FOR_FILES if key in options}
     config = AutoConfig.from_pretrained(name_or_path, **for_files)
     if getattr(config, CONFIG_KEY, None) is None:
         raise ValueError(f"{name_or_path} has no priors attached: its config has no {CONFIG_KEY!r}")
