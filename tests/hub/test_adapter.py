@@ -207,7 +207,10 @@ def test_another_model(tmp_path: Path) -> None:
         assert logits(other).shape == (2, 20, 64)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "another format", "missing tensor", "no description"])
+@pytest.mark.parametrize(
+    "damage",
+    ["truncated", "another format", "missing tensor", "no description", "half a description", "a list", "empty"],
+)
 def test_damaged_files(damage: str, tmp_path: Path) -> None:
     save_adapter(changed("llama", "described"), tmp_path)
     weights, description = tmp_path / WEIGHTS, json.loads((tmp_path / DESCRIPTION).read_text())
@@ -216,6 +219,9 @@ def test_damaged_files(damage: str, tmp_path: Path) -> None:
         "another format": "format 99",
         "missing tensor": "does not hold",
         "no description": DESCRIPTION,
+        "half a description": f"{DESCRIPTION} is not a whole JSON file",
+        "a list": f"{DESCRIPTION} has format None",
+        "empty": "must hold",
     }[damage]
     if damage == "truncated":
         weights.write_bytes(weights.read_bytes()[:-8])
@@ -224,6 +230,10 @@ def test_damaged_files(damage: str, tmp_path: Path) -> None:
     elif damage == "missing tensor":
         save_adapter(attach(tiny("llama"), logit_scale="ssmax"), tmp_path / "other")
         weights.write_bytes((tmp_path / "other" / WEIGHTS).read_bytes())
+    elif damage in ("half a description", "a list", "empty"):
+        whole = json.dumps(description)
+        texts = {"half a description": whole[: len(whole) // 2], "a list": "[]", "empty": '{"format": 1}'}
+        (tmp_path / DESCRIPTION).write_text(texts[damage])
     else:
         (tmp_path / DESCRIPTION).unlink()
     model = tiny("llama")

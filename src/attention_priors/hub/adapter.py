@@ -86,14 +86,17 @@ def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Mode
     for name in (DESCRIPTION, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{name_or_path} holds no {name}: it is no prior adapter")
-    description = read_json(folder / DESCRIPTION)
-    if description.get("format") != FORMAT:
+    try:
+        description = read_json(folder / DESCRIPTION)
+    except ValueError as error:
+        raise ValueError(f"{folder / DESCRIPTION} is not a whole JSON file: {error}") from error
+    found = description.get("format") if isinstance(description, dict) else None
+    if found != FORMAT:
         raise ValueError(
-            f"{folder / DESCRIPTION} has format {description.get('format')!r}; this version of attention-priors "
-            f"reads format {FORMAT}"
+            f"{folder / DESCRIPTION} has format {found!r}; this version of attention-priors reads format {FORMAT}"
         )
     tensors = read_weights(folder / WEIGHTS)
-    attach(model, **_arguments(description["attached"]))
+    attach(model, **_arguments(description.get("attached")))
     wanted: dict[str, Tensor] = {
         f"layers.{index}.{name}": parameter
         for index, part in attached_priors(model).items()
@@ -169,10 +172,11 @@ def _description(model: PreTrainedModel) -> dict[str, Any]:
     return description
 
 
-def _arguments(description: dict[str, Any]) -> dict[str, Any]:
+def _arguments(description: Any) -> dict[str, Any]:
     known = {"prior", "logit_scale", "layers", "heads", "share_prior", "drop_positions"}
-    if set(description) != known:
-        raise ValueError(f"the description of attached priors must hold {sorted(known)}, got {sorted(description)}")
+    if not isinstance(description, dict) or set(description) != known:
+        got = sorted(description) if isinstance(description, dict) else description
+        raise ValueError(f"the description of attached priors must hold {sorted(known)}, got {got}")
     return description
 
 
