@@ -2,6 +2,7 @@
 
 from attention_priors.report.gallery import write_figures
 from attention_priors.report.html import write_report
+from attention_priors.report.result_grids import write_tables
 from attention_priors.report.tables import render_text_table
 
-__all__ = ["render_text_table", "write_figures", "write_report"]
+__all__ = ["render_text_table", "write_figures", "write_report", "write_tables"]
