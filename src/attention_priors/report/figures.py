@@ -81,7 +81,7 @@ def passkey_heatmap(results: Results, scheme: str) -> Figure:
     # Cells keep their size whatever their number.
     width = 1.2 + 0.4 * (len(lengths) + 1)
     title = f"{label(scheme)}: pass keys retrieved, %"
-    lines_of_title = textwrap.wrap(title, round(_CHARACTERS_PER_INCH * width), drop_whitespace=False)
+    lines_of_title = textwrap.wrap(title, round(_CHARACTERS_PER_INCH * width))
     figure, axes = start(width=width, height=1.4 + 0.21 * (len(depths) + 1) + 0.17 * (len(lines_of_title) - 1))
     # A gap of a third of a cell sets the means apart.
     column_edges = [*range(len(lengths) + 1), len(lengths) + 1 / 3, len(lengths) + 4 / 3]

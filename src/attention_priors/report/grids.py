@@ -48,14 +48,15 @@ def markdown(grid: Grid) -> str:
 
 def latex(grid: Grid) -> str:
     """The table in LaTeX, which needs the package booktabs and no other."""
+    size = "footnotesize" if len(grid.header) <= 8 else "scriptsize"
     columns = "l" * grid.words + "r" * (len(grid.header) - grid.words)
     groups = ["".join(f"{' & '.join(map(_latex_cell, line))} \\\\\n" for line in group) for group in grid.groups]
     return "".join(
         [
             "% Needs \\usepackage{booktabs} in the preamble.\n",
-            "\\begin{table}\n\\centering\n",
+            "\\begin{table}\n\\centering\n\\setlength{\\belowcaptionskip}{6pt}\n",
             f"\\caption{{{latex_text(grid.caption)}}}\n\\label{{tab:{grid.stem}}}\n",
-            "\\footnotesize\n\\setlength{\\tabcolsep}{3pt}\n",
+            f"\\{size}\n\\setlength{{\\tabcolsep}}{{3pt}}\n",
             f"\\begin{{tabular}}{{{columns}}}\n\\toprule\n",
             f"{' & '.join(map(_latex_heading, grid.header))} \\\\\n\\midrule\n",
             "\\addlinespace\n".join(groups),
@@ -78,7 +79,7 @@ def _markdown_text(text: str) -> str:
 def _latex_heading(heading: str) -> str:
     lines = [latex_text(line) for line in heading.split("\n")]
     stack = "\\\\".join(lines)
-    return stack if len(lines) == 1 else f"\\shortstack[r]{{{stack}}}"
+    return stack if len(lines) == 1 else f"\\begin{{tabular}}[b]{{@{{}}r@{{}}}}{stack}\\end{{tabular}}"
 
 
 def _latex_cell(cell: Cell | str) -> str:
@@ -86,7 +87,8 @@ def _latex_cell(cell: Cell | str) -> str:
         return latex_text(cell)
     if not cell.interval:
         return latex_text(cell.text)
-    return f"\\shortstack[r]{{{latex_text(cell.text)}\\\\{{\\tiny {latex_text(cell.interval)}}}}}"
+    stack = f"{latex_text(cell.text)}\\\\[-2pt]{{\\tiny {latex_text(cell.interval)}}}"
+    return f"\\begin{{tabular}}[t]{{@{{}}r@{{}}}}{stack}\\end{{tabular}}"
 
 
 _GREEK = "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΥΦΨΩ"
@@ -107,7 +109,7 @@ _LATEX = {
     '"': "''",
     # After the end of a line, LaTeX would take these for the argument of that end.
     **{character: f"{{{character}}}" for character in "[]*"},
-    "·": r"\textperiodcentered{}",
+    "·": r"$\cdot$",
     "–": "--",
     "—": "---",
     "−": "$-$",
@@ -118,7 +120,7 @@ _LATEX = {
     "≈": r"$\approx$",
     "∞": r"$\infty$",
     "→": r"$\to$",
-    "†": r"\textdagger{}",
+    "†": r"$\dagger$",
     "…": r"\dots{}",
     "’": "'",
     **{letter: letter for letter in "ßæœøłÆŒØŁ"},

@@ -32,6 +32,9 @@ from attention_priors.report.tables import PasskeyCell, passkey_table
 
 ABSENT = "–"
 
+_POSITIONS = 6
+"""Ranges of positions in a table; the figures have all."""
+
 SHARES = (
     "Pass keys retrieved, % of texts, by context length in tokens. Texts: of the texts of all seeds together, with the "
     "95 % Wilson interval, which is for the chance in the texts. Seeds: the mean of the seeds' shares, with Student's "
@@ -96,7 +99,8 @@ def _perplexity(results: Results) -> Grid:
     ]
     caption = (
         f"Perplexity per token: {PERPLEXITIES} Within training: over the ranges of positions that end within the "
-        "training length. The other columns are ranges of positions beyond it, named by their middle, in tokens."
+        "training length. The other columns are ranges of positions beyond it (of many, some), named by their middle, "
+        "in tokens."
     )
     header = ["scheme", "seeds", "within\ntraining", *(f"{position:.0f}" for position in losses.beyond)]
     return Grid("perplexity", caption, header, [lines] if lines else [], words=1)
@@ -248,8 +252,8 @@ class _Losses:
         self._results = results
         self.schemes = schemes_with(results, "perplexity")
         shortest = min((training_length(results, scheme) for scheme in self.schemes), default=0)
-        positions = distinct(rows(results, "perplexity"), "position")
-        self.beyond: list[float] = [position for position in positions if position > shortest]
+        beyond = [row for row in rows(results, "perplexity") if row["position"] > shortest]
+        self.beyond: list[float] = _spread(distinct(beyond, "position"))
 
     def seeds(self, scheme: str) -> int:
         return len(distinct(rows(self._results, "perplexity", scheme), "seed"))
@@ -271,6 +275,14 @@ class _Losses:
         if not losses or not all(map(math.isfinite, losses)):
             return Cell(ABSENT)
         return _estimate(perplexity_of(over_seeds(losses)), _perplexity_text)
+
+
+def _spread(positions: list[float]) -> list[float]:
+    """So many of them that a page is wide enough, evenly spaced, the first and the last among them."""
+    count = min(len(positions), _POSITIONS)
+    if count < 2:
+        return positions
+    return [positions[round(place * (len(positions) - 1) / (count - 1))] for place in range(count)]
 
 
 def _estimate(value: Estimate, written: Callable[[float], str]) -> Cell:
