@@ -66,13 +66,15 @@ def compare(
             )
         except experiments.RunFailedError as error:
             failed, results = error, error.results
-        report.write_figures(results, output / "figures")
-        report.write_tables(results, output / "tables")
         page = output / "report.html"
-        report.write_report(results, page)
-    console.print(report.render_text_table(results))
-    console.print(f"Tables: {escape(str(output / 'tables'))}", soft_wrap=True, highlight=False)
-    console.print(f"Report: {escape(str(page))}", soft_wrap=True, highlight=False)
+        if results["runs"]:
+            report.write_figures(results, output / "figures")
+            report.write_tables(results, output / "tables")
+            report.write_report(results, page)
+    if results["runs"]:
+        console.print(report.render_text_table(results))
+        console.print(f"Tables: {escape(str(output / 'tables'))}", soft_wrap=True, highlight=False)
+        console.print(f"Report: {escape(str(page))}", soft_wrap=True, highlight=False)
     if failed is not None:
         console.print(f"[bold red]error:[/] {escape(str(failed))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1)

@@ -377,8 +377,9 @@ def test_a_run_that_fails_is_named_once_the_others_are_done(copy, tiny, quiet, f
 
 def test_the_command_reports_what_is_there_when_a_run_fails(finished, tiny, tmp_path, monkeypatch):
     def fail(*arguments: object, **options: object) -> None:
-        raise RunFailedError("ALiBi, seed 4, ended with exit code 1", finished.results)
+        raise RunFailedError("ALiBi, seed 4, ended with exit code 1", found)
 
+    found = finished.results
     monkeypatch.setattr(experiments, "compare", fail)
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(json.dumps(changed({"corpus.source": tiny().corpus.source})))
@@ -387,6 +388,11 @@ def test_the_command_reports_what_is_there_when_a_run_fails(finished, tiny, tmp_
     assert "error: ALiBi, seed 4, ended with exit code 1" in result.output
     assert "BAM + SSMax" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "BAM + SSMax" in (tmp_path / "out" / "tables" / "passkey.md").read_text(encoding="utf-8")
+    # Where nothing is finished, there is nothing to report.
+    found = {"runs": [], "schemes": []}
+    result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(tmp_path / "none")])
+    assert (result.exit_code, result.output.strip()) == (1, "error: ALiBi, seed 4, ended with exit code 1")
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_worker_that_speaks_out_of_turn_is_heard_to_its_end(tiny, tmp_path, quiet, monkeypatch):

@@ -27,8 +27,8 @@ from attention_priors.report.drawing import (
     line_key,
     logit_scale_bins,
     logit_scales,
+    perplexity_label,
 )
-from attention_priors.report.numbers import quantity
 from attention_priors.report.results import Results, rows, schemes_with
 from attention_priors.report.style import blank, label, look, tidy
 
@@ -63,8 +63,8 @@ def perplexity_by_axis(results: Results, axis: str | None = None) -> Figure:
     def draw(axes: Axes, looks: Looks, names: Mapping[str, str]) -> list[Artist]:
         beyond = draw_perplexity(axes, results, looks, panel=True)
         axes.set_xlabel("position in the text, tokens", fontsize=9)
-        end = f"\n(axis ends at {quantity(axes.get_ylim()[1])})" if beyond else ""
-        axes.set_ylabel(f"perplexity, per token{end}", fontsize=9)
+        words = perplexity_label(results, looks, axes.get_ylim()[1] if beyond else None)
+        axes.set_ylabel(words.replace(" (", "\n("), fontsize=8.5)
         return [*(line_key(looks[scheme], names[scheme]) for scheme in looks), _training_key()]
 
     return _panels(results, axis, finite, draw, "perplexity")

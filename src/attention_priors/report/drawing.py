@@ -13,14 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from attention_priors.report.numbers import multiple
+from attention_priors.report.numbers import multiple, quantity
 from attention_priors.report.results import (
     Results,
     Row,
     count_passkeys,
     distinct,
     number,
-    perplexity_curve,
     perplexity_estimates,
     rows,
     schemes_with,
@@ -40,6 +39,7 @@ Looks = Mapping[str, Look]
 """The schemes that are drawn, in order, and how."""
 
 _LARGEST_LOG_TICK = 30
+_NARROWEST_THETAS = 0.5
 
 
 class NothingToShowError(ValueError):
@@ -98,7 +98,7 @@ def draw_passkeys(axes: Axes, results: Results, looks: Looks, *, panel: bool = F
 
 
 def draw_perplexity(axes: Axes, results: Results, looks: Looks, *, panel: bool = False) -> dict[str, float]:
-    """Perplexity against position, with a band that is the 95 % t-interval over seeds, and thin lines of single seeds.
+    """Perplexity against position, with a band that is Student's 95 % interval over seeds, where there are several.
 
     Returns:
         The highest perplexity of each scheme whose curve leaves the axes.
@@ -119,14 +119,6 @@ def draw_perplexity(axes: Axes, results: Results, looks: Looks, *, panel: bool =
             axes.fill_between(
                 x, low, high, color=looks[scheme].color, alpha=0.13, linewidth=0, zorder=1, gid=f"interval:{scheme}"
             )
-        selected = rows(results, "perplexity", scheme)
-        seeds = distinct(selected, "seed")
-        for seed in seeds if len(seeds) > 1 else []:
-            alone = perplexity_curve(row for row in selected if row["seed"] == seed)
-            axes.plot(
-                list(alone), list(alone.values()), color=looks[scheme].color, linewidth=0.7, alpha=0.5,
-                gid=f"seed:{scheme}:{seed}",
-            )  # fmt: skip
     tops = {scheme: max(point.mean for point in curve.values()) for scheme, curve in estimates.items()}
     lowest = min(point.mean for curve in estimates.values() for point in curve.values())
     cut = PERPLEXITY_RANGE * lowest
@@ -136,6 +128,20 @@ def draw_perplexity(axes: Axes, results: Results, looks: Looks, *, panel: bool =
     trained = _trained(results, {scheme: looks[scheme] for scheme in estimates})
     token_axis(axes, _powers_of_two(positions), min(positions), max(positions), trained, panel=panel)
     return {scheme: top for scheme, top in tops.items() if top > cut}
+
+
+def perplexity_label(results: Results, looks: Looks, end: float | None) -> str:
+    """What the axis of :func:`draw_perplexity` shows, in one line.
+
+    Args:
+        results: a results dictionary.
+        looks: the schemes.
+        end: where the axis ends, if curves go beyond it.
+    """
+    several = any(len(distinct(rows(results, "perplexity", scheme), "seed")) > 1 for scheme in looks)
+    notes = ["bands: 95 % interval"] if several else []
+    notes += [] if end is None else [f"axis ends at {quantity(end)}"]
+    return f"perplexity, per token ({'; '.join(notes)})" if notes else "perplexity, per token"
 
 
 def gaussian_heads(results: Results, scheme: str) -> list[Row]:
@@ -182,6 +188,10 @@ def draw_thetas(axes: Axes, results: Results, looks: Looks, marker: Callable[[st
             gid=f"theta:{scheme}",
         )  # fmt: skip
     axes.set_ylim(bottom, top)
+    # Heads that never moved would otherwise be spread over billionths.
+    left, right = axes.get_xlim()
+    missing = max(0.0, _NARROWEST_THETAS - (right - left)) / 2
+    axes.set_xlim(left - missing, right + missing)
 
 
 def logit_scales(results: Results, schemes: Iterable[str]) -> dict[str, list[float]]:

@@ -32,12 +32,13 @@ from attention_priors.report.drawing import (
     line_key,
     logit_scale_bins,
     logit_scales,
+    perplexity_label,
     require,
     require_rows,
     rough,
     start,
 )
-from attention_priors.report.numbers import listing, percent, quantity
+from attention_priors.report.numbers import listing, percent
 from attention_priors.report.results import Results, Row, count_passkeys, distinct, number, rows, training_length
 from attention_priors.report.style import GREY, MARKERS, blank, label, looks, thin, tidy
 
@@ -135,15 +136,14 @@ def passkey_heatmap(results: Results, scheme: str) -> Figure:
 
 
 def perplexity_by_position(results: Results) -> Figure:
-    """Perplexity against position: e to the mean loss over seeds, with its interval, and single seeds as thin lines."""
+    """Perplexity against position: e to the mean loss over seeds, with its interval where there are several."""
     look = looks(results)
     shown = {scheme: look[scheme] for scheme in require(results, "perplexity", overview(results))}
     figure, axes = start(height=4.5)
     beyond = draw_perplexity(axes, results, shown)
-    axes.set_ylabel("perplexity, per token")
+    axes.set_ylabel(perplexity_label(results, shown, axes.get_ylim()[1] if beyond else None))
     if beyond:
         names = listing([f"{label(scheme)} (up to {rough(highest)})" for scheme, highest in beyond.items()])
-        axes.set_ylabel(f"perplexity, per token (axis ends at {quantity(axes.get_ylim()[1])})")
         axes.set_title(textwrap.fill(f"Beyond the axis: {names}", 92), loc="left", fontsize=9)
     axes.set_xlabel("position in the text, tokens")
     legend_below(figure, [line_key(look[scheme], scheme) for scheme in shown])
