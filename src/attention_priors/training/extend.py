@@ -40,7 +40,8 @@ def extend(
 ) -> dict[str, Any]:
     """Train a saved model further at a longer context, and measure what it changes.
 
-    What ``attention-priors train`` has left beside the model says the rest: its data, its optimiser, its tokens a step.
+    What ``attention-priors train`` has left beside the model says the rest: its data, its optimiser, its tokens a step,
+    and whether only what is attached to it learns.
     Interrupted at any point, the same call goes on from there.
 
     Source: BAM, Appendix C (256 more steps at twice the context).
@@ -139,12 +140,15 @@ def _recipe(
     running = description.get("running", {})
     if running.get("rows_at_a_time") and old:
         running["rows_at_a_time"] = max(1, running["rows_at_a_time"] * old // new)  # as many tokens at a time
+    pretrained: dict[str, Any] = {"pretrained": str(folder)}
+    if before is not None and before.model.trains_attached_alone:
+        pretrained["train_only"] = "attached"
     if tokens_per_step is None:
         tokens_per_step = ROWS_PER_STEP * new if before is None else before.training.step_tokens
     return TrainRecipe.model_validate(
         {
             "name": f"{description.get('name', folder.name)}, extended to {new}",
-            "model": {"pretrained": str(folder)},
+            "model": pretrained,
             "data": {"shards": str(shards), "order": description.get("data", {}).get("order", "shuffled")},
             "training": training
             | {
