@@ -44,7 +44,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             "If you trust where it comes from, load it yourself with torch.load(path, weights_only=False), take the "
             "state dict out of it and save that with safetensors.torch.save_file"
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
+    except Exception as error:
+        # What is raised depends on where the damage is: struct.error, RuntimeError, EOFError, KeyError, ...
         raise ValueError(f"{path} cannot be read; it is not a whole file of PyTorch's: {error}") from error
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}, expected a state dict, names with their tensors")
