@@ -186,6 +186,16 @@ def test_a_model_that_was_frozen_stays_frozen_in_its_extension(make_recipe, fini
         assert all("attached_prior" in name for name in changed)
 
 
+def test_what_a_killed_run_was_saving_is_no_part_of_the_model(make_recipe, finished, tmp_path):
+    left = tmp_path / "model.unfinished" / "adapter_config.json"
+    left.parent.mkdir()
+    left.write_bytes(b"half")
+    data = {"text": None, "shards": str(finished / "data")}
+    run_recipe(make_recipe(data=data, tokenizer=None), tmp_path)
+    assert not (tmp_path / "model" / left.name).exists()
+    assert not left.parent.exists()
+
+
 def test_nothing_attached_that_could_learn_alone(make_recipe, finished, tmp_path):
     data = {"text": None, "shards": str(finished / "data")}
     model = {"pretrained": str(finished / "model"), "train_only": "attached"}
