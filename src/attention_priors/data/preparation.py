@@ -37,9 +37,9 @@ class Preparation:
     Args:
         documents: the texts.
         tokenizer: entries of a byte-level BPE trained on the documents, or a tokenizer's path or Hugging Face name.
-        held_out_tokens: of documents without a held-out part, the first ones with about so many tokens.
-        max_tokens: of the part to train on, about so many tokens at most; None for all.
-        shard_tokens: about how many tokens a file has.
+        held_out_tokens: of documents without a held-out part, the first ones that have so many tokens together.
+        max_tokens: of the part to train on, so many tokens at most; None for all. The last document is cut to that.
+        shard_tokens: a file ends with the document that brings it to so many tokens.
     """
 
     documents: Documents
@@ -209,16 +209,20 @@ def _prepare_part(
         batch: list[Place] = list(islice(places, DOCUMENTS_PER_BATCH))
         if not batch:
             break
-        for ids in encode_documents(tokenizer, [place.text for place in batch]):
-            tokens.append(np.array(ids, dtype=kind))
-            count += len(ids)
+        for place, ids in zip(batch, encode_documents(tokenizer, [place.text for place in batch]), strict=True):
+            if limit is not None and total + count >= limit:
+                break
+            # What is held out is whole documents: the rest of the last one would be neither held out nor trained on.
+            used = ids if limit is None or part != "train" else ids[: limit - total - count]
+            tokens.append(np.array(used, dtype=kind))
+            count += len(used)
             starts.append(count)
-        state = batch[-1].state
+            state = place.state
+            if count >= preparation.shard_tokens:
+                _write_shard(tokens, starts, state, part, manifest, folder)
+                total += count
+                tokens, starts, count = [], [0], 0
         on_tokens(part, total + count)
-        if count >= preparation.shard_tokens:
-            _write_shard(tokens, starts, state, part, manifest, folder)
-            total += count
-            tokens, starts, count = [], [0], 0
     if count:
         _write_shard(tokens, starts, state, part, manifest, folder)
     manifest["finished"].append(part)
