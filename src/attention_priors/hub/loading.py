@@ -11,15 +11,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from attention_priors.encodings import LearnedTable
 from attention_priors.hub.adapter import load_attached
 from attention_priors.hub.attach import CONFIG_KEY
+from attention_priors.hub.weights import damage_named
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
+from attention_priors.repositories import folder_or_repository
 
 
 def load_config(name: str | Path) -> PreTrainedConfig:
     """The configuration of a model, ours or another; ``name`` as for :func:`load_model`."""
-    found, _ = PreTrainedConfig.get_config_dict(name)
-    if found.get("model_type") == PriorDecoderConfig.model_type:
-        return PriorDecoderConfig.from_pretrained(name)
-    return AutoConfig.from_pretrained(name)
+    with folder_or_repository("model", name):
+        found, _ = PreTrainedConfig.get_config_dict(name)
+        if found.get("model_type") == PriorDecoderConfig.model_type:
+            return PriorDecoderConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name)
 
 
 def load_model(name: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -31,12 +34,14 @@ def load_model(name: str | Path, dtype: torch.dtype = torch.float32) -> PreTrain
 
     Raises:
         OSError: it cannot be loaded.
+        ValueError: its files are damaged.
     """
     config = load_config(name)
     if getattr(config, CONFIG_KEY, None) is not None:
         return load_attached(name, dtype=dtype)
     kind: Any = PriorDecoderForCausalLM if isinstance(config, PriorDecoderConfig) else AutoModelForCausalLM
-    return kind.from_pretrained(name, dtype=dtype)
+    with folder_or_repository("model", name), damage_named(name):
+        return kind.from_pretrained(name, dtype=dtype)
 
 
 def check_positions(model: PreTrainedModel, length: int) -> None:
