@@ -255,6 +255,7 @@ def test_nothing_left_to_train_on_is_an_error(make, tmp_path):
     ("source", "complaint"),
     [
         ({"path": "json", "data_files": "nowhere.jsonl"}, "'json' cannot be loaded"),
+        ({"path": "json", "data_files": "nope*.jsonl"}, r"no file is found with data_files='nope\*\.jsonl'"),
         ({"path": "json", "text": "body"}, "has NoneType under 'body', not text; its fields are id, text"),
         ({"path": "json", "text": "id"}, "has int under 'id', not text"),
         ({"path": "json", "split": "test"}, "'json' cannot be loaded"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, GPT2Config, LlamaConfig
 from typer.testing import CliRunner
 
 from attention_priors.cli import app
@@ -276,6 +276,59 @@ def recipe_decoder(make_recipe: Callable[..., TrainRecipe]) -> dict[str, Any]:
 def test_recipes_that_say_too_little_or_too_much_are_refused(make_recipe, changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         make_recipe(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"model": {"config": "llama", "attach": {"prior": "generalised"}}}, "model.attach: .*unknown prior 'general"),
+        ({"model": {"config": "llama", "attach": {"prior": "laplace", "layers": [7]}}}, "model.attach: layers holds 7"),
+        ({"model": {"pretrained": "./nowhere"}}, "model.pretrained: model './nowhere': there is no such folder"),
+        ({"model": {"config": "./nowhere"}}, "model.config: model './nowhere': there is no such folder"),
+        ({"model": {"pretrained": "bloom", "attach": {"prior": "laplace"}}}, "model.attach: BloomForCausalLM has no"),
+        ({"model": {"pretrained": "attached", "attach": {"prior": "laplace"}}}, "already; leave model.attach out"),
+        ({"model": {"pretrained": "llama", "train_only": "attached"}}, "model.train_only: nothing that learns"),
+        ({"model": {"pretrained": "bloom"}, "tokenizer": 400}, "the model's vocabulary has 300 entries, .* 400"),
+        ({"model": {"config": "gpt2"}}, "has a table of 20 positions"),
+    ],
+)
+def test_a_model_that_cannot_be_is_found_before_any_work(make_recipe, tmp_path, monkeypatch, changes, complaint):
+    monkeypatch.chdir(tmp_path)
+    llama = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA, vocab_size=300))
+    llama.save_pretrained("llama")
+    attach(llama, "laplace").save_pretrained("attached")
+    BloomForCausalLM(BloomConfig(vocab_size=300, hidden_size=16, n_layer=1, n_head=2)).save_pretrained("bloom")
+    GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=20).save_pretrained("gpt2")
+    told: list[Any] = []
+    observer = Observer(on_tokens=lambda part, tokens: told.append(part), on_message=told.append)
+    with pytest.raises((ValueError, OSError), match=complaint):
+        run_recipe(make_recipe(**changes), tmp_path / "runs" / "one", observer)
+    assert not told
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"data": {"text": "nowhere"}}, "source 'nowhere' does not exist"),
+        ({"data": {"text": None, "shards": "nowhere"}, "tokenizer": None}, "nowhere holds no prepared tokens"),
+        (
+            {"data": {"text": None, "dataset": {"path": "json", "data_files": "nope*.jsonl"}}},
+            r"no file .*'nope\*.jsonl'",
+        ),
+        ({"tokenizer": "./nowhere"}, "tokenizer './nowhere': there is no such folder"),
+        ({"tokenizer": 60_000}, "too few pairs"),
+    ],
+)
+def test_nothing_is_left_of_data_that_cannot_be_read(make_recipe, tmp_path, monkeypatch, changes, complaint):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, OSError), match=complaint):
+        run_recipe(make_recipe(**changes), tmp_path / "runs" / "one")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    with pytest.raises((ValueError, OSError), match=complaint):
+        run_recipe(make_recipe(**changes), tmp_path / "runs" / "one")
+    assert list((tmp_path / "runs").iterdir()) == [tmp_path / "runs" / "mine"]
 
 
 # ---- extension
