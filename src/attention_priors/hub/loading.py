@@ -64,3 +64,18 @@ def check_positions(model: PreTrainedModel, length: int) -> None:
         raise ValueError(
             f"{type(model).__name__} has a table of {table} positions; it cannot read rows of {length} tokens"
         )
+
+
+def note_length(model: PreTrainedModel, length: int) -> None:
+    """Let a model's config say that it reads texts of a length: lm-evaluation-harness cuts them to what it says.
+
+    Left alone where ``max_position_embeddings`` takes part in what is computed: in some scalings of rotary positions.
+    """
+    config: Any = model.config
+    stated = getattr(config, "max_position_embeddings", None)
+    if not isinstance(stated, int) or stated >= length:
+        return
+    rotary = getattr(config, "rope_parameters", None) or {}
+    kinds = [rotary, *(each for each in rotary.values() if isinstance(each, dict))]
+    if all(kind.get("rope_type", "default") in ("default", "linear") for kind in kinds):
+        config.max_position_embeddings = length

@@ -2,7 +2,7 @@
 
 from attention_priors.training.checkpoints import CheckpointError
 from attention_priors.training.engine import Trained, Validation, is_first_process, train
-from attention_priors.training.extend import extend
+from attention_priors.training.extend import default_output, extend
 from attention_priors.training.model import (
     DecoderSettings,
     DecoderSizes,
@@ -30,6 +30,7 @@ __all__ = [
     "Trained",
     "TrainingSettings",
     "Validation",
+    "default_output",
     "extend",
     "is_first_process",
     "load_train_recipe",

@@ -20,6 +20,7 @@ from attention_priors.data.preparation import prepare, prepared_tokenizer
 from attention_priors.data.shards import PackedRows, TokenShards, read_manifest
 from attention_priors.data.tokenizer import pretrained_tokenizer
 from attention_priors.files import read_json, writable_folder, write_json
+from attention_priors.hub.loading import check_positions, note_length
 from attention_priors.machine import processor, versions
 from attention_priors.output_folder import gone_if_refused, sole_writer
 from attention_priors.priors import Prior
@@ -99,6 +100,8 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
             )
         set_seed(recipe.seed)
         model = make_model(recipe.model, tokenizer)
+        check_positions(model, length)
+        note_length(model, length)
         parameters = {
             "parameters": model.num_parameters(),
             "prior_parameters": _count(model, Prior),
