@@ -40,7 +40,8 @@ def _root() -> None:
 def compare(
     recipe: Annotated[Path, typer.Argument(help="A recipe: what to train and what to test.")],
     output: Annotated[
-        Path | None, typer.Option(help="Where everything goes; runs/NAME-OF-THE-RECIPE by default.")
+        Path | None,
+        typer.Option(help="Where everything goes; by default runs/ and the recipe's file name, without its ending."),
     ] = None,
     only: Annotated[
         list[str] | None,
@@ -85,7 +86,8 @@ def compare(
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe: model, data, tokenizer, optimiser, schedule.")],
     output: Annotated[
-        Path | None, typer.Option(help="Where everything goes; runs/NAME-OF-THE-RECIPE by default.")
+        Path | None,
+        typer.Option(help="Where everything goes; by default runs/ and the recipe's file name, without its ending."),
     ] = None,
 ) -> None:
     """Train one model, on one device or, started by torchrun or accelerate launch, on many.
@@ -111,7 +113,8 @@ def train(
 def prepare(
     recipe: Annotated[Path, typer.Argument(help="A recipe of the command train; its tokens are prepared.")],
     output: Annotated[
-        Path | None, typer.Option(help="Where the tokens go; where train looks for them by default, runs/NAME/data.")
+        Path | None,
+        typer.Option(help="Where the tokens go; where train looks for them by default, data in its own output."),
     ] = None,
 ) -> None:
     """Tokenise a recipe's text into memory-mapped files with checksums; what is there is checked, and mended.
@@ -148,7 +151,11 @@ def extend(
         int | None, typer.Option(min=1, help="As in the model's own training by default.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Where everything goes; extended-LENGTH beside the model by default.")
+        Path | None,
+        typer.Option(
+            help="Where everything goes; by default extended-LENGTH in the folder of the model's training, or "
+            "NAME-extended-LENGTH beside a model without one."
+        ),
     ] = None,
 ) -> None:
     """Train a saved model a little further at a longer context, and measure the loss before and after.
@@ -158,10 +165,10 @@ def extend(
     from attention_priors import training
 
     console = Console(quiet=not training.is_first_process())
-    run = model.parent if model.name == "model" else model
-    output = output or run / f"extended-{length}"
+    output = output or training.default_output(model, length)
+    name = model.absolute().parent.name if model.name == "model" else model.name
     _quiet_transformers()
-    with _errors(FloatingPointError), _TrainingDisplay(console, f"Extending {run.name}", steps) as display:
+    with _errors(FloatingPointError), _TrainingDisplay(console, f"Extending {name}", steps) as display:
         result = training.extend(
             model,
             output,

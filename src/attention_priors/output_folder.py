@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,3 +28,23 @@ def sole_writer(output: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def gone_if_refused(folder: Path, *, keep: Callable[[], bool]) -> Iterator[None]:
+    """A folder that is made inside does not outlive bad input: nothing is left in the way of the corrected call.
+
+    Args:
+        folder: what was there before stays there.
+        keep: whether it holds the fruit of any work.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except (ValueError, OSError):
+        if made and not keep():
+            shutil.rmtree(folder, ignore_errors=True)
+            for parent in made[1:]:
+                if parent.is_dir() and not any(parent.iterdir()):
+                    parent.rmdir()
+        raise

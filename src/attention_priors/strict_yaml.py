@@ -22,6 +22,8 @@ class Strict(BaseModel):
 
 
 Model = TypeVar("Model", bound=BaseModel)
+_KINDS = ("constrained-int", "constrained-str", "constrained-float", "int", "float", "str", "bool")
+"""What pydantic adds to a place where a key may hold several kinds of values."""
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -49,10 +51,19 @@ def read_strictly(path: Path, model: type[Model]) -> Model:
         raise RecipeError(f"{path} is not a YAML file: {error}") from error
     if not isinstance(content, dict):
         raise RecipeError(f"{path} must hold keys and values, got {type(content).__name__}")
+    return validated(content, model, str(path))
+
+
+def validated(content: Any, model: type[Model], place: str) -> Model:
+    """Check what a file holds, or what was put together from arguments.
+
+    Raises:
+        RecipeError: if a key or value is impossible; it names the place, the key, its value and what is allowed.
+    """
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        raise RecipeError(f"{path}: {explain(error, model)}") from error
+        raise RecipeError(f"{place}: {explain(error, model)}") from error
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
@@ -64,7 +75,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
         place = mistake["loc"]
         if mistake["type"] == "too_short" and any(p != place and p[: len(place)] == place for p in places):
             continue  # pydantic counts what is left once the wrong entries are out
-        key = ".".join(str(part) for part in mistake["loc"])
+        # What follows names a kind of value that a key may also have, not a key.
+        key = ".".join(str(part) for part in place if part not in _KINDS)
         if mistake["type"] == "extra_forbidden":
             allowed = ", ".join(_fields_at(model, mistake["loc"][:-1]))
             lines.append(f"{key}: unknown key (value {mistake['input']!r}); allowed here are {allowed}")

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from attention_priors.data import IGNORED_LABEL, Corpus, Document, collate_rows, token_stream
 from attention_priors.data.preparation import Preparation, prepare, prepared_tokenizer
 from attention_priors.data.settings import DataSettings, HubDataset
-from attention_priors.data.shards import PackedRows, ShardError, TokenShards, read_manifest
+from attention_priors.data.shards import PackedRows, ShardError, TokenShards, read_manifest, shards_of
 from attention_priors.data.sources import CorpusDocuments, HubDocuments, Place
 from attention_priors.strict_yaml import RecipeError
 
@@ -79,7 +79,7 @@ def test_tokens_and_documents_are_those_of_the_text(prepared: Path, texts: list[
     (held, held_documents), (train, train_documents) = (_all(prepared, part) for part in ("held_out", "train"))
     assert torch.equal(torch.cat([held, train]), stream.tokens)
     assert torch.equal(torch.cat([held_documents, train_documents + held_documents[-1] + 1]), stream.document_ids)
-    assert len(held) >= 500
+    assert 500 <= len(held) < 600
     assert len(read_manifest(prepared)["parts"]["train"]) > 2
     assert prepared_tokenizer(prepared).get_vocab() == tokenizer.get_vocab()
 
@@ -126,10 +126,23 @@ def test_a_tokenizer_may_be_trained_on_the_documents(make, tmp_path):
 
 
 def test_preparation_ends_at_the_tokens_that_are_wanted(make, prepared, tmp_path):
-    prepare(make(max_tokens=3000), tmp_path)
-    tokens, _ = _all(tmp_path, "train")
-    assert 3000 <= len(tokens) < len(TokenShards(prepared))
-    assert torch.equal(tokens, _all(prepared, "train")[0][: len(tokens)])
+    for wanted in (1, 10, 3000):
+        prepare(make(max_tokens=wanted), tmp_path / str(wanted))
+        for found, all_of_them in zip(_all(tmp_path / str(wanted), "train"), _all(prepared, "train"), strict=True):
+            assert torch.equal(found, all_of_them[:wanted])
+
+
+def test_limits_hold_within_a_batch_of_documents(make, texts, tokenizer, tmp_path):
+    """Sixty-four documents are encoded at a time; files end, and the preparation does, in between."""
+    documents = tuple(Document(str(index), text) for index, text in enumerate(texts[:60]))
+    whole = token_stream(tokenizer, documents[5:]).tokens
+    longest = max(len(token_stream(tokenizer, [document]).tokens) for document in documents)
+    sizes = {"shard_tokens": 2 * longest, "max_tokens": len(whole) // 2}
+    prepare(make(CorpusDocuments(Corpus("made-up", documents[5:], documents[:5])), **sizes), tmp_path)
+    shards = shards_of(read_manifest(tmp_path), "train")
+    assert len(shards) > 1
+    assert all(shard.tokens < 3 * longest for shard in shards)
+    assert torch.equal(_all(tmp_path, "train")[0], whole[: sizes["max_tokens"]])
 
 
 class _StopError(Exception):
@@ -242,6 +255,7 @@ def test_nothing_left_to_train_on_is_an_error(make, tmp_path):
     ("source", "complaint"),
     [
         ({"path": "json", "data_files": "nowhere.jsonl"}, "'json' cannot be loaded"),
+        ({"path": "json", "data_files": "nope*.jsonl"}, r"no file is found with data_files='nope\*\.jsonl'"),
         ({"path": "json", "text": "body"}, "has NoneType under 'body', not text; its fields are id, text"),
         ({"path": "json", "text": "id"}, "has int under 'id', not text"),
         ({"path": "json", "split": "test"}, "'json' cannot be loaded"),

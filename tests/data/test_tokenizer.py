@@ -178,3 +178,9 @@ def test_tokenizer_without_an_end_token_is_refused(tokenizer: PreTrainedTokenize
 def test_folder_without_a_tokenizer_is_an_error(corpus: Corpus, tmp_path: Path):
     with pytest.raises(OSError, match=f"{tmp_path.name}.*cannot be loaded"):
         load_tokenizer(tmp_path, corpus, tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["./nowhere", "../nowhere", "/nowhere", "a/b/c", "nowhere/", "~/nowhere"])
+def test_a_path_that_is_missing_is_not_looked_for_on_the_hub(missing: str, corpus: Corpus, tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=f"tokenizer '{missing}': there is no such folder"):
+        load_tokenizer(missing, corpus, tmp_path)

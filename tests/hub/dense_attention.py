@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from attention_priors.hub.interface import ATTRIBUTE
-
-NAME = "dense_oracle"
+from attention_priors.hub.interface import ATTRIBUTE, IMPLEMENTATION, register
 
 
 def _mask(**arguments: Any) -> Tensor | None:
@@ -52,16 +50,13 @@ def _forward(
     return (weights.to(value.dtype) @ value).transpose(1, 2), None
 
 
-AttentionInterface.register(NAME, _forward)
-AttentionMaskInterface.register(NAME, _mask)
-
-
 @torch.no_grad()
 def dense_logits(model: Any, **inputs: Any) -> Tensor:
     """The attached model's logits, with attention by the dense formula."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
+    # Under the same name: an attached model refuses to go by another one.
+    AttentionInterface.register(IMPLEMENTATION, _forward)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask)
     try:
         return model(**inputs, use_cache=False).logits
     finally:
-        model.set_attn_implementation(before)
+        register()

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from tiny_models import FAMILIES, tiny, tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -20,6 +21,7 @@ from attention_priors.hub import (
     detach,
     load_adapter,
     load_attached,
+    load_model,
     push_adapter_to_hub,
     save_adapter,
 )
@@ -207,9 +209,82 @@ def test_another_model(tmp_path: Path) -> None:
         assert logits(other).shape == (2, 20, 64)
 
 
+def test_another_kind_of_model_of_the_same_sizes(tmp_path: Path) -> None:
+    save_adapter(changed("llama", "described"), tmp_path)
+    other = tiny("gpt2")
+    with pytest.raises(ValueError, match=r"a model of the type 'llama' \(LlamaForCausalLM\), not 'gpt2' \(GPT2LMHead"):
+        load_adapter(other, tmp_path)
+    assert not attached_priors(other), "half attached"
+    assert len(attached_priors(load_adapter(tiny("llama").model, tmp_path))) == 2, "the model without its head"
+
+
+MISSING = {"adapter": lambda name: load_adapter(tiny("llama"), name), "model": load_attached}
+
+
+@pytest.mark.parametrize("what", MISSING)
+@pytest.mark.parametrize("missing", ["./nowhere", "/nowhere", "a/b/c", "nowhere/"])
+def test_a_path_that_is_missing_is_not_looked_for_on_the_hub(what: str, missing: str) -> None:
+    with pytest.raises(FileNotFoundError, match=f"{what} '{missing}': there is no such folder"):
+        MISSING[what](missing)
+
+
+@pytest.mark.parametrize("what", MISSING)
+def test_a_file_in_place_of_a_folder(what: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(FileNotFoundError, match="is a file; expected a folder"):
+        MISSING[what](tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("error", [HFValidationError("Repo id must"), LocalEntryNotFoundError("not cached")])
+def test_what_the_hub_does_not_have_either(error: Exception) -> None:
+    with (
+        mock.patch("attention_priors.hub.adapter.snapshot_download", side_effect=error),
+        pytest.raises(OSError, match="adapter 'nowhere': there is no such folder, and it cannot be fetched"),
+    ):
+        load_adapter(tiny("llama"), "nowhere")
+
+
+@pytest.mark.parametrize(("load", "inside"), [(load_attached, ""), (load_attached, "inner"), (load_model, "")])
+@pytest.mark.parametrize(
+    ("file", "kept", "complaint"),
+    [
+        ("model.safetensors", 0.5, "model.safetensors is not a whole safetensors file"),
+        ("model.safetensors", 0, "model.safetensors is not a whole safetensors file"),
+        ("model.safetensors.index.json", 0.5, "model.safetensors.index.json is not a whole JSON file"),
+        ("config.json", 0.5, "config.json"),
+        ("config.json", None, "config.json"),
+    ],
+)
+def test_damaged_models(load: Any, inside: str, file: str, kept: float | None, complaint: str, tmp_path: Path) -> None:
+    folder = tmp_path / inside
+    changed("llama", "described").save_pretrained(folder, max_shard_size="20KB" if "index" in file else "1GB")
+    path = folder / file
+    whole = path.read_bytes()
+    path.unlink() if kept is None else path.write_bytes(whole[: int(kept * len(whole))])
+    with pytest.raises((ValueError, OSError), match=complaint):
+        load(tmp_path, **({"subfolder": inside} if inside else {}))
+
+
+def test_a_damaged_description_in_a_config(tmp_path: Path) -> None:
+    changed("llama", "described").save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"attached_priors": {"prior": "laplace"}}))
+    with pytest.raises(ValueError, match=f"the config of {tmp_path}: the description of attached priors must hold"):
+        load_attached(tmp_path)
+
+
 @pytest.mark.parametrize(
     "damage",
-    ["truncated", "another format", "missing tensor", "no description", "half a description", "a list", "empty"],
+    [
+        "truncated",
+        "another format",
+        "missing tensor",
+        "no description",
+        "half a description",
+        "a list",
+        "null",
+        "empty",
+    ],
 )
 def test_damaged_files(damage: str, tmp_path: Path) -> None:
     save_adapter(changed("llama", "described"), tmp_path)
@@ -221,7 +296,8 @@ def test_damaged_files(damage: str, tmp_path: Path) -> None:
         "no description": DESCRIPTION,
         "half a description": f"{DESCRIPTION} is not a whole JSON file",
         "a list": f"{DESCRIPTION} has format None",
-        "empty": "must hold",
+        "null": f"{DESCRIPTION} has format None",
+        "empty": f"{DESCRIPTION}: the description of attached priors must hold",
     }[damage]
     if damage == "truncated":
         weights.write_bytes(weights.read_bytes()[:-8])
@@ -230,9 +306,14 @@ def test_damaged_files(damage: str, tmp_path: Path) -> None:
     elif damage == "missing tensor":
         save_adapter(attach(tiny("llama"), logit_scale="ssmax"), tmp_path / "other")
         weights.write_bytes((tmp_path / "other" / WEIGHTS).read_bytes())
-    elif damage in ("half a description", "a list", "empty"):
+    elif damage in ("half a description", "a list", "null", "empty"):
         whole = json.dumps(description)
-        texts = {"half a description": whole[: len(whole) // 2], "a list": "[]", "empty": '{"format": 1}'}
+        texts = {
+            "half a description": whole[: len(whole) // 2],
+            "a list": "[]",
+            "null": "null",
+            "empty": '{"format": 1}',
+        }
         (tmp_path / DESCRIPTION).write_text(texts[damage])
     else:
         (tmp_path / DESCRIPTION).unlink()

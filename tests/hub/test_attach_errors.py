@@ -1,5 +1,6 @@
 """What attach() refuses, before it has changed anything."""
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from attention_priors import GeneralizedGaussian, Window
 from attention_priors.hub import attach, attached_priors, detach
+from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 
@@ -32,6 +34,10 @@ def test_arguments() -> None:
     refused(model, "layers holds 2, but the layers with attention are 0 to 1", layers=[0, 2])
     refused(model, "layers holds -3", layers=[-3])
     refused(model, "layers is empty", layers=[])
+    for given in (1, "all", ["0"], [0.5], [True]):
+        match = re.escape(f"must be a list of numbers, such as [0, 1], or None for all; got {given!r}")
+        refused(model, f"layers {match}", layers=given)
+        refused(model, f"heads {match}", heads=given)
     refused(model, r"heads must be distinct numbers from 0 to 3, got \[4\]", heads=[4])
     refused(model, "heads must be distinct", heads=[1, 1])
     refused(model, "heads must be distinct", heads=[])
@@ -48,7 +54,11 @@ def test_arguments() -> None:
 
 def test_models_that_bypass_the_interface() -> None:
     bloom = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
-    refused(bloom, "BloomAttention")
+    refused(bloom, r"BloomAttention.*its own bias is computed as a prior by use_priors\(model\)")
+    falcon: Any = hf.FalconConfig(**SIZES)
+    refused(hf.FalconForCausalLM(falcon), r"attention modules: FalconAttention\)$")
+    ours = PriorDecoderConfig(**SIZES, intermediate_size=48, prior="laplace")
+    refused(PriorDecoderForCausalLM(ours), r"name it in its config, PriorDecoderConfig\(prior=\.\.\.\)")
     refused(hf.MambaForCausalLM(hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)), "no attention")
 
 
@@ -83,3 +93,24 @@ def test_a_mask_that_does_not_say_where_queries_stand() -> None:
     with pytest.raises(ValueError, match="attention_mask must be"):
         attention_forward(module, query, key, key, torch.ones(1, 7))
     assert model(tokens(1, 4)).logits.shape == (1, 4, 64)
+
+
+@pytest.mark.parametrize("layers", [None, [1]])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_another_attention_implementation_does_not_leave_priors_out(family: str, layers: list[int] | None) -> None:
+    model, ids = tiny(family), tokens(1, 8)
+    with torch.no_grad():
+        plain = model(ids).logits
+        attached = attach(model, "laplace", layers=layers)(ids).logits
+        assert not torch.equal(attached, plain)
+        model.set_attn_implementation("sdpa")
+        for call in (lambda: model(ids), lambda: model.base_model(ids), lambda: model.generate(ids, max_new_tokens=2)):
+            with pytest.raises(RuntimeError, match=r"'sdpa'.*leave out.*set_attn_implementation\('attention_priors'\)"):
+                call()
+        model.set_attn_implementation("attention_priors")
+        assert torch.equal(model(ids).logits, attached)
+        model.set_attn_implementation("eager")
+        detach(model)
+        assert model.config._attn_implementation == "sdpa"
+        assert torch.equal(model(ids).logits, plain)
+        assert torch.equal(attach(model, "laplace", layers=layers)(ids).logits, attached)

@@ -233,6 +233,21 @@ def test_a_folder_keeps_what_weights_do_not_tell(tmp_path: Path) -> None:
     assert content["model_args"]["global_positional_encoding"] is True
 
 
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+def test_a_single_file_cannot_tell_the_norms_epsilon(tmp_path: Path, name: str) -> None:
+    model = decoder(prior="generalized_gaussian", rms_norm_eps=1e-6)
+    with pytest.raises(ValueError, match=r"no place for rms_norm_eps=1e-06.*1e-05.*give a folder"):
+        save_bam_checkpoint(model, tmp_path / name)
+    assert not os.listdir(tmp_path)
+    save_bam_checkpoint(model, tmp_path / "folder")
+    assert difference(logits(load_bam_checkpoint(tmp_path / "folder"), tokens()), logits(model, tokens())) == 0
+    alone = (tmp_path / "folder" / "model.pt").rename(tmp_path / "model.pt")
+    given = load_bam_checkpoint(alone, rms_norm_eps=1e-6)
+    assert difference(logits(given, tokens()), logits(model, tokens())) == 0
+    with pytest.raises(ValueError, match="rms_norm_eps must be a finite number above 0, got 0"):
+        load_bam_checkpoint(alone, rms_norm_eps=0)
+
+
 @given(width=st.integers(1, 300), wide=st.integers(1, 3000))
 @settings(deadline=None, derandomize=True)
 def test_their_feed_forward_width_is_ours(width: int, wide: int) -> None:
@@ -296,6 +311,10 @@ def test_other_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'model': dict"):
         load_bam_checkpoint(path)
     whole = write(tmp_path, random_checkpoint(), ".pt").read_bytes()
+    for junk in (b"", b"junk", b"\x80", b"PK\x03\x04", bytes(range(256))):
+        path.write_bytes(junk)
+        with pytest.raises(ValueError, match=r"model\.pt (cannot be read|was not read)"):
+            load_bam_checkpoint(path)
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="not a whole file"):
         load_bam_checkpoint(path)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, GPT2Config, LlamaConfig
 from typer.testing import CliRunner
 
 from attention_priors.cli import app
@@ -17,7 +17,7 @@ from attention_priors.files import read_json
 from attention_priors.hub import attach, attached_priors, load_model
 from attention_priors.models import PriorDecoderForCausalLM
 from attention_priors.strict_yaml import RecipeError
-from attention_priors.training import Observer, TrainRecipe, extend, run_recipe
+from attention_priors.training import Observer, TrainRecipe, default_output, extend, run_recipe
 from attention_priors.training.packed import check_documents_apart, packed_inputs
 
 
@@ -278,6 +278,59 @@ def test_recipes_that_say_too_little_or_too_much_are_refused(make_recipe, change
         make_recipe(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"model": {"config": "llama", "attach": {"prior": "generalised"}}}, "model.attach: .*unknown prior 'general"),
+        ({"model": {"config": "llama", "attach": {"prior": "laplace", "layers": [7]}}}, "model.attach: layers holds 7"),
+        ({"model": {"pretrained": "./nowhere"}}, "model.pretrained: model './nowhere': there is no such folder"),
+        ({"model": {"config": "./nowhere"}}, "model.config: model './nowhere': there is no such folder"),
+        ({"model": {"pretrained": "bloom", "attach": {"prior": "laplace"}}}, "model.attach: BloomForCausalLM has no"),
+        ({"model": {"pretrained": "attached", "attach": {"prior": "laplace"}}}, "already; leave model.attach out"),
+        ({"model": {"pretrained": "llama", "train_only": "attached"}}, "model.train_only: nothing that learns"),
+        ({"model": {"pretrained": "bloom"}, "tokenizer": 400}, "the model's vocabulary has 300 entries, .* 400"),
+        ({"model": {"config": "gpt2"}}, "has a table of 20 positions"),
+    ],
+)
+def test_a_model_that_cannot_be_is_found_before_any_work(make_recipe, tmp_path, monkeypatch, changes, complaint):
+    monkeypatch.chdir(tmp_path)
+    llama = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA, vocab_size=300))
+    llama.save_pretrained("llama")
+    attach(llama, "laplace").save_pretrained("attached")
+    BloomForCausalLM(BloomConfig(vocab_size=300, hidden_size=16, n_layer=1, n_head=2)).save_pretrained("bloom")
+    GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=20).save_pretrained("gpt2")
+    told: list[Any] = []
+    observer = Observer(on_tokens=lambda part, tokens: told.append(part), on_message=told.append)
+    with pytest.raises((ValueError, OSError), match=complaint):
+        run_recipe(make_recipe(**changes), tmp_path / "runs" / "one", observer)
+    assert not told
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"data": {"text": "nowhere"}}, "source 'nowhere' does not exist"),
+        ({"data": {"text": None, "shards": "nowhere"}, "tokenizer": None}, "nowhere holds no prepared tokens"),
+        (
+            {"data": {"text": None, "dataset": {"path": "json", "data_files": "nope*.jsonl"}}},
+            r"no file .*'nope\*.jsonl'",
+        ),
+        ({"tokenizer": "./nowhere"}, "tokenizer './nowhere': there is no such folder"),
+        ({"tokenizer": 60_000}, "too few pairs"),
+    ],
+)
+def test_nothing_is_left_of_data_that_cannot_be_read(make_recipe, tmp_path, monkeypatch, changes, complaint):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, OSError), match=complaint):
+        run_recipe(make_recipe(**changes), tmp_path / "runs" / "one")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    with pytest.raises((ValueError, OSError), match=complaint):
+        run_recipe(make_recipe(**changes), tmp_path / "runs" / "one")
+    assert list((tmp_path / "runs").iterdir()) == [tmp_path / "runs" / "mine"]
+
+
 # ---- extension
 
 
@@ -299,13 +352,55 @@ def test_a_model_is_extended_and_the_losses_written(finished, tmp_path):
     [
         ({"length": "24"}, "length must be above the 24 tokens that the model was trained at, got 24"),
         ({"length": "twice"}, "length must be a number of tokens or a multiple such as 2x, got 'twice'"),
-        ({"length": "100000"}, "tokens_per_step=96 must be a multiple of context_length=100000"),
+        (
+            {"length": "100000"},
+            "tokens_per_step must be given: the 96 of the model.s own training are no",
+        ),
+        ({"length": "2x", "tokens_per_step": 50}, "tokens_per_step must be a multiple of the new length, 48; got 50"),
+        ({"length": "2x", "learning_rate": -1}, "learning_rate must be a finite number above 0, got -1"),
     ],
 )
 def test_an_extension_that_cannot_be_is_an_error(finished, tmp_path, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         extend(finished, tmp_path / "long", steps=2, **options)
     assert not (tmp_path / "long").exists()
+
+
+def test_what_is_no_model_to_extend(finished, tmp_path):
+    options: dict[str, Any] = {"length": "2x", "steps": 2}
+    (tmp_path / "begun").mkdir()
+    shutil.copy(finished / "recipe.json", tmp_path / "begun" / "recipe.json")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "recipe.yaml").touch()
+    for given, complaint in (
+        ("nowhere", "model: there is no folder .*nowhere"),
+        ("recipe.yaml", "recipe.yaml is a file; expected the folder of a saved model"),
+        ("begun", "the training in .*begun has not finished, .* attention-priors train goes on with it"),
+        ("empty", "empty holds no model, it has no config.json"),
+    ):
+        with pytest.raises(FileNotFoundError, match=complaint):
+            extend(tmp_path / given, tmp_path / "long", **options)
+    assert not (tmp_path / "long").exists()
+
+
+def test_where_an_extension_goes(finished, tmp_path):
+    assert default_output(finished, "2x") == finished / "extended-2x"
+    assert default_output(finished / "model", "2x") == finished / "extended-2x"
+    assert default_output(tmp_path / "llama", "4096") == tmp_path / "llama-extended-4096"
+
+
+@pytest.mark.parametrize(("scaling", "stated"), [("default", 24), ("dynamic", 20)])
+def test_the_config_says_the_length_that_was_trained_at(make_recipe, finished, tmp_path, scaling, stated):
+    """And where the number takes part in the rotary positions, it stays."""
+    rotary = {"rope_type": scaling, "rope_theta": 10000.0} | ({} if scaling == "default" else {"factor": 2.0})
+    config = LlamaConfig(**LLAMA, max_position_embeddings=20, rope_parameters=rotary)
+    model = {"config": _hugging_face(tmp_path, config), "attach": {"prior": "generalized_gaussian"}}
+    data = {"text": None, "shards": str(finished / "data")}
+    run_recipe(make_recipe(model=model, data=data, tokenizer=None, training={"steps": 2}), tmp_path / "one")
+    assert load_model(tmp_path / "one" / "model").config.max_position_embeddings == stated
+    if scaling == "default":
+        extend(tmp_path / "one", tmp_path / "two", length="2x", steps=2, test_tokens=100)
+        assert load_model(tmp_path / "two" / "model").config.max_position_embeddings == 48
 
 
 def test_a_model_of_unknown_training_needs_data_and_rate(finished, tmp_path):
@@ -339,6 +434,15 @@ def test_the_commands_prepare_train_and_extend(write_recipe, tmp_path):
         assert said in result.output
     assert (output / "extended-2x" / "model" / "model.safetensors").exists()
     assert list((output / "tensorboard").glob("events.*"))
+
+
+def test_a_key_of_several_kinds_goes_by_its_own_name(write_recipe, tmp_path):
+    result = CliRunner().invoke(app, ["train", str(write_recipe(tokenizer=5)), "--output", str(tmp_path / "run")])
+    assert result.exit_code == 1
+    output = " ".join(result.output.split())
+    assert "tokenizer: Input should be greater than 256, got 5" in output
+    assert "constrained" not in output
+    assert "tokenizer.str" not in output
 
 
 def test_a_mistake_is_one_message(write_recipe, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import islice
@@ -19,6 +20,7 @@ from attention_priors.data.sources import Documents, Place
 from attention_priors.data.stream import DOCUMENTS_PER_BATCH, encode_documents
 from attention_priors.data.tokenizer import pretrained_tokenizer, tokenizer_fingerprint, train_tokenizer
 from attention_priors.files import checksum, remove_temporaries, replacing, writable_folder, write_json
+from attention_priors.output_folder import gone_if_refused
 from attention_priors.strict_yaml import RecipeError, differences
 
 if TYPE_CHECKING:
@@ -37,9 +39,9 @@ class Preparation:
     Args:
         documents: the texts.
         tokenizer: entries of a byte-level BPE trained on the documents, or a tokenizer's path or Hugging Face name.
-        held_out_tokens: of documents without a held-out part, the first ones with about so many tokens.
-        max_tokens: of the part to train on, about so many tokens at most; None for all.
-        shard_tokens: about how many tokens a file has.
+        held_out_tokens: of documents without a held-out part, the first ones that have so many tokens together.
+        max_tokens: of the part to train on, so many tokens at most; None for all. The last document is cut to that.
+        shard_tokens: a file ends with the document that brings it to so many tokens.
     """
 
     documents: Documents
@@ -82,8 +84,7 @@ def prepare(
         ValueError: the documents or the tokenizer cannot be read, or there is nothing to train on.
         OSError: ``folder`` cannot be written.
     """
-    writable_folder(folder)
-    with FileLock(folder / ".lock"):
+    with gone_if_refused(folder, keep=lambda: _has_tokens(folder)), _alone_in(folder):
         remove_temporaries(folder)
         manifest = _begin(preparation, folder)
         if repair:
@@ -102,6 +103,17 @@ def prepare(
             )
         manifest["complete"] = True
         write_json(folder / MANIFEST, manifest)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    writable_folder(folder)
+    with FileLock(folder / ".lock"):
+        yield
+
+
+def _has_tokens(folder: Path) -> bool:
+    return any(folder.glob("*.tokens.npy"))
 
 
 def prepared_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -209,16 +221,20 @@ def _prepare_part(
         batch: list[Place] = list(islice(places, DOCUMENTS_PER_BATCH))
         if not batch:
             break
-        for ids in encode_documents(tokenizer, [place.text for place in batch]):
-            tokens.append(np.array(ids, dtype=kind))
-            count += len(ids)
+        for place, ids in zip(batch, encode_documents(tokenizer, [place.text for place in batch]), strict=True):
+            if limit is not None and total + count >= limit:
+                break
+            # What is held out is whole documents: the rest of the last one would be neither held out nor trained on.
+            used = ids if limit is None or part != "train" else ids[: limit - total - count]
+            tokens.append(np.array(used, dtype=kind))
+            count += len(used)
             starts.append(count)
-        state = batch[-1].state
+            state = place.state
+            if count >= preparation.shard_tokens:
+                _write_shard(tokens, starts, state, part, manifest, folder)
+                total += count
+                tokens, starts, count = [], [0], 0
         on_tokens(part, total + count)
-        if count >= preparation.shard_tokens:
-            _write_shard(tokens, starts, state, part, manifest, folder)
-            total += count
-            tokens, starts, count = [], [0], 0
     if count:
         _write_shard(tokens, starts, state, part, manifest, folder)
     manifest["finished"].append(part)

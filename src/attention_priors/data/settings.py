@@ -34,11 +34,11 @@ class DataSettings(Strict):
     shards: str | None = None
     """A folder that ``attention-priors prepare`` has made."""
     max_tokens: int | None = Field(default=None, gt=0)
-    """Prepare no more than about so many tokens to train on."""
+    """Prepare no more than so many tokens to train on."""
     held_out_tokens: int = Field(default=1_000_000, gt=0)
-    """Of a dataset, the first documents with about so many tokens are not trained on."""
+    """Of a dataset, the first documents that have so many tokens together are not trained on."""
     shard_tokens: int = Field(default=2**25, gt=0)
-    """About how many tokens a file of prepared tokens has."""
+    """A file of prepared tokens ends with the document that brings it to so many."""
     order: Literal["shuffled", "as_read"] = "shuffled"
     """Whether rows are drawn from all over the tokens, each once an epoch, or read one after the other."""
 

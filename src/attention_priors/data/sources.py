@@ -88,7 +88,9 @@ class HubDocuments:
             )
         except Exception as error:
             # What is raised, and whether it names the dataset, depends on what is wrong.
-            raise ValueError(f"data.dataset: {source.path!r} cannot be loaded: {error}") from error
+            # Of a pattern that matches nothing it says nothing.
+            reason = str(error) or f"no file is found with data_files={source.data_files!r}"
+            raise ValueError(f"data.dataset: {source.path!r} cannot be loaded: {reason}") from error
         assert isinstance(dataset, IterableDataset)
         if state is not None:
             dataset.load_state_dict(state)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from attention_priors.data.corpora import Corpus, Document
+from attention_priors.repositories import folder_or_repository
 
 # transformers takes more than a second to import: each function that needs it imports it.
 if TYPE_CHECKING:
@@ -111,14 +112,12 @@ def pretrained_tokenizer(spec: str | Path) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(spec))
-    except (OSError, ValueError) as error:
-        # Which of the two, and whether it names `spec`, depends on what is missing.
-        raise OSError(
-            f"tokenizer {str(spec)!r} cannot be loaded: expected a vocabulary size, a folder with a "
-            f"saved tokenizer, or a name on the Hugging Face Hub ({error})"
-        ) from error
+    with folder_or_repository("tokenizer", spec):
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(spec))
+        except ValueError as error:
+            # Whether it is one depends on what is missing.
+            raise OSError(str(error)) from error
     tokenizer.model_max_length = _NO_LENGTH_LIMIT
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer {str(spec)!r} has no eos_token: expected one to mark where a document ends")

@@ -22,7 +22,8 @@ from transformers.utils.hub import cached_file
 from attention_priors.files import read_json, write_json
 from attention_priors.hub.attach import CONFIG_KEY, Model, attach, attached_priors, detach
 from attention_priors.hub.interface import ATTRIBUTE
-from attention_priors.hub.weights import read_weights, write_weights
+from attention_priors.hub.weights import damage_named, read_weights, write_weights
+from attention_priors.repositories import folder_or_repository
 
 DESCRIPTION = "prior_adapter_config.json"
 WEIGHTS = "prior_adapter.safetensors"
@@ -59,6 +60,7 @@ def save_adapter(model: PreTrainedModel, folder: str | Path) -> None:
             "format": FORMAT,
             "attention_priors": version("attention-priors"),
             "base_model_class": type(model).__name__,
+            "base_model_type": model.config.model_type,
             "base_model_name_or_path": model.config.name_or_path or None,
             "attached": config,
         },
@@ -77,12 +79,15 @@ def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Mode
         The model, changed in place.
 
     Raises:
-        ValueError: if the adapter does not fit the model, or its files do not fit each other.
+        ValueError: if the adapter does not fit the model or was made for another type of model, or its files are
+            damaged or do not fit each other.
         FileNotFoundError: if there is no adapter.
+        OSError: if it cannot be fetched.
     """
     folder = Path(name_or_path)
     if not folder.is_dir():
-        folder = Path(snapshot_download(str(name_or_path), allow_patterns=[DESCRIPTION, WEIGHTS], **options))
+        with folder_or_repository("adapter", name_or_path):
+            folder = Path(snapshot_download(str(name_or_path), allow_patterns=[DESCRIPTION, WEIGHTS], **options))
     for name in (DESCRIPTION, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{name_or_path} holds no {name}: it is no prior adapter")
@@ -95,8 +100,16 @@ def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Mode
         raise ValueError(
             f"{folder / DESCRIPTION} has format {found!r}; this version of attention-priors reads format {FORMAT}"
         )
+    arguments = _arguments(description.get("attached"), folder / DESCRIPTION)
+    made_for = description.get("base_model_type")
+    if made_for != model.config.model_type:
+        raise ValueError(
+            f"the adapter {name_or_path} was made for a model of the type {made_for!r} "
+            f"({description.get('base_model_class')}), not {model.config.model_type!r} ({type(model).__name__}): its "
+            "numbers mean nothing in another"
+        )
     tensors = read_weights(folder / WEIGHTS)
-    attach(model, **_arguments(description.get("attached")))
+    attach(model, **arguments)
     wanted: dict[str, Tensor] = {
         f"layers.{index}.{name}": parameter
         for index, part in attached_priors(model).items()
@@ -142,22 +155,27 @@ def load_attached(name_or_path: str | Path, **options: Any) -> PreTrainedModel:
             float32.
 
     Raises:
-        ValueError: if nothing was attached to the model, the files do not hold it, or an option is not supported.
+        ValueError: if nothing was attached to the model, the files are damaged or do not hold it, or an option is not
+            supported.
+        OSError: if there is no such folder, and it cannot be fetched.
     """
     for name in ("variant", "output_loading_info"):
         if options.get(name):
             raise ValueError(f"load_attached() does not support {name}, got {options[name]!r}")
     for_files = {key: options[key] for key in FOR_FILES if key in options}
-    config = AutoConfig.from_pretrained(name_or_path, **for_files)
+    with folder_or_repository("model", name_or_path):
+        config = AutoConfig.from_pretrained(name_or_path, **for_files)
     if getattr(config, CONFIG_KEY, None) is None:
         raise ValueError(f"{name_or_path} has no priors attached: its config has no {CONFIG_KEY!r}")
     (name,) = config.architectures or ("",)
     model_class = getattr(transformers, name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
         raise ValueError(f"{name_or_path} is a {name or 'model without a name'}, which transformers does not have")
-    with _attached_keys_expected(model_class):
+    arguments = _arguments(getattr(config, CONFIG_KEY), f"the config of {name_or_path}")
+    inside = Path(name_or_path, options.get("subfolder") or "")
+    with folder_or_repository("model", name_or_path), damage_named(inside), _attached_keys_expected(model_class):
         model = model_class.from_pretrained(name_or_path, **options)
-    attach(model, **_arguments(getattr(model.config, CONFIG_KEY)))
+    attach(model, **arguments)
     wanted: dict[str, Tensor] = {
         name: parameter for name, parameter in model.named_parameters() if f".{ATTRIBUTE}." in name
     }
@@ -172,11 +190,11 @@ def _description(model: PreTrainedModel) -> dict[str, Any]:
     return description
 
 
-def _arguments(description: Any) -> dict[str, Any]:
+def _arguments(description: Any, place: str | Path) -> dict[str, Any]:
     known = {"prior", "logit_scale", "layers", "heads", "share_prior", "drop_positions"}
     if not isinstance(description, dict) or set(description) != known:
         got = sorted(description) if isinstance(description, dict) else description
-        raise ValueError(f"the description of attached priors must hold {sorted(known)}, got {got}")
+        raise ValueError(f"{place}: the description of attached priors must hold {sorted(known)}, got {got}")
     return description
 
 

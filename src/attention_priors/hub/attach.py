@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from attention_priors.attention import SSMax, logit_scale_from_config
 from attention_priors.hub.heads import ScaleOnHeads, on_heads
 from attention_priors.hub.interface import ATTRIBUTE, IMPLEMENTATION, AttachedPrior, register
+from attention_priors.models.decoder import PriorDecoderConfig
 from attention_priors.priors import Prior, prior_from_config
 
 CONFIG_KEY = "attached_priors"
@@ -85,8 +86,8 @@ def attach(
     if hasattr(model, STATE):
         raise ValueError(f"this {type(model).__name__} has priors attached; detach(model) first")
     there_are = attention_layers(model)
-    chosen = _chosen(there_are, layers)
-    some_heads = None if heads is None else list(heads)
+    chosen = _chosen(there_are, _numbers("layers", layers))
+    some_heads = _numbers("heads", heads)
     description = {
         "prior": _described(prior),
         "logit_scale": _described(logit_scale),
@@ -118,6 +119,7 @@ def attach(
         model.get_parameter(name).requires_grad_(False)
     for index, module in chosen.items():
         setattr(module, ATTRIBUTE, parts[index])
+        handles.append(module.register_forward_pre_hook(_check_in_use))
     _take_own_config(model)
     register()
     implementation = cast(str, model.config._attn_implementation)
@@ -194,6 +196,17 @@ def _take_own_config(model: PreTrainedModel) -> None:
     assert model.config is own
 
 
+def _check_in_use(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Another attention function would leave out what is attached, without a word."""
+    implementation = cast(Any, module.config)._attn_implementation
+    if implementation != IMPLEMENTATION:
+        raise RuntimeError(
+            f"the attention implementation is {implementation!r}, which would leave out what is attached to layer "
+            f"{module.layer_idx}: model.set_attn_implementation({IMPLEMENTATION!r}) brings it back, detach(model) "
+            "takes it off"
+        )
+
+
 # ---- which modules
 
 
@@ -222,9 +235,19 @@ def attention_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
         bypassing = ", ".join(sorted(set(others))) or "none was found"
         raise ValueError(
             f"{type(model).__name__} has no attention that goes through transformers' attention interface "
-            f"(attention modules: {bypassing}); BLOOM, MPT and T5 have use_priors()"
+            f"(attention modules: {bypassing}){_other_way(model)}"
         )
     return found
+
+
+def _other_way(model: PreTrainedModel) -> str:
+    """How such a model gets a prior."""
+    kind = model.config.model_type
+    if kind == PriorDecoderConfig.model_type:
+        return "; it computes a prior of its own: name it in its config, PriorDecoderConfig(prior=...)"
+    if kind in ("bloom", "mpt", "t5", "mt5", "umt5"):
+        return "; its own bias is computed as a prior by use_priors(model)"
+    return ""
 
 
 def _goes_through_interface(module: nn.Module) -> bool:
@@ -232,13 +255,22 @@ def _goes_through_interface(module: nn.Module) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-def _chosen(found: Mapping[int, nn.Module], layers: Iterable[int] | None) -> dict[int, nn.Module]:
+def _numbers(name: str, given: Iterable[int] | None) -> list[int] | None:
+    if given is None:
+        return None
+    numbers: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else [None]
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+        raise ValueError(f"{name} must be a list of numbers, such as [0, 1], or None for all; got {given!r}")
+    return numbers
+
+
+def _chosen(found: Mapping[int, nn.Module], layers: list[int] | None) -> dict[int, nn.Module]:
     if layers is None:
         return dict(sorted(found.items()))
     number = max(found) + 1
     chosen: dict[int, nn.Module] = {}
     for layer in layers:
-        index = layer + number if isinstance(layer, int) and layer < 0 else layer
+        index = layer + number if layer < 0 else layer
         if index not in found:
             raise ValueError(f"layers holds {layer!r}, but the layers with attention are {_ranges(sorted(found))}")
         chosen[index] = found[index]
@@ -276,7 +308,7 @@ def _make_part(
 ) -> AttachedPrior:
     total: int = cast(Any, module.config).num_attention_heads
     if heads is not None and (
-        not heads or len(set(heads)) < len(heads) or any(not isinstance(h, int) or not 0 <= h < total for h in heads)
+        not heads or len(set(heads)) < len(heads) or any(not 0 <= head < total for head in heads)
     ):
         raise ValueError(f"heads must be distinct numbers from 0 to {total - 1}, got {heads}")
     number = total if heads is None else len(heads)

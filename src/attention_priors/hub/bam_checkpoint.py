@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attention_priors.attention import SSMax
-from attention_priors.checks import check_positive_integers
+from attention_priors.checks import check_above, check_positive_integers
 from attention_priors.files import read_json, write_json
 from attention_priors.hub.weights import read_weights, write_weights
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
@@ -45,6 +45,8 @@ NAMES_IN_LAYERS = {
 }
 PRIOR_NAMES = {"shape": "theta_beta", "scale": "theta_alpha", "loc": "theta_mu"}
 PER_HEAD = re.compile(r"(\.s|\.theta_(alpha|beta|mu))$")
+NORM_EPS = 1e-5
+"""What the authors' code adds to the squares in the norms, where nothing says otherwise."""
 WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")
 """What data parallelism and compilation put before every name."""
 
@@ -83,12 +85,14 @@ def load_bam_checkpoint(
         FileNotFoundError: if there is no such file.
         ValueError: if the file is something else, or its parts do not fit each other; it says which and why.
     """
+    if rms_norm_eps is not None:
+        check_above(0, rms_norm_eps=rms_norm_eps)
     file, arguments = _find(Path(path))
     weights = {WRAPPERS.sub("", name): tensor for name, tensor in read_weights(file).items()}
     state, shared = _our_names(weights, file)
     heads = _number_of_heads(state, num_heads, arguments.get("n_heads"))
     config = _config(state, file, heads, shared, prior, ssmax_includes_prior)
-    config.rms_norm_eps = float(rms_norm_eps or arguments.get("norm_eps") or 1e-5)
+    config.rms_norm_eps = float(rms_norm_eps or arguments.get("norm_eps") or NORM_EPS)
     given = arguments.get("n_kv_heads")
     if given is not None and given != config.num_key_value_heads:
         raise ValueError(f"args.json says n_kv_heads={given}, the keys' weights are of {config.num_key_value_heads}")
@@ -120,15 +124,21 @@ def save_bam_checkpoint(model: PriorDecoderForCausalLM, path: str | Path, *, the
 
     Args:
         model: with a :class:`GeneralizedGaussian`, a uniform prior or none; no encoding; :class:`SSMax` or none.
-        path: a ``.safetensors``, ``.pt`` or ``.pth`` file; or a folder for ``model.pt`` and ``args.json``, which the
-            authors' code loads, and which alone says what is added to the squares in the norms (1e-5 if nothing does).
+        path: a folder for ``model.pt`` and ``args.json``, which the authors' code loads; or a ``.safetensors``, ``.pt``
+            or ``.pth`` file, for a model with the authors' ``rms_norm_eps``, 1e-5: no weight tells it.
         theta_names: call the prior's parameters ``theta_beta``, ``theta_alpha`` and ``theta_mu``, as the authors'
             present code does, and not ``shape``, ``scale`` and ``loc``.
 
     Raises:
         ValueError: if the layout has no place for a part of the model.
     """
+    path = Path(path)
     config = model.config
+    if path.suffix and config.rms_norm_eps != NORM_EPS:
+        raise ValueError(
+            f"path is the single file {path.name}, which has no place for rms_norm_eps={config.rms_norm_eps}: it would "
+            f"be loaded with the authors' {NORM_EPS}, as another model; give a folder, whose args.json says it"
+        )
     described = config.make_prior()
     scale = config.make_logit_scale()
     if described is not None and not isinstance(described, GeneralizedGaussian | Uniform):
@@ -164,7 +174,6 @@ def save_bam_checkpoint(model: PriorDecoderForCausalLM, path: str | Path, *, the
     for name, tensor in weights.items():
         if tensor.shape == (config.num_attention_heads,) and ("prior." in name or "seq_scale" in name):
             weights[name] = tensor.view(1, -1, 1, 1)
-    path = Path(path)
     if path.suffix:
         write_weights(path, weights)
         return

@@ -11,15 +11,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from attention_priors.encodings import LearnedTable
 from attention_priors.hub.adapter import load_attached
 from attention_priors.hub.attach import CONFIG_KEY
+from attention_priors.hub.weights import damage_named
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
+from attention_priors.repositories import folder_or_repository
 
 
 def load_config(name: str | Path) -> PreTrainedConfig:
     """The configuration of a model, ours or another; ``name`` as for :func:`load_model`."""
-    found, _ = PreTrainedConfig.get_config_dict(name)
-    if found.get("model_type") == PriorDecoderConfig.model_type:
-        return PriorDecoderConfig.from_pretrained(name)
-    return AutoConfig.from_pretrained(name)
+    with folder_or_repository("model", name):
+        found, _ = PreTrainedConfig.get_config_dict(name)
+        if found.get("model_type") == PriorDecoderConfig.model_type:
+            return PriorDecoderConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name)
 
 
 def load_model(name: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -31,12 +34,14 @@ def load_model(name: str | Path, dtype: torch.dtype = torch.float32) -> PreTrain
 
     Raises:
         OSError: it cannot be loaded.
+        ValueError: its files are damaged.
     """
     config = load_config(name)
     if getattr(config, CONFIG_KEY, None) is not None:
         return load_attached(name, dtype=dtype)
     kind: Any = PriorDecoderForCausalLM if isinstance(config, PriorDecoderConfig) else AutoModelForCausalLM
-    return kind.from_pretrained(name, dtype=dtype)
+    with folder_or_repository("model", name), damage_named(name):
+        return kind.from_pretrained(name, dtype=dtype)
 
 
 def check_positions(model: PreTrainedModel, length: int) -> None:
@@ -59,3 +64,18 @@ def check_positions(model: PreTrainedModel, length: int) -> None:
         raise ValueError(
             f"{type(model).__name__} has a table of {table} positions; it cannot read rows of {length} tokens"
         )
+
+
+def note_length(model: PreTrainedModel, length: int) -> None:
+    """Let a model's config say that it reads texts of a length: lm-evaluation-harness cuts them to what it says.
+
+    Left alone where ``max_position_embeddings`` takes part in what is computed: in some scalings of rotary positions.
+    """
+    config: Any = model.config
+    stated = getattr(config, "max_position_embeddings", None)
+    if not isinstance(stated, int) or stated >= length:
+        return
+    rotary = getattr(config, "rope_parameters", None) or {}
+    kinds = [rotary, *(each for each in rotary.values() if isinstance(each, dict))]
+    if all(kind.get("rope_type", "default") in ("default", "linear") for kind in kinds):
+        config.max_position_embeddings = length

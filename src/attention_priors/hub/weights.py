@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from attention_priors.files import replacing
+from attention_priors.files import read_json, replacing
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
 
@@ -44,7 +46,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             "If you trust where it comes from, load it yourself with torch.load(path, weights_only=False), take the "
             "state dict out of it and save that with safetensors.torch.save_file"
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
+    except Exception as error:
+        # What is raised depends on where the damage is: struct.error, RuntimeError, EOFError, KeyError, ...
         raise ValueError(f"{path} cannot be read; it is not a whole file of PyTorch's: {error}") from error
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}, expected a state dict, names with their tensors")
@@ -74,6 +77,37 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
             save_file(whole, temporary, metadata={"format": "pt"})
         else:
             torch.save(whole, temporary)
+
+
+@contextmanager
+def damage_named(name_or_path: str | Path) -> Iterator[None]:
+    """Around transformers' loading of a model: it does not say which file is damaged.
+
+    Raises:
+        ValueError: naming the file, or the model where its files are not in a folder of this name.
+    """
+    try:
+        yield
+    except (SafetensorError, json.JSONDecodeError) as error:
+        for path in sorted(Path(name_or_path).glob("*")):
+            problem = _damage(path)
+            if problem is not None:
+                raise ValueError(problem) from error
+        raise ValueError(f"a file of {name_or_path} is damaged: {error}") from error
+
+
+def _damage(path: Path) -> str | None:
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt"):
+                pass
+        elif path.suffix == ".json":
+            read_json(path)
+    except SafetensorError as error:
+        return f"{path} is not a whole safetensors file: {error}"
+    except ValueError as error:
+        return f"{path} is not a whole JSON file: {error}"
+    return None
 
 
 def _refused(error: pickle.UnpicklingError) -> str:

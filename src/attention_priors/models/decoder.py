@@ -423,6 +423,7 @@ def _refuse_what_would_be_ignored(options: dict[str, Any]) -> None:
         raise ValueError("is_causal=False: the decoder is causal; use PriorAttention for attention in both directions")
     known = {"output_attentions", "output_hidden_states", "is_causal", "num_items_in_batch"}
     for name, value in options.items():
+        # Callers hand on, as None, arguments that were not given to them: PEFT, pipelines.
         if name not in known and value is not None:
             raise ValueError(
                 f"{name} is no argument of the decoder; packed documents are told by document_ids or position_ids"

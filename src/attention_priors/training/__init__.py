@@ -2,7 +2,7 @@
 
 from attention_priors.training.checkpoints import CheckpointError
 from attention_priors.training.engine import Trained, Validation, is_first_process, train
-from attention_priors.training.extend import continued, extend, mean_loss
+from attention_priors.training.extend import continued, default_output, extend, mean_loss
 from attention_priors.training.model import (
     DecoderSettings,
     DecoderSizes,
@@ -31,6 +31,7 @@ __all__ = [
     "TrainingSettings",
     "Validation",
     "continued",
+    "default_output",
     "extend",
     "is_first_process",
     "load_train_recipe",

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention_priors.checks import check_above
 from attention_priors.data import collate_rows
 from attention_priors.data.preparation import prepared_tokenizer
 from attention_priors.data.shards import PackedRows, TokenShards
 from attention_priors.data.tokenizer import pretrained_tokenizer, tokenizer_fingerprint
 from attention_priors.files import read_json, write_json
 from attention_priors.hub.loading import check_positions, load_model
+from attention_priors.strict_yaml import validated
 from attention_priors.training.engine import is_first_process
 from attention_priors.training.packed import packed_inputs
 from attention_priors.training.recipe import TrainRecipe
@@ -64,12 +66,15 @@ def extend(
 
     Raises:
         ValueError: something that is needed is not known, or does not go together.
+        FileNotFoundError: there is no such model, or its training has not finished.
         OSError: something cannot be read or written.
     """
     observer = observer or Observer()
-    folder = model / "model" if (model / "model").is_dir() else model
+    if learning_rate is not None:
+        check_above(0, learning_rate=learning_rate)
+    folder = _model_folder(model)
     known = folder.parent / "recipe.json"
-    before = TrainRecipe.model_validate(read_json(known)) if known.is_file() else None
+    before = validated(read_json(known), TrainRecipe, str(known)) if known.is_file() else None
     shards = _shards(folder, data, before)
     loaded = load_model(folder)
     old = before.training.context_length if before else getattr(loaded.config, "max_position_embeddings", None)
@@ -123,6 +128,32 @@ def continued(
     }
 
 
+def default_output(model: Path, length: str) -> Path:
+    """Where an extension goes: into the folder of the model's training, or beside a model without one."""
+    if (model / "model").is_dir():
+        return model / f"extended-{length}"
+    if (model.parent / "recipe.json").is_file():
+        return model.parent / f"extended-{length}"
+    model = model.absolute()
+    return model.with_name(f"{model.name}-extended-{length}")
+
+
+def _model_folder(given: Path) -> Path:
+    if not given.exists():
+        raise FileNotFoundError(f"model: there is no folder {given}")
+    if not given.is_dir():
+        raise FileNotFoundError(f"model: {given} is a file; expected the folder of a saved model, or of its training")
+    for folder in (given / "model", given):
+        if (folder / "config.json").is_file():
+            return folder
+    if (given / "recipe.json").is_file():
+        raise FileNotFoundError(
+            f"model: the training in {given} has not finished, there is no {given / 'model'} yet; attention-priors "
+            "train goes on with it"
+        )
+    raise FileNotFoundError(f"model: {given} holds no model, it has no config.json")
+
+
 def _shards(folder: Path, data: Path | None, before: TrainRecipe | None) -> Path:
     if data is not None:
         return data
@@ -164,9 +195,16 @@ def _recipe(
     pretrained: dict[str, Any] = {"pretrained": str(folder)}
     if before is not None and before.model.trains_attached_alone:
         pretrained["train_only"] = "attached"
+    if tokens_per_step is None and before is not None and before.training.step_tokens % new:
+        raise ValueError(
+            f"tokens_per_step must be given: the {before.training.step_tokens} of the model's own training are no "
+            f"multiple of the new length, {new}"
+        )
     if tokens_per_step is None:
         tokens_per_step = ROWS_PER_STEP * new if before is None else before.training.step_tokens
-    return TrainRecipe.model_validate(
+    elif tokens_per_step % new:
+        raise ValueError(f"tokens_per_step must be a multiple of the new length, {new}; got {tokens_per_step}")
+    return validated(
         {
             "name": f"{description.get('name', folder.name)}, extended to {new}",
             "model": pretrained,
@@ -181,7 +219,9 @@ def _recipe(
             "running": running,
             # Another permutation of the same tokens.
             "seed": description.get("seed", 0) + 1,
-        }
+        },
+        TrainRecipe,
+        f"the extension of {folder}",
     )
 
 

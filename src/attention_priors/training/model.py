@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from attention_priors.hub import attach, train_attached
-from attention_priors.hub.loading import load_config, load_model
+from attention_priors.hub.attach import CONFIG_KEY
+from attention_priors.hub.loading import check_positions, load_config, load_model
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
 from attention_priors.strict_yaml import Strict
 
@@ -99,6 +100,41 @@ class ModelSettings(Strict):
         return self.train_only is not None or (self.attach is not None and self.attach.freeze_model)
 
 
+def check_model(settings: ModelSettings, *, length: int, tokenizer_size: int | None = None) -> None:
+    """Make sure, before any work, that :func:`make_model` can make the model: it is made here without its weights.
+
+    Args:
+        settings: describe it.
+        length: of the rows that it is to read, in tokens.
+        tokenizer_size: entries of the tokenizer, where they are known already.
+
+    Raises:
+        OSError: its config cannot be loaded.
+        ValueError: nothing can be attached, nothing would learn, or its vocabulary or its positions are too few.
+    """
+    with torch.device("meta"):
+        if settings.decoder is not None:
+            model: PreTrainedModel = PriorDecoderForCausalLM(settings.decoder.config(vocab_size=tokenizer_size or 1))
+        else:
+            config = _load_config(settings)
+            if settings.config is not None:
+                config.update({"vocab_size": tokenizer_size or 1})
+            model = _new_model(config)
+        described = None if settings.pretrained is None else getattr(model.config, CONFIG_KEY, None)
+        if described is not None:
+            if settings.attach is not None:
+                raise ValueError(
+                    f"model.attach: {settings.pretrained} has priors attached already; leave model.attach out, and "
+                    "they are trained further"
+                )
+            delattr(model.config, CONFIG_KEY)
+            attach(model, **described)
+        _finish(settings, model)
+    check_positions(model, length)
+    if tokenizer_size is not None:
+        _check_vocabulary(model, tokenizer_size)
+
+
 def make_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The model, in float32; new weights are drawn from torch's generator.
 
@@ -112,36 +148,55 @@ def make_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> P
             settings.decoder.config(vocab_size=len(tokenizer), eos_token_id=eos)
         )
     elif settings.config is not None:
-        model = _config_of(settings.config, tokenizer)
+        config = _load_config(settings)
+        config.update(
+            {
+                "vocab_size": len(tokenizer),
+                "bos_token_id": tokenizer.bos_token_id,
+                "eos_token_id": tokenizer.eos_token_id,
+                "pad_token_id": tokenizer.pad_token_id,
+            }
+        )
+        model = _new_model(config)
     else:
         assert settings.pretrained is not None
         model = load_model(settings.pretrained)
+    _finish(settings, model)
+    _check_vocabulary(model, len(tokenizer))
+    return model
+
+
+def _finish(settings: ModelSettings, model: PreTrainedModel) -> None:
     if settings.attach is not None:
-        attach(model, **settings.attach.model_dump())
+        try:
+            attach(model, **settings.attach.model_dump())
+        except ValueError as error:
+            raise ValueError(f"model.attach: {error}") from error
     if settings.train_only is not None:
         model.requires_grad_(False)
         if not train_attached(model):
             raise ValueError("model.train_only: nothing that learns is attached to the model")
+
+
+def _check_vocabulary(model: PreTrainedModel, tokenizer_size: int) -> None:
     embeddings: Any = model.get_input_embeddings()
     size = embeddings.weight.shape[0]
-    if size < len(tokenizer):
+    if size < tokenizer_size:
         raise ValueError(
-            f"the model's vocabulary has {size} entries, the tokenizer's {len(tokenizer)}: expected no more than the "
+            f"the model's vocabulary has {size} entries, the tokenizer's {tokenizer_size}: expected no more than the "
             "model's"
         )
-    return model
 
 
-def _config_of(name: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    config = load_config(name)
-    config.update(
-        {
-            "vocab_size": len(tokenizer),
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        }
-    )
+def _load_config(settings: ModelSettings) -> PreTrainedConfig:
+    key = "config" if settings.config is not None else "pretrained"
+    try:
+        return load_config(getattr(settings, key))
+    except (OSError, ValueError) as error:
+        raise OSError(f"model.{key}: {error}") from error
+
+
+def _new_model(config: PreTrainedConfig) -> PreTrainedModel:
     if isinstance(config, PriorDecoderConfig):
         return PriorDecoderForCausalLM(config)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,15 @@ from transformers import set_seed
 from attention_priors.attention import SSMax
 from attention_priors.data.preparation import prepare, prepared_tokenizer
 from attention_priors.data.shards import PackedRows, TokenShards, read_manifest
+from attention_priors.data.tokenizer import pretrained_tokenizer
 from attention_priors.files import read_json, writable_folder, write_json
+from attention_priors.hub.loading import check_positions, note_length
 from attention_priors.machine import processor, versions
-from attention_priors.output_folder import sole_writer
+from attention_priors.output_folder import gone_if_refused, sole_writer
 from attention_priors.priors import Prior
 from attention_priors.strict_yaml import check_same_recipe
 from attention_priors.training.engine import Validation, check_machinery, is_first_process, processes, train
-from attention_priors.training.model import make_model
+from attention_priors.training.model import check_model, make_model
 from attention_priors.training.recipe import TrainRecipe
 
 SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelerate", "numpy")
@@ -65,9 +67,10 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
     """
     observer = observer if observer is not None and is_first_process() else Observer()
     check_machinery(recipe.training, recipe.running)
-    writable_folder(output)
-    # The processes of one call count as one.
-    with sole_writer(output) if is_first_process() else nullcontext():
+    if not _is_finished(output):
+        size = _tokenizer_size(recipe, output)
+        check_model(recipe.model, length=recipe.training.context_length, tokenizer_size=size)
+    with _writing(output):
         identity = output / "identity.json"
         check_same_recipe(identity, recipe.identity())
         if is_first_process():
@@ -76,7 +79,7 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
             write_json(output / "machine.json", machine())
         shards = prepare_data(recipe, output, observer)
         tokenizer = prepared_tokenizer(shards)
-        if (output / "training.json").exists() and (output / "model").exists():
+        if _is_finished(output):
             observer.on_message(f"{output / 'model'} is there already")
             return read_json(output / "training.json")
 
@@ -97,6 +100,8 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
             )
         set_seed(recipe.seed)
         model = make_model(recipe.model, tokenizer)
+        check_positions(model, length)
+        note_length(model, length)
         parameters = {
             "parameters": model.num_parameters(),
             "prior_parameters": _count(model, Prior),
@@ -133,6 +138,36 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
             write_json(output / "training.json", results)
         trained.save(output / "model", tokenizer)
         return results
+
+
+def _tokenizer_size(recipe: TrainRecipe, output: Path) -> int | None:
+    """Entries of the tokenizer; None where the tokens are prepared already, or in part."""
+    if recipe.data.shards is not None:
+        return len(prepared_tokenizer(Path(recipe.data.shards)))
+    if isinstance(recipe.tokenizer, str):
+        return None if (output / "data").exists() else len(pretrained_tokenizer(recipe.tokenizer))
+    return recipe.tokenizer
+
+
+def _is_finished(output: Path) -> bool:
+    return (output / "training.json").exists() and (output / "model").exists()
+
+
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    """The processes of one call count as one writer."""
+    if not is_first_process():
+        writable_folder(output)
+        yield
+        return
+
+    def has_work() -> bool:
+        return any((output / name).exists() for name in ("data", "checkpoints"))
+
+    with gone_if_refused(output, keep=has_work):
+        writable_folder(output)
+        with sole_writer(output):
+            yield
 
 
 def prepare_data(recipe: TrainRecipe, output: Path, observer: Observer, *, repair: bool = False) -> Path:
