@@ -302,8 +302,8 @@ class _Session:
         """What to call with the number of tokens read of ``count`` texts of this length."""
 
         def on_tokens(read: int) -> None:
-            # A text's time is a little of its length and much of its square.
-            self.observer.on_work(what, done + count * _cost(length) * (read / length) ** 2, total)
+            # A text's time is a little of its length and much of its square; an answer may be read beyond it.
+            self.observer.on_work(what, done + count * _cost(length) * min(1.0, read / length) ** 2, total)
 
         return on_tokens
 
