@@ -293,6 +293,7 @@ def test_an_output_that_holds_other_things_is_left_alone(subjects: dict[str, Sub
 
 @pytest.mark.parametrize("name", ["chunk", "batch"])
 def test_sizes_must_be_positive(name: str, subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    sizes: Any = {name: 0}
     with pytest.raises(ValueError, match=f"{name} must be a positive integer, got 0"):
-        evaluate(subjects["ours"], plan("passkey"), tmp_path / "new", **{name: 0})
+        evaluate(subjects["ours"], plan("passkey"), tmp_path / "new", **sizes)
     assert not (tmp_path / "new").exists()

@@ -22,8 +22,8 @@ from attention_priors.report.numbers import percent
 from attention_priors.report.style import blank, label, look, png, thin, tidy
 
 MOST_DEPTHS = 20
-"""Where there are more depths than this, a heatmap has a row for each tenth of the text."""
 BAND = 0.1
+"""Where there are more depths than that, or others at each length, a heatmap's rows are tenths of the text."""
 _BLUES = colormaps["Blues"]
 _CROSS: dict[str, Any] = {"color": "black", "marker": "x", "linestyle": "none", "markeredgewidth": 1.3}
 _NOT_MEASURED: dict[str, Any] = {"facecolor": "#e6e6e6", "edgecolor": "#b5b5b5", "hatch": "////", "linewidth": 0}
@@ -90,7 +90,7 @@ def accuracy_by_length(accuracies: Sequence[Accuracy]) -> Figure:
     axes.set_ylim(-4, 104)
     axes.set_ylabel("mean score, % (bars: 95 % interval)")
     axes.set_xlabel("length of the text, tokens")
-    _length_axis(axes, lengths)
+    _length_axis(axes, lengths, lengths[-1])
     _legend_below(figure, keys)
     return figure
 
@@ -103,7 +103,7 @@ def depth_heatmap(accuracies: Sequence[Accuracy]) -> Figure:
     """
     lengths = [one.length for one in accuracies]
     places = sorted({place for one in accuracies for place in one.by_depth})
-    if len(places) > MOST_DEPTHS:
+    if len(places) > MOST_DEPTHS or any(len(one.by_depth) < len(places) for one in accuracies):
         rows = [round(index * BAND, 6) for index in range(round(1 / BAND))]
         names = [f"{100 * start:.0f}–{100 * (start + BAND):.0f}" for start in rows]
         row_of = {place: min(int(place / BAND), len(rows) - 1) for place in places}
@@ -170,11 +170,11 @@ def perplexity_by_position(losses: Sequence[Loss]) -> Figure:
         keys += axes.plot(x, y, **look(index)._asdict(), markersize=4.5, linewidth=1.8, label=words)
     positions = [place for one in losses for place, _ in one.by_position]
     powers = [2.0**k for k in range(math.ceil(math.log2(max(positions))) + 1)]
-    _length_axis(axes, [power for power in powers if power <= max(positions) * 1.15])
+    _length_axis(axes, [power for power in powers if power <= max(positions) * 1.15], max(positions))
     _plain_log_values(axes)
     axes.set_xlabel("position in the text, tokens")
     axes.set_ylabel("perplexity, per token")
-    _legend_below(figure, keys)
+    _legend_below(figure, keys, columns=3)
     return figure
 
 
@@ -198,10 +198,10 @@ def _nudges(count: int, lengths: Sequence[int]) -> list[float]:
     return [2 ** ((index - (count - 1) / 2) * step) for index in range(count)]
 
 
-def _length_axis(axes: Axes, ticks: Sequence[float]) -> None:
+def _length_axis(axes: Axes, ticks: Sequence[float], last: float) -> None:
     """A log2 axis in tokens, written as plain numbers."""
     axes.set_xscale("log", base=2)
-    axes.set_xlim(ticks[0] / 1.25, ticks[-1] * 1.25)
+    axes.set_xlim(ticks[0] / 1.25, last * 1.25)
     axes.xaxis.set_major_locator(FixedLocator(thin(ticks, 9)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
