@@ -26,8 +26,7 @@ def start(output: Path, arguments: list[str]) -> int:
         code = 1
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            app(["evaluate", *arguments, "--output", str(output)], standalone_mode=False)
-            code = 0
+            code = app(["evaluate", *arguments, "--output", str(output)], standalone_mode=False) or 0
         finally:
             os._exit(code)
     return process

@@ -15,7 +15,7 @@ KILLS = 10
 def test_ten_kills_at_random_moments_change_nothing(folders: dict[str, Path], tmp_path: Path):
     nursery = Path(__file__).with_name("evaluation_nursery.py")
     arguments = [str(folders["attached"]), "--task", "passkey,passkey_corpus,passkey_8,perplexity,perplexity_short"]
-    arguments += ["--lengths", "200,260,300,400", "--corpus", str(folders["texts"]), "--depths", "5", "--trials", "2"]
+    arguments += ["--lengths", "290,320,360,420", "--corpus", str(folders["texts"]), "--depths", "5", "--trials", "2"]
     arguments += ["--batch", "3", "--chunk", "150", "--stop-after-zeros", "3"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     result = subprocess.run(
