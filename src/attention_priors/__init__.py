@@ -1,5 +1,9 @@
 """Attention with positional priors: one catalogue of log-priors, one ``attend()``."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from attention_priors.attention import (
     KeyBounds,
     PruningReport,
@@ -30,6 +34,9 @@ from attention_priors.priors import (
     prior_from_config,
 )
 
+if TYPE_CHECKING:
+    from attention_priors.hub import attach
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -54,6 +61,7 @@ __all__ = [
     "Uniform",
     "Window",
     "alibi_slopes",
+    "attach",
     "attend",
     "attend_across",
     "flex_mask_mod",
@@ -63,3 +71,12 @@ __all__ = [
     "shard_index",
     "unneeded_keys",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # It needs transformers, which this package does not, and which takes seconds to import.
+    if name == "attach":
+        from attention_priors.hub import attach
+
+        return attach
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

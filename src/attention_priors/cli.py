@@ -42,7 +42,10 @@ def compare(
     output: Annotated[
         Path | None, typer.Option(help="Where everything goes; runs/NAME-OF-THE-RECIPE by default.")
     ] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Run this scheme alone; may be given more than once.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Run this scheme alone, or those of a pattern (BAM*); may be given more than once."),
+    ] = None,
     processes: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time; by default as many as there are cores for.")
     ] = None,
@@ -56,15 +59,26 @@ def compare(
     from attention_priors import experiments, report
 
     output = output or Path("runs") / recipe.stem
-    with _errors(experiments.RunFailedError):
-        results = experiments.compare(
-            experiments.load_recipe(recipe), output, only=only or (), processes=processes, console=console
-        )
-        report.write_figures(results, output / "figures")
+    failed: experiments.RunFailedError | None = None
+    with _errors():
+        try:
+            results = experiments.compare(
+                experiments.load_recipe(recipe), output, only=only or (), processes=processes, console=console
+            )
+        except experiments.RunFailedError as error:
+            failed, results = error, error.results
         page = output / "report.html"
-        report.write_report(results, page)
-    console.print(report.render_text_table(results))
-    console.print(f"Report: {escape(str(page))}", soft_wrap=True, highlight=False)
+        if results["runs"]:
+            report.write_figures(results, output / "figures")
+            report.write_tables(results, output / "tables")
+            report.write_report(results, page)
+    if results["runs"]:
+        console.print(report.render_text_table(results))
+        console.print(f"Tables: {escape(str(output / 'tables'))}", soft_wrap=True, highlight=False)
+        console.print(f"Report: {escape(str(page))}", soft_wrap=True, highlight=False)
+    if failed is not None:
+        console.print(f"[bold red]error:[/] {escape(str(failed))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
 
 
 @app.command()

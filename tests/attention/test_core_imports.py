@@ -35,3 +35,12 @@ def test_works_without_triton() -> None:
         "x = torch.randn(1, 2, 3, 4); attend(x, x, x, Laplace(2))"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_attach_comes_when_it_is_asked_for() -> None:
+    program = (
+        "import sys, attention_priors; assert 'transformers' not in sys.modules\n"
+        "from attention_priors import attach; from attention_priors.hub import attach as there\n"
+        "assert attach is there and 'attach' in attention_priors.__all__"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

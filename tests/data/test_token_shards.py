@@ -198,6 +198,15 @@ def test_a_damaged_shard_is_named_and_made_anew(make, prepared, tmp_path, name, 
     assert _files(folder) == _files(prepared)
 
 
+def test_what_a_killed_preparation_was_writing_is_deleted(make, prepared, tmp_path):
+    shutil.copytree(prepared, tmp_path / "copy")
+    left = tmp_path / "copy" / ".train-00001.tokens.npy.12345.tmp"
+    left.write_bytes(b"half")
+    prepare(make(), tmp_path / "copy")
+    assert not left.exists()
+    assert _files(tmp_path / "copy") == _files(prepared)
+
+
 def test_another_tokenizer_beside_the_tokens_is_an_error(prepared, make, tmp_path):
     folder = Path(shutil.copytree(prepared, tmp_path / "tokens"))
     path = folder / "tokenizer" / "tokenizer.json"

@@ -12,6 +12,7 @@ from filelock import FileLock
 from recipe_cases import RECIPE, changed
 from typer.testing import CliRunner
 
+from attention_priors import experiments
 from attention_priors.cli import app
 from attention_priors.data import load_corpus
 from attention_priors.evaluation import PasskeySettings, has_given_up, position_bins
@@ -64,6 +65,7 @@ def test_results_have_every_section(finished):
         "perplexity",
         "priors",
         "logit_scales",
+        "extensions",
     }
     assert finished.results["format"] == 1
     assert finished.results["recipe"]["name"] == "Tiny"
@@ -89,13 +91,15 @@ def test_schemes_are_described(finished):
     assert alibi == {
         "name": "ALiBi",
         "description": "laplace",
+        "context_length": 150,
         "parameters": weights + 2 * 2,
         "prior_parameters": 0,
     }
     # θα and β of BAM train, θμ does not; s trains.
     assert bam == {
         "name": "BAM + SSMax",
-        "description": "generalized_gaussian(init='roles') · ssmax · window=40 at evaluation",
+        "description": "generalized_gaussian(init='roles') · ssmax · window=40 at evaluation · training(steps=3)",
+        "context_length": 150,
         "parameters": weights + 2 * (3 * 2 + 2),
         "prior_parameters": 2 * (2 * 2 + 2),
     }
@@ -220,6 +224,7 @@ def test_the_command_writes_the_report_of_a_finished_comparison(copy, tiny, tmp_
     assert "ALiBi" in result.output
     assert "<html" in (copy / "report.html").read_text(encoding="utf-8")
     assert any((copy / "figures").iterdir())
+    assert {path.name for path in (copy / "tables").iterdir()} >= {"passkey.md", "passkey.tex", "perplexity.md"}
 
 
 # ---- what stops it before any work
@@ -348,13 +353,14 @@ def test_a_text_that_cannot_be_made_is_an_error_before_any_work(tiny, tmp_path, 
 # ---- a run that fails
 
 
-def test_a_run_that_fails_is_named_with_the_end_of_its_log_and_is_the_last(copy, tiny, quiet):
+def test_a_run_that_fails_is_named_once_the_others_are_done(copy, tiny, quiet, finished):
     run = copy / "runs" / "ALiBi" / "seed-3"
     (run / "model" / "model.safetensors").write_bytes(b"no weights")
     (run / "done.json").unlink()
     other = copy / "runs" / "BAM_+_SSMax" / "seed-3"
     for name in ("done.json", "perplexity.json"):
         (other / name).unlink()
+    (copy / "results.json").unlink()
     with pytest.raises(RunFailedError) as caught:
         compare(tiny(), copy, processes=1, console=quiet)
     message = str(caught.value)
@@ -362,7 +368,31 @@ def test_a_run_that_fails_is_named_with_the_end_of_its_log_and_is_the_last(copy,
     assert str(run / "log.txt") in message
     assert "SafetensorError" in message.splitlines()[-1]
     assert len(message.splitlines()) <= 16
-    assert not (other / "done.json").exists()
+    assert (other / "done.json").exists()
+    assert [row["scheme"] for row in caught.value.results["runs"]] == ["BAM + SSMax"]
+    assert json.loads((copy / "results.json").read_text()) == caught.value.results
+    same = [row for row in finished.results["passkey"] if row["scheme"] == "BAM + SSMax"]
+    assert caught.value.results["passkey"] == same
+
+
+def test_the_command_reports_what_is_there_when_a_run_fails(finished, tiny, tmp_path, monkeypatch):
+    def fail(*arguments: object, **options: object) -> None:
+        raise RunFailedError("ALiBi, seed 4, ended with exit code 1", found)
+
+    found = finished.results
+    monkeypatch.setattr(experiments, "compare", fail)
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(json.dumps(changed({"corpus.source": tiny().corpus.source})))
+    result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "error: ALiBi, seed 4, ended with exit code 1" in result.output
+    assert "BAM + SSMax" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "BAM + SSMax" in (tmp_path / "out" / "tables" / "passkey.md").read_text(encoding="utf-8")
+    # Where nothing is finished, there is nothing to report.
+    found = {"runs": [], "schemes": []}
+    result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(tmp_path / "none")])
+    assert (result.exit_code, result.output.strip()) == (1, "error: ALiBi, seed 4, ended with exit code 1")
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_worker_that_speaks_out_of_turn_is_heard_to_its_end(tiny, tmp_path, quiet, monkeypatch):

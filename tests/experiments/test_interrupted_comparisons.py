@@ -201,7 +201,8 @@ def test_every_scheme_is_tested_on_the_same_texts(tiny, finished, monkeypatch, t
     read = []
     for name in ("ALiBi", "BAM_+_SSMax"):
         run = shutil.copytree(finished.folder / "runs" / name / "seed-3", tmp_path / name)
-        (run / "passkey.jsonl").unlink()
+        for file in ("passkey.jsonl", "done.json"):
+            (run / file).unlink()
         materials = Materials.load(recipe, finished.folder / "cache")
         with monkeypatch.context() as patch:
             patch.setattr(PasskeyTask, "sample", remember)
@@ -242,7 +243,8 @@ def test_changes_at_evaluation_are_made_after_training(tiny, finished, tmp_path,
     run.mkdir()
     _execute(tiny(changes), "new", run, finished.folder / "cache")
     with_changes = _json(run / "perplexity.json")
-    (run / "perplexity.json").unlink()
+    for name in ("perplexity.json", "done.json"):
+        (run / name).unlink()
     unchanged = {key: value for key, value in scheme.items() if key != "at_evaluation"}
     _execute(tiny(changes | {"schemes": {"new": unchanged}}), "new", run, finished.folder / "cache")
     first = _first_difference(with_changes, _json(run / "perplexity.json"))

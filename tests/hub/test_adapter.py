@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "described": {"prior": {"name": "generalized_gaussian", "init": "spread", "learn": True}},
     "sum, scaled": {"prior": [{"name": "laplace", "learn": True}, {"name": "key_sink", "train_length": 9}]}
     | {"logit_scale": "residual_ssmax"},
+    "sum with a bare name": {"prior": ["generalized_gaussian", {"name": "laplace", "learn": True}]},
     "made": {"prior": GeneralizedGaussian(4, init="spread", learn="beta"), "logit_scale": SSMax(4, init=0.4)},
     "some layers and heads": {"prior": {"name": "relative_buckets", "num_buckets": 8}, "layers": [1], "heads": [2, 0]},
     "shared": {"prior": "relative_buckets", "share_prior": True},
@@ -88,6 +89,14 @@ def test_a_model_comes_back_with_what_is_attached(
     assert learns(loaded) == learns(model)
     detach(loaded)
     assert torch.equal(logits(loaded), logits(detach(model)))
+
+
+def test_a_model_in_a_subfolder(tmp_path: Path) -> None:
+    model = changed("llama", "described")
+    model.save_pretrained(tmp_path / "inner")
+    assert torch.equal(logits(load_attached(tmp_path, subfolder="inner")), logits(model))
+    with pytest.raises(ValueError, match="does not support output_loading_info"):
+        load_attached(tmp_path / "inner", output_loading_info=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -198,7 +207,10 @@ def test_another_model(tmp_path: Path) -> None:
         assert logits(other).shape == (2, 20, 64)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "another format", "missing tensor", "no description"])
+@pytest.mark.parametrize(
+    "damage",
+    ["truncated", "another format", "missing tensor", "no description", "half a description", "a list", "empty"],
+)
 def test_damaged_files(damage: str, tmp_path: Path) -> None:
     save_adapter(changed("llama", "described"), tmp_path)
     weights, description = tmp_path / WEIGHTS, json.loads((tmp_path / DESCRIPTION).read_text())
@@ -207,6 +219,9 @@ def test_damaged_files(damage: str, tmp_path: Path) -> None:
         "another format": "format 99",
         "missing tensor": "does not hold",
         "no description": DESCRIPTION,
+        "half a description": f"{DESCRIPTION} is not a whole JSON file",
+        "a list": f"{DESCRIPTION} has format None",
+        "empty": "must hold",
     }[damage]
     if damage == "truncated":
         weights.write_bytes(weights.read_bytes()[:-8])
@@ -215,6 +230,10 @@ def test_damaged_files(damage: str, tmp_path: Path) -> None:
     elif damage == "missing tensor":
         save_adapter(attach(tiny("llama"), logit_scale="ssmax"), tmp_path / "other")
         weights.write_bytes((tmp_path / "other" / WEIGHTS).read_bytes())
+    elif damage in ("half a description", "a list", "empty"):
+        whole = json.dumps(description)
+        texts = {"half a description": whole[: len(whole) // 2], "a list": "[]", "empty": '{"format": 1}'}
+        (tmp_path / DESCRIPTION).write_text(texts[damage])
     else:
         (tmp_path / DESCRIPTION).unlink()
     model = tiny("llama")

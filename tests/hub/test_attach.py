@@ -94,6 +94,24 @@ def test_detached_it_is_what_it_was(family: str) -> None:
     assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == learned
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_made_from_one_config_have_nothing_to_do_with_each_other(family: str) -> None:
+    one = tiny(family)
+    other = type(one)(one.config).eval()
+    assert other.config is one.config
+    before, implementation = other.config.to_dict(), other.config._attn_implementation
+    attach(one, **STATIONARY)
+    assert other.config.to_dict() == before
+    assert other.config._attn_implementation == implementation
+    assert {id(m.config) for m in one.modules() if hasattr(m, "config")} == {id(one.config)}
+    attach(other, "laplace")
+    assert one.config.attached_priors["prior"] == STATIONARY["prior"]
+    for model in (one, other):
+        detach(model)
+        assert model.config.to_dict() == before
+        assert model.config._attn_implementation == implementation
+
+
 @pytest.mark.parametrize("what", ["stationary", "absolute"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_dense_formula(family: str, what: str) -> None:
@@ -327,6 +345,18 @@ def test_a_prior_that_layers_share() -> None:
     first, second = (part.prior for part in attached_priors(duplicate).values())
     assert first is second
     model(IDS, labels=IDS).loss.backward()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_positions_of_its_own_all_that_learns_has_a_gradient(family: str) -> None:
+    """Which DistributedDataParallel waits for: learned positions, which nothing depends on any more, are frozen."""
+    model = tiny(family)
+    before = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    attach(model, **STATIONARY, drop_positions=True)
+    model(IDS, labels=IDS).loss.backward()
+    assert not [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    detach(model)
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == before
 
 
 @pytest.mark.parametrize("family", FAMILIES)

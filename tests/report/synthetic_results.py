@@ -49,6 +49,7 @@ def make_results() -> dict:
         "perplexity": [],
         "priors": [],
         "logit_scales": [],
+        "extensions": [],
     }
     for scheme, (breakdown, stops) in BREAKDOWN.items():
         for seed in SEEDS:
@@ -95,7 +96,7 @@ def _perplexity(generator, scheme, seed, breakdown) -> list[dict]:
     made = []
     for position in (2.5, 8.5, 24.5, 48.5, 96.5, 192.5, 384.5, 768.5, 1536.5, 3072.5, 6144.5):
         nll = 3 + 3 / position**0.5 + 2.2 * math.log1p((position / breakdown) ** 1.5) + generator.gauss(0, 0.03)
-        made.append({"scheme": scheme, "seed": seed, "position": position, "nll": nll})
+        made.append({"scheme": scheme, "seed": seed, "position": position, "nll": nll, "tokens": 10})
     return made
 
 

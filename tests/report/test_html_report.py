@@ -148,7 +148,7 @@ def test_an_unknown_format_is_refused(results, tmp_path, call):
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_row_of_an_unknown_scheme_is_refused(results, tmp_path, section):
-    results[section][0]["scheme"] = "stranger"
+    results[section].append({"scheme": "stranger", "seed": 0})
     with pytest.raises(ValueError, match=f"{section}.*'stranger'"):
         write_report(results, tmp_path / "report.html")
 

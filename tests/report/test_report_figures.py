@@ -10,6 +10,7 @@ from matplotlib.patches import Rectangle
 from synthetic_results import LENGTHS, SEEDS, THETA_BETA, TRAINED
 
 from attention_priors.report import figures, write_figures
+from attention_priors.report.drawing import PERPLEXITY_RANGE
 from attention_priors.report.results import SECTIONS
 from attention_priors.report.style import label, looks
 from attention_priors.report.tables import passkey_table
@@ -168,14 +169,14 @@ def test_a_perplexity_beyond_the_axis_is_told_and_squashes_nobody(results):
     results["perplexity"][0]["nll"] = 5000.0
     axes = figures.perplexity_by_position(results).axes[0]
     lowest = min(points(named(axes, "BAM <SSMax>")).values())
-    assert axes.get_ylim()[1] == pytest.approx(figures.PERPLEXITY_RANGE * lowest)
+    assert axes.get_ylim()[1] == pytest.approx(PERPLEXITY_RANGE * lowest)
     assert "NoPE (up to" in axes.get_title(loc="left")
     assert "<SSMax>" not in axes.get_title(loc="left")
 
     results["perplexity"] = [row for row in results["perplexity"] if row["scheme"] == "BAM <SSMax>"]
     axes = figures.perplexity_by_position(results).axes[0]
     assert axes.get_title(loc="left") == ""
-    assert max(points(named(axes, "BAM <SSMax>")).values()) < axes.get_ylim()[1] < figures.PERPLEXITY_RANGE * lowest
+    assert max(points(named(axes, "BAM <SSMax>")).values()) < axes.get_ylim()[1] < PERPLEXITY_RANGE * lowest
 
 
 def test_positions_without_a_loss_are_left_out(results):

@@ -59,6 +59,11 @@ def _change(path: Path) -> None:
         (lambda c: (c / MANIFEST).unlink(), "it has no manifest.json"),
         (lambda c: _truncate(c / MANIFEST), None),
         (lambda c: (c / MANIFEST).write_text("{"), "its manifest.json cannot be read"),
+        (lambda c: (c / MANIFEST).write_text('{"files": []}'), "its manifest.json cannot be read"),
+        (
+            lambda c: (c / MANIFEST).write_text('{"files": {"model.safetensors": {}}}'),
+            "its manifest.json cannot be read",
+        ),
         (lambda c: (c / "a.bin").unlink(), "a.bin is missing"),
         (lambda c: _truncate(c / "part" / "b.bin"), "part/b.bin has 6 bytes, not 7"),
         (lambda c: _change(c / "a.bin"), "a.bin has another checksum than when it was written"),

@@ -173,6 +173,36 @@ def test_attached_priors_are_trained_and_go_on_with_the_model(make_recipe, finis
     assert len(attached_priors(load_model(tmp_path / "longer" / "model"))) == 2
 
 
+def test_a_model_that_was_frozen_stays_frozen_in_its_extension(make_recipe, finished, tmp_path):
+    data = {"text": None, "shards": str(finished / "data")}
+    name = _hugging_face(tmp_path, LlamaConfig(**LLAMA))
+    model = {"config": name, "attach": {"prior": "generalized_gaussian", "freeze_model": True}}
+    run_recipe(make_recipe(model=model, data=data, tokenizer=None), tmp_path / "one")
+    for before, after in (("one", "two"), ("two", "three")):
+        extend(tmp_path / before, tmp_path / after, length="2x", steps=2, learning_rate=0.1, test_tokens=200)
+        old, new = (load_model(tmp_path / folder / "model").state_dict() for folder in (before, after))
+        changed = {name for name, tensor in old.items() if not torch.equal(tensor, new[name])}
+        assert changed
+        assert all("attached_prior" in name for name in changed)
+
+
+def test_what_a_killed_run_was_saving_is_no_part_of_the_model(make_recipe, finished, tmp_path):
+    left = tmp_path / "model.unfinished" / "adapter_config.json"
+    left.parent.mkdir()
+    left.write_bytes(b"half")
+    data = {"text": None, "shards": str(finished / "data")}
+    run_recipe(make_recipe(data=data, tokenizer=None), tmp_path)
+    assert not (tmp_path / "model" / left.name).exists()
+    assert not left.parent.exists()
+
+
+def test_nothing_attached_that_could_learn_alone(make_recipe, finished, tmp_path):
+    data = {"text": None, "shards": str(finished / "data")}
+    model = {"pretrained": str(finished / "model"), "train_only": "attached"}
+    with pytest.raises(ValueError, match=r"model\.train_only: nothing that learns is attached"):
+        run_recipe(make_recipe(model=model, data=data, tokenizer=None), tmp_path / "one")
+
+
 def test_packed_documents_of_a_hugging_face_model_are_apart():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=20, initializer_range=0.5, **LLAMA)).eval()
@@ -237,6 +267,7 @@ def recipe_decoder(make_recipe: Callable[..., TrainRecipe]) -> dict[str, Any]:
         ({"model": {"config": "a", "pretrained": "b"}}, "got config and pretrained"),
         ({"model": {"decoder": LLAMA, "attach": {"prior": "laplace"}}}, "attach is for models of other makes"),
         ({"model": {"decoder": {"hidden_size": 8}}}, "intermediate_size"),
+        ({"model": {"config": "a", "train_only": "attached"}}, "train_only is for a trained model"),
         ({"tokenizer": None}, "tokenizer must be given"),
         ({"data": {"shards": "x", "text": None}}, "tokenizer must be given, except with data.shards"),
         ({"running": {"report_to": ["paper"]}}, "'tensorboard' or 'wandb'"),

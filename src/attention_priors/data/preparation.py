@@ -18,7 +18,7 @@ from attention_priors.data.shards import FORMAT, MANIFEST, PARTS, Shard, ShardEr
 from attention_priors.data.sources import Documents, Place
 from attention_priors.data.stream import DOCUMENTS_PER_BATCH, encode_documents
 from attention_priors.data.tokenizer import pretrained_tokenizer, tokenizer_fingerprint, train_tokenizer
-from attention_priors.files import checksum, replacing, writable_folder, write_json
+from attention_priors.files import checksum, remove_temporaries, replacing, writable_folder, write_json
 from attention_priors.strict_yaml import RecipeError, differences
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ def prepare(
     """
     writable_folder(folder)
     with FileLock(folder / ".lock"):
+        remove_temporaries(folder)
         manifest = _begin(preparation, folder)
         if repair:
             _drop_damaged(manifest, folder, on_message)

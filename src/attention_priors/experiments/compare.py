@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -28,17 +30,26 @@ from rich.progress import (
 from attention_priors.experiments.materials import Materials
 from attention_priors.experiments.recipe import Recipe
 from attention_priors.experiments.results import collect
-from attention_priors.experiments.run import identity, run_folder
+from attention_priors.experiments.run import identities, is_finished, run_folder
 from attention_priors.files import read_json, writable_folder, write_json
 from attention_priors.output_folder import sole_writer
 from attention_priors.strict_yaml import RecipeError, check_same_recipe
 
 STAGE_SHARES = {"train": 0.75, "passkey": 0.22, "perplexity": 0.03}
+EXTENSION_SHARES = {"extended train": 0.25, "extended passkey": 0.22, "extended perplexity": 0.03}
 """Roughly how much of a run's time each stage takes; only the estimate of the time left depends on it."""
 
 
 class RunFailedError(RuntimeError):
-    """A run ended with an error; the message says which and shows the end of its log."""
+    """Runs ended with an error; the message says which and shows the end of their logs.
+
+    Attributes:
+        results: what the others have found, as :func:`compare` would have returned it.
+    """
+
+    def __init__(self, message: str, results: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.results = results
 
 
 @dataclass
@@ -48,12 +59,14 @@ class _Worker:
     process: subprocess.Popen[str]
     log: Path
     task: TaskID
+    shares: dict[str, float]
+    """How much of its time each stage takes."""
     done: dict[str, float] = field(default_factory=dict)
 
     @property
     def share(self) -> float:
         """How much of the run is done, 0 to 1."""
-        return sum(STAGE_SHARES[stage] * part for stage, part in self.done.items())
+        return sum(self.shares[stage] * part for stage, part in self.done.items()) / sum(self.shares.values())
 
 
 def compare(
@@ -67,7 +80,7 @@ def compare(
     Args:
         recipe: what to compare.
         output: the folder that holds everything.
-        only: names of schemes; the others are left as they are.
+        only: names of schemes, or patterns such as ``BAM*``; the others are left as they are.
         processes: runs at a time; by default as many as there are cores for.
         console: where progress is shown.
 
@@ -78,40 +91,46 @@ def compare(
         RecipeError: before any work, if a scheme is unknown, a text cannot be made, or ``output`` holds runs of
             another recipe or is being written by another call.
         OSError: before any work, if ``output`` cannot be written.
-        RunFailedError: if a run fails.
+        RunFailedError: runs failed, after all others were carried out and ``results.json`` was written of them.
     """
-    for name in only:
-        if name not in recipe.schemes:
-            raise RecipeError(f"unknown scheme {name!r}; the recipe has {', '.join(recipe.schemes)}")
+    chosen = {name for pattern in only for name in _matching(recipe, pattern)} or set(recipe.schemes)
     if processes is not None and processes < 1:
         raise ValueError(f"processes must be a positive integer, got {processes}")
     with sole_writer(writable_folder(output)):
-        return _compare(recipe, output, only, processes, console)
+        return _compare(recipe, output, chosen, processes, console)
+
+
+def _matching(recipe: Recipe, pattern: str) -> list[str]:
+    found = [name for name in recipe.schemes if name == pattern or fnmatchcase(name, pattern)]
+    if not found:
+        raise RecipeError(f"unknown scheme {pattern!r}; the recipe has {', '.join(recipe.schemes)}")
+    return found
 
 
 def _compare(
-    recipe: Recipe, output: Path, only: Sequence[str], processes: int | None, console: Console
+    recipe: Recipe, output: Path, schemes: Collection[str], processes: int | None, console: Console
 ) -> dict[str, Any]:
     with console.status("Reading the corpus, training the tokenizer"):
         materials = Materials.load(recipe, writable_folder(output / "cache"))
         materials.check()
     corpus = materials.corpus
     runs = [(name, seed) for seed in recipe.seeds for name in recipe.schemes]
-    chosen = [run for run in runs if not only or run[0] in only]
-    identities = {run: identity(materials, *run) for run in runs}
-    for run in runs:
-        check_same_recipe(run_folder(output, *run) / "identity.json", identities[run])
+    chosen = [run for run in runs if run[0] in schemes]
+    wanted = {run: identities(materials, output, *run) for run in runs}
+    for files in wanted.values():
+        for begun, content in files.items():
+            check_same_recipe(begun, content)
     for run in chosen:
-        begun = run_folder(output, *run) / "identity.json"
-        if not begun.exists():
-            write_json(begun, identities[run])
+        for begun, content in wanted[run].items():
+            if not begun.exists():
+                write_json(begun, content)
     recipe_file = output / "recipe.json"
     write_json(recipe_file, recipe.model_dump(mode="json"))
 
-    pending = [run for run in chosen if not (run_folder(output, *run) / "done.json").exists()]
+    pending = [run for run in chosen if not is_finished(recipe, output, *run)]
     clock = _Clock(output / "wall_seconds.json")
     try:
-        _run_all(pending, recipe, recipe_file, output, processes, console)
+        failures = _run_all(pending, recipe, recipe_file, output, processes, console)
     finally:
         clock.stop()
     finished = [run for run in runs if (run_folder(output, *run) / "done.json").exists()]
@@ -128,6 +147,8 @@ def _compare(
         },
     )
     write_json(output / "results.json", results)
+    if failures:
+        raise RunFailedError("\n".join(failures), results)
     return results
 
 
@@ -151,9 +172,11 @@ def _run_all(
     output: Path,
     processes: int | None,
     console: Console,
-) -> None:
+) -> list[str]:
+    """Carry out runs; return what there is to say of each that failed."""
     if not pending:
-        return
+        return []
+    failures: list[str] = []
     if processes is None:
         processes = max(1, (os.cpu_count() or 1) // recipe.threads_per_run)
     events: queue.Queue[tuple[_Worker, dict[str, Any] | None]] = queue.Queue()
@@ -178,7 +201,9 @@ def _run_all(
                 worker, event = events.get()
                 if event is None:
                     running.remove(worker)
-                    _check(worker)
+                    if worker.process.returncode:
+                        failures.append(_failure(worker))
+                        bars.console.print(f"[bold red]failed:[/] {escape(failures[-1].splitlines()[0])}")
                     finished += 1
                     bars.remove_task(worker.task)
                 else:
@@ -191,6 +216,7 @@ def _run_all(
                 worker.process.terminate()
             for worker in running:
                 worker.process.wait()
+    return failures
 
 
 def _start(
@@ -224,8 +250,9 @@ def _start(
             env=os.environ
             | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
         )
-    task = bars.add_task(f"{scheme}, seed {seed}", total=1.0, stage="starting")
-    worker = _Worker(scheme, seed, process, log, task)
+    task = bars.add_task(escape(f"{scheme}, seed {seed}"), total=1.0, stage="starting")
+    shares = STAGE_SHARES | ({} if recipe.extension_of(scheme) is None else EXTENSION_SHARES)
+    worker = _Worker(scheme, seed, process, log, task, shares)
     assert process.stdout is not None
     threading.Thread(target=_listen, args=(worker, process.stdout, events), daemon=True).start()
     return worker
@@ -245,10 +272,9 @@ def _listen(worker: _Worker, lines: IO[str], events: queue.Queue[tuple[_Worker, 
     events.put((worker, None))
 
 
-def _check(worker: _Worker) -> None:
-    if worker.process.returncode:
-        tail = "\n".join(worker.log.read_text(encoding="utf-8").splitlines()[-15:])
-        raise RunFailedError(
-            f"{worker.scheme}, seed {worker.seed}, ended with exit code {worker.process.returncode}; the end of "
-            f"{worker.log}:\n{tail}"
-        )
+def _failure(worker: _Worker) -> str:
+    tail = "\n".join(worker.log.read_text(encoding="utf-8").splitlines()[-15:])
+    return (
+        f"{worker.scheme}, seed {worker.seed}, ended with exit code {worker.process.returncode}; the end of "
+        f"{worker.log}:\n{tail}"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,11 +21,16 @@ from attention_priors.data import (
     token_stream,
     tokenizer_fingerprint,
 )
+from attention_priors.data.packing import packed_row
+from attention_priors.evaluation import EvaluationSettings, PasskeySettings, PerplexitySettings
 from attention_priors.experiments.recipe import MixtureSettings, Recipe
 from attention_priors.strict_yaml import RecipeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+HELD_OUT_TOKENS = 65536
+"""Losses before and after a context extension are measured on so many held-out tokens at most."""
 
 
 @dataclass(frozen=True)
@@ -76,40 +82,56 @@ class Materials:
             answer_weight=settings.passkey_answer_weight,
         )
 
-    def passkey_task(self) -> PasskeyTask:
+    def passkey_task(self, settings: PasskeySettings) -> PasskeyTask:
         """The passkey texts to test on, with held-out filler."""
-        assert self.recipe.evaluation.passkey is not None
-        filler = self.recipe.evaluation.passkey.filler
-        return PasskeyTask(self.tokenizer, self.held_out_stream if filler == "corpus" else None)
+        return PasskeyTask(self.tokenizer, self.held_out_stream if settings.filler == "corpus" else None)
 
-    def perplexity_texts(self) -> list[Tensor]:
+    def perplexity_texts(self, settings: PerplexitySettings) -> list[Tensor]:
         """The beginnings of held-out documents that are long enough."""
-        settings = self.recipe.evaluation.perplexity
-        assert settings is not None
         _, lengths = self.held_out_stream.document_ids.unique_consecutive(return_counts=True)
         texts = [text[: settings.length] for text in self.held_out_stream.tokens.split(lengths.tolist())]
         return [text for text in texts if len(text) == settings.length][: settings.documents]
 
+    def held_out_rows(self, length: int) -> Iterator[dict[str, Tensor]]:
+        """The held-out documents, up to :data:`HELD_OUT_TOKENS`, cut into packed rows of a length."""
+        stream = self.held_out_stream
+        for start in range(0, min(len(stream), max(HELD_OUT_TOKENS, length)) - length + 1, length):
+            part = slice(start, start + length)
+            yield packed_row(stream.tokens[part], stream.document_ids[part])
+
     def check(self) -> None:
         """Raise a RecipeError if some text that the recipe asks for cannot be made."""
-        for name in self.recipe.schemes:
-            try:
-                self.training_rows(
-                    self.recipe.training_of(name).model_copy(update={"steps": 1, "tokens": None}), seed=0
-                )
-            except ValueError as error:
-                raise RecipeError(f"schemes.{name}: {error}") from error
-        evaluation = self.recipe.evaluation
+        recipe = self.recipe
+        for name in recipe.schemes:
+            for section, settings in (("", recipe.training_of(name)), (".extension", recipe.extension_of(name))):
+                if settings is None:
+                    continue
+                try:
+                    self.training_rows(settings.model_copy(update={"steps": 1, "tokens": None}), seed=0)
+                except ValueError as error:
+                    raise RecipeError(f"schemes.{name}{section}: {error}") from error
+                if section and len(self.held_out_stream) < settings.context_length:
+                    raise RecipeError(
+                        f"schemes.{name}.extension.context_length: corpus {self.corpus.name!r} holds out "
+                        f"{len(self.held_out_stream)} tokens, fewer than a row of {settings.context_length}"
+                    )
+        self._check_evaluation("", recipe.evaluation)
+        for name, scheme in recipe.schemes.items():
+            if scheme.evaluation:
+                self._check_evaluation(f"schemes.{name}.", recipe.evaluation_of(name))
+
+    def _check_evaluation(self, place: str, evaluation: EvaluationSettings) -> None:
         if evaluation.passkey is not None:
-            task = self.passkey_task()
+            task = self.passkey_task(evaluation.passkey)
             for length in evaluation.passkey.lengths:
                 if length < task.minimum_length or length > (task.maximum_length or length):
                     raise RecipeError(
-                        f"evaluation.passkey.lengths: {length} tokens; with this tokenizer and filler a text has "
-                        f"at least {task.minimum_length} and at most {task.maximum_length or 'any number of'} tokens"
+                        f"{place}evaluation.passkey.lengths: {length} tokens; with this tokenizer and filler a text "
+                        f"has at least {task.minimum_length} and at most {task.maximum_length or 'any number of'} "
+                        "tokens"
                     )
-        if evaluation.perplexity is not None and not self.perplexity_texts():
+        if evaluation.perplexity is not None and not self.perplexity_texts(evaluation.perplexity):
             raise RecipeError(
-                f"evaluation.perplexity.length: no held-out document of corpus {self.corpus.name!r} has "
+                f"{place}evaluation.perplexity.length: no held-out document of corpus {self.corpus.name!r} has "
                 f"{evaluation.perplexity.length} tokens"
             )

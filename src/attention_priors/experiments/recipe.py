@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,9 +12,16 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from attention_priors.data import ANSWER_LENGTH, EMBEDDED
 from attention_priors.encodings import LearnedTable, Rotary
 from attention_priors.evaluation import EvaluationSettings
+from attention_priors.experiments.sweep import EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid
 from attention_priors.models.decoder import PriorDecoderConfig
 from attention_priors.strict_yaml import Strict, explain, read_strictly
-from attention_priors.training import DecoderSettings, DecoderSizes, PositionSettings, TrainingSettings
+from attention_priors.training import DecoderSettings, DecoderSizes, PositionSettings, TrainingSettings, continued
+
+LONGEST_FOLDER_NAME = 255
+"""Bytes; what file systems allow."""
+
+EXTENSION_STEPS = 256
+"""BAM, Appendix C."""
 
 
 class CorpusSettings(Strict):
@@ -49,11 +57,29 @@ class EvaluationChanges(Strict):
 
 
 class Scheme(PositionSettings):
-    """One way to put positions into the model. Everything else is the same for all schemes of a recipe."""
+    """One way to put positions into the model. What it does not say is the same for all schemes of a recipe."""
 
+    extends: str | None = None
+    """Another scheme, whose settings it inherits; none in a recipe that has been read."""
+    model: dict[str, Any] = Field(default_factory=dict)
+    """Sizes of the model that differ for this scheme."""
     training: dict[str, Any] = Field(default_factory=dict)
     """Settings of the training that differ for this scheme."""
+    evaluation: dict[str, Any] = Field(default_factory=dict)
+    """What is measured differently for this scheme."""
     at_evaluation: EvaluationChanges = EvaluationChanges()
+    extension: dict[str, Any] | None = None
+    """A second training at a longer context, after the first one and its evaluation, followed by another evaluation:
+    ``context_length``, ``steps``, and whatever else differs from the first training."""
+    axes: dict[str, str | int | float] = Field(default_factory=dict)
+    """Where it stands on each axis that schemes are compared along; a sweep says it of those it makes."""
+
+    @field_validator("axes")
+    @classmethod
+    def _not_reserved(cls, axes: dict[str, str | int | float]) -> dict[str, str | int | float]:
+        if EXTENSION_AXIS in axes:
+            raise ValueError(f"an axis cannot be called {EXTENSION_AXIS!r}")
+        return axes
 
 
 class Recipe(Strict):
@@ -70,6 +96,13 @@ class Recipe(Strict):
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] = Field(default=(0,), min_length=1)
     threads_per_run: int = Field(default=1, gt=0)
     schemes: dict[str, Scheme] = Field(min_length=1)
+    sweep: Sweep | None = None
+    """Multiplies schemes over axes; none in a recipe that has been read, whose schemes are those it has made."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expanded(cls, content: Any) -> Any:
+        return expand(content) if isinstance(content, dict) else content
 
     @field_validator("seeds")
     @classmethod
@@ -91,53 +124,117 @@ class Recipe(Strict):
     @model_validator(mode="after")
     def _possible(self) -> Recipe:
         for name in self.schemes:
-            try:
-                self.training_of(name)
-            except ValidationError as error:
-                raise ValueError(f"schemes.{name}.training: {explain(error, MixtureSettings)}") from error
+            for section, settings, make in (
+                ("model", DecoderSizes, self.model_of),
+                ("training", MixtureSettings, self.training_of),
+                ("evaluation", EvaluationSettings, self.evaluation_of),
+                ("extension", MixtureSettings, self.extension_of),
+            ):
+                try:
+                    make(name)
+                except ValidationError as error:
+                    raise ValueError(f"{self._place(name)}.{section}: {explain(error, settings)}") from error
+            extended = self.extended_name(name)
+            if extended is not None and extended in self.schemes:
+                raise ValueError(f"schemes.{extended}: {name!r} will be called so once it is extended")
+        longest = self.longest_text
         for name, scheme in self.schemes.items():
+            place = self._place(name)
             try:
                 config = self.config_of(name, vocab_size=1)
             except ValueError as error:
-                raise ValueError(f"schemes.{name}: {error}") from error
+                raise ValueError(f"{place}: {error}") from error
             encoding = config.make_encoding()
-            if isinstance(encoding, LearnedTable) and encoding.max_length < self.longest_text:
+            if isinstance(encoding, LearnedTable) and encoding.max_length < longest:
                 raise ValueError(
-                    f"schemes.{name}.encoding: the learned table has max_length={encoding.max_length} positions, "
-                    f"but this recipe reads texts of {self.longest_text} tokens"
+                    f"{place}.encoding: the learned table has max_length={encoding.max_length} positions, "
+                    f"but this recipe reads texts of {longest} tokens"
                 )
             if scheme.at_evaluation.base_multiplier is not None and not isinstance(encoding, Rotary):
                 raise ValueError(
-                    f"schemes.{name}.at_evaluation.base_multiplier needs the encoding 'rotary', got {scheme.encoding!r}"
+                    f"{place}.at_evaluation.base_multiplier needs the encoding 'rotary', got {scheme.encoding!r}"
                 )
         return self
+
+    def _place(self, name: str) -> str:
+        """Where a scheme stands in the recipe, and on the axes if its name does not say it."""
+        stands = [f"{axis}={value}" for axis, value in self.schemes[name].axes.items() if axis != SCHEME_AXIS]
+        told = all(words in name for words in stands)
+        return f"schemes.{name}" if told else f"schemes.{name} ({', '.join(stands)})"
 
     @property
     def longest_text(self) -> int:
         """Tokens of the longest text that any scheme reads."""
-        lengths = [self.training_of(name).context_length for name in self.schemes]
-        if self.evaluation.passkey is not None:
-            lengths += [length + ANSWER_LENGTH for length in self.evaluation.passkey.lengths]
-        if self.evaluation.perplexity is not None:
-            lengths.append(self.evaluation.perplexity.length)
+        lengths: list[int] = []
+        for name in self.schemes:
+            lengths.append(self.training_of(name).context_length)
+            if (extension := self.extension_of(name)) is not None:
+                lengths.append(extension.context_length)
+            evaluation = self.evaluation_of(name)
+            if evaluation.passkey is not None:
+                lengths += [length + ANSWER_LENGTH for length in evaluation.passkey.lengths]
+            if evaluation.perplexity is not None:
+                lengths.append(evaluation.perplexity.length)
         return max(lengths)
+
+    def model_of(self, scheme: str) -> DecoderSizes:
+        """The sizes of one scheme's model."""
+        own = self.schemes[scheme].model
+        return DecoderSizes.model_validate(self.model.model_dump() | own) if own else self.model
 
     def training_of(self, scheme: str) -> MixtureSettings:
         """The training settings of one scheme."""
         own = self.schemes[scheme].training
-        return MixtureSettings.model_validate(self.training.model_dump() | own) if own else self.training
+        return MixtureSettings.model_validate(overlaid(self.training.model_dump(), own)) if own else self.training
+
+    def evaluation_of(self, scheme: str) -> EvaluationSettings:
+        """What is measured of one scheme."""
+        own = self.schemes[scheme].evaluation
+        if not own:
+            return self.evaluation
+        return EvaluationSettings.model_validate(overlaid(self.evaluation.model_dump(), own))
+
+    def extension_of(self, scheme: str) -> MixtureSettings | None:
+        """The second training of one scheme, at a longer context; None if it has none."""
+        own = self.schemes[scheme].extension
+        if own is None:
+            return None
+        before = self.training_of(scheme)
+        length = own.get("context_length")
+        if not isinstance(length, int) or length <= before.context_length:
+            raise ValueError(
+                f"{self._place(scheme)}.extension.context_length must be above the {before.context_length} tokens of "
+                f"the first training, got {length!r}"
+            )
+        settings = continued(
+            before.model_dump(),
+            context_length=length,
+            steps=EXTENSION_STEPS,
+            tokens_per_step=before.step_tokens,
+            learning_rate=before.final_learning_rate,
+        )
+        return MixtureSettings.model_validate(overlaid(settings, own))
+
+    def extended_name(self, scheme: str) -> str | None:
+        """What a scheme is called in the results after its extension; None if it has none."""
+        extension = self.extension_of(scheme)
+        return None if extension is None else f"{scheme}, extended to {extension.context_length}"
 
     def config_of(self, scheme: str, *, vocab_size: int, eos_token_id: int | None = None) -> PriorDecoderConfig:
         """The model of one scheme."""
         positions = self.schemes[scheme].model_dump(include=set(PositionSettings.model_fields))
-        return DecoderSettings(**self.model.model_dump(), **positions).config(
+        return DecoderSettings(**self.model_of(scheme).model_dump(), **positions).config(
             vocab_size=vocab_size, eos_token_id=eos_token_id
         )
 
 
 def folder_name(scheme: str) -> str:
     """A scheme's name as the name of a folder."""
-    return re.sub(r"[^A-Za-z0-9._+-]+", "_", scheme).strip(".") or "_"
+    name = re.sub(r"[^A-Za-z0-9._+-]+", "_", scheme).strip(".") or "_"
+    if len(name) <= LONGEST_FOLDER_NAME:
+        return name
+    digest = hashlib.sha256(scheme.encode()).hexdigest()[:12]
+    return f"{name[: LONGEST_FOLDER_NAME - 13]}-{digest}"
 
 
 def load_recipe(path: Path) -> Recipe:

@@ -6,16 +6,21 @@ import datetime
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from attention_priors.experiments.recipe import Recipe, Scheme
-from attention_priors.experiments.run import run_folder
+from attention_priors.experiments.run import extended_folder, run_folder
+from attention_priors.experiments.sweep import EXTENSION_AXIS, SCHEME_AXIS
 from attention_priors.files import read_json
 from attention_priors.machine import processor, versions
 
 FORMAT = 1
+
+SECTIONS = ("runs", "passkey", "perplexity", "priors", "logit_scales", "extensions")
+"""The lists of rows."""
 
 _SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelerate")
 
@@ -51,39 +56,84 @@ def collect(
         "seeds": sorted({seed for _, seed in runs}),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "wall_seconds": round(wall_seconds, 1),
-        "schemes": [],
     }
-    sections: dict[str, list[dict[str, Any]]] = {
-        name: [] for name in ("runs", "passkey", "perplexity", "priors", "logit_scales")
-    }
-    for scheme, seed in runs:
-        folder = run_folder(output, scheme, seed)
-        who = {"scheme": scheme, "seed": seed}
-        training, done = read_json(folder / "training.json"), read_json(folder / "done.json")
-        if scheme not in [entry["name"] for entry in results["schemes"]]:
-            results["schemes"].append(
-                {
-                    "name": scheme,
-                    "description": describe(recipe.schemes[scheme]),
-                    "parameters": training["parameters"],
-                    "prior_parameters": training["prior_parameters"],
-                }
-            )
+    schemes: dict[str, dict[str, Any]] = {}
+    sections: dict[str, list[dict[str, Any]]] = {name: [] for name in SECTIONS}
+    models = [model for scheme, seed in runs for model in _models(recipe, output, scheme, seed)]
+    for model in models:
+        training, done = read_json(model.folder / "training.json"), read_json(model.folder / "done.json")
+        schemes.setdefault(model.name, _scheme_entry(model, training))
         sections["runs"].append(
-            who
+            model.row
             | {key: training[key] for key in ("train_seconds", "steps")}
             | {"final_loss": training["history"][-1]["loss"], "history": training["history"]}
             | done
         )
-        if (folder / "passkey.jsonl").exists():
-            lines = (folder / "passkey.jsonl").read_text(encoding="utf-8").splitlines()
-            sections["passkey"] += [who | json.loads(line) for line in lines]
-        if (folder / "perplexity.json").exists():
-            sections["perplexity"] += [who | row for row in read_json(folder / "perplexity.json")]
-        learned = read_json(folder / "priors.json")
+        if (model.folder / "passkey.jsonl").exists():
+            lines = (model.folder / "passkey.jsonl").read_text(encoding="utf-8").splitlines()
+            sections["passkey"] += [model.row | json.loads(line) for line in lines]
+        if (model.folder / "perplexity.json").exists():
+            sections["perplexity"] += [model.row | row for row in read_json(model.folder / "perplexity.json")]
+        learned = read_json(model.folder / "priors.json")
         for name in ("priors", "logit_scales"):
-            sections[name] += [who | row for row in learned[name]]
-    return results | sections
+            sections[name] += [model.row | row for row in learned[name]]
+        if model.extended_from is not None:
+            sections["extensions"].append(
+                model.row
+                | {"from": recipe.training_of(model.extended_from).context_length, "to": model.context_length}
+                | {"steps": training["steps"], "loss": read_json(model.folder / "loss.json")}
+            )
+    names = [name for scheme in recipe.schemes for name in (scheme, recipe.extended_name(scheme))]
+    return results | {"schemes": [schemes[name] for name in names if name in schemes]} | sections
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A trained and tested model: a scheme's, or the same after its context extension."""
+
+    name: str
+    seed: int
+    folder: Path
+    description: str
+    context_length: int
+    axes: dict[str, str | int | float]
+    extended_from: str | None = None
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What each of its rows begins with."""
+        return {"scheme": self.name, "seed": self.seed} | ({"axes": self.axes} if self.axes else {})
+
+
+def _models(recipe: Recipe, output: Path, scheme: str, seed: int) -> Iterator[_Model]:
+    """What a run has made so far."""
+    folder = run_folder(output, scheme, seed)
+    described, length = describe(recipe.schemes[scheme]), recipe.training_of(scheme).context_length
+    axes, extension, name = recipe.schemes[scheme].axes, recipe.extension_of(scheme), recipe.extended_name(scheme)
+    if extension is None or name is None:
+        yield _Model(scheme, seed, folder, described, length, axes)
+        return
+    axes = {SCHEME_AXIS: scheme} | axes
+    yield _Model(scheme, seed, folder, described, length, axes | {EXTENSION_AXIS: "before"})
+    if (extended_folder(folder) / "done.json").exists():
+        words = f"{described} · {extension.total_steps} more steps at {extension.context_length} tokens"
+        length, axes = extension.context_length, axes | {EXTENSION_AXIS: "after"}
+        yield _Model(name, seed, extended_folder(folder), words, length, axes, extended_from=scheme)
+
+
+def _scheme_entry(model: _Model, training: dict[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "name": model.name,
+        "description": model.description,
+        "context_length": model.context_length,
+        "parameters": training["parameters"],
+        "prior_parameters": training["prior_parameters"],
+    }
+    if model.axes:
+        entry["axes"] = model.axes
+    if model.extended_from is not None:
+        entry["extended_from"] = model.extended_from
+    return entry
 
 
 def describe(scheme: Scheme) -> str:
@@ -94,6 +144,7 @@ def describe(scheme: Scheme) -> str:
     words = [_call(part) for part in parts]
     changes = {k: v for k, v in scheme.at_evaluation.model_dump().items() if v is not None}
     words += [f"{key}={value} at evaluation" for key, value in changes.items()]
+    words += [_call({"name": key} | own) for key in ("model", "training") if (own := getattr(scheme, key))]
     return " · ".join(words) or "no position but the causal mask"
 
 

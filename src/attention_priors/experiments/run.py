@@ -1,4 +1,7 @@
-"""One run: one scheme of a recipe with one seed, trained and tested. Every step is on disk when it is done."""
+"""One run: one scheme of a recipe with one seed, trained and tested, and extended and tested again if it says so.
+
+Every step is on disk when it is done.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,20 @@ from torch import nn
 from transformers import set_seed
 
 from attention_priors.analysis import logit_scale_rows, prior_rows
-from attention_priors.data import ANSWER_LENGTH
-from attention_priors.evaluation import PasskeyRow, has_given_up, passkey_rows, perplexity_rows
+from attention_priors.data import ANSWER_LENGTH, TrainingMixture
+from attention_priors.evaluation import EvaluationSettings, PasskeyRow, has_given_up, passkey_rows, perplexity_rows
 from attention_priors.experiments.materials import Materials
-from attention_priors.experiments.recipe import folder_name
-from attention_priors.files import write_json
+from attention_priors.experiments.recipe import MixtureSettings, Recipe, folder_name
+from attention_priors.files import read_json, write_json
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 from attention_priors.priors import Window
-from attention_priors.training import train
+from attention_priors.training import PositionSettings, mean_loss, train
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage, what is done of it and how much there is of it."""
+
+STAGES = ("train", "passkey", "perplexity")
+"""What a run goes through; with a context extension, once more under the names ``extended train`` and so on."""
 
 
 def run_folder(output: Path, scheme: str, seed: int) -> Path:
@@ -32,8 +38,20 @@ def run_folder(output: Path, scheme: str, seed: int) -> Path:
     return output / "runs" / folder_name(scheme) / f"seed-{seed}"
 
 
+def extended_folder(run: Path) -> Path:
+    """Where a run keeps what comes of its context extension; the files are named as in the run's own folder."""
+    return run / "extended"
+
+
+def is_finished(recipe: Recipe, output: Path, scheme: str, seed: int) -> bool:
+    """Whether nothing of a run is left to do."""
+    folder = run_folder(output, scheme, seed)
+    parts = [folder] if recipe.extension_of(scheme) is None else [folder, extended_folder(folder)]
+    return all((part / "done.json").exists() for part in parts)
+
+
 def identity(materials: Materials, scheme: str, seed: int) -> dict[str, Any]:
-    """Everything that determines a run's results, but for the versions of the libraries.
+    """Everything that determines a run's results up to its context extension, but for the versions of the libraries.
 
     Args:
         materials: the recipe, its corpus and tokenizer.
@@ -41,9 +59,14 @@ def identity(materials: Materials, scheme: str, seed: int) -> dict[str, Any]:
         seed: the seed.
     """
     recipe = materials.recipe
-    kept = recipe.model_dump(mode="json", exclude={"name", "description", "schemes", "seeds", "training"})
-    return kept | {
-        "scheme": recipe.schemes[scheme].model_dump(mode="json", exclude={"training"}),
+    own = {*PositionSettings.model_fields, "at_evaluation"}
+    return {
+        "corpus": recipe.corpus.model_dump(mode="json"),
+        "tokenizer": recipe.tokenizer,
+        "model": recipe.model_of(scheme).model_dump(mode="json"),
+        "evaluation": recipe.evaluation_of(scheme).model_dump(mode="json"),
+        "threads_per_run": recipe.threads_per_run,
+        "scheme": recipe.schemes[scheme].model_dump(mode="json", include=own),
         "training": recipe.training_of(scheme).model_dump(mode="json"),
         "seed": seed,
         "corpus_fingerprint": materials.corpus.fingerprint,
@@ -51,8 +74,21 @@ def identity(materials: Materials, scheme: str, seed: int) -> dict[str, Any]:
     }
 
 
+def identities(materials: Materials, output: Path, scheme: str, seed: int) -> dict[Path, dict[str, Any]]:
+    """What the files ``identity.json`` of a run must hold: of the run, and of its context extension.
+
+    They are apart so that a run that is finished can be extended later.
+    """
+    folder = run_folder(output, scheme, seed)
+    found = {folder / "identity.json": identity(materials, scheme, seed)}
+    extension = materials.recipe.extension_of(scheme)
+    if extension is not None:
+        found[extended_folder(folder) / "identity.json"] = {"training": extension.model_dump(mode="json")}
+    return found
+
+
 def execute(materials: Materials, scheme: str, seed: int, folder: Path, progress: Progress) -> None:
-    """Train and test, going on from whatever ``folder`` holds.
+    """Train and test, extend and test again, going on from whatever ``folder`` holds.
 
     Args:
         materials: the recipe's corpus and tokenizer.
@@ -61,63 +97,127 @@ def execute(materials: Materials, scheme: str, seed: int, folder: Path, progress
         folder: the run's own (:func:`run_folder`), checked before (:func:`check_same_recipe`).
         progress: told of every step.
     """
+    if (folder / "done.json").exists():
+        for stage in STAGES:
+            progress(stage, 1, 1)
+    else:
+        _train_first(materials, scheme, seed, folder, progress)
+        _test(materials, scheme, folder, progress)
+    if materials.recipe.extension_of(scheme) is not None:
+        _extend(materials, scheme, seed, folder, _named(progress, "extended "))
+
+
+def _named(progress: Progress, prefix: str) -> Progress:
+    return lambda stage, done, total: progress(prefix + stage, done, total)
+
+
+def _test(materials: Materials, scheme: str, folder: Path, progress: Progress) -> None:
+    """Measure everything of the model in ``folder``."""
     recipe = materials.recipe
-    model = _trained_model(materials, scheme, seed, folder, progress)
-    model.eval()
-    if torch.cuda.is_available():
-        model.to(torch.device("cuda"))  # pyright: ignore[reportArgumentType]
     started = time.monotonic()
+    model = _on_device(_changed_for_evaluation(recipe, scheme, folder / "model"))
     layers: list[nn.Module] = [model.model] if recipe.schemes[scheme].share_prior else list(model.model.layers)
-    length = recipe.longest_text
     write_json(
         folder / "priors.json",
         {
-            "priors": prior_rows(layers, length=length),
+            "priors": prior_rows(layers, length=recipe.longest_text),
             "logit_scales": logit_scale_rows(list(model.model.layers)),
         },
     )
     _add_window(model, recipe.schemes[scheme].at_evaluation.window)
-    stopped = _test_passkey(materials, model, folder, progress)
-    _test_perplexity(materials, model, folder, progress)
+    evaluation = recipe.evaluation_of(scheme)
+    stopped = _test_passkey(materials, evaluation, model, folder, progress)
+    _test_perplexity(materials, evaluation, model, folder, progress)
     write_json(
         folder / "done.json",
         {"evaluate_seconds": round(time.monotonic() - started, 1), "stopped": stopped},
     )
 
 
-def _trained_model(
-    materials: Materials, scheme: str, seed: int, folder: Path, progress: Progress
-) -> PriorDecoderForCausalLM:
+def _on_device(model: PriorDecoderForCausalLM) -> PriorDecoderForCausalLM:
+    model.eval()
+    if torch.cuda.is_available():
+        model.to(torch.device("cuda"))  # pyright: ignore[reportArgumentType]
+    return model
+
+
+def _train_first(materials: Materials, scheme: str, seed: int, folder: Path, progress: Progress) -> None:
     recipe, tokenizer = materials.recipe, materials.tokenizer
     settings = recipe.training_of(scheme)
-    saved = folder / "model"
-    if not saved.exists():
+    if not (folder / "model").exists():
         progress("train", 0, settings.total_steps)
         set_seed(seed)
         eos: Any = tokenizer.eos_token_id
         model = PriorDecoderForCausalLM(recipe.config_of(scheme, vocab_size=len(tokenizer), eos_token_id=eos))
-        started = time.monotonic()
-        trained = train(
-            model,
-            materials.training_rows(settings, seed),
-            settings,
-            folder / "checkpoints",
-            seed=seed,
-            on_step=lambda step: progress("train", step, settings.total_steps),
-        )
-        write_json(
-            folder / "training.json",
-            {
-                "train_seconds": round(time.monotonic() - started, 1),
-                "steps": settings.total_steps,
-                "history": trained.history,
-                "parameters": model.num_parameters(),
-                "prior_parameters": _positional_parameters(model),
-            },
-        )
-        trained.save(saved, tokenizer)
-        shutil.rmtree(folder / "checkpoints")
+        _train(materials, model, settings, materials.training_rows(settings, seed), seed, folder, progress)
     progress("train", settings.total_steps, settings.total_steps)
+
+
+def _train(
+    materials: Materials,
+    model: PriorDecoderForCausalLM,
+    settings: MixtureSettings,
+    rows: TrainingMixture,
+    seed: int,
+    folder: Path,
+    progress: Progress,
+) -> None:
+    """Train a model and save it in ``folder``."""
+    started = time.monotonic()
+    trained = train(
+        model,
+        rows,
+        settings,
+        folder / "checkpoints",
+        seed=seed,
+        on_step=lambda step: progress("train", step, settings.total_steps),
+    )
+    write_json(
+        folder / "training.json",
+        {
+            "train_seconds": round(time.monotonic() - started, 1),
+            "steps": settings.total_steps,
+            "history": trained.history,
+            "parameters": model.num_parameters(),
+            "prior_parameters": _positional_parameters(model),
+        },
+    )
+    trained.save(folder / "model", materials.tokenizer)
+    shutil.rmtree(folder / "checkpoints")
+
+
+def _extend(materials: Materials, scheme: str, seed: int, folder: Path, progress: Progress) -> None:
+    """Train the model of a finished run on at a longer context, and measure everything again."""
+    settings = materials.recipe.extension_of(scheme)
+    assert settings is not None
+    extended = extended_folder(folder)
+    if (extended / "done.json").exists():
+        return
+    lengths = (materials.recipe.training_of(scheme).context_length, settings.context_length)
+    _add_losses(extended / "loss.json", "before", folder / "model", materials, lengths)
+    if not (extended / "model").exists():
+        progress("train", 0, settings.total_steps)
+        model = PriorDecoderForCausalLM.from_pretrained(folder / "model")
+        # Other rows than those of any first training, whose seeds are smaller.
+        rows = materials.training_rows(settings, seed + 2**32)
+        _train(materials, model, settings, rows, seed, extended, progress)
+    progress("train", settings.total_steps, settings.total_steps)
+    _add_losses(extended / "loss.json", "after", extended / "model", materials, lengths)
+    _test(materials, scheme, extended, progress)
+
+
+def _add_losses(path: Path, when: str, saved: Path, materials: Materials, lengths: tuple[int, ...]) -> None:
+    """Add a saved model's mean losses on held-out rows of several lengths to a file, unless they are there."""
+    losses = read_json(path) if path.exists() else {}
+    if when in losses:
+        return
+    model = _on_device(PriorDecoderForCausalLM.from_pretrained(saved))
+    losses[when] = {str(length): mean_loss(model, materials.held_out_rows(length)) for length in lengths}
+    write_json(path, losses)
+
+
+def _changed_for_evaluation(recipe: Recipe, scheme: str, saved: Path) -> PriorDecoderForCausalLM:
+    """A saved model, with another base of its rotary positions if the scheme says so."""
     changes = recipe.schemes[scheme].at_evaluation
     options: dict[str, Any] = {}
     if changes.base_multiplier is not None:
@@ -148,19 +248,25 @@ def _add_window(model: PriorDecoderForCausalLM, size: int | None) -> None:
         attention.prior = window if attention.prior is None else attention.prior + window
 
 
-def _test_passkey(materials: Materials, model: PriorDecoderForCausalLM, folder: Path, progress: Progress) -> str | None:
+def _test_passkey(
+    materials: Materials,
+    evaluation: EvaluationSettings,
+    model: PriorDecoderForCausalLM,
+    folder: Path,
+    progress: Progress,
+) -> str | None:
     """Append a line per row to ``passkey.jsonl``; return why it stopped early, if it did."""
-    settings = materials.recipe.evaluation.passkey
+    settings = evaluation.passkey
     if settings is None:
         return None
     path = folder / "passkey.jsonl"
     rows = _read_rows(path)
-    task = materials.passkey_task()
+    task = materials.passkey_task(settings)
     total = sum(_cost(length) for length in settings.lengths) * settings.depths
     spent = sum(_cost(row["length"]) for row in rows)
     progress("passkey", spent, total)
     # Every scheme and every seed reads the same texts, so that differences are the models'.
-    remaining = passkey_rows(model, task, settings, chunk=materials.recipe.evaluation.chunk, seed=0, done=len(rows))
+    remaining = passkey_rows(model, task, settings, chunk=evaluation.chunk, seed=0, done=len(rows))
     while len(rows) < settings.depths * len(settings.lengths):
         if len(rows) % settings.depths == 0 and (reason := has_given_up(rows, settings)):
             progress("passkey", total, total)
@@ -189,16 +295,22 @@ def _cost(length: int) -> int:
     return length * (4096 + length + ANSWER_LENGTH) // 4096
 
 
-def _test_perplexity(materials: Materials, model: PriorDecoderForCausalLM, folder: Path, progress: Progress) -> None:
+def _test_perplexity(
+    materials: Materials,
+    evaluation: EvaluationSettings,
+    model: PriorDecoderForCausalLM,
+    folder: Path,
+    progress: Progress,
+) -> None:
     path = folder / "perplexity.json"
-    if materials.recipe.evaluation.perplexity is None or path.exists():
+    if evaluation.perplexity is None or path.exists():
         return
-    texts = materials.perplexity_texts()
+    texts = materials.perplexity_texts(evaluation.perplexity)
     progress("perplexity", 0, len(texts))
     rows = perplexity_rows(
         model,
         texts,
-        chunk=materials.recipe.evaluation.chunk,
+        chunk=evaluation.chunk,
         on_text=lambda count: progress("perplexity", count, len(texts)),
     )
     write_json(path, rows)

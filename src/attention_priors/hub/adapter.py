@@ -28,6 +28,8 @@ DESCRIPTION = "prior_adapter_config.json"
 WEIGHTS = "prior_adapter.safetensors"
 FORMAT = 1
 """Of the adapter's files."""
+FOR_FILES = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+"""Options of ``from_pretrained`` that say where files are."""
 
 
 def save_adapter(model: PreTrainedModel, folder: str | Path) -> None:
@@ -84,14 +86,17 @@ def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Mode
     for name in (DESCRIPTION, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{name_or_path} holds no {name}: it is no prior adapter")
-    description = read_json(folder / DESCRIPTION)
-    if description.get("format") != FORMAT:
+    try:
+        description = read_json(folder / DESCRIPTION)
+    except ValueError as error:
+        raise ValueError(f"{folder / DESCRIPTION} is not a whole JSON file: {error}") from error
+    found = description.get("format") if isinstance(description, dict) else None
+    if found != FORMAT:
         raise ValueError(
-            f"{folder / DESCRIPTION} has format {description.get('format')!r}; this version of attention-priors "
-            f"reads format {FORMAT}"
+            f"{folder / DESCRIPTION} has format {found!r}; this version of attention-priors reads format {FORMAT}"
         )
     tensors = read_weights(folder / WEIGHTS)
-    attach(model, **_arguments(description["attached"]))
+    attach(model, **_arguments(description.get("attached")))
     wanted: dict[str, Tensor] = {
         f"layers.{index}.{name}": parameter
         for index, part in attached_priors(model).items()
@@ -133,12 +138,16 @@ def load_attached(name_or_path: str | Path, **options: Any) -> PreTrainedModel:
 
     Args:
         name_or_path: a folder, or a repository on the Hugging Face Hub.
-        options: as for ``from_pretrained``: ``dtype``, ``device_map``, ``revision``, ... The priors stay float32.
+        options: as for ``from_pretrained``: ``dtype``, ``device_map``, ``revision``, ``subfolder``, ... The priors stay
+            float32.
 
     Raises:
-        ValueError: if nothing was attached to the model, or the files do not hold it.
+        ValueError: if nothing was attached to the model, the files do not hold it, or an option is not supported.
     """
-    for_files = {key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options}
+    for name in ("variant", "output_loading_info"):
+        if options.get(name):
+            raise ValueError(f"load_attached() does not support {name}, got {options[name]!r}")
+    for_files = {key: options[key] for key in FOR_FILES if key in options}
     config = AutoConfig.from_pretrained(name_or_path, **for_files)
     if getattr(config, CONFIG_KEY, None) is None:
         raise ValueError(f"{name_or_path} has no priors attached: its config has no {CONFIG_KEY!r}")
@@ -163,10 +172,11 @@ def _description(model: PreTrainedModel) -> dict[str, Any]:
     return description
 
 
-def _arguments(description: dict[str, Any]) -> dict[str, Any]:
+def _arguments(description: Any) -> dict[str, Any]:
     known = {"prior", "logit_scale", "layers", "heads", "share_prior", "drop_positions"}
-    if set(description) != known:
-        raise ValueError(f"the description of attached priors must hold {sorted(known)}, got {sorted(description)}")
+    if not isinstance(description, dict) or set(description) != known:
+        got = sorted(description) if isinstance(description, dict) else description
+        raise ValueError(f"the description of attached priors must hold {sorted(known)}, got {got}")
     return description
 
 

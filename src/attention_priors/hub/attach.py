@@ -24,7 +24,7 @@ STATE = "_attached_state"
 LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings")
 """What models call their tables of learned positions."""
 
-PriorLike = Prior | Mapping[str, Any] | Sequence[Mapping[str, Any]] | str
+PriorLike = Prior | Mapping[str, Any] | Sequence[Mapping[str, Any] | str] | str
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
@@ -35,7 +35,7 @@ class _State:
     implementation: str
     handles: list[RemovableHandle]
     frozen: list[str]
-    """Parameters that learned before and were frozen."""
+    """Parameters that learned before and were frozen: of the model, or of positions that were dropped."""
 
 
 def attach(
@@ -56,6 +56,8 @@ def attach(
     what it did. Everything of transformers goes on working: ``generate``, caches, ``Trainer``, PEFT,
     ``save_pretrained`` (:func:`load_attached` loads what it saves, :func:`save_adapter` saves the attached part alone).
 
+    The model's config then is a copy: others may have been made from the same, and to them nothing is attached.
+
     Args:
         model: a decoder whose attention goes through transformers' attention interface: Llama, Mistral, Qwen, Gemma,
             SmolLM, GPT-2, GPT-NeoX, OPT and most others.
@@ -66,7 +68,7 @@ def attach(
         heads: which query heads of them; None for all. A prior that is not a description has as many heads.
         share_prior: whether all layers have one prior, as in T5, rather than each its own.
         drop_positions: whether the layers' rotary positions, or the model's learned ones, are taken away (DroPE).
-            The model then knows positions by its prior alone.
+            The model then knows positions by its prior alone. Learned ones are frozen: nothing depends on them.
         freeze_model: whether nothing else learns.
 
     Returns:
@@ -85,6 +87,14 @@ def attach(
     there_are = attention_layers(model)
     chosen = _chosen(there_are, layers)
     some_heads = None if heads is None else list(heads)
+    description = {
+        "prior": _described(prior),
+        "logit_scale": _described(logit_scale),
+        "layers": sorted(chosen),
+        "heads": some_heads,
+        "share_prior": share_prior,
+        "drop_positions": drop_positions,
+    }
     parts: dict[int, AttachedPrior] = {}
     shared: Prior | None = None
     for index, module in chosen.items():
@@ -96,31 +106,24 @@ def attach(
             shared = part.prior
         except ValueError as error:
             raise ValueError(f"layer {index} ({type(module).__name__}): {error}") from error
-        reference = next(module.parameters())
-        parts[index] = part.to(reference.device).train(module.training)
+        parts[index] = part.to(_device_of(module)).train(module.training)
     handles = _drop_positions(model, chosen, whole=len(chosen) == len(there_are)) if drop_positions else []
 
-    frozen = [name for name, parameter in model.named_parameters() if parameter.requires_grad] if freeze_model else []
+    # DistributedDataParallel waits for a gradient of every parameter that learns.
+    still = {*model.parameters()} if freeze_model else set[nn.Parameter]()
+    if drop_positions:
+        still |= {parameter for table in _learned_positions(model) for parameter in table.parameters()}
+    frozen = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter in still]
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     for index, module in chosen.items():
         setattr(module, ATTRIBUTE, parts[index])
+    _take_own_config(model)
     register()
     implementation = cast(str, model.config._attn_implementation)
     model.set_attn_implementation(IMPLEMENTATION)
     setattr(model, STATE, _State(implementation, handles, frozen))
-    setattr(
-        model.config,
-        CONFIG_KEY,
-        {
-            "prior": _described(prior),
-            "logit_scale": _described(logit_scale),
-            "layers": sorted(chosen),
-            "heads": some_heads,
-            "share_prior": share_prior,
-            "drop_positions": drop_positions,
-        },
-    )
+    setattr(model.config, CONFIG_KEY, description)
     return model
 
 
@@ -179,6 +182,16 @@ def train_attached(model: nn.Module) -> list[nn.Parameter]:
         for parameter in part.parameters()
         if parameter.requires_grad
     ]
+
+
+def _take_own_config(model: PreTrainedModel) -> None:
+    """Give a model, and all of its modules, a copy of the config, which other models may have been made from too."""
+    copies: dict[int, Any] = {}
+    own = copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        if id(getattr(module, "config", None)) in copies:
+            module.config = copies[id(module.config)]
+    assert model.config is own
 
 
 # ---- which modules
@@ -285,12 +298,24 @@ def _make_part(
     return AttachedPrior(None if made is None else on_heads(total, made, heads), spread)
 
 
+def _device_of(module: nn.Module) -> torch.device:
+    """Where a module computes. accelerate may keep its weights elsewhere meanwhile."""
+    for part in module.modules():
+        device = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    return next(module.parameters()).device
+
+
 def _described(part: Any) -> Any:
     if isinstance(part, Prior | SSMax):
         return part.to_config()
     if part is None or isinstance(part, str):
         return part
-    return dict(part) if isinstance(part, Mapping) else [dict(each) for each in part]
+    if isinstance(part, Mapping):
+        return dict(part)
+    # What is no description at all is refused where a prior is to be made of it.
+    return [dict(each) if isinstance(each, Mapping) else each for each in part] if isinstance(part, Sequence) else part
 
 
 # ---- the model's own positions
@@ -307,12 +332,16 @@ def _nowhere(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor
     return torch.zeros_like(output)
 
 
-def _drop_positions(model: PreTrainedModel, layers: Mapping[int, nn.Module], whole: bool) -> list[RemovableHandle]:
-    tables = [
+def _learned_positions(model: nn.Module) -> list[nn.Embedding]:
+    return [
         module
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in LEARNED_POSITIONS and isinstance(module, nn.Embedding)
     ]
+
+
+def _drop_positions(model: PreTrainedModel, layers: Mapping[int, nn.Module], whole: bool) -> list[RemovableHandle]:
+    tables = _learned_positions(model)
     rotary = {
         index: "position_embeddings" in inspect.signature(type(module).forward).parameters
         for index, module in layers.items()

@@ -15,6 +15,7 @@ from transformers.utils import output_capturing
 from attention_priors.attention import SSMax, attend
 from attention_priors.attention.attend import attend_with_weights
 from attention_priors.hub.slots import SlotMask, Slots, Visibility, slot_mask
+from attention_priors.models.placement import beside
 from attention_priors.priors import Prior, Structure, Window
 
 IMPLEMENTATION = "attention_priors"
@@ -109,10 +110,11 @@ def attention_forward(
     options |= {"softmax_scale": scaling, "dropout_p": dropout}
     prior = options.pop("prior")
     weights = None
-    if wants_weights:
-        out, weights = attend_with_weights(query, key, value, prior, **options)
-    else:
-        out = attend(query, key, value, prior, **options)
+    with beside(query, prior):
+        if wants_weights:
+            out, weights = attend_with_weights(query, key, value, prior, **options)
+        else:
+            out = attend(query, key, value, prior, **options)
     return out.transpose(1, 2).contiguous(), weights
 
 

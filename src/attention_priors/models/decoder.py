@@ -9,7 +9,6 @@ encoding, both or neither. A transformers ``PreTrainedModel``: ``generate``, ``s
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from attention_priors.attention import ShardedSequence, SSMax, attend, attend_ac
 from attention_priors.attention.attend import attend_with_weights
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawVectors, encoding_from_config
 from attention_priors.files import write_bytes
+from attention_priors.models.placement import beside
 from attention_priors.models.places import Places
 from attention_priors.priors import Prior, prior_from_config
 
@@ -212,27 +212,12 @@ class DecoderAttention(nn.Module):
             "relative": relative,
         }
         weights = None
-        with _beside(hidden, prior, relative):
+        with beside(hidden, prior, relative):
             if output_attentions:
                 out, weights = attend_with_weights(query, key, value, prior, **options)
             else:
                 out = attend(query, key, value, prior, **options)
         return self.o_proj(out.transpose(1, 2).flatten(-2)), weights
-
-
-def _beside(hidden: Tensor, *used: nn.Module | None) -> ExitStack:
-    """Bring modules to the tokens' device for a while, if accelerate has put them elsewhere (``device_map``).
-
-    It does so itself for what is called; the parameters of these are read without a call of ``forward``.
-    """
-    stack = ExitStack()
-    placed = [module for root in used if root is not None for module in root.modules() if hasattr(module, "_hf_hook")]
-    if placed:
-        from accelerate.utils import align_module_device
-
-        for module in placed:
-            stack.enter_context(align_module_device(module, hidden.device))
-    return stack
 
 
 class SwiGLU(nn.Module):

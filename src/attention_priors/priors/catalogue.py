@@ -33,13 +33,13 @@ CATALOGUE: dict[str, type[Prior]] = {
 
 
 def prior_from_config(
-    config: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str, num_heads: int | None = None
+    config: Mapping[str, Any] | Sequence[Mapping[str, Any] | str] | str, num_heads: int | None = None
 ) -> Prior:
     """Build a prior from its plain description.
 
     Args:
-        config: ``{"name": ..., <constructor arguments>}`` as :meth:`Prior.to_config` gives it, a list of
-            such descriptions (their sum), or a bare name.
+        config: ``{"name": ..., <constructor arguments>}`` as :meth:`Prior.to_config` gives it, a bare
+            name, or a list of these (their sum).
         num_heads: used where the description does not state ``num_heads``; must agree where it does.
 
     Raises:

@@ -4,6 +4,7 @@ from attention_priors.report.evaluation import evaluation_markdown, evaluation_t
 from attention_priors.report.evaluation_figures import write_evaluation_figures
 from attention_priors.report.gallery import write_figures
 from attention_priors.report.html import write_report
+from attention_priors.report.result_grids import write_tables
 from attention_priors.report.tables import render_text_table
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "write_evaluation_figures",
     "write_figures",
     "write_report",
+    "write_tables",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -21,37 +21,32 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from attention_priors.report.numbers import listing, multiple, percent, quantity
-from attention_priors.report.results import (
-    Results,
-    Row,
-    count_passkeys,
-    distinct,
-    number,
-    perplexity_curve,
-    rows,
-    schemes_with,
-    stopped,
-    training_length,
+from attention_priors.report.axes import overview
+from attention_priors.report.drawing import (
+    NothingToShowError,
+    draw_passkeys,
+    draw_perplexity,
+    draw_thetas,
+    gaussian_heads,
+    legend_below,
+    line_key,
+    logit_scale_bins,
+    logit_scales,
+    perplexity_label,
+    require,
+    require_rows,
+    rough,
+    start,
 )
-from attention_priors.report.style import GREY, MARKERS, WIDTH, Look, blank, label, looks, thin, tidy
-from attention_priors.report.tables import PasskeyCell, passkey_table
+from attention_priors.report.numbers import listing, percent
+from attention_priors.report.results import Results, Row, count_passkeys, distinct, number, rows, training_length
+from attention_priors.report.style import GREY, MARKERS, blank, label, looks, thin, tidy
 
 DEPTH_OF_CUT = 30.0
 """Log-priors are drawn down to this many nats below their maximum: e^-30 is no weight at all."""
 
-PERPLEXITY_RANGE = 10.0
-"""The perplexity axis ends at this many times the lowest value, so that failures do not squash the rest."""
-
-STRONG_RETRIEVAL = -0.6
-"""Below this shape β, a retrieval head is called strong."""
-
-
-class NothingToShowError(ValueError):
-    """The results hold no data for a figure."""
-
-
 _LARGEST_LOG_TICK = 30
+_CHARACTERS_PER_INCH = 8.5  # of a bold title
 
 
 def passkey_by_length(results: Results) -> Figure:
@@ -60,51 +55,19 @@ def passkey_by_length(results: Results) -> Figure:
     Shares are pooled over depths and seeds; where there are several seeds, each is a thin line as well.
     Points are moved sideways a little, so that intervals do not hide each other.
     """
-    cells = passkey_table(results)
-    schemes = _require(results, "passkey")
-    lengths = sorted({cell.length for cell in cells})
     look = looks(results)
-    figure, axes = _start(height=4.5)
-    crosses = False
-    for scheme, nudge in zip(schemes, _nudges(len(schemes), lengths), strict=True):
-        mine = [cell for cell in cells if cell.scheme == scheme]
-        # What only some seeds were evaluated at does not continue the line of them all.
-        for complete in (True, False):
-            points = [cell for cell in mine if cell.complete == complete]
-            if points:
-                _shares_with_intervals(axes, points, nudge, look[scheme], hollow=not complete)
-        selected = rows(results, "passkey", scheme)
-        seeds = distinct(selected, "seed")
-        for seed in seeds:
-            counts = sorted(count_passkeys((row for row in selected if row["seed"] == seed), "length").items())
-            x = [length * nudge for (length,), _ in counts]
-            y = [100 * count.share for _, count in counts]
-            if len(seeds) > 1:
-                axes.plot(x, y, color=look[scheme].color, linewidth=0.7, alpha=0.5, gid=f"seed:{scheme}:{seed}")
-            if stopped(results, scheme, seed) and counts[-1][0][0] < lengths[-1]:
-                crosses = True
-                axes.plot(
-                    x[-1], y[-1], marker="x", markersize=10, markeredgewidth=1.3, color="black", zorder=5,
-                    gid=f"stopped:{scheme}:{seed}",
-                )  # fmt: skip
-    axes.set_ylim(-4, 104)
+    shown = {scheme: look[scheme] for scheme in require(results, "passkey", overview(results))}
+    figure, axes = start(height=4.5)
+    marks = draw_passkeys(axes, results, shown)
     axes.set_ylabel("pass keys retrieved, % (bars: 95 % interval)")
-    _token_axis(axes, lengths, lengths[0], lengths[-1], training_length(results))
     axes.set_xlabel("context length, tokens")
-    keys = [_line_key(results, scheme) for scheme in schemes]
-    if crosses:
-        keys.append(Line2D([], [], color="black", marker="x", linestyle="none", markersize=9, label="stopped here"))
-    if not all(cell.complete for cell in cells):
-        hollow_key = Line2D([], [], color=GREY, marker="o", linestyle="none", markerfacecolor="white")
-        hollow_key.set_label("without stopped seeds")
-        keys.append(hollow_key)
-    _legend_below(figure, keys)
+    legend_below(figure, [*(line_key(look[scheme], scheme) for scheme in shown), *marks])
     return figure
 
 
 def passkey_heatmap(results: Results, scheme: str) -> Figure:
     """The share retrieved at each depth and length, in percent, pooled over seeds; means at the edges."""
-    selected = _require_rows(rows(results, "passkey", scheme), "passkey", scheme)
+    selected = require_rows(rows(results, "passkey", scheme), "passkey", scheme)
     # The lengths and depths of all schemes, so that heatmaps can be laid side by side.
     lengths = distinct(rows(results, "passkey"), "length")
     depths = distinct(rows(results, "passkey"), "depth")
@@ -117,7 +80,10 @@ def passkey_heatmap(results: Results, scheme: str) -> Figure:
         shares[edge] = [100 * means[value,].share if (value,) in means else np.nan for value in values]
 
     # Cells keep their size whatever their number.
-    figure, axes = _start(width=1.2 + 0.4 * (len(lengths) + 1), height=1.4 + 0.21 * (len(depths) + 1))
+    width = 1.2 + 0.4 * (len(lengths) + 1)
+    title = f"{label(scheme)}: pass keys retrieved, %"
+    lines_of_title = textwrap.wrap(title, round(_CHARACTERS_PER_INCH * width))
+    figure, axes = start(width=width, height=1.4 + 0.21 * (len(depths) + 1) + 0.17 * (len(lines_of_title) - 1))
     # A gap of a third of a cell sets the means apart.
     column_edges = [*range(len(lengths) + 1), len(lengths) + 1 / 3, len(lengths) + 4 / 3]
     row_edges = [*range(len(depths) + 1), len(depths) + 1 / 3, len(depths) + 4 / 3]
@@ -147,7 +113,7 @@ def passkey_heatmap(results: Results, scheme: str) -> Figure:
                     hatch="////", linewidth=0, gid="not evaluated",
                 )
             )  # fmt: skip
-    trained = training_length(results)
+    trained = training_length(results, scheme)
     within = sum(length <= trained for length in lengths)
     for colour, width, dashes in (("white", 4.0, "-"), ("black", 1.4, (0, (5, 3)))):
         axes.plot([within, within], [0, len(depths)], color=colour, linewidth=width, linestyle=dashes)
@@ -161,52 +127,26 @@ def passkey_heatmap(results: Results, scheme: str) -> Figure:
     axes.tick_params(length=0)
     axes.grid(False)
     axes.spines[:].set_visible(False)
-    axes.set_title(f"{label(scheme)}: pass keys retrieved, %", loc="left", fontsize=11, fontweight="bold")
+    axes.set_title("\n".join(lines_of_title), loc="left", fontsize=11, fontweight="bold")
     keys: list[Artist] = [Line2D([], [], color="black", linestyle="--", label=f"training length, {trained} tokens")]
     if np.isnan(shares[:-1, :-1]).any():
         keys.append(Patch(facecolor="#e6e6e6", edgecolor="#b5b5b5", hatch="////", label="not evaluated"))
-    _legend_below(figure, keys)
+    legend_below(figure, keys)
     return figure
 
 
 def perplexity_by_position(results: Results) -> Figure:
-    """Perplexity against position: e to the mean loss over seeds, thin lines for each of several seeds."""
-    curves = {
-        scheme: perplexity_curve(rows(results, "perplexity", scheme)) for scheme in _require(results, "perplexity")
-    }
-    curves = {scheme: curve for scheme, curve in curves.items() if curve}
-    if not curves:
-        raise NothingToShowError("results must hold perplexity rows with a finite nll; there is none")
+    """Perplexity against position: e to the mean loss over seeds, with its interval where there are several."""
     look = looks(results)
-    figure, axes = _start(height=4.5)
-    axes.set_yscale("log")
-    for scheme, curve in curves.items():
-        axes.plot(
-            list(curve), list(curve.values()), **look[scheme]._asdict(), label=label(scheme), markersize=4.5,
-            linewidth=1.8, zorder=3,
-        )  # fmt: skip
-        selected = rows(results, "perplexity", scheme)
-        seeds = distinct(selected, "seed")
-        for seed in seeds if len(seeds) > 1 else []:
-            alone = perplexity_curve(row for row in selected if row["seed"] == seed)
-            axes.plot(
-                list(alone), list(alone.values()), color=look[scheme].color, linewidth=0.7, alpha=0.5,
-                gid=f"seed:{scheme}:{seed}",
-            )  # fmt: skip
-    values = [value for curve in curves.values() for value in curve.values()]
-    cut = PERPLEXITY_RANGE * min(values)
-    axes.set_ylim(min(values) / 1.1, min(max(values) * 1.1, cut))
-    axes.set_ylabel("perplexity, per token")
-    beyond = {scheme: max(curve.values()) for scheme, curve in curves.items() if max(curve.values()) > cut}
+    shown = {scheme: look[scheme] for scheme in require(results, "perplexity", overview(results))}
+    figure, axes = start(height=4.5)
+    beyond = draw_perplexity(axes, results, shown)
+    axes.set_ylabel(perplexity_label(results, shown, axes.get_ylim()[1] if beyond else None))
     if beyond:
-        names = listing([f"{label(scheme)} (up to {_rough(highest)})" for scheme, highest in beyond.items()])
-        axes.set_ylabel(f"perplexity, per token (axis ends at {quantity(cut)})")
+        names = listing([f"{label(scheme)} (up to {rough(highest)})" for scheme, highest in beyond.items()])
         axes.set_title(textwrap.fill(f"Beyond the axis: {names}", 92), loc="left", fontsize=9)
-    _plain_log_ticks(axes)
-    positions = [position for curve in curves.values() for position in curve]
-    _token_axis(axes, _powers_of_two(positions), min(positions), max(positions), training_length(results))
     axes.set_xlabel("position in the text, tokens")
-    _legend_below(figure, [_line_key(results, scheme) for scheme in curves])
+    legend_below(figure, [line_key(look[scheme], scheme) for scheme in shown])
     return figure
 
 
@@ -216,7 +156,7 @@ def prior_curves(results: Results, scheme: str) -> Figure:
     A constant added to a head's log-prior changes no attention weight, so each head is measured from its own
     maximum. Panels that would all be the same, as for a prior that is not learned, are drawn once.
     """
-    selected = _require_rows(rows(results, "priors", scheme), "priors", scheme)
+    selected = require_rows(rows(results, "priors", scheme), "priors", scheme)
     layers, seeds, heads = (distinct(selected, key) for key in ("layer", "seed", "head"))
     lines: dict[tuple[int, int], list[Row]] = {
         (seed, layer): [row for row in selected if (row["seed"], row["layer"]) == (seed, layer)]
@@ -253,73 +193,45 @@ def prior_curves(results: Results, scheme: str) -> Figure:
         axes.set_visible(False)
     figure.suptitle(label(scheme), x=0.01, ha="left", fontweight="bold", fontsize=12)
     keys = [Line2D([], [], label=f"head {head}", **_head_look(index, len(heads))) for index, head in enumerate(heads)]
-    _legend_below(figure, keys, columns=6)
+    legend_below(figure, keys, columns=6)
     return figure
 
 
 def theta_scatter(results: Results) -> Figure:
     """Where the heads of the Generalized Gaussian priors ended: shape β against θα."""
-    heads = [
-        row
-        for row in rows(results, "priors")
-        if row["prior"] == "generalized_gaussian" and math.isfinite(number(row["parameters"]["beta"]))
-    ]
-    if not heads:
+    heads = {scheme: gaussian_heads(results, scheme) for scheme in overview(results)}
+    look = {scheme: looks(results)[scheme] for scheme, found in heads.items() if found}
+    if not look:
         raise NothingToShowError(
             "results must hold priors rows of a generalized_gaussian with a finite β; there is none"
         )
-    look = looks(results)
-    layers = distinct(heads, "layer")
-    figure, axes = _start(height=4.8)
-    shapes = [number(row["parameters"]["beta"]) for row in heads]
-    bottom, top = min(-1.2, *shapes), max(0.6, *shapes)
-    bottom, top = bottom - 0.06 * (top - bottom), top + 0.06 * (top - bottom)
-    bands = (
-        (0, top, "#fdf3dc", "local\nβ > 0"),
-        (STRONG_RETRIEVAL, 0, "#e3f1ea", "retrieval\n−0.6 ≤ β ≤ 0"),
-        (bottom, STRONG_RETRIEVAL, "#e2ecf7", "strong retrieval\nβ < −0.6"),
-    )
-    for lower, upper, colour, words in bands:
-        axes.axhspan(lower, upper, color=colour, linewidth=0, zorder=0)
-        axes.annotate(
-            words, (1.02, (lower + upper) / 2), xycoords=("axes fraction", "data"), va="center", fontsize=9,
-            color="#333333", annotation_clip=False,
-        )  # fmt: skip
-    axes.axhline(0, color=GREY, linewidth=0.8, zorder=1)
-    for row, shape in zip(heads, shapes, strict=True):
-        axes.plot(
-            number(row["parameters"]["theta_alpha"]), shape, color=look[row["scheme"]].color,
-            marker=MARKERS[layers.index(row["layer"]) % len(MARKERS)], linestyle="none", markersize=6.5,
-            alpha=0.75, markeredgecolor="white", markeredgewidth=0.5, zorder=3, gid=f"theta:{row['scheme']}",
-        )  # fmt: skip
-    axes.set_ylim(bottom, top)
+    layers = distinct((row for found in heads.values() for row in found), "layer")
+    figure, axes = start(height=4.8)
+    markers = {layer: MARKERS[index % len(MARKERS)] for index, layer in enumerate(layers)}
+    draw_thetas(axes, results, look, lambda _, row: markers[row["layer"]], size=9)
     axes.set_xlabel("θα = ln(amplitude), the penalty at a distance of one token; no unit")
     axes.set_ylabel("shape β (the paper's θβ); no unit")
-    shown = [scheme for scheme in schemes_with(results, "priors") if any(r["scheme"] == scheme for r in heads)]
-    keys: list[Artist] = [Patch(color=look[scheme].color, label=label(scheme)) for scheme in shown]
-    for index, layer in enumerate(layers):
-        key = Line2D([], [], color=GREY, marker=MARKERS[index % len(MARKERS)], linestyle="none")
+    keys: list[Artist] = [Patch(color=look[scheme].color, label=label(scheme)) for scheme in look]
+    for layer, marker in markers.items():
+        key = Line2D([], [], color=GREY, marker=marker, linestyle="none")
         key.set_label(f"layer {layer}")
         keys.append(key)
-    _legend_below(figure, keys, columns=4)
+    legend_below(figure, keys, columns=4)
     return figure
 
 
 def logit_scale_histogram(results: Results) -> Figure:
     """How many heads have which logit scale s: one row per scheme, the same bins in all."""
-    schemes = _require(results, "logit_scales")
-    look = looks(results)
-    values = {scheme: [number(row["s"]) for row in rows(results, "logit_scales", scheme)] for scheme in schemes}
-    values = {scheme: [s for s in scales if math.isfinite(s)] for scheme, scales in values.items()}
-    everything = [s for scales in values.values() for s in scales]
-    if not everything:
+    values = logit_scales(results, require(results, "logit_scales", overview(results)))
+    if not values:
         raise NothingToShowError("results must hold logit_scales rows with a finite s; there is none")
-    bins = np.histogram_bin_edges(everything, bins=min(30, round(2 * math.sqrt(len(everything)))))
-    figure = blank(1.0 + 1.4 * len(schemes))
-    grid: Any = figure.subplots(len(schemes), 1, sharex=True, sharey=True, squeeze=False)
-    for axes, scheme in zip(grid.flat, schemes, strict=True):
+    look = looks(results)
+    bins = logit_scale_bins(values)
+    figure = blank(1.0 + 1.4 * len(values))
+    grid: Any = figure.subplots(len(values), 1, sharex=True, sharey=True, squeeze=False)
+    for axes, scheme in zip(grid.flat, values, strict=True):
         tidy(axes)
-        axes.hist(values[scheme], bins=bins.tolist(), color=look[scheme].color, edgecolor="white", linewidth=0.6)
+        axes.hist(values[scheme], bins=bins, color=look[scheme].color, edgecolor="white", linewidth=0.6)
         axes.set_title(f"{label(scheme)}: {len(values[scheme])} heads", loc="left", fontsize=10)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
     figure.supxlabel("logit scale s; no unit", fontsize=10)
@@ -327,108 +239,7 @@ def logit_scale_histogram(results: Results) -> Figure:
     return figure
 
 
-# ---- what the figures share
-
-
-def _require(results: Results, section: str) -> list[str]:
-    """The schemes with rows in a section, of which there must be some."""
-    return _require_rows(schemes_with(results, section), section)
-
-
-def _require_rows(selected: list[Any], section: str, scheme: str | None = None) -> list[Any]:
-    if not selected:
-        whose = "" if scheme is None else f" of the scheme {scheme!r}"
-        raise NothingToShowError(f"results[{section!r}] must hold rows{whose}; there is none")
-    return selected
-
-
-def _start(height: float, width: float = WIDTH) -> tuple[Figure, Axes]:
-    figure = blank(height, width)
-    axes = figure.add_subplot()
-    tidy(axes)
-    return figure, axes
-
-
-def _legend_below(figure: Figure, keys: Sequence[Artist], columns: int = 3) -> None:
-    """A legend under the axes, which keep their height however many lines it has."""
-    lines = math.ceil(len(keys) / columns)
-    figure.set_figheight(figure.get_figheight() + 0.2 * lines)
-    figure.legend(
-        handles=list(keys),
-        loc="outside lower center",
-        ncols=min(columns, len(keys)),
-        frameon=False,
-        fontsize=9.5,
-    )
-
-
-def _line_key(results: Results, scheme: str) -> Line2D:
-    return Line2D([], [], **looks(results)[scheme]._asdict(), label=label(scheme), linewidth=1.8)
-
-
-def _shares_with_intervals(axes: Axes, cells: Sequence[PasskeyCell], nudge: float, look: Look, *, hollow: bool) -> None:
-    x, y, low, high = (
-        np.array(values)
-        for values in zip(
-            *((cell.length * nudge, 100 * cell.share, 100 * cell.low, 100 * cell.high) for cell in cells),
-            strict=True,
-        )
-    )
-    axes.errorbar(
-        x, y, yerr=(y - low, high - y), color=look.color, marker=look.marker, markersize=6,
-        linestyle="none" if hollow else look.linestyle, markerfacecolor="white" if hollow else look.color,
-        linewidth=1.8, elinewidth=1.2, capsize=2.5, zorder=3,
-        label=f"{cells[0].scheme}, without stopped seeds" if hollow else cells[0].scheme,
-    )  # fmt: skip
-
-
-def _token_axis(axes: Axes, ticks: Sequence[float], first: float, last: float, trained: int) -> None:
-    """A log2 axis in tokens, multiples of the training length above it, and a line at the training length."""
-    axes.set_xscale("log", base=2)
-    left, right = min(first, trained) / 1.25, max(last, trained) * 1.25
-    axes.set_xlim(left, right)
-    axes.xaxis.set_major_locator(FixedLocator(thin(ticks, 9)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.axvline(trained, color="#444444", linestyle=(0, (5, 3)), linewidth=1, zorder=1, gid="training length")
-    to_ratio: Callable[[Any], Any] = lambda tokens: tokens / trained  # noqa: E731
-    to_tokens: Callable[[Any], Any] = lambda ratio: ratio * trained  # noqa: E731
-    above = axes.secondary_xaxis("top", functions=(to_ratio, to_tokens))
-    ratios = [2.0**k for k in range(-20, 21) if left <= 2.0**k * trained <= right]
-    above.xaxis.set_major_locator(FixedLocator(thin(ratios, 9)))
-    above.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{multiple(value)}×"))
-    above.xaxis.set_minor_locator(NullLocator())
-    above.set_xlabel(f"× training length (dashed: {trained} tokens)")
-    above.spines["top"].set_visible(False)
-
-
-def _powers_of_two(values: Iterable[float]) -> list[float]:
-    spread = sorted(values)
-    return [2.0**k for k in range(_LARGEST_LOG_TICK) if spread[0] / 1.15 <= 2.0**k <= spread[-1] * 1.15]
-
-
-def _plain_log_ticks(axes: Axes) -> None:
-    """Ticks at 1, 2, 5, 10, ... in plain numbers; evenly spaced ones where a log axis spans less."""
-    low, high = axes.get_ylim()
-    ticks = [digit * 10.0**k for k in range(-1, _LARGEST_LOG_TICK) for digit in (1, 2, 5)]
-    ticks = [tick for tick in ticks if low <= tick <= high]
-    if len(ticks) < 3:
-        ticks = [tick for tick in MaxNLocator(nbins=6).tick_values(low, high) if low <= tick <= high]
-    axes.yaxis.set_major_locator(FixedLocator(ticks))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
-
-
-def _nudges(count: int, lengths: Sequence[int]) -> list[float]:
-    """A factor per scheme, close to 1: together they fill under half of the closest two lengths' distance."""
-    gaps = np.diff(np.log2(lengths))
-    step = min(0.07, 0.4 * float(gaps.min()) / count) if gaps.size else 0.0
-    return [2 ** ((index - (count - 1) / 2) * step) for index in range(count)]
-
-
-def _rough(value: float) -> str:
-    """A large number in at most two significant digits."""
-    return f"{float(f'{value:.1e}'):,.0f}".replace(",", " ") if value < 1e6 else f"{value:.0e}"
+# ---- parts of single figures
 
 
 def _below_maximum(row: Row) -> np.ndarray:

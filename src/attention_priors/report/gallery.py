@@ -11,10 +11,17 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from attention_priors.files import write_bytes
-from attention_priors.report import figures
+from attention_priors.report import by_axis, figures
 from attention_priors.report.numbers import listing
 from attention_priors.report.results import Results, check_results, scheme_names, schemes_with
 from attention_priors.report.style import png
+
+_BY_AXIS = {
+    by_axis.passkey_by_axis: "Share of pass keys retrieved against context length",
+    by_axis.perplexity_by_axis: "Perplexity against position",
+    by_axis.theta_by_axis: "Shape β against θα of every Generalized Gaussian head",
+    by_axis.logit_scales_by_axis: "Histograms of the heads' logit scales s",
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,11 @@ def illustrations(results: Results) -> Iterator[Illustration]:
     )
     yield from _for_all(figures.perplexity_by_position, results, f"Perplexity against position: {read}.")
     yield from _for_each(figures.prior_curves, results, "Log-prior of each head against distance: {}.")
+    for place, axis in enumerate(by_axis.axes_of_figures(results), start=1):
+        for draw, words in _BY_AXIS.items():
+            stem = draw.__name__ if axis is None else f"{draw.__name__}_{place:02d}_{_plain(axis)}"
+            alt = f"{words}, compared along {'each axis' if axis is None else f'the axis {axis}'}."
+            yield from _drawn(partial(draw, results, axis), draw.__name__, None, stem, alt)
     yield from _for_all(figures.theta_scatter, results, "Shape β against θα of every Generalized Gaussian head.")
     yield from _for_all(figures.logit_scale_histogram, results, "Histograms of the heads' logit scales s.")
 
@@ -84,8 +96,12 @@ def _for_all(draw: Callable[[Results], Figure], results: Results, alt: str) -> I
 def _for_each(draw: Callable[[Results, str], Figure], results: Results, alt: str) -> Iterator[Illustration]:
     for place, scheme in enumerate(scheme_names(results), start=1):
         # The place keeps the names of schemes apart that differ only in what a file name cannot hold.
-        stem = f"{draw.__name__}_{place:02d}_{re.sub(r'[^A-Za-z0-9.]+', '-', scheme).strip('-.')}"
+        stem = f"{draw.__name__}_{place:02d}_{_plain(scheme)}"
         yield from _drawn(partial(draw, results, scheme), draw.__name__, scheme, stem, alt.format(scheme))
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.")
 
 
 def _drawn(draw: Callable[[], Figure], kind: str, scheme: str | None, stem: str, alt: str) -> Iterator[Illustration]:

@@ -16,7 +16,8 @@ from attention_priors.report.figures import DEPTH_OF_CUT
 from attention_priors.report.gallery import illustrations
 from attention_priors.report.heads import head_table
 from attention_priors.report.numbers import duration, moment, multiple, percent, quantity
-from attention_priors.report.results import Results, check_results, rows, scheme_names, training_length
+from attention_priors.report.result_grids import result_grids
+from attention_priors.report.results import Results, check_results, common_training_length, rows, scheme_names
 from attention_priors.report.style import looks
 from attention_priors.report.summary import summarize
 from attention_priors.report.tables import best_shares, passkey_table
@@ -53,7 +54,8 @@ def _render(results: Results) -> str:
         results=results,
         recipe=yaml.safe_dump(results["recipe"], sort_keys=False, allow_unicode=True, width=88),
         summary=summarize(results),
-        trained=training_length(results),
+        trained=common_training_length(results),
+        grids={grid.stem: grid for grid in result_grids(results)},
         lengths=sorted({cell.length for cell in cells}),
         cells={(cell.scheme, cell.length): cell for cell in cells},
         best=best_shares(cells),

@@ -2,8 +2,8 @@
 
 ``results.json`` is one object: ``format``, ``recipe``, ``versions``, ``machine``, ``seeds``, ``created``,
 ``wall_seconds``, ``schemes`` in display order, and the row lists of :data:`SECTIONS`, each row naming its
-``scheme`` and ``seed``. A list may be empty or missing: what would be made of it is then left out. Numbers
-that do not exist are null.
+``scheme`` and ``seed``. Schemes that stand on axes (``axes``) are compared along them. A list may be empty or missing:
+what would be made of it is then left out. Numbers that do not exist are null.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
+from attention_priors.report.intervals import Estimate, over_seeds
+
 Results: TypeAlias = Mapping[str, Any]
 Row: TypeAlias = Mapping[str, Any]
 
 FORMAT = 1
 """The format this version reads."""
 
-SECTIONS = ("runs", "passkey", "perplexity", "priors", "logit_scales")
+SECTIONS = ("runs", "passkey", "perplexity", "priors", "logit_scales", "extensions")
 """The row lists."""
 
 
@@ -74,14 +76,26 @@ def distinct(selected: Iterable[Row], key: str) -> list[Any]:
     return sorted({row[key] for row in selected})
 
 
-def training_length(results: Results) -> int:
-    """Tokens of the contexts that the models were trained on."""
-    length = results["recipe"].get("training", {}).get("context_length")
+def training_length(results: Results, scheme: str) -> int:
+    """Tokens of the contexts that a scheme was trained on; of its context extension, if it has had one."""
+    entry = next(entry for entry in results["schemes"] if entry["name"] == scheme)
+    length = entry.get("context_length", results["recipe"].get("training", {}).get("context_length"))
     if not isinstance(length, int) or length < 1:
         raise ValueError(
             f"results['recipe']['training']['context_length'] must be a positive integer (tokens); it is {length!r}"
         )
     return length
+
+
+def training_lengths(results: Results) -> list[int]:
+    """The different training lengths of all schemes, rising."""
+    return sorted({training_length(results, scheme) for scheme in scheme_names(results)})
+
+
+def common_training_length(results: Results) -> int | None:
+    """The training length of all schemes; None where they differ."""
+    lengths = training_lengths(results)
+    return lengths[0] if len(lengths) == 1 else None
 
 
 def stopped(results: Results, scheme: str, seed: int | None = None) -> bool:
@@ -105,11 +119,21 @@ def perplexity_curve(selected: Iterable[Row]) -> dict[float, float]:
 
     Positions where a loss is missing are left out.
     """
+    return {position: estimate.mean for position, estimate in perplexity_estimates(selected).items()}
+
+
+def perplexity_estimates(selected: Iterable[Row]) -> dict[float, Estimate]:
+    """As :func:`perplexity_curve`, with the interval over the rows of a position, one for each seed."""
     losses: dict[float, list[float]] = defaultdict(list)
     for row in selected:
         losses[row["position"]].append(number(row["nll"]))
-    means = {position: sum(values) / len(values) for position, values in sorted(losses.items())}
-    return {position: math.exp(min(mean, _LARGEST_LOSS)) for position, mean in means.items() if math.isfinite(mean)}
+    means = {position: over_seeds(values) for position, values in sorted(losses.items())}
+    return {position: perplexity_of(mean) for position, mean in means.items() if math.isfinite(mean.mean)}
+
+
+def perplexity_of(loss: Estimate) -> Estimate:
+    """E to a mean loss, and to the ends of its interval."""
+    return Estimate(*(math.exp(min(value, _LARGEST_LOSS)) for value in loss))
 
 
 def number(value: float | None) -> float:

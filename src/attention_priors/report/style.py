@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from attention_priors.report.axes import overview
 from attention_priors.report.results import Results, scheme_names
 
 # Okabe and Ito's colour-blind-safe colours, without yellow, which is lost on white.
@@ -47,8 +48,9 @@ def look(index: int) -> Look:
 
 
 def looks(results: Results) -> dict[str, Look]:
-    """The look of each scheme, by its place in ``results['schemes']``."""
-    return {name: look(index) for index, name in enumerate(scheme_names(results))}
+    """The look of each scheme, by its place in ``results['schemes']``, those of the overview first."""
+    names = dict.fromkeys([*overview(results), *scheme_names(results)])
+    return {name: look(index) for index, name in enumerate(names)}
 
 
 def label(name: str) -> str:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from attention_priors.report.numbers import listing, multiple, percent, quantity
 from attention_priors.report.results import (
     Results,
+    common_training_length,
     distinct,
     perplexity_curve,
     rows,
     scheme_names,
-    training_length,
+    training_lengths,
 )
 from attention_priors.report.tables import PasskeyCell, passkey_table
 
@@ -50,15 +51,15 @@ def reach(results: Results) -> dict[str, Reach]:
 
 def summarize(results: Results) -> str:
     """Say what was compared and how far each scheme holds."""
-    trained = training_length(results)
+    trained = training_lengths(results)
     schemes, seeds = scheme_names(results), len(results["seeds"])
     sentences = [
         f"{_counted(len(schemes), 'scheme')} {'was' if len(schemes) == 1 else 'were'} trained on contexts of "
-        f"{trained} tokens, each with {_counted(seeds, 'seed')}."
+        f"{listing([str(length) for length in trained])} tokens, each with {_counted(seeds, 'seed')}."
     ]
     reached = reach(results)
     if reached:
-        sentences += _passkey_sentences(results, reached, trained)
+        sentences += _passkey_sentences(results, reached, common_training_length(results))
         missing = [name for name in schemes if name not in reached]
         if missing:
             sentences.append(f"No pass keys were asked of {listing(missing)}.")
@@ -66,7 +67,7 @@ def summarize(results: Results) -> str:
     return " ".join(sentences)
 
 
-def _passkey_sentences(results: Results, reached: dict[str, Reach], trained: int) -> list[str]:
+def _passkey_sentences(results: Results, reached: dict[str, Reach], trained: int | None) -> list[str]:
     lengths = distinct(rows(results, "passkey"), "length")
     span = f"of {lengths[0]} tokens" if len(lengths) == 1 else f"of {lengths[0]} to {lengths[-1]} tokens"
     sentences = [f"Each model then had to find a pass key in texts {span}."]
@@ -77,14 +78,14 @@ def _passkey_sentences(results: Results, reached: dict[str, Reach], trained: int
         if not length:
             sentences.append(f"{listing(names)} did not find {100 * HOLDS:.0f} % of the keys at any length.")
             continue
+        ratio = f", {multiple(length / trained)}× the training length" if trained else ""
         end = ", the longest tested" if length == lengths[-1] else ""
         dips = [
             f"{name} only {percent(dip.share)} % at {dip.length} tokens" for name in names if (dip := reached[name].dip)
         ]
         sentences.append(
             f"{listing(names)} found at least {100 * HOLDS:.0f} % of the keys in texts of up to {length} "
-            f"tokens, {multiple(length / trained)}× the training length{end}"
-            + (f" (but {listing(dips)})." if dips else ".")
+            f"tokens{ratio}{end}" + (f" (but {listing(dips)})." if dips else ".")
         )
     return sentences
 

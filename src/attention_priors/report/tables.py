@@ -8,21 +8,18 @@ from dataclasses import dataclass
 
 from rich.table import Table
 from rich.text import Text
-from scipy.stats import binomtest
 
+from attention_priors.report.intervals import wilson_interval
 from attention_priors.report.numbers import multiple, percent
 from attention_priors.report.results import (
     Results,
     check_results,
+    common_training_length,
     count_passkeys,
     distinct,
     rows,
     scheme_names,
-    training_length,
 )
-
-CONFIDENCE = 0.95
-"""Confidence level of every interval in the report."""
 
 
 @dataclass(frozen=True)
@@ -49,20 +46,6 @@ class PasskeyCell:
     low: float
     high: float
     complete: bool
-
-
-def wilson_interval(correct: int, trials: int) -> tuple[float, float]:
-    """The 95 % Wilson score interval of a share.
-
-    Raises:
-        ValueError: ``trials`` is below 1, or ``correct`` is not between 0 and ``trials``.
-    """
-    if trials < 1:
-        raise ValueError(f"trials must be at least 1, as a share of nothing has no interval; it is {trials}")
-    if not 0 <= correct <= trials:
-        raise ValueError(f"correct must be from 0 to trials, {trials}; it is {correct}")
-    interval = binomtest(correct, trials).proportion_ci(confidence_level=CONFIDENCE, method="wilson")
-    return float(interval.low), float(interval.high)
 
 
 def passkey_table(results: Results) -> list[PasskeyCell]:
@@ -96,10 +79,11 @@ def render_text_table(results: Results) -> Table:
     lengths = sorted({cell.length for cell in cells})
     best = best_shares(cells)
     table = Table(title="Pass keys retrieved, % of trials", caption=_caption(cells), caption_justify="left")
-    table.add_column("scheme\n× training length")
+    trained = common_training_length(results)
+    table.add_column("scheme\n× training length" if trained else "scheme")
     for length in lengths:
-        ratio = multiple(length / training_length(results))
-        table.add_column(f"{length}\n{ratio}×", justify="right", no_wrap=True)
+        ratio = f"\n{multiple(length / trained)}×" if trained else ""
+        table.add_column(f"{length}{ratio}", justify="right", no_wrap=True)
     for scheme in scheme_names(results):
         line = [Text(scheme)]
         for length in lengths:

@@ -2,7 +2,7 @@
 
 from attention_priors.training.checkpoints import CheckpointError
 from attention_priors.training.engine import Trained, Validation, is_first_process, train
-from attention_priors.training.extend import extend
+from attention_priors.training.extend import continued, extend, mean_loss
 from attention_priors.training.model import (
     DecoderSettings,
     DecoderSizes,
@@ -30,11 +30,13 @@ __all__ = [
     "Trained",
     "TrainingSettings",
     "Validation",
+    "continued",
     "extend",
     "is_first_process",
     "load_train_recipe",
     "make_model",
     "make_optimizer",
+    "mean_loss",
     "parameter_groups",
     "prepare_data",
     "run_recipe",

@@ -83,16 +83,16 @@ def what_is_wrong(checkpoint: Path) -> str | None:
     if not manifest.exists():
         return f"it has no {MANIFEST}"
     try:
-        entries = read_json(manifest)["files"]
-    except (ValueError, KeyError, TypeError):
+        entries = {name: (entry["bytes"], entry["sha256"]) for name, entry in read_json(manifest)["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
         return f"its {MANIFEST} cannot be read"
-    for name, entry in entries.items():
+    for name, (size, sha256) in entries.items():
         path = checkpoint / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != entry["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes, not {entry['bytes']}"
-        if checksum(path) != entry["sha256"]:
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes, not {size}"
+        if checksum(path) != sha256:
             return f"{name} has another checksum than when it was written"
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from transformers.trainer_callback import PrinterCallback
 
 from attention_priors.data import collate_rows
+from attention_priors.files import synchronise
 from attention_priors.hub.loading import check_positions
 from attention_priors.training.checkpoints import discard
 from attention_priors.training.packed import check_documents_apart
@@ -48,14 +50,20 @@ class Trained:
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write model and tokenizer: the whole folder, or nothing. Every process calls it, the first one writes."""
         unfinished = folder.with_name(f"{folder.name}.unfinished")
+        if self.trainer.args.should_save:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        self.trainer.accelerator.wait_for_everyone()
         self.trainer.save_model(str(unfinished))
         if self.trainer.args.should_save:
             tokenizer.save_pretrained(unfinished)
             # The trainer's own note of its arguments is a pickle, which nobody needs.
             (unfinished / "training_args.bin").unlink(missing_ok=True)
+            for path in unfinished.rglob("*"):
+                synchronise(path)
             if folder.exists():
                 discard(folder)
             unfinished.rename(folder)
+            synchronise(folder.parent)
         self.trainer.accelerator.wait_for_everyone()
 
 

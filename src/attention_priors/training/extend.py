@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def extend(
 ) -> dict[str, Any]:
     """Train a saved model further at a longer context, and measure what it changes.
 
-    What ``attention-priors train`` has left beside the model says the rest: its data, its optimiser, its tokens a step.
+    What ``attention-priors train`` has left beside the model says the rest: its data, its optimiser, its tokens a step,
+    and whether only what is attached to it learns.
     Interrupted at any point, the same call goes on from there.
 
     Source: BAM, Appendix C (256 more steps at twice the context).
@@ -79,7 +81,7 @@ def extend(
     if learning_rate is None:
         if before is None:
             raise ValueError(f"learning_rate must be given: {folder} has no recipe.json beside it")
-        learning_rate = before.training.learning_rate * before.training.minimum_learning_rate_ratio
+        learning_rate = before.training.final_learning_rate
     recipe = _recipe(before, folder, shards, old, new, steps, learning_rate, tokens_per_step)
 
     held_out = TokenShards(shards, "held_out")
@@ -97,6 +99,28 @@ def extend(
         content["loss"]["after"] = _losses(load_model(output / "model"), held_out, lengths, test_tokens)
         write_json(result, content)
     return content
+
+
+def continued(
+    training: Mapping[str, Any], *, context_length: int, steps: int, tokens_per_step: int, learning_rate: float
+) -> dict[str, Any]:
+    """The settings of a training that goes on with another's model, at a constant learning rate and without warm-up.
+
+    Args:
+        training: the settings of the first one.
+        context_length: in tokens.
+        steps: of the optimiser.
+        tokens_per_step: a multiple of ``context_length``.
+        learning_rate: what it is constant at.
+    """
+    replaced = ("steps", "tokens", "batch_size", "warmup_steps")
+    return {key: value for key, value in training.items() if key not in replaced} | {
+        "context_length": context_length,
+        "steps": steps,
+        "tokens_per_step": tokens_per_step,
+        "learning_rate": learning_rate,
+        "minimum_learning_rate_ratio": 1.0,
+    }
 
 
 def _shards(folder: Path, data: Path | None, before: TrainRecipe | None) -> Path:
@@ -134,26 +158,26 @@ def _recipe(
 ) -> TrainRecipe:
     description: dict[str, Any] = {} if before is None else before.model_dump(mode="json", exclude_defaults=True)
     training = description.get("training", {})
-    for key in ("steps", "tokens", "batch_size", "warmup_steps"):
-        training.pop(key, None)
     running = description.get("running", {})
     if running.get("rows_at_a_time") and old:
         running["rows_at_a_time"] = max(1, running["rows_at_a_time"] * old // new)  # as many tokens at a time
+    pretrained: dict[str, Any] = {"pretrained": str(folder)}
+    if before is not None and before.model.trains_attached_alone:
+        pretrained["train_only"] = "attached"
     if tokens_per_step is None:
         tokens_per_step = ROWS_PER_STEP * new if before is None else before.training.step_tokens
     return TrainRecipe.model_validate(
         {
             "name": f"{description.get('name', folder.name)}, extended to {new}",
-            "model": {"pretrained": str(folder)},
+            "model": pretrained,
             "data": {"shards": str(shards), "order": description.get("data", {}).get("order", "shuffled")},
-            "training": training
-            | {
-                "context_length": new,
-                "steps": steps,
-                "tokens_per_step": tokens_per_step,
-                "learning_rate": learning_rate,
-                "minimum_learning_rate_ratio": 1.0,
-            },
+            "training": continued(
+                training,
+                context_length=new,
+                steps=steps,
+                tokens_per_step=tokens_per_step,
+                learning_rate=learning_rate,
+            ),
             "running": running,
             # Another permutation of the same tokens.
             "seed": description.get("seed", 0) + 1,
@@ -161,21 +185,30 @@ def _recipe(
     )
 
 
-@torch.no_grad()
 def _losses(model: PreTrainedModel, tokens: TokenShards, lengths: list[int], count: int) -> dict[str, float]:
     """Mean negative log-likelihood on rows of each length, of the same tokens."""
     model.eval()
     if torch.cuda.is_available():
         model.to(torch.device("cuda"))  # pyright: ignore[reportArgumentType]
-    return {str(length): _loss(model, tokens, length, count) for length in lengths}
+    losses = {}
+    for length in lengths:
+        rows = PackedRows(tokens, context_length=length)
+        losses[str(length)] = mean_loss(model, (rows[i] for i in range(max(1, min(count // length, rows.blocks)))))
+    return losses
 
 
-def _loss(model: PreTrainedModel, tokens: TokenShards, length: int, count: int) -> float:
-    rows = PackedRows(tokens, context_length=length)
+@torch.no_grad()
+def mean_loss(model: PreTrainedModel, rows: Iterable[dict[str, Tensor]]) -> float:
+    """Mean negative log-likelihood of a model over rows of packed documents, in nats per token.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        rows: as :class:`PackedRows` and :class:`TrainingMixture` give them; one at least.
+    """
     total = torch.zeros(2, dtype=torch.float64)
-    for index in range(max(1, min(count // length, rows.blocks))):
-        row: dict[str, Tensor] = {key: x.to(model.device) for key, x in collate_rows([rows[index]]).items()}
-        logits = model(**packed_inputs(model, row["input_ids"], row["document_ids"])).logits
-        sums, weights = loss_sums(logits, row["labels"], row["loss_weights"])
+    for row in rows:
+        batch: dict[str, Tensor] = {key: x.to(model.device) for key, x in collate_rows([row]).items()}
+        logits = model(**packed_inputs(model, batch["input_ids"], batch["document_ids"])).logits
+        sums, weights = loss_sums(logits, batch["labels"], batch["loss_weights"])
         total += torch.stack([sums.double().sum(), weights.double().sum()]).cpu()
     return float(total[0] / total[1])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from attention_priors.hub import attach
+from attention_priors.hub import attach, train_attached
 from attention_priors.hub.loading import load_config, load_model
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
 from attention_priors.strict_yaml import Strict
@@ -77,6 +77,8 @@ class ModelSettings(Strict):
     """A Hugging Face model's folder or name (or a folder of ours), with its weights."""
     attach: AttachSettings | None = None
     """Priors for a model that is not our decoder."""
+    train_only: Literal["attached"] | None = None
+    """Of a trained model with something attached, whether all learns (None) or what is attached alone."""
 
     @model_validator(mode="after")
     def _one_model(self) -> ModelSettings:
@@ -87,7 +89,14 @@ class ModelSettings(Strict):
             self.decoder.config(vocab_size=1)  # a mistake in a description shows here
             if self.attach is not None:
                 raise ValueError("attach is for models of other makes; a decoder has its prior under model.decoder")
+        if self.train_only is not None and self.pretrained is None:
+            raise ValueError("train_only is for a trained model, model.pretrained; new weights would never learn")
         return self
+
+    @property
+    def trains_attached_alone(self) -> bool:
+        """Whether the model's own weights stay what they were."""
+        return self.train_only is not None or (self.attach is not None and self.attach.freeze_model)
 
 
 def make_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -95,7 +104,7 @@ def make_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> P
 
     Raises:
         OSError: the model cannot be loaded.
-        ValueError: its vocabulary is smaller than the tokenizer's, or nothing can be attached to it.
+        ValueError: its vocabulary is smaller than the tokenizer's, nothing can be attached, or nothing would learn.
     """
     if settings.decoder is not None:
         eos: Any = tokenizer.eos_token_id
@@ -109,6 +118,10 @@ def make_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> P
         model = load_model(settings.pretrained)
     if settings.attach is not None:
         attach(model, **settings.attach.model_dump())
+    if settings.train_only is not None:
+        model.requires_grad_(False)
+        if not train_attached(model):
+            raise ValueError("model.train_only: nothing that learns is attached to the model")
     embeddings: Any = model.get_input_embeddings()
     size = embeddings.weight.shape[0]
     if size < len(tokenizer):

@@ -80,6 +80,11 @@ class TrainingSettings(Strict):
         return self.tokens // self.step_tokens
 
     @property
+    def final_learning_rate(self) -> float:
+        """What the schedule ends with."""
+        return self.learning_rate * self.minimum_learning_rate_ratio
+
+    @property
     def total_rows(self) -> int:
         """Rows that the whole training reads."""
         return self.total_steps * self.rows_per_step

@@ -132,7 +132,8 @@ class NeedleTask:
             length: Tokens of the prompt, without special tokens, and of ``tokens_to_generate`` together, at most.
             seed: Seeds everything that is drawn, at least 0.
             depth: Where the needle that is asked for stands: 0 before the whole haystack, 1 after it. ``None`` draws
-                the depth as RULER does. All else is drawn alike; the other needles stay where they are.
+                the depth as RULER does. All else is drawn alike, and the other needles stay where they are; but where
+                the move decides whether a prompt fits, it decides whether it is drawn again.
 
         Raises:
             ValueError: ``length`` has no room for the task, ``seed`` is below 0, ``depth`` is outside [0, 1], or it is

@@ -1,0 +1,78 @@
+"""Which schemes differ along one axis alone, as a sweep makes them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from attention_priors.report.results import Results
+
+_NEVER_BASE = ("scheme", "extension")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Schemes that differ in their value on one axis, and on no other.
+
+    Attributes:
+        axis: The axis.
+        values: What the value of each scheme is called; numbers rise, other values are in display order.
+        elsewhere: Where the schemes stand on the axes on which other comparisons of this axis stand elsewhere.
+    """
+
+    axis: str
+    values: dict[str, str]
+    elsewhere: dict[str, str]
+
+    @property
+    def title(self) -> str:
+        """``init``, or ``init (size=64)``."""
+        stands = ", ".join(f"{axis}={value}" for axis, value in self.elsewhere.items())
+        return f"{self.axis} ({stands})" if stands else self.axis
+
+
+def comparisons(results: Results) -> list[Comparison]:
+    """Every comparison of two schemes or more, axis by axis."""
+    entries = [entry for entry in results["schemes"] if entry.get("axes")]
+    axes = list(dict.fromkeys(axis for entry in entries for axis in entry["axes"]))
+    found = []
+    for axis in axes:
+        groups: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
+        for entry in entries:
+            if axis in entry["axes"]:
+                groups[_others(entry, axis)].append(entry)
+        compared = {others: group for others, group in groups.items() if len(group) > 1}
+        shared = set.intersection(*(set(others) for others in compared)) if compared else set()
+        for others in compared:
+            values = {entry["name"]: entry["axes"][axis] for entry in compared[others]}
+            if all(isinstance(value, (int, float)) for value in values.values()):
+                values = dict(sorted(values.items(), key=lambda item: item[1]))
+            bases = {entry["name"] for entry in compared[others] if axis not in _NEVER_BASE and _is_base(entry)}
+            found.append(
+                Comparison(
+                    axis,
+                    {name: f"{value} (base)" if name in bases else f"{value}" for name, value in values.items()},
+                    {other: str(value) for other, value in others if (other, value) not in shared},
+                )
+            )
+    return found
+
+
+def overview(results: Results) -> list[str]:
+    """The schemes that stand on no axis, and those that a sweep varied one axis at a time.
+
+    The others are shown where they are compared: all of a sweep in one figure could not be read.
+    """
+    return [entry["name"] for entry in results["schemes"] if not entry.get("axes") or _is_base(entry)]
+
+
+def _others(entry: dict[str, Any], axis: str) -> tuple[Any, ...]:
+    # Before its extension, a model is as comparable as one that will not be extended.
+    stands = {other: value for other, value in entry["axes"].items() if (other, value) != ("extension", "before")}
+    return tuple(sorted((other, value) for other, value in stands.items() if other != axis))
+
+
+def _is_base(entry: dict[str, Any]) -> bool:
+    """Whether a sweep varied one axis at a time around this scheme: it keeps the scheme's own name."""
+    return entry["axes"].get("scheme") in (entry["name"], entry.get("extended_from"))

@@ -1,0 +1,329 @@
+"""What figures are made of: axes in tokens, legends, and the curves and points of chosen schemes on given axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from attention_priors.report.numbers import multiple, quantity
+from attention_priors.report.results import (
+    Results,
+    Row,
+    count_passkeys,
+    distinct,
+    number,
+    perplexity_estimates,
+    rows,
+    schemes_with,
+    stopped,
+    training_length,
+)
+from attention_priors.report.style import GREY, WIDTH, Look, blank, label, thin, tidy
+from attention_priors.report.tables import PasskeyCell, passkey_table
+
+PERPLEXITY_RANGE = 10.0
+"""The perplexity axis ends at this many times the lowest value, so that failures do not squash the rest."""
+
+STRONG_RETRIEVAL = -0.6
+"""Below this shape β, a retrieval head is called strong."""
+
+Looks = Mapping[str, Look]
+"""The schemes that are drawn, in order, and how."""
+
+_LARGEST_LOG_TICK = 30
+_NARROWEST_THETAS = 0.5
+
+
+class NothingToShowError(ValueError):
+    """The results hold no data for a figure."""
+
+
+# ---- schemes on axes
+
+
+def draw_passkeys(axes: Axes, results: Results, looks: Looks, *, panel: bool = False) -> list[Artist]:
+    """Shares of pass keys retrieved against length: pooled, with Wilson intervals, and thin lines of single seeds.
+
+    Args:
+        axes: where.
+        results: a results dictionary.
+        looks: the schemes.
+        panel: whether this is one of several panels, which have less room.
+
+    Returns:
+        Keys for the legend that explain marks, but for the schemes' own.
+    """
+    cells = [cell for cell in passkey_table(results) if cell.scheme in looks]
+    lengths = sorted({cell.length for cell in cells})
+    crosses = False
+    for scheme, nudge in zip(looks, _nudges(len(looks), lengths), strict=True):
+        mine = [cell for cell in cells if cell.scheme == scheme]
+        # What only some seeds were evaluated at does not continue the line of them all.
+        for complete in (True, False):
+            points = [cell for cell in mine if cell.complete == complete]
+            if points:
+                _shares_with_intervals(axes, points, nudge, looks[scheme], hollow=not complete)
+        selected = rows(results, "passkey", scheme)
+        seeds = distinct(selected, "seed")
+        for seed in seeds:
+            counts = sorted(count_passkeys((row for row in selected if row["seed"] == seed), "length").items())
+            x = [length * nudge for (length,), _ in counts]
+            y = [100 * count.share for _, count in counts]
+            if len(seeds) > 1:
+                axes.plot(x, y, color=looks[scheme].color, linewidth=0.7, alpha=0.5, gid=f"seed:{scheme}:{seed}")
+            if stopped(results, scheme, seed) and counts[-1][0][0] < lengths[-1]:
+                crosses = True
+                axes.plot(
+                    x[-1], y[-1], marker="x", markersize=10, markeredgewidth=1.3, color="black", zorder=5,
+                    gid=f"stopped:{scheme}:{seed}",
+                )  # fmt: skip
+    axes.set_ylim(-4, 104)
+    token_axis(axes, lengths, lengths[0], lengths[-1], _trained(results, looks), panel=panel)
+    keys: list[Artist] = []
+    if crosses:
+        keys.append(Line2D([], [], color="black", marker="x", linestyle="none", markersize=9, label="stopped here"))
+    if not all(cell.complete for cell in cells):
+        hollow_key = Line2D([], [], color=GREY, marker="o", linestyle="none", markerfacecolor="white")
+        hollow_key.set_label("without stopped seeds")
+        keys.append(hollow_key)
+    return keys
+
+
+def draw_perplexity(axes: Axes, results: Results, looks: Looks, *, panel: bool = False) -> dict[str, float]:
+    """Perplexity against position, with a band that is Student's 95 % interval over seeds, where there are several.
+
+    Returns:
+        The highest perplexity of each scheme whose curve leaves the axes.
+
+    Raises:
+        NothingToShowError: no scheme has a finite loss.
+    """
+    estimates = {scheme: perplexity_estimates(rows(results, "perplexity", scheme)) for scheme in looks}
+    estimates = {scheme: curve for scheme, curve in estimates.items() if curve}
+    if not estimates:
+        raise NothingToShowError("results must hold perplexity rows with a finite nll; there is none")
+    axes.set_yscale("log")
+    for scheme, curve in estimates.items():
+        x = list(curve)
+        mean, low, high = (np.array(values) for values in zip(*curve.values(), strict=True))
+        axes.plot(x, mean, **looks[scheme]._asdict(), label=label(scheme), markersize=4.5, linewidth=1.8, zorder=3)
+        if np.isfinite(low).any():
+            axes.fill_between(
+                x, low, high, color=looks[scheme].color, alpha=0.13, linewidth=0, zorder=1, gid=f"interval:{scheme}"
+            )
+    tops = {scheme: max(point.mean for point in curve.values()) for scheme, curve in estimates.items()}
+    lowest = min(point.mean for curve in estimates.values() for point in curve.values())
+    cut = PERPLEXITY_RANGE * lowest
+    axes.set_ylim(lowest / 1.1, min(max(tops.values()) * 1.1, cut))
+    _plain_log_ticks(axes)
+    positions = [position for curve in estimates.values() for position in curve]
+    trained = _trained(results, {scheme: looks[scheme] for scheme in estimates})
+    token_axis(axes, _powers_of_two(positions), min(positions), max(positions), trained, panel=panel)
+    return {scheme: top for scheme, top in tops.items() if top > cut}
+
+
+def perplexity_label(results: Results, looks: Looks, end: float | None) -> str:
+    """What the axis of :func:`draw_perplexity` shows, in one line.
+
+    Args:
+        results: a results dictionary.
+        looks: the schemes.
+        end: where the axis ends, if curves go beyond it.
+    """
+    several = any(len(distinct(rows(results, "perplexity", scheme), "seed")) > 1 for scheme in looks)
+    notes = ["bands: 95 % interval"] if several else []
+    notes += [] if end is None else [f"axis ends at {quantity(end)}"]
+    return f"perplexity, per token ({'; '.join(notes)})" if notes else "perplexity, per token"
+
+
+def gaussian_heads(results: Results, scheme: str) -> list[Row]:
+    """The heads of a scheme whose prior is a Generalized Gaussian with a shape."""
+    return [
+        row
+        for row in rows(results, "priors", scheme)
+        if row["prior"] == "generalized_gaussian" and math.isfinite(number(row["parameters"]["beta"]))
+    ]
+
+
+def draw_thetas(axes: Axes, results: Results, looks: Looks, marker: Callable[[str, Row], str], *, size: float) -> None:
+    """Shape β against θα of every Generalized Gaussian head, over the bands of BAM's clusters.
+
+    Args:
+        axes: where.
+        results: a results dictionary.
+        looks: the schemes.
+        marker: the marker of a head, from its scheme and its row.
+        size: of the clusters' names, which stand beside the bands, in points.
+    """
+    heads = [
+        (scheme, row, number(row["parameters"]["beta"])) for scheme in looks for row in gaussian_heads(results, scheme)
+    ]
+    shapes = [shape for *_, shape in heads]
+    bottom, top = min(-1.2, *shapes), max(0.6, *shapes)
+    bottom, top = bottom - 0.06 * (top - bottom), top + 0.06 * (top - bottom)
+    bands = (
+        (0, top, "#fdf3dc", "local\nβ > 0"),
+        (STRONG_RETRIEVAL, 0, "#e3f1ea", "retrieval\n−0.6 ≤ β ≤ 0"),
+        (bottom, STRONG_RETRIEVAL, "#e2ecf7", "strong retrieval\nβ < −0.6"),
+    )
+    for lower, upper, colour, words in bands:
+        axes.axhspan(lower, upper, color=colour, linewidth=0, zorder=0)
+        axes.annotate(
+            words, (1.02, (lower + upper) / 2), xycoords=("axes fraction", "data"), va="center", fontsize=size,
+            color="#333333", annotation_clip=False,
+        )  # fmt: skip
+    axes.axhline(0, color=GREY, linewidth=0.8, zorder=1)
+    for scheme, row, shape in heads:
+        axes.plot(
+            number(row["parameters"]["theta_alpha"]), shape, color=looks[scheme].color, marker=marker(scheme, row),
+            linestyle="none", markersize=6.5, alpha=0.75, markeredgecolor="white", markeredgewidth=0.5, zorder=3,
+            gid=f"theta:{scheme}",
+        )  # fmt: skip
+    axes.set_ylim(bottom, top)
+    # Heads that never moved would otherwise be spread over billionths.
+    left, right = axes.get_xlim()
+    missing = max(0.0, _NARROWEST_THETAS - (right - left)) / 2
+    axes.set_xlim(left - missing, right + missing)
+
+
+def logit_scales(results: Results, schemes: Iterable[str]) -> dict[str, list[float]]:
+    """The logit scales s of each scheme that has some."""
+    values = {scheme: [number(row["s"]) for row in rows(results, "logit_scales", scheme)] for scheme in schemes}
+    values = {scheme: [s for s in scales if math.isfinite(s)] for scheme, scales in values.items()}
+    return {scheme: scales for scheme, scales in values.items() if scales}
+
+
+def logit_scale_bins(values: Mapping[str, Sequence[float]]) -> list[float]:
+    """Bins for histograms of several schemes' logit scales."""
+    everything = [s for scales in values.values() for s in scales]
+    edges = np.histogram_bin_edges(everything, bins=min(30, round(2 * math.sqrt(len(everything)))))
+    return [float(edge) for edge in edges]
+
+
+def _trained(results: Results, looks: Looks) -> dict[int, str]:
+    """The training lengths of schemes, and the colour of each where they differ."""
+    lengths = {training_length(results, scheme): one.color for scheme, one in looks.items()}
+    return lengths if len(lengths) > 1 else dict.fromkeys(lengths, "#444444")
+
+
+# ---- figures and their parts
+
+
+def require(results: Results, section: str, schemes: Iterable[str]) -> list[str]:
+    """Those of some schemes that have rows in a section, of which there must be some."""
+    present = schemes_with(results, section)
+    return require_rows([scheme for scheme in schemes if scheme in present], section)
+
+
+def require_rows(selected: list[Any], section: str, scheme: str | None = None) -> list[Any]:
+    """Rows of a section, of which there must be some."""
+    if not selected:
+        whose = "" if scheme is None else f" of the scheme {scheme!r}"
+        raise NothingToShowError(f"results[{section!r}] must hold rows{whose}; there is none")
+    return selected
+
+
+def start(height: float, width: float = WIDTH) -> tuple[Figure, Axes]:
+    """A figure of one pair of axes, in inches."""
+    figure = blank(height, width)
+    axes = figure.add_subplot()
+    tidy(axes)
+    return figure, axes
+
+
+def legend_below(figure: Figure, keys: Sequence[Artist], columns: int = 3) -> None:
+    """A legend under the axes, which keep their height however many lines it has."""
+    lines = math.ceil(len(keys) / columns)
+    figure.set_figheight(figure.get_figheight() + 0.2 * lines)
+    figure.legend(
+        handles=list(keys),
+        loc="outside lower center",
+        ncols=min(columns, len(keys)),
+        frameon=False,
+        fontsize=9.5,
+    )
+
+
+def line_key(look: Look, name: str) -> Line2D:
+    """The key of a curve."""
+    return Line2D([], [], **look._asdict(), label=label(name), linewidth=1.8)
+
+
+def _shares_with_intervals(axes: Axes, cells: Sequence[PasskeyCell], nudge: float, look: Look, *, hollow: bool) -> None:
+    x, y, low, high = (
+        np.array(values)
+        for values in zip(
+            *((cell.length * nudge, 100 * cell.share, 100 * cell.low, 100 * cell.high) for cell in cells),
+            strict=True,
+        )
+    )
+    axes.errorbar(
+        x, y, yerr=(y - low, high - y), color=look.color, marker=look.marker, markersize=6,
+        linestyle="none" if hollow else look.linestyle, markerfacecolor="white" if hollow else look.color,
+        linewidth=1.8, elinewidth=1.2, capsize=2.5, zorder=3,
+        label=f"{cells[0].scheme}, without stopped seeds" if hollow else cells[0].scheme,
+    )  # fmt: skip
+
+
+def token_axis(
+    axes: Axes, ticks: Sequence[float], first: float, last: float, trained: Mapping[int, str], *, panel: bool
+) -> None:
+    """A log2 axis in tokens, and a line at each training length; multiples of a single one stand above, if they fit."""
+    at_most = 6 if panel else 9
+    axes.set_xscale("log", base=2)
+    left, right = min(first, *trained) / 1.25, max(last, *trained) * 1.25
+    axes.set_xlim(left, right)
+    axes.xaxis.set_major_locator(FixedLocator(thin(ticks, at_most)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    for length, colour in trained.items():
+        axes.axvline(length, color=colour, linestyle=(0, (5, 3)), linewidth=1, zorder=1, gid="training length")
+    if len(trained) > 1 or panel:
+        return
+    (length,) = trained
+    to_ratio: Callable[[Any], Any] = lambda tokens: tokens / length  # noqa: E731
+    to_tokens: Callable[[Any], Any] = lambda ratio: ratio * length  # noqa: E731
+    above = axes.secondary_xaxis("top", functions=(to_ratio, to_tokens))
+    ratios = [2.0**k for k in range(-20, 21) if left <= 2.0**k * length <= right]
+    above.xaxis.set_major_locator(FixedLocator(thin(ratios, at_most)))
+    above.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{multiple(value)}×"))
+    above.xaxis.set_minor_locator(NullLocator())
+    above.set_xlabel(f"× training length (dashed: {length} tokens)")
+    above.spines["top"].set_visible(False)
+
+
+def _powers_of_two(values: Iterable[float]) -> list[float]:
+    spread = sorted(values)
+    return [2.0**k for k in range(_LARGEST_LOG_TICK) if spread[0] / 1.15 <= 2.0**k <= spread[-1] * 1.15]
+
+
+def _plain_log_ticks(axes: Axes) -> None:
+    """Ticks at 1, 2, 5, 10, ... in plain numbers; evenly spaced ones where a log axis spans less."""
+    low, high = axes.get_ylim()
+    ticks = [digit * 10.0**k for k in range(-1, _LARGEST_LOG_TICK) for digit in (1, 2, 5)]
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    if len(ticks) < 3:
+        ticks = [tick for tick in MaxNLocator(nbins=6).tick_values(low, high) if low <= tick <= high]
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _nudges(count: int, lengths: Sequence[int]) -> list[float]:
+    """A factor per scheme, close to 1: together they fill under half of the closest two lengths' distance."""
+    gaps = np.diff(np.log2(lengths))
+    step = min(0.07, 0.4 * float(gaps.min()) / count) if gaps.size else 0.0
+    return [2 ** ((index - (count - 1) / 2) * step) for index in range(count)]
+
+
+def rough(value: float) -> str:
+    """A large number in at most two significant digits."""
+    return f"{float(f'{value:.1e}'):,.0f}".replace(",", " ") if value < 1e6 else f"{value:.0e}"

@@ -1,0 +1,308 @@
+"""The tables of a comparison, with intervals over texts and over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attention_priors.files import write_bytes
+from attention_priors.report.axes import comparisons
+from attention_priors.report.drawing import STRONG_RETRIEVAL, gaussian_heads, logit_scales
+from attention_priors.report.grids import Cell, Grid, Line, latex, markdown
+from attention_priors.report.intervals import Estimate, over_seeds
+from attention_priors.report.numbers import percent, quantity
+from attention_priors.report.results import (
+    Count,
+    Results,
+    Row,
+    check_results,
+    count_passkeys,
+    distinct,
+    number,
+    perplexity_of,
+    rows,
+    scheme_names,
+    schemes_with,
+    training_length,
+)
+from attention_priors.report.tables import PasskeyCell, passkey_table
+
+ABSENT = "–"
+
+_POSITIONS = 6
+"""Ranges of positions in a table; the figures have all."""
+
+SHARES = (
+    "Pass keys retrieved, % of texts, by context length in tokens. Texts: of the texts of all seeds together, with the "
+    "95 % Wilson interval, which is for the chance in the texts. Seeds: the mean of the seeds' shares, with Student's "
+    "95 % interval, which is for models trained with other seeds; where all seeds agree it is a point, and tells "
+    "nothing of the chance in the texts. –: not evaluated. †: without the seeds that had stopped at a shorter length, "
+    "which flatters the scheme."
+)
+PERPLEXITIES = (
+    "e to the mean loss over seeds, with e to the ends of Student's 95 % interval of that mean (where there are two "
+    "seeds at least)."
+)
+
+
+def result_grids(results: Results) -> Iterator[Grid]:
+    """Every table that the results have data for."""
+    check_results(results)
+    for make in (_passkey, _perplexity, _axes, _extension, _heads):
+        grid = make(results)
+        if grid.groups:
+            yield grid
+
+
+def write_tables(results: Results, folder: Path) -> list[Path]:
+    """Write every table that the results have data for, as Markdown and as LaTeX.
+
+    Args:
+        results: A results dictionary.
+        folder: Where to; made if it is not there.
+
+    Returns:
+        The files.
+
+    Raises:
+        ValueError: ``results`` is of an unknown format, or one of its rows names an unknown scheme.
+    """
+    written = []
+    for grid in result_grids(results):
+        for ending, content in (("md", markdown(grid)), ("tex", latex(grid))):
+            path = Path(folder) / f"{grid.stem}.{ending}"
+            write_bytes(path, content.encode())
+            written.append(path)
+    return written
+
+
+# ---- the tables
+
+
+def _passkey(results: Results) -> Grid:
+    shares = _Shares(results)
+    groups = [
+        [[name if first else "", *line] for first, line in _with_first(shares.lines(name))]
+        for name in schemes_with(results, "passkey")
+    ]
+    return Grid("passkey", SHARES, ["scheme", "over", *map(str, shares.lengths)], groups, words=2)
+
+
+def _perplexity(results: Results) -> Grid:
+    losses = _Losses(results)
+    lines = [
+        [name, str(losses.seeds(name)), losses.within_training(name), *(losses.at(name, p) for p in losses.beyond)]
+        for name in losses.schemes
+    ]
+    caption = (
+        f"Perplexity per token: {PERPLEXITIES} Within training: over the ranges of positions that end within the "
+        "training length. The other columns are ranges of positions beyond it (of many, some), named by their middle, "
+        "in tokens."
+    )
+    header = ["scheme", "seeds", "within\ntraining", *(f"{position:.0f}" for position in losses.beyond)]
+    return Grid("perplexity", caption, header, [lines] if lines else [], words=1)
+
+
+def _axes(results: Results) -> Grid:
+    shares, losses = _Shares(results), _Losses(results)
+    farthest = losses.beyond[-1:]
+    groups = []
+    for comparison in comparisons(results):
+        group: list[Line] = []
+        for place, (name, value) in enumerate(comparison.values.items()):
+            tail = [losses.within_training(name), *(losses.at(name, position) for position in farthest)]
+            tail = tail if losses.schemes else []
+            for first, line in _with_first(shares.lines(name) or [[""]]):
+                title = comparison.title if first and place == 0 else ""
+                group.append([title, value if first else "", *line, *(tail if first else [""] * len(tail))])
+        groups.append(group)
+    header = ["axis", "value", "over", *map(str, shares.lengths)]
+    caption = "Schemes that differ along one axis alone."
+    if shares.lengths:
+        caption += f" {SHARES}"
+    if losses.schemes:
+        header += ["perplexity\nwithin training", *(f"perplexity\nat {position:.0f}" for position in farthest)]
+        caption += (
+            f" Perplexity per token: {PERPLEXITIES} Within training: over the ranges of positions that end within the "
+            "training length."
+        )
+    return Grid("axes", caption, header, groups, words=3)
+
+
+def _extension(results: Results) -> Grid:
+    shares, losses = _Shares(results), _Losses(results)
+    entries = [entry for entry in results["schemes"] if entry.get("extended_from")]
+    farthest = losses.beyond[-1:]
+    groups = []
+    for entry in entries:
+        made = rows(results, "extensions", entry["name"])
+        group: list[Line] = []
+        for when, name in (("before", entry["extended_from"]), ("after", entry["name"])):
+            losses_there = [
+                _estimate(over_seeds([row["loss"][when][str(row[size])] for row in made]), "{:.3f}".format)
+                for size in ("from", "to")
+            ]
+            lengths = f"{made[0]['from']} → {made[0]['to']}"
+            group.append(
+                [
+                    entry["extended_from"] if when == "before" else lengths,
+                    when,
+                    *losses_there,
+                    *(shares.pooled(name) if shares.lengths else []),
+                    *(losses.at(name, position) for position in farthest),
+                ]
+            )
+        groups.append(group)
+    header = ["scheme", "extension", "loss at\nfirst length", "loss at\nsecond length", *map(str, shares.lengths)]
+    header += [f"perplexity\nat {position:.0f}" for position in farthest]
+    caption = (
+        "Before and after further training at a longer context (second line of each scheme: from and to how many "
+        "tokens). Loss: nats per token on held-out rows of both lengths, mean over seeds with Student's 95 % interval."
+    )
+    if shares.lengths:
+        caption += (
+            " Numbered columns: pass keys retrieved, % of the texts of all seeds, by context length in tokens, with "
+            "the 95 % Wilson interval. –: not evaluated. †: without the seeds that had stopped."
+        )
+    if farthest:
+        caption += f" Perplexity per token: {PERPLEXITIES}"
+    return Grid("extension", caption, header, groups, words=2)
+
+
+def _heads(results: Results) -> Grid:
+    lines = []
+    scales = logit_scales(results, schemes_with(results, "logit_scales"))
+    for name in scheme_names(results):
+        shapes = [number(row["parameters"]["beta"]) for row in gaussian_heads(results, name)]
+        found = scales.get(name, [])
+        if not shapes and not found:
+            continue
+        clusters = (
+            sum(shape > 0 for shape in shapes),
+            sum(STRONG_RETRIEVAL <= shape <= 0 for shape in shapes),
+            sum(shape < STRONG_RETRIEVAL for shape in shapes),
+        )
+        spread = (
+            Cell(quantity(sum(found) / len(found)), _interval(min(found), max(found), quantity)) if found else ABSENT
+        )
+        lines.append([name, *(str(count) if shapes else ABSENT for count in clusters), spread])
+    caption = (
+        "Heads of Generalized Gaussian priors, of all layers and seeds, by their shape β: local β > 0, retrieval "
+        f"{STRONG_RETRIEVAL} ≤ β ≤ 0, strong retrieval β < {STRONG_RETRIEVAL}. s: mean logit scale, and its range over "
+        "heads (no interval)."
+    ).replace("-0.6", "−0.6")
+    return Grid(
+        "heads", caption, ["scheme", "local", "retrieval", "strong\nretrieval", "s"], [lines] if lines else [], 1
+    )
+
+
+# ---- their numbers
+
+
+class _Shares:
+    """Pass keys retrieved, as cells for each length."""
+
+    def __init__(self, results: Results) -> None:
+        self._results = results
+        self._cells: Mapping[tuple[str, int], PasskeyCell] = {
+            (cell.scheme, cell.length): cell for cell in passkey_table(results)
+        }
+        self.lengths: Sequence[int] = sorted({length for _, length in self._cells})
+
+    def lines(self, scheme: str) -> list[Line]:
+        """Over all texts; and, where there are several seeds, over them."""
+        selected = rows(self._results, "passkey", scheme)
+        seeds = distinct(selected, "seed")
+        if not seeds:
+            return []
+        lines: list[Line] = [["texts", *self.pooled(scheme)]]
+        if len(seeds) > 1:
+            counts = count_passkeys(selected, "length", "seed")
+            lines.append(
+                [f"{len(seeds)} seeds", *(self._over_seeds(counts, scheme, length) for length in self.lengths)]
+            )
+        return lines
+
+    def pooled(self, scheme: str) -> list[Cell]:
+        cells = [self._cells.get((scheme, length)) for length in self.lengths]
+        return [
+            Cell(ABSENT)
+            if cell is None
+            else Cell(percent(cell.share) + ("" if cell.complete else "†"), _interval(cell.low, cell.high, _bound))
+            for cell in cells
+        ]
+
+    def _over_seeds(self, counts: Mapping[tuple[Any, ...], Count], scheme: str, length: int) -> Cell:
+        shares = [count.share for (size, _), count in counts.items() if size == length]
+        if not shares:
+            return Cell(ABSENT)
+        mean, low, high = over_seeds(shares)
+        mark = "" if self._cells[scheme, length].complete else "†"
+        text = percent(mean) + mark
+        return Cell(text) if math.isnan(low) else Cell(text, _interval(max(low, 0.0), min(high, 1.0), _bound))
+
+
+class _Losses:
+    """Perplexities, as cells."""
+
+    def __init__(self, results: Results) -> None:
+        self._results = results
+        self.schemes = schemes_with(results, "perplexity")
+        shortest = min((training_length(results, scheme) for scheme in self.schemes), default=0)
+        beyond = [row for row in rows(results, "perplexity") if row["position"] > shortest]
+        self.beyond: list[float] = _spread(distinct(beyond, "position"))
+
+    def seeds(self, scheme: str) -> int:
+        return len(distinct(rows(self._results, "perplexity", scheme), "seed"))
+
+    def at(self, scheme: str, position: float) -> Cell:
+        return self._cell(row for row in rows(self._results, "perplexity", scheme) if row["position"] == position)
+
+    def within_training(self, scheme: str) -> Cell:
+        # Ranges double, so that one ends at the square root of 2 times its middle.
+        end = training_length(self._results, scheme) / math.sqrt(2)
+        return self._cell(row for row in rows(self._results, "perplexity", scheme) if row["position"] <= end)
+
+    def _cell(self, selected: Iterable[Row]) -> Cell:
+        sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for row in selected:
+            sums[row["seed"]][0] += number(row["nll"]) * row["tokens"]
+            sums[row["seed"]][1] += row["tokens"]
+        losses = [total / count for total, count in sums.values()]
+        if not losses or not all(map(math.isfinite, losses)):
+            return Cell(ABSENT)
+        return _estimate(perplexity_of(over_seeds(losses)), _perplexity_text)
+
+
+def _spread(positions: list[float]) -> list[float]:
+    """So many of them that a page is wide enough, evenly spaced, the first and the last among them."""
+    count = min(len(positions), _POSITIONS)
+    if count < 2:
+        return positions
+    return [positions[round(place * (len(positions) - 1) / (count - 1))] for place in range(count)]
+
+
+def _estimate(value: Estimate, written: Callable[[float], str]) -> Cell:
+    if math.isnan(value.low):
+        return Cell(written(value.mean))
+    return Cell(written(value.mean), _interval(value.low, value.high, written))
+
+
+def _interval(low: float, high: float, written: Callable[[float], str]) -> str:
+    return f"[{written(low)}, {written(high)}]"
+
+
+def _perplexity_text(value: float) -> str:
+    return f"{value:.0f}" if 1000 <= value < 1e5 else quantity(value)
+
+
+def _bound(share: float) -> str:
+    return f"{100 * share:.0f}"
+
+
+def _with_first(lines: Iterable[Line]) -> Iterator[tuple[bool, Line]]:
+    for index, line in enumerate(lines):
+        yield index == 0, line
