@@ -230,7 +230,7 @@ def evaluate(
         for name, what in evaluation.TASKS.items():
             console.print(f"[bold]{name}[/]: {escape(what)}.", highlight=False)
         return
-    output = output or Path("runs") / "evaluate" / (Path(model).resolve().name if Path(model).exists() else model)
+    output = output or Path("runs") / "evaluate" / _name_of_model(model)
     _quiet_transformers()
     with _errors():
         try:
@@ -254,9 +254,19 @@ def evaluate(
             summary = evaluation.evaluate(subject, plan, output, chunk=chunk, batch=batch, observer=display.observer())
         table = output / "table.md"
         write_bytes(table, report.evaluation_markdown(summary).encode())
+        report.write_evaluation_figures(summary, output / "figures")
     for part in report.evaluation_tables(summary):
         console.print(part)
     console.print(f"Results: {escape(str(output / 'results.jsonl'))}", soft_wrap=True, highlight=False)
+
+
+def _name_of_model(model: str) -> Path:
+    """What stands for a model in a path; training calls every model's folder ``model``."""
+    folder = Path(model)
+    if not folder.exists():
+        return Path(model)
+    folder = folder.resolve()
+    return Path(folder.parent.name if folder.name == "model" else folder.name)
 
 
 def _tokens(length: str) -> int:

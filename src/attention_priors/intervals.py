@@ -10,11 +10,20 @@ from typing import NamedTuple
 from scipy.stats import norm, t
 
 CONFIDENCE = 0.95
+"""Confidence level of every interval that is reported."""
 
 
 class Interval(NamedTuple):
     """From where to where."""
 
+    low: float
+    high: float
+
+
+class Estimate(NamedTuple):
+    """A mean over seeds, and its interval; the interval is nan where there are fewer than two seeds."""
+
+    mean: float
     low: float
     high: float
 
@@ -51,3 +60,17 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
         return None
     half = float(t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(statistics.fmean(values) - half, statistics.fmean(values) + half)
+
+
+def over_seeds(values: Sequence[float]) -> Estimate:
+    """The mean of one value per seed with Student's 95 % interval.
+
+    The interval is for the mean of models trained with other seeds, as far as a normal distribution describes them.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("values must hold the value of one seed at least, got none")
+    interval = mean_interval(values) or Interval(math.nan, math.nan)
+    return Estimate(statistics.fmean(values), *interval)

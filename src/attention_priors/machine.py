@@ -58,7 +58,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = 0
+        self._before: int | None = None
 
     @staticmethod
     def can_measure(device: torch.device) -> bool:
@@ -75,18 +75,23 @@ class PeakMemory:
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
             if trim is not None:
                 trim(0)
-            # Linux forgets the peak so far when a 5 is written here.
-            Path("/proc/self/clear_refs").write_text("5")
+            try:
+                # Linux forgets the peak so far when a 5 is written here; not every container lets a process.
+                Path("/proc/self/clear_refs").write_text("5")
+            except OSError:
+                return self
             self._before = _highest_kibibytes() * 1024
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._before is None:
+            return
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
-        elif self.can_measure(self._device):
+        else:
             self.bytes = max(0, _highest_kibibytes() * 1024 - self._before)
 
 

@@ -7,10 +7,10 @@ import pytest
 from matplotlib.colors import to_hex
 from swept_results import SEEDS, make_swept_results
 
+from attention_priors.intervals import over_seeds
 from attention_priors.report import by_axis, figures, gallery
 from attention_priors.report.drawing import NothingToShowError
 from attention_priors.report.html import write_report
-from attention_priors.report.intervals import over_seeds
 from attention_priors.report.style import look
 from attention_priors.report.tables import passkey_table
 

@@ -2,8 +2,8 @@ import pytest
 from rich.console import Console
 from synthetic_results import LENGTHS, SEEDS
 
+from attention_priors.intervals import wilson_interval
 from attention_priors.report import render_text_table
-from attention_priors.report.intervals import wilson_interval
 from attention_priors.report.tables import best_shares, passkey_table
 
 

@@ -8,10 +8,10 @@ import pytest
 from scipy.stats import t
 from swept_results import EXTENDED, LENGTHS, LONGER, SEEDS, TRAINED, make_swept_results
 
+from attention_priors.intervals import over_seeds, wilson_interval
 from attention_priors.report import write_tables
 from attention_priors.report.axes import comparisons
 from attention_priors.report.grids import Cell, Grid, latex, latex_text, markdown
-from attention_priors.report.intervals import over_seeds, wilson_interval
 from attention_priors.report.result_grids import result_grids
 
 

@@ -96,7 +96,8 @@ class PasskeyTask:
         wording: One of ``WORDINGS``.
 
     Raises:
-        ValueError: an argument is outside the range given above.
+        ValueError: an argument is outside the range given above, or ``tokenizer`` makes one token of a pass key and the
+            words before it.
     """
 
     def __init__(
@@ -126,6 +127,12 @@ class PasskeyTask:
         if self.joins_digits:
             questions = [_encode(tokenizer, self._question_text.format(key=key)) for key in probes]
             self._question = questions[0][: _common(questions)]
+            before = self._question_text.partition("{key}")[0]
+            if not str(tokenizer.decode(self._question)).endswith(before.rstrip()):
+                raise ValueError(
+                    f"tokenizer {tokenizer.name_or_path!r} joins a pass key to the words before it: expected tokens of "
+                    f"their own for {before[-20:]!r}"
+                )
             # A key has at most one token for each digit, and one for the space before it.
             self._slack = (digits + 1) * self._needle_text.count("{key}")
             self._longest_needle = _encode(tokenizer, self._needle_text.format(key="")).numel() + self._slack
@@ -182,7 +189,13 @@ class PasskeyTask:
         smallest = 10 ** (self.digits - 1)
         key = int(torch.randint(smallest, 10 * smallest, (), generator=generator))
         needle, question, answer = self._parts(str(key))
-        filler = filler[: length - self._instruction.numel() - needle.numel() - question.numel()]
+        room = length - self._instruction.numel() - needle.numel() - question.numel()
+        if not 0 <= room <= filler.numel():
+            raise ValueError(
+                f"tokenizer {self._tokenizer.name_or_path!r} gives the sentence of pass key {key} {needle.numel()} "
+                f"tokens: expected at most {self._longest_needle}, and {self._slack} fewer at least"
+            )
+        filler = filler[:room]
         before = round(depth * filler.numel())
         tokens = torch.cat([self._instruction, filler[:before], needle, filler[before:], question, answer])
         needle_start = self._instruction.numel() + before

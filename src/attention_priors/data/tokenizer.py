@@ -118,6 +118,9 @@ def pretrained_tokenizer(spec: str | Path) -> PreTrainedTokenizerBase:
         except ValueError as error:
             # Whether it is one depends on what is missing.
             raise OSError(str(error)) from error
+    if not tokenizer.encode("a", add_special_tokens=False):
+        # transformers makes an empty one where a model has none.
+        raise OSError(f"tokenizer {str(spec)!r} cannot be loaded: there are no words in it, if there is one at all")
     tokenizer.model_max_length = _NO_LENGTH_LIMIT
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer {str(spec)!r} has no eos_token: expected one to mark where a document ends")

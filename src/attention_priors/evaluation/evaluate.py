@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attention_priors.data import EMBEDDED, Document, PasskeyTask, TokenStream, depths, load_corpus, token_stream
+from attention_priors.data import EMBEDDED, PasskeyTask, TokenStream, depths, load_corpus, token_stream
 from attention_priors.data.corpora import read_documents
-from attention_priors.data.needles import NEEDLE_TASKS, Haystack, PunktSplitter, RegexSplitter, load_haystack
+from attention_priors.data.needles import (
+    NEEDLE_TASKS,
+    Haystack,
+    PunktSplitter,
+    RegexSplitter,
+    SentenceSplitter,
+    load_haystack,
+)
 from attention_priors.evaluation.needles import NeedleRetrieval
 from attention_priors.evaluation.perplexity import binned, token_losses
 from attention_priors.evaluation.plan import EvaluationPlan
 from attention_priors.evaluation.records import Record, Records
-from attention_priors.evaluation.retrieval import (
-    PasskeyRetrieval,
-    RetrievalTask,
-    ask,
-    filler_description,
-    question_seed,
-)
+from attention_priors.evaluation.retrieval import Answer, PasskeyRetrieval, RetrievalTask, ask, question_seed
 from attention_priors.evaluation.subject import Subject
 from attention_priors.evaluation.summary import Summary, summarize
 from attention_priors.evaluation.timing import time_model
@@ -74,7 +77,7 @@ def evaluate(
         observer: told of every step.
 
     Returns:
-        What the plan asks for, of this model: other results that the file holds are left out.
+        What the plan asks for, of this model, whatever else the file holds.
 
     Raises:
         ValueError: before any work, if a text cannot be made or read, ``output`` holds other things, or is being
@@ -84,38 +87,38 @@ def evaluate(
     for name, value in (("chunk", chunk), ("batch", batch)):
         if value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value}")
+    session = _Session(subject, plan, output, chunk, batch, observer or Observer())
+    session.check()
     with sole_writer(writable_folder(output)):
-        session = _Session(subject, plan, Records(output / "results.jsonl"), output / "log.jsonl", chunk, batch)
-        session.observer = observer or Observer()
-        session.check()
         session.run()
-        return summarize(session.records, session.runs)
+    return summarize(session.gathered)
 
 
 @dataclass
 class _Session:
     subject: Subject
     plan: EvaluationPlan
-    records: Records
-    log: Path
+    output: Path
     chunk: int
     batch: int
-    observer: Observer = field(default_factory=Observer)
-    runs: list[str] = field(default_factory=list)
-    """Those of this session."""
-    _documents: Sequence[Document] = ()
-    _haystack: Haystack | None = None
-    _stream: TokenStream | None = None
+    observer: Observer
+    gathered: list[Record] = field(default_factory=list)
+    """The lines that the plan asks for, those that were there and those that are new."""
 
     def check(self) -> None:
-        """Raise a ValueError if something that the plan asks for is impossible."""
-        check_positions(self.subject.model, max(self.plan.lengths))
+        """Raise a ValueError if something that the plan asks for is impossible; nothing is written."""
         self._subject_identity = self.subject.identity()
         self.tasks = {name: self._retrieval(name) for name in self.plan.tasks if not name.startswith(_OTHERS)}
         for task, length in product(self.tasks.values(), self.plan.lengths):
             task.check(length)
-        for name in ("perplexity", "perplexity_short"):
-            if name in self.plan.tasks:
+        for name in self.plan.tasks:
+            longest = max(self.plan.lengths)
+            read = self.tasks[name].tokens_read(longest) if name in self.tasks else longest
+            try:
+                check_positions(self.subject.model, read)
+            except ValueError as error:
+                raise ValueError(f"lengths: {longest} tokens for the task {name!r}: {error}") from error
+            if name in ("perplexity", "perplexity_short"):
                 for length in self.plan.lengths:
                     if not self._texts(name, length):
                         kind = "at least" if name == "perplexity" else "between 2 and"
@@ -126,6 +129,7 @@ class _Session:
 
     def run(self) -> None:
         """Do everything that is not done."""
+        self.records = Records(self.output / "results.jsonl")
         for name in self.plan.tasks:
             if name in self.tasks:
                 self._retrieve(self.tasks[name])
@@ -136,85 +140,104 @@ class _Session:
 
     # ---- text
 
-    def _tokens(self) -> TokenStream:
-        if self._stream is None:
-            source = self.plan.corpus
-            # Of the embedded corpus people train on one part; of their own texts we know nothing.
-            self._documents = load_corpus(EMBEDDED).held_out if source == EMBEDDED else read_documents(Path(source))[1]
-            self._stream = token_stream(self.subject.tokenizer, self._documents)
-        return self._stream
+    @cached_property
+    def _corpus(self) -> _Corpus:
+        source = self.plan.corpus
+        try:
+            if source == EMBEDDED:
+                # Of the embedded corpus people train on one part; of their own texts we know nothing.
+                name, documents = f"{EMBEDDED} (held out)", load_corpus(EMBEDDED).held_out
+            else:
+                name, documents, _ = read_documents(Path(source))
+        except (ValueError, OSError) as error:
+            raise ValueError(f"corpus: {error}") from error
+        stream = token_stream(self.subject.tokenizer, documents)
+        _, sizes = stream.document_ids.unique_consecutive(return_counts=True)
+        pieces = stream.tokens.split(sizes.tolist())
+        return _Corpus(name, stream, [(one.name, piece) for one, piece in zip(documents, pieces, strict=True)])
 
     def _texts(self, name: str, length: int) -> list[tuple[str, torch.Tensor]]:
         """Names and tokens of the documents that a perplexity is measured on."""
-        stream = self._tokens()
-        _, sizes = stream.document_ids.unique_consecutive(return_counts=True)
         begin = self.subject.beginning()
-        found = []
-        for document, tokens in zip(self._documents, stream.tokens.split(sizes.tolist()), strict=True):
-            whole = torch.cat([begin, tokens])
-            if name == "perplexity" and len(whole) >= length:
-                found.append((document.name, whole[:length]))
-            elif name == "perplexity_short" and 2 <= len(whole) <= length:
-                found.append((document.name, whole))
-        return found[: self.plan.documents]
+        found: list[tuple[str, torch.Tensor]] = []
+        for document, tokens in self._corpus.pieces:
+            size = len(begin) + len(tokens)
+            if size >= length if name == "perplexity" else 2 <= size <= length:
+                found.append((document, torch.cat([begin, tokens])[:length]))
+                if len(found) == self.plan.documents:
+                    break
+        return found
+
+    @cached_property
+    def _haystack(self) -> Haystack:
+        try:
+            return load_haystack(self.plan.corpus)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"corpus: {error}") from error
+
+    @cached_property
+    def _splitter(self) -> SentenceSplitter:
+        if self.plan.sentences == "regex":
+            return RegexSplitter()
+        try:
+            return PunktSplitter()
+        except (ModuleNotFoundError, LookupError) as error:
+            raise ValueError(
+                "sentences: punkt needs nltk and its data: pip install nltk; python -m nltk.downloader punkt_tab"
+            ) from error
 
     def _retrieval(self, name: str) -> RetrievalTask:
         if name in NEEDLE_TASKS:
-            if self._haystack is None:
-                self._haystack = load_haystack(self.plan.corpus)
-            splitter = PunktSplitter() if self.plan.sentences == "punkt" else RegexSplitter()
-            return NeedleRetrieval(name, self.subject, self._haystack, splitter)
-        stream = self._tokens() if name == "passkey_corpus" else None
-        wording = "short" if name == "passkey_corpus" else "long"
+            if NEEDLE_TASKS[name].haystack == "essay":
+                return NeedleRetrieval(name, self.subject, self._haystack, self._splitter)
+            return NeedleRetrieval(name, self.subject)
+        corpus = self._corpus if name == "passkey_corpus" else None
+        wording = "long" if corpus is None else "short"
+        stream = None if corpus is None else corpus.stream
         texts = PasskeyTask(self.subject.tokenizer, stream, digits=8 if name == "passkey_8" else 5, wording=wording)
-        description = {"wording": wording} | filler_description(self.plan.corpus, stream)
-        return PasskeyRetrieval(name, self.subject, texts, description)
+        filler: dict[str, Any] = {"filler": "sentence"} if corpus is None else corpus.description()
+        return PasskeyRetrieval(name, self.subject, texts, {"wording": wording} | filler)
 
     def _begin(self, description: dict[str, Any]) -> str:
-        run = self.records.begin({"format": FORMAT} | self._subject_identity | description)
-        self.runs.append(run)
-        return run
+        return self.records.begin({"format": FORMAT} | self._subject_identity | description)
 
     # ---- retrieval
 
     def _retrieve(self, task: RetrievalTask) -> None:
         plan = self.plan
         run = self._begin(task.description() | {"seed": plan.seed, "depths": plan.depths if task.has_depth else None})
-        total = float(sum(_cost(length) for length in plan.lengths) * plan.depths * plan.trials)
+        # All depths once, then again: more trials join what is there, and groups stay as they were.
+        grid = [(depth, trial) for trial, depth in product(range(plan.trials), range(plan.depths))]
+        total = float(sum(_cost(length) for length in plan.lengths) * len(grid))
         done = 0.0
-        for place, length in enumerate(plan.lengths):
-            reason = self._given_up(run, plan.lengths[:place])
-            if reason is not None:
-                if not self.records.of(run, stopped_before=length):
-                    self.records.append({"run": run, "task": task.name, "stopped_before": length, "reason": reason})
-                self.observer.on_message(f"{task.name}: {reason}; longer texts are left out")
-                break
+        right: list[tuple[int, bool]] = []
+        for length in plan.lengths:
+            found = {(line["depth_index"], line["trial"]): line for line in self.records.of(run, length=length)}
+            if not found.keys() >= set(grid):
+                reason = self._given_up(right)
+                if reason is not None:
+                    self._stop(task.name, run, length, reason)
+                    break
             with self._logged(task.name, run, length) as log:
-                for block in self._blocks():
-                    done_here = {(line["depth_index"], line["trial"]) for line in self.records.of(run, length=length)}
-                    if not set(block) <= done_here:
+                # The same groups however often it was interrupted: rounding depends on what is read together.
+                for start in range(0, len(grid), self.batch):
+                    block = grid[start : start + self.batch]
+                    if not found.keys() >= set(block):
+                        for place, line in self._ask(task, run, length, block, done, total):
+                            if place not in found:
+                                self.records.append(line)
+                                found[place] = line
                         log["texts"] += len(block)
-                        self._ask(task, run, length, block, done_here, done, total)
                     done += len(block) * _cost(length)
                     self.observer.on_work(task.name, done, total)
+            here = [found[place] for place in grid]
+            self.gathered += here
+            right.append((length, any(line["score"] > 0 for line in here)))
         self.observer.on_work(task.name, total, total)
 
-    def _blocks(self) -> Iterator[list[tuple[int, int]]]:
-        """Depths and trials, in the groups that are read together: the same ones however often it was interrupted."""
-        grid = list(product(range(self.plan.depths), range(self.plan.trials)))
-        for start in range(0, len(grid), self.batch):
-            yield grid[start : start + self.batch]
-
     def _ask(
-        self,
-        task: RetrievalTask,
-        run: str,
-        length: int,
-        block: list[tuple[int, int]],
-        present: set[tuple[int, int]],
-        done: float,
-        total: float,
-    ) -> None:
+        self, task: RetrievalTask, run: str, length: int, block: list[tuple[int, int]], done: float, total: float
+    ) -> list[tuple[tuple[int, int], Record]]:
         all_depths = depths(self.plan.depths)
         questions = [
             task.question(
@@ -224,23 +247,22 @@ class _Session:
             )
             for index, trial in block
         ]
-
-        def on_tokens(read: int) -> None:
-            share = read * read / (length * length)
-            self.observer.on_work(task.name, done + share * len(block) * _cost(length), total)
-
-        # Prompts of different lengths would need padding.
-        same = len({(len(q.prompt), None if q.answer is None else len(q.answer)) for q in questions}) == 1
-        groups = [questions] if same else [[question] for question in questions]
-        answers = [
-            answer
-            for group in groups
-            for answer in ask(self.subject, task, group, chunk=self.chunk, on_tokens=on_tokens)
-        ]
-        for (index, trial), question, answer in zip(block, questions, answers, strict=True):
-            if (index, trial) in present:
-                continue
-            record: Record = {
+        # What differs in length would need padding.
+        groups: dict[tuple[int, int], list[int]] = {}
+        for place, question in enumerate(questions):
+            size = len(question.prompt), 0 if question.answer is None else len(question.answer)
+            groups.setdefault(size, []).append(place)
+        answers: dict[int, Answer] = {}
+        for places in groups.values():
+            on_tokens = self._progress(task.name, length, done, total, count=len(places))
+            group = [questions[place] for place in places]
+            found = ask(self.subject, task, group, chunk=self.chunk, on_tokens=on_tokens)
+            answers |= dict(zip(places, found, strict=True))
+            done += len(places) * _cost(length)
+        lines = []
+        for place, (index, trial) in enumerate(block):
+            question, answer = questions[place], answers[place]
+            line: Record = {
                 "run": run,
                 "task": task.name,
                 "length": length,
@@ -253,37 +275,58 @@ class _Session:
                 "output": answer.output,
             }
             if answer.token_accuracy is not None:
-                record["token_accuracy"] = answer.token_accuracy
-            self.records.append(record)
+                line["token_accuracy"] = answer.token_accuracy
+            lines.append(((index, trial), line))
+        return lines
 
-    def _given_up(self, run: str, lengths: Sequence[int]) -> str | None:
-        """Why longer texts need not be tried; None if they should be."""
+    def _given_up(self, right: Sequence[tuple[int, bool]]) -> str | None:
+        """Why longer texts need not be tried, after these lengths and whether anything was right; None if they should.
+
+        What is right may be right in part.
+        """
         number = self.plan.stop_after_zeros
-        if number is None or len(lengths) < number:
+        if number is None or len(right) < number or any(some for _, some in right[-number:]):
             return None
-        last = lengths[-number:]
-        if any(line["score"] > 0 for length in last for line in self.records.of(run, length=length)):
-            return None
-        return f"nothing right at {number} length{'s' * (number > 1)} running ({', '.join(map(str, last))} tokens)"
+        last = ", ".join(str(length) for length, _ in right[-number:])
+        return f"nothing right at {number} length{'s' * (number > 1)} running ({last} tokens)"
+
+    def _stop(self, task: str, run: str, length: int, reason: str) -> None:
+        there = self.records.of(run, stopped_before=length, reason=reason)
+        if not there:
+            there = [{"run": run, "task": task, "stopped_before": length, "reason": reason}]
+            self.records.append(there[0])
+        self.gathered.append(there[0])
+        self.observer.on_message(f"{task}: {reason}; longer texts are left out")
+
+    def _progress(self, what: str, length: int, done: float, total: float, count: int = 1) -> Callable[[int], None]:
+        """What to call with the number of tokens read of ``count`` texts of this length."""
+
+        def on_tokens(read: int) -> None:
+            # A text's time is a little of its length and much of its square; an answer may be read beyond it.
+            self.observer.on_work(what, done + count * _cost(length) * min(1.0, read / length) ** 2, total)
+
+        return on_tokens
 
     # ---- perplexity
 
     def _read(self, name: str) -> None:
-        description = {"task": name} | filler_description(self.plan.corpus, self._tokens())
-        run = self._begin(description)
+        run = self._begin({"task": name} | self._corpus.description())
         texts = {length: self._texts(name, length) for length in self.plan.lengths}
         total = float(sum(_cost(len(text)) for of_length in texts.values() for _, text in of_length))
         done = 0.0
         for length, of_length in texts.items():
+            found = {line["document"]: line for line in self.records.of(run, length=length)}
             with self._logged(name, run, length) as log:
                 for document, text in of_length:
-                    if not self.records.of(run, length=length, document=document):
-                        losses = token_losses(self.subject.model, text, chunk=self.chunk)
+                    if document not in found:
+                        on_tokens = self._progress(name, len(text), done, total)
+                        losses = token_losses(self.subject.model, text, chunk=self.chunk, on_tokens=on_tokens)
                         bins = [list(entry) for entry in binned(losses)]
-                        self.records.append(
-                            {"run": run, "task": name, "length": length, "document": document, "losses": bins}
-                        )
+                        line = {"run": run, "task": name, "length": length, "document": document, "losses": bins}
+                        self.records.append(line)
+                        found[document] = line
                         log["texts"] += 1
+                    self.gathered.append(found[document])
                     done += _cost(len(text))
                     self.observer.on_work(name, done, total)
 
@@ -293,17 +336,32 @@ class _Session:
         model = self.subject.model
         device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else processor()
         run = self._begin(
-            {"task": "timing", "passes": self.plan.passes, "device": device, "threads": torch.get_num_threads()}
+            {
+                "task": "timing",
+                "passes": self.plan.passes,
+                "device": device,
+                "threads": torch.get_num_threads(),
+                "versions": versions(SOFTWARE),
+            }
         )
         steps = list(product(self.plan.lengths, (False, True)))
-        total = float(sum(_cost(length) for length, _ in steps))
+        total = float(sum(_cost(length) for length, _ in steps) * self.plan.passes)
         done = 0.0
         for length, learns in steps:
             kind = "forward+backward" if learns else "forward"
-            if not self.records.of(run, length=length, **{"pass": kind}):
-                found = time_model(model, length, passes=self.plan.passes, learns=learns, seed=self.plan.seed)
-                self.records.append({"run": run, "task": "timing", "length": length, "pass": kind} | found)
-            done += _cost(length)
+            there = self.records.of(run, length=length, **{"pass": kind})
+            if not there:
+
+                def on_pass(count: int, done: float = done, length: int = length) -> None:
+                    self.observer.on_work("timing", done + count * _cost(length), total)
+
+                found = time_model(
+                    model, length, passes=self.plan.passes, learns=learns, seed=self.plan.seed, on_pass=on_pass
+                )
+                there = [{"run": run, "task": "timing", "length": length, "pass": kind} | found]
+                self.records.append(there[0])
+            self.gathered.append(there[0])
+            done += self.plan.passes * _cost(length)
             self.observer.on_work("timing", done, total)
 
     # ---- log
@@ -314,6 +372,22 @@ class _Session:
 
 _OTHERS = ("perplexity", "timing")
 """What tasks that are not about retrieval begin with."""
+
+
+@dataclass(frozen=True)
+class _Corpus:
+    name: str
+    stream: TokenStream
+    pieces: list[tuple[str, torch.Tensor]]
+    """Name and tokens of each document."""
+
+    def description(self) -> dict[str, Any]:
+        """What tells it from others."""
+        return {
+            "corpus": self.name,
+            "corpus_tokens": hashlib.sha256(self.stream.tokens.numpy().data).hexdigest(),
+            "corpus_documents": hashlib.sha256("\n".join(name for name, _ in self.pieces).encode()).hexdigest(),
+        }
 
 
 class _LogEntry:
@@ -333,22 +407,22 @@ class _LogEntry:
         self.memory.__exit__(*error)
         if not self.line["texts"]:
             return
-        device = self.session.subject.model.device
+        session = self.session
         line = self.line | {
             "seconds": round(time.monotonic() - self.started, 3),
             "peak_bytes": self.memory.bytes,
-            "chunk": self.session.chunk,
-            "batch": self.session.batch,
+            "chunk": session.chunk,
+            "batch": session.batch,
             "interrupted": error[0] is not None,
-            "model": self.session.subject.name,
+            "model": session.subject.name,
             "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "device": str(device),
+            "device": str(session.subject.model.device),
             "processor": processor(),
             "memory_bytes": memory_bytes(),
             "threads": torch.get_num_threads(),
             "versions": versions(SOFTWARE),
         }
-        with self.session.log.open("ab") as file:
+        with (session.output / "log.jsonl").open("ab") as file:
             file.write((json.dumps(line) + "\n").encode())
             file.flush()
             os.fsync(file.fileno())

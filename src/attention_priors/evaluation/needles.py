@@ -21,13 +21,19 @@ class NeedleRetrieval(RetrievalTask):
     Args:
         name: of the task.
         subject: whose tokenizer it is for.
-        haystack: the text of essays.
+        haystack: the text of essays, for tasks that hide needles in one.
         splitter: finds the places in an essay where a needle may stand.
     """
 
     has_depth = False
 
-    def __init__(self, name: str, subject: Subject, haystack: Haystack, splitter: SentenceSplitter) -> None:
+    def __init__(
+        self,
+        name: str,
+        subject: Subject,
+        haystack: Haystack | None = None,
+        splitter: SentenceSplitter | None = None,
+    ) -> None:
         self.name = name
         self._tokenizer = subject.tokenizer
         self._beginning = subject.beginning()
@@ -48,6 +54,10 @@ class NeedleRetrieval(RetrievalTask):
             self._task.haystack_size(length - len(self._beginning))
         except ValueError as error:
             raise ValueError(f"lengths: for the task {self.name!r}, {error}") from error
+
+    def tokens_read(self, length: int) -> int:
+        """A length has room for the answer."""
+        return length
 
     def question(self, length: int, depth: float | None, seed: int) -> Question:
         """One prompt; RULER draws the depth."""

@@ -11,12 +11,15 @@ from typing import Any
 
 Record = dict[str, Any]
 
+_START = b'{"run": "'
+"""How every line begins."""
+
 
 class Records:
     """The lines of a file, and more of them.
 
     A line is either a *run*, ``{"run": ID, "identity": {...}}``, which says what determines its results, or a result,
-    ``{"run": ID, ...}``. A last line that was cut off by a crash is taken away.
+    ``{"run": ID, ...}``. A last line that was cut off by a crash is taken away; a file of anything else is left alone.
 
     Args:
         path: the file; it need not be there.
@@ -27,19 +30,28 @@ class Records:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lines: list[Record] = []
-        if path.exists():
-            self._lines = list(self._read())
+        self._lines: list[Record] = self._read() if path.exists() else []
+        self._identities = {line["run"]: line["identity"] for line in self._lines if "identity" in line}
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self._lines)
 
     def begin(self, identity: dict[str, Any]) -> str:
-        """The ID of a run; it is written if it is new."""
+        """The ID of a run; it is written if it is new.
+
+        Args:
+            identity: all that determines its results; plain JSON.
+
+        Raises:
+            ValueError: the file says that the run of this ID is another.
+        """
         text = json.dumps(identity, sort_keys=True, ensure_ascii=False)
         run = hashlib.sha256(text.encode()).hexdigest()[:16]
-        if not any(line["run"] == run and "identity" in line for line in self._lines):
+        if run not in self._identities:
             self.append({"run": run, "identity": json.loads(text)})
+            self._identities[run] = json.loads(text)
+        if self._identities[run] != json.loads(text):
+            raise ValueError(f"{self.path}: run {run} is another one there: {self._identities[run]}; here it is {text}")
         return run
 
     def of(self, run: str, **values: Any) -> list[Record]:
@@ -60,16 +72,20 @@ class Records:
             os.fsync(file.fileno())
         self._lines.append(json.loads(line))
 
-    def _read(self) -> Iterator[Record]:
+    def _read(self) -> list[Record]:
         content = self.path.read_bytes()
-        whole, _, rest = content.rpartition(b"\n")
-        if rest:
-            os.truncate(self.path, len(content) - len(rest))
-        for number, line in enumerate(whole.split(b"\n") if whole else [], start=1):
+        *whole, rest = content.split(b"\n")
+        lines: list[Record] = []
+        for number, text in enumerate(whole, start=1):
             try:
-                record = json.loads(line)
+                line = json.loads(text)
             except ValueError as error:
                 raise ValueError(f"{self.path}, line {number}, is not JSON: {error}") from error
-            if not isinstance(record, dict) or not isinstance(record.get("run"), str):
+            if not isinstance(line, dict) or not isinstance(line.get("run"), str):
                 raise ValueError(f"{self.path}, line {number}, is not a line of an evaluation: it has no 'run'")
-            yield record
+            lines.append(line)
+        if rest and not (rest.startswith(_START) or _START.startswith(rest)):
+            raise ValueError(f"{self.path}, line {len(whole) + 1}, is not a line of an evaluation, whole or cut off")
+        if rest:
+            os.truncate(self.path, len(content) - len(rest))
+        return lines

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_priors.data import PasskeyTask, TokenStream
+from attention_priors.data import PasskeyTask
 from attention_priors.evaluation.answering import forced_predictions, greedy
 from attention_priors.evaluation.subject import Subject
 
@@ -47,6 +47,10 @@ class RetrievalTask(ABC):
         """Raise a ValueError if there are no texts of so many tokens."""
 
     @abstractmethod
+    def tokens_read(self, length: int) -> int:
+        """How many tokens a model reads at most for a text of a length, with what it answers."""
+
+    @abstractmethod
     def question(self, length: int, depth: float | None, seed: int) -> Question:
         """A function of its arguments alone; ``length`` is in tokens, the prompt's."""
 
@@ -72,6 +76,8 @@ class PasskeyRetrieval(RetrievalTask):
         self._texts = texts
         self._description = description
         self._beginning = subject.beginning()
+        # Where digits may be joined: one for the space before them, and one to see that the number ends.
+        self._answer_tokens = texts.digits + (2 if texts.joins_digits else 0)
 
     def description(self) -> dict[str, Any]:
         """What determines the texts."""
@@ -81,11 +87,15 @@ class PasskeyRetrieval(RetrievalTask):
         """Raise a ValueError if the filler is too short, or there is no room for any."""
         shortest, longest = self._texts.minimum_length + len(self._beginning), self._texts.maximum_length
         if length < shortest or (longest is not None and length > longest + len(self._beginning)):
-            most = "any number of" if longest is None else longest + len(self._beginning)
+            most = "" if longest is None else f" and at most {longest + len(self._beginning)}"
             raise ValueError(
                 f"lengths: {length} tokens for the task {self.name!r}; with this tokenizer and filler its texts have "
-                f"at least {shortest} and at most {most} tokens"
+                f"at least {shortest}{most} tokens"
             )
+
+    def tokens_read(self, length: int) -> int:
+        """The last token of an answer is written and not read."""
+        return length + self._answer_tokens - 1
 
     def question(self, length: int, depth: float | None, seed: int) -> Question:
         """A text with a number at this depth, and the question for it."""
@@ -95,8 +105,8 @@ class PasskeyRetrieval(RetrievalTask):
         prompt = torch.cat([self._beginning, sample.prompt])
         if self._texts.joins_digits:
             # Other tokens may spell the same number: what counts is the text.
-            return Question(prompt, (str(sample.key),), self._texts.digits + 1)
-        return Question(prompt, (str(sample.key),), self._texts.digits, sample.answer)
+            return Question(prompt, (str(sample.key),), self._answer_tokens)
+        return Question(prompt, (str(sample.key),), self._answer_tokens, sample.answer)
 
     def score(self, output: str, expected: Sequence[str]) -> float:
         """1 if the continuation starts with the number, and with no longer one."""
@@ -136,14 +146,13 @@ def ask(
         found = forced_predictions(subject.model, prompts, expected, chunk=chunk, on_tokens=on_tokens)
         right = found == expected
         return [
-            Answer(float(ok.all()), str(subject.tokenizer.decode(tokens)), float(ok.float().mean()))
+            Answer(float(ok.all()), _decoded(subject, tokens), float(ok.float().mean()))
             for ok, tokens in zip(right, found.tolist(), strict=True)
         ]
     longest = max(question.new_tokens for question in questions)
     texts = greedy(subject.model, prompts, longest, chunk=chunk, stop=subject.ends(), on_tokens=on_tokens)
     outputs = [
-        str(subject.tokenizer.decode(tokens[: question.new_tokens], skip_special_tokens=True))
-        for tokens, question in zip(texts, questions, strict=True)
+        _decoded(subject, tokens[: question.new_tokens]) for tokens, question in zip(texts, questions, strict=True)
     ]
     return [
         Answer(task.score(output, question.expected), output, None)
@@ -158,8 +167,6 @@ def question_seed(seed: int, length: int, depth: int, trial: int) -> int:
     return int.from_bytes(digest[:4], "big")
 
 
-def filler_description(name: str | None, stream: TokenStream | None) -> dict[str, Any]:
-    """What tells one filler from another."""
-    if stream is None:
-        return {"filler": "sentence"}
-    return {"filler": name, "filler_tokens": hashlib.sha256(stream.tokens.numpy().data).hexdigest()}
+def _decoded(subject: Subject, tokens: list[int]) -> str:
+    # Cleaning up would take spaces away that the model wrote.
+    return str(subject.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attention_priors.data import tokenizer_fingerprint
 from attention_priors.data.tokenizer import pretrained_tokenizer
-from attention_priors.hub import load_model
+from attention_priors.hub.loading import load_config, load_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NO_PART_OF_A_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"})
@@ -37,41 +37,71 @@ class Subject:
             device: where it runs.
 
         Raises:
-            ValueError: if ``dtype`` is none of these, ``device`` is none, or the tokenizer has no end-of-text token.
+            ValueError: if ``dtype`` is none of these, ``device`` is none that is there, the tokenizer has no
+                end-of-text token, or more tokens than the model.
             OSError: if the model or its tokenizer cannot be loaded.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+        place = _device(device)
         try:
-            place = torch.device(device)
-        except RuntimeError as error:
-            raise ValueError(f"device must be one that PyTorch knows, such as cpu or cuda:0; got {device!r}") from error
-        if place.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device is {device!r}, but PyTorch finds no CUDA here")
-        tokenizer = pretrained_tokenizer(name)
-        model = load_model(name, dtype=DTYPES[dtype])
+            load_config(name)  # at once, so that a wrong name is not first missed by a tokenizer
+            tokenizer = pretrained_tokenizer(name)
+            model = load_model(name, dtype=DTYPES[dtype])
+        except OSError as error:
+            raise OSError(f"model {name!r} cannot be loaded: {error}") from error
+        embedding: Any = model.get_input_embeddings()
+        size, rows = max(tokenizer.get_vocab().values()) + 1, embedding.weight.shape[0]
+        if size > rows:
+            raise ValueError(f"model {name!r} has {rows} tokens, but its tokenizer has {size}")
         model.to(place).eval()  # pyright: ignore[reportArgumentType]
         return cls(name, model, tokenizer)
 
     def identity(self) -> dict[str, Any]:
-        """What its results depend on: hashes of model and tokenizer, and the precision."""
+        """What its results depend on: hashes of model and tokenizer, the precision, where texts begin and end."""
+        # In this order: a tokenizer forgets a limit to its texts when it is first called, and its hash changes.
+        begin = self.beginning().tolist()
         return {
             "model": model_fingerprint(self.model),
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
             "dtype": str(self.model.dtype).removeprefix("torch."),
+            "begin": begin,
+            "end": sorted(self.ends()),
         }
 
     def beginning(self) -> torch.Tensor:
-        """The tokens that stand before every text, ``(n,)``: a beginning-of-text token, for tokenizers that add one."""
-        tokens = self.tokenizer("", add_special_tokens=True)["input_ids"]
-        begin = self.tokenizer.bos_token_id
-        return torch.tensor([token for token in tokens if token == begin], dtype=torch.int64)
+        """The tokens that the tokenizer puts before every text, ``(n,)``; of most, a beginning-of-text token or none.
+
+        Raises:
+            ValueError: the tokenizer changes a text's own tokens beside special ones.
+        """
+        plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        whole = self.tokenizer("a", add_special_tokens=True)["input_ids"]
+        for start in range(len(whole) - len(plain) + 1):
+            if whole[start : start + len(plain)] == plain:
+                return torch.tensor(whole[:start], dtype=torch.int64)
+        raise ValueError(
+            f"tokenizer of {self.name!r} must give a text the same tokens with special tokens around them; it gives "
+            f"'a' {plain} alone and {whole} with them"
+        )
 
     def ends(self) -> set[int]:
         """Tokens at which a continuation ends."""
         configured = getattr(self.model.generation_config, "eos_token_id", None)
         several = configured if isinstance(configured, list) else [configured]
         return {token for token in (*several, self.tokenizer.eos_token_id) if isinstance(token, int)}
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu, cuda or cuda:N; got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is {name!r}, but PyTorch finds {torch.cuda.device_count()} CUDA devices here")
+    return device
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from attention_priors.evaluation.records import Record, Records
+from attention_priors.evaluation.records import Record
 from attention_priors.intervals import Interval, mean_interval, wilson_interval
 
 
@@ -69,18 +69,20 @@ class Summary:
     durations: list[Duration]
 
 
-def summarize(records: Records, runs: Iterable[str]) -> Summary:
-    """Put together the results of runs, in their order.
+def summarize(records: Iterable[Record]) -> Summary:
+    """Put results together: by run, in the order in which they come, and by length.
 
     Args:
-        records: the lines of a file.
-        runs: IDs of runs in it.
+        records: lines of a file, some or all (:class:`~attention_priors.evaluation.Records`).
     """
     accuracies: list[Accuracy] = []
     losses: list[Loss] = []
     durations: list[Duration] = []
-    for run in runs:
-        lines = records.of(run)
+    runs: dict[str, list[Record]] = {}
+    for line in records:
+        if "identity" not in line:
+            runs.setdefault(line["run"], []).append(line)
+    for lines in runs.values():
         stops = {line["stopped_before"]: line["reason"] for line in lines if "stopped_before" in line}
         results = [line for line in lines if "stopped_before" not in line]
         for length in sorted({line["length"] for line in results}):
@@ -119,21 +121,25 @@ def _accuracy(lines: Sequence[Record], stopped: str | None) -> Accuracy:
 def _loss(lines: Sequence[Record]) -> Loss:
     sums: dict[int, tuple[float, int]] = {}
     ends: dict[int, int] = {}
-    means = []
+    of_text: list[tuple[float, int]] = []
     for line in lines:
         for first, last, loss in line["losses"]:
             total, number = sums.get(first, (0.0, 0))
             sums[first] = (total + loss, number + last - first + 1)
             ends[first] = max(last, ends.get(first, 0))
-        tokens = sum(last - first + 1 for first, last, _ in line["losses"])
-        means.append(math.fsum(loss for _, _, loss in line["losses"]) / tokens)
-    tokens = sum(number for _, number in sums.values())
+        size = sum(last - first + 1 for first, last, _ in line["losses"])
+        of_text.append((math.fsum(loss for _, _, loss in line["losses"]), size))
+    tokens = sum(size for _, size in of_text)
+    mean = math.fsum(loss for loss, _ in of_text) / tokens
+    # Of texts of different sizes the mean over tokens is a ratio of sums: these values have it as their mean, and the
+    # spread that matters to it (Cochran, Sampling Techniques, 1977, section 6.4).
+    values = [mean + (loss - mean * size) * len(lines) / tokens for loss, size in of_text]
     return Loss(
         task=lines[0]["task"],
         length=lines[0]["length"],
         documents=len(lines),
         tokens=tokens,
-        nll=math.fsum(loss for loss, _ in sums.values()) / tokens,
-        interval=mean_interval(means),
+        nll=mean,
+        interval=mean_interval(values),
         by_position=[(math.sqrt(first * ends[first]), loss / number) for first, (loss, number) in sorted(sums.items())],
     )

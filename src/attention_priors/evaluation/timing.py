@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,15 @@ WARM_UP = 3
 """Passes that are not counted."""
 
 
-def time_model(model: PreTrainedModel, length: int, *, passes: int, learns: bool, seed: int) -> dict[str, Any]:
+def time_model(
+    model: PreTrainedModel,
+    length: int,
+    *,
+    passes: int,
+    learns: bool,
+    seed: int,
+    on_pass: Callable[[int], None] = lambda count: None,
+) -> dict[str, Any]:
     """Mean and standard deviation over passes of batch 1, without a cache (BAM's protocol).
 
     Args:
@@ -24,6 +33,7 @@ def time_model(model: PreTrainedModel, length: int, *, passes: int, learns: bool
         passes: how many are counted.
         learns: forward and backward, in training mode; else forward alone, without gradients.
         seed: of the tokens.
+        on_pass: called with the number of passes that have been counted.
 
     Returns:
         ``mean_ms``, ``std_ms`` and ``median_ms``, and ``peak_bytes``: what one pass takes at its peak beside the model,
@@ -55,6 +65,7 @@ def time_model(model: PreTrainedModel, length: int, *, passes: int, learns: bool
             start = time.perf_counter()
             one_pass()
             seconds.append(time.perf_counter() - start)
+            on_pass(len(seconds))
     finally:
         model.zero_grad()
         model.train(was_training)

@@ -33,7 +33,7 @@ def load_model(name: str | Path, dtype: torch.dtype = torch.float32) -> PreTrain
         dtype: of its weights; priors stay float32.
 
     Raises:
-        OSError: it cannot be loaded.
+        OSError: it cannot be loaded, or lacks weights.
         ValueError: its files are damaged.
     """
     config = load_config(name)
@@ -41,7 +41,12 @@ def load_model(name: str | Path, dtype: torch.dtype = torch.float32) -> PreTrain
         return load_attached(name, dtype=dtype)
     kind: Any = PriorDecoderForCausalLM if isinstance(config, PriorDecoderConfig) else AutoModelForCausalLM
     with folder_or_repository("model", name), damage_named(name):
-        return kind.from_pretrained(name, dtype=dtype)
+        model, found = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
+    if found["missing_keys"]:
+        # transformers would draw them at random, and say so in a warning.
+        missing = sorted(found["missing_keys"])
+        raise OSError(f"{name} is no whole {type(model).__name__}: it has no weights for {', '.join(missing[:3])}")
+    return model
 
 
 def check_positions(model: PreTrainedModel, length: int) -> None:

@@ -1,6 +1,7 @@
 """Figures, tables and a self-contained HTML report from the results of an experiment."""
 
 from attention_priors.report.evaluation import evaluation_markdown, evaluation_tables
+from attention_priors.report.evaluation_figures import write_evaluation_figures
 from attention_priors.report.gallery import write_figures
 from attention_priors.report.html import write_report
 from attention_priors.report.result_grids import write_tables
@@ -10,6 +11,7 @@ __all__ = [
     "evaluation_markdown",
     "evaluation_tables",
     "render_text_table",
+    "write_evaluation_figures",
     "write_figures",
     "write_report",
     "write_tables",

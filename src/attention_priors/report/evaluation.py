@@ -9,7 +9,7 @@ from rich.table import Table
 from attention_priors.evaluation import Accuracy, Duration, Loss, Summary
 from attention_priors.report.numbers import percent, quantity
 
-GIB = 2**30
+MIB = 2**20
 
 
 def evaluation_tables(summary: Summary) -> list[Table]:
@@ -74,6 +74,10 @@ def _by_position(curves: list[Loss]) -> list[list[str]]:
 
 def _of_duration(one: Duration) -> list[str]:
     record = one.record
-    memory = "–" if record["peak_bytes"] is None else f"{record['peak_bytes'] / GIB:.2f} GiB"
+    memory = "–" if record["peak_bytes"] is None else _size(record["peak_bytes"])
     times = [quantity(record[name]) for name in ("mean_ms", "std_ms", "median_ms")]
     return [one.kind, str(one.length), str(record["passes"]), *times, memory]
+
+
+def _size(number: int) -> str:
+    return f"{number / MIB:.0f} MiB" if number < 1024 * MIB else f"{number / (1024 * MIB):.2f} GiB"

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from attention_priors.files import write_bytes
+from attention_priors.intervals import Estimate, over_seeds
 from attention_priors.report.axes import comparisons
 from attention_priors.report.drawing import STRONG_RETRIEVAL, gaussian_heads, logit_scales
 from attention_priors.report.grids import Cell, Grid, Line, latex, markdown
-from attention_priors.report.intervals import Estimate, over_seeds
 from attention_priors.report.numbers import percent, quantity
 from attention_priors.report.results import (
     Count,

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from attention_priors.report.intervals import Estimate, over_seeds
+from attention_priors.intervals import Estimate, over_seeds
 
 Results: TypeAlias = Mapping[str, Any]
 Row: TypeAlias = Mapping[str, Any]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from attention_priors.report.intervals import wilson_interval
+from attention_priors.intervals import wilson_interval
 from attention_priors.report.numbers import multiple, percent
 from attention_priors.report.results import (
     Results,

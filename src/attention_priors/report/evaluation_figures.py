@@ -1,0 +1,226 @@
+"""Figures of an evaluation: accuracy against length, depth against length, perplexity against position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from attention_priors.evaluation import Accuracy, Loss, Summary
+from attention_priors.files import write_bytes
+from attention_priors.report.numbers import percent
+from attention_priors.report.style import blank, label, look, png, thin, tidy
+
+MOST_DEPTHS = 20
+BAND = 0.1
+"""Where there are more depths than that, or others at each length, a heatmap's rows are tenths of the text."""
+_BLUES = colormaps["Blues"]
+_CROSS: dict[str, Any] = {"color": "black", "marker": "x", "linestyle": "none", "markeredgewidth": 1.3}
+_NOT_MEASURED: dict[str, Any] = {"facecolor": "#e6e6e6", "edgecolor": "#b5b5b5", "hatch": "////", "linewidth": 0}
+
+
+def write_evaluation_figures(summary: Summary, folder: Path) -> list[Path]:
+    """Write every figure that there are results for as a PNG file.
+
+    Args:
+        summary: what :func:`~attention_priors.evaluation.evaluate` gives.
+        folder: where to; made if it is not there.
+
+    Returns:
+        The files.
+    """
+    figures: dict[str, Figure] = {}
+    if summary.accuracies:
+        figures["accuracy_by_length"] = accuracy_by_length(summary.accuracies)
+    for task in dict.fromkeys(one.task for one in summary.accuracies if one.by_depth):
+        figures[f"heatmap_{task}"] = depth_heatmap([one for one in summary.accuracies if one.task == task])
+    curves = [one for one in summary.losses if one.task == "perplexity"]
+    if curves:
+        figures["perplexity_by_position"] = perplexity_by_position(curves)
+    written = []
+    for name, figure in figures.items():
+        path = folder / f"{name}.png"
+        write_bytes(path, png(figure))
+        written.append(path)
+    return written
+
+
+def accuracy_by_length(accuracies: Sequence[Accuracy]) -> Figure:
+    """Mean score of each task against length, with 95 % Wilson intervals.
+
+    Points are moved sideways a little, so that intervals do not hide each other. A cross says that longer texts were
+    left out.
+
+    Args:
+        accuracies: of any tasks, at least one.
+    """
+    tasks = list(dict.fromkeys(one.task for one in accuracies))
+    lengths = sorted({one.length for one in accuracies})
+    figure = blank(4.5)
+    axes = figure.add_subplot()
+    tidy(axes)
+    keys: list[Artist] = []
+    for index, (task, nudge) in enumerate(zip(tasks, _nudges(len(tasks), lengths), strict=True)):
+        mine = [one for one in accuracies if one.task == task]
+        x = [one.length * nudge for one in mine]
+        y = np.array([100 * one.mean for one in mine])
+        low = y - [100 * one.interval.low for one in mine]
+        high = [100 * one.interval.high for one in mine] - y
+        # A mean at an end of its interval may stand beyond it by a rounding error.
+        bars = np.maximum(0, [low, high])
+        look_of = look(index)
+        axes.errorbar(
+            x, y, yerr=bars, **look_of._asdict(), markersize=6, linewidth=1.8, elinewidth=1.2, capsize=2.5, zorder=3
+        )  # fmt: skip
+        keys.append(Line2D([], [], **look_of._asdict(), linewidth=1.8, label=label(task)))
+        if mine[-1].stopped:
+            axes.plot(x[-1], y[-1], **_CROSS, markersize=10, zorder=5, gid=f"stopped:{task}")
+    if any(one.stopped for one in accuracies):
+        keys.append(Line2D([], [], **_CROSS, markersize=9, label="stopped: nothing right"))
+    axes.set_ylim(-4, 104)
+    axes.set_ylabel("mean score, % (bars: 95 % interval)")
+    axes.set_xlabel("length of the text, tokens")
+    _length_axis(axes, lengths, lengths[-1])
+    _legend_below(figure, keys)
+    return figure
+
+
+def depth_heatmap(accuracies: Sequence[Accuracy]) -> Figure:
+    """Mean score at each depth and length of one task, in percent; means at the edges.
+
+    Args:
+        accuracies: of one task at its lengths; some text must have a depth.
+    """
+    lengths = [one.length for one in accuracies]
+    places = sorted({place for one in accuracies for place in one.by_depth})
+    if len(places) > MOST_DEPTHS or any(len(one.by_depth) < len(places) for one in accuracies):
+        rows = [round(index * BAND, 6) for index in range(round(1 / BAND))]
+        names = [f"{100 * start:.0f}–{100 * (start + BAND):.0f}" for start in rows]
+        row_of = {place: min(int(place / BAND), len(rows) - 1) for place in places}
+    else:
+        names = [f"{100 * place:.0f}" for place in places]
+        row_of = {place: index for index, place in enumerate(places)}
+    sums, counts = np.zeros((2, len(names), len(lengths)))
+    for column, one in enumerate(accuracies):
+        for place, (mean, trials) in one.by_depth.items():
+            sums[row_of[place], column] += mean * trials
+            counts[row_of[place], column] += trials
+
+    shares = np.full((len(names) + 1, len(lengths) + 1), np.nan)
+    shares[:-1, :-1] = _ratio(sums, counts)
+    shares[-1, :-1] = _ratio(sums.sum(0), counts.sum(0))
+    shares[:-1, -1] = _ratio(sums.sum(1), counts.sum(1))
+
+    # Cells keep their size whatever their number, and the title its room.
+    figure = blank(1.3 + 0.21 * len(shares), max(3.4, 1.2 + 0.4 * shares.shape[1]))
+    axes = figure.add_subplot()
+    columns, lines = (_places(size - 1) for size in reversed(shares.shape))
+    for (i, j), share in np.ndenumerate(shares):
+        corner = columns[j] - 0.5, lines[i] - 0.5
+        if not math.isnan(share):
+            colour = _BLUES(share)
+            axes.add_patch(Rectangle(corner, 1, 1, facecolor=colour, edgecolor="white", linewidth=0.6))
+            axes.text(
+                columns[j], lines[i], percent(share), ha="center", va="center", fontsize=8,
+                color="white" if share > 0.55 else "black",
+            )  # fmt: skip
+        elif (i, j) != (len(names), len(lengths)):  # every cell but the corner where the means meet
+            axes.add_patch(Rectangle(corner, 1, 1, **_NOT_MEASURED, gid="not measured"))
+    axes.set_xlim(0, columns[-1] + 0.5)
+    axes.set_ylim(lines[-1] + 0.5, 0)
+    axes.set_xticks(columns, [*map(str, lengths), "mean"], fontsize=8)
+    if lengths[-1] > 9999:  # five digits are wider than a cell
+        axes.tick_params(axis="x", rotation=90)
+    axes.set_yticks(lines, [*names, "mean"], fontsize=8)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel("length of the text, tokens")
+    axes.set_ylabel("depth of the answer, % of the text")
+    # At the figure's edge, which the labels of the rows do not push it from.
+    figure.suptitle(f"{label(accuracies[0].task)}: mean score, %", x=0.02, ha="left", fontsize=11, fontweight="bold")
+    if np.isnan(shares[:-1, :-1]).any():
+        _legend_below(figure, [Patch(**_NOT_MEASURED, label="not measured")])
+    return figure
+
+
+def perplexity_by_position(losses: Sequence[Loss]) -> Figure:
+    """Perplexity of the tokens in ranges of positions, each twice as long as the last; a line for each length of text.
+
+    Args:
+        losses: of texts of different lengths, at least one.
+    """
+    figure = blank(4.5)
+    axes = figure.add_subplot()
+    tidy(axes)
+    axes.set_yscale("log")
+    keys: list[Artist] = []
+    for index, one in enumerate(losses):
+        x, y = zip(*((place, math.exp(loss)) for place, loss in one.by_position), strict=True)
+        words = f"{one.documents} text{'s' * (one.documents > 1)} of {one.length} tokens"
+        keys += axes.plot(x, y, **look(index)._asdict(), markersize=4.5, linewidth=1.8, label=words)
+    positions = [place for one in losses for place, _ in one.by_position]
+    powers = [2.0**k for k in range(math.ceil(math.log2(max(positions))) + 1)]
+    _length_axis(axes, [power for power in powers if power <= max(positions) * 1.15], max(positions))
+    _plain_log_values(axes)
+    axes.set_xlabel("position in the text, tokens")
+    axes.set_ylabel("perplexity, per token")
+    _legend_below(figure, keys, columns=3)
+    return figure
+
+
+# ---- what the figures share
+
+
+def _ratio(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Means; nan where there is nothing."""
+    return np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0)
+
+
+def _places(count: int) -> list[float]:
+    """Middles of cells side by side, and of one more, that a third of a cell sets apart."""
+    return [*(index + 0.5 for index in range(count)), count + 5 / 6]
+
+
+def _nudges(count: int, lengths: Sequence[int]) -> list[float]:
+    """A factor for each line, close to 1: together they fill under half of the closest two lengths' distance."""
+    gaps = np.diff(np.log2(lengths))
+    step = min(0.07, 0.4 * float(gaps.min()) / count) if gaps.size else 0.07
+    return [2 ** ((index - (count - 1) / 2) * step) for index in range(count)]
+
+
+def _length_axis(axes: Axes, ticks: Sequence[float], last: float) -> None:
+    """A log2 axis in tokens, written as plain numbers."""
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(ticks[0] / 1.25, last * 1.25)
+    axes.xaxis.set_major_locator(FixedLocator(thin(ticks, 9)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _plain_log_values(axes: Axes) -> None:
+    """Ticks at 1, 2, 5, 10, ... in plain numbers; evenly spaced ones where the axis spans less."""
+    low, high = axes.get_ylim()
+    ticks = [digit * 10.0**power for power in range(-1, 12) for digit in (1, 2, 5)]
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    if len(ticks) < 3:
+        ticks = [tick for tick in MaxNLocator(nbins=6).tick_values(low, high) if low <= tick <= high]
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _legend_below(figure: Figure, keys: Sequence[Artist], columns: int = 4) -> None:
+    """A legend under the axes, which keep their height however many lines it has."""
+    figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(keys) / columns))
+    columns = min(columns, len(keys))
+    figure.legend(handles=list(keys), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)

@@ -1,0 +1,299 @@
+"""Whole evaluations of small random models: every task, resumed, repeated, grown, stopped."""
+
+import importlib
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import model_folders
+import pytest
+import torch
+
+from attention_priors.evaluation import TASKS, EvaluationPlan, Observer, Subject, Summary, evaluate, summarize
+from attention_priors.evaluation.records import Records
+from attention_priors.evaluation.retrieval import Answer
+from attention_priors.intervals import mean_interval, wilson_interval
+
+KINDS = pytest.mark.parametrize("kind", model_folders.KINDS)
+RETRIEVAL = [task for task in TASKS if not task.startswith(("perplexity", "timing"))]
+
+
+@pytest.fixture(scope="module")
+def subjects(folders: dict[str, Path]) -> dict[str, Subject]:
+    found = {kind: Subject.load(str(folders[kind])) for kind in model_folders.KINDS}
+    for subject in found.values():
+        generation: Any = subject.model.generation_config
+        generation.eos_token_id = list(range(0, 400, 4))  # so that answers end soon
+    return found
+
+
+@pytest.fixture
+def plan(folders: dict[str, Path]):
+    def make(*tasks: str, lengths: tuple[int, ...] = (200, 260), **changes: Any) -> EvaluationPlan:
+        settings = {"depths": 2, "corpus": str(folders["texts"]), "documents": 2, "passes": 2}
+        return EvaluationPlan.model_validate({"tasks": tasks, "lengths": lengths} | settings | changes)
+
+    return make
+
+
+@contextmanager
+def counted(subject: Subject) -> Iterator[list[int]]:
+    """The number of texts in each forward pass."""
+    passes: list[int] = []
+    handle = subject.model.register_forward_hook(
+        lambda module, args, kwargs, out: passes.append(len(args[0])), with_kwargs=True
+    )
+    try:
+        yield passes
+    finally:
+        handle.remove()
+
+
+def lines(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+
+
+def results(output: Path) -> list[dict[str, Any]]:
+    return [line for line in lines(output) if "identity" not in line]
+
+
+@KINDS
+def test_every_task(kind: str, subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    told: list[tuple[str, float, float]] = []
+    observer = Observer(on_work=lambda *report: told.append(report))
+    summary = evaluate(subjects[kind], plan(*TASKS, lengths=(600,)), tmp_path, chunk=128, observer=observer)
+    assert [one.task for one in summary.accuracies] == RETRIEVAL
+    assert [one.task for one in summary.losses] == ["perplexity", "perplexity_short"]
+    assert [one.kind for one in summary.durations] == ["forward", "forward+backward"]
+    assert {what for what, _, _ in told} == set(TASKS)
+    assert all(0 <= done <= total * (1 + 1e-9) for _, done, total in told)
+    identities = {line["run"]: line["identity"] for line in lines(tmp_path) if "identity" in line}
+    assert [identity["task"] for identity in identities.values()] == list(TASKS)
+    for line in results(tmp_path):
+        identity = identities[line["run"]]
+        assert identity["task"] == line["task"]
+        assert {key: identity[key] for key in ("model", "tokenizer", "dtype", "begin", "end")} == subjects[
+            kind
+        ].identity()
+        if line["task"] in RETRIEVAL:
+            assert 400 < line["tokens"] <= 600
+            assert (line["tokens"] == 600) == line["task"].startswith("passkey")
+            assert 0 <= line["score"] <= 1
+            assert all(line["expected"])
+            assert ("token_accuracy" in line) == line["task"].startswith("passkey")
+    assert {len(line["expected"][0]) for line in results(tmp_path) if line["task"] == "passkey_8"} == {8}
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [entry["task"] for entry in log] == [task for task in TASKS if task != "timing"]
+    assert all(entry["texts"] == 2 and not entry["interrupted"] for entry in log)
+
+
+@KINDS
+def test_chunks_and_batches_change_no_result(kind: str, subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    tasks = ("passkey", "passkey_corpus", "niah_single_1", "niah_multikey_2", "perplexity")
+    found = []
+    for chunk, batch in ((1000, 1), (7, 1), (64, 3)):
+        output = tmp_path / f"{chunk}-{batch}"
+        evaluate(subjects[kind], plan(*tasks, lengths=(380,), depths=3), output, chunk=chunk, batch=batch)
+        found.append(lines(output))
+    # One token at a time takes long.
+    for chunk in (1, 1000):
+        evaluate(subjects[kind], plan("passkey", lengths=(180,)), tmp_path / f"small-{chunk}", chunk=chunk)
+    assert lines(tmp_path / "small-1") == lines(tmp_path / "small-1000")
+    for other in found[1:]:
+        for line, expected in zip(other, found[0], strict=True):
+            losses, right = line.pop("losses", []), expected.get("losses", [])
+            assert line == {key: value for key, value in expected.items() if key != "losses"}
+            for one, another in zip(losses, right, strict=True):
+                assert one == pytest.approx(another, rel=1e-4)
+    assert [len(other) for other in found] == [len(found[0])] * 3
+
+
+def test_batches_are_read_together(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    with counted(subjects["ours"]) as passes:
+        evaluate(subjects["ours"], plan("passkey", lengths=(200,), depths=5), tmp_path, chunk=1000, batch=3)
+    assert passes == [3, 3, 2, 2]  # the prompt but its last token, and the rest
+
+
+def test_a_repeated_evaluation_computes_and_writes_nothing(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    asked = plan("passkey", "niah_single_1", "perplexity", "timing", lengths=(380,))
+    first = evaluate(subjects["llama"], asked, tmp_path)
+    files = [tmp_path / name for name in ("results.jsonl", "log.jsonl")]
+    before = [file.read_bytes() for file in files]
+    with counted(subjects["llama"]) as passes:
+        assert evaluate(subjects["llama"], asked, tmp_path, chunk=3, batch=2) == first
+    assert passes == []
+    assert [file.read_bytes() for file in files] == before
+
+
+def test_a_grown_evaluation_measures_what_is_new_alone(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    subject = subjects["gpt2"]
+    evaluate(subject, plan("passkey", lengths=(200,)), tmp_path)
+    kept = (tmp_path / "results.jsonl").read_bytes()
+
+    def passes_of(asked: EvaluationPlan, **options: Any) -> int:
+        with counted(subject) as passes:
+            evaluate(subject, asked, tmp_path, **options)
+        return len(passes)
+
+    assert (
+        passes_of(plan("passkey", lengths=(180, 200, 260), stop_after_zeros=None)) == 2 * 2 * 2
+    )  # lengths, depths, parts of a text
+    assert passes_of(plan("passkey", lengths=(180, 200, 260), trials=3, stop_after_zeros=None), batch=2) == 3 * 2 * 2
+    assert passes_of(plan("passkey", "passkey_8", lengths=(200,))) == 2 * 2
+    assert (tmp_path / "results.jsonl").read_bytes().startswith(kept)
+    # Settings that have nothing to do with a task do not make it another; a seed does, and other depths.
+    assert passes_of(plan("passkey", lengths=(200,), documents=9, passes=5, stop_after_zeros=None)) == 0
+    assert passes_of(plan("passkey", lengths=(200,), seed=1)) == 2 * 2
+    assert passes_of(plan("passkey", lengths=(200,), depths=3)) == 3 * 2
+
+
+def test_the_summary_is_of_what_was_asked_for(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    small = plan("passkey", "perplexity", lengths=(200,))
+    alone = evaluate(subjects["gpt2"], small, tmp_path / "alone")
+    large = plan("passkey", "perplexity", lengths=(200, 260), trials=2, documents=4)
+    whole = evaluate(subjects["gpt2"], large, tmp_path)
+    assert [(one.length, one.trials) for one in whole.accuracies] == [(200, 4), (260, 4)]
+    assert [(one.length, one.documents) for one in whole.losses] == [(200, 4), (260, 4)]
+    evaluate(subjects["llama"], small, tmp_path)
+    assert evaluate(subjects["gpt2"], small, tmp_path) == alone
+
+
+def test_a_changed_model_is_measured_anew(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    subject = subjects["attached"]
+    asked = plan("passkey", lengths=(200,))
+    evaluate(subject, asked, tmp_path)
+    name, parameter = next((n, p) for n, p in subject.model.named_parameters() if "prior" in n)
+    before = parameter.detach().clone()
+    with torch.no_grad():
+        parameter += 0.1
+    try:
+        with counted(subject) as passes:
+            evaluate(subject, asked, tmp_path)
+        assert len(passes) == 4, name
+    finally:
+        with torch.no_grad():
+            parameter.copy_(before)
+    runs = [line for line in lines(tmp_path) if "identity" in line]
+    assert len(runs) == 2
+    assert len({run["identity"]["model"] for run in runs}) == 2
+
+
+def test_a_corpus_is_known_by_its_text(
+    subjects: dict[str, Subject], folders: dict[str, Path], plan: Any, tmp_path: Path
+):
+    tasks = ("passkey_corpus", "niah_single_2", "perplexity")
+    evaluate(subjects["llama"], plan(*tasks, lengths=(380,)), tmp_path / "out")
+    shutil.copytree(folders["texts"], tmp_path / "moved" / "texts")
+    with counted(subjects["llama"]) as passes:
+        evaluate(
+            subjects["llama"], plan(*tasks, lengths=(380,), corpus=str(tmp_path / "moved/texts")), tmp_path / "out"
+        )
+        assert passes == []
+        with (tmp_path / "moved/texts/03.txt").open("a") as file:
+            file.write("Another line.\n")
+        evaluate(
+            subjects["llama"], plan(*tasks, lengths=(380,), corpus=str(tmp_path / "moved/texts")), tmp_path / "out"
+        )
+    assert passes
+    assert len([line for line in lines(tmp_path / "out") if "identity" in line]) == 6
+
+
+def test_a_task_stops_where_nothing_is_right(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    subject, lengths = subjects["ours"], (180, 200, 230, 260)
+    messages: list[str] = []
+    observer = Observer(on_message=messages.append)
+    stopped = evaluate(subject, plan("passkey", lengths=lengths), tmp_path, observer=observer)
+    reason = "nothing right at 2 lengths running (180, 200 tokens)"
+    assert messages == [f"passkey: {reason}; longer texts are left out"]
+    assert [(one.length, one.stopped) for one in stopped.accuracies] == [(180, None), (200, reason)]
+    stops = [line for line in results(tmp_path) if "stopped_before" in line]
+    assert [(line["stopped_before"], line["reason"]) for line in stops] == [(230, reason)]
+    before = (tmp_path / "results.jsonl").read_bytes()
+    assert evaluate(subject, plan("passkey", lengths=lengths), tmp_path) == stopped
+    assert (tmp_path / "results.jsonl").read_bytes() == before  # recorded once
+
+    lifted = evaluate(subject, plan("passkey", lengths=lengths, stop_after_zeros=None), tmp_path)
+    assert [(one.length, one.stopped) for one in lifted.accuracies] == [(length, None) for length in lengths]
+    # What is there is shown, and a rule that comes back leaves out nothing of it.
+    assert evaluate(subject, plan("passkey", lengths=lengths), tmp_path) == lifted
+
+
+def test_the_rule_counts_lengths_that_run_on(subjects: dict[str, Subject], plan: Any, tmp_path: Path, monkeypatch: Any):
+    # The package has a function of the module's name.
+    module = importlib.import_module("attention_priors.evaluation.evaluate")
+    right = {180: 0.0, 200: 0.25, 230: 0.0, 260: 0.0}
+
+    def answers(subject: Any, task: Any, questions: Any, **options: Any) -> list[Answer]:
+        return [Answer(right.get(len(question.prompt), 0.0), "", None) for question in questions]
+
+    monkeypatch.setattr(module, "ask", answers)
+    found = evaluate(subjects["ours"], plan("passkey", lengths=(180, 200, 230, 260, 300)), tmp_path)
+    assert [one.length for one in found.accuracies] == [180, 200, 230, 260]
+    assert [one.mean for one in found.accuracies] == [0, 0.25, 0, 0]
+    assert found.accuracies[1].interval == wilson_interval(0.5, 2)
+    assert found.accuracies[-1].stopped == "nothing right at 2 lengths running (230, 260 tokens)"
+
+
+def test_sums_of_losses(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    found = evaluate(subjects["ours"], plan("perplexity", "perplexity_short", lengths=(690,), documents=3), tmp_path)
+    for one, name in zip(found.losses, ("perplexity", "perplexity_short"), strict=True):
+        texts = [line["losses"] for line in results(tmp_path) if line["task"] == name]
+        sums = [sum(loss for _, _, loss in bins) for bins in texts]
+        sizes = [bins[-1][1] for bins in texts]
+        assert one.tokens == sum(sizes)
+        assert one.nll == pytest.approx(sum(sums) / sum(sizes))
+        assert one.interval is not None
+        # The interval is about the mean, also where texts differ in size.
+        assert (one.interval.low + one.interval.high) / 2 == pytest.approx(one.nll)
+        if name == "perplexity":
+            assert one.interval == pytest.approx(mean_interval([loss / 689 for loss in sums]))
+            assert one.documents == 3
+        else:
+            assert len(set(sizes)) > 1
+        place, loss = one.by_position[2]
+        assert place == pytest.approx((4 * 7) ** 0.5)
+        assert loss == pytest.approx(sum(bins[2][2] for bins in texts) / 4 / len(texts))
+
+
+def test_a_file_can_be_summarized_as_a_whole(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    for kind in ("ours", "llama"):
+        evaluate(subjects[kind], plan("passkey", lengths=(200, 260, 300)), tmp_path)
+    whole = summarize(Records(tmp_path / "results.jsonl"))
+    assert isinstance(whole, Summary)
+    assert [one.length for one in whole.accuracies] == [200, 260] * 2
+    assert all(one.stopped for one in whole.accuracies[1::2])
+    assert list(whole.accuracies[0].by_depth) == [0.0, 1.0]
+
+
+def test_learned_positions_need_room_for_the_answer(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    longest = model_folders.LONGEST
+    fits = longest - 4  # four digits are read before the last is written
+    evaluate(subjects["gpt2"], plan("passkey", "passkey_corpus", lengths=(fits,)), tmp_path / "fits")
+    message = (
+        rf"lengths: {fits + 1} tokens for the task 'passkey': .* a table of {longest} positions.* {longest + 1} tokens"
+    )
+    with pytest.raises(ValueError, match=message):
+        evaluate(subjects["gpt2"], plan("passkey", lengths=(fits + 1,)), tmp_path / "new")
+    with pytest.raises(ValueError, match="task 'perplexity'"):
+        evaluate(subjects["gpt2"], plan("perplexity", lengths=(longest + 1,)), tmp_path / "new")
+    evaluate(subjects["gpt2"], plan("niah_single_1", "perplexity", lengths=(longest,)), tmp_path / "fits")
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_output_that_holds_other_things_is_left_alone(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    (tmp_path / "results.jsonl").write_text("notes")
+    with counted(subjects["ours"]) as passes, pytest.raises(ValueError, match=r"results\.jsonl, line 1"):
+        evaluate(subjects["ours"], plan("passkey"), tmp_path)
+    assert passes == []
+    assert (tmp_path / "results.jsonl").read_text() == "notes"
+
+
+@pytest.mark.parametrize("name", ["chunk", "batch"])
+def test_sizes_must_be_positive(name: str, subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    sizes: Any = {name: 0}
+    with pytest.raises(ValueError, match=f"{name} must be a positive integer, got 0"):
+        evaluate(subjects["ours"], plan("passkey"), tmp_path / "new", **sizes)
+    assert not (tmp_path / "new").exists()

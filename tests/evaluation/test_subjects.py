@@ -1,0 +1,122 @@
+"""The model under test: what is loaded, and what tells it from others."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import model_folders
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from attention_priors.evaluation import Subject, model_fingerprint
+from attention_priors.hub import attached_priors
+
+
+@pytest.mark.parametrize("kind", model_folders.KINDS)
+def test_the_fingerprint_is_of_the_model_and_not_of_its_folder(kind: str, folders: dict[str, Path], tmp_path: Path):
+    found = Subject.load(str(folders[kind]))
+    shutil.copytree(folders[kind], tmp_path / "elsewhere")
+    assert Subject.load(str(tmp_path / "elsewhere")).identity() == found.identity()
+    assert not found.model.training
+    assert (len(attached_priors(found.model)) == 2) == (kind == "attached")
+
+
+@pytest.mark.parametrize("kind", ["ours", "attached"])
+def test_the_fingerprint_changes_with_any_weight(kind: str, folders: dict[str, Path]):
+    model = Subject.load(str(folders[kind])).model
+    seen = {model_fingerprint(model)}
+    parameters = dict(model.named_parameters())
+    assert any("prior" in name for name in parameters)
+    for parameter in parameters.values():
+        with torch.no_grad():
+            value = parameter.flatten()[-1].clone()
+            parameter.view(-1)[-1] = value + 1e-3
+            seen.add(model_fingerprint(model))
+            parameter.view(-1)[-1] = value
+    assert len(seen) == 1 + len(parameters)
+    assert model_fingerprint(model) in seen
+
+
+def test_the_fingerprint_changes_with_the_configuration(folders: dict[str, Path]):
+    model: Any = Subject.load(str(folders["llama"])).model
+    before = model_fingerprint(model)
+    model.config.rms_norm_eps *= 2
+    assert model_fingerprint(model) != before
+
+
+def test_the_identity_changes_with_precision_tokenizer_and_the_end_of_texts(folders: dict[str, Path]):
+    subject = Subject.load(str(folders["llama"]))
+    before = subject.identity()
+    assert before["dtype"] == "float32"
+    half = Subject.load(str(folders["llama"]), dtype="bfloat16").identity()
+    assert half["dtype"] == "bfloat16"
+    assert half["model"] != before["model"]
+    assert half["tokenizer"] == before["tokenizer"]
+    generation: Any = subject.model.generation_config
+    generation.eos_token_id = [0, 5]
+    assert subject.ends() == {0, 5}
+    assert subject.identity() == before | {"end": [0, 5]}
+    other = Subject(subject.name, subject.model, AutoTokenizer.from_pretrained(folders["llama"]))
+    backend: Any = other.tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    backend.add_tokens(["irrelevant text"])
+    assert other.identity()["tokenizer"] != before["tokenizer"]
+
+
+def test_a_limit_that_a_tokenizer_was_saved_with_does_not_change_its_identity(folders: dict[str, Path]):
+    subject = Subject.load(str(folders["llama"]))
+    backend: Any = subject.tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    backend.enable_truncation(max_length=7)
+    first = subject.identity()
+    assert subject.identity() == first
+
+
+def test_texts_begin_as_the_tokenizer_begins_them(folders: dict[str, Path]):
+    subject = Subject.load(str(folders["llama"]))
+    assert subject.beginning().tolist() == []
+    before = subject.identity()
+    backend: Any = subject.tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    tokens = [("<|endoftext|>", 0)]
+    backend.post_processor = TemplateProcessing(single="<|endoftext|> $A <|endoftext|>", special_tokens=tokens)
+    assert subject.beginning().tolist() == [0]
+    assert subject.beginning().dtype == torch.int64
+    assert subject.identity()["begin"] == [0] != before["begin"]
+
+
+@pytest.mark.parametrize("device", ["mps", "meta", "gpu", "cuda:99", ""])
+def test_devices_that_are_not_there(device: str, folders: dict[str, Path]):
+    with pytest.raises(ValueError, match="device"):
+        Subject.load(str(folders["gpt2"]), device=device)
+
+
+def test_a_model_that_lacks_weights_is_refused(folders: dict[str, Path], tmp_path: Path):
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "broken"
+    shutil.copytree(folders["llama"], folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(OSError, match=r"broken' cannot be loaded: .*no weights for model.layers.1.mlp.up_proj.weight"):
+        Subject.load(str(folder))
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(folders: dict[str, Path], tmp_path: Path):
+    folder = tmp_path / "unlike"
+    shutil.copytree(folders["llama"], folder)
+    words = AutoTokenizer.from_pretrained(folder)
+    words.add_tokens(["pass key"])
+    words.save_pretrained(folder)
+    with pytest.raises(ValueError, match="has 400 tokens, but its tokenizer has 401"):
+        Subject.load(str(folder))
+
+
+def test_a_model_without_a_tokenizer_is_refused(folders: dict[str, Path], tmp_path: Path):
+    for kind in ("gpt2", "llama"):  # for one of them transformers makes up an empty tokenizer
+        folder = tmp_path / kind
+        shutil.copytree(folders[kind], folder, ignore=shutil.ignore_patterns("tokenizer*", "special*", "vocab*"))
+        assert json.loads((folder / "config.json").read_text())["vocab_size"] == 400
+        with pytest.raises(OSError, match=r"model .* cannot be loaded: tokenizer .* cannot be loaded"):
+            Subject.load(str(folder))
