@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 from scipy.stats import norm, t
 
 CONFIDENCE = 0.95
@@ -58,8 +58,11 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
     """Student's t interval of the mean; None for fewer than two values, which say nothing of their spread."""
     if len(values) < 2:
         return None
-    half = float(t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
-    return Interval(statistics.fmean(values) - half, statistics.fmean(values) + half)
+    # NumPy's, as a loss that has overflowed is a value too.
+    with np.errstate(invalid="ignore"):
+        mean, deviation = float(np.mean(values)), float(np.std(values, ddof=1))
+    half = float(t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * deviation / math.sqrt(len(values))
+    return Interval(mean - half, mean + half)
 
 
 def over_seeds(values: Sequence[float]) -> Estimate:
@@ -73,4 +76,4 @@ def over_seeds(values: Sequence[float]) -> Estimate:
     if not values:
         raise ValueError("values must hold the value of one seed at least, got none")
     interval = mean_interval(values) or Interval(math.nan, math.nan)
-    return Estimate(statistics.fmean(values), *interval)
+    return Estimate(float(np.mean(values)), *interval)
