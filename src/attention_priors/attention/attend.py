@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -181,7 +182,7 @@ def solve(problem: Problem, backend: Backend, *, need_lse: bool) -> tuple[Tensor
     if backend == "triton" and (reason := why_not(problem)) is not None:
         raise ValueError(f"backend='triton' cannot compute this: {reason}")
     # Each backend states the precision of every step; autocast would change it behind its back.
-    with torch.autocast(problem.query.device.type, enabled=False):
+    with _without_autocast(problem.query.device.type):
         return _compute(problem, _choose(problem) if backend == "auto" else backend, need_lse)
 
 
@@ -228,7 +229,7 @@ def attend_with_weights(
         relative=relative,
         dropout_p=dropout_p,
     )
-    with torch.autocast(query.device.type, enabled=False):
+    with _without_autocast(query.device.type):
         out, _, weights = reference(problem)
     return out, weights.to(query.dtype)
 
@@ -240,6 +241,11 @@ def _as_autocast_has_it(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
         return query, key, value
     wanted = torch.get_autocast_dtype(device)
     return query.to(wanted), key.to(wanted), value.to(wanted)
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    # To enter one is a tenth of a decoding step, and most callers are in none.
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _choose(problem: Problem) -> Backend:
