@@ -112,6 +112,34 @@ def test_decoys_longer_than_the_filler_are_left_out(tokenizer: PreTrainedTokeniz
         assert len(task.sample(task.minimum_length + room, 0.5, _generator(seed)).prompt) == task.minimum_length + room
 
 
+def test_decoys_that_begin_like_the_key(tokenizer: PreTrainedTokenizerFast):
+    task = PasskeyTask(tokenizer, decoys=4, decoy_overlap=1.0)
+    length = task.minimum_length + 100
+    alike = equal = 0
+    for seed in range(60):
+        sample = task.sample(length, 0.5, _generator(seed))
+        needle = _needle(tokenizer, sample.key)
+        assert len(sample.prompt) == length
+        assert sample.tokens[sample.needle_start :][: len(needle)].tolist() == needle
+        key = str(sample.key)
+        parts = {key[start:stop] for start in range(5) for stop in range(start + 1, 6)}
+        around = torch.cat([sample.prompt[: sample.needle_start], sample.prompt[sample.needle_start + len(needle) :]])
+        for number in re.findall(r"\d+", str(tokenizer.decode(around))):
+            equal += key in number
+            alike += any(len(part) > 1 and number.startswith(part) for part in parts)
+        again = task.sample(length, 0.5, _generator(seed))
+        assert torch.equal(sample.tokens, again.tokens)
+    assert alike > 30
+    # By chance, or where one decoy lies over another.
+    assert equal <= 2
+
+
+@pytest.mark.parametrize("overlap", [-0.1, 1.1, float("nan")])
+def test_overlap_outside_its_range_is_an_error(tokenizer: PreTrainedTokenizerFast, overlap: float):
+    with pytest.raises(ValueError, match=f"decoy_overlap must be from 0 to 1; it is {overlap}"):
+        PasskeyTask(tokenizer, decoys=1, decoy_overlap=overlap)
+
+
 def test_decoys_must_not_be_negative(tokenizer: PreTrainedTokenizerFast):
     with pytest.raises(ValueError, match="decoys must be at least 0; it is -1"):
         PasskeyTask(tokenizer, decoys=-1)

@@ -92,6 +92,8 @@ class PasskeyTask:
             joined by line ends. ``None`` repeats one paragraph of short sentences.
         decoys: Up to so many numbers of 1 to 8 digits take the place of filler in each text; how many is drawn
             uniformly, from 0. To train on: short texts hold few other numbers that a key could be taken for.
+        decoy_overlap: Probability that a decoy begins with digits that stand together in the key, and goes on with
+            others: a long text is full of numbers that are like any key for a digit or two, a short one is not.
         digits: Digits of a pass key, from 1 to 9.
         wording: One of ``WORDINGS``.
 
@@ -105,16 +107,20 @@ class PasskeyTask:
         tokenizer: PreTrainedTokenizerBase,
         filler: TokenStream | None = None,
         decoys: int = 0,
+        decoy_overlap: float = 0.0,
         digits: int = ANSWER_LENGTH,
         wording: str = "short",
     ) -> None:
         if decoys < 0:
             raise ValueError(f"decoys must be at least 0; it is {decoys}")
+        if not 0 <= decoy_overlap <= 1:
+            raise ValueError(f"decoy_overlap must be from 0 to 1; it is {decoy_overlap}")
         if not 1 <= digits <= 9:
             raise ValueError(f"digits must be from 1 to 9; it is {digits}")
         if wording not in WORDINGS:
             raise ValueError(f"wording must be one of {', '.join(WORDINGS)}; it is {wording!r}")
         self._decoys = decoys
+        self._decoy_overlap = decoy_overlap
         self.digits = digits
         self.joins_digits = joins_digits(tokenizer)
         """Whether several digits may be one token, so that keys have different numbers of tokens."""
@@ -186,8 +192,12 @@ class PasskeyTask:
             raise ValueError(f"depth must be from 0 to 1; it is {depth}")
         # The draws come in this order, so that a seed means the same text whatever is asked of it.
         filler = self._draw_filler(length - self.minimum_length + self._slack, generator)
+        if self._decoys and not self._decoy_overlap:
+            filler = self._with_decoys(filler, None, generator)
         smallest = 10 ** (self.digits - 1)
         key = int(torch.randint(smallest, 10 * smallest, (), generator=generator))
+        if self._decoys and self._decoy_overlap:
+            filler = self._with_decoys(filler, str(key), generator)
         needle, question, answer = self._parts(str(key))
         room = length - self._instruction.numel() - needle.numel() - question.numel()
         if not 0 <= room <= filler.numel():
@@ -224,16 +234,31 @@ class PasskeyTask:
         else:
             start = int(torch.randint(size - filler_length + 1, (), generator=generator))
             filler = self._filler[start : start + filler_length]
-        return self._with_decoys(filler, generator) if self._decoys else filler
+        return filler
 
-    def _with_decoys(self, filler: Tensor, generator: torch.Generator) -> Tensor:
+    def _with_decoys(self, filler: Tensor, key: str | None, generator: torch.Generator) -> Tensor:
+        """Numbers in place of some of the filler; some of them like the ``key``, if it is given."""
         filler = filler.clone()
         for _ in range(int(torch.randint(self._decoys + 1, (), generator=generator))):
             size = int(torch.randint(1, _LONGEST_DECOY + 1, (), generator=generator))
+            part = "" if key is None else self._part_of(key, generator)
+            size = max(size, len(part))
             if size <= filler.numel():
                 start = int(torch.randint(filler.numel() - size + 1, (), generator=generator))
-                filler[start : start + size] = self._digit_tokens[torch.randint(10, (size,), generator=generator)]
+                number = self._digit_tokens[torch.randint(10, (size,), generator=generator)]
+                number[: len(part)] = self._key_tokens(part)
+                filler[start : start + size] = number
         return filler
+
+    def _part_of(self, key: str, generator: torch.Generator) -> str:
+        """Some digits that stand together in a key, and one that does not follow there; or none."""
+        if float(torch.rand((), generator=generator)) >= self._decoy_overlap:
+            return ""
+        size = int(torch.randint(1, max(2, self.digits), (), generator=generator))
+        start = int(torch.randint(self.digits - size + 1, (), generator=generator))
+        step = int(torch.randint(1, 10, (), generator=generator))
+        following = key[start + size] if start + size < self.digits else key[0]
+        return key[start : start + size] + str((int(following) + step) % 10)
 
     def _around_keys(self, template: str, probes: Sequence[str], count: int) -> list[Tensor]:
         """The `count` pieces of a template around its keys, as they are tokenised with keys in place."""

@@ -70,7 +70,12 @@ class Materials:
         task = None
         if settings.passkey_ratio > 0:
             filler = self.train_stream if settings.passkey_filler == "corpus" else None
-            task = PasskeyTask(self.tokenizer, filler, decoys=settings.passkey_decoys)
+            task = PasskeyTask(
+                self.tokenizer,
+                filler,
+                decoys=settings.passkey_decoys,
+                decoy_overlap=settings.passkey_decoy_overlap or 0.0,
+            )
         return TrainingMixture(
             self.train_stream,
             context_length=settings.context_length,

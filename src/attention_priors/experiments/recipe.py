@@ -43,6 +43,8 @@ class MixtureSettings(TrainingSettings):
     """Shortest passkey text, its answer included; the shortest there is by default."""
     passkey_decoys: int = Field(default=0, ge=0)
     """Up to so many other numbers are strewn into the filler of each passkey text."""
+    passkey_decoy_overlap: float | None = Field(default=None, gt=0, le=1)
+    """Share of these numbers that begin with digits of the pass key, and go on with others; none by default."""
     passkey_answer_weight: float = Field(default=1.0, gt=0)
     """Weight of an answer token's loss; every other token has weight 1."""
 
