@@ -60,7 +60,7 @@ def test_help_is_there_without_the_laboratory():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert "imported: []" in result.stdout
-    for word in ("RECIPE", "--output", "--only", "--processes"):
+    for word in ("recipe", "--output", "--only", "--processes"):
         assert word in result.stdout
 
 
