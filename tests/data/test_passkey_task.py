@@ -76,16 +76,24 @@ def test_corpus_filler_is_a_contiguous_window_without_end_tokens(
     assert tokenizer.eos_token_id not in sample.tokens
 
 
-def test_corpus_filler_can_use_all_of_its_documents_and_no_more(
+def test_corpus_filler_uses_all_of_its_documents_and_then_repeats_them(
     tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...]
 ):
-    task = PasskeyTask(tokenizer, token_stream(tokenizer, documents[:1]))
-    longest = task.minimum_length + len(token_stream(tokenizer, documents[:1]))
-
-    assert task.maximum_length == longest
-    assert len(task.sample(longest, 0.3, _generator()).prompt) == longest
-    with pytest.raises(ValueError, match=f"length must be at most maximum_length, {longest}.*{longest + 1}"):
-        task.sample(longest + 1, 0.3, _generator())
+    stream = token_stream(tokenizer, documents[:1])
+    task = PasskeyTask(tokenizer, stream)
+    whole = str(tokenizer.decode(stream.tokens[:-1])) + "\n"
+    for extra in (0, 1, len(stream), 3 * len(stream) + 5):
+        length = task.minimum_length + len(stream) + extra
+        sample = task.sample(length, 1.0, _generator(extra))
+        assert len(sample.prompt) == length
+        begin = len(tokenizer.encode("Remember the pass key in this text.\n"))
+        filler = sample.tokens[begin : sample.needle_start]
+        assert len(filler) == len(stream) + extra
+        if extra == 0:
+            assert tokenizer.decode(filler) == whole
+        # Whatever lies a whole corpus apart is the same.
+        assert torch.equal(filler[: -len(stream)], filler[len(stream) :])
+        assert sorted(filler[: len(stream)].tolist()) == sorted(tokenizer.encode(whole))
 
 
 def test_decoys_overwrite_filler_alone_and_leave_the_length(tokenizer: PreTrainedTokenizerFast):

@@ -195,14 +195,3 @@ def test_index_outside_the_dataset_is_an_error(make):
 def test_bad_argument_is_an_error_that_names_it(make, changes: dict[str, Any], problem: str):
     with pytest.raises(ValueError, match=problem):
         make(**changes)
-
-
-def test_filler_too_short_for_the_row_is_an_error(
-    make, tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...]
-):
-    task = PasskeyTask(tokenizer, token_stream(tokenizer, documents[:1]))
-    assert task.maximum_length is not None
-
-    make(passkey_task=task, context_length=task.maximum_length + 5)
-    with pytest.raises(ValueError, match="passkey_task has filler for texts of at most"):
-        make(passkey_task=task, context_length=task.maximum_length + 6)

@@ -89,7 +89,8 @@ class PasskeyTask:
         tokenizer: Any that has an end-of-text token. One that joins digits (see :attr:`joins_digits`) serves to test,
             and not to train.
         filler: Documents, encoded by the same tokenizer: each sample takes a random contiguous window of them,
-            joined by line ends. ``None`` repeats one paragraph of short sentences.
+            joined by line ends; one that is longer than all of them repeats them. ``None`` repeats one paragraph of
+            short sentences.
         decoys: Up to so many numbers of 1 to 8 digits take the place of filler in each text; how many is drawn
             uniformly, from 0. To train on: short texts hold few other numbers that a key could be taken for.
         decoy_overlap: Probability that a decoy begins with digits that stand together in the key, and goes on with
@@ -149,7 +150,7 @@ class PasskeyTask:
             self._question = self._around_keys(self._question_text, probes, count=2)[0]
             self._slack = 0
             self._longest_needle = sum(piece.numel() for piece in self._needle) + 2 * digits
-        self._repeats = filler is None
+        self._varies = filler is not None
         if filler is None:
             self._filler = _encode(tokenizer, FILLER_SENTENCE)
         else:
@@ -163,11 +164,6 @@ class PasskeyTask:
         """Tokens of a prompt whatever its key, which has next to no filler: instruction, needle and question."""
         return self._instruction.numel() + self._longest_needle + self._question.numel()
 
-    @property
-    def maximum_length(self) -> int | None:
-        """Tokens of the longest prompt there is filler for; ``None`` for the sentence filler: no limit."""
-        return None if self._repeats else self.minimum_length + self._filler.numel() - self._slack
-
     def sample(self, length: int, depth: float, generator: torch.Generator) -> PasskeySample:
         """Make one text with a random pass key.
 
@@ -178,16 +174,10 @@ class PasskeyTask:
             generator: Draws the pass key, the decoys and, for the corpus filler, the window.
 
         Raises:
-            ValueError: ``length`` is below `minimum_length` or above `maximum_length`, or ``depth`` is
-                outside [0, 1].
+            ValueError: ``length`` is below `minimum_length`, or ``depth`` is outside [0, 1].
         """
         if length < self.minimum_length:
             raise ValueError(f"length must be at least minimum_length, {self.minimum_length} tokens; it is {length}")
-        if self.maximum_length is not None and length > self.maximum_length:
-            raise ValueError(
-                f"length must be at most maximum_length, {self.maximum_length} tokens (the filler documents "
-                f"have no more); it is {length}"
-            )
         if not 0 <= depth <= 1:
             raise ValueError(f"depth must be from 0 to 1; it is {depth}")
         # The draws come in this order, so that a seed means the same text whatever is asked of it.
@@ -228,13 +218,13 @@ class PasskeyTask:
         return _encode(self._tokenizer, self._needle_text.format(key=key)), self._question, question[start:]
 
     def _draw_filler(self, filler_length: int, generator: torch.Generator) -> Tensor:
-        size = self._filler.numel()
-        if self._repeats:
-            filler = self._filler.repeat(math.ceil(filler_length / size))[:filler_length]
-        else:
-            start = int(torch.randint(size - filler_length + 1, (), generator=generator))
-            filler = self._filler[start : start + filler_length]
-        return filler
+        size, start = self._filler.numel(), 0
+        if self._varies:
+            # What is longer than the documents begins anywhere, and goes on with the first one after the last.
+            places = size if filler_length > size else size - filler_length + 1
+            start = int(torch.randint(places, (), generator=generator))
+        repeats = math.ceil((start + filler_length) / size)
+        return self._filler.repeat(repeats)[start : start + filler_length]
 
     def _with_decoys(self, filler: Tensor, key: str | None, generator: torch.Generator) -> Tensor:
         """Numbers in place of some of the filler; some of them like the ``key``, if it is given."""

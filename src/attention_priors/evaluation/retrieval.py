@@ -84,13 +84,12 @@ class PasskeyRetrieval(RetrievalTask):
         return {"task": self.name, "digits": self._texts.digits} | self._description
 
     def check(self, length: int) -> None:
-        """Raise a ValueError if the filler is too short, or there is no room for any."""
-        shortest, longest = self._texts.minimum_length + len(self._beginning), self._texts.maximum_length
-        if length < shortest or (longest is not None and length > longest + len(self._beginning)):
-            most = "" if longest is None else f" and at most {longest + len(self._beginning)}"
+        """Raise a ValueError if there is no room for any filler."""
+        shortest = self._texts.minimum_length + len(self._beginning)
+        if length < shortest:
             raise ValueError(
-                f"lengths: {length} tokens for the task {self.name!r}; with this tokenizer and filler its texts have "
-                f"at least {shortest}{most} tokens"
+                f"lengths: {length} tokens for the task {self.name!r}; with this tokenizer its texts have at least "
+                f"{shortest} tokens"
             )
 
     def tokens_read(self, length: int) -> int:
