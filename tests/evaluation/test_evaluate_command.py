@@ -86,7 +86,7 @@ def test_the_tasks_are_listed(run):
         (["--lengths", ","], "lengths: Tuple should have at least 1 item"),
         (
             ["--lengths", "20"],
-            "lengths: 20 tokens for the task 'passkey'; with this tokenizer and filler its texts have",
+            "lengths: 20 tokens for the task 'passkey'; with this tokenizer its texts have",
         ),
         (
             ["--task", "niah_single_1", "--lengths", "128"],
