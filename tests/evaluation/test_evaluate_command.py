@@ -98,7 +98,6 @@ def test_the_tasks_are_listed(run):
         (["--task", "perplexity_short", "--corpus", "."], "corpus: source '.' holds no text file"),
         (["--task", "perplexity", "--lengths", "90k", "--corpus", "TEXTS"], "has at least 92160 tokens, for the task"),
         (["--task", "perplexity_short", "--lengths", "5", "--corpus", "TEXTS"], "has between 2 and 5 tokens, for the"),
-        (["--task", "passkey_corpus", "--lengths", "1m", "--corpus", "TEXTS"], "lengths: 1048576 tokens for the task"),
         (["--sentences", "words"], "sentences: Input should be 'regex' or 'punkt', got 'words'"),
         (["--seed", "4294967296"], "seed: Input should be less than 4294967296"),
         (["--dtype", "int8"], "dtype must be one of float32, bfloat16, float16; got 'int8'"),
