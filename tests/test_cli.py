@@ -1,7 +1,6 @@
 """What the command says before any model is trained."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from attention_priors.cli import app
+from processes import run_command
 
 RECIPE: dict[str, Any] = {
     "name": "Small",
@@ -57,8 +57,7 @@ def test_help_is_there_without_the_laboratory():
         "    slow = [name for name in ('transformers', 'matplotlib', 'yaml') if name in sys.modules]\n"
         "    print('imported:', slow)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
+    result = run_command([sys.executable, "-c", code])
     assert "imported: []" in result.stdout
     for word in ("recipe", "--output", "--only", "--processes"):
         assert word in result.stdout

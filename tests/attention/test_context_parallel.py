@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from sharded_cases import CASES_OF, DOUBLE
 
 from attention_priors import shard_index
+from processes import torchrun
 
 WORKER = Path(__file__).with_name("sharded_cases.py")
 
@@ -21,9 +20,7 @@ WORKER = Path(__file__).with_name("sharded_cases.py")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process found."""
     target = tmp_path_factory.mktemp("sharded") / "found.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(WORKER)]
-    ended = subprocess.run([*command, str(target)], capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stderr[-5000:]
+    torchrun(WORKER, target, processes=4)
     return json.loads(target.read_text())
 
 

@@ -1,9 +1,10 @@
 """The core needs torch alone: importing it loads nothing of the laboratory."""
 
-import subprocess
 import sys
 
 import pytest
+
+from processes import run_command
 
 LABORATORY = ("transformers", "pydantic", "matplotlib", "rich", "typer", "tokenizers", "scipy", "jinja2", "yaml")
 
@@ -16,7 +17,7 @@ def test_import_is_light(module: str) -> None:
         f"import {module}\n"
         "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = run_command([sys.executable, "-c", program])
     loaded = done.stdout.split()
     assert "attention_priors" in loaded
     assert not set(loaded) & set(LABORATORY)
@@ -25,7 +26,7 @@ def test_import_is_light(module: str) -> None:
 def test_import_leaves_the_compiler_alone() -> None:
     """It takes as long to import as all the rest of torch."""
     program = "import sys, attention_priors; assert 'torch._dynamo' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run_command([sys.executable, "-c", program])
 
 
 def test_works_without_triton() -> None:
@@ -34,7 +35,7 @@ def test_works_without_triton() -> None:
         "import torch; from attention_priors import Laplace, attend\n"
         "x = torch.randn(1, 2, 3, 4); attend(x, x, x, Laplace(2))"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run_command([sys.executable, "-c", program])
 
 
 def test_attach_comes_when_it_is_asked_for() -> None:
@@ -43,4 +44,4 @@ def test_attach_comes_when_it_is_asked_for() -> None:
         "from attention_priors import attach; from attention_priors.hub import attach as there\n"
         "assert attach is there and 'attach' in attention_priors.__all__"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run_command([sys.executable, "-c", program])

@@ -2,12 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from processes import run_command
 
 PROGRAM = Path(__file__).with_name("triton_compile.py")
 SHARED_MEMORY = 99 * 1024
@@ -27,8 +28,7 @@ def tools() -> Path | None:
 def test_kernels_compile(capability: str, head_dim: str, kind: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(PROGRAM), capability, head_dim, "bf16", kind]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_command(command, environment=environment)
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == (3 if kind == "positions" else 4)
     for name, usage in found.items():

@@ -1,7 +1,6 @@
 """Every contender computes what it is said to: a benchmark of something else would be worth nothing."""
 
 import importlib.util
-import subprocess
 import sys
 from typing import Any
 
@@ -15,6 +14,7 @@ from attention_priors import Laplace, Spectral, attend
 from attention_priors.benchmark import peers
 from attention_priors.benchmark.case import Case, Pass, make_inputs
 from attention_priors.benchmark.timing import error_of
+from processes import run_command
 
 PACKAGE_OF = {
     "x-transformers": "x_transformers",
@@ -138,5 +138,5 @@ def test_every_way_is_described_and_names_ways_that_exist():
 
 def test_no_peer_is_imported_before_it_is_asked_for():
     code = "import sys, attention_priors.benchmark; print([m for m in sys.modules if m in ('x_transformers', 'goat')])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    found = run_command([sys.executable, "-c", code])
     assert found.stdout.strip() == "[]"

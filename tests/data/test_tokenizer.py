@@ -1,6 +1,5 @@
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
 from attention_priors.data import Corpus, Document, digit_token_ids, load_tokenizer, train_tokenizer
+from processes import run_command
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_training_is_the_same_in_another_process(tokenizer: PreTrainedTokenizerF
     )
     path = tmp_path / "tokenizer.json"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", script, str(path)], check=True, cwd=Path(__file__).parent, env=environment)
+    run_command([sys.executable, "-c", script, path], folder=Path(__file__).parent, environment=environment)
 
     assert path.read_text() == tokenizer.backend_tokenizer.to_str(pretty=True)
 

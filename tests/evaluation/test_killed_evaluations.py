@@ -1,11 +1,12 @@
 """Evaluations that are killed without warning end as if they had not been."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from processes import run_command
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="it forks")
 
@@ -18,13 +19,7 @@ def test_ten_kills_at_random_moments_change_nothing(folders: dict[str, Path], tm
     arguments += ["--lengths", "290,320,360,420", "--corpus", str(folders["texts"]), "--depths", "5", "--trials", "2"]
     arguments += ["--batch", "3", "--chunk", "150", "--stop-after-zeros", "3"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    result = subprocess.run(
-        [sys.executable, str(nursery), str(whole), str(killed), str(KILLS), "1", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = run_command([sys.executable, nursery, whole, killed, str(KILLS), "1", *arguments])
     lives = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert len(lives) == KILLS
     # The test is one of resuming: most children were killed, after they had done something.

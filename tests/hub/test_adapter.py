@@ -1,7 +1,6 @@
 """What is attached goes into files and comes back, alone and with the model."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from attention_priors.hub import (
     save_adapter,
 )
 from attention_priors.hub.adapter import DESCRIPTION, WEIGHTS
+from processes import run_command
 
 IDS = tokens(2, 20)
 KINDS: dict[str, dict[str, Any]] = {
@@ -148,12 +148,7 @@ def test_a_new_process_generates_the_same(tmp_path: Path) -> None:
         "ids = torch.tensor(json.loads(sys.argv[2]))\n"
         f"print(json.dumps(model.generate(ids, **{options!r}).tolist()))\n"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), json.dumps(IDS.tolist())],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    found = run_command([sys.executable, "-c", code, tmp_path, json.dumps(IDS.tolist())])
     assert json.loads(found.stdout.splitlines()[-1]) == expected.tolist()
 
 

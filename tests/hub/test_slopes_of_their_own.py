@@ -1,7 +1,6 @@
 """BLOOM and MPT whose slopes train or are chosen: gradients, saving, loading."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from alibi_models import TOLERANCE, bloom, difference, logits, mpt, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, BloomForCausalLM, BloomModel, Trainer, TrainingArguments
 
 from attention_priors.hub import restore_attention, use_priors
+from processes import run_command
 
 Make = Callable[..., Any]
 both_families = pytest.mark.parametrize("make", [bloom, mpt])
@@ -131,7 +131,7 @@ def test_without_this_package_a_model_with_slopes_does_not_load_as_plain_bloom(t
     use_priors(bloom(), learn=True).save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).model_type == "bloom_with_priors"
     script = f"from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    result = run_command([sys.executable, "-c", script], check=False)
     assert result.returncode != 0
     assert "bloom_with_priors" in result.stderr
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from tiny_decoders import FAMILIES, logits_of, tiny_config, tiny_decoder, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM, PriorDecoderModel
+from processes import run_command
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "modeling_prior_decoder.py"}
 
@@ -21,9 +21,7 @@ FILES = {"config.json", "generation_config.json", "model.safetensors", "modeling
 def in_a_new_process(program: str, tmp_path: Path) -> str:
     """What a program prints, without a network and with a cache of its own."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_command([sys.executable, "-c", program], environment=environment).stdout
 
 
 def test_registered() -> None:

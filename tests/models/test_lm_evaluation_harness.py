@@ -4,7 +4,6 @@ import importlib
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from attention_priors.data import Document, train_tokenizer
 from attention_priors.models import PriorDecoderForCausalLM
+from processes import run_command
 
 pytest.importorskip("lm_eval")
 
@@ -130,7 +130,6 @@ def test_from_the_command_line(
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf"]
     command += ["--model_args", f"pretrained={folder},trust_remote_code=True", "--tasks", "choices", "--device", "cpu"]
     command += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "results")]
-    done = subprocess.run(command, env=offline, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_command(command, environment=offline)
     (results,) = (tmp_path / "results").rglob("results*.json")
     assert json.loads(results.read_text())["results"]["choices"]["acc,none"] == 0.75

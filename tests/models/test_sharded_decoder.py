@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sharded_decoders import CASES
+
+from processes import torchrun
 
 WORKER = Path(__file__).with_name("sharded_decoders.py")
 
@@ -18,9 +18,7 @@ WORKER = Path(__file__).with_name("sharded_decoders.py")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process found."""
     folder = tmp_path_factory.mktemp("sharded")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER)]
-    ended = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stderr[-5000:]
+    torchrun(WORKER, folder, processes=2)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

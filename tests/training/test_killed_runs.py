@@ -1,7 +1,6 @@
 """Runs that are killed without warning end as if they had not been."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from attention_priors.files import read_json
+from processes import run_command
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="it forks")
 
@@ -19,13 +19,7 @@ KILLS = 10
 def _carry_out(recipe: Path, whole: Path, killed: Path) -> list[dict[str, Any]]:
     nursery = Path(__file__).with_name("nursery.py")
     # One process, which forks: nothing that it does has threads.
-    result = subprocess.run(
-        [sys.executable, str(nursery), str(recipe), str(whole), str(killed), str(KILLS), "1"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = run_command([sys.executable, nursery, recipe, whole, killed, str(KILLS), "1"])
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from attention_priors.training import TrainRecipe, run_recipe
+from processes import run_command
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 POSITIONS = {"prior": {"name": "generalized_gaussian", "init": "spread"}, "logit_scale": {"name": "ssmax", "init": 0.4}}
@@ -36,15 +36,14 @@ ACCELERATE = (
 )  # fmt: skip
 
 
-def run(launcher: tuple[str, ...], recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
+def trained(launcher: tuple[str, ...], recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train, and return what ``training.json`` says."""
     path = folder / f"{recipe['name']}.yaml"
     path.write_text(yaml.safe_dump(recipe))
     output = folder / recipe["name"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [*launcher, *COMMAND, str(path), "--output", str(output)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-    assert ended.returncode == 0, ended.stderr[-4000:]
+    run_command(command, environment=environment)
     return json.loads((output / "training.json").read_text())
 
 
@@ -94,7 +93,7 @@ def test_two_processes_train_as_one_does(
         "data": {"shards": str(folder / "alone" / "data")},
         "running": recipe["running"] | running,
     }
-    found = run(launcher, together, folder)
+    found = trained(launcher, together, folder)
     assert (alone["processes"], found["processes"]) == (1, 2)
     losses, expected = ([entry["loss"] for entry in result["history"]] for result in (found, alone))
     assert len(expected) == TRAINING["steps"]
