@@ -41,11 +41,10 @@ def attend_one_query(problem: Problem) -> Tensor | None:
 
 def _sees_every_key(problem: Problem) -> bool:
     geometry = problem.geometry
-    hidden = (geometry.key_documents, geometry.key_padding_mask, geometry.attn_mask)
     return (
         is_one_on_cpu(problem.query)
         and not geometry.has_given_positions
-        and all(mask is None for mask in hidden)
+        and not geometry.has_masks
         and problem.kept is None
         and problem.tolerance == 0
         and nobody_watches(problem.query)

@@ -62,6 +62,11 @@ class Geometry:
         """Whether positions are the caller's; otherwise distances lie between ``1 - Lk`` and ``Lq - 1``."""
         return self.given_query_positions is not None or self.given_key_positions is not None
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether keys may be hidden by more than the causal mask: by documents, padding or ``attn_mask``."""
+        return any(mask is not None for mask in (self.key_documents, self.key_padding_mask, self.attn_mask))
+
     def farthest_and_nearest(self) -> tuple[int, int]:
         """The largest and the smallest distance between a query and a key of the same example."""
         queries, keys = self.query_positions, self.key_positions
@@ -135,8 +140,7 @@ class Geometry:
         """``n_i``: how many keys each query may see; ``(B, H or 1, Lq)``, integers."""
         heads = 1 if self.attn_mask is None else self.attn_mask.shape[1]
         shape = (self.batch, heads, self.num_queries)
-        masks = (self.key_documents, self.key_padding_mask, self.attn_mask)
-        if self.num_queries == 1 and not self.has_given_positions and all(mask is None for mask in masks):
+        if self.num_queries == 1 and not self.has_given_positions and not self.has_masks:
             return torch.full(shape, self.num_keys, device=self.device)
         if self.attn_mask is None and self.offset is not None:
             first, last = self.slot_range

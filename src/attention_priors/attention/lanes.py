@@ -61,7 +61,7 @@ def lanes(problem: Problem, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
 def _is_plain(problem: Problem) -> bool:
     """Whether PyTorch's own causal flag says all there is to say about masks."""
     geometry = problem.geometry
-    if any(m is not None for m in (geometry.key_documents, geometry.key_padding_mask, geometry.attn_mask)):
+    if geometry.has_masks:
         return False
     if not geometry.causal:
         return True

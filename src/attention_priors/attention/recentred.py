@@ -80,8 +80,6 @@ def is_near(
         return True
     with torch.no_grad():
         stands_at_keys = _sees_itself(geometry) and listed is None
-        # Its own key and the next ones: only a query that sees no other key lacks them.
-        near = table[:, max(0, highest - 1) : highest + (1 if geometry.causal else 2)]
         if stands_at_keys and augmented.slope is None and is_known_near(terms, row_scale):
             return True
         scale = None if row_scale is None else _largest(row_scale)
@@ -94,6 +92,8 @@ def is_near(
         if float(seen.amax()) > NEAR:
             return False
         if stands_at_keys:
+            # Its own key and the next ones: only a query that sees no other key lacks them.
+            near = table[:, max(0, highest - 1) : highest + (1 if geometry.causal else 2)]
             best = near if scale is None else near * scale
             return float(best.amax(1).min()) >= -NEAR
         if float(seen.amin()) >= -NEAR:
@@ -178,8 +178,7 @@ def attend_recentred(
     gaps, and where the best log-priors of neighbouring queries are far from each other.
     """
     geometry, offset = problem.geometry, problem.geometry.offset
-    masks = (geometry.key_documents, geometry.key_padding_mask, geometry.attn_mask)
-    if offset is None or any(mask is not None for mask in masks):
+    if offset is None or geometry.has_masks:
         return None
     content = augmented.content
     num_queries, num_keys = geometry.num_queries, geometry.num_keys

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -223,8 +222,7 @@ class PasskeyTask:
             # What is longer than the documents begins anywhere, and goes on with the first one after the last.
             places = size if filler_length > size else size - filler_length + 1
             start = int(torch.randint(places, (), generator=generator))
-        repeats = math.ceil((start + filler_length) / size)
-        return self._filler.repeat(repeats)[start : start + filler_length]
+        return self._filler[(start + torch.arange(filler_length)) % size]
 
     def _with_decoys(self, filler: Tensor, key: str | None, generator: torch.Generator) -> Tensor:
         """Numbers in place of some of the filler; some of them like the ``key``, if it is given."""

@@ -102,10 +102,9 @@ class PasskeyRetrieval(RetrievalTask):
         generator = torch.Generator().manual_seed(seed)
         sample = self._texts.sample(length - len(self._beginning), depth, generator)
         prompt = torch.cat([self._beginning, sample.prompt])
-        if self._texts.joins_digits:
-            # Other tokens may spell the same number: what counts is the text.
-            return Question(prompt, (str(sample.key),), self._answer_tokens)
-        return Question(prompt, (str(sample.key),), self._answer_tokens, sample.answer)
+        # Where digits are joined, other tokens may spell the same number: what counts is the text.
+        answer = None if self._texts.joins_digits else sample.answer
+        return Question(prompt, (str(sample.key),), self._answer_tokens, answer)
 
     def score(self, output: str, expected: Sequence[str]) -> float:
         """1 if the continuation starts with the number, and with no longer one."""
