@@ -11,8 +11,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from recipe_cases import changed
 
+from attention_priors import attend
 from attention_priors.data import PasskeyTask
 from attention_priors.experiments import Recipe, compare
 from attention_priors.experiments.materials import Materials
@@ -255,3 +257,20 @@ def test_changes_at_evaluation_are_made_after_training(tiny, finished, tmp_path,
         assert first < 16
     layers = {row["layer"] for row in _json(run / "priors.json")["priors"]}
     assert layers == ({0} if scheme.get("share_prior") else set())
+
+
+def test_a_tolerance_at_evaluation_is_not_one_in_training(tiny, finished, tmp_path, monkeypatch):
+    seen: dict[bool, set[float]] = {True: set(), False: set()}
+
+    def watched(query: torch.Tensor, *arguments: Any, tolerance: float, **options: Any) -> torch.Tensor:
+        seen[torch.is_grad_enabled()].add(tolerance)
+        return attend(query, *arguments, tolerance=tolerance, **options)
+
+    monkeypatch.setattr("attention_priors.models.decoder.attend", watched)
+    scheme = {"prior": "laplace", "at_evaluation": {"tolerance": 0.25}}
+    run = tmp_path / "run"
+    run.mkdir()
+    changes = {"schemes": {"new": scheme}, "training.steps": 1, "evaluation.passkey": ...}
+    _execute(tiny(changes), "new", run, finished.folder / "cache")
+    assert seen[True] == {0.0}
+    assert 0.25 in seen[False]

@@ -112,7 +112,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "unknown change at evaluation": (
         {"schemes.ALiBi.at_evaluation.windows": 3},
-        ["schemes.ALiBi.at_evaluation.windows: unknown key (value 3); allowed here are window, base_multiplier"],
+        ["schemes.ALiBi.at_evaluation.windows: unknown key (value 3); allowed here are window, base_multiplier, tol"],
     ),
     "unknown prior": (
         {"schemes.ALiBi.prior": "alibi"},

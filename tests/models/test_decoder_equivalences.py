@@ -8,7 +8,8 @@ from tiny_decoders import VARIANTS, logits_of, tiny_decoder, tokens
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from attention_priors.models import PriorDecoderForCausalLM
+from attention_priors import attend
+from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
 
 LENGTH = 11
 
@@ -39,6 +40,32 @@ def test_prefill_and_decoding(variant: str, chunks: list[int]) -> None:
     model, ids = tiny_decoder(**VARIANTS[variant]), tokens(2, LENGTH)
     whole = logits_of(model, ids)
     assert_close(in_chunks(model, ids, chunks, DynamicCache(config=model.config)), whole)
+
+
+def test_a_tolerance_is_kept_and_skips_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a long text over a cache; the step over one token reads every key."""
+    model, ids = tiny_decoder(prior="laplace"), tokens(1, 1800)
+    exact = in_chunks(model, ids, [900, 899, 1], DynamicCache(config=model.config))
+    config = PriorDecoderConfig(**model.config.to_dict() | {"tolerance": 0.2})
+    pruned = PriorDecoderForCausalLM(config).to(model.dtype).eval()
+    pruned.load_state_dict(model.state_dict())
+    seen: list[tuple[int, float]] = []
+
+    def watched(query: Tensor, *arguments: Any, tolerance: float, **options: Any) -> Tensor:
+        seen.append((query.shape[-2], tolerance))
+        return attend(query, *arguments, tolerance=tolerance, **options)
+
+    monkeypatch.setattr("attention_priors.models.decoder.attend", watched)
+    found = in_chunks(pruned, ids, [900, 899, 1], DynamicCache(config=pruned.config))
+    error = float((found - exact).abs().max())
+    assert 1e-10 < error < 0.4 * float(exact.abs().max())
+    assert set(seen) == {(900, 0.2), (899, 0.2), (1, 0.0)}
+
+
+@pytest.mark.parametrize("tolerance", [-1e-6, 1.0])
+def test_a_tolerance_is_a_share(tolerance: float) -> None:
+    with pytest.raises(ValueError, match=r"tolerance must be in \[0, 1\), got"):
+        PriorDecoderConfig(tolerance=tolerance)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

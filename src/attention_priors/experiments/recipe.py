@@ -56,6 +56,8 @@ class EvaluationChanges(Strict):
     """Add a window of so many tokens to every layer ("RoPE local")."""
     base_multiplier: float | None = Field(default=None, gt=0)
     """Multiply the base of rotary positions."""
+    tolerance: float | None = Field(default=None, ge=0, lt=1)
+    """Leave out keys that weigh no more than this together, which is faster: ``tolerance`` of the model's config."""
 
 
 class Scheme(PositionSettings):

@@ -217,13 +217,15 @@ def _add_losses(path: Path, when: str, saved: Path, materials: Materials, length
 
 
 def _changed_for_evaluation(recipe: Recipe, scheme: str, saved: Path) -> PriorDecoderForCausalLM:
-    """A saved model, with another base of its rotary positions if the scheme says so."""
+    """A saved model, with another base of its rotary positions or another tolerance if the scheme says so."""
     changes = recipe.schemes[scheme].at_evaluation
     options: dict[str, Any] = {}
     if changes.base_multiplier is not None:
         encoding = recipe.schemes[scheme].encoding
         described = {"name": encoding} if isinstance(encoding, str) else dict(encoding or {})
         options["encoding"] = described | {"base_multiplier": changes.base_multiplier}
+    if changes.tolerance is not None:
+        options["tolerance"] = changes.tolerance
     return PriorDecoderForCausalLM.from_pretrained(saved, **options)
 
 

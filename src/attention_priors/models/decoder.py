@@ -72,6 +72,9 @@ class PriorDecoderConfig(PreTrainedConfig):
         share_prior: whether all layers share one prior (T5); otherwise each layer has its own (BAM).
         encoding: description of an encoding, or None.
         logit_scale: description of a logit scale, or None. It is learned per layer.
+        tolerance: as for :func:`attend`: which share of its weight a query may lose, so that keys which provably weigh
+            less need not be read. 0, the default, is exact. Where there is one query, in generation, all keys are read:
+            to find out which are needed would take longer.
     """
 
     model_type = "prior_decoder"
@@ -95,6 +98,7 @@ class PriorDecoderConfig(PreTrainedConfig):
     share_prior: bool = False
     encoding: dict[str, Any] | str | None = None
     logit_scale: dict[str, Any] | str | None = None
+    tolerance: float = 0.0
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_key_value_heads is None:
@@ -111,6 +115,8 @@ class PriorDecoderConfig(PreTrainedConfig):
                     f"num_attention_heads={self.num_attention_heads}, unless head_dim is given"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
+        if not 0 <= self.tolerance < 1:
+            raise ValueError(f"tolerance must be in [0, 1), got {self.tolerance}")
         super().__post_init__(**kwargs)
         # Build all parts once, without memory, so that a mistake shows here and not after loading weights.
         with torch.device("meta"):
@@ -158,6 +164,7 @@ class DecoderAttention(nn.Module):
         assert config.num_key_value_heads is not None
         self.layer_index = layer_index
         self.head_dim = config.head_dim
+        self.tolerance = config.tolerance
         query_width = config.num_attention_heads * config.head_dim
         kv_width = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query_width, bias=False)
@@ -196,10 +203,19 @@ class DecoderAttention(nn.Module):
             key, value = (x[:, :, : places.num_keys] for x in (key, value))
         prior = self.prior if shared_prior is None else shared_prior
         relative = self.encoding if isinstance(self.encoding, ShawVectors) else None
+        tolerance = self.tolerance if query.shape[-2] > 1 else 0.0
         if places.sequence is not None:
             if relative is not None:
                 raise ValueError("sequence: Shaw's vectors are not computed over tokens that are spread over processes")
-            out = attend_across(query, key, value, prior, sequence=places.sequence, logit_scale=self.logit_scale)
+            out = attend_across(
+                query,
+                key,
+                value,
+                prior,
+                sequence=places.sequence,
+                logit_scale=self.logit_scale,
+                tolerance=tolerance,
+            )
             return self.o_proj(out.transpose(1, 2).flatten(-2)), None
         query_positions, key_positions = places.for_attention(prior)
         options: dict[str, Any] = {
@@ -216,7 +232,7 @@ class DecoderAttention(nn.Module):
             if output_attentions:
                 out, weights = attend_with_weights(query, key, value, prior, **options)
             else:
-                out = attend(query, key, value, prior, **options)
+                out = attend(query, key, value, prior, tolerance=tolerance, **options)
         return self.o_proj(out.transpose(1, 2).flatten(-2)), weights
 
 
