@@ -1,18 +1,21 @@
 """Testing long: retrieval, perplexity by position and time, in chunks over a KV cache."""
 
-from attention_priors.evaluation.evaluate import Observer, evaluate
+from attention_priors.evaluation.evaluate import Observer, check_plan, evaluate
 from attention_priors.evaluation.passkey import PasskeyRow, has_given_up, passkey_rows, retrieves
 from attention_priors.evaluation.perplexity import PerplexityRow, perplexity_rows, position_bins, token_losses
-from attention_priors.evaluation.plan import TASKS, EvaluationPlan
+from attention_priors.evaluation.plan import LONGEST_KEY, TASKS, EvaluationPlan
 from attention_priors.evaluation.prefill import chunked_logits
 from attention_priors.evaluation.records import Records
 from attention_priors.evaluation.settings import EvaluationSettings, PasskeySettings, PerplexitySettings
 from attention_priors.evaluation.subject import Subject, model_fingerprint
-from attention_priors.evaluation.summary import Accuracy, Duration, Loss, Summary, summarize
+from attention_priors.evaluation.summary import Accuracy, AtDepth, AtPosition, Duration, Loss, Summary, summarize
 
 __all__ = [
+    "LONGEST_KEY",
     "TASKS",
     "Accuracy",
+    "AtDepth",
+    "AtPosition",
     "Duration",
     "EvaluationPlan",
     "EvaluationSettings",
@@ -25,6 +28,7 @@ __all__ = [
     "Records",
     "Subject",
     "Summary",
+    "check_plan",
     "chunked_logits",
     "evaluate",
     "has_given_up",

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from attention_priors.evaluation.plan import EvaluationPlan
+
 
 class PasskeySettings(BaseModel):
     """Passkey retrieval: share of texts whose five digits all come out right. Lengths are in tokens."""
@@ -46,5 +48,7 @@ class EvaluationSettings(BaseModel):
 
     passkey: PasskeySettings | None = None
     perplexity: PerplexitySettings | None = None
+    plans: dict[str, EvaluationPlan] = Field(default_factory=dict)
+    """What ``attention-priors evaluate`` is to measure beside these, by any name."""
     chunk: int = Field(default=512, gt=0)
     """Tokens per forward pass."""

@@ -35,8 +35,13 @@ from attention_priors.files import read_json, writable_folder, write_json
 from attention_priors.output_folder import sole_writer
 from attention_priors.strict_yaml import RecipeError, check_same_recipe
 
-STAGE_SHARES = {"train": 0.75, "passkey": 0.22, "perplexity": 0.03}
-EXTENSION_SHARES = {"extended train": 0.25, "extended passkey": 0.22, "extended perplexity": 0.03}
+STAGE_SHARES = {"train": 0.7, "passkey": 0.22, "perplexity": 0.03, "plans": 0.05}
+EXTENSION_SHARES = {
+    "extended train": 0.25,
+    "extended passkey": 0.22,
+    "extended perplexity": 0.03,
+    "extended plans": 0.05,
+}
 """Roughly how much of a run's time each stage takes; only the estimate of the time left depends on it."""
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from attention_priors.data import (
@@ -22,8 +23,16 @@ from attention_priors.data import (
     tokenizer_fingerprint,
 )
 from attention_priors.data.packing import packed_row
-from attention_priors.evaluation import EvaluationSettings, PasskeySettings, PerplexitySettings
+from attention_priors.evaluation import (
+    EvaluationPlan,
+    EvaluationSettings,
+    PasskeySettings,
+    PerplexitySettings,
+    Subject,
+    check_plan,
+)
 from attention_priors.experiments.recipe import MixtureSettings, Recipe
+from attention_priors.models.decoder import PriorDecoderForCausalLM
 from attention_priors.strict_yaml import RecipeError
 
 if TYPE_CHECKING:
@@ -120,10 +129,29 @@ class Materials:
                         f"schemes.{name}.extension.context_length: corpus {self.corpus.name!r} holds out "
                         f"{len(self.held_out_stream)} tokens, fewer than a row of {settings.context_length}"
                     )
+        self._check_plans()
         self._check_evaluation("", recipe.evaluation)
         for name, scheme in recipe.schemes.items():
             if scheme.evaluation:
                 self._check_evaluation(f"schemes.{name}.", recipe.evaluation_of(name))
+
+    def _check_plans(self) -> None:
+        end: Any = self.tokenizer.eos_token_id
+        checked: list[EvaluationPlan] = []
+        for scheme in self.recipe.schemes:
+            for name, plan in self.recipe.evaluation_of(scheme).plans.items():
+                if plan in checked:
+                    continue
+                # What a plan needs of a model is its kind; a model of its size has no weights here yet.
+                with torch.device("meta"):
+                    model = PriorDecoderForCausalLM(
+                        self.recipe.config_of(scheme, vocab_size=len(self.tokenizer), eos_token_id=end)
+                    )
+                try:
+                    check_plan(Subject(scheme, model, self.tokenizer), plan)
+                except ValueError as error:
+                    raise RecipeError(f"evaluation.plans.{name}: {error}") from error
+                checked.append(plan)
 
     def _check_evaluation(self, place: str, evaluation: EvaluationSettings) -> None:
         if evaluation.passkey is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attention_priors.experiments.plans import PLAN_SECTIONS, plan_rows
 from attention_priors.experiments.recipe import Recipe, Scheme
 from attention_priors.experiments.run import extended_folder, run_folder
 from attention_priors.experiments.sweep import EXTENSION_AXIS, SCHEME_AXIS
@@ -19,7 +20,7 @@ from attention_priors.machine import processor, versions
 
 FORMAT = 1
 
-SECTIONS = ("runs", "passkey", "perplexity", "priors", "logit_scales", "extensions")
+SECTIONS = ("runs", "passkey", "perplexity", "priors", "logit_scales", "extensions", *PLAN_SECTIONS)
 """The lists of rows."""
 
 _SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelerate")
@@ -74,6 +75,8 @@ def collect(
             sections["passkey"] += [model.row | json.loads(line) for line in lines]
         if (model.folder / "perplexity.json").exists():
             sections["perplexity"] += [model.row | row for row in read_json(model.folder / "perplexity.json")]
+        for name, found in plan_rows(recipe.evaluation_of(model.scheme), model.folder).items():
+            sections[name] += [model.row | row for row in found]
         learned = read_json(model.folder / "priors.json")
         for name in ("priors", "logit_scales"):
             sections[name] += [model.row | row for row in learned[name]]
@@ -98,6 +101,11 @@ class _Model:
     context_length: int
     axes: dict[str, str | int | float]
     extended_from: str | None = None
+
+    @property
+    def scheme(self) -> str:
+        """The recipe's scheme that it comes from."""
+        return self.extended_from or self.name
 
     @property
     def row(self) -> dict[str, Any]:

@@ -18,8 +18,16 @@ from transformers import set_seed
 
 from attention_priors.analysis import logit_scale_rows, prior_rows
 from attention_priors.data import ANSWER_LENGTH, TrainingMixture
-from attention_priors.evaluation import EvaluationSettings, PasskeyRow, has_given_up, passkey_rows, perplexity_rows
+from attention_priors.evaluation import (
+    EvaluationSettings,
+    PasskeyRow,
+    Subject,
+    has_given_up,
+    passkey_rows,
+    perplexity_rows,
+)
 from attention_priors.experiments.materials import Materials
+from attention_priors.experiments.plans import carry_out, unfinished
 from attention_priors.experiments.recipe import MixtureSettings, Recipe, folder_name
 from attention_priors.files import read_json, write_json
 from attention_priors.models.decoder import PriorDecoderForCausalLM
@@ -29,7 +37,7 @@ from attention_priors.training import PositionSettings, mean_loss, train
 Progress = Callable[[str, int, int], None]
 """Called with the stage, what is done of it and how much there is of it."""
 
-STAGES = ("train", "passkey", "perplexity")
+STAGES = ("train", "passkey", "perplexity", "plans")
 """What a run goes through; with a context extension, once more under the names ``extended train`` and so on."""
 
 
@@ -47,7 +55,8 @@ def is_finished(recipe: Recipe, output: Path, scheme: str, seed: int) -> bool:
     """Whether nothing of a run is left to do."""
     folder = run_folder(output, scheme, seed)
     parts = [folder] if recipe.extension_of(scheme) is None else [folder, extended_folder(folder)]
-    return all((part / "done.json").exists() for part in parts)
+    evaluation = recipe.evaluation_of(scheme)
+    return all((part / "done.json").exists() and not unfinished(evaluation, part) for part in parts)
 
 
 def identity(materials: Materials, scheme: str, seed: int) -> dict[str, Any]:
@@ -64,7 +73,7 @@ def identity(materials: Materials, scheme: str, seed: int) -> dict[str, Any]:
         "corpus": recipe.corpus.model_dump(mode="json"),
         "tokenizer": recipe.tokenizer,
         "model": recipe.model_of(scheme).model_dump(mode="json"),
-        "evaluation": recipe.evaluation_of(scheme).model_dump(mode="json"),
+        "evaluation": recipe.evaluation_of(scheme).model_dump(mode="json", exclude={"plans"}),
         "threads_per_run": recipe.threads_per_run,
         "scheme": recipe.schemes[scheme].model_dump(mode="json", include=own),
         "training": recipe.training_of(scheme).model_dump(mode="json"),
@@ -97,12 +106,8 @@ def execute(materials: Materials, scheme: str, seed: int, folder: Path, progress
         folder: the run's own (:func:`run_folder`), checked before (:func:`check_same_recipe`).
         progress: told of every step.
     """
-    if (folder / "done.json").exists():
-        for stage in STAGES:
-            progress(stage, 1, 1)
-    else:
-        _train_first(materials, scheme, seed, folder, progress)
-        _test(materials, scheme, folder, progress)
+    _train_first(materials, scheme, seed, folder, progress)
+    _test(materials, scheme, folder, progress)
     if materials.recipe.extension_of(scheme) is not None:
         _extend(materials, scheme, seed, folder, _named(progress, "extended "))
 
@@ -112,7 +117,28 @@ def _named(progress: Progress, prefix: str) -> Progress:
 
 
 def _test(materials: Materials, scheme: str, folder: Path, progress: Progress) -> None:
-    """Measure everything of the model in ``folder``."""
+    """Measure what has not been measured yet of the model in ``folder``."""
+    evaluation = materials.recipe.evaluation_of(scheme)
+    if not (folder / "done.json").exists():
+        _test_first(materials, scheme, folder, progress)
+    for stage in STAGES[1:-1]:
+        progress(stage, 1, 1)
+    if unfinished(evaluation, folder):
+        if not (folder / "model").exists():
+            raise FileNotFoundError(
+                f"{folder / 'model'} is gone, and has not been asked all that evaluation.plans ask; remove {folder} to "
+                "train it again"
+            )
+        model = _on_device(_changed_for_evaluation(materials.recipe, scheme, folder / "model"))
+        _add_window(model, materials.recipe.schemes[scheme].at_evaluation.window)
+        subject = Subject(scheme, model, materials.tokenizer)
+        carry_out(
+            subject, evaluation, folder, lambda done, total: progress("plans", round(100 * done), round(100 * total))
+        )
+    progress("plans", 1, 1)
+
+
+def _test_first(materials: Materials, scheme: str, folder: Path, progress: Progress) -> None:
     recipe = materials.recipe
     started = time.monotonic()
     model = _on_device(_changed_for_evaluation(recipe, scheme, folder / "model"))
@@ -144,7 +170,7 @@ def _on_device(model: PriorDecoderForCausalLM) -> PriorDecoderForCausalLM:
 def _train_first(materials: Materials, scheme: str, seed: int, folder: Path, progress: Progress) -> None:
     recipe, tokenizer = materials.recipe, materials.tokenizer
     settings = recipe.training_of(scheme)
-    if not (folder / "model").exists():
+    if not (folder / "done.json").exists() and not (folder / "model").exists():
         progress("train", 0, settings.total_steps)
         set_seed(seed)
         eos: Any = tokenizer.eos_token_id
@@ -192,6 +218,7 @@ def _extend(materials: Materials, scheme: str, seed: int, folder: Path, progress
     assert settings is not None
     extended = extended_folder(folder)
     if (extended / "done.json").exists():
+        _test(materials, scheme, extended, progress)
         return
     lengths = (materials.recipe.training_of(scheme).context_length, settings.context_length)
     _add_losses(extended / "loss.json", "before", folder / "model", materials, lengths)

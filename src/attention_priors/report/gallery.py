@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from attention_priors.files import write_bytes
 from attention_priors.report import by_axis, figures
 from attention_priors.report.numbers import listing
+from attention_priors.report.plans import loss_views, retrieval_views
 from attention_priors.report.results import Results, check_results, scheme_names, schemes_with
 from attention_priors.report.style import png
 
@@ -58,6 +59,15 @@ def illustrations(results: Results) -> Iterator[Illustration]:
         figures.passkey_heatmap, results, "Share of pass keys retrieved at each depth and context length: {}."
     )
     yield from _for_all(figures.perplexity_by_position, results, f"Perplexity against position: {read}.")
+    for kind, draw, views in (
+        ("retrieval", figures.passkey_by_length, retrieval_views),
+        ("losses", figures.perplexity_by_position, loss_views),
+    ):
+        for view in views(results):
+            words = f"{'Score' if kind == 'retrieval' else 'Perplexity'} by scheme: {view.title}."
+            yield from _drawn(
+                partial(draw, view.results, view.title), kind, None, _plain(f"{kind}_{view.title}"), words
+            )
     yield from _for_each(figures.prior_curves, results, "Log-prior of each head against distance: {}.")
     for place, axis in enumerate(by_axis.axes_of_figures(results), start=1):
         for draw, words in _BY_AXIS.items():
