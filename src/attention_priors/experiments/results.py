@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
-import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +14,11 @@ from attention_priors.experiments.recipe import Recipe, Scheme
 from attention_priors.experiments.run import extended_folder, run_folder
 from attention_priors.experiments.sweep import EXTENSION_AXIS, SCHEME_AXIS
 from attention_priors.files import read_json
-from attention_priors.machine import processor, versions
 
 FORMAT = 1
 
 SECTIONS = ("runs", "passkey", "perplexity", "priors", "logit_scales", "extensions", *PLAN_SECTIONS)
 """The lists of rows."""
-
-_SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelerate")
 
 
 def collect(
@@ -46,13 +41,8 @@ def collect(
     results: dict[str, Any] = {
         "format": FORMAT,
         "recipe": recipe.model_dump(mode="json", exclude_defaults=True),
-        "versions": versions(_SOFTWARE),
-        "machine": {
-            "platform": platform.platform(),
-            "processor": processor(),
-            "cores": os.cpu_count(),
-            "threads_per_run": recipe.threads_per_run,
-        },
+        "versions": {},
+        "machine": {},
         "corpus": corpus,
         "seeds": sorted({seed for _, seed in runs}),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -66,7 +56,7 @@ def collect(
         schemes.setdefault(model.name, _scheme_entry(model, training))
         sections["runs"].append(
             model.row
-            | {key: training[key] for key in ("train_seconds", "steps")}
+            | {key: training[key] for key in ("train_seconds", "steps", "versions", "machine")}
             | {"final_loss": training["history"][-1]["loss"], "history": training["history"]}
             | done
         )
@@ -86,8 +76,18 @@ def collect(
                 | {"from": recipe.training_of(model.extended_from).context_length, "to": model.context_length}
                 | {"steps": training["steps"], "loss": read_json(model.folder / "loss.json")}
             )
+    # Runs may have been made on several machines; results are collected on any.
+    for key in ("versions", "machine"):
+        results[key] = _united([row.pop(key) for row in sections["runs"]])
+    results["machine"]["threads_per_run"] = str(recipe.threads_per_run)
     names = [name for scheme in recipe.schemes for name in (scheme, recipe.extended_name(scheme))]
     return results | {"schemes": [schemes[name] for name in names if name in schemes]} | sections
+
+
+def _united(found: Sequence[dict[str, str | None]]) -> dict[str, str]:
+    """What each thing was in any of the runs, listed where they differ."""
+    keys = dict.fromkeys(key for one in found for key in one)
+    return {key: ", ".join(dict.fromkeys(str(one.get(key)) for one in found)) for key in keys}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ Every step is on disk when it is done.
 from __future__ import annotations
 
 import json
+import os
+import platform
 import shutil
 import time
 from collections.abc import Callable
@@ -30,12 +32,16 @@ from attention_priors.experiments.materials import Materials
 from attention_priors.experiments.plans import carry_out, unfinished
 from attention_priors.experiments.recipe import MixtureSettings, Recipe, folder_name
 from attention_priors.files import read_json, write_json
+from attention_priors.machine import processor, versions
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 from attention_priors.priors import Window
 from attention_priors.training import PositionSettings, mean_loss, train
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage, what is done of it and how much there is of it."""
+
+SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelerate")
+"""The libraries that a run's numbers depend on, whose versions are recorded."""
 
 STAGES = ("train", "passkey", "perplexity", "plans")
 """What a run goes through; with a context extension, once more under the names ``extended train`` and so on."""
@@ -206,6 +212,8 @@ def _train(
             "history": trained.history,
             "parameters": model.num_parameters(),
             "prior_parameters": _positional_parameters(model),
+            "versions": versions(SOFTWARE),
+            "machine": {"platform": platform.platform(), "processor": processor(), "cores": str(os.cpu_count())},
         },
     )
     trained.save(folder / "model", materials.tokenizer)
