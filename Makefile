@@ -1,11 +1,16 @@
 # make demo: train five schemes short and test them long.   make test: every check.
-# Both set up all they need in .venv first; the second time that is there already.
+# make results: what docs/results shows, from recipes/results. Finished runs there are not computed again; to compute
+# all of them, which takes days on two cores, name an empty folder: make results RESULTS=runs/results
+# All set up what they need in .venv first; the second time that is there already.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test format
+RESULTS ?= docs/results
+RECIPES := $(wildcard recipes/results/*.yaml)
+
+.PHONY: demo test results format
 .DELETE_ON_ERROR:
 
 # pip must know dependency groups (25.1); older ones come with many Pythons.
@@ -23,6 +28,11 @@ $(VENV)/dev: $(VENV)/lab
 
 demo: $(VENV)/lab
 	$(BIN)/attention-priors compare recipes/demo.yaml --output runs/demo
+
+results: $(VENV)/lab
+	set -e; for recipe in $(RECIPES); do \
+		$(BIN)/attention-priors compare $$recipe --output $(RESULTS)/$$(basename $$recipe .yaml); \
+	done
 
 test: $(VENV)/dev
 	$(BIN)/ruff format --check .

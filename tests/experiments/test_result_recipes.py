@@ -1,0 +1,87 @@
+"""The recipes of docs/results: each of them runs, small, from its file to its report."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from attention_priors.experiments import Recipe, load_recipe
+from attention_priors.experiments.materials import Materials
+from attention_priors.experiments.results import collect
+from attention_priors.experiments.run import execute, is_finished, run_folder
+from attention_priors.files import read_json
+from attention_priors.report import write_figures, write_report, write_tables
+
+PROJECT = Path(__file__).parents[2]
+RECIPES = sorted((PROJECT / "recipes" / "results").glob("*.yaml"))
+RESULTS = PROJECT / "docs" / "results"
+
+pytestmark = pytest.mark.skipif(not RECIPES, reason="not a checkout of the project")
+
+MOST_SCHEMES = 3
+"""Of a recipe; they are spread over all it has."""
+
+
+def small(content: dict[str, Any]) -> dict[str, Any]:
+    """The same recipe with little to train, little to read and little to do."""
+    recipe = copy.deepcopy(content)
+    recipe["seeds"] = [0]
+    recipe["corpus"]["max_characters"] = 200_000
+    recipe["model"] |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    for section in _everywhere(recipe, "training"):
+        for key in ("steps", "tokens"):
+            if key in section:
+                section[key] = 1
+    for section in _everywhere(recipe, "extension"):
+        section["steps"] = 1
+    for section in _everywhere(recipe, "evaluation"):
+        if "passkey" in section:
+            section["passkey"] |= {"lengths": sorted(section["passkey"]["lengths"])[:2], "depths": 2, "trials": 1}
+        if "perplexity" in section:
+            section["perplexity"] |= {"length": 256, "documents": 1}
+        for plan in section.get("plans", {}).values():
+            plan |= {"lengths": [min(plan["lengths"])], "depths": 2, "trials": 1, "documents": 1, "passes": 1}
+    return recipe
+
+
+def _everywhere(recipe: dict[str, Any], section: str) -> list[dict[str, Any]]:
+    """A section of the recipe and of its schemes."""
+    return [place[section] for place in (recipe, *recipe["schemes"].values()) if place.get(section)]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_small_form_runs_from_the_recipe_to_the_report(path: Path, tmp_path: Path):
+    recipe = Recipe.model_validate(small(yaml.safe_load(path.read_text(encoding="utf-8"))))
+    materials = Materials.load(recipe, tmp_path / "cache")
+    materials.check()
+    names = list(recipe.schemes)
+    chosen = names[:: max(1, len(names) // MOST_SCHEMES)][:MOST_SCHEMES]
+    for scheme in chosen:
+        folder = run_folder(tmp_path, scheme, 0)
+        folder.mkdir(parents=True)
+        execute(materials, scheme, 0, folder, lambda stage, done, total: None)
+        assert is_finished(recipe, tmp_path, scheme, 0)
+    results = collect(recipe, tmp_path, [(scheme, 0) for scheme in chosen], wall_seconds=1.0, corpus={"name": "small"})
+    assert {row["scheme"] for row in results["runs"]} >= set(chosen)
+    assert write_tables(results, tmp_path / "tables")
+    assert write_figures(results, tmp_path / "figures")
+    write_report(results, tmp_path / "report.html")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_what_is_shown_was_made_by_the_recipe(path: Path):
+    made = RESULTS / path.stem / "recipe.json"
+    if not made.exists():
+        pytest.skip("nothing has been made of it yet")
+    recipe = load_recipe(path)
+    assert Recipe.model_validate(read_json(made)) == recipe
+    for scheme in recipe.schemes:
+        for seed in recipe.seeds:
+            described = run_folder(RESULTS / path.stem, scheme, seed) / "identity.json"
+            if described.exists():
+                found = read_json(described)
+                assert found["seed"] == seed
+                assert found["training"]["steps"] == recipe.training_of(scheme).steps
+                assert found["evaluation"]["passkey"] == recipe.evaluation_of(scheme).model_dump(mode="json")["passkey"]
