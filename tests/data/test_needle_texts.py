@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from attention_priors.data import (
+    END_OF_TEXT,
     NEEDLE_TASKS,
     Document,
     Haystack,
@@ -85,7 +86,7 @@ def test_several_values_are_listed_as_the_question_lists_keys(
     text = texts["niah_multiquery"].text(30, seed=5)
     a, b, c, d = draw(task, 1, Random(5)).expected
 
-    assert str(tokenizer.decode(text.answer)) == f" {a}, {b}, {c}, and {d}{tokenizer.eos_token}"
+    assert str(tokenizer.decode(text.answer)) == f" {a}, {b}, {c}, and {d}{END_OF_TEXT}"
     assert match_all(str(tokenizer.decode(text.answer)), (a, b, c, d)) == 1
 
 
@@ -175,7 +176,7 @@ def test_the_answer_has_its_weight_and_ends_the_text(mixture, tokenizer: PreTrai
         answer = (weights == weights.max()).nonzero().flatten()
         assert answer.tolist() == list(range(int(answer[0]), int(own.sum())))
         assert torch.equal(row["labels"][answer], row["input_ids"][answer])
-        value, end = str(tokenizer.decode(row["input_ids"][answer])).split(tokenizer.eos_token)
+        value, end = str(tokenizer.decode(row["input_ids"][answer])).split(END_OF_TEXT)
         assert (value[0], len(value), end) == (" ", 8, "")
         asked = str(tokenizer.decode(row["input_ids"][: int(answer[0])]))
         assert asked.endswith("mentioned in the provided text is")

@@ -34,7 +34,7 @@ def make(tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...], se
         arguments |= {name: value for name, value in changes.items() if name not in share}
         share |= {name: value for name, value in changes.items() if name in share}
         retrieval = [RetrievalShare(**share)] if share["ratio"] else []
-        return TrainingMixture(token_stream(tokenizer, documents), **({"retrieval": retrieval} | arguments))
+        return TrainingMixture(token_stream(tokenizer, documents), retrieval=retrieval, **arguments)
 
     return mixture
 
