@@ -46,11 +46,12 @@ def test_the_longest_text_is_over_all_that_is_read(tmp_path, changes, longest):
     assert load_recipe(_write(tmp_path, changed(changes))).longest_text == longest
 
 
-def test_the_demo_recipe_loads():
-    demo = Path(__file__).parents[2] / "recipes" / "demo.yaml"
-    if not demo.exists():
+@pytest.mark.parametrize("path", ["demo.yaml", "results/headline.yaml", "results/needles.yaml", "results/regime.yaml"])
+def test_the_projects_own_recipes_load(path: str):
+    recipes = Path(__file__).parents[2] / "recipes"
+    if not recipes.exists():
         pytest.skip("not a checkout of the project")
-    recipe = load_recipe(demo)
+    recipe = load_recipe(recipes / path)
     for name in recipe.schemes:
         recipe.config_of(name, vocab_size=100)
 
