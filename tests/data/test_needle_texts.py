@@ -1,3 +1,4 @@
+import pickle
 from random import Random
 from typing import Any, cast
 
@@ -191,6 +192,13 @@ def test_a_row_is_a_function_of_seed_and_index(mixture):
 
     assert all(torch.equal(rows[index][field], backwards[index][field]) for index in range(25) for field in rows[index])
     assert not torch.equal(rows[0]["input_ids"], other[0]["input_ids"])
+
+
+def test_workers_that_share_no_memory_make_the_same_rows(mixture):
+    rows = mixture()
+    elsewhere = pickle.loads(pickle.dumps(rows))  # as a worker that is not forked gets it
+
+    assert all(torch.equal(rows[index]["input_ids"], elsewhere[index]["input_ids"]) for index in range(10))
 
 
 def test_ratios_above_one_are_an_error(mixture, texts: dict[str, NeedleTexts]):

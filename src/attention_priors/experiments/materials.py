@@ -69,6 +69,11 @@ class Materials:
         return Haystack(f"{self.corpus.name} (train)", " ".join(document.text for document in self.corpus.train))
 
     @cached_property
+    def _needle_texts(self) -> dict[str, NeedleTexts]:
+        """By task, what makes its texts to train on: all schemes share it, as it takes a moment to begin."""
+        return {}
+
+    @cached_property
     def held_out_stream(self) -> TokenStream:
         """The documents to test on."""
         return token_stream(self.tokenizer, self.corpus.held_out)
@@ -100,7 +105,9 @@ class Materials:
         if settings.needle_ratio is None or settings.needle_tasks is None:
             return
         for task in settings.needle_tasks:
-            texts = NeedleTexts(self.tokenizer, task, self.train_haystack)
+            texts = self._needle_texts.get(task)
+            if texts is None:
+                texts = self._needle_texts[task] = NeedleTexts(self.tokenizer, task, self.train_haystack)
             least = settings.needle_minimum_length
             yield RetrievalShare(
                 texts,
