@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from attention_priors.data import Document, PasskeyTask, token_stream, train_tokenizer
+from attention_priors.data import Document, PasskeyTask, RetrievalShare, token_stream, train_tokenizer
 from attention_priors.data.passkey import WORDINGS
 from attention_priors.data.tokenizer import joins_digits
 
@@ -81,6 +81,9 @@ def test_a_key_must_not_be_one_token_with_the_words_before_it():
 def test_a_tokenizer_that_joins_digits_is_not_to_train_with():
     with pytest.raises(ValueError, match="decoys need a tokenizer that gives every digit its own token; it is 2"):
         PasskeyTask(_joining("words", 400), decoys=2)
+    task = PasskeyTask(_joining("words", 400))
+    with pytest.raises(ValueError, match="joins digits: expected one token for each, to train on pass keys"):
+        RetrievalShare(task, 0.5).least_length(10_000)
 
 
 @pytest.mark.parametrize("digits", [1, 4, 8, 9])

@@ -11,6 +11,7 @@ from attention_priors.data import (
     IGNORED_LABEL,
     Document,
     PasskeyTask,
+    RetrievalShare,
     TrainingMixture,
     collate_rows,
     token_stream,
@@ -23,16 +24,17 @@ ANSWER_WEIGHT = 7.0
 @pytest.fixture(scope="module")
 def make(tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...], sentence_task: PasskeyTask):
     def mixture(**changes: Any) -> TrainingMixture:
-        arguments: dict[str, Any] = {
-            "context_length": LENGTH,
-            "num_rows": 400,
-            "seed": 1,
-            "passkey_task": sentence_task,
-            "passkey_ratio": 0.5,
-            "passkey_min_length": 250,
+        arguments: dict[str, Any] = {"context_length": LENGTH, "num_rows": 400, "seed": 1}
+        share: dict[str, Any] = {
+            "texts": sentence_task,
+            "ratio": 0.5,
+            "minimum_length": 250,
             "answer_weight": ANSWER_WEIGHT,
         }
-        return TrainingMixture(token_stream(tokenizer, documents), **(arguments | changes))
+        arguments |= {name: value for name, value in changes.items() if name not in share}
+        share |= {name: value for name, value in changes.items() if name in share}
+        retrieval = [RetrievalShare(**share)] if share["ratio"] else []
+        return TrainingMixture(token_stream(tokenizer, documents), retrieval=retrieval, **arguments)
 
     return mixture
 
@@ -56,7 +58,7 @@ def test_rows_have_the_stated_shapes_and_types(make):
 
 
 def test_document_ids_count_up_in_contiguous_runs(make):
-    mixture = make(context_length=3000, passkey_min_length=None)
+    mixture = make(context_length=3000, minimum_length=None)
     rows = [mixture[index] for index in range(50)]
 
     for row in rows:
@@ -67,7 +69,7 @@ def test_document_ids_count_up_in_contiguous_runs(make):
 
 
 def test_labels_are_the_tokens_but_for_the_first_of_each_document(make):
-    mixture = make(context_length=3000, passkey_min_length=None)
+    mixture = make(context_length=3000, minimum_length=None)
     for row in (mixture[index] for index in range(50)):
         first = torch.ones(3000, dtype=torch.bool)
         first[1:] = row["document_ids"].diff() != 0
@@ -76,7 +78,7 @@ def test_labels_are_the_tokens_but_for_the_first_of_each_document(make):
 
 
 def test_corpus_documents_end_where_their_id_changes(make, tokenizer: PreTrainedTokenizerFast):
-    mixture = make(context_length=3000, passkey_ratio=0.0)
+    mixture = make(context_length=3000, ratio=0.0)
     for row in (mixture[index] for index in range(20)):
         last = row["document_ids"].diff() != 0
         assert torch.equal(row["input_ids"][:-1] == tokenizer.eos_token_id, last)
@@ -84,7 +86,7 @@ def test_corpus_documents_end_where_their_id_changes(make, tokenizer: PreTrained
 
 def test_corpus_rows_are_windows_of_the_stream(make, tokenizer, documents: tuple[Document, ...]):
     stream = token_stream(tokenizer, documents).tokens.unfold(0, LENGTH, 1)
-    mixture = make(passkey_ratio=0.0)
+    mixture = make(ratio=0.0)
 
     starts = []
     for row in (mixture[index] for index in range(30)):
@@ -106,7 +108,7 @@ def test_weights_are_one_but_for_answers_and_ignored_tokens(make, tokenizer: Pre
 
 
 def test_weighted_tokens_are_the_key_of_the_row_and_end_its_first_document(make, tokenizer: PreTrainedTokenizerFast):
-    mixture = make(passkey_ratio=1.0)
+    mixture = make(ratio=1.0)
     for row in (mixture[index] for index in range(50)):
         answer = (row["loss_weights"] == ANSWER_WEIGHT).nonzero().flatten()
         size = int((row["document_ids"] == 0).sum())
@@ -118,14 +120,14 @@ def test_weighted_tokens_are_the_key_of_the_row_and_end_its_first_document(make,
 
 
 def test_passkey_lengths_reach_from_the_minimum_to_the_whole_row(make):
-    mixture = make(passkey_ratio=1.0, passkey_min_length=310)
+    mixture = make(ratio=1.0, minimum_length=310)
     sizes = {int((mixture[index]["document_ids"] == 0).sum()) for index in range(200)}
 
     assert sizes == set(range(310, LENGTH + 1))
 
 
 def test_shortest_passkey_text_is_the_default_minimum(make, sentence_task: PasskeyTask):
-    mixture = make(context_length=sentence_task.minimum_length + 6, passkey_ratio=1.0, passkey_min_length=None)
+    mixture = make(context_length=sentence_task.minimum_length + 6, ratio=1.0, minimum_length=None)
     sizes = {int((mixture[index]["document_ids"] == 0).sum()) for index in range(50)}
 
     assert sizes == {sentence_task.minimum_length + 5, sentence_task.minimum_length + 6}
@@ -133,7 +135,7 @@ def test_shortest_passkey_text_is_the_default_minimum(make, sentence_task: Passk
 
 @pytest.mark.parametrize("ratio", [0.0, 0.2, 1.0])
 def test_passkey_rows_have_the_stated_ratio(make, ratio: float):
-    mixture = make(passkey_ratio=ratio)
+    mixture = make(ratio=ratio)
     count = sum(_is_passkey(mixture[index]) for index in range(400))
 
     assert abs(count - 400 * ratio) <= 5 * math.sqrt(400 * ratio * (1 - ratio))
@@ -150,7 +152,7 @@ def test_row_depends_on_seed_and_index_alone(make):
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 def test_rows_can_be_changed_without_changing_the_dataset(make, ratio: float):
-    mixture = make(passkey_ratio=ratio)
+    mixture = make(ratio=ratio)
     kept = {field: value.clone() for field, value in mixture[0].items()}
     for value in mixture[0].values():
         value.zero_()
@@ -182,14 +184,13 @@ def test_index_outside_the_dataset_is_an_error(make):
         ({"context_length": 1}, "context_length must be at least 2 tokens; it is 1"),
         ({"context_length": 10**6}, "stream has .* tokens: expected at least 1000000"),
         ({"num_rows": 0}, "num_rows must be at least 1; it is 0"),
-        ({"passkey_ratio": -0.1}, "passkey_ratio must be from 0 to 1; it is -0.1"),
-        ({"passkey_ratio": 1.1}, "passkey_ratio must be from 0 to 1; it is 1.1"),
-        ({"passkey_task": None}, "passkey_task must be given when passkey_ratio is above 0; it is 0.5"),
-        ({"passkey_min_length": 321}, "passkey_min_length must be from .* to 320 .*; it is 321"),
-        ({"passkey_min_length": 20}, "passkey_min_length must be from .* to 320 .*; it is 20"),
-        ({"context_length": 50, "passkey_min_length": None}, "passkey_min_length must be from"),
-        ({"answer_weight": 0.0}, "answer_weight must be above 0 and finite; it is 0.0"),
-        ({"answer_weight": float("nan")}, "answer_weight must be above 0 and finite; it is nan"),
+        ({"ratio": -0.1}, "ratio of passkey must be above 0 and at most 1; it is -0.1"),
+        ({"ratio": 1.1}, "ratio of passkey must be above 0 and at most 1; it is 1.1"),
+        ({"minimum_length": 321}, r"minimum_length of passkey must be from \d+ \(its .*\) to 320 .*; it is 321"),
+        ({"minimum_length": 20}, r"minimum_length of passkey must be from \d+ \(its .*\) to 320 .*; it is 20"),
+        ({"context_length": 50, "minimum_length": None}, r"context_length must be at least \d+, .*passkey.*; it is 50"),
+        ({"answer_weight": 0.0}, "answer_weight of passkey must be above 0 and finite; it is 0.0"),
+        ({"answer_weight": float("nan")}, "answer_weight of passkey must be above 0 and finite; it is nan"),
     ],
 )
 def test_bad_argument_is_an_error_that_names_it(make, changes: dict[str, Any], problem: str):

@@ -353,9 +353,28 @@ def test_two_calls_do_not_write_the_same_folder(copy, tiny, quiet):
         ),
         (
             {"schemes.BAM + SSMax.training": {"passkey_minimum_length": 151}},
-            r"schemes\.BAM \+ SSMax: passkey_min_length must be from \d+ .* to 150 .*; it is 151",
+            r"schemes\.BAM \+ SSMax: minimum_length of passkey must be from \d+ .* to 150 .*; it is 151",
         ),
-        ({"schemes.BAM + SSMax.training": {"context_length": 30}}, r"schemes\.BAM \+ SSMax: passkey_min_length"),
+        (
+            {"schemes.BAM + SSMax.training": {"context_length": 30}},
+            r"schemes\.BAM \+ SSMax: context_length must be at least \d+, what the shortest passkey text .*; it is 30",
+        ),
+        (
+            {"schemes.BAM + SSMax.training": {"needle_ratio": 0.5, "needle_tasks": ["niah_single_1", "niah_single_2"]}},
+            r"schemes\.BAM \+ SSMax: context_length must be at least \d+, what the shortest niah_single_1 text .* 150",
+        ),
+        (
+            {
+                "schemes.ALiBi.extension": {
+                    "context_length": 1500,
+                    "tokens_per_step": 1500,
+                    "needle_ratio": 0.5,
+                    "needle_tasks": ["niah_single_1"],
+                    "needle_minimum_length": 1501,
+                }
+            },
+            r"schemes\.ALiBi\.extension: minimum_length of niah_single_1 must be from \d+ .* to 1500 .*; it is 1501",
+        ),
     ],
 )
 def test_a_text_that_cannot_be_made_is_an_error_before_any_work(tiny, tmp_path, quiet, no_workers, changes, complaint):

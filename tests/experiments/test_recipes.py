@@ -46,11 +46,12 @@ def test_the_longest_text_is_over_all_that_is_read(tmp_path, changes, longest):
     assert load_recipe(_write(tmp_path, changed(changes))).longest_text == longest
 
 
-def test_the_demo_recipe_loads():
-    demo = Path(__file__).parents[2] / "recipes" / "demo.yaml"
-    if not demo.exists():
+@pytest.mark.parametrize("path", ["demo.yaml", "results/headline.yaml", "results/needles.yaml", "results/regime.yaml"])
+def test_the_projects_own_recipes_load(path: str):
+    recipes = Path(__file__).parents[2] / "recipes"
+    if not recipes.exists():
         pytest.skip("not a checkout of the project")
-    recipe = load_recipe(demo)
+    recipe = load_recipe(recipes / path)
     for name in recipe.schemes:
         recipe.config_of(name, vocab_size=100)
 
@@ -155,6 +156,34 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "too large a ratio": (
         {"training.passkey_ratio": 2},
         ["training.passkey_ratio:", "less than or equal to 1, got 2"],
+    ),
+    "ratios that sum to more than one": (
+        {"training.needle_ratio": 0.6, "training.needle_tasks": ["niah_single_1"]},
+        ["training: passkey_ratio and needle_ratio must sum to 1 at most, got 0.5 and 0.6"],
+    ),
+    "ratios of one scheme that sum to more than one": (
+        {
+            "training.needle_ratio": 0.4,
+            "training.needle_tasks": ["niah_single_1"],
+            "schemes.ALiBi.training": {"passkey_ratio": 0.7},
+        },
+        ["schemes.ALiBi.training: passkey_ratio and needle_ratio must sum to 1 at most, got 0.7 and 0.4"],
+    ),
+    "unknown needle task": (
+        {"training.needle_ratio": 0.5, "training.needle_tasks": ["niah_single_1", "niah_single_9"]},
+        ["training.needle_tasks: unknown task 'niah_single_9'; there are niah_single_1, niah_single_2"],
+    ),
+    "the same needle task twice": (
+        {"training.needle_ratio": 0.5, "training.needle_tasks": ["niah_single_1", "niah_single_1"]},
+        ["training.needle_tasks: tasks must be distinct, got ['niah_single_1', 'niah_single_1']"],
+    ),
+    "needles of no task": (
+        {"training.needle_ratio": 0.5},
+        ["training: needle_ratio and needle_tasks need each other, got 0.5 and None"],
+    ),
+    "a length of needles that there are none of": (
+        {"training.needle_minimum_length": 100},
+        ["training: needle_minimum_length and needle_answer_weight need needle_ratio, got none"],
     ),
     "a rate that is no number": ({"training.learning_rate": "fast"}, ["training.learning_rate:", "got 'fast'"]),
     "a rate that is nan": ({"training.learning_rate": float("nan")}, ["training.learning_rate:", "got nan"]),

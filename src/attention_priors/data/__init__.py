@@ -1,4 +1,4 @@
-"""Text, tokens, the passkey task and training rows."""
+"""Text, tokens, texts that hide something, and training rows."""
 
 from attention_priors.data.corpora import EMBEDDED, Corpus, Document, load_corpus
 from attention_priors.data.needles import (
@@ -7,12 +7,14 @@ from attention_priors.data.needles import (
     NeedleSample,
     NeedleSettings,
     NeedleTask,
+    NeedleTexts,
     PunktSplitter,
     load_haystack,
     match_all,
 )
 from attention_priors.data.packing import IGNORED_LABEL, TrainingMixture, collate_rows
 from attention_priors.data.passkey import ANSWER_LENGTH, PasskeySample, PasskeyTask, depths
+from attention_priors.data.retrieval import RetrievalShare, RetrievalText, RetrievalTexts
 from attention_priors.data.stream import TokenStream, token_stream
 from attention_priors.data.tokenizer import (
     END_OF_TEXT,
@@ -34,9 +36,13 @@ __all__ = [
     "NeedleSample",
     "NeedleSettings",
     "NeedleTask",
+    "NeedleTexts",
     "PasskeySample",
     "PasskeyTask",
     "PunktSplitter",
+    "RetrievalShare",
+    "RetrievalText",
+    "RetrievalTexts",
     "TokenStream",
     "TrainingMixture",
     "collate_rows",

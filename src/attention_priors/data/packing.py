@@ -1,28 +1,31 @@
-"""Training rows of one length: corpus text, and passkey texts mixed in at a stated ratio."""
+"""Training rows of one length: corpus text, and retrieval texts mixed in at stated ratios."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from attention_priors.data.passkey import PasskeySample, PasskeyTask
+from attention_priors.data.retrieval import RetrievalShare, RetrievalText
 from attention_priors.data.stream import TokenStream
 
 IGNORED_LABEL = -100
 """Label of a token that has no loss."""
+
+_ROUNDING = 1e-9
+"""By how much ratios that sum to 1 may seem to exceed it."""
 
 
 class TrainingMixture(Dataset[dict[str, Tensor]]):
     """Rows of packed documents for a causal language model.
 
     Row ``i`` is a function of ``seed`` and ``i`` alone, so training can stop and go on at any row, and
-    workers do not change what is read. A row is a random window of the documents; with probability
-    ``passkey_ratio`` it starts with a passkey text, of a length and a depth drawn uniformly, and the window
-    fills the rest.
+    workers do not change what is read. A row is a random window of the documents; with the stated
+    probabilities it starts with a retrieval text, of a length drawn uniformly, and the window fills the rest.
 
     Each row has, of shape ``(context_length,)``:
 
@@ -30,23 +33,19 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
     - ``labels`` (int64): the same tokens, in the same places (the model shifts them), but -100 for the first
       token of each document, so that no document is predicted from the one before;
     - ``document_ids`` (int64): 0, 1, 2, ... for the documents of the row, each a contiguous run;
-    - ``loss_weights`` (float32): 1 for each label, ``answer_weight`` for the answer tokens of a passkey
-      text, 0 where the label is -100.
+    - ``loss_weights`` (float32): 1 for each label, the share's ``answer_weight`` for the answer tokens of a
+      retrieval text, 0 where the label is -100.
 
     Args:
         stream: Documents to train on, with at least ``context_length`` tokens in all.
         context_length: Tokens of a row, at least 2.
         num_rows: Rows of the dataset, at least 1.
         seed: Selects the rows; any integer.
-        passkey_task: What makes the passkey texts; needed when ``passkey_ratio`` is above 0.
-        passkey_ratio: Probability, from 0 to 1, that a row starts with a passkey text.
-        passkey_min_length: Shortest passkey text in tokens, its answer included, from
-            ``passkey_task.minimum_length`` and the answer's digits to ``context_length``; ``None`` for the
-            shortest there is.
-        answer_weight: Loss weight of an answer token, above 0.
+        retrieval: The retrieval texts that rows begin with, such as pass keys and needles; their ratios sum to 1
+            at most, and the other rows are documents alone.
 
     Raises:
-        ValueError: an argument is outside the range given above.
+        ValueError: an argument is outside the range given above, or no text of some share fits into a row.
     """
 
     def __init__(
@@ -56,36 +55,22 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
         context_length: int,
         num_rows: int,
         seed: int,
-        passkey_task: PasskeyTask | None = None,
-        passkey_ratio: float = 0.0,
-        passkey_min_length: int | None = None,
-        answer_weight: float = 1.0,
+        retrieval: Sequence[RetrievalShare] = (),
     ) -> None:
         if context_length < 2:
             raise ValueError(f"context_length must be at least 2 tokens; it is {context_length}")
         if num_rows < 1:
             raise ValueError(f"num_rows must be at least 1; it is {num_rows}")
-        if not 0 <= passkey_ratio <= 1:
-            raise ValueError(f"passkey_ratio must be from 0 to 1; it is {passkey_ratio}")
-        if not 0 < answer_weight < float("inf"):
-            raise ValueError(f"answer_weight must be above 0 and finite; it is {answer_weight}")
-        self._passkey: tuple[PasskeyTask, float, int] | None = None
-        if passkey_ratio > 0:
-            if passkey_task is None:
-                raise ValueError(f"passkey_task must be given when passkey_ratio is above 0; it is {passkey_ratio}")
-            if passkey_task.joins_digits:
-                raise ValueError(
-                    "passkey_task must have a tokenizer that gives every digit its own token; it joins some"
-                )
-            min_length = _checked_min_length(passkey_min_length, passkey_task, context_length)
-            self._passkey = (passkey_task, passkey_ratio, min_length)
+        total = math.fsum(share.ratio for share in retrieval)
+        if total > 1 + _ROUNDING:
+            raise ValueError(f"the ratios of retrieval must sum to 1 at most; they sum to {total:g}")
+        self._shares = [(share, share.least_length(context_length)) for share in retrieval]
         if len(stream) < context_length:
             raise ValueError(f"stream has {len(stream)} tokens: expected at least {context_length} (one row)")
         self._stream = stream
         self._context_length = context_length
         self._num_rows = num_rows
         self._seed = seed
-        self._answer_weight = answer_weight
 
     def __len__(self) -> int:
         return self._num_rows
@@ -94,28 +79,26 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
         if not 0 <= index < self._num_rows:
             raise IndexError(f"index must be from 0 to {self._num_rows - 1}; it is {index}")
         generator = torch.Generator().manual_seed(_row_seed(self._seed, index))
-        passkey = self._draw_passkey(generator)
-        input_ids, document_ids = self._draw_window(
-            self._context_length - (0 if passkey is None else passkey.tokens.numel()), generator
-        )
-        if passkey is not None:
-            input_ids = torch.cat([passkey.tokens, input_ids])
-            document_ids = torch.cat([torch.zeros_like(passkey.tokens), document_ids + 1])
-
-        row = packed_row(input_ids, document_ids)
-        if passkey is not None:
-            row["loss_weights"][passkey.answer_start : passkey.tokens.numel()] = self._answer_weight
+        drawn = self._draw_text(generator)
+        if drawn is None:
+            return packed_row(*self._draw_window(self._context_length, generator))
+        share, text = drawn
+        size = text.tokens.numel()
+        window, document_ids = self._draw_window(self._context_length - size, generator)
+        row = packed_row(torch.cat([text.tokens, window]), torch.cat([torch.zeros_like(text.tokens), document_ids + 1]))
+        row["loss_weights"][text.answer_start : size] = share.answer_weight
         return row
 
-    def _draw_passkey(self, generator: torch.Generator) -> PasskeySample | None:
-        if self._passkey is None:
+    def _draw_text(self, generator: torch.Generator) -> tuple[RetrievalShare, RetrievalText] | None:
+        if not self._shares:
             return None
-        task, ratio, min_length = self._passkey
-        if float(torch.rand((), generator=generator)) >= ratio:
-            return None
-        length = int(torch.randint(min_length, self._context_length + 1, (), generator=generator))
-        depth = float(torch.rand((), generator=generator))
-        return task.sample(length - task.digits, depth, generator)
+        chance = float(torch.rand((), generator=generator))
+        for share, least in self._shares:
+            if chance < share.ratio:
+                length = int(torch.randint(least, self._context_length + 1, (), generator=generator))
+                return share, share.texts.draw_text(length, generator)
+            chance -= share.ratio
+        return None
 
     def _draw_window(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """A random window of the documents: its tokens, and their documents counted from 0."""
@@ -145,18 +128,6 @@ def packed_row(input_ids: Tensor, document_ids: Tensor) -> dict[str, Tensor]:
 def collate_rows(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Stack rows of `TrainingMixture` into a batch of tensors of shape ``(len(rows), context_length)``."""
     return {field: torch.stack([row[field] for row in rows]) for field in rows[0]}
-
-
-def _checked_min_length(min_length: int | None, task: PasskeyTask, context_length: int) -> int:
-    shortest = task.minimum_length + task.digits
-    if min_length is None:
-        min_length = shortest
-    if not shortest <= min_length <= context_length:
-        raise ValueError(
-            f"passkey_min_length must be from {shortest} (the shortest passkey text) to {context_length} "
-            f"(context_length); it is {min_length}"
-        )
-    return min_length
 
 
 def _row_seed(seed: int, index: int) -> int:

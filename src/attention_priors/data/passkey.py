@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from attention_priors.data.retrieval import RetrievalText
 from attention_priors.data.stream import TokenStream
 from attention_priors.data.tokenizer import digit_token_ids, joins_digits
 
@@ -52,31 +53,16 @@ _PROBES = ("1234567890", "9067812345")
 
 
 @dataclass(frozen=True)
-class PasskeySample:
-    """One passkey text and its answer.
+class PasskeySample(RetrievalText):
+    """One passkey text and its answer: one token for each digit, unless the tokenizer joins digits.
 
     Attributes:
-        tokens: The prompt and the tokens of the answer, int64, shape ``(length + answer,)``.
-        answer_start: Index of the answer's first token, equal to ``length``: the model has read exactly that
-            many tokens when it predicts it.
         needle_start: Index of the needle's first token.
         key: The pass key: so many digits, of which the first is not 0.
     """
 
-    tokens: Tensor
-    answer_start: int
     needle_start: int
     key: int
-
-    @property
-    def prompt(self) -> Tensor:
-        """What the model reads, shape ``(length,)``."""
-        return self.tokens[: self.answer_start]
-
-    @property
-    def answer(self) -> Tensor:
-        """The tokens of the pass key: one for each digit, unless the tokenizer joins digits."""
-        return self.tokens[self.answer_start :]
 
 
 class PasskeyTask:
@@ -101,6 +87,8 @@ class PasskeyTask:
         ValueError: an argument is outside the range given above, or ``tokenizer`` makes one token of a pass key and the
             words before it.
     """
+
+    name = "passkey"
 
     def __init__(
         self,
@@ -162,6 +150,30 @@ class PasskeyTask:
     def minimum_length(self) -> int:
         """Tokens of a prompt whatever its key, which has next to no filler: instruction, needle and question."""
         return self._instruction.numel() + self._longest_needle + self._question.numel()
+
+    @property
+    def shortest_text(self) -> int:
+        """Tokens of the shortest prompt and its answer.
+
+        Raises:
+            ValueError: the tokenizer joins digits, so that texts of an exact length cannot be made.
+        """
+        if self.joins_digits:
+            raise ValueError(
+                f"tokenizer {self._tokenizer.name_or_path!r} joins digits: expected one token for each, to train "
+                "on pass keys"
+            )
+        return self.minimum_length + self.digits
+
+    def draw_text(self, length: int, generator: torch.Generator) -> PasskeySample:
+        """Draw a text to train on, with the needle at any depth.
+
+        Args:
+            length: Tokens of the whole text, its answer included; at least `shortest_text`.
+            generator: Draws the depth, and what `sample` draws.
+        """
+        depth = float(torch.rand((), generator=generator))
+        return self.sample(length - self.digits, depth, generator)
 
     def sample(self, length: int, depth: float, generator: torch.Generator) -> PasskeySample:
         """Make one text with a random pass key.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -125,6 +126,26 @@ def pretrained_tokenizer(spec: str | Path) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer {str(spec)!r} has no eos_token: expected one to mark where a document ends")
     return tokenizer
+
+
+class TextEncoder:
+    """Token ids of a text, without special tokens, in half the time of a call of the tokenizer if it is a fast one."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend = copy.deepcopy(
+                self._backend
+            )  # so that truncation set elsewhere is not ours, nor ours theirs
+            self._backend.no_truncation()
+            self._backend.no_padding()
+
+    def __call__(self, text: str) -> list[int]:
+        """The token ids of one text."""
+        if self._backend is None:
+            return self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def digit_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -14,7 +14,10 @@ from torch import Tensor
 from attention_priors.data import (
     EMBEDDED,
     Corpus,
+    Haystack,
+    NeedleTexts,
     PasskeyTask,
+    RetrievalShare,
     TokenStream,
     TrainingMixture,
     load_corpus,
@@ -70,31 +73,57 @@ class Materials:
         return token_stream(self.tokenizer, self.corpus.train)
 
     @cached_property
+    def train_haystack(self) -> Haystack:
+        """The documents to train on, as the text that needles hide in."""
+        return Haystack(f"{self.corpus.name} (train)", " ".join(document.text for document in self.corpus.train))
+
+    @cached_property
+    def _needle_texts(self) -> dict[str, NeedleTexts]:
+        """By task, what makes its texts to train on: all schemes share it, as it takes a moment to begin."""
+        return {}
+
+    @cached_property
     def held_out_stream(self) -> TokenStream:
         """The documents to test on."""
         return token_stream(self.tokenizer, self.corpus.held_out)
 
     def training_rows(self, settings: MixtureSettings, seed: int) -> TrainingMixture:
         """The rows that one training reads."""
-        task = None
-        if settings.passkey_ratio > 0:
-            filler = self.train_stream if settings.passkey_filler == "corpus" else None
-            task = PasskeyTask(
-                self.tokenizer,
-                filler,
-                decoys=settings.passkey_decoys,
-                decoy_overlap=settings.passkey_decoy_overlap or 0.0,
-            )
         return TrainingMixture(
             self.train_stream,
             context_length=settings.context_length,
             num_rows=settings.total_rows,
             seed=seed,
-            passkey_task=task,
-            passkey_ratio=settings.passkey_ratio,
-            passkey_min_length=settings.passkey_minimum_length,
-            answer_weight=settings.passkey_answer_weight,
+            retrieval=[*self._passkey_shares(settings), *self._needle_shares(settings)],
         )
+
+    def _passkey_shares(self, settings: MixtureSettings) -> Iterator[RetrievalShare]:
+        if settings.passkey_ratio == 0:
+            return
+        texts = PasskeyTask(
+            self.tokenizer,
+            self.train_stream if settings.passkey_filler == "corpus" else None,
+            decoys=settings.passkey_decoys,
+            decoy_overlap=settings.passkey_decoy_overlap or 0.0,
+        )
+        yield RetrievalShare(
+            texts, settings.passkey_ratio, settings.passkey_minimum_length, settings.passkey_answer_weight
+        )
+
+    def _needle_shares(self, settings: MixtureSettings) -> Iterator[RetrievalShare]:
+        if settings.needle_ratio is None or settings.needle_tasks is None:
+            return
+        for task in settings.needle_tasks:
+            texts = self._needle_texts.get(task)
+            if texts is None:
+                texts = self._needle_texts[task] = NeedleTexts(self.tokenizer, task, self.train_haystack)
+            least = settings.needle_minimum_length
+            yield RetrievalShare(
+                texts,
+                settings.needle_ratio / len(settings.needle_tasks),
+                None if least is None else max(least, texts.shortest_text),
+                settings.needle_answer_weight or settings.passkey_answer_weight,
+            )
 
     def passkey_task(self, settings: PasskeySettings) -> PasskeyTask:
         """The passkey texts to test on, with held-out filler."""

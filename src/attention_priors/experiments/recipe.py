@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from attention_priors.data import ANSWER_LENGTH, EMBEDDED
+from attention_priors.data import ANSWER_LENGTH, EMBEDDED, NEEDLE_TASKS
 from attention_priors.encodings import LearnedTable, Rotary
 from attention_priors.evaluation import LONGEST_KEY, EvaluationSettings
 from attention_priors.experiments.sweep import EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid
@@ -47,6 +47,40 @@ class MixtureSettings(TrainingSettings):
     """Share of these numbers that begin with digits of the pass key, and go on with others; none by default."""
     passkey_answer_weight: float = Field(default=1.0, gt=0)
     """Weight of an answer token's loss; every other token has weight 1."""
+    needle_ratio: float | None = Field(default=None, gt=0, le=1)
+    """Share of rows that begin with a needle text, in equal parts of each of ``needle_tasks``."""
+    needle_tasks: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """RULER's names of them."""
+    needle_minimum_length: int | None = Field(default=None, gt=0)
+    """Least length that is drawn for a needle text, its answer included; each task's shortest where that is longer, and
+    by default."""
+    needle_answer_weight: float | None = Field(default=None, gt=0)
+    """As ``passkey_answer_weight``, which it is by default."""
+
+    @field_validator("needle_tasks")
+    @classmethod
+    def _known_tasks(cls, tasks: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for task in tasks or ():
+            if task not in NEEDLE_TASKS:
+                raise ValueError(f"unknown task {task!r}; there are {', '.join(NEEDLE_TASKS)}")
+        if len(set(tasks or ())) < len(tasks or ()):
+            raise ValueError(f"tasks must be distinct, got {list(tasks or ())}")
+        return tasks
+
+    @model_validator(mode="after")
+    def _possible_mixture(self) -> MixtureSettings:
+        if (self.needle_ratio is None) != (self.needle_tasks is None):
+            raise ValueError(
+                f"needle_ratio and needle_tasks need each other, got {self.needle_ratio} and {self.needle_tasks}"
+            )
+        if self.needle_ratio is None and (self.needle_minimum_length or self.needle_answer_weight):
+            raise ValueError("needle_minimum_length and needle_answer_weight need needle_ratio, got none")
+        if self.passkey_ratio + (self.needle_ratio or 0) > 1:
+            raise ValueError(
+                f"passkey_ratio and needle_ratio must sum to 1 at most, got {self.passkey_ratio} and "
+                f"{self.needle_ratio}"
+            )
+        return self
 
 
 class EvaluationChanges(Strict):

@@ -6,6 +6,7 @@ from attention_priors.data.needles.prompt import render
 from attention_priors.data.needles.sentences import PunktSplitter, RegexSplitter, SentenceSplitter
 from attention_priors.data.needles.settings import DEPTHS, NEEDLE_TASKS, NeedleSettings
 from attention_priors.data.needles.task import NeedleSample, NeedleTask, match_all
+from attention_priors.data.needles.texts import NeedleTexts
 
 __all__ = [
     "DEPTHS",
@@ -15,6 +16,7 @@ __all__ = [
     "NeedleSample",
     "NeedleSettings",
     "NeedleTask",
+    "NeedleTexts",
     "PunktSplitter",
     "RegexSplitter",
     "SentenceSplitter",

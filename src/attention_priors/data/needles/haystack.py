@@ -45,8 +45,13 @@ class Haystack:
 
     def first(self, count: int) -> str:
         """The first so many words, joined by spaces; the text begins again where it ends."""
-        repeats = -(-count // len(self.words))
-        return " ".join((self.words * repeats)[:count])
+        return self.words_from(0, count)
+
+    def words_from(self, start: int, count: int) -> str:
+        """So many words from one on, joined by spaces; the text begins again where it ends."""
+        end = start + count
+        words = self.words if end <= len(self.words) else self.words * -(-end // len(self.words))
+        return " ".join(words[start:end])
 
 
 def load_haystack(source: str | Path) -> Haystack:

@@ -61,12 +61,21 @@ def render(settings: NeedleSettings, draws: NeedleDraws, haystack: Sequence[str]
         context = "\n".join(lines)
 
     keys = [draws.keys[query] for query in draws.queries]
-    query = ", ".join(keys[:-1]) + ", and " + keys[-1] if len(keys) > 1 else keys[0]
+    query = _listed(keys)
     one = settings.num_answers == 1
     question, prefix = _ONE if one else _SEVERAL
     kind = settings.value_kind.removesuffix("s") if one else settings.value_kind
     answer_prefix = prefix.format(kind=kind, query=query)
     return Rendered(question.format(kind=kind, query=query, context=context) + answer_prefix, answer_prefix)
+
+
+def continuation(expected: Sequence[str]) -> str:
+    """How an answer goes on after the answer prefix: the values, listed as the question lists several keys."""
+    return f" {_listed(expected)}"
+
+
+def _listed(items: Sequence[str]) -> str:
+    return ", ".join(items[:-1]) + ", and " + items[-1] if len(items) > 1 else items[0]
 
 
 def _needle(settings: NeedleSettings, key: str, value: str) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
@@ -15,6 +14,7 @@ from attention_priors.data.needles.haystack import Haystack
 from attention_priors.data.needles.prompt import NOISE, Rendered, render
 from attention_priors.data.needles.sentences import RegexSplitter, SentenceSplitter
 from attention_priors.data.needles.settings import NEEDLE_TASKS, NeedleSettings
+from attention_priors.data.tokenizer import TextEncoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # RULER's default seed, with which its generator starts to look for the size of the haystack.
 _SIZE_SEED = 42
 # RULER draws without end when a text that it cannot shorten is too long.
-_MOST_REDRAWS = 1000
+MOST_REDRAWS = 1000
 
 
 @dataclass(frozen=True)
@@ -91,18 +91,12 @@ class NeedleTask:
         tokens_to_generate: int = 128,
         split_sentences: SentenceSplitter | None = None,
     ) -> None:
-        if isinstance(task, str):
-            check_choice("task", task, tuple(NEEDLE_TASKS))
-            task = NEEDLE_TASKS[task]
+        self.settings = checked_task(task, haystack)
         check_positive_integers(tokens_to_generate=tokens_to_generate)
-        essay = task.haystack == "essay"
-        if essay and haystack is None:
-            raise ValueError("haystack must be given for a task whose haystack is an essay; it is None")
-        self.settings = task
-        self.haystack = haystack if essay else None
+        self.haystack = haystack if self.settings.haystack == "essay" else None
         self.tokens_to_generate = tokens_to_generate
         self.split_sentences: SentenceSplitter = split_sentences or RegexSplitter()
-        self._count = _token_counter(tokenizer)
+        self._encode = TextEncoder(tokenizer)
         self._sizes: dict[int, int] = {}
         # Samples of one length share a size or two; the search does not come back to any.
         self._cached_units = lru_cache(maxsize=4)(self._units)
@@ -155,7 +149,7 @@ class NeedleTask:
         while True:
             units = self._cached_units(size)
             draws, rendered = self._prompt(size, units, rng, depth)
-            used = self._count(rendered.prompt) + self.tokens_to_generate
+            used = len(self._encode(rendered.prompt)) + self.tokens_to_generate
             if used <= length:
                 return NeedleSample(
                     prompt=rendered.prompt,
@@ -166,7 +160,7 @@ class NeedleTask:
                 )
             if size > step:
                 size -= step
-            elif redraws == _MOST_REDRAWS:
+            elif redraws == MOST_REDRAWS:
                 raise ValueError(
                     f"length {length} is too short: {redraws} prompts of seed {seed} with the haystack that fitted "
                     f"once were all longer, the last with {used} tokens"
@@ -184,7 +178,7 @@ class NeedleTask:
         step, rng = self._step(length), Random(_SIZE_SEED)
 
         def count(size: int) -> int:
-            return self._count(self._prompt(size, self._units(size), rng, None)[1].prompt)
+            return len(self._encode(self._prompt(size, self._units(size), rng, None)[1].prompt))
 
         def largest_that_fits(lower: int, upper: int) -> int | None:
             best = None
@@ -225,6 +219,20 @@ class NeedleTask:
         return draws, render(self.settings, draws, units)
 
 
+def checked_task(task: str | NeedleSettings, haystack: Haystack | None) -> NeedleSettings:
+    """The settings of a task, given by name or as they are.
+
+    Raises:
+        ValueError: ``task`` is not a known name, or an essay task has no ``haystack``.
+    """
+    if isinstance(task, str):
+        check_choice("task", task, tuple(NEEDLE_TASKS))
+        task = NEEDLE_TASKS[task]
+    if task.haystack == "essay" and haystack is None:
+        raise ValueError("haystack must be given for a task whose haystack is an essay; it is None")
+    return task
+
+
 def match_all(output: str, expected: Sequence[str]) -> float:
     """Share of the expected strings that an output holds, in any case of letters: RULER's ``string_match_all``.
 
@@ -242,14 +250,3 @@ def match_all(output: str, expected: Sequence[str]) -> float:
         raise ValueError("expected must hold at least one string; it is empty")
     output = output.lower()
     return sum(string.lower() in output for string in expected) / len(expected)
-
-
-def _token_counter(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
-    """Counts as ``len(tokenizer.tokenize(text))`` does, in half the time if the tokenizer is a fast one."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return lambda text: len(tokenizer.tokenize(text))
-    backend = copy.deepcopy(backend)  # so that truncation set elsewhere is not ours, nor ours theirs
-    backend.no_truncation()
-    backend.no_padding()
-    return lambda text: len(backend.encode_batch_fast([text], add_special_tokens=False)[0])
