@@ -445,6 +445,19 @@ def test_a_base_multiplier_needs_rotary_positions_in_every_extension():
         _recipe({**changes, "schemes.RoPE.extensions": ways})
 
 
+def test_the_extensions_of_the_results_cost_the_same():
+    path = Path(__file__).parents[2] / "recipes" / "results" / "extension.yaml"
+    if not path.exists():
+        pytest.skip("not a checkout of the project")
+    ways = load_recipe(path).extensions_of("RoPE")
+    trained = {way: extension.training for way, extension in ways.items() if extension.training is not None}
+    assert set(ways) - set(trained) == {"YaRN, untrained"}
+    assert len(trained) == 6
+    assert all(training == trained["DroPE"] for training in trained.values())
+    assert {extension.context_length for extension in ways.values()} == {512}
+    assert len({json.dumps(extension.positions.model_dump()) for extension in ways.values()}) == 6  # YaRN's are two
+
+
 # ---- identities
 
 # Recorded before schemes had sizes, measurements, axes and extensions of their own.
