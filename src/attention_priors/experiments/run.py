@@ -229,6 +229,8 @@ def _extend(
         progress: told of every step.
     """
     settings = extension.training
+    total = 1 if settings is None else settings.total_steps
+    progress("train", 0, total)
     lengths = sorted({materials.recipe.training_of(scheme).context_length, extension.context_length})
     _measure_losses(folder, materials, lengths)
     if not (extended / "model").exists():
@@ -237,11 +239,9 @@ def _extend(
         if settings is None:
             _save_untrained(model, materials, extended)
         else:
-            progress("train", 0, settings.total_steps)
             # Other rows than those of any first training, whose seeds are smaller.
             rows = materials.training_rows(settings, seed + 2**32)
             _train(materials, model, settings, rows, seed, extended, progress)
-    total = 1 if settings is None else settings.total_steps
     progress("train", total, total)
     _measure_losses(extended, materials, lengths)
 
