@@ -104,7 +104,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"schemes.ALiBi.priors": "laplace"},
         [
             "schemes.ALiBi.priors: unknown key (value 'laplace'); allowed here are prior, share_prior, encoding"
-            ", logit_scale, extends, model, training, evaluation, at_evaluation, extension, axes"
+            ", logit_scale, extends, model, training, evaluation, at_evaluation, extensions, axes"
         ],
     ),
     "unknown key of a scheme's training": (

@@ -34,8 +34,9 @@ def small(content: dict[str, Any]) -> dict[str, Any]:
         for key in ("steps", "tokens"):
             if key in section:
                 section[key] = 1
-    for section in _everywhere(recipe, "extension"):
-        section["steps"] = 1
+    for ways in _everywhere(recipe, "extensions"):
+        for way in ways.values():
+            way["steps"] = min(1, way.get("steps", 1))
     for section in _everywhere(recipe, "evaluation"):
         if "passkey" in section:
             section["passkey"] |= {"lengths": sorted(section["passkey"]["lengths"])[:2], "depths": 2, "trials": 1}

@@ -14,6 +14,7 @@ from attention_priors.experiments import Recipe, RecipeError, load_recipe
 from attention_priors.experiments.recipe import LONGEST_FOLDER_NAME, folder_name
 from attention_priors.experiments.run import identities, identity
 from attention_priors.experiments.sweep import label
+from attention_priors.training import PositionSettings
 
 BAM = "BAM + SSMax"
 AXES: dict[str, Any] = {
@@ -276,9 +277,9 @@ def test_examples_in_the_documentation_make_what_it_says():
     if not page.exists():
         pytest.skip("not a checkout of the project")
     text = page.read_text(encoding="utf-8")
-    rows, plans, sweep, extension = (yaml.safe_load(block.split("```")[0]) for block in text.split("```yaml")[1:])
+    rows, plans, sweep, extension, ways = (yaml.safe_load(block.split("```")[0]) for block in text.split("```yaml")[1:])
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    base = {"model": sizes, "training": {"context_length": 160, "steps": 9, "batch_size": 2, "learning_rate": 0.1}}
+    base = {"model": sizes, "training": {"context_length": 160, "steps": 9, "batch_size": 4, "learning_rate": 0.1}}
     schemes = Recipe.model_validate({**RECIPE, **base, **sweep}).schemes
     assert f"makes {len(schemes) - 1} schemes of BAM" in text
     assert "BAM · init=laplace" in schemes
@@ -286,7 +287,13 @@ def test_examples_in_the_documentation_make_what_it_says():
     product = Recipe.model_validate({**RECIPE, **base, **sweep}).schemes
     assert f"{len(product) - 1} of them above" in text
     extended = Recipe.model_validate({**RECIPE, **base, **extension})
-    assert extended.extended_name("BAM") == "BAM, extended to 320"
+    assert _names(extended, "BAM") == ["BAM, extended to 320: trained on"]
+    several = Recipe.model_validate({**RECIPE, **base, **ways})
+    assert _names(several, "RoPE") == [
+        f"RoPE, extended to 640: {way}"
+        for way in ("trained on", "interpolated", "YaRN", "YaRN, untrained", "DroPE", "DroPE + BAM")
+    ]
+    assert "`RoPE, extended to 640: YaRN`" in text
     assert len(Recipe.model_validate({**RECIPE, **base, **plans}).evaluation.plans) == 3
     mixture = {"training": base["training"] | rows["training"]}
     assert Recipe.model_validate({**RECIPE, **base, **mixture}).training.needle_ratio == 0.8
@@ -295,31 +302,163 @@ def test_examples_in_the_documentation_make_what_it_says():
 # ---- extensions
 
 
+def _names(recipe: Recipe, scheme: str) -> list[str]:
+    return [extension.name for extension in recipe.extensions_of(scheme).values()]
+
+
 def test_an_extension_goes_on_as_the_training_ended():
-    recipe = _recipe({f"schemes.{BAM}.extension": {"context_length": 300}})
-    first, second = recipe.training_of(BAM), recipe.extension_of(BAM)
+    recipe = _recipe({f"schemes.{BAM}.extensions": {"longer": {"context_length": 300}}})
+    first, extension = recipe.training_of(BAM), recipe.extensions_of(BAM)["longer"]
+    second = extension.training
     assert second is not None
     assert (second.context_length, second.total_steps, second.step_tokens) == (300, 256, first.step_tokens)
     assert second.learning_rate == pytest.approx(0.1 * first.learning_rate)
     assert (second.minimum_learning_rate_ratio, second.warmup_steps) == (1.0, 0)
     assert second.passkey_ratio == first.passkey_ratio
-    assert recipe.extended_name(BAM) == f"{BAM}, extended to 300"
+    assert extension.name == f"{BAM}, extended to 300: longer"
+    assert extension.positions == PositionSettings(
+        prior={"name": "generalized_gaussian", "init": "roles"}, logit_scale="ssmax"
+    )
     assert recipe.longest_text == 300
-    assert recipe.extension_of("ALiBi") is None
+    assert recipe.extensions_of("ALiBi") == {}
+
+
+def test_an_extension_may_change_how_positions_come_in():
+    changes = {"context_length": 600, "encoding": "rotary", "prior": None, "tokens_per_step": 600, "steps": 7}
+    none = {"context_length": 300, "steps": 0, "logit_scale": None}
+    same = {"context_length": 150, "prior": "laplace", "tokens": 900}
+    recipe = _recipe({f"schemes.{BAM}.extensions": {"RoPE": changes, "bare": none, "same length": same}})
+    one, two, three = recipe.extensions_of(BAM).values()
+    assert one.positions == PositionSettings(encoding="rotary", logit_scale="ssmax")
+    assert one.training is not None
+    assert (one.training.total_steps, one.training.rows_per_step) == (7, 1)
+    assert two.training is None
+    assert (two.context_length, two.positions.logit_scale) == (300, None)
+    assert three.training is not None
+    assert three.training.total_steps == 3
+    assert three.name == f"{BAM}, changed at 150: same length"
+    assert recipe.longest_text == 600
+    # The scheme itself is as it was.
+    assert recipe.schemes[BAM].logit_scale == "ssmax"
+
+
+def test_extensions_are_inherited_key_by_key_and_positions_whole():
+    ways = {
+        "a": {"context_length": 300, "steps": 5, "prior": {"name": "generalized_gaussian", "init": "uniform"}},
+        "b": {"context_length": 300},
+        "c": {"context_length": 300},
+    }
+    own = {"a": {"tokens": 900, "prior": {"name": "laplace"}}, "b": None, "d": {"context_length": 450, "batch_size": 1}}
+    recipe = _recipe({f"schemes.{BAM}.extensions": ways, "schemes.child": {"extends": BAM, "extensions": own}})
+    found = recipe.extensions_of("child")
+    assert list(found) == ["a", "c", "d"]
+    assert found["a"].positions.prior == {"name": "laplace"}
+    assert found["a"].training is not None
+    assert (found["a"].training.tokens, found["a"].training.steps) == (900, None)
+    assert list(recipe.extensions_of(BAM)) == ["a", "b", "c"]
+    with_names = _recipe({f"schemes.{BAM}.extensions": {"prior": {"context_length": 300}}})
+    assert list(with_names.extensions_of(BAM)) == ["prior"]
+
+
+def test_a_sweep_reaches_into_extensions():
+    ways = {
+        "BAM": {"context_length": 300, "tokens": 900, "prior": "generalized_gaussian"},
+        "on": {"context_length": 300},
+    }
+    axes = {
+        "steps": {"extensions.BAM.steps": [3, 4]},
+        "start": {"extensions.BAM.prior.init": ["uniform", "roles"]},
+        "length": {"extensions.on.context_length": [300, 450], "extensions.on.tokens_per_step": [300, 450]},
+        "scale": {"extensions.BAM.logit_scale": {"none": None, "ssmax": {"name": "ssmax", "init": 0.2}}},
+        "new": {"extensions.new": {"no": None, "yes": {"context_length": 300, "steps": 2}}},
+    }
+    base = {"steps": 3, "start": "uniform", "length": 300, "scale": "none", "new": "no"}
+    swept = {"sweep": {"schemes": ["ALiBi"], "axes": axes, "base": base}}
+    recipe = _recipe({"schemes.ALiBi.extensions": ways, **swept})
+    base_ways = recipe.extensions_of("ALiBi")
+    assert base_ways["BAM"].training is not None
+    assert base_ways["BAM"].training.total_steps == 3
+    assert list(base_ways) == ["BAM", "on"]
+    started = recipe.extensions_of("ALiBi · start=roles")["BAM"].positions
+    assert started.prior == {"name": "generalized_gaussian", "init": "roles"}
+    assert recipe.extensions_of("ALiBi · length=450")["on"].context_length == 450
+    assert recipe.extensions_of("ALiBi · scale=ssmax")["BAM"].positions.logit_scale == {"name": "ssmax", "init": 0.2}
+    assert list(recipe.extensions_of("ALiBi · new=yes")) == ["BAM", "on", "new"]
+    # Where the base of a one-axis sweep has no such prior, it is named.
+    swept["sweep"] = {"schemes": ["ALiBi"], "axes": {"start": {"extensions.on.prior.init": ["uniform"]}}}
+    with pytest.raises(ValueError, match=r"sweep\.axes\.start: .* 'ALiBi': it has no prior with a init"):
+        _recipe({"schemes.ALiBi.extensions": ways, **swept})
 
 
 @pytest.mark.parametrize(
     ("extension", "complaint"),
     [
-        ({}, r"ALiBi\.extension\.context_length must be above the 150 tokens of the first training, got None"),
-        ({"context_length": 150}, r"above the 150 tokens of the first training, got 150"),
-        ({"context_length": 300, "step": 3}, r"schemes\.ALiBi\.extension: step: unknown key \(value 3\)"),
+        (
+            {},
+            r"ALiBi\.extensions\.longer\.context_length must be above the 150 tokens of the first training, .*got None",
+        ),
+        (
+            {"context_length": 150},
+            r"above the 150 tokens of the first training, or equal .* if positions change; got 150",
+        ),
+        ({"context_length": 150, "prior": "laplace"}, r"or equal to them if positions change; got 150"),
+        ({"context_length": 149, "prior": None}, r"above the 150 tokens of the first training, .* got 149"),
+        (
+            {"context_length": 300, "steps": 0},
+            r"extensions\.longer: with 0 steps and the positions .* nothing would be",
+        ),
+        ({"context_length": 300, "steps": -1}, r"extensions\.longer: steps: Input should be greater than 0, got -1"),
+        (
+            {"context_length": 300, "step": 3},
+            r"ALiBi\.extensions\.longer: step: unknown key \(value 3\); .*logit_scale",
+        ),
         ({"context_length": 310}, r"tokens_per_step=300 must be a multiple of context_length=310"),
+        ({"context_length": 300, "encoding": "rope"}, r"ALiBi\.extensions\.longer: unknown encoding 'rope'"),
+        ({"context_length": 300, "prior": 3}, r"ALiBi\.extensions\.longer: prior"),
+        (
+            {"context_length": 300, "encoding": {"name": "learned", "max_length": 200}},
+            r"extensions\.longer\.encoding: the learned table has max_length=200 positions, but .* texts of 300 tokens",
+        ),
     ],
 )
 def test_an_impossible_extension_is_named(extension, complaint):
     with pytest.raises(ValueError, match=complaint):
-        _recipe({"schemes.ALiBi.extension": extension})
+        _recipe({"schemes.ALiBi.extensions": {"longer": extension}})
+
+
+def test_ways_to_extend_have_names_and_folders_of_their_own():
+    longer = {"context_length": 300}
+    for ways, complaint in (
+        ({"before": longer}, r"schemes\.ALiBi\.extensions\s.*an extension cannot be called 'before'"),
+        ({"": longer}, r"schemes\.ALiBi\.extensions\.+\[key\]\s.*at least 1 character"),
+        ({"a b": longer, "a/b": longer}, r"extensions 'a b' and 'a/b' would share the folder 'a_b'"),
+        (longer, r"schemes\.ALiBi\.extensions\.context_length\s.*Input should be a valid dictionary"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            _recipe({"schemes.ALiBi.extensions": ways})
+    with pytest.raises(ValueError, match=r"'ALiBi' will be called so once it is extended"):
+        _recipe({"schemes.ALiBi.extensions": {"on": longer}, "schemes.ALiBi, extended to 300: on": {}})
+
+
+def test_a_base_multiplier_needs_rotary_positions_in_every_extension():
+    changes = {"schemes.RoPE": {"encoding": "rotary", "at_evaluation": {"base_multiplier": 10}}}
+    ways = {"DroPE": {"context_length": 300, "encoding": None}}
+    _recipe(changes)
+    with pytest.raises(ValueError, match=r"schemes\.RoPE\.at_evaluation\.base_multiplier .* None in extensions\.DroPE"):
+        _recipe({**changes, "schemes.RoPE.extensions": ways})
+
+
+def test_the_extensions_of_the_results_cost_the_same():
+    path = Path(__file__).parents[2] / "recipes" / "results" / "extension.yaml"
+    if not path.exists():
+        pytest.skip("not a checkout of the project")
+    ways = load_recipe(path).extensions_of("RoPE")
+    trained = {way: extension.training for way, extension in ways.items() if extension.training is not None}
+    assert set(ways) - set(trained) == {"YaRN, untrained"}
+    assert len(trained) == 6
+    assert all(training == trained["DroPE"] for training in trained.values())
+    assert {extension.context_length for extension in ways.values()} == {512}
+    assert len({json.dumps(extension.positions.model_dump()) for extension in ways.values()}) == 6  # YaRN's are two
 
 
 # ---- identities
@@ -362,9 +501,17 @@ def test_the_identity_of_a_run_does_not_depend_on_how_its_scheme_was_written(tmp
     one = identity(_materials(written), "ALiBi", 3)
     assert one == identity(_materials(swept), "ALiBi · size=8", 3)
     assert one != identity(_materials(_recipe({})), "ALiBi", 3)
-    extended = _materials(_recipe({"schemes.ALiBi.extension": {"context_length": 300}}))
+    ways = {"on": {"context_length": 300}, "no prior": {"context_length": 300, "steps": 0, "prior": None}}
+    extended = _materials(_recipe({"schemes.ALiBi.extensions": ways}))
     files = identities(extended, tmp_path, "ALiBi", 3)
     run = tmp_path / "runs" / "ALiBi" / "seed-3"
-    assert list(files) == [run / "identity.json", run / "extended" / "identity.json"]
+    parts = [run, run / "extended" / "on", run / "extended" / "no_prior"]
+    assert list(files) == [part / "identity.json" for part in parts]
+    assert files[parts[1] / "identity.json"]["positions"]["prior"] == "laplace"
+    assert files[parts[2] / "identity.json"] == {
+        "context_length": 300,
+        "positions": {"prior": None, "share_prior": False, "encoding": None, "logit_scale": None},
+        "training": None,
+    }
     assert files[run / "identity.json"] == identity(_materials(_recipe({})), "ALiBi", 3)
     assert RECIPE["schemes"]["ALiBi"] == {"prior": "laplace"}

@@ -1,4 +1,4 @@
-"""Results as a sweep would write them: one scheme, three axes around a base, three seeds, one context extension."""
+"""Results as a sweep would write them: one scheme, three axes around a base, three seeds, two context extensions."""
 
 import json
 import math
@@ -18,7 +18,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "BAM · length=80": ({"length": 80}, 900),
     "BAM · s=ssmax(init=0.2)": ({"s": "ssmax(init=0.2)"}, 20000),
 }
-LONGER = "BAM · s=ssmax(init=0.2), extended to 320"
+FIRST = "BAM · s=ssmax(init=0.2)"
+LONGER, SHIFTED = (f"{FIRST}, extended to 320: {way}" for way in ("trained on", "another prior"))
 SHIFT = {"none": 0.0, "ssmax(init=0.2)": -0.4}
 
 
@@ -39,7 +40,8 @@ def make_swept_results() -> dict[str, Any]:
         axes = BASE | changes
         if "SSMax" in name or "ssmax" in name:
             _add(results, draw, name, axes | {"extension": "before"}, axes["length"], breakdown)
-            _add(results, draw, LONGER, axes | {"extension": "after"}, EXTENDED, 4 * breakdown, name)
+            for extended, way in ((LONGER, "trained on"), (SHIFTED, "another prior")):
+                _add(results, draw, extended, axes | {"extension": way}, EXTENDED, 4 * breakdown, name)
         else:
             _add(results, draw, name, axes, axes["length"], breakdown)
     _add(results, draw, "ALiBi", {}, TRAINED, 500)
@@ -81,7 +83,10 @@ def _add(results, draw, name, axes, length, breakdown, extended_from=None) -> No
                 when: {size: draw.gauss(mean, 0.01) for size, mean in (("160", 3.1), ("320", later))}
                 for when, mean, later in (("before", 3.1, 3.4), ("after", 3.1, 3.0))
             }
-            results["extensions"].append(who | {"from": TRAINED, "to": EXTENDED, "steps": 256, "loss": losses})
+            # Both are made of the same models.
+            losses["before"] = {"160": 3.1 + seed / 100, "320": 3.4 - seed / 50}
+            steps = 256 if name == LONGER else 0
+            results["extensions"].append(who | {"from": TRAINED, "to": EXTENDED, "steps": steps, "loss": losses})
 
 
 def _head(draw, layer, head, scale) -> dict[str, Any]:

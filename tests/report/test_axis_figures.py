@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
-from swept_results import SEEDS, make_swept_results
+from swept_results import FIRST, LONGER, SEEDS, SHIFTED, make_swept_results
 
 from attention_priors.intervals import over_seeds
 from attention_priors.report import by_axis, figures, gallery
@@ -37,6 +37,7 @@ def test_each_axis_has_a_panel_with_its_values(swept):
     assert list(panels) == ["init", "length", "s", "extension"]
     assert _keys(panels["init"]) == ["uniform (base)", "laplace", "sampled", "training length"]
     assert _keys(panels["length"]) == ["80", "160 (base)", "320", "training length"]
+    assert _keys(panels["extension"]) == ["before", "trained on", "another prior", "training length"]
     bars = {container.get_label(): container for container in panels["init"].containers}
     for index, scheme in enumerate(("BAM", "BAM · init=laplace", "BAM · init=sampled")):
         cells = [cell for cell in passkey_table(swept) if cell.scheme == scheme]
@@ -98,9 +99,9 @@ def test_every_gaussian_head_of_a_comparison_is_in_its_panel(swept):
 def test_logit_scales_are_shares_of_heads(swept):
     ((title, panel),) = _panels(by_axis.logit_scales_by_axis(swept)).items()
     assert title == "extension"
-    for scheme in ("BAM · s=ssmax(init=0.2)", "BAM · s=ssmax(init=0.2), extended to 320"):
+    for index, scheme in enumerate((FIRST, LONGER, SHIFTED)):
         (outline,) = _by_gid(panel, f"s:{scheme}")
-        assert to_hex(outline.get_edgecolor()) in (look(0).color.lower(), look(1).color.lower())
+        assert to_hex(outline.get_edgecolor()) == look(index).color.lower()
         # Up and down once for every bin.
         y = outline.get_xy()[:, 1]
         assert sum(y[1:-1:2]) == pytest.approx(100)
@@ -140,7 +141,8 @@ def test_the_report_has_a_section_for_axes_and_extensions(swept, tmp_path, monke
     write_report(swept, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Along each axis" in page
-    assert "Trained on at a longer context" in page
+    assert "Extended to a longer context" in page
+    assert "another prior" in page
     assert "Student" in page
     # Training lengths differ, so that there is no multiple of one.
     assert "× training" not in page

@@ -6,7 +6,7 @@ from statistics import fmean, stdev
 
 import pytest
 from scipy.stats import t
-from swept_results import EXTENDED, LENGTHS, LONGER, SEEDS, TRAINED, make_swept_results
+from swept_results import EXTENDED, FIRST, LENGTHS, LONGER, SEEDS, SHIFTED, TRAINED, make_swept_results
 
 from attention_priors.intervals import over_seeds, wilson_interval
 from attention_priors.report import write_tables
@@ -110,7 +110,7 @@ def test_schemes_are_compared_where_they_differ_along_one_axis_alone(swept):
     assert list(found["length"].values.values()) == ["80", "160 (base)", "320"]
     # Before its extension, a model is compared with those that have none.
     assert list(found["s"].values) == ["BAM", "BAM · s=ssmax(init=0.2)"]
-    assert found["extension"].values == {"BAM · s=ssmax(init=0.2)": "before", LONGER: "after"}
+    assert found["extension"].values == {FIRST: "before", LONGER: "trained on", SHIFTED: "another prior"}
     assert all(comparison.title == axis for axis, comparison in found.items())
 
 
@@ -134,16 +134,40 @@ def test_axes_stand_side_by_side(grids):
     assert all(len(line) == len(grid.header) for group in grid.groups for line in group)
 
 
-def test_an_extension_stands_before_and_after(swept, grids):
-    ((before, after),) = grids["extension"].groups
-    assert (before[0], before[1]) == ("BAM · s=ssmax(init=0.2)", "before")
-    assert (after[0], after[1]) == (f"{TRAINED} → {EXTENDED}", "after")
-    for line, when in ((before, "before"), (after, "after")):
-        for column, length in ((2, TRAINED), (3, EXTENDED)):
-            losses = [row["loss"][when][str(length)] for row in swept["extensions"]]
+def test_every_extension_stands_after_what_was_before(swept, grids):
+    (lines,) = grids["extension"].groups
+    assert [line[:3] for line in lines] == [
+        [FIRST, "before", "–"],
+        [f"{TRAINED} → {EXTENDED}", "trained on", "256"],
+        ["", "another prior", "0"],
+    ]
+    for line, name, when in zip(lines, (LONGER, LONGER, SHIFTED), ("before", "after", "after"), strict=True):
+        for column, length in ((3, TRAINED), (4, EXTENDED)):
+            losses = [row["loss"][when][str(length)] for row in swept["extensions"] if row["scheme"] == name]
+            assert len(losses) == len(SEEDS)
             mean, low, high = over_seeds(losses)
             assert line[column] == Cell(f"{mean:.3f}", f"[{low:.3f}, {high:.3f}]")
-    assert after[4:8] == _line(grids["passkey"], LONGER)[2:]
+    for line, name in zip(lines, (FIRST, LONGER, SHIFTED), strict=True):
+        assert line[5:9] == _line(grids["passkey"], name)[2:]
+
+
+def test_before_an_extension_are_all_models_that_were_extended(swept, grids):
+    extended = {(LONGER, 0), (LONGER, 1), (SHIFTED, 1), (SHIFTED, 2)}
+    some = [row for row in swept["extensions"] if (row["scheme"], row["seed"]) in extended]
+    (grid,) = (grid for grid in result_grids(swept | {"extensions": some}) if grid.stem == "extension")
+    ((before, one, other),) = grid.groups
+    assert before[3:5] == grids["extension"].groups[0][0][3:5]
+    assert one[3] != other[3]
+
+
+def test_extensions_to_several_lengths_stand_apart(swept):
+    longer = {"to": 640, "loss": {when: {"160": 3.1, "640": 3.5} for when in ("before", "after")}}
+    farther = [row | longer if row["scheme"] == SHIFTED else row for row in swept["extensions"]]
+    (grid,) = (grid for grid in result_grids(swept | {"extensions": farther}) if grid.stem == "extension")
+    assert [[line[:2] for line in group] for group in grid.groups] == [
+        [[FIRST, "before"], ["160 → 320", "trained on"]],
+        [[FIRST, "before"], ["160 → 640", "another prior"]],
+    ]
 
 
 def test_heads_are_counted_by_cluster(swept, grids):

@@ -36,13 +36,9 @@ from attention_priors.output_folder import sole_writer
 from attention_priors.strict_yaml import RecipeError, check_same_recipe
 
 STAGE_SHARES = {"train": 0.7, "passkey": 0.22, "perplexity": 0.03, "plans": 0.05}
-EXTENSION_SHARES = {
-    "extended train": 0.25,
-    "extended passkey": 0.22,
-    "extended perplexity": 0.03,
-    "extended plans": 0.05,
-}
-"""Roughly how much of a run's time each stage takes; only the estimate of the time left depends on it."""
+EXTENSION_SHARES = {"train": 0.25, "passkey": 0.22, "perplexity": 0.03, "plans": 0.05}
+"""Roughly how much of a run's time each stage takes, its own and those of each extension; only the estimate of the time
+left depends on it."""
 
 
 class RunFailedError(RuntimeError):
@@ -256,7 +252,9 @@ def _start(
             | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
         )
     task = bars.add_task(escape(f"{scheme}, seed {seed}"), total=1.0, stage="starting")
-    shares = STAGE_SHARES | ({} if recipe.extension_of(scheme) is None else EXTENSION_SHARES)
+    shares = dict(STAGE_SHARES)
+    for way in recipe.extensions_of(scheme):
+        shares |= {f"{way}: {stage}": share for stage, share in EXTENSION_SHARES.items()}
     worker = _Worker(scheme, seed, process, log, task, shares)
     assert process.stdout is not None
     threading.Thread(target=_listen, args=(worker, process.stdout, events), daemon=True).start()

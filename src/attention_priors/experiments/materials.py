@@ -146,17 +146,15 @@ class Materials:
         """Raise a RecipeError if some text that the recipe asks for cannot be made."""
         recipe = self.recipe
         for name in recipe.schemes:
-            for section, settings in (("", recipe.training_of(name)), (".extension", recipe.extension_of(name))):
-                if settings is None:
-                    continue
-                try:
-                    self.training_rows(settings.model_copy(update={"steps": 1, "tokens": None}), seed=0)
-                except ValueError as error:
-                    raise RecipeError(f"schemes.{name}{section}: {error}") from error
-                if section and len(self.held_out_stream) < settings.context_length:
+            self._check_rows(f"schemes.{name}", recipe.training_of(name))
+            for way, extension in recipe.extensions_of(name).items():
+                place = f"schemes.{name}.extensions.{way}"
+                if extension.training is not None:
+                    self._check_rows(place, extension.training)
+                if len(self.held_out_stream) < extension.context_length:
                     raise RecipeError(
-                        f"schemes.{name}.extension.context_length: corpus {self.corpus.name!r} holds out "
-                        f"{len(self.held_out_stream)} tokens, fewer than a row of {settings.context_length}"
+                        f"{place}.context_length: corpus {self.corpus.name!r} holds out {len(self.held_out_stream)} "
+                        f"tokens, fewer than a row of {extension.context_length}"
                     )
         self._check_plans()
         self._check_evaluation("", recipe.evaluation)
@@ -181,6 +179,12 @@ class Materials:
                 except ValueError as error:
                     raise RecipeError(f"evaluation.plans.{name}: {error}") from error
                 checked.append(plan)
+
+    def _check_rows(self, place: str, settings: MixtureSettings) -> None:
+        try:
+            self.training_rows(settings.model_copy(update={"steps": 1, "tokens": None}), seed=0)
+        except ValueError as error:
+            raise RecipeError(f"{place}: {error}") from error
 
     def _check_evaluation(self, place: str, evaluation: EvaluationSettings) -> None:
         if evaluation.passkey is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +14,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from attention_priors.data import ANSWER_LENGTH, EMBEDDED, NEEDLE_TASKS
 from attention_priors.encodings import LearnedTable, Rotary
 from attention_priors.evaluation import LONGEST_KEY, EvaluationSettings
-from attention_priors.experiments.sweep import EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid
+from attention_priors.experiments.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid
 from attention_priors.models.decoder import PriorDecoderConfig
 from attention_priors.strict_yaml import Strict, explain, read_strictly
 from attention_priors.training import DecoderSettings, DecoderSizes, PositionSettings, TrainingSettings, continued
@@ -106,9 +108,9 @@ class Scheme(PositionSettings):
     evaluation: dict[str, Any] = Field(default_factory=dict)
     """What is measured differently for this scheme."""
     at_evaluation: EvaluationChanges = EvaluationChanges()
-    extension: dict[str, Any] | None = None
-    """A second training at a longer context, after the first one and its evaluation, followed by another evaluation:
-    ``context_length``, ``steps``, and whatever else differs from the first training."""
+    extensions: dict[Annotated[str, Field(min_length=1)], dict[str, Any] | None] = Field(default_factory=dict)
+    """Ways to extend the context of the trained model, each by itself, and followed by another evaluation: for each its
+    ``context_length``, ``steps``, and whatever else differs from the first training or in how positions come in."""
     axes: dict[str, str | int | float] = Field(default_factory=dict)
     """Where it stands on each axis that schemes are compared along; a sweep says it of those it makes."""
 
@@ -118,6 +120,32 @@ class Scheme(PositionSettings):
         if EXTENSION_AXIS in axes:
             raise ValueError(f"an axis cannot be called {EXTENSION_AXIS!r}")
         return axes
+
+    @field_validator("extensions")
+    @classmethod
+    def _distinct_ways(cls, extensions: dict[str, Any]) -> dict[str, Any]:
+        if BEFORE in extensions:
+            raise ValueError(f"an extension cannot be called {BEFORE!r}")
+        _check_folders("extensions", extensions)
+        return extensions
+
+
+class ExtensionSettings(MixtureSettings, PositionSettings):
+    """What one extension of a scheme may say."""
+
+
+@dataclass(frozen=True)
+class Extension:
+    """One way to extend the context of a scheme's trained model."""
+
+    name: str
+    """What the extended model is called in the results."""
+    context_length: int
+    """In tokens."""
+    positions: PositionSettings
+    """How positions come into the extended model."""
+    training: MixtureSettings | None
+    """The training after that; None without one."""
 
 
 class Recipe(Strict):
@@ -152,11 +180,7 @@ class Recipe(Strict):
     @field_validator("schemes")
     @classmethod
     def _distinct_folders(cls, schemes: dict[str, Scheme]) -> dict[str, Scheme]:
-        folders: dict[str, str] = {}
-        for name in schemes:
-            other = folders.setdefault(folder_name(name), name)
-            if other != name:
-                raise ValueError(f"schemes {other!r} and {name!r} would share the folder {folder_name(name)!r}")
+        _check_folders("schemes", schemes)
         return schemes
 
     @model_validator(mode="after")
@@ -166,33 +190,39 @@ class Recipe(Strict):
                 ("model", DecoderSizes, self.model_of),
                 ("training", MixtureSettings, self.training_of),
                 ("evaluation", EvaluationSettings, self.evaluation_of),
-                ("extension", MixtureSettings, self.extension_of),
             ):
                 try:
                     make(name)
                 except ValidationError as error:
                     raise ValueError(f"{self._place(name)}.{section}: {explain(error, settings)}") from error
-            extended = self.extended_name(name)
-            if extended is not None and extended in self.schemes:
-                raise ValueError(f"schemes.{extended}: {name!r} will be called so once it is extended")
+            for extension in self.extensions_of(name).values():
+                if extension.name in self.schemes:
+                    raise ValueError(f"schemes.{extension.name}: {name!r} will be called so once it is extended")
         longest = self.longest_text
         for name, scheme in self.schemes.items():
-            place = self._place(name)
-            try:
-                config = self.config_of(name, vocab_size=1)
-            except ValueError as error:
-                raise ValueError(f"{place}: {error}") from error
-            encoding = config.make_encoding()
-            if isinstance(encoding, LearnedTable) and encoding.max_length < longest:
-                raise ValueError(
-                    f"{place}.encoding: the learned table has max_length={encoding.max_length} positions, "
-                    f"but this recipe reads texts of {longest} tokens"
-                )
-            if scheme.at_evaluation.base_multiplier is not None and not isinstance(encoding, Rotary):
-                raise ValueError(
-                    f"{place}.at_evaluation.base_multiplier needs the encoding 'rotary', got {scheme.encoding!r}"
-                )
+            self._check_positions(name, "", scheme, longest)
+            for way, extension in self.extensions_of(name).items():
+                self._check_positions(name, f".extensions.{way}", extension.positions, longest)
         return self
+
+    def _check_positions(self, name: str, section: str, positions: PositionSettings, longest: int) -> None:
+        """Make sure that a model can be made, and that it has all the positions that it will read."""
+        place = f"{self._place(name)}{section}"
+        try:
+            config = self._config(name, positions, vocab_size=1)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+        encoding = config.make_encoding()
+        if isinstance(encoding, LearnedTable) and encoding.max_length < longest:
+            raise ValueError(
+                f"{place}.encoding: the learned table has max_length={encoding.max_length} positions, "
+                f"but this recipe reads texts of {longest} tokens"
+            )
+        if self.schemes[name].at_evaluation.base_multiplier is not None and not isinstance(encoding, Rotary):
+            raise ValueError(
+                f"{self._place(name)}.at_evaluation.base_multiplier needs the encoding 'rotary', got "
+                f"{positions.encoding!r}" + (f" in {section[1:]}" if section else "")
+            )
 
     def _place(self, name: str) -> str:
         """Where a scheme stands in the recipe, and on the axes if its name does not say it."""
@@ -206,8 +236,7 @@ class Recipe(Strict):
         lengths: list[int] = []
         for name in self.schemes:
             lengths.append(self.training_of(name).context_length)
-            if (extension := self.extension_of(name)) is not None:
-                lengths.append(extension.context_length)
+            lengths += [extension.context_length for extension in self.extensions_of(name).values()]
             evaluation = self.evaluation_of(name)
             if evaluation.passkey is not None:
                 lengths += [length + ANSWER_LENGTH for length in evaluation.passkey.lengths]
@@ -233,38 +262,69 @@ class Recipe(Strict):
             return self.evaluation
         return EvaluationSettings.model_validate(overlaid(self.evaluation.model_dump(), own))
 
-    def extension_of(self, scheme: str) -> MixtureSettings | None:
-        """The second training of one scheme, at a longer context; None if it has none."""
-        own = self.schemes[scheme].extension
-        if own is None:
-            return None
-        before = self.training_of(scheme)
+    def extensions_of(self, scheme: str) -> dict[str, Extension]:
+        """The ways to extend one scheme's trained model, by what they are called."""
+        return {
+            way: self._extension(scheme, way, own)
+            for way, own in self.schemes[scheme].extensions.items()
+            if own is not None
+        }
+
+    def _extension(self, scheme: str, way: str, own: dict[str, Any]) -> Extension:
+        place, before = f"{self._place(scheme)}.extensions.{way}", self.training_of(scheme)
+        positions = self.schemes[scheme].model_dump(include=set(PositionSettings.model_fields))
+        same = all(own.get(key, value) == value for key, value in positions.items())
         length = own.get("context_length")
-        if not isinstance(length, int) or length <= before.context_length:
+        if type(length) is not int or length < before.context_length or (same and length == before.context_length):
             raise ValueError(
-                f"{self._place(scheme)}.extension.context_length must be above the {before.context_length} tokens of "
-                f"the first training, got {length!r}"
+                f"{place}.context_length must be above the {before.context_length} tokens of the first training, or "
+                f"equal to them if positions change; got {length!r}"
             )
+        untrained = type(own.get("steps")) is int and own["steps"] == 0
+        if untrained and same:
+            raise ValueError(f"{place}: with 0 steps and the positions of the first training, nothing would be done")
         settings = continued(
             before.model_dump(),
             context_length=length,
             steps=EXTENSION_STEPS,
-            tokens_per_step=before.step_tokens,
+            tokens_per_step=length if untrained else before.step_tokens,
             learning_rate=before.final_learning_rate,
         )
-        return MixtureSettings.model_validate(overlaid(settings, own))
-
-    def extended_name(self, scheme: str) -> str | None:
-        """What a scheme is called in the results after its extension; None if it has none."""
-        extension = self.extension_of(scheme)
-        return None if extension is None else f"{scheme}, extended to {extension.context_length}"
+        # Without a training, what is said of one is checked all the same: a sweep may go through numbers of steps.
+        stated = overlaid(positions | settings, own | ({"steps": 1} if untrained else {}))
+        stated |= {key: own[key] for key in positions if key in own}
+        try:
+            checked = ExtensionSettings.model_validate(stated)
+        except ValidationError as error:
+            raise ValueError(f"{place}: {explain(error, ExtensionSettings)}") from error
+        training = checked.model_dump(include=set(MixtureSettings.model_fields))
+        return Extension(
+            name=f"{scheme}, {'extended to' if length > before.context_length else 'changed at'} {length}: {way}",
+            context_length=length,
+            positions=PositionSettings(**checked.model_dump(include=set(PositionSettings.model_fields))),
+            training=None if untrained else MixtureSettings(**training),
+        )
 
     def config_of(self, scheme: str, *, vocab_size: int, eos_token_id: int | None = None) -> PriorDecoderConfig:
         """The model of one scheme."""
-        positions = self.schemes[scheme].model_dump(include=set(PositionSettings.model_fields))
-        return DecoderSettings(**self.model_of(scheme).model_dump(), **positions).config(
+        return self._config(scheme, self.schemes[scheme], vocab_size=vocab_size, eos_token_id=eos_token_id)
+
+    def _config(
+        self, scheme: str, positions: PositionSettings, *, vocab_size: int, eos_token_id: int | None = None
+    ) -> PriorDecoderConfig:
+        described = positions.model_dump(include=set(PositionSettings.model_fields))
+        return DecoderSettings(**self.model_of(scheme).model_dump(), **described).config(
             vocab_size=vocab_size, eos_token_id=eos_token_id
         )
+
+
+def _check_folders(what: str, names: Iterable[str]) -> None:
+    """Make sure that what is called so has folders of its own."""
+    folders: dict[str, str] = {}
+    for name in names:
+        other = folders.setdefault(folder_name(name), name)
+        if other != name:
+            raise ValueError(f"{what} {other!r} and {name!r} would share the folder {folder_name(name)!r}")
 
 
 def folder_name(scheme: str) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from attention_priors.experiments.plans import PLAN_SECTIONS, plan_rows
-from attention_priors.experiments.recipe import Recipe, Scheme
+from attention_priors.experiments.recipe import MixtureSettings, Recipe, Scheme
 from attention_priors.experiments.run import extended_folder, run_folder
-from attention_priors.experiments.sweep import EXTENSION_AXIS, SCHEME_AXIS
+from attention_priors.experiments.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS
 from attention_priors.files import read_json
 
 FORMAT = 1
@@ -57,7 +57,8 @@ def collect(
         sections["runs"].append(
             model.row
             | {key: training[key] for key in ("train_seconds", "steps", "versions", "machine")}
-            | {"final_loss": training["history"][-1]["loss"], "history": training["history"]}
+            | {"final_loss": training["history"][-1]["loss"] if training["history"] else None}
+            | {"history": training["history"]}
             | done
         )
         if (model.folder / "passkey.jsonl").exists():
@@ -71,16 +72,21 @@ def collect(
         for name in ("priors", "logit_scales"):
             sections[name] += [model.row | row for row in learned[name]]
         if model.extended_from is not None:
-            sections["extensions"].append(
-                model.row
-                | {"from": recipe.training_of(model.extended_from).context_length, "to": model.context_length}
-                | {"steps": training["steps"], "loss": read_json(model.folder / "loss.json")}
-            )
+            lengths = {"from": model.extended_from.context_length, "to": model.context_length}
+            losses = {
+                when: {str(length): read_json(one.folder / "losses.json")[str(length)] for length in lengths.values()}
+                for when, one in (("before", model.extended_from), ("after", model))
+            }
+            sections["extensions"].append(model.row | lengths | {"steps": training["steps"], "loss": losses})
     # Runs may have been made on several machines; results are collected on any.
     for key in ("versions", "machine"):
         results[key] = _united([row.pop(key) for row in sections["runs"]])
     results["machine"]["threads_per_run"] = str(recipe.threads_per_run)
-    names = [name for scheme in recipe.schemes for name in (scheme, recipe.extended_name(scheme))]
+    names = [
+        name
+        for scheme in recipe.schemes
+        for name in (scheme, *(extension.name for extension in recipe.extensions_of(scheme).values()))
+    ]
     return results | {"schemes": [schemes[name] for name in names if name in schemes]} | sections
 
 
@@ -92,7 +98,7 @@ def _united(found: Sequence[dict[str, str | None]]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Model:
-    """A trained and tested model: a scheme's, or the same after its context extension."""
+    """A trained and tested model: a scheme's, or the same after one extension of its context."""
 
     name: str
     seed: int
@@ -100,12 +106,12 @@ class _Model:
     description: str
     context_length: int
     axes: dict[str, str | int | float]
-    extended_from: str | None = None
+    extended_from: _Model | None = None
 
     @property
     def scheme(self) -> str:
         """The recipe's scheme that it comes from."""
-        return self.extended_from or self.name
+        return self.name if self.extended_from is None else self.extended_from.name
 
     @property
     def row(self) -> dict[str, Any]:
@@ -116,17 +122,27 @@ class _Model:
 def _models(recipe: Recipe, output: Path, scheme: str, seed: int) -> Iterator[_Model]:
     """What a run has made so far."""
     folder = run_folder(output, scheme, seed)
-    described, length = describe(recipe.schemes[scheme]), recipe.training_of(scheme).context_length
-    axes, extension, name = recipe.schemes[scheme].axes, recipe.extension_of(scheme), recipe.extended_name(scheme)
-    if extension is None or name is None:
-        yield _Model(scheme, seed, folder, described, length, axes)
+    own, length = recipe.schemes[scheme], recipe.training_of(scheme).context_length
+    extensions = recipe.extensions_of(scheme)
+    if not extensions:
+        yield _Model(scheme, seed, folder, describe(own), length, own.axes)
         return
-    axes = {SCHEME_AXIS: scheme} | axes
-    yield _Model(scheme, seed, folder, described, length, axes | {EXTENSION_AXIS: "before"})
-    if (extended_folder(folder) / "done.json").exists():
-        words = f"{described} · {extension.total_steps} more steps at {extension.context_length} tokens"
-        length, axes = extension.context_length, axes | {EXTENSION_AXIS: "after"}
-        yield _Model(name, seed, extended_folder(folder), words, length, axes, extended_from=scheme)
+    axes = {SCHEME_AXIS: scheme} | own.axes
+    first = _Model(scheme, seed, folder, describe(own), length, axes | {EXTENSION_AXIS: BEFORE})
+    yield first
+    for way, extension in extensions.items():
+        extended = extended_folder(folder, way)
+        if (extended / "done.json").exists():
+            words = describe(own.model_copy(update=extension.positions.model_dump()))
+            words += f" · {_trained_on(extension.training, extension.context_length)}, from {scheme}"
+            stands = axes | {EXTENSION_AXIS: way}
+            yield _Model(extension.name, seed, extended, words, extension.context_length, stands, extended_from=first)
+
+
+def _trained_on(training: MixtureSettings | None, context_length: int) -> str:
+    if training is None:
+        return f"for {context_length} tokens without more training"
+    return f"{training.total_steps} more steps at {context_length} tokens"
 
 
 def _scheme_entry(model: _Model, training: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +156,7 @@ def _scheme_entry(model: _Model, training: dict[str, Any]) -> dict[str, Any]:
     if model.axes:
         entry["axes"] = model.axes
     if model.extended_from is not None:
-        entry["extended_from"] = model.extended_from
+        entry["extended_from"] = model.extended_from.name
     return entry
 
 

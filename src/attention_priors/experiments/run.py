@@ -1,4 +1,4 @@
-"""One run: one scheme of a recipe with one seed, trained and tested, and extended and tested again if it says so.
+"""One run: one scheme of a recipe with one seed, trained and tested, then extended in each way it names, tested again.
 
 Every step is on disk when it is done.
 """
@@ -30,10 +30,12 @@ from attention_priors.evaluation import (
 )
 from attention_priors.experiments.materials import Materials
 from attention_priors.experiments.plans import carry_out, unfinished
-from attention_priors.experiments.recipe import MixtureSettings, Recipe, folder_name
-from attention_priors.files import read_json, write_json
+from attention_priors.experiments.recipe import EvaluationChanges, Extension, MixtureSettings, Recipe, folder_name
+from attention_priors.files import read_json, synchronise, write_json
+from attention_priors.hub.loading import load_model
 from attention_priors.machine import processor, versions
 from attention_priors.models.decoder import PriorDecoderForCausalLM
+from attention_priors.models.repositioning import with_positions
 from attention_priors.priors import Window
 from attention_priors.training import PositionSettings, mean_loss, train
 
@@ -44,7 +46,7 @@ SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelera
 """The libraries that a run's numbers depend on, whose versions are recorded."""
 
 STAGES = ("train", "passkey", "perplexity", "plans")
-"""What a run goes through; with a context extension, once more under the names ``extended train`` and so on."""
+"""What a run goes through; with each extension of its context once more, as ``WAY: train`` and so on."""
 
 
 def run_folder(output: Path, scheme: str, seed: int) -> Path:
@@ -52,21 +54,21 @@ def run_folder(output: Path, scheme: str, seed: int) -> Path:
     return output / "runs" / folder_name(scheme) / f"seed-{seed}"
 
 
-def extended_folder(run: Path) -> Path:
-    """Where a run keeps what comes of its context extension; the files are named as in the run's own folder."""
-    return run / "extended"
+def extended_folder(run: Path, way: str) -> Path:
+    """Where a run keeps what comes of one extension of its context; the files are named as in the run's own folder."""
+    return run / "extended" / folder_name(way)
 
 
 def is_finished(recipe: Recipe, output: Path, scheme: str, seed: int) -> bool:
     """Whether nothing of a run is left to do."""
     folder = run_folder(output, scheme, seed)
-    parts = [folder] if recipe.extension_of(scheme) is None else [folder, extended_folder(folder)]
+    parts = [folder, *(extended_folder(folder, way) for way in recipe.extensions_of(scheme))]
     evaluation = recipe.evaluation_of(scheme)
     return all((part / "done.json").exists() and not unfinished(evaluation, part) for part in parts)
 
 
 def identity(materials: Materials, scheme: str, seed: int) -> dict[str, Any]:
-    """Everything that determines a run's results up to its context extension, but for the versions of the libraries.
+    """Everything that determines a run's results before any extension, but for the versions of the libraries.
 
     Args:
         materials: the recipe, its corpus and tokenizer.
@@ -90,15 +92,18 @@ def identity(materials: Materials, scheme: str, seed: int) -> dict[str, Any]:
 
 
 def identities(materials: Materials, output: Path, scheme: str, seed: int) -> dict[Path, dict[str, Any]]:
-    """What the files ``identity.json`` of a run must hold: of the run, and of its context extension.
+    """What the files ``identity.json`` of a run must hold: of the run, and of each extension of its context.
 
-    They are apart so that a run that is finished can be extended later.
+    They are apart so that a run that is finished can be extended later, in more ways.
     """
     folder = run_folder(output, scheme, seed)
     found = {folder / "identity.json": identity(materials, scheme, seed)}
-    extension = materials.recipe.extension_of(scheme)
-    if extension is not None:
-        found[extended_folder(folder) / "identity.json"] = {"training": extension.model_dump(mode="json")}
+    for way, extension in materials.recipe.extensions_of(scheme).items():
+        found[extended_folder(folder, way) / "identity.json"] = {
+            "context_length": extension.context_length,
+            "positions": extension.positions.model_dump(mode="json"),
+            "training": None if extension.training is None else extension.training.model_dump(mode="json"),
+        }
     return found
 
 
@@ -112,21 +117,26 @@ def execute(materials: Materials, scheme: str, seed: int, folder: Path, progress
         folder: the run's own (:func:`run_folder`), checked before (:func:`check_same_recipe`).
         progress: told of every step.
     """
+    recipe = materials.recipe
     _train_first(materials, scheme, seed, folder, progress)
-    _test(materials, scheme, folder, progress)
-    if materials.recipe.extension_of(scheme) is not None:
-        _extend(materials, scheme, seed, folder, _named(progress, "extended "))
+    _test(materials, scheme, recipe.schemes[scheme], folder, progress)
+    for way, extension in recipe.extensions_of(scheme).items():
+        extended, tell = extended_folder(folder, way), _named(progress, f"{way}: ")
+        if not (extended / "done.json").exists():
+            _extend(materials, scheme, extension, seed, folder, extended, tell)
+        tell("train", 1, 1)
+        _test(materials, scheme, extension.positions, extended, tell)
 
 
 def _named(progress: Progress, prefix: str) -> Progress:
     return lambda stage, done, total: progress(prefix + stage, done, total)
 
 
-def _test(materials: Materials, scheme: str, folder: Path, progress: Progress) -> None:
-    """Measure what has not been measured yet of the model in ``folder``."""
-    evaluation = materials.recipe.evaluation_of(scheme)
+def _test(materials: Materials, scheme: str, positions: PositionSettings, folder: Path, progress: Progress) -> None:
+    """Measure what has not been measured yet of the model in ``folder``, into which positions come in a certain way."""
+    evaluation, changes = materials.recipe.evaluation_of(scheme), materials.recipe.schemes[scheme].at_evaluation
     if not (folder / "done.json").exists():
-        _test_first(materials, scheme, folder, progress)
+        _test_first(materials, scheme, positions, folder, progress)
     for stage in STAGES[1:-1]:
         progress(stage, 1, 1)
     if unfinished(evaluation, folder):
@@ -135,20 +145,24 @@ def _test(materials: Materials, scheme: str, folder: Path, progress: Progress) -
                 f"{folder / 'model'} is gone, and has not been asked all that evaluation.plans ask; remove {folder} to "
                 "train it again"
             )
-        model = _on_device(_changed_for_evaluation(materials.recipe, scheme, folder / "model"))
-        _add_window(model, materials.recipe.schemes[scheme].at_evaluation.window)
-        subject = Subject(scheme, model, materials.tokenizer)
+        model = _on_device(_changed_for_evaluation(changes, positions, folder / "model"))
+        _add_window(model, changes.window)
         carry_out(
-            subject, evaluation, folder, lambda done, total: progress("plans", round(100 * done), round(100 * total))
+            Subject(scheme, model, materials.tokenizer),
+            evaluation,
+            folder,
+            lambda done, total: progress("plans", round(100 * done), round(100 * total)),
         )
     progress("plans", 1, 1)
 
 
-def _test_first(materials: Materials, scheme: str, folder: Path, progress: Progress) -> None:
+def _test_first(
+    materials: Materials, scheme: str, positions: PositionSettings, folder: Path, progress: Progress
+) -> None:
     recipe = materials.recipe
     started = time.monotonic()
-    model = _on_device(_changed_for_evaluation(recipe, scheme, folder / "model"))
-    layers: list[nn.Module] = [model.model] if recipe.schemes[scheme].share_prior else list(model.model.layers)
+    model = _on_device(_changed_for_evaluation(recipe.schemes[scheme].at_evaluation, positions, folder / "model"))
+    layers: list[nn.Module] = [model.model] if positions.share_prior else list(model.model.layers)
     write_json(
         folder / "priors.json",
         {
@@ -204,59 +218,104 @@ def _train(
         seed=seed,
         on_step=lambda step: progress("train", step, settings.total_steps),
     )
+    seconds = time.monotonic() - started
+    _write_training(folder, model, steps=settings.total_steps, seconds=seconds, history=trained.history)
+    trained.save(folder / "model", materials.tokenizer)
+    shutil.rmtree(folder / "checkpoints")
+
+
+def _write_training(
+    folder: Path, model: PriorDecoderForCausalLM, *, steps: int, seconds: float, history: list[dict[str, float]]
+) -> None:
     write_json(
         folder / "training.json",
         {
-            "train_seconds": round(time.monotonic() - started, 1),
-            "steps": settings.total_steps,
-            "history": trained.history,
+            "train_seconds": round(seconds, 1),
+            "steps": steps,
+            "history": history,
             "parameters": model.num_parameters(),
             "prior_parameters": _positional_parameters(model),
             "versions": versions(SOFTWARE),
             "machine": {"platform": platform.platform(), "processor": processor(), "cores": str(os.cpu_count())},
         },
     )
-    trained.save(folder / "model", materials.tokenizer)
-    shutil.rmtree(folder / "checkpoints")
 
 
-def _extend(materials: Materials, scheme: str, seed: int, folder: Path, progress: Progress) -> None:
-    """Train the model of a finished run on at a longer context, and measure everything again."""
-    settings = materials.recipe.extension_of(scheme)
-    assert settings is not None
-    extended = extended_folder(folder)
-    if (extended / "done.json").exists():
-        _test(materials, scheme, extended, progress)
-        return
-    lengths = (materials.recipe.training_of(scheme).context_length, settings.context_length)
-    _add_losses(extended / "loss.json", "before", folder / "model", materials, lengths)
+def _extend(
+    materials: Materials,
+    scheme: str,
+    extension: Extension,
+    seed: int,
+    folder: Path,
+    extended: Path,
+    progress: Progress,
+) -> None:
+    """Make the model of a finished run into one for a longer context, and measure its loss before and after.
+
+    Args:
+        materials: the recipe's corpus and tokenizer.
+        scheme: name of the scheme.
+        extension: the way.
+        seed: of what is new in the model, and of the rows.
+        folder: the finished run's.
+        extended: where everything goes.
+        progress: told of every step.
+    """
+    settings = extension.training
+    total = 1 if settings is None else settings.total_steps
+    progress("train", 0, total)
+    lengths = sorted({materials.recipe.training_of(scheme).context_length, extension.context_length})
+    _measure_losses(folder, materials, lengths)
     if not (extended / "model").exists():
-        progress("train", 0, settings.total_steps)
-        model = PriorDecoderForCausalLM.from_pretrained(folder / "model")
-        # Other rows than those of any first training, whose seeds are smaller.
-        rows = materials.training_rows(settings, seed + 2**32)
-        _train(materials, model, settings, rows, seed, extended, progress)
-    progress("train", settings.total_steps, settings.total_steps)
-    _add_losses(extended / "loss.json", "after", extended / "model", materials, lengths)
-    _test(materials, scheme, extended, progress)
+        set_seed(seed)
+        model = with_positions(_load(folder / "model"), extension.positions.model_dump())
+        if settings is None:
+            _save_untrained(model, materials, extended)
+        else:
+            # Other rows than those of any first training, whose seeds are smaller.
+            rows = materials.training_rows(settings, seed + 2**32)
+            _train(materials, model, settings, rows, seed, extended, progress)
+    progress("train", total, total)
+    _measure_losses(extended, materials, lengths)
 
 
-def _add_losses(path: Path, when: str, saved: Path, materials: Materials, lengths: tuple[int, ...]) -> None:
-    """Add a saved model's mean losses on held-out rows of several lengths to a file, unless they are there."""
-    losses = read_json(path) if path.exists() else {}
-    if when in losses:
-        return
-    model = _on_device(PriorDecoderForCausalLM.from_pretrained(saved))
-    losses[when] = {str(length): mean_loss(model, materials.held_out_rows(length)) for length in lengths}
-    write_json(path, losses)
+def _save_untrained(model: PriorDecoderForCausalLM, materials: Materials, folder: Path) -> None:
+    """Save a model that is not trained on, as one that is."""
+    unfinished = folder / "model.unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    _write_training(folder, model, steps=0, seconds=0.0, history=[])
+    model.save_pretrained(unfinished)
+    materials.tokenizer.save_pretrained(unfinished)
+    for path in unfinished.iterdir():
+        synchronise(path)
+    unfinished.rename(folder / "model")
+    synchronise(folder)
 
 
-def _changed_for_evaluation(recipe: Recipe, scheme: str, saved: Path) -> PriorDecoderForCausalLM:
-    """A saved model, with another base of its rotary positions or another tolerance if the scheme says so."""
-    changes = recipe.schemes[scheme].at_evaluation
+def _measure_losses(folder: Path, materials: Materials, lengths: list[int]) -> None:
+    """Add the mean losses of a folder's model on held-out rows of several lengths to its ``losses.json``."""
+    path = folder / "losses.json"
+    known: dict[str, float] = read_json(path) if path.exists() else {}
+    missing = [length for length in lengths if str(length) not in known]
+    if missing:
+        model = _on_device(_load(folder / "model"))
+        known |= {str(length): mean_loss(model, materials.held_out_rows(length)) for length in missing}
+        write_json(path, known)
+
+
+def _load(saved: Path) -> PriorDecoderForCausalLM:
+    model = load_model(saved)
+    assert isinstance(model, PriorDecoderForCausalLM)
+    return model
+
+
+def _changed_for_evaluation(
+    changes: EvaluationChanges, positions: PositionSettings, saved: Path
+) -> PriorDecoderForCausalLM:
+    """A saved model, with another base of its rotary positions or another tolerance if that is to be changed."""
     options: dict[str, Any] = {}
     if changes.base_multiplier is not None:
-        encoding = recipe.schemes[scheme].encoding
+        encoding = positions.encoding
         described = {"name": encoding} if isinstance(encoding, str) else dict(encoding or {})
         options["encoding"] = described | {"base_multiplier": changes.base_multiplier}
     if changes.tolerance is not None:

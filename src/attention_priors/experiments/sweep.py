@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from attention_priors.strict_yaml import Strict
 
-SECTIONS = ("training", "model", "evaluation", "at_evaluation", "extension", "axes")
+SECTIONS = ("training", "model", "evaluation", "at_evaluation", "extensions", "axes")
 """Keys of a scheme that are inherited key by key; the others are inherited whole."""
 
 POSITIONS = ("prior", "share_prior", "encoding", "logit_scale")
@@ -23,7 +23,10 @@ SCHEME_AXIS = "scheme"
 """The axis that says which scheme a sweep multiplied; its values are the names of schemes."""
 
 EXTENSION_AXIS = "extension"
-"""The axis that says whether a model was trained on at a longer context."""
+"""The axis that says in which way the context of a model was extended."""
+
+BEFORE = "before"
+"""The value on it of a model whose context is extended in one way or several."""
 
 Content: TypeAlias = dict[str, Any]
 Point: TypeAlias = dict[str, "Value"]
@@ -125,9 +128,24 @@ def _inherited(schemes: Mapping[str, Content], name: str) -> Content:
     made: Content = {}
     for ancestor in reversed(line):
         own = {key: value for key, value in schemes[ancestor].items() if key != "extends"}
-        sections = {key: overlaid(made.get(key), own[key]) for key in SECTIONS if key in own}
+        sections = {key: _section(key, made.get(key), own[key]) for key in SECTIONS if key in own}
         made = made | own | sections
     return copy.deepcopy(made)
+
+
+def _section(key: str, inherited: Any, own: Any) -> Any:
+    """One section of a scheme over another."""
+    if key != "extensions" or not isinstance(inherited, dict) or not isinstance(own, dict):
+        return overlaid(inherited, own)
+    return inherited | {way: _extension(inherited.get(way), settings) for way, settings in own.items()}
+
+
+def _extension(inherited: Any, own: Any) -> Any:
+    """One way to extend over another: key by key, but for what describes positions, as in the schemes themselves."""
+    if not isinstance(inherited, dict) or not isinstance(own, dict):
+        return own
+    positions = {key: own[key] for key in POSITIONS if key in own}
+    return overlaid(inherited, {key: value for key, value in own.items() if key not in positions}) | positions
 
 
 ALTERNATIVES = (("steps", "tokens"), ("batch_size", "tokens_per_step"))
@@ -227,19 +245,30 @@ def _set(scheme: Content, setting: str, content: Any) -> None:
     allowed = (*POSITIONS, *(section for section in SECTIONS if section != "axes"))
     if first not in allowed:
         raise ValueError(f"a setting begins with one of {', '.join(allowed)}")
-    if not rest:
-        scheme[first] = overlaid(scheme.get(first), content) if first in SECTIONS else content
-        return
     if first in POSITIONS:
-        described = scheme.get(first)
-        if isinstance(described, str):
-            described = {"name": described}
-        if isinstance(described, list):
-            raise ValueError(f"its {first} is a sum; give the axis whole values of {first}")
-        if not isinstance(described, dict) or len(rest) > 1:
-            raise ValueError(f"it has no {first} with a {'.'.join(rest)}")
-        scheme[first] = described | {rest[0]: content}
+        _set_position(scheme, first, rest, content)
+    elif first == "extensions" and rest[1:2] and rest[1] in POSITIONS:
+        way, position, *inner = rest
+        ways = scheme.get(first) or {}
+        extension = dict(ways.get(way) or {})
+        _set_position(extension, position, inner, content)
+        scheme[first] = ways | {way: extension}
+    else:
+        for key in reversed(rest):
+            content = {key: content}
+        scheme[first] = _section(first, scheme.get(first) or {}, content)
+
+
+def _set_position(target: Content, position: str, rest: list[str], content: Any) -> None:
+    """Change how positions come into a scheme, or into one of its extensions."""
+    if not rest:
+        target[position] = content
         return
-    for key in reversed(rest):
-        content = {key: content}
-    scheme[first] = overlaid(scheme.get(first) or {}, content)
+    described = target.get(position)
+    if isinstance(described, str):
+        described = {"name": described}
+    if isinstance(described, list):
+        raise ValueError(f"its {position} is a sum; give the axis whole values of {position}")
+    if not isinstance(described, dict) or len(rest) > 1:
+        raise ValueError(f"it has no {position} with a {'.'.join(rest)}")
+    target[position] = described | {rest[0]: content}

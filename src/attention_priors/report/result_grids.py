@@ -201,33 +201,44 @@ def _axes(results: Results) -> Grid:
 
 def _extension(results: Results) -> Grid:
     shares, losses = _Shares(results), _Losses(results)
-    entries = [entry for entry in results["schemes"] if entry.get("extended_from")]
     farthest = losses.beyond[-1:]
+    # The ways in which one model was extended to one length stand together.
+    together: dict[tuple[str, int], list[tuple[str, list[Row]]]] = defaultdict(list)
+    for entry in results["schemes"]:
+        if entry.get("extended_from"):
+            made = rows(results, "extensions", entry["name"])
+            together[entry["extended_from"], made[0]["to"]].append((entry["name"], made))
     groups = []
-    for entry in entries:
-        made = rows(results, "extensions", entry["name"])
+    for (first, reached), ways in together.items():
+        # Of every seed with which the model was extended in some way.
+        before = list({row["seed"]: row for _, made in ways for row in made}.values())
+        lines = [(first, "before", ABSENT, before, "before")]
+        lines += [(name, made[0]["axes"]["extension"], str(made[0]["steps"]), made, "after") for name, made in ways]
+        places = [first, f"{before[0]['from']} → {reached}", *[""] * (len(ways) - 1)]
         group: list[Line] = []
-        for when, name in (("before", entry["extended_from"]), ("after", entry["name"])):
+        for place, (name, way, steps, made, when) in zip(places, lines, strict=True):
             losses_there = [
                 _estimate(over_seeds([row["loss"][when][str(row[size])] for row in made]), "{:.3f}".format)
                 for size in ("from", "to")
             ]
-            lengths = f"{made[0]['from']} → {made[0]['to']}"
             group.append(
                 [
-                    entry["extended_from"] if when == "before" else lengths,
-                    when,
+                    place,
+                    way,
+                    steps,
                     *losses_there,
                     *(shares.pooled(name) if shares.lengths else []),
                     *(losses.at(name, position) for position in farthest),
                 ]
             )
         groups.append(group)
-    header = ["scheme", "extension", "loss at\nfirst length", "loss at\nsecond length", *map(str, shares.lengths)]
+    header = ["scheme", "extension", "steps", "loss at\nfirst length", "loss at\nsecond length"]
+    header += map(str, shares.lengths)
     header += [f"perplexity\nat {position:.0f}" for position in farthest]
     caption = (
-        "Before and after further training at a longer context (second line of each scheme: from and to how many "
-        "tokens). Loss: nats per token on held-out rows of both lengths, mean over seeds with Student's 95 % interval."
+        "Before and after each extension of the context (second line of each scheme: from and to how many tokens). "
+        "Steps: of further training; with 0, positions are changed and nothing is trained. Loss: nats per token on "
+        "held-out rows of both lengths, mean over seeds with Student's 95 % interval."
     )
     if shares.lengths:
         caption += (
