@@ -63,7 +63,11 @@ def test_results_have_every_section(finished):
         "runs",
         "passkey",
         "perplexity",
+        "copying",
+        "sink_mass",
         "priors",
+        "prior_terms",
+        "prior_mass",
         "logit_scales",
         "extensions",
     }

@@ -11,7 +11,7 @@ import pytest
 
 from attention_priors.experiments import RecipeError, compare
 from attention_priors.experiments import run as run_module
-from attention_priors.experiments.materials import Materials
+from attention_priors.experiments.materials import Materials, TextMaterials
 from attention_priors.experiments.run import execute, extended_folder
 from attention_priors.report import gallery, write_figures, write_report, write_tables
 
@@ -108,13 +108,13 @@ def test_an_extension_that_was_interrupted_ends_as_if_nothing_had_happened(exten
 def test_the_rows_of_an_extension_are_new_ones(extended, monkeypatch, finished, tmp_path):
     materials, _ = extended
     seeds = []
-    original = Materials.training_rows
+    original = TextMaterials.training_rows
 
-    def remember(self: Materials, settings: Any, seed: int) -> Any:
+    def remember(self: TextMaterials, settings: Any, seed: int) -> Any:
         seeds.append((settings.context_length, seed))
         return original(self, settings, seed)
 
-    monkeypatch.setattr(Materials, "training_rows", remember)
+    monkeypatch.setattr(TextMaterials, "training_rows", remember)
     run = tmp_path / "run"
     shutil.copytree(finished.folder / "runs" / "BAM_+_SSMax" / "seed-3", run)
     monkeypatch.setattr(run_module, "_test", lambda *arguments: None)

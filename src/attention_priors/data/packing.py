@@ -93,7 +93,7 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < self._num_rows:
             raise IndexError(f"index must be from 0 to {self._num_rows - 1}; it is {index}")
-        generator = torch.Generator().manual_seed(_row_seed(self._seed, index))
+        generator = torch.Generator().manual_seed(row_seed(self._seed, index))
         passkey = self._draw_passkey(generator)
         input_ids, document_ids = self._draw_window(
             self._context_length - (0 if passkey is None else passkey.tokens.numel()), generator
@@ -159,6 +159,6 @@ def _checked_min_length(min_length: int | None, task: PasskeyTask, context_lengt
     return min_length
 
 
-def _row_seed(seed: int, index: int) -> int:
+def row_seed(seed: int, index: int) -> int:
     """A seed for one row; a hash, so that neighbouring rows and seeds have nothing in common."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{index}".encode()).digest()[:8], "big")

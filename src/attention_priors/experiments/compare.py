@@ -30,13 +30,13 @@ from rich.progress import (
 from attention_priors.experiments.materials import Materials
 from attention_priors.experiments.recipe import Recipe
 from attention_priors.experiments.results import collect
-from attention_priors.experiments.run import identities, is_finished, run_folder
+from attention_priors.experiments.run import STAGES, identities, is_finished, run_folder
 from attention_priors.files import read_json, writable_folder, write_json
 from attention_priors.output_folder import sole_writer
 from attention_priors.strict_yaml import RecipeError, check_same_recipe
 
-STAGE_SHARES = {"train": 0.75, "passkey": 0.22, "perplexity": 0.03}
-EXTENSION_SHARES = {"extended train": 0.25, "extended passkey": 0.22, "extended perplexity": 0.03}
+STAGE_SHARES = {"train": 0.75, "passkey": 0.22, "perplexity": 0.03, "copying": 0.05}
+EXTENSION_SHARES = {"extended train": 0.25} | {f"extended {stage}": STAGE_SHARES[stage] for stage in STAGES[1:]}
 """Roughly how much of a run's time each stage takes; only the estimate of the time left depends on it."""
 
 
@@ -110,10 +110,9 @@ def _matching(recipe: Recipe, pattern: str) -> list[str]:
 def _compare(
     recipe: Recipe, output: Path, schemes: Collection[str], processes: int | None, console: Console
 ) -> dict[str, Any]:
-    with console.status("Reading the corpus, training the tokenizer"):
+    with console.status("Making ready what is read: corpus, tokenizer, rows"):
         materials = Materials.load(recipe, writable_folder(output / "cache"))
         materials.check()
-    corpus = materials.corpus
     runs = [(name, seed) for seed in recipe.seeds for name in recipe.schemes]
     chosen = [run for run in runs if run[0] in schemes]
     wanted = {run: identities(materials, output, *run) for run in runs}
@@ -139,12 +138,7 @@ def _compare(
         output,
         finished,
         wall_seconds=clock.total,
-        corpus={
-            "name": corpus.name,
-            "fingerprint": corpus.fingerprint,
-            "train_characters": sum(len(document.text) for document in corpus.train),
-            "held_out_characters": sum(len(document.text) for document in corpus.held_out),
-        },
+        corpus=dict(materials.description),
     )
     write_json(output / "results.json", results)
     if failures:

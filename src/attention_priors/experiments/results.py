@@ -19,7 +19,18 @@ from attention_priors.machine import processor, versions
 
 FORMAT = 1
 
-SECTIONS = ("runs", "passkey", "perplexity", "priors", "logit_scales", "extensions")
+SECTIONS = (
+    "runs",
+    "passkey",
+    "perplexity",
+    "copying",
+    "sink_mass",
+    "priors",
+    "prior_terms",
+    "prior_mass",
+    "logit_scales",
+    "extensions",
+)
 """The lists of rows."""
 
 _SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelerate")
@@ -72,11 +83,11 @@ def collect(
         if (model.folder / "passkey.jsonl").exists():
             lines = (model.folder / "passkey.jsonl").read_text(encoding="utf-8").splitlines()
             sections["passkey"] += [model.row | json.loads(line) for line in lines]
-        if (model.folder / "perplexity.json").exists():
-            sections["perplexity"] += [model.row | row for row in read_json(model.folder / "perplexity.json")]
-        learned = read_json(model.folder / "priors.json")
-        for name in ("priors", "logit_scales"):
-            sections[name] += [model.row | row for row in learned[name]]
+        for name in ("perplexity", "copying", "sink_mass"):
+            if (model.folder / f"{name}.json").exists():
+                sections[name] += [model.row | row for row in read_json(model.folder / f"{name}.json")]
+        for name, learned in read_json(model.folder / "priors.json").items():
+            sections[name] += [model.row | row for row in learned]
         if model.extended_from is not None:
             sections["extensions"].append(
                 model.row

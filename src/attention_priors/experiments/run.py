@@ -16,10 +16,23 @@ import torch
 from torch import nn
 from transformers import set_seed
 
-from attention_priors.analysis import logit_scale_rows, prior_rows
-from attention_priors.data import ANSWER_LENGTH, TrainingMixture
-from attention_priors.evaluation import EvaluationSettings, PasskeyRow, has_given_up, passkey_rows, perplexity_rows
-from attention_priors.experiments.materials import Materials
+from attention_priors.analysis import (
+    logit_scale_rows,
+    prior_mass_rows,
+    prior_rows,
+    prior_term_rows,
+    sink_mass_rows,
+)
+from attention_priors.data import ANSWER_LENGTH
+from attention_priors.evaluation import (
+    EvaluationSettings,
+    PasskeyRow,
+    copying_rows,
+    has_given_up,
+    passkey_rows,
+    perplexity_rows,
+)
+from attention_priors.experiments.materials import Materials, Rows
 from attention_priors.experiments.recipe import MixtureSettings, Recipe, folder_name
 from attention_priors.files import read_json, write_json
 from attention_priors.models.decoder import PriorDecoderForCausalLM
@@ -29,7 +42,7 @@ from attention_priors.training import PositionSettings, mean_loss, train
 Progress = Callable[[str, int, int], None]
 """Called with the stage, what is done of it and how much there is of it."""
 
-STAGES = ("train", "passkey", "perplexity")
+STAGES = ("train", "passkey", "perplexity", "copying")
 """What a run goes through; with a context extension, once more under the names ``extended train`` and so on."""
 
 
@@ -69,8 +82,7 @@ def identity(materials: Materials, scheme: str, seed: int) -> dict[str, Any]:
         "scheme": recipe.schemes[scheme].model_dump(mode="json", include=own),
         "training": recipe.training_of(scheme).model_dump(mode="json"),
         "seed": seed,
-        "corpus_fingerprint": materials.corpus.fingerprint,
-        "tokenizer_fingerprint": materials.tokenizer_fingerprint,
+        **materials.fingerprints,
     }
 
 
@@ -116,18 +128,23 @@ def _test(materials: Materials, scheme: str, folder: Path, progress: Progress) -
     recipe = materials.recipe
     started = time.monotonic()
     model = _on_device(_changed_for_evaluation(recipe, scheme, folder / "model"))
+    length = max(recipe.training_of(scheme).context_length, 3)
     layers: list[nn.Module] = [model.model] if recipe.schemes[scheme].share_prior else list(model.model.layers)
     write_json(
         folder / "priors.json",
         {
             "priors": prior_rows(layers, length=recipe.longest_text),
             "logit_scales": logit_scale_rows(list(model.model.layers)),
+            "prior_terms": prior_term_rows(layers, length=length),
+            "prior_mass": prior_mass_rows(layers, length=length),
         },
     )
     _add_window(model, recipe.schemes[scheme].at_evaluation.window)
     evaluation = recipe.evaluation_of(scheme)
     stopped = _test_passkey(materials, evaluation, model, folder, progress)
     _test_perplexity(materials, evaluation, model, folder, progress)
+    _test_copying(materials, evaluation, model, folder, progress)
+    _test_sink_mass(materials, evaluation, model, folder)
     write_json(
         folder / "done.json",
         {"evaluate_seconds": round(time.monotonic() - started, 1), "stopped": stopped},
@@ -142,13 +159,12 @@ def _on_device(model: PriorDecoderForCausalLM) -> PriorDecoderForCausalLM:
 
 
 def _train_first(materials: Materials, scheme: str, seed: int, folder: Path, progress: Progress) -> None:
-    recipe, tokenizer = materials.recipe, materials.tokenizer
+    recipe = materials.recipe
     settings = recipe.training_of(scheme)
     if not (folder / "model").exists():
         progress("train", 0, settings.total_steps)
         set_seed(seed)
-        eos: Any = tokenizer.eos_token_id
-        model = PriorDecoderForCausalLM(recipe.config_of(scheme, vocab_size=len(tokenizer), eos_token_id=eos))
+        model = PriorDecoderForCausalLM(recipe.config_of(scheme, **materials.vocabulary))
         _train(materials, model, settings, materials.training_rows(settings, seed), seed, folder, progress)
     progress("train", settings.total_steps, settings.total_steps)
 
@@ -157,7 +173,7 @@ def _train(
     materials: Materials,
     model: PriorDecoderForCausalLM,
     settings: MixtureSettings,
-    rows: TrainingMixture,
+    rows: Rows,
     seed: int,
     folder: Path,
     progress: Progress,
@@ -182,7 +198,7 @@ def _train(
             "prior_parameters": _positional_parameters(model),
         },
     )
-    trained.save(folder / "model", materials.tokenizer)
+    trained.save(folder / "model", materials.saved_tokenizer)
     shutil.rmtree(folder / "checkpoints")
 
 
@@ -307,7 +323,7 @@ def _test_perplexity(
     path = folder / "perplexity.json"
     if evaluation.perplexity is None or path.exists():
         return
-    texts = materials.perplexity_texts(evaluation.perplexity)
+    texts = materials.texts(evaluation.perplexity.length, evaluation.perplexity.documents)
     progress("perplexity", 0, len(texts))
     rows = perplexity_rows(
         model,
@@ -316,3 +332,35 @@ def _test_perplexity(
         on_text=lambda count: progress("perplexity", count, len(texts)),
     )
     write_json(path, rows)
+
+
+def _test_copying(
+    materials: Materials,
+    evaluation: EvaluationSettings,
+    model: PriorDecoderForCausalLM,
+    folder: Path,
+    progress: Progress,
+) -> None:
+    """Write the losses of each length as soon as they are known."""
+    settings = evaluation.copying
+    if settings is None:
+        return
+    path = folder / "copying.json"
+    rows: list[Any] = read_json(path) if path.exists() else []
+    done = {row["length"] for row in rows}
+    for count, length in enumerate(settings.lengths):
+        progress("copying", count, len(settings.lengths))
+        if length not in done:
+            samples = materials.copying_samples(settings, length)
+            rows += copying_rows(model, materials.copying_task(), samples, chunk=evaluation.chunk)
+            write_json(path, rows)
+    progress("copying", len(settings.lengths), len(settings.lengths))
+
+
+def _test_sink_mass(
+    materials: Materials, evaluation: EvaluationSettings, model: PriorDecoderForCausalLM, folder: Path
+) -> None:
+    settings, path = evaluation.sink_mass, folder / "sink_mass.json"
+    if settings is not None and not path.exists():
+        texts = materials.texts(settings.length, settings.texts)
+        write_json(path, sink_mass_rows(model, texts, factors=settings.factors))
