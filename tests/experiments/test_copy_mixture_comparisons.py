@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from attention_priors.data import CopyMixture
 from attention_priors.experiments import Recipe, RecipeError, load_recipe
 from attention_priors.experiments import materials as materials_module
 from attention_priors.experiments.materials import HELD_OUT_SEED, Materials
@@ -215,6 +217,35 @@ def test_tables_and_report_have_all_of_it(results, tmp_path):
         "Weights that each head&#39;s prior gives alone: GOAT, extended to 24.",
     ):
         assert words in page
+
+
+# ---- what is committed
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(not (ROOT / "recipes").exists(), reason="not a checkout of the project")
+def test_the_papers_recipe_can_be_run(tmp_path):
+    materials = Materials.load(load_recipe(ROOT / "recipes" / "results" / "copy-mixture.yaml"), tmp_path)
+    materials.check()
+    assert {"NoPE", "ALiBi", "RoPE", "T5", "GOAT", "BAM"} <= materials.recipe.schemes.keys()
+
+
+@pytest.mark.skipif(not (ROOT / "docs").exists(), reason="not a checkout of the project")
+def test_what_the_page_shows_can_be_done():
+    page = (ROOT / "docs" / "copy-mixture.md").read_text(encoding="utf-8")
+    corpus, sinks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    sections = {key: yaml.safe_load(corpus)[key] for key in ("corpus", "evaluation")}
+    sections["evaluation"] |= yaml.safe_load(sinks)["evaluation"]
+    recipe = _recipe(**sections)
+    assert recipe.corpus.copy_mixture is not None
+    assert recipe.evaluation.sink_mass is not None
+    assert recipe.evaluation.sink_mass.factors[:3] == (0, 1 / 8, 1 / 4)
+    told = re.search(r"optimal_losses\(64\)  # ({.*?}), nats", page)
+    assert told is not None
+    assert json.loads(told[1]) == pytest.approx(CopyMixture().optimal_losses(64), abs=5e-4)
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(code, {})
 
 
 # ---- what cannot be

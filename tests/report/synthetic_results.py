@@ -47,7 +47,11 @@ def make_results() -> dict:
         "runs": [],
         "passkey": [],
         "perplexity": [],
+        "copying": [],
+        "sink_mass": [],
         "priors": [],
+        "prior_terms": [],
+        "prior_mass": [],
         "logit_scales": [],
         "extensions": [],
     }

@@ -28,6 +28,8 @@ from attention_priors.report.results import Results, Row, distinct, number, rows
 from attention_priors.report.style import blank, label, looks, thin, tidy
 
 _AXIS = {"distance": "distance d between query and key, tokens", "key": "position j of the key, tokens"}
+_LARGEST_SIGNAL = 256.0
+"""Nats; where more of them stand against a prior, it has long lost."""
 _LARGEST_MAP = 64
 """Queries and keys of a map of weights; more would be smaller than a dot."""
 
@@ -131,7 +133,7 @@ def sink_mass(results: Results) -> Figure:
                 axes.plot(x, y, marker="o", markersize=10, markerfacecolor="none", color="black", linestyle="none")
         axes.set_title(f"layer {layer}", loc="left", fontsize=10)
         axes.set_ylim(-4, 104)
-        _signal_axis(axes, max(row["signal"] for row in selected))
+        _signal_axis(axes, min(max(row["signal"] for row in selected), _LARGEST_SIGNAL))
     several = len(distinct(selected, "seed")) > 1
     words = "weight of the first token, %" + ("\n(bands: 95 % interval over seeds)" if several else "")
     for axes in grid[:, 0]:
