@@ -253,7 +253,7 @@ def test_sums_of_losses(subjects: dict[str, Subject], plan: Any, tmp_path: Path)
             assert one.documents == 3
         else:
             assert len(set(sizes)) > 1
-        place, loss = one.by_position[2]
+        place, loss, _ = one.by_position[2]
         assert place == pytest.approx((4 * 7) ** 0.5)
         assert loss == pytest.approx(sum(bins[2][2] for bins in texts) / 4 / len(texts))
 

@@ -49,6 +49,18 @@ def no_workers(monkeypatch) -> None:
 # ---- what a comparison gives
 
 
+def test_versions_and_machines_are_those_of_the_runs(finished, tiny, copy, quiet, no_workers):
+    """Whoever collects runs again may have others."""
+    path = copy / "runs" / "ALiBi" / "seed-3" / "training.json"
+    training = json.loads(path.read_text())
+    training["versions"]["torch"], training["machine"]["processor"] = "2.9.1", "Abacus"
+    path.write_text(json.dumps(training))
+    results = compare(tiny(), copy, console=quiet)
+    assert results["versions"]["torch"] == f"2.9.1, {finished.results['versions']['torch']}"
+    assert results["machine"]["processor"].startswith("Abacus, ")
+    assert results["versions"]["transformers"] == finished.results["versions"]["transformers"]
+
+
 def test_results_have_every_section(finished):
     assert finished.results.keys() == {
         "format",
@@ -70,6 +82,9 @@ def test_results_have_every_section(finished):
         "prior_mass",
         "logit_scales",
         "extensions",
+        "retrieval",
+        "losses",
+        "timing",
     }
     assert finished.results["format"] == 1
     assert finished.results["recipe"]["name"] == "Tiny"

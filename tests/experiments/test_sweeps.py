@@ -271,12 +271,12 @@ def test_folders_of_long_names_are_distinct_and_short_enough():
     assert all(folder.startswith("BAM_xxx") and len(folder) == LONGEST_FOLDER_NAME for folder in folders)
 
 
-def test_the_sweep_in_the_documentation_makes_what_it_says():
+def test_examples_in_the_documentation_make_what_it_says():
     page = Path(__file__).parents[2] / "docs" / "compare.md"
     if not page.exists():
         pytest.skip("not a checkout of the project")
     text = page.read_text(encoding="utf-8")
-    sweep, extension = (yaml.safe_load(block.split("```")[0]) for block in text.split("```yaml")[1:])
+    plans, sweep, extension = (yaml.safe_load(block.split("```")[0]) for block in text.split("```yaml")[1:])
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     base = {"model": sizes, "training": {"context_length": 160, "steps": 9, "batch_size": 2, "learning_rate": 0.1}}
     schemes = Recipe.model_validate({**RECIPE, **base, **sweep}).schemes
@@ -287,6 +287,7 @@ def test_the_sweep_in_the_documentation_makes_what_it_says():
     assert f"{len(product) - 1} of them above" in text
     extended = Recipe.model_validate({**RECIPE, **base, **extension})
     assert extended.extended_name("BAM") == "BAM, extended to 320"
+    assert len(Recipe.model_validate({**RECIPE, **base, **plans}).evaluation.plans) == 3
 
 
 # ---- extensions

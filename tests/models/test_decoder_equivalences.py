@@ -46,8 +46,7 @@ def test_a_tolerance_is_kept_and_skips_keys(monkeypatch: pytest.MonkeyPatch) -> 
     """Chunks of a long text over a cache; the step over one token reads every key."""
     model, ids = tiny_decoder(prior="laplace"), tokens(1, 1800)
     exact = in_chunks(model, ids, [900, 899, 1], DynamicCache(config=model.config))
-    config = PriorDecoderConfig(**model.config.to_dict() | {"tolerance": 0.2})
-    pruned = PriorDecoderForCausalLM(config).to(model.dtype).eval()
+    pruned = tiny_decoder(prior="laplace", tolerance=0.2)
     pruned.load_state_dict(model.state_dict())
     seen: list[tuple[int, float]] = []
 

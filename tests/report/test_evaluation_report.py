@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 
-from attention_priors.evaluation import Accuracy, Loss, Summary, summarize
+from attention_priors.evaluation import Accuracy, AtDepth, AtPosition, Loss, Summary, summarize
 from attention_priors.intervals import Interval, wilson_interval
 from attention_priors.report import evaluation_markdown, evaluation_tables, write_evaluation_figures
 from attention_priors.report.evaluation_figures import accuracy_by_length, depth_heatmap, perplexity_by_position
 
 
-def _accuracy(task: str, length: int, by_depth: dict[float, tuple[float, int]], **changes: Any) -> Accuracy:
-    trials = sum(number for _, number in by_depth.values()) or 4
-    total = sum(mean * number for mean, number in by_depth.values())
+def _accuracy(task: str, length: int, found: dict[float, tuple[float, int]], **changes: Any) -> Accuracy:
+    by_depth = {depth: AtDepth(*values, None) for depth, values in found.items()}
+    trials = sum(one.trials for one in by_depth.values()) or 4
+    total = sum(one.mean * one.trials for one in by_depth.values())
     values: dict[str, Any] = {
         "task": task,
         "length": length,
@@ -29,7 +30,7 @@ def _accuracy(task: str, length: int, by_depth: dict[float, tuple[float, int]], 
 
 
 def _loss(length: int, documents: int = 3) -> Loss:
-    by_position = [(1.0, 5.0), (math.sqrt(6), 4.0), (math.sqrt(28), 3.5)]
+    by_position = [AtPosition(1.0, 5.0, 3), AtPosition(math.sqrt(6), 4.0, 6), AtPosition(math.sqrt(28), 3.5, 12)]
     return Loss("perplexity", length, documents, 100, 4.0, Interval(3.5, 4.5), by_position)
 
 

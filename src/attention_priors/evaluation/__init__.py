@@ -1,10 +1,10 @@
 """Testing long: retrieval, perplexity by position and time, in chunks over a KV cache."""
 
 from attention_priors.evaluation.copying import CopyingRow, copying_rows
-from attention_priors.evaluation.evaluate import Observer, evaluate
+from attention_priors.evaluation.evaluate import Observer, check_plan, evaluate
 from attention_priors.evaluation.passkey import PasskeyRow, has_given_up, passkey_rows, retrieves
 from attention_priors.evaluation.perplexity import PerplexityRow, perplexity_rows, position_bins, token_losses
-from attention_priors.evaluation.plan import TASKS, EvaluationPlan
+from attention_priors.evaluation.plan import LONGEST_KEY, TASKS, EvaluationPlan
 from attention_priors.evaluation.prefill import chunked_logits
 from attention_priors.evaluation.records import Records
 from attention_priors.evaluation.settings import (
@@ -15,11 +15,14 @@ from attention_priors.evaluation.settings import (
     SinkMassSettings,
 )
 from attention_priors.evaluation.subject import Subject, model_fingerprint
-from attention_priors.evaluation.summary import Accuracy, Duration, Loss, Summary, summarize
+from attention_priors.evaluation.summary import Accuracy, AtDepth, AtPosition, Duration, Loss, Summary, summarize
 
 __all__ = [
+    "LONGEST_KEY",
     "TASKS",
     "Accuracy",
+    "AtDepth",
+    "AtPosition",
     "CopyingRow",
     "CopyingSettings",
     "Duration",
@@ -35,6 +38,7 @@ __all__ = [
     "SinkMassSettings",
     "Subject",
     "Summary",
+    "check_plan",
     "chunked_logits",
     "copying_rows",
     "evaluate",

@@ -28,7 +28,7 @@ from attention_priors.data.needles import (
 )
 from attention_priors.evaluation.needles import NeedleRetrieval
 from attention_priors.evaluation.perplexity import binned, token_losses
-from attention_priors.evaluation.plan import EvaluationPlan
+from attention_priors.evaluation.plan import LONGEST_KEY, EvaluationPlan
 from attention_priors.evaluation.records import Record, Records
 from attention_priors.evaluation.retrieval import Answer, PasskeyRetrieval, RetrievalTask, ask, question_seed
 from attention_priors.evaluation.subject import Subject
@@ -87,16 +87,29 @@ def evaluate(
     for name, value in (("chunk", chunk), ("batch", batch)):
         if value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value}")
-    session = _Session(subject, plan, output, chunk, batch, observer or Observer())
+    # First, as a tokenizer may change when it is called.
+    identity = subject.identity()
+    session = _Session(subject, identity, plan, output, chunk, batch, observer or Observer())
     session.check()
     with sole_writer(writable_folder(output)):
         session.run()
     return summarize(session.gathered)
 
 
+def check_plan(subject: Subject, plan: EvaluationPlan) -> None:
+    """Raise the ValueError that :func:`evaluate` would raise about a plan before any work, if there is one.
+
+    Args:
+        subject: a model of the same kind, whatever its weights, and the tokenizer.
+        plan: what is to be measured.
+    """
+    _Session(subject, {}, plan, Path(), 1, 1, Observer()).check()
+
+
 @dataclass
 class _Session:
     subject: Subject
+    identity: dict[str, Any]
     plan: EvaluationPlan
     output: Path
     chunk: int
@@ -107,7 +120,6 @@ class _Session:
 
     def check(self) -> None:
         """Raise a ValueError if something that the plan asks for is impossible; nothing is written."""
-        self._subject_identity = self.subject.identity()
         self.tasks = {name: self._retrieval(name) for name in self.plan.tasks if not name.startswith(_OTHERS)}
         for task, length in product(self.tasks.values(), self.plan.lengths):
             task.check(length)
@@ -194,12 +206,14 @@ class _Session:
         corpus = self._corpus if name == "passkey_corpus" else None
         wording = "long" if corpus is None else "short"
         stream = None if corpus is None else corpus.stream
-        texts = PasskeyTask(self.subject.tokenizer, stream, digits=8 if name == "passkey_8" else 5, wording=wording)
+        texts = PasskeyTask(
+            self.subject.tokenizer, stream, digits=LONGEST_KEY if name == "passkey_8" else 5, wording=wording
+        )
         filler: dict[str, Any] = {"filler": "sentence"} if corpus is None else corpus.description()
         return PasskeyRetrieval(name, self.subject, texts, {"wording": wording} | filler)
 
     def _begin(self, description: dict[str, Any]) -> str:
-        return self.records.begin({"format": FORMAT} | self._subject_identity | description)
+        return self.records.begin({"format": FORMAT} | self.identity | description)
 
     # ---- retrieval
 

@@ -21,6 +21,9 @@ TASKS = {
 }
 """Names of tasks, and what each is."""
 
+LONGEST_KEY = 8
+"""Digits; they stand after a text of the length that is asked for."""
+
 
 class EvaluationPlan(Strict):
     """Tasks, and all that their texts depend on beside the tokenizer. Lengths are in tokens."""

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from attention_priors.evaluation.plan import EvaluationPlan
+
 
 def _rising(lengths: tuple[int, ...]) -> tuple[int, ...]:
     if list(lengths) != sorted(set(lengths)):
@@ -71,5 +73,7 @@ class EvaluationSettings(BaseModel):
     perplexity: PerplexitySettings | None = None
     copying: CopyingSettings | None = None
     sink_mass: SinkMassSettings | None = None
+    plans: dict[str, EvaluationPlan] = Field(default_factory=dict)
+    """What ``attention-priors evaluate`` is to measure beside these, by any name."""
     chunk: int = Field(default=512, gt=0)
     """Tokens per forward pass."""

@@ -6,9 +6,28 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from attention_priors.evaluation.records import Record
 from attention_priors.intervals import Interval, mean_interval, wilson_interval
+
+
+class AtDepth(NamedTuple):
+    """How right the answers at one depth were."""
+
+    mean: float
+    trials: int
+    token_accuracy: float | None
+
+
+class AtPosition(NamedTuple):
+    """The loss in a range of positions."""
+
+    position: float
+    """Geometric middle of the range."""
+    nll: float
+    """Mean over the tokens in it."""
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -24,8 +43,8 @@ class Accuracy:
     """95 %, Wilson's."""
     token_accuracy: float | None
     """Share of the answers' tokens predicted right; None where there is no one right answer."""
-    by_depth: dict[float, tuple[float, int]]
-    """Mean score and number of trials at each depth; empty where a text has no one depth."""
+    by_depth: dict[float, AtDepth]
+    """Empty where a text has no one depth."""
     stopped: str | None
     """Why no longer texts were tried."""
 
@@ -42,8 +61,7 @@ class Loss:
     """In nats per token, over all tokens."""
     interval: Interval | None
     """95 %, over documents; None for a single one."""
-    by_position: list[tuple[float, float]]
-    """Geometric middle of a range of positions, and the mean over the tokens in it."""
+    by_position: list[AtPosition]
 
     @property
     def perplexity(self) -> float:
@@ -103,19 +121,26 @@ def _stop_after(stops: dict[int, str], length: int, results: Sequence[Record]) -
 
 def _accuracy(lines: Sequence[Record], stopped: str | None) -> Accuracy:
     scores = [line["score"] for line in lines]
-    shares = [line["token_accuracy"] for line in lines if "token_accuracy" in line]
     places = sorted({line["depth"] for line in lines if line["depth"] is not None})
-    of_depth = {place: [line["score"] for line in lines if line["depth"] == place] for place in places}
+    of_depth = {place: [line for line in lines if line["depth"] == place] for place in places}
     return Accuracy(
         task=lines[0]["task"],
         length=lines[0]["length"],
         trials=len(scores),
         mean=statistics.fmean(scores),
         interval=wilson_interval(math.fsum(scores), len(scores)),
-        token_accuracy=statistics.fmean(shares) if shares else None,
-        by_depth={place: (statistics.fmean(found), len(found)) for place, found in of_depth.items()},
+        token_accuracy=_token_accuracy(lines),
+        by_depth={
+            place: AtDepth(statistics.fmean(line["score"] for line in found), len(found), _token_accuracy(found))
+            for place, found in of_depth.items()
+        },
         stopped=stopped,
     )
+
+
+def _token_accuracy(lines: Sequence[Record]) -> float | None:
+    shares = [line["token_accuracy"] for line in lines if "token_accuracy" in line]
+    return statistics.fmean(shares) if shares else None
 
 
 def _loss(lines: Sequence[Record]) -> Loss:
@@ -141,5 +166,8 @@ def _loss(lines: Sequence[Record]) -> Loss:
         tokens=tokens,
         nll=mean,
         interval=mean_interval(values),
-        by_position=[(math.sqrt(first * ends[first]), loss / number) for first, (loss, number) in sorted(sums.items())],
+        by_position=[
+            AtPosition(math.sqrt(first * ends[first]), loss / number, number)
+            for first, (loss, number) in sorted(sums.items())
+        ],
     )

@@ -35,7 +35,7 @@ from attention_priors.files import read_json, writable_folder, write_json
 from attention_priors.output_folder import sole_writer
 from attention_priors.strict_yaml import RecipeError, check_same_recipe
 
-STAGE_SHARES = {"train": 0.75, "passkey": 0.22, "perplexity": 0.03, "copying": 0.05}
+STAGE_SHARES = {"train": 0.7, "passkey": 0.22, "perplexity": 0.03, "copying": 0.05, "plans": 0.05}
 EXTENSION_SHARES = {"extended train": 0.25} | {f"extended {stage}": STAGE_SHARES[stage] for stage in STAGES[1:]}
 """Roughly how much of a run's time each stage takes; only the estimate of the time left depends on it."""
 

@@ -29,8 +29,16 @@ from attention_priors.data import (
     tokenizer_fingerprint,
 )
 from attention_priors.data.packing import packed_row
-from attention_priors.evaluation import CopyingSettings, EvaluationSettings, PasskeySettings
+from attention_priors.evaluation import (
+    CopyingSettings,
+    EvaluationPlan,
+    EvaluationSettings,
+    PasskeySettings,
+    Subject,
+    check_plan,
+)
 from attention_priors.experiments.recipe import MixtureSettings, Recipe
+from attention_priors.models.decoder import PriorDecoderForCausalLM
 from attention_priors.strict_yaml import RecipeError
 
 if TYPE_CHECKING:
@@ -114,6 +122,14 @@ class Materials(ABC):
         """
 
     @abstractmethod
+    def subject(self, scheme: str, model: PriorDecoderForCausalLM) -> Subject:
+        """What is asked the questions of ``evaluation.plans``.
+
+        Raises:
+            ValueError: it cannot be asked any.
+        """
+
+    @abstractmethod
     def copying_task(self) -> CopyMixture:
         """The copy-mixture task.
 
@@ -141,10 +157,24 @@ class Materials(ABC):
                 if section:
                     with _at(f"schemes.{name}.extension.context_length"):
                         self.held_out_rows(settings.context_length)
+        self._check_plans()
         self._check_evaluation("", recipe.evaluation)
         for name, scheme in recipe.schemes.items():
             if scheme.evaluation:
                 self._check_evaluation(f"schemes.{name}.", recipe.evaluation_of(name))
+
+    def _check_plans(self) -> None:
+        checked: list[EvaluationPlan] = []
+        for scheme in self.recipe.schemes:
+            for name, plan in self.recipe.evaluation_of(scheme).plans.items():
+                if plan in checked:
+                    continue
+                # What a plan needs of a model is its kind; a model of its size has no weights here yet.
+                with torch.device("meta"):
+                    model = PriorDecoderForCausalLM(self.recipe.config_of(scheme, **self.vocabulary))
+                with _at(f"evaluation.plans.{name}"):
+                    check_plan(self.subject(scheme, model), plan)
+                checked.append(plan)
 
     def _check_evaluation(self, place: str, evaluation: EvaluationSettings) -> None:
         place = f"{place}evaluation"
@@ -259,6 +289,10 @@ class TextMaterials(Materials):
         """The passkey texts to test on, with held-out filler."""
         return PasskeyTask(self.tokenizer, self.held_out_stream if settings.filler == "corpus" else None)
 
+    def subject(self, scheme: str, model: PriorDecoderForCausalLM) -> Subject:
+        """The model with its tokenizer."""
+        return Subject(scheme, model, self.tokenizer)
+
     def copying_task(self) -> CopyMixture:
         """None: this is text."""
         raise ValueError("the corpus is a text; it needs corpus.copy_mixture")
@@ -337,6 +371,10 @@ class CopyMixtureMaterials(Materials):
     def passkey_task(self, settings: PasskeySettings) -> PasskeyTask:
         """None: there is no text."""
         raise ValueError("pass keys need a corpus of text; it is copy_mixture")
+
+    def subject(self, scheme: str, model: PriorDecoderForCausalLM) -> Subject:
+        """None: there is no tokenizer."""
+        raise ValueError("plans need a corpus of text; it is copy_mixture")
 
     def copying_task(self) -> CopyMixture:
         """What the rows are drawn from."""

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from attention_priors.data import ANSWER_LENGTH, EMBEDDED, CopyMixture
 from attention_priors.encodings import LearnedTable, Rotary
-from attention_priors.evaluation import EvaluationSettings
+from attention_priors.evaluation import LONGEST_KEY, EvaluationSettings
 from attention_priors.experiments.sweep import EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid
 from attention_priors.models.decoder import PriorDecoderConfig
 from attention_priors.strict_yaml import Strict, explain, read_strictly
@@ -229,6 +229,7 @@ class Recipe(Strict):
                 lengths += evaluation.copying.lengths
             if evaluation.sink_mass is not None:
                 lengths.append(evaluation.sink_mass.length)
+            lengths += [max(plan.lengths) + LONGEST_KEY for plan in evaluation.plans.values()]
         return max(lengths)
 
     def model_of(self, scheme: str) -> DecoderSizes:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
-import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attention_priors.experiments.plans import PLAN_SECTIONS, plan_rows
 from attention_priors.experiments.recipe import Recipe, Scheme
 from attention_priors.experiments.run import extended_folder, run_folder
 from attention_priors.experiments.sweep import EXTENSION_AXIS, SCHEME_AXIS
 from attention_priors.files import read_json
-from attention_priors.machine import processor, versions
 
 FORMAT = 1
 
@@ -30,10 +28,9 @@ SECTIONS = (
     "prior_mass",
     "logit_scales",
     "extensions",
+    *PLAN_SECTIONS,
 )
 """The lists of rows."""
-
-_SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelerate")
 
 
 def collect(
@@ -56,13 +53,8 @@ def collect(
     results: dict[str, Any] = {
         "format": FORMAT,
         "recipe": recipe.model_dump(mode="json", exclude_defaults=True),
-        "versions": versions(_SOFTWARE),
-        "machine": {
-            "platform": platform.platform(),
-            "processor": processor(),
-            "cores": os.cpu_count(),
-            "threads_per_run": recipe.threads_per_run,
-        },
+        "versions": {},
+        "machine": {},
         "corpus": corpus,
         "seeds": sorted({seed for _, seed in runs}),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -76,7 +68,7 @@ def collect(
         schemes.setdefault(model.name, _scheme_entry(model, training))
         sections["runs"].append(
             model.row
-            | {key: training[key] for key in ("train_seconds", "steps")}
+            | {key: training[key] for key in ("train_seconds", "steps", "versions", "machine")}
             | {"final_loss": training["history"][-1]["loss"], "history": training["history"]}
             | done
         )
@@ -86,6 +78,8 @@ def collect(
         for name in ("perplexity", "copying", "sink_mass"):
             if (model.folder / f"{name}.json").exists():
                 sections[name] += [model.row | row for row in read_json(model.folder / f"{name}.json")]
+        for name, found in plan_rows(recipe.evaluation_of(model.scheme), model.folder).items():
+            sections[name] += [model.row | row for row in found]
         for name, learned in read_json(model.folder / "priors.json").items():
             sections[name] += [model.row | row for row in learned]
         if model.extended_from is not None:
@@ -94,8 +88,18 @@ def collect(
                 | {"from": recipe.training_of(model.extended_from).context_length, "to": model.context_length}
                 | {"steps": training["steps"], "loss": read_json(model.folder / "loss.json")}
             )
+    # Runs may have been made on several machines; results are collected on any.
+    for key in ("versions", "machine"):
+        results[key] = _united([row.pop(key) for row in sections["runs"]])
+    results["machine"]["threads_per_run"] = str(recipe.threads_per_run)
     names = [name for scheme in recipe.schemes for name in (scheme, recipe.extended_name(scheme))]
     return results | {"schemes": [schemes[name] for name in names if name in schemes]} | sections
+
+
+def _united(found: Sequence[dict[str, str | None]]) -> dict[str, str]:
+    """What each thing was in any of the runs, listed where they differ."""
+    keys = dict.fromkeys(key for one in found for key in one)
+    return {key: ", ".join(dict.fromkeys(str(one.get(key)) for one in found)) for key in keys}
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,11 @@ class _Model:
     context_length: int
     axes: dict[str, str | int | float]
     extended_from: str | None = None
+
+    @property
+    def scheme(self) -> str:
+        """The recipe's scheme that it comes from."""
+        return self.extended_from or self.name
 
     @property
     def row(self) -> dict[str, Any]:

@@ -6,6 +6,8 @@ Every step is on disk when it is done.
 from __future__ import annotations
 
 import json
+import os
+import platform
 import shutil
 import time
 from collections.abc import Callable
@@ -33,8 +35,10 @@ from attention_priors.evaluation import (
     perplexity_rows,
 )
 from attention_priors.experiments.materials import Materials, Rows
+from attention_priors.experiments.plans import carry_out, unfinished
 from attention_priors.experiments.recipe import MixtureSettings, Recipe, folder_name
 from attention_priors.files import read_json, write_json
+from attention_priors.machine import processor, versions
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 from attention_priors.priors import Window
 from attention_priors.training import PositionSettings, mean_loss, train
@@ -42,7 +46,10 @@ from attention_priors.training import PositionSettings, mean_loss, train
 Progress = Callable[[str, int, int], None]
 """Called with the stage, what is done of it and how much there is of it."""
 
-STAGES = ("train", "passkey", "perplexity", "copying")
+SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelerate")
+"""The libraries that a run's numbers depend on, whose versions are recorded."""
+
+STAGES = ("train", "passkey", "perplexity", "copying", "plans")
 """What a run goes through; with a context extension, once more under the names ``extended train`` and so on."""
 
 
@@ -60,7 +67,8 @@ def is_finished(recipe: Recipe, output: Path, scheme: str, seed: int) -> bool:
     """Whether nothing of a run is left to do."""
     folder = run_folder(output, scheme, seed)
     parts = [folder] if recipe.extension_of(scheme) is None else [folder, extended_folder(folder)]
-    return all((part / "done.json").exists() for part in parts)
+    evaluation = recipe.evaluation_of(scheme)
+    return all((part / "done.json").exists() and not unfinished(evaluation, part) for part in parts)
 
 
 def identity(materials: Materials, scheme: str, seed: int) -> dict[str, Any]:
@@ -77,7 +85,7 @@ def identity(materials: Materials, scheme: str, seed: int) -> dict[str, Any]:
         "corpus": recipe.corpus.model_dump(mode="json"),
         "tokenizer": recipe.tokenizer,
         "model": recipe.model_of(scheme).model_dump(mode="json"),
-        "evaluation": recipe.evaluation_of(scheme).model_dump(mode="json"),
+        "evaluation": recipe.evaluation_of(scheme).model_dump(mode="json", exclude={"plans"}),
         "threads_per_run": recipe.threads_per_run,
         "scheme": recipe.schemes[scheme].model_dump(mode="json", include=own),
         "training": recipe.training_of(scheme).model_dump(mode="json"),
@@ -109,12 +117,8 @@ def execute(materials: Materials, scheme: str, seed: int, folder: Path, progress
         folder: the run's own (:func:`run_folder`), checked before (:func:`check_same_recipe`).
         progress: told of every step.
     """
-    if (folder / "done.json").exists():
-        for stage in STAGES:
-            progress(stage, 1, 1)
-    else:
-        _train_first(materials, scheme, seed, folder, progress)
-        _test(materials, scheme, folder, progress)
+    _train_first(materials, scheme, seed, folder, progress)
+    _test(materials, scheme, folder, progress)
     if materials.recipe.extension_of(scheme) is not None:
         _extend(materials, scheme, seed, folder, _named(progress, "extended "))
 
@@ -124,7 +128,28 @@ def _named(progress: Progress, prefix: str) -> Progress:
 
 
 def _test(materials: Materials, scheme: str, folder: Path, progress: Progress) -> None:
-    """Measure everything of the model in ``folder``."""
+    """Measure what has not been measured yet of the model in ``folder``."""
+    evaluation = materials.recipe.evaluation_of(scheme)
+    if not (folder / "done.json").exists():
+        _test_first(materials, scheme, folder, progress)
+    for stage in STAGES[1:-1]:
+        progress(stage, 1, 1)
+    if unfinished(evaluation, folder):
+        if not (folder / "model").exists():
+            raise FileNotFoundError(
+                f"{folder / 'model'} is gone, and has not been asked all that evaluation.plans ask; remove {folder} to "
+                "train it again"
+            )
+        model = _on_device(_changed_for_evaluation(materials.recipe, scheme, folder / "model"))
+        _add_window(model, materials.recipe.schemes[scheme].at_evaluation.window)
+        subject = materials.subject(scheme, model)
+        carry_out(
+            subject, evaluation, folder, lambda done, total: progress("plans", round(100 * done), round(100 * total))
+        )
+    progress("plans", 1, 1)
+
+
+def _test_first(materials: Materials, scheme: str, folder: Path, progress: Progress) -> None:
     recipe = materials.recipe
     started = time.monotonic()
     model = _on_device(_changed_for_evaluation(recipe, scheme, folder / "model"))
@@ -161,7 +186,7 @@ def _on_device(model: PriorDecoderForCausalLM) -> PriorDecoderForCausalLM:
 def _train_first(materials: Materials, scheme: str, seed: int, folder: Path, progress: Progress) -> None:
     recipe = materials.recipe
     settings = recipe.training_of(scheme)
-    if not (folder / "model").exists():
+    if not (folder / "done.json").exists() and not (folder / "model").exists():
         progress("train", 0, settings.total_steps)
         set_seed(seed)
         model = PriorDecoderForCausalLM(recipe.config_of(scheme, **materials.vocabulary))
@@ -196,6 +221,8 @@ def _train(
             "history": trained.history,
             "parameters": model.num_parameters(),
             "prior_parameters": _positional_parameters(model),
+            "versions": versions(SOFTWARE),
+            "machine": {"platform": platform.platform(), "processor": processor(), "cores": str(os.cpu_count())},
         },
     )
     trained.save(folder / "model", materials.saved_tokenizer)
@@ -208,6 +235,7 @@ def _extend(materials: Materials, scheme: str, seed: int, folder: Path, progress
     assert settings is not None
     extended = extended_folder(folder)
     if (extended / "done.json").exists():
+        _test(materials, scheme, extended, progress)
         return
     lengths = (materials.recipe.training_of(scheme).context_length, settings.context_length)
     _add_losses(extended / "loss.json", "before", folder / "model", materials, lengths)

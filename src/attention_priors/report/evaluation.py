@@ -67,7 +67,7 @@ def _of_loss(one: Loss) -> list[str]:
 
 
 def _by_position(curves: list[Loss]) -> list[list[str]]:
-    found = [dict(one.by_position) for one in curves]
+    found = [{place.position: place.nll for place in one.by_position} for one in curves]
     places = sorted({place for curve in found for place in curve})
     return [[f"{place:.0f}", *(quantity(curve.get(place)) for curve in found)] for place in places]
 

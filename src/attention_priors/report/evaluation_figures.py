@@ -112,7 +112,7 @@ def depth_heatmap(accuracies: Sequence[Accuracy]) -> Figure:
         row_of = {place: index for index, place in enumerate(places)}
     sums, counts = np.zeros((2, len(names), len(lengths)))
     for column, one in enumerate(accuracies):
-        for place, (mean, trials) in one.by_depth.items():
+        for place, (mean, trials, _) in one.by_depth.items():
             sums[row_of[place], column] += mean * trials
             counts[row_of[place], column] += trials
 
@@ -165,10 +165,10 @@ def perplexity_by_position(losses: Sequence[Loss]) -> Figure:
     axes.set_yscale("log")
     keys: list[Artist] = []
     for index, one in enumerate(losses):
-        x, y = zip(*((place, math.exp(loss)) for place, loss in one.by_position), strict=True)
+        x, y = zip(*((place.position, math.exp(place.nll)) for place in one.by_position), strict=True)
         words = f"{one.documents} text{'s' * (one.documents > 1)} of {one.length} tokens"
         keys += axes.plot(x, y, **look(index)._asdict(), markersize=4.5, linewidth=1.8, label=words)
-    positions = [place for one in losses for place, _ in one.by_position]
+    positions = [place for one in losses for place, *_ in one.by_position]
     powers = [2.0**k for k in range(math.ceil(math.log2(max(positions))) + 1)]
     _length_axis(axes, [power for power in powers if power <= max(positions) * 1.15], max(positions))
     _plain_log_values(axes)

@@ -47,8 +47,8 @@ from attention_priors.report.style import GREY, MARKERS, blank, label, looks, ti
 _CHARACTERS_PER_INCH = 8.5  # of a bold title
 
 
-def passkey_by_length(results: Results) -> Figure:
-    """The share of pass keys retrieved against context length, with intervals.
+def passkey_by_length(results: Results, title: str = "") -> Figure:
+    """The share of pass keys retrieved against context length, with intervals; with a title, the score of that task.
 
     Shares are pooled over depths and seeds; where there are several seeds, each is a thin line as well.
     Points are moved sideways a little, so that intervals do not hide each other.
@@ -57,8 +57,9 @@ def passkey_by_length(results: Results) -> Figure:
     shown = {scheme: look[scheme] for scheme in require(results, "passkey", overview(results))}
     figure, axes = start(height=4.5)
     marks = draw_passkeys(axes, results, shown)
-    axes.set_ylabel("pass keys retrieved, % (bars: 95 % interval)")
+    axes.set_ylabel(f"{'score' if title else 'pass keys retrieved'}, % (bars: 95 % interval)")
     axes.set_xlabel("context length, tokens")
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
     legend_below(figure, [*(line_key(look[scheme], scheme) for scheme in shown), *marks])
     return figure
 
@@ -133,7 +134,7 @@ def passkey_heatmap(results: Results, scheme: str) -> Figure:
     return figure
 
 
-def perplexity_by_position(results: Results) -> Figure:
+def perplexity_by_position(results: Results, title: str = "") -> Figure:
     """Perplexity against position: e to the mean loss over seeds, with its interval where there are several."""
     look = looks(results)
     shown = {scheme: look[scheme] for scheme in require(results, "perplexity", overview(results))}
@@ -144,6 +145,7 @@ def perplexity_by_position(results: Results) -> Figure:
         names = listing([f"{label(scheme)} (up to {rough(highest)})" for scheme, highest in beyond.items()])
         axes.set_title(textwrap.fill(f"Beyond the axis: {names}", 92), loc="left", fontsize=9)
     axes.set_xlabel("position in the text, tokens")
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
     legend_below(figure, [line_key(look[scheme], scheme) for scheme in shown])
     return figure
 

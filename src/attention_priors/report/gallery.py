@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from attention_priors.files import write_bytes
 from attention_priors.report import by_axis, copying, figures, prior_parts
 from attention_priors.report.numbers import listing
+from attention_priors.report.plans import loss_views, retrieval_views
 from attention_priors.report.results import Results, check_results, scheme_names, schemes_with
 from attention_priors.report.style import png
 
@@ -62,6 +63,15 @@ def illustrations(results: Results) -> Iterator[Illustration]:
     yield from _for_all(
         copying.copying_by_length, results, f"Loss above the optimum in the copy-mixture task against length: {copied}."
     )
+    for kind, draw, views in (
+        ("retrieval", figures.passkey_by_length, retrieval_views),
+        ("losses", figures.perplexity_by_position, loss_views),
+    ):
+        for view in views(results):
+            words = f"{'Score' if kind == 'retrieval' else 'Perplexity'} by scheme: {view.title}."
+            yield from _drawn(
+                partial(draw, view.results, view.title), kind, None, _plain(f"{kind}_{view.title}"), words
+            )
     yield from _for_each(figures.prior_curves, results, "Log-prior of each head against distance: {}.")
     yield from _for_each(
         prior_parts.prior_terms, results, "Summands of each head's log-prior, against distance or key: {}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from attention_priors.report.copying import KINDS, excess_losses
 from attention_priors.report.drawing import STRONG_RETRIEVAL, gaussian_heads, logit_scales
 from attention_priors.report.grids import Cell, Grid, Line, latex, markdown
 from attention_priors.report.numbers import percent, quantity
+from attention_priors.report.plans import loss_views, retrieval_views
 from attention_priors.report.results import (
     Count,
     Results,
@@ -36,8 +38,9 @@ ABSENT = "–"
 _POSITIONS = 6
 """Ranges of positions in a table; the figures have all."""
 
+PASSKEYS = "Pass keys retrieved, % of texts, by context length in tokens. "
 SHARES = (
-    "Pass keys retrieved, % of texts, by context length in tokens. Texts: of the texts of all seeds together, with the "
+    f"{PASSKEYS}Texts: of the texts of all seeds together, with the "
     "95 % Wilson interval, which is for the chance in the texts. Seeds: the mean of the seeds' shares, with Student's "
     "95 % interval, which is for models trained with other seeds; where all seeds agree it is a point, and tells "
     "nothing of the chance in the texts. –: not evaluated. †: without the seeds that had stopped at a shorter length, "
@@ -52,7 +55,7 @@ PERPLEXITIES = (
 def result_grids(results: Results) -> Iterator[Grid]:
     """Every table that the results have data for."""
     check_results(results)
-    for make in (_passkey, _perplexity, _copying, _axes, _extension, _heads, _prior_mass):
+    for make in (_passkey, _perplexity, _copying, _retrieval, _losses, _timing, _axes, _extension, _heads, _prior_mass):
         grid = make(results)
         if grid.groups:
             yield grid
@@ -139,6 +142,70 @@ def _copying(results: Results) -> Grid:
         "cannot be below 0 but by chance; of one kind it can, at the cost of the others."
     )
     return Grid("copying", caption, ["scheme", "loss of", *map(str, lengths)], groups, words=2)
+
+
+def _retrieval(results: Results) -> Grid:
+    views = list(retrieval_views(results))
+    shares = [_Shares(view.results) for view in views]
+    lengths = sorted({length for one in shares for length in one.lengths})
+    groups = []
+    for view, one in zip(views, shares, strict=True):
+        group: list[Line] = []
+        for name in schemes_with(view.results, "passkey"):
+            for first, (over, *cells) in _with_first(one.lines(name)):
+                at = dict(zip(one.lengths, cells, strict=True))
+                row = [name if first else "", over, *(at.get(length, Cell(ABSENT)) for length in lengths)]
+                group.append(["" if group else view.title, *row])
+        groups.append(group)
+    caption = f"Score in each task of each plan, in percent. {SHARES.removeprefix(PASSKEYS)}"
+    return Grid("retrieval", caption, ["plan and task", "scheme", "over", *map(str, lengths)], groups, words=3)
+
+
+def _losses(results: Results) -> Grid:
+    groups = []
+    for view in loss_views(results):
+        losses = _Losses(view.results)
+        lines: list[Line] = [
+            [name, str(losses.seeds(name)), losses.within_training(name), losses.everywhere(name)]
+            for name in losses.schemes
+        ]
+        groups.append([["" if place else view.title, *line] for place, line in enumerate(lines)])
+    caption = (
+        f"Perplexity per token of each plan: {PERPLEXITIES} Within training: over the ranges of positions that end "
+        "within the training length."
+    )
+    header = ["plan, task and texts", "scheme", "seeds", "within\ntraining", "all\npositions"]
+    return Grid("losses", caption, header, groups, words=2)
+
+
+def _timing(results: Results) -> Grid:
+    places = list(dict.fromkeys((row["plan"], row["length"], row["pass"]) for row in rows(results, "timing")))
+    groups = []
+    for plan, length, kind in places:
+        group: list[Line] = []
+        for name in schemes_with(results, "timing"):
+            values = {"plan": plan, "length": length, "pass": kind}
+            found = [row for row in rows(results, "timing", name) if values.items() <= row.items()]
+            if found:
+                group.append(["" if group else f"{plan}: {kind}, {length} tokens", name, *_durations(found)])
+        groups.append(group)
+    caption = (
+        "What one pass of a single text takes. Median: of the passes, the mean over seeds, in milliseconds. Mean: of "
+        "the passes, with their standard deviation, over all seeds. Memory: what one pass takes at its peak beside "
+        "the model, the largest of the seeds, in MiB."
+    )
+    header = ["plan and pass", "scheme", "median, ms", "mean, ms", "memory, MiB"]
+    return Grid("timing", caption, header, groups, words=2)
+
+
+def _durations(found: Sequence[Row]) -> list[Cell]:
+    """Cells of the same pass of several seeds."""
+    median, mean = (statistics.fmean(row[key] for row in found) for key in ("median_ms", "mean_ms"))
+    deviations = [row["std_ms"] for row in found if row["std_ms"] is not None]
+    spread = f"± {quantity(statistics.fmean(deviations))}" if deviations else ""
+    sizes = [row["peak_bytes"] for row in found if row["peak_bytes"] is not None]
+    memory = f"{max(sizes) / 2**20:.0f}" if sizes else ABSENT
+    return [Cell(quantity(median)), Cell(quantity(mean), spread), Cell(memory)]
 
 
 def _axes(results: Results) -> Grid:
@@ -318,6 +385,9 @@ class _Losses:
 
     def at(self, scheme: str, position: float) -> Cell:
         return self._cell(row for row in rows(self._results, "perplexity", scheme) if row["position"] == position)
+
+    def everywhere(self, scheme: str) -> Cell:
+        return self._cell(rows(self._results, "perplexity", scheme))
 
     def within_training(self, scheme: str) -> Cell:
         # Ranges double, so that one ends at the square root of 2 times its middle.

@@ -32,6 +32,9 @@ SECTIONS = (
     "prior_mass",
     "logit_scales",
     "extensions",
+    "retrieval",
+    "losses",
+    "timing",
 )
 """The row lists."""
 
@@ -43,7 +46,8 @@ _LARGEST_LOSS = 600.0
 class Count(NamedTuple):
     """How many of how many trials."""
 
-    correct: int
+    correct: float
+    """A task may give a part of its score for a part of the answers."""
     trials: int
 
     @property
@@ -117,12 +121,11 @@ def stopped(results: Results, scheme: str, seed: int | None = None) -> bool:
 
 def count_passkeys(selected: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], Count]:
     """Sum the passkey rows that agree in all of ``keys``: ``{(value of each key): Count}``."""
-    sums: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0])
+    sums: dict[tuple[Any, ...], Count] = defaultdict(lambda: Count(0, 0))
     for row in selected:
-        total = sums[tuple(row[key] for key in keys)]
-        total[0] += row["correct"]
-        total[1] += row["trials"]
-    return {key: Count(*total) for key, total in sums.items()}
+        key = tuple(row[key] for key in keys)
+        sums[key] = Count(sums[key].correct + row["correct"], sums[key].trials + row["trials"])
+    return dict(sums)
 
 
 def perplexity_curve(selected: Iterable[Row]) -> dict[float, float]:

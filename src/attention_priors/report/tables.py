@@ -40,7 +40,7 @@ class PasskeyCell:
 
     scheme: str
     length: int
-    correct: int
+    correct: float
     trials: int
     share: float
     low: float

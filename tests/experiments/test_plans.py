@@ -1,0 +1,148 @@
+"""What ``attention-priors evaluate`` measures, asked of the models of a comparison."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from attention_priors.evaluation import EvaluationPlan, Subject, evaluate
+from attention_priors.experiments import Recipe, RunFailedError, compare
+from attention_priors.report import write_figures, write_report, write_tables
+from attention_priors.strict_yaml import RecipeError
+
+PLANS: dict[str, Any] = {
+    "eight digits": {"tasks": ["passkey_8", "niah_single_1"], "lengths": [520], "depths": 2},
+    "reading": {"tasks": ["perplexity", "timing"], "lengths": [60, 90], "documents": 2, "passes": 2},
+}
+"""Without the texts that the second one reads."""
+
+
+@pytest.fixture(scope="module")
+def plans(tiny: Callable[..., Recipe]) -> dict[str, Any]:
+    return PLANS | {"reading": PLANS["reading"] | {"corpus": tiny().corpus.source}}
+
+
+@pytest.fixture(scope="module")
+def asked(tiny: Any, finished: Any, plans: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A finished comparison's folder, in which plans were added to the recipe, and its results."""
+    folder = tmp_path_factory.mktemp("asked") / "comparison"
+    shutil.copytree(finished.folder, folder)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.parent.name == "model"}
+    results = compare(tiny({"evaluation.plans": plans}), folder, processes=1, console=Console(quiet=True))
+    assert {path: path.stat().st_mtime_ns for path in before} == before  # nothing is trained again
+    return folder, results
+
+
+def test_rows_are_what_an_evaluation_of_the_model_finds(asked: Any, tiny: Any, plans: dict[str, Any], tmp_path: Path):
+    folder, results = asked
+    subject = Subject.load(str(folder / "runs" / "ALiBi" / "seed-3" / "model"))
+    for name in plans:
+        found = evaluate(subject, EvaluationPlan.model_validate(plans[name]), tmp_path / name, chunk=64)
+        for section, expected in (
+            ("retrieval", [(a.task, a.length, d, *v) for a in found.accuracies for d, v in a.by_depth.items()]),
+            ("losses", [(loss.task, loss.length, *place) for loss in found.losses for place in loss.by_position]),
+        ):
+            mine = [row for row in results[section] if (row["scheme"], row["plan"]) == ("ALiBi", name)]
+            values = [value for row in mine for value in list(row.values())[3:]]
+            assert values == [
+                pytest.approx(value) if type(value) is float else value for one in expected for value in one
+            ]
+    timing = [row for row in results["timing"] if row["scheme"] == "ALiBi"]
+    assert [(row["length"], row["pass"]) for row in timing] == [
+        (length, kind) for length in (60, 90) for kind in ("forward", "forward+backward")
+    ]
+    assert all(row["median_ms"] > 0 and row["plan"] == "reading" for row in timing)
+
+
+def test_what_is_changed_at_evaluation_is_changed_for_plans(asked: Any, plans: dict[str, Any], tmp_path: Path):
+    """The second scheme reads through a window of 40 tokens: without it, what is farther away changes the losses."""
+    folder, results = asked
+    run = next(path for path in (folder / "runs").iterdir() if path.name.startswith("BAM"))
+    plan = EvaluationPlan.model_validate(plans["reading"] | {"tasks": ["perplexity"]})
+    without = evaluate(Subject.load(str(run / "seed-3" / "model")), plan, tmp_path, chunk=64).losses[-1].by_position
+    mine = [row for row in results["losses"] if (row["scheme"], row["length"]) == ("BAM + SSMax", 90)]
+    differ = [abs(row["nll"] - place.nll) > 1e-6 for row, place in zip(mine, without, strict=True)]
+    assert differ == [False] * 5 + [True] * 2  # positions 1 to 31, 32 to 63 and 64 to 89
+
+
+def test_nothing_is_measured_twice(asked: Any, tiny: Any, plans: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    folder, results = asked
+    monkeypatch.setattr("subprocess.Popen", lambda *arguments, **options: pytest.fail("a worker was started"))
+    again = compare(tiny({"evaluation.plans": plans}), folder, console=Console(quiet=True))
+    for section in ("retrieval", "losses", "timing"):
+        assert again[section] == results[section]
+    # What the recipe no longer asks for is not in its results.
+    fewer = compare(tiny({"evaluation.plans": {"reading": plans["reading"]}}), folder, console=Console(quiet=True))
+    assert not fewer["retrieval"]
+    assert fewer["losses"] == results["losses"]
+
+
+def test_a_plan_that_changed_needs_the_model(asked: Any, tiny: Any, plans: dict[str, Any], tmp_path: Path):
+    folder = tmp_path / "comparison"
+    shutil.copytree(asked[0], folder)
+    run = folder / "runs" / "ALiBi" / "seed-3"
+    longer = {"reading": plans["reading"] | {"lengths": [60, 80, 90], "tasks": ["perplexity"]}}
+    results = compare(
+        tiny({"evaluation.plans": longer}), folder, only=["ALiBi"], processes=1, console=Console(quiet=True)
+    )
+    lines = (run / "plans" / "reading" / "results.jsonl").read_text().splitlines()
+    before = (asked[0] / run.relative_to(folder) / "plans" / "reading" / "results.jsonl").read_text().splitlines()
+    assert lines[: len(before)] == before
+    assert [json.loads(line)["length"] for line in lines[len(before) :]] == [80, 80]
+    assert {row["length"] for row in results["losses"] if row["scheme"] == "ALiBi"} == {60, 80, 90}
+
+    shutil.rmtree(run / "model")
+    plan = tiny({"evaluation.plans": {"reading": longer["reading"] | {"lengths": [70]}}})
+    with pytest.raises(RunFailedError, match=r"model is gone.*remove .*seed-3 to train it again") as error:
+        compare(plan, folder, only=["ALiBi"], processes=1, console=Console(quiet=True))
+    assert error.value.results["passkey"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "complaint"),
+    [
+        (
+            {"tasks": ["passkey"], "lengths": [20]},
+            r"evaluation\.plans\.more: lengths: 20 tokens for the task 'passkey'",
+        ),
+        (
+            {"tasks": ["perplexity"], "lengths": [64], "corpus": "nowhere"},
+            r"plans\.more: corpus: source 'nowhere' does",
+        ),
+    ],
+)
+def test_impossible_texts_are_found_before_any_work(
+    tiny: Any, tmp_path: Path, plan: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(RecipeError, match=complaint):
+        compare(tiny({"evaluation.plans": {"more": plan}}), tmp_path / "new", console=Console(quiet=True))
+    assert not (tmp_path / "new" / "runs").exists()
+
+
+def test_a_learned_table_must_hold_the_texts_of_plans(tiny: Any):
+    scheme = {"schemes": {"learned": {"encoding": {"name": "learned", "max_length": 300}}}}
+    with pytest.raises(ValueError, match="max_length=300 positions, but this recipe reads texts of 528 tokens"):
+        tiny(scheme | {"evaluation.plans": PLANS})
+
+
+def test_tables_figures_and_the_report_show_them(asked: Any, tmp_path: Path):
+    _, results = asked
+    tables = {path.name: path.read_text() for path in write_tables(results, tmp_path / "tables")}
+    assert r"eight digits: niah\_single\_1" in tables["retrieval.md"]
+    assert "BAM + SSMax" in tables["retrieval.md"]
+    assert "reading: perplexity, texts of 90 tokens" in tables["losses.md"]
+    assert "reading: forward+backward, 60 tokens" in tables["timing.md"]
+    assert r"\pm" in tables["timing.tex"] or "±" in tables["timing.tex"]
+    names = {path.name for path in write_figures(results, tmp_path / "figures")}
+    assert {
+        "retrieval-eight-digits-passkey-8.png",
+        "losses-reading-perplexity-texts-of-90-tokens.png",
+    } <= names
+    write_report(results, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "Further tasks" in page
+    assert "Time and memory of a pass" in page
