@@ -22,10 +22,11 @@ from attention_priors.report.drawing import (
     prior_axes,
     require,
     require_rows,
+    start,
 )
 from attention_priors.report.numbers import percent
 from attention_priors.report.results import Results, Row, distinct, number, rows
-from attention_priors.report.style import blank, label, looks, thin, tidy
+from attention_priors.report.style import blank, label, looks, thin
 
 _AXIS = {"distance": "distance d between query and key, tokens", "key": "position j of the key, tokens"}
 _LARGEST_SIGNAL = 256.0
@@ -101,47 +102,50 @@ def prior_weights(results: Results, scheme: str) -> Figure:
 
 
 def sink_mass(results: Results) -> Figure:
-    """The first token's attention weight against the signal, as in GOAT's Figure 2c: a panel per layer.
+    """The first token's attention weight against the signal, as in GOAT's Figure 2c.
 
-    A point is one factor on the content logits. Signal and weight are means over heads and seeds; the band is Student's
-    95 % interval of the weight over seeds.
+    Of each seed, the head that gives the first token most where the signal is weakest: layers take parts as they please,
+    and means over all heads would say little of any. A point is one factor on the content logits, its signal and weight
+    are means over seeds; the band is Student's 95 % interval of the weight.
     """
     look = looks(results)
     shown = require(results, "sink_mass", overview(results))
-    selected = [row for row in rows(results, "sink_mass") if row["scheme"] in shown]
-    layers = distinct(selected, "layer")
-    columns = min(len(layers), 2)
-    lines = math.ceil(len(layers) / columns)
-    figure = blank(0.8 + 2.8 * lines)
-    grid: Any = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
-    for axes in grid.flat[len(layers) :]:
-        axes.set_visible(False)
-    for axes, layer in zip(grid.flat, layers, strict=False):
-        tidy(axes)
-        for scheme in shown:
-            mine = [row for row in selected if (row["scheme"], row["layer"]) == (scheme, layer)]
-            factors = distinct(mine, "factor")
-            at = [[row for row in mine if row["factor"] == factor] for factor in factors]
-            signal = [over_seeds(_means(there, "signal")).mean for there in at]
-            mass = [over_seeds(_means(there, "mass")) for there in at]
-            mean, low, high = (100 * np.array(values) for values in zip(*mass, strict=True))
-            one = look[scheme]
-            axes.plot(signal, mean, **one._asdict(), markersize=4.5, linewidth=1.8, gid=f"sink:{layer}:{scheme}")
-            if np.isfinite(low).any():
-                axes.fill_between(signal, low.clip(0, 100), high.clip(0, 100), color=one.color, alpha=0.13, linewidth=0)
-            for x, y in ((x, y) for factor, x, y in zip(factors, signal, mean, strict=True) if factor == 1):
-                axes.plot(x, y, marker="o", markersize=10, markerfacecolor="none", color="black", linestyle="none")
-        axes.set_title(f"layer {layer}", loc="left", fontsize=10)
-        axes.set_ylim(-4, 104)
-        _signal_axis(axes, min(max(row["signal"] for row in selected), _LARGEST_SIGNAL))
-    several = len(distinct(selected, "seed")) > 1
-    words = "weight of the first token, %" + ("\n(bands: 95 % interval over seeds)" if several else "")
-    for axes in grid[:, 0]:
-        axes.set_ylabel(words, fontsize=9)
+    figure, axes = start(height=4.2)
+    largest = 0.0
+    for scheme in shown:
+        heads = [_strongest_sink(rows(results, "sink_mass", scheme), seed) for seed in _seeds(results, scheme)]
+        factors = [row["factor"] for row in heads[0]]
+        points = list(zip(*heads, strict=True))
+        signal = [over_seeds([number(row["signal"]) for row in point]).mean for point in points]
+        mass = [over_seeds([number(row["mass"]) for row in point]) for point in points]
+        mean, low, high = (100 * np.array(values) for values in zip(*mass, strict=True))
+        one = look[scheme]
+        axes.plot(signal, mean, **one._asdict(), markersize=5, linewidth=1.8, gid=f"sink:{scheme}")
+        if np.isfinite(low).any():
+            axes.fill_between(signal, low.clip(0, 100), high.clip(0, 100), color=one.color, alpha=0.13, linewidth=0)
+        for x, y in ((x, y) for factor, x, y in zip(factors, signal, mean, strict=True) if factor == 1):
+            axes.plot(x, y, marker="o", markersize=11, markerfacecolor="none", color="black", linestyle="none")
+        largest = max(largest, *signal)
+    axes.set_ylim(-4, 104)
+    _signal_axis(axes, min(largest, _LARGEST_SIGNAL))
+    several = any(len(_seeds(results, scheme)) > 1 for scheme in shown)
+    axes.set_ylabel("weight of the first token, %" + (" (bands: 95 % interval)" if several else ""))
     trained = Line2D([], [], color="black", marker="o", markersize=9, markerfacecolor="none", linestyle="none")
     trained.set_label("the model as it is")
     legend_below(figure, [*(line_key(look[scheme], scheme) for scheme in shown), trained], columns=4)
     return figure
+
+
+def _seeds(results: Results, scheme: str) -> list[int]:
+    return distinct(rows(results, "sink_mass", scheme), "seed")
+
+
+def _strongest_sink(selected: list[Row], seed: int) -> list[Row]:
+    """The rows, by factor, of the head whose weight of the first token is largest at the smallest factor."""
+    heads: dict[tuple[int, int], list[Row]] = {}
+    for row in sorted((row for row in selected if row["seed"] == seed), key=lambda row: row["factor"]):
+        heads.setdefault((row["layer"], row["head"]), []).append(row)
+    return max(heads.values(), key=lambda found: number(found[0]["mass"]))
 
 
 def _signal_axis(axes: Any, largest: float) -> None:
@@ -151,16 +155,7 @@ def _signal_axis(axes: Any, largest: float) -> None:
     axes.xaxis.set_major_locator(FixedLocator([0, *thin([2.0**k for k in range(30) if 2.0**k <= largest], 6)]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("signal ω: range of the content logits, nats", fontsize=9)
-    axes.tick_params(labelsize=8.5, labelbottom=True)
-
-
-def _means(selected: list[Row], key: str) -> list[float]:
-    """The mean over heads, for each seed."""
-    by_seed: dict[int, list[float]] = {}
-    for row in selected:
-        by_seed.setdefault(row["seed"], []).append(number(row[key]))
-    return [sum(values) / len(values) for values in by_seed.values()]
+    axes.set_xlabel("signal ω: range of the content logits that a query sees, nats")
 
 
 def _weights(summands: list[Row]) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -306,23 +306,25 @@ def _prior_mass(results: Results) -> Grid:
     places = ("first", "previous", "itself")
     for name in schemes_with(results, "prior_mass"):
         mine = rows(results, "prior_mass", name)
-        seeds = distinct(mine, "seed")
+        seeds, layers = distinct(mine, "seed"), distinct(mine, "layer")
+        # Which layer takes which part may be another one with each seed.
+        lines = [(str(layer), [layer]) for layer in layers] + ([("any", layers)] if len(layers) > 1 else [])
         groups.append(
             [
                 [
                     name if first else "",
-                    str(layer),
+                    words,
                     str(len(seeds)),
-                    *(_share_over_seeds(_largest(mine, layer, place)) for place in places),
+                    *(_share_over_seeds(_largest(mine, among, place)) for place in places),
                 ]
-                for first, layer in _with_first(distinct(mine, "layer"))
+                for first, (words, among) in _with_first(lines)
             ]
         )
     caption = (
         "Where priors look before anything is read: the weight that the prior alone gives to the first key, to the key "
         "before the query's own, and to that itself, %, mean over the queries of a text of the training length; of the "
-        "head of each layer that gives most. Mean over seeds with Student's 95 % interval (where there are two seeds "
-        "at least), cut to 0–100 %."
+        "head of each layer that gives most, and of any layer. Mean over seeds with Student's 95 % interval (where "
+        "there are two seeds at least), cut to 0–100 %."
     )
     return Grid("prior_mass", caption, ["scheme", "layer", "seeds", *places], groups, words=2)
 
@@ -405,11 +407,11 @@ class _Losses:
         return _estimate(perplexity_of(over_seeds(losses)), _perplexity_text)
 
 
-def _largest(selected: Iterable[Row], layer: int, key: str) -> list[float]:
-    """The largest value of a layer's heads, for each seed."""
+def _largest(selected: Iterable[Row], layers: Collection[int], key: str) -> list[float]:
+    """The largest value of some layers' heads, for each seed."""
     found: dict[int, float] = {}
     for row in selected:
-        if row["layer"] == layer:
+        if row["layer"] in layers:
             found[row["seed"]] = max(found.get(row["seed"], 0.0), row[key])
     return list(found.values())
 
