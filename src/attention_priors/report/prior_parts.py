@@ -104,7 +104,7 @@ def prior_weights(results: Results, scheme: str) -> Figure:
 def sink_mass(results: Results) -> Figure:
     """The first token's attention weight against the signal, as in GOAT's Figure 2c.
 
-    Of each seed, the head that gives the first token most where the signal is weakest: layers take parts as they please,
+    Of each seed, the head that gives the first token most where the signal is weakest: layers take parts as they like,
     and means over all heads would say little of any. A point is one factor on the content logits, its signal and weight
     are means over seeds; the band is Student's 95 % interval of the weight.
     """
