@@ -75,7 +75,11 @@ def test_results_have_every_section(finished):
         "runs",
         "passkey",
         "perplexity",
+        "copying",
+        "sink_mass",
         "priors",
+        "prior_terms",
+        "prior_mass",
         "logit_scales",
         "extensions",
         "retrieval",
@@ -365,7 +369,7 @@ def test_two_calls_do_not_write_the_same_folder(copy, tiny, quiet):
         ),
         (
             {
-                "schemes.ALiBi.extension": {
+                "schemes.ALiBi.extensions.longer": {
                     "context_length": 1500,
                     "tokens_per_step": 1500,
                     "needle_ratio": 0.5,
@@ -373,7 +377,7 @@ def test_two_calls_do_not_write_the_same_folder(copy, tiny, quiet):
                     "needle_minimum_length": 1501,
                 }
             },
-            r"schemes\.ALiBi\.extension: minimum_length of niah_single_1 must be from \d+ .* to 1500 .*; it is 1501",
+            r"ALiBi\.extensions\.longer: minimum_length of niah_single_1 must be from \d+ .* to 1500 .*; it is 1501",
         ),
     ],
 )

@@ -14,8 +14,8 @@ from transformers import set_seed
 
 from attention_priors.experiments import RecipeError, compare
 from attention_priors.experiments import run as run_module
-from attention_priors.experiments.materials import Materials
-from attention_priors.experiments.run import execute, extended_folder, identities
+from attention_priors.experiments.materials import Materials, TextMaterials
+from attention_priors.experiments.run import STAGES, execute, extended_folder, identities
 from attention_priors.models import PriorDecoderForCausalLM
 from attention_priors.models.repositioning import with_positions
 from attention_priors.report import gallery, write_figures, write_report, write_tables
@@ -159,9 +159,7 @@ def test_what_is_done_is_not_done_again_when_a_way_is_added(extended, finished, 
         steps = _execute(materials, run)
         # The losses before are of the lengths that are known already.
         assert before == {path: path.stat().st_mtime_ns for path in before}
-    assert [step for step in steps if step[0].startswith(ON)] == [
-        (f"{ON}: train", 1), (f"{ON}: passkey", 1), (f"{ON}: perplexity", 1),
-    ]  # fmt: skip
+    assert [step for step in steps if step[0].startswith(ON)] == [(f"{ON}: {stage}", 1) for stage in STAGES]
     for way in WAYS:
         assert _weights(extended_folder(run, way)) == _weights(extended_folder(whole, way))
 
@@ -169,13 +167,13 @@ def test_what_is_done_is_not_done_again_when_a_way_is_added(extended, finished, 
 def test_the_rows_of_an_extension_are_new_ones(extended, monkeypatch, finished, tmp_path):
     materials, _ = extended
     seeds = []
-    original = Materials.training_rows
+    original = TextMaterials.training_rows
 
-    def remember(self: Materials, settings: Any, seed: int) -> Any:
+    def remember(self: TextMaterials, settings: Any, seed: int) -> Any:
         seeds.append((settings.context_length, seed))
         return original(self, settings, seed)
 
-    monkeypatch.setattr(Materials, "training_rows", remember)
+    monkeypatch.setattr(TextMaterials, "training_rows", remember)
     run = tmp_path / "run"
     shutil.copytree(finished.folder / "runs" / "BAM_+_SSMax" / "seed-3", run)
     monkeypatch.setattr(run_module, "_test", lambda *arguments: None)
@@ -247,7 +245,7 @@ def test_a_sweep_with_extensions_is_compared_and_reported(copy, tiny, quiet, mon
     assert "perplexity_by_axis_01_init.png" in [path.name for path in write_figures(results, copy / "figures")]
     assert [path.name for path in write_tables(results, copy / "tables")] == [
         f"{stem}.{ending}"
-        for stem in ("passkey", "perplexity", "axes", "extension", "heads")
+        for stem in ("passkey", "perplexity", "axes", "extension", "heads", "prior_mass")
         for ending in ("md", "tex")
     ]
 

@@ -90,7 +90,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "unknown key of the evaluation": (
         {"evaluation.passkeys": {}},
-        ["evaluation.passkeys: unknown key (value {}); allowed here are passkey, perplexity, plans, chunk"],
+        [
+            "evaluation.passkeys: unknown key (value {}); allowed here are passkey, perplexity, copying, sink_mass, "
+            "plans, chunk"
+        ],
     ),
     "unknown key of the passkey test": (
         {"evaluation.passkey.depth": 3},

@@ -475,7 +475,7 @@ DEMO_IDENTITIES = {
 
 def _materials(recipe: Recipe) -> Any:
     return SimpleNamespace(
-        recipe=recipe, corpus=SimpleNamespace(fingerprint="corpus"), tokenizer_fingerprint="tokenizer"
+        recipe=recipe, fingerprints={"corpus_fingerprint": "corpus", "tokenizer_fingerprint": "tokenizer"}
     )
 
 
@@ -488,8 +488,14 @@ def test_the_demos_runs_keep_their_identities():
     for name in materials.recipe.schemes:
         described = identity(materials, name, 0)
         # These came later. What is not set is the same as what is not there to check_same_recipe.
-        for key in ("passkey_decoy_overlap", *(key for key in described["training"] if key.startswith("needle_"))):
-            assert described["training"].pop(key) is None
+        training = described["training"]
+        later = {
+            "training": ["passkey_decoy_overlap", *(key for key in training if key.startswith("needle_"))],
+            "corpus": ["copy_mixture"],
+            "evaluation": ["copying", "sink_mass"],
+        }
+        for section, keys in later.items():
+            assert [described[section].pop(key) for key in keys] == [None] * len(keys)
         assert described["scheme"]["at_evaluation"].pop("tolerance") is None
         found[name] = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     assert found == DEMO_IDENTITIES

@@ -47,9 +47,16 @@ def make_results() -> dict:
         "runs": [],
         "passkey": [],
         "perplexity": [],
+        "copying": [],
+        "sink_mass": [],
         "priors": [],
+        "prior_terms": [],
+        "prior_mass": [],
         "logit_scales": [],
         "extensions": [],
+        "retrieval": [],
+        "losses": [],
+        "timing": [],
     }
     for scheme, (breakdown, stops) in BREAKDOWN.items():
         for seed in SEEDS:

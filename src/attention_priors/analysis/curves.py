@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, TypedDict
 
 import torch
@@ -35,13 +36,13 @@ class LogitScaleRow(TypedDict):
     s: float
 
 
-def curve_distances(length: int) -> list[int]:
-    """0, every distance up to 16, then about eight per doubling, the last of them ``length - 1``."""
+def curve_distances(length: int, every: int = 16) -> list[int]:
+    """0, every distance up to ``every``, then about eight per doubling, the last of them ``length - 1``."""
     if length < 1:
         raise ValueError(f"length must be a positive number of tokens, got {length}")
     doublings = math.log2(max(length - 1, 1))
     spaced = torch.logspace(0, doublings, 1 + round(8 * doublings), base=2.0, dtype=torch.float64).round()
-    return sorted(d for d in {0, length - 1, *range(17), *map(int, spaced)} if d < length)
+    return sorted(d for d in {0, length - 1, *range(every + 1), *map(int, spaced)} if d < length)
 
 
 @torch.no_grad()
@@ -54,11 +55,7 @@ def prior_rows(layers: list[nn.Module], *, length: int) -> list[PriorRow]:
         length: of the text, in tokens.
     """
     rows: list[PriorRow] = []
-    for layer, module in enumerate(layers):
-        prior = next((part for part in module.modules() if isinstance(part, Prior)), None)
-        if prior is None:
-            continue
-        device = next((parameter.device for parameter in prior.parameters()), torch.device("cpu"))
+    for layer, prior, device in priors_of(layers):
         distances = torch.tensor(curve_distances(length), device=device)
         last = torch.tensor([length - 1], device=device)
         curves = prior.log_prior(last, last - distances, torch.float64)[:, 0]
@@ -69,9 +66,9 @@ def prior_rows(layers: list[nn.Module], *, length: int) -> list[PriorRow]:
                     "layer": layer,
                     "head": head,
                     "prior": " + ".join(term.name for term in prior.terms()),
-                    "parameters": {name: _finite(values[head]) for name, values in parameters.items()},
+                    "parameters": {name: finite(values[head]) for name, values in parameters.items()},
                     "distance": distances.tolist(),
-                    "log_prior": [_finite(value) for value in curves[head]],
+                    "log_prior": [finite(value) for value in curves[head]],
                 }
             )
     return rows
@@ -89,6 +86,14 @@ def logit_scale_rows(layers: list[nn.Module]) -> list[LogitScaleRow]:
     ]
 
 
+def priors_of(layers: list[nn.Module]) -> Iterator[tuple[int, Prior, torch.device]]:
+    """The first :class:`Prior` in each layer that has one: the layer's number, the prior and where it lives."""
+    for layer, module in enumerate(layers):
+        prior = next((part for part in module.modules() if isinstance(part, Prior)), None)
+        if prior is not None:
+            yield layer, prior, next((parameter.device for parameter in prior.parameters()), torch.device("cpu"))
+
+
 def _scalars(prior: Prior) -> dict[str, Tensor]:
     values: dict[str, Any] = {name: x for name, x in prior.natural_parameters().items() if x.dim() == 1}
     if isinstance(prior, GeneralizedGaussian):
@@ -97,5 +102,6 @@ def _scalars(prior: Prior) -> dict[str, Tensor]:
     return values
 
 
-def _finite(value: Tensor) -> float | None:
+def finite(value: Tensor) -> float | None:
+    """A number, or None for what JSON has no number for."""
     return float(value) if bool(torch.isfinite(value)) else None

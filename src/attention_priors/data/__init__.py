@@ -1,5 +1,6 @@
-"""Text, tokens, texts that hide something, and training rows."""
+"""Text, tokens, texts that hide something, the copy-mixture task, and training rows."""
 
+from attention_priors.data.copy_mixture import COPY_KINDS, CopyMixture, CopyMixtureRows, CopySample
 from attention_priors.data.corpora import EMBEDDED, Corpus, Document, load_corpus
 from attention_priors.data.needles import (
     NEEDLE_TASKS,
@@ -26,10 +27,14 @@ from attention_priors.data.tokenizer import (
 
 __all__ = [
     "ANSWER_LENGTH",
+    "COPY_KINDS",
     "EMBEDDED",
     "END_OF_TEXT",
     "IGNORED_LABEL",
     "NEEDLE_TASKS",
+    "CopyMixture",
+    "CopyMixtureRows",
+    "CopySample",
     "Corpus",
     "Document",
     "Haystack",

@@ -78,7 +78,7 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < self._num_rows:
             raise IndexError(f"index must be from 0 to {self._num_rows - 1}; it is {index}")
-        generator = torch.Generator().manual_seed(_row_seed(self._seed, index))
+        generator = torch.Generator().manual_seed(row_seed(self._seed, index))
         drawn = self._draw_text(generator)
         if drawn is None:
             return packed_row(*self._draw_window(self._context_length, generator))
@@ -130,6 +130,6 @@ def collate_rows(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {field: torch.stack([row[field] for row in rows]) for field in rows[0]}
 
 
-def _row_seed(seed: int, index: int) -> int:
+def row_seed(seed: int, index: int) -> int:
     """A seed for one row; a hash, so that neighbouring rows and seeds have nothing in common."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{index}".encode()).digest()[:8], "big")

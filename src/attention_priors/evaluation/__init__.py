@@ -1,12 +1,19 @@
 """Testing long: retrieval, perplexity by position and time, in chunks over a KV cache."""
 
+from attention_priors.evaluation.copying import CopyingRow, copying_rows
 from attention_priors.evaluation.evaluate import Observer, check_plan, evaluate
 from attention_priors.evaluation.passkey import PasskeyRow, has_given_up, passkey_rows, retrieves
 from attention_priors.evaluation.perplexity import PerplexityRow, perplexity_rows, position_bins, token_losses
 from attention_priors.evaluation.plan import LONGEST_KEY, TASKS, EvaluationPlan
 from attention_priors.evaluation.prefill import chunked_logits
 from attention_priors.evaluation.records import Records
-from attention_priors.evaluation.settings import EvaluationSettings, PasskeySettings, PerplexitySettings
+from attention_priors.evaluation.settings import (
+    CopyingSettings,
+    EvaluationSettings,
+    PasskeySettings,
+    PerplexitySettings,
+    SinkMassSettings,
+)
 from attention_priors.evaluation.subject import Subject, model_fingerprint
 from attention_priors.evaluation.summary import Accuracy, AtDepth, AtPosition, Duration, Loss, Summary, summarize
 
@@ -16,6 +23,8 @@ __all__ = [
     "Accuracy",
     "AtDepth",
     "AtPosition",
+    "CopyingRow",
+    "CopyingSettings",
     "Duration",
     "EvaluationPlan",
     "EvaluationSettings",
@@ -26,10 +35,12 @@ __all__ = [
     "PerplexityRow",
     "PerplexitySettings",
     "Records",
+    "SinkMassSettings",
     "Subject",
     "Summary",
     "check_plan",
     "chunked_logits",
+    "copying_rows",
     "evaluate",
     "has_given_up",
     "model_fingerprint",

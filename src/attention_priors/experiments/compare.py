@@ -35,8 +35,8 @@ from attention_priors.files import read_json, writable_folder, write_json
 from attention_priors.output_folder import sole_writer
 from attention_priors.strict_yaml import RecipeError, check_same_recipe
 
-STAGE_SHARES = {"train": 0.7, "passkey": 0.22, "perplexity": 0.03, "plans": 0.05}
-EXTENSION_SHARES = {"train": 0.25, "passkey": 0.22, "perplexity": 0.03, "plans": 0.05}
+STAGE_SHARES = {"train": 0.7, "passkey": 0.22, "perplexity": 0.03, "copying": 0.05, "plans": 0.05}
+EXTENSION_SHARES = STAGE_SHARES | {"train": 0.25}
 """Roughly how much of a run's time each stage takes, its own and those of each extension; only the estimate of the time
 left depends on it."""
 
@@ -111,10 +111,9 @@ def _matching(recipe: Recipe, pattern: str) -> list[str]:
 def _compare(
     recipe: Recipe, output: Path, schemes: Collection[str], processes: int | None, console: Console
 ) -> dict[str, Any]:
-    with console.status("Reading the corpus, training the tokenizer"):
+    with console.status("Making ready what is read: corpus, tokenizer, rows"):
         materials = Materials.load(recipe, writable_folder(output / "cache"))
         materials.check()
-    corpus = materials.corpus
     runs = [(name, seed) for seed in recipe.seeds for name in recipe.schemes]
     chosen = [run for run in runs if run[0] in schemes]
     wanted = {run: identities(materials, output, *run) for run in runs}
@@ -140,12 +139,7 @@ def _compare(
         output,
         finished,
         wall_seconds=clock.total,
-        corpus={
-            "name": corpus.name,
-            "fingerprint": corpus.fingerprint,
-            "train_characters": sum(len(document.text) for document in corpus.train),
-            "held_out_characters": sum(len(document.text) for document in corpus.held_out),
-        },
+        corpus=dict(materials.description),
     )
     write_json(output / "results.json", results)
     if failures:

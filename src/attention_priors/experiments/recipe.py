@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from attention_priors.data import ANSWER_LENGTH, EMBEDDED, NEEDLE_TASKS
+from attention_priors.data import ANSWER_LENGTH, EMBEDDED, NEEDLE_TASKS, CopyMixture
 from attention_priors.encodings import LearnedTable, Rotary
 from attention_priors.evaluation import LONGEST_KEY, EvaluationSettings
 from attention_priors.experiments.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid
@@ -22,17 +22,52 @@ from attention_priors.training import DecoderSettings, DecoderSizes, PositionSet
 LONGEST_FOLDER_NAME = 255
 """Bytes; what file systems allow."""
 
+TOKENIZER_ENTRIES = 2048
+
 EXTENSION_STEPS = 256
 """BAM, Appendix C."""
 
 
-class CorpusSettings(Strict):
-    """The text to train and test on."""
+class CopyMixtureSettings(Strict):
+    """:class:`~attention_priors.data.CopyMixture`: which rows to draw, where there is no text."""
 
-    source: str = EMBEDDED
-    """``embedded``, or the path of a text file or of a folder of text files."""
+    vocabulary_size: int = CopyMixture.vocabulary_size
+    first: float = CopyMixture.first
+    previous: float = CopyMixture.previous
+    lag: int = CopyMixture.lag
+
+    @model_validator(mode="after")
+    def _possible(self) -> CopyMixtureSettings:
+        self.task()
+        return self
+
+    def task(self) -> CopyMixture:
+        """What the rows are drawn from."""
+        return CopyMixture(**self.model_dump())
+
+
+class CorpusSettings(Strict):
+    """What to train and test on: a text, or a synthetic task."""
+
+    source: str | None = None
+    """``embedded``, the default where there is no task, or the path of a text file or of a folder of text files."""
     max_characters: int | None = Field(default=None, gt=0)
-    """Train on so much of it at most; the held-out part is always whole."""
+    """Train on so much of the text at most; the held-out part is always whole."""
+    copy_mixture: CopyMixtureSettings | None = None
+    """In place of a text, GOAT's copy-mixture task, whose tokens need no tokenizer."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _embedded(cls, content: Any) -> Any:
+        if isinstance(content, dict) and content.get("source") is None and content.get("copy_mixture") is None:
+            return content | {"source": EMBEDDED}
+        return content
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> CorpusSettings:
+        if self.copy_mixture is not None and (self.source is not None or self.max_characters is not None):
+            raise ValueError("give either a text (source, max_characters) or copy_mixture, got both")
+        return self
 
 
 class MixtureSettings(TrainingSettings):
@@ -154,8 +189,9 @@ class Recipe(Strict):
     name: str = Field(min_length=1)
     description: str = ""
     corpus: CorpusSettings = CorpusSettings()
-    tokenizer: Annotated[int, Field(gt=256)] | str = 2048
-    """Entries of a byte-level BPE trained on the corpus, or a tokenizer's path or Hugging Face name."""
+    tokenizer: Annotated[int, Field(gt=256)] | str | None = None
+    """Entries of a byte-level BPE trained on the corpus, 2048 by default, or a tokenizer's path or Hugging Face name;
+    none for a synthetic task."""
     model: DecoderSizes
     training: MixtureSettings
     evaluation: EvaluationSettings
@@ -169,6 +205,14 @@ class Recipe(Strict):
     @classmethod
     def _expanded(cls, content: Any) -> Any:
         return expand(content) if isinstance(content, dict) else content
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_tokenizer(cls, content: Any) -> Any:
+        if not isinstance(content, dict) or content.get("tokenizer") is not None:
+            return content
+        corpus = content.get("corpus")
+        return content if _is_synthetic(corpus) else content | {"tokenizer": TOKENIZER_ENTRIES}
 
     @field_validator("seeds")
     @classmethod
@@ -185,6 +229,8 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _possible(self) -> Recipe:
+        if self.corpus.copy_mixture is not None and self.tokenizer is not None:
+            raise ValueError(f"tokenizer: corpus.copy_mixture has tokens of its own, got {self.tokenizer!r}")
         for name in self.schemes:
             for section, settings, make in (
                 ("model", DecoderSizes, self.model_of),
@@ -242,6 +288,10 @@ class Recipe(Strict):
                 lengths += [length + ANSWER_LENGTH for length in evaluation.passkey.lengths]
             if evaluation.perplexity is not None:
                 lengths.append(evaluation.perplexity.length)
+            if evaluation.copying is not None:
+                lengths += evaluation.copying.lengths
+            if evaluation.sink_mass is not None:
+                lengths.append(evaluation.sink_mass.length)
             lengths += [max(plan.lengths) + LONGEST_KEY for plan in evaluation.plans.values()]
         return max(lengths)
 
@@ -325,6 +375,12 @@ def _check_folders(what: str, names: Iterable[str]) -> None:
         other = folders.setdefault(folder_name(name), name)
         if other != name:
             raise ValueError(f"{what} {other!r} and {name!r} would share the folder {folder_name(name)!r}")
+
+
+def _is_synthetic(corpus: Any) -> bool:
+    """Whether what stands under ``corpus`` says that there is no text; it need not be checked yet."""
+    settings = corpus.model_dump() if isinstance(corpus, CorpusSettings) else corpus
+    return isinstance(settings, dict) and settings.get("copy_mixture") is not None
 
 
 def folder_name(scheme: str) -> str:

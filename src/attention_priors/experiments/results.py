@@ -17,7 +17,19 @@ from attention_priors.files import read_json
 
 FORMAT = 1
 
-SECTIONS = ("runs", "passkey", "perplexity", "priors", "logit_scales", "extensions", *PLAN_SECTIONS)
+SECTIONS = (
+    "runs",
+    "passkey",
+    "perplexity",
+    "copying",
+    "sink_mass",
+    "priors",
+    "prior_terms",
+    "prior_mass",
+    "logit_scales",
+    "extensions",
+    *PLAN_SECTIONS,
+)
 """The lists of rows."""
 
 
@@ -64,13 +76,13 @@ def collect(
         if (model.folder / "passkey.jsonl").exists():
             lines = (model.folder / "passkey.jsonl").read_text(encoding="utf-8").splitlines()
             sections["passkey"] += [model.row | json.loads(line) for line in lines]
-        if (model.folder / "perplexity.json").exists():
-            sections["perplexity"] += [model.row | row for row in read_json(model.folder / "perplexity.json")]
+        for name in ("perplexity", "copying", "sink_mass"):
+            if (model.folder / f"{name}.json").exists():
+                sections[name] += [model.row | row for row in read_json(model.folder / f"{name}.json")]
         for name, found in plan_rows(recipe.evaluation_of(model.scheme), model.folder).items():
             sections[name] += [model.row | row for row in found]
-        learned = read_json(model.folder / "priors.json")
-        for name in ("priors", "logit_scales"):
-            sections[name] += [model.row | row for row in learned[name]]
+        for name, learned in read_json(model.folder / "priors.json").items():
+            sections[name] += [model.row | row for row in learned]
         if model.extended_from is not None:
             lengths = {"from": model.extended_from.context_length, "to": model.context_length}
             losses = {

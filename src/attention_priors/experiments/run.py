@@ -18,17 +18,23 @@ import torch
 from torch import nn
 from transformers import set_seed
 
-from attention_priors.analysis import logit_scale_rows, prior_rows
-from attention_priors.data import ANSWER_LENGTH, TrainingMixture
+from attention_priors.analysis import (
+    logit_scale_rows,
+    prior_mass_rows,
+    prior_rows,
+    prior_term_rows,
+    sink_mass_rows,
+)
+from attention_priors.data import ANSWER_LENGTH
 from attention_priors.evaluation import (
     EvaluationSettings,
     PasskeyRow,
-    Subject,
+    copying_rows,
     has_given_up,
     passkey_rows,
     perplexity_rows,
 )
-from attention_priors.experiments.materials import Materials
+from attention_priors.experiments.materials import Materials, Rows
 from attention_priors.experiments.plans import carry_out, unfinished
 from attention_priors.experiments.recipe import EvaluationChanges, Extension, MixtureSettings, Recipe, folder_name
 from attention_priors.files import read_json, synchronise, write_json
@@ -45,7 +51,7 @@ Progress = Callable[[str, int, int], None]
 SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelerate")
 """The libraries that a run's numbers depend on, whose versions are recorded."""
 
-STAGES = ("train", "passkey", "perplexity", "plans")
+STAGES = ("train", "passkey", "perplexity", "copying", "plans")
 """What a run goes through; with each extension of its context once more, as ``WAY: train`` and so on."""
 
 
@@ -86,8 +92,7 @@ def identity(materials: Materials, scheme: str, seed: int) -> dict[str, Any]:
         "scheme": recipe.schemes[scheme].model_dump(mode="json", include=own),
         "training": recipe.training_of(scheme).model_dump(mode="json"),
         "seed": seed,
-        "corpus_fingerprint": materials.corpus.fingerprint,
-        "tokenizer_fingerprint": materials.tokenizer_fingerprint,
+        **materials.fingerprints,
     }
 
 
@@ -122,9 +127,10 @@ def execute(materials: Materials, scheme: str, seed: int, folder: Path, progress
     _test(materials, scheme, recipe.schemes[scheme], folder, progress)
     for way, extension in recipe.extensions_of(scheme).items():
         extended, tell = extended_folder(folder, way), _named(progress, f"{way}: ")
-        if not (extended / "done.json").exists():
+        if (extended / "done.json").exists():
+            tell("train", 1, 1)
+        else:
             _extend(materials, scheme, extension, seed, folder, extended, tell)
-        tell("train", 1, 1)
         _test(materials, scheme, extension.positions, extended, tell)
 
 
@@ -148,7 +154,7 @@ def _test(materials: Materials, scheme: str, positions: PositionSettings, folder
         model = _on_device(_changed_for_evaluation(changes, positions, folder / "model"))
         _add_window(model, changes.window)
         carry_out(
-            Subject(scheme, model, materials.tokenizer),
+            materials.subject(scheme, model),
             evaluation,
             folder,
             lambda done, total: progress("plans", round(100 * done), round(100 * total)),
@@ -162,18 +168,23 @@ def _test_first(
     recipe = materials.recipe
     started = time.monotonic()
     model = _on_device(_changed_for_evaluation(recipe.schemes[scheme].at_evaluation, positions, folder / "model"))
+    length = max(recipe.training_of(scheme).context_length, 3)
     layers: list[nn.Module] = [model.model] if positions.share_prior else list(model.model.layers)
     write_json(
         folder / "priors.json",
         {
             "priors": prior_rows(layers, length=recipe.longest_text),
             "logit_scales": logit_scale_rows(list(model.model.layers)),
+            "prior_terms": prior_term_rows(layers, length=length),
+            "prior_mass": prior_mass_rows(layers, length=length),
         },
     )
     _add_window(model, recipe.schemes[scheme].at_evaluation.window)
     evaluation = recipe.evaluation_of(scheme)
     stopped = _test_passkey(materials, evaluation, model, folder, progress)
     _test_perplexity(materials, evaluation, model, folder, progress)
+    _test_copying(materials, evaluation, model, folder, progress)
+    _test_sink_mass(materials, evaluation, model, folder)
     write_json(
         folder / "done.json",
         {"evaluate_seconds": round(time.monotonic() - started, 1), "stopped": stopped},
@@ -188,13 +199,12 @@ def _on_device(model: PriorDecoderForCausalLM) -> PriorDecoderForCausalLM:
 
 
 def _train_first(materials: Materials, scheme: str, seed: int, folder: Path, progress: Progress) -> None:
-    recipe, tokenizer = materials.recipe, materials.tokenizer
+    recipe = materials.recipe
     settings = recipe.training_of(scheme)
     if not (folder / "done.json").exists() and not (folder / "model").exists():
         progress("train", 0, settings.total_steps)
         set_seed(seed)
-        eos: Any = tokenizer.eos_token_id
-        model = PriorDecoderForCausalLM(recipe.config_of(scheme, vocab_size=len(tokenizer), eos_token_id=eos))
+        model = PriorDecoderForCausalLM(recipe.config_of(scheme, **materials.vocabulary))
         _train(materials, model, settings, materials.training_rows(settings, seed), seed, folder, progress)
     progress("train", settings.total_steps, settings.total_steps)
 
@@ -203,7 +213,7 @@ def _train(
     materials: Materials,
     model: PriorDecoderForCausalLM,
     settings: MixtureSettings,
-    rows: TrainingMixture,
+    rows: Rows,
     seed: int,
     folder: Path,
     progress: Progress,
@@ -220,7 +230,7 @@ def _train(
     )
     seconds = time.monotonic() - started
     _write_training(folder, model, steps=settings.total_steps, seconds=seconds, history=trained.history)
-    trained.save(folder / "model", materials.tokenizer)
+    trained.save(folder / "model", materials.saved_tokenizer)
     shutil.rmtree(folder / "checkpoints")
 
 
@@ -285,7 +295,8 @@ def _save_untrained(model: PriorDecoderForCausalLM, materials: Materials, folder
     shutil.rmtree(unfinished, ignore_errors=True)
     _write_training(folder, model, steps=0, seconds=0.0, history=[])
     model.save_pretrained(unfinished)
-    materials.tokenizer.save_pretrained(unfinished)
+    if materials.saved_tokenizer is not None:
+        materials.saved_tokenizer.save_pretrained(unfinished)
     for path in unfinished.iterdir():
         synchronise(path)
     unfinished.rename(folder / "model")
@@ -401,7 +412,7 @@ def _test_perplexity(
     path = folder / "perplexity.json"
     if evaluation.perplexity is None or path.exists():
         return
-    texts = materials.perplexity_texts(evaluation.perplexity)
+    texts = materials.texts(evaluation.perplexity.length, evaluation.perplexity.documents)
     progress("perplexity", 0, len(texts))
     rows = perplexity_rows(
         model,
@@ -410,3 +421,35 @@ def _test_perplexity(
         on_text=lambda count: progress("perplexity", count, len(texts)),
     )
     write_json(path, rows)
+
+
+def _test_copying(
+    materials: Materials,
+    evaluation: EvaluationSettings,
+    model: PriorDecoderForCausalLM,
+    folder: Path,
+    progress: Progress,
+) -> None:
+    """Write the losses of each length as soon as they are known."""
+    settings = evaluation.copying
+    if settings is None:
+        return
+    path = folder / "copying.json"
+    rows: list[Any] = read_json(path) if path.exists() else []
+    done = {row["length"] for row in rows}
+    for count, length in enumerate(settings.lengths):
+        progress("copying", count, len(settings.lengths))
+        if length not in done:
+            samples = materials.copying_samples(settings, length)
+            rows += copying_rows(model, materials.copying_task(), samples, chunk=evaluation.chunk)
+            write_json(path, rows)
+    progress("copying", len(settings.lengths), len(settings.lengths))
+
+
+def _test_sink_mass(
+    materials: Materials, evaluation: EvaluationSettings, model: PriorDecoderForCausalLM, folder: Path
+) -> None:
+    settings, path = evaluation.sink_mass, folder / "sink_mass.json"
+    if settings is not None and not path.exists():
+        texts = materials.texts(settings.length, settings.texts)
+        write_json(path, sink_mass_rows(model, texts, factors=settings.factors))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -31,6 +32,9 @@ from attention_priors.report.tables import PasskeyCell, passkey_table
 
 PERPLEXITY_RANGE = 10.0
 """The perplexity axis ends at this many times the lowest value, so that failures do not squash the rest."""
+
+DEPTH_OF_CUT = 30.0
+"""Log-priors are drawn down to this many nats below their maximum: e^-30 is no weight at all."""
 
 STRONG_RETRIEVAL = -0.6
 """Below this shape β, a retrieval head is called strong."""
@@ -212,6 +216,54 @@ def _trained(results: Results, looks: Looks) -> dict[int, str]:
     """The training lengths of schemes, and the colour of each where they differ."""
     lengths = {training_length(results, scheme): one.color for scheme, one in looks.items()}
     return lengths if len(lengths) > 1 else dict.fromkeys(lengths, "#444444")
+
+
+# ---- log-priors
+
+
+def below_maximum(log_prior: Sequence[float | None]) -> np.ndarray:
+    """A log-prior less its maximum, not below the cut; nan where there is none."""
+    curve = np.array([number(value) for value in log_prior])
+    if np.isnan(curve).all():
+        return curve
+    return np.maximum(curve - np.nanmax(curve), -DEPTH_OF_CUT)
+
+
+def _nats_or_less(value: float, _: int) -> str:
+    return f"{'≤ ' if value == -DEPTH_OF_CUT else ''}{value:g}".replace("-", "−")
+
+
+def prior_axes(axes: Axes, farthest: int, words: str) -> None:
+    """Tokens from 0, linear up to 1 and then logarithmic; nats below the maximum, likewise, to the cut.
+
+    Args:
+        axes: where.
+        farthest: the last place that is drawn.
+        words: what tokens are counted from.
+    """
+    tidy(axes)
+    axes.set_xscale("symlog", base=2, linthresh=1, linscale=0.6)
+    axes.set_xlim(0, max(farthest, 1) * 1.1)
+    powers = [4**k for k in range(_LARGEST_LOG_TICK) if 4**k <= farthest]
+    axes.xaxis.set_major_locator(FixedLocator([0, *thin(powers, 6)]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(words, fontsize=9)
+    axes.set_yscale("symlog", linthresh=1, linscale=0.6)
+    axes.set_ylim(-DEPTH_OF_CUT * 1.15, 0.12)
+    axes.yaxis.set_major_locator(FixedLocator([0, -0.5, -1, -3, -10, -DEPTH_OF_CUT]))
+    axes.yaxis.set_major_formatter(FuncFormatter(_nats_or_less))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.tick_params(labelsize=8.5, labelbottom=True, labelleft=True)
+
+
+def head_look(index: int, count: int) -> dict[str, Any]:
+    """Heads are coloured along a scale of their own, as the schemes' colours mean schemes."""
+    return {
+        "color": colormaps["viridis"](0.85 * index / max(count - 1, 1)),  # its last part is lost on white
+        "linestyle": ("-", "--", "-.")[index % 3],
+        "linewidth": 1.6,
+    }
 
 
 # ---- figures and their parts

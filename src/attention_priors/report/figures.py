@@ -12,40 +12,38 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.artist import Artist
-from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from attention_priors.report.axes import overview
 from attention_priors.report.drawing import (
+    DEPTH_OF_CUT,
     NothingToShowError,
+    below_maximum,
     draw_passkeys,
     draw_perplexity,
     draw_thetas,
     gaussian_heads,
+    head_look,
     legend_below,
     line_key,
     logit_scale_bins,
     logit_scales,
     perplexity_label,
+    prior_axes,
     require,
     require_rows,
     rough,
     start,
 )
 from attention_priors.report.numbers import listing, percent
-from attention_priors.report.results import Results, Row, count_passkeys, distinct, number, rows, training_length
-from attention_priors.report.style import GREY, MARKERS, blank, label, looks, thin, tidy
+from attention_priors.report.results import Results, Row, count_passkeys, distinct, rows, training_length
+from attention_priors.report.style import GREY, MARKERS, blank, label, looks, tidy
 
-DEPTH_OF_CUT = 30.0
-"""Log-priors are drawn down to this many nats below their maximum: e^-30 is no weight at all."""
-
-_LARGEST_LOG_TICK = 30
 _CHARACTERS_PER_INCH = 8.5  # of a bold title
 
 
@@ -185,16 +183,16 @@ def prior_curves(results: Results, scheme: str) -> Figure:
         axes = grid[seeds.index(seed) * lines_per_seed + place // columns, place % columns]
         used.add(axes)
         for row in lines[seed, layer]:
-            shade = _head_look(heads.index(row["head"]), len(heads))
-            axes.plot(row["distance"], _below_maximum(row), gid=f"head:{row['head']}", **shade)
-        _prior_axes(axes, farthest)
+            shade = head_look(heads.index(row["head"]), len(heads))
+            axes.plot(row["distance"], below_maximum(row["log_prior"]), gid=f"head:{row['head']}", **shade)
+        prior_axes(axes, farthest, "distance, tokens")
         axes.set_title(title, loc="left", fontsize=10)
         if place % columns == 0:
             axes.set_ylabel(f"log-prior below its\nmaximum, nats (cut at −{DEPTH_OF_CUT:.0f})", fontsize=9)
     for axes in set(grid.flat) - used:
         axes.set_visible(False)
     figure.suptitle(label(scheme), x=0.01, ha="left", fontweight="bold", fontsize=12)
-    keys = [Line2D([], [], label=f"head {head}", **_head_look(index, len(heads))) for index, head in enumerate(heads)]
+    keys = [Line2D([], [], label=f"head {head}", **head_look(index, len(heads))) for index, head in enumerate(heads)]
     legend_below(figure, keys, columns=6)
     return figure
 
@@ -244,45 +242,6 @@ def logit_scale_histogram(results: Results) -> Figure:
 # ---- parts of single figures
 
 
-def _below_maximum(row: Row) -> np.ndarray:
-    """A head's log-prior less its maximum, not below the cut; nan where there is none."""
-    curve = np.array([number(value) for value in row["log_prior"]])
-    if np.isnan(curve).all():
-        return curve
-    return np.maximum(curve - np.nanmax(curve), -DEPTH_OF_CUT)
-
-
-def _nats_or_less(value: float, _: int) -> str:
-    return f"{'≤ ' if value == -DEPTH_OF_CUT else ''}{value:g}".replace("-", "−")
-
-
 def _shape(panel: Iterable[Row]) -> str:
     """What makes two panels look the same."""
     return json.dumps(sorted([row["head"], row["distance"], row["log_prior"]] for row in panel))
-
-
-def _prior_axes(axes: Axes, farthest: int) -> None:
-    """Distance from 0, linear up to 1 and then logarithmic; nats below the maximum, likewise, to the cut."""
-    tidy(axes)
-    axes.set_xscale("symlog", base=2, linthresh=1, linscale=0.6)
-    axes.set_xlim(0, max(farthest, 1) * 1.1)
-    powers = [4**k for k in range(_LARGEST_LOG_TICK) if 4**k <= farthest]
-    axes.xaxis.set_major_locator(FixedLocator([0, *thin(powers, 6)]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("distance, tokens", fontsize=9)
-    axes.set_yscale("symlog", linthresh=1, linscale=0.6)
-    axes.set_ylim(-DEPTH_OF_CUT * 1.15, 0.12)
-    axes.yaxis.set_major_locator(FixedLocator([0, -0.5, -1, -3, -10, -DEPTH_OF_CUT]))
-    axes.yaxis.set_major_formatter(FuncFormatter(_nats_or_less))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.tick_params(labelsize=8.5, labelbottom=True, labelleft=True)
-
-
-def _head_look(index: int, count: int) -> dict[str, Any]:
-    """Heads are coloured along a scale of their own, as the schemes' colours mean schemes."""
-    return {
-        "color": colormaps["viridis"](0.85 * index / max(count - 1, 1)),  # its last part is lost on white
-        "linestyle": ("-", "--", "-.")[index % 3],
-        "linewidth": 1.6,
-    }

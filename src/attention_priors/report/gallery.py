@@ -11,7 +11,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from attention_priors.files import write_bytes
-from attention_priors.report import by_axis, figures
+from attention_priors.report import by_axis, copying, figures, prior_parts
 from attention_priors.report.numbers import listing
 from attention_priors.report.plans import loss_views, retrieval_views
 from attention_priors.report.results import Results, check_results, scheme_names, schemes_with
@@ -59,6 +59,10 @@ def illustrations(results: Results) -> Iterator[Illustration]:
         figures.passkey_heatmap, results, "Share of pass keys retrieved at each depth and context length: {}."
     )
     yield from _for_all(figures.perplexity_by_position, results, f"Perplexity against position: {read}.")
+    copied, sunk = (listing(schemes_with(results, section)) for section in ("copying", "sink_mass"))
+    yield from _for_all(
+        copying.copying_by_length, results, f"Loss above the optimum in the copy-mixture task against length: {copied}."
+    )
     for kind, draw, views in (
         ("retrieval", figures.passkey_by_length, retrieval_views),
         ("losses", figures.perplexity_by_position, loss_views),
@@ -69,6 +73,13 @@ def illustrations(results: Results) -> Iterator[Illustration]:
                 partial(draw, view.results, view.title), kind, None, _plain(f"{kind}_{view.title}"), words
             )
     yield from _for_each(figures.prior_curves, results, "Log-prior of each head against distance: {}.")
+    yield from _for_each(
+        prior_parts.prior_terms, results, "Summands of each head's log-prior, against distance or key: {}."
+    )
+    yield from _for_each(prior_parts.prior_weights, results, "Weights that each head's prior gives alone: {}.")
+    yield from _for_all(
+        prior_parts.sink_mass, results, f"Weight of the first token against the range of the content logits: {sunk}."
+    )
     for place, axis in enumerate(by_axis.axes_of_figures(results), start=1):
         for draw, words in _BY_AXIS.items():
             stem = draw.__name__ if axis is None else f"{draw.__name__}_{place:02d}_{_plain(axis)}"

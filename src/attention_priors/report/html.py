@@ -12,7 +12,7 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 
 from attention_priors.files import write_bytes
-from attention_priors.report.figures import DEPTH_OF_CUT
+from attention_priors.report.drawing import DEPTH_OF_CUT
 from attention_priors.report.gallery import illustrations
 from attention_priors.report.heads import head_table
 from attention_priors.report.numbers import duration, moment, multiple, percent, quantity

@@ -21,7 +21,21 @@ Row: TypeAlias = Mapping[str, Any]
 FORMAT = 1
 """The format this version reads."""
 
-SECTIONS = ("runs", "passkey", "perplexity", "priors", "logit_scales", "extensions", "retrieval", "losses", "timing")
+SECTIONS = (
+    "runs",
+    "passkey",
+    "perplexity",
+    "copying",
+    "sink_mass",
+    "priors",
+    "prior_terms",
+    "prior_mass",
+    "logit_scales",
+    "extensions",
+    "retrieval",
+    "losses",
+    "timing",
+)
 """The row lists."""
 
 

@@ -47,15 +47,19 @@ class Trained:
     validation: list[dict[str, float]]
     """``{"step": ..., "loss": ...}``, the loss on the validation rows."""
 
-    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write model and tokenizer: the whole folder, or nothing. Every process calls it, the first one writes."""
+    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Write the model, and its tokenizer if it has one: the whole folder, or nothing.
+
+        Every process calls it, the first one writes.
+        """
         unfinished = folder.with_name(f"{folder.name}.unfinished")
         if self.trainer.args.should_save:
             shutil.rmtree(unfinished, ignore_errors=True)
         self.trainer.accelerator.wait_for_everyone()
         self.trainer.save_model(str(unfinished))
         if self.trainer.args.should_save:
-            tokenizer.save_pretrained(unfinished)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(unfinished)
             # The trainer's own note of its arguments is a pickle, which nobody needs.
             (unfinished / "training_args.bin").unlink(missing_ok=True)
             for path in unfinished.rglob("*"):

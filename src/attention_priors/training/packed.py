@@ -45,8 +45,10 @@ def check_documents_apart(model: nn.Module) -> None:
     """
     device = next(model.parameters()).device
     document_ids = torch.tensor([[0] * 4 + [1] * 4], device=device)
-    first = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]], device=device)
-    second = torch.tensor([[4, 1, 1, 2, 5, 6, 7, 8]], device=device)
+    # The first documents differ in any vocabulary of two tokens at least.
+    size = getattr(getattr(model, "config", None), "vocab_size", 9)
+    first = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]], device=device) % size
+    second = torch.tensor([[4, 1, 1, 2, 5, 6, 7, 8]], device=device) % size
     was_training = model.training
     model.eval()
     one, other = (model(**packed_inputs(model, ids, document_ids)).logits[:, 4:].float() for ids in (first, second))

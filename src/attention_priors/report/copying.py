@@ -1,0 +1,80 @@
+"""The copy-mixture task: how far each scheme's loss is above the best there is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from attention_priors.intervals import Estimate, over_seeds
+from attention_priors.report.axes import overview
+from attention_priors.report.drawing import legend_below, line_key, require, token_axis
+from attention_priors.report.results import Results, distinct, number, rows, training_length
+from attention_priors.report.style import Look, blank, label, looks, tidy
+
+KINDS = {
+    "all": "all tokens",
+    "first": "copies of the first token",
+    "previous": "copies of the previous token",
+    "noise": "noise",
+}
+"""What tokens are, and what they are called."""
+
+_NARROWEST = 0.01  # nats
+
+
+def excess_losses(results: Results, scheme: str, kind: str) -> dict[int, Estimate]:
+    """The loss above the optimum's on the same tokens, in nats per token, by length: mean and interval over seeds."""
+    found: dict[int, list[float]] = {}
+    for row in rows(results, "copying", scheme):
+        if row["kind"] == kind:
+            found.setdefault(row["length"], []).append(number(row["nll"]) - number(row["optimal_nll"]))
+    return {length: over_seeds(values) for length, values in sorted(found.items())}
+
+
+def copying_by_length(results: Results) -> Figure:
+    """Loss above the optimum against the rows' length, of all tokens and of each kind, with intervals over seeds."""
+    look = looks(results)
+    shown = {scheme: look[scheme] for scheme in require(results, "copying", overview(results))}
+    lengths = distinct(rows(results, "copying"), "length")
+    figure = blank(6.6)
+    grid = figure.subplots(2, 2, sharex=True)
+    for axes, (kind, words) in zip(grid.flat, KINDS.items(), strict=True):
+        _panel(axes, results, shown, kind, lengths)
+        axes.set_title(words, loc="left", fontsize=10)
+    for axes in grid[-1]:
+        axes.set_xlabel("length of the row, tokens", fontsize=9)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("loss above the optimum's,\nnats per token (bands: 95 % interval)", fontsize=9)
+    trained = Line2D([], [], color="#444444", linestyle=(0, (5, 3)), linewidth=1, label="training length")
+    legend_below(figure, [*(line_key(look[scheme], scheme) for scheme in shown), trained], columns=4)
+    return figure
+
+
+def _panel(axes: Axes, results: Results, shown: Mapping[str, Look], kind: str, lengths: list[int]) -> None:
+    tidy(axes)
+    means: list[float] = []
+    for scheme, one in shown.items():
+        estimates = excess_losses(results, scheme, kind)
+        if not estimates:
+            continue
+        mean, low, high = (np.array(values) for values in zip(*estimates.values(), strict=True))
+        means += [value for value in mean if math.isfinite(value)]
+        axes.plot(
+            list(estimates), mean, **one._asdict(), label=label(scheme), markersize=4.5, linewidth=1.8, zorder=3,
+            gid=f"copying:{kind}:{scheme}",
+        )  # fmt: skip
+        if np.isfinite(low).any():
+            axes.fill_between(list(estimates), low, high, color=one.color, alpha=0.13, linewidth=0, zorder=1)
+    # The bands of two seeds would squash everything else.
+    bottom, top = min([0.0, *means]), max([0.0, *means])
+    margin = 0.08 * (top - bottom) or _NARROWEST
+    axes.set_ylim(bottom - margin, top + margin)
+    axes.axhline(0, color="black", linewidth=0.8, zorder=2)
+    trained = dict.fromkeys((training_length(results, scheme) for scheme in shown), "#444444")
+    token_axis(axes, lengths, lengths[0], lengths[-1], trained, panel=True)
+    axes.tick_params(labelsize=8.5)

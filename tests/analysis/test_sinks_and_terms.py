@@ -1,0 +1,219 @@
+"""What a sink keeps while content grows, what sums of priors are made of, and where priors look."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attention_priors import SSMax
+from attention_priors.analysis import prior_mass_rows, prior_rows, prior_term_rows, sink_mass, sink_mass_rows
+from attention_priors.attention.attend import attend_with_weights
+from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
+from attention_priors.priors import KeySink, Laplace, Prior, Spectral, Uniform, Window
+
+HEADS, LENGTH = 4, 12
+
+
+@pytest.fixture
+def content() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, HEADS, LENGTH, 8, generator=generator, dtype=torch.float64)
+    key = torch.randn(2, HEADS // 2, LENGTH, 8, generator=generator, dtype=torch.float64)
+    return query, key
+
+
+def _goat() -> Prior:
+    torch.manual_seed(1)
+    spectral, sink = Spectral(HEADS), KeySink(HEADS, LENGTH)
+    with torch.no_grad():
+        for parameter in (spectral.alpha, spectral.beta, sink.gain, sink.bump):
+            parameter.normal_()
+    return spectral + sink
+
+
+def _bump(size: float) -> KeySink:
+    sink = KeySink(HEADS, LENGTH)
+    with torch.no_grad():
+        sink.bump.fill_(size)
+    return sink
+
+
+PRIORS = {
+    "none": lambda: None,
+    "uniform": lambda: Uniform(HEADS),
+    "alibi": lambda: Laplace(HEADS),
+    "goat": _goat,
+}
+
+
+@pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS)
+def test_without_signal_the_mass_is_the_priors(content, prior):
+    prior = prior()
+    mass = sink_mass(*content, prior=prior, factors=[0.0])[0]
+    places = torch.arange(LENGTH)
+    log_prior = (
+        torch.zeros(HEADS, LENGTH, LENGTH, dtype=torch.float64)
+        if prior is None
+        else prior.log_prior(places, places, torch.float64)
+    )
+    alone = log_prior.masked_fill(places > places[:, None], -math.inf).softmax(-1)[..., 0]
+    torch.testing.assert_close(mass, alone.expand_as(mass), rtol=1e-9, atol=1e-12)
+
+
+def test_closed_forms_without_signal(content):
+    visible = torch.arange(1, LENGTH + 1, dtype=torch.float64)
+    uniform = sink_mass(*content, factors=[0])[0]
+    torch.testing.assert_close(uniform, (1 / visible).expand_as(uniform))
+    bump = sink_mass(*content, prior=_bump(3.0), factors=[0])[0]
+    torch.testing.assert_close(bump, (math.exp(3) / (math.exp(3) + visible - 1)).expand_as(bump))
+
+
+def test_at_factor_one_it_is_the_attention_itself(content):
+    query, key = content
+    weights = attend_with_weights(query, key, key, _goat())[1]
+    for sink in (0, 5):
+        torch.testing.assert_close(sink_mass(query, key, _goat(), factors=[1.0], sink=sink)[0], weights[..., sink])
+    assert (sink_mass(query, key, factors=[1.0], sink=5)[0, :, :, :5] == 0).all()
+
+
+@pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS)
+def test_the_mass_stays_within_the_bounds_of_theorem_5_1(content, prior):
+    query, key = content
+    factors = [0.0, 0.1, 0.5, 1.0, 3.0]
+    mass = sink_mass(query, key, prior(), factors=factors)
+    scores = query @ key.repeat_interleave(2, 1).mT / math.sqrt(8)
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    ranges = scores.masked_fill(hidden, -math.inf).amax(-1) - scores.masked_fill(hidden, math.inf).amin(-1)
+    for factor, there in zip(factors, mass, strict=True):
+        assert (there >= mass[0] * (-factor * ranges).exp() * (1 - 1e-9)).all()
+        assert (there <= mass[0] * (factor * ranges).exp() * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS)
+def test_content_that_is_the_same_everywhere_changes_nothing(content, prior):
+    query, key = content
+    mass = sink_mass(query, key[:, :, :1].expand_as(key), prior(), factors=[0.0, 1.0, 100.0])
+    torch.testing.assert_close(mass, mass[:1].expand_as(mass), rtol=1e-6, atol=1e-9)
+
+
+def test_content_that_stands_against_a_sink_takes_all_of_it():
+    key = torch.zeros(1, HEADS, LENGTH, 1, dtype=torch.float64)
+    key[:, :, 1] = 1.0  # one key has a signal
+    query = torch.ones_like(key)
+    factors = [0.0, 1.0, 2.0, 4.0, 8.0, 16.0]
+    mass = sink_mass(query, key, _bump(5.0), factors=factors)[..., -1]
+    # One key at b, one at the factor, ten at 0.
+    expected = [math.exp(5) / (math.exp(5) + math.exp(factor) + LENGTH - 2) for factor in factors]
+    assert mass[:, 0, 0].tolist() == pytest.approx(expected)
+    assert expected == sorted(expected, reverse=True)
+
+
+def test_ssmax_is_kept(content):
+    query, key = content
+    scale = SSMax(HEADS, init=0.7)
+    mass = sink_mass(query, key, _goat(), factors=[0.0, 1.0], logit_scale=scale)
+    weights = attend_with_weights(query, key, key, _goat(), logit_scale=scale)[1]
+    torch.testing.assert_close(mass[1], weights[..., 0])
+    assert not torch.allclose(mass[0], sink_mass(query, key, _goat(), factors=[0.0])[0])  # it scales the prior too
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"factors": [1.0, -1.0]}, "factors must be finite and at least 0, got -1.0"),
+        ({"factors": [math.inf]}, "factors must be finite and at least 0, got inf"),
+        ({"factors": [1.0], "sink": 12}, "sink must be a key from 0 to 11, got 12"),
+    ],
+)
+def test_impossible_arguments_are_refused(content, options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        sink_mass(*content, **options)
+
+
+# ---- of models
+
+
+def _model(**positions) -> PriorDecoderForCausalLM:
+    torch.manual_seed(0)
+    config = PriorDecoderConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3, **positions,
+    )  # fmt: skip
+    return PriorDecoderForCausalLM(config).eval()
+
+
+POSITIONS = {
+    "none": {},
+    "rope": {"encoding": "rotary"},
+    "shaw": {"encoding": {"name": "shaw", "max_offset": 4}},
+    "shared": {"prior": "laplace", "share_prior": True},
+    "goat": {"prior": [{"name": "spectral"}, {"name": "key_sink", "train_length": 12, "init": "recency"}]},
+    "ssmax": {"prior": "generalized_gaussian", "logit_scale": "ssmax"},
+}
+
+
+@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
+def test_rows_at_factor_one_are_the_models_own_attention(positions):
+    model = _model(**positions)
+    texts = [torch.randint(20, (12,), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    rows = sink_mass_rows(model, texts, factors=[0.0, 1.0])
+    assert [(row["layer"], row["head"], row["factor"]) for row in rows] == [
+        (layer, head, factor) for layer in range(2) for head in range(4) for factor in (0.0, 1.0)
+    ]
+    with torch.no_grad():
+        weights = [model(text[None], output_attentions=True).attentions for text in texts]
+    for row in rows:
+        own = torch.cat([layers[row["layer"]][0, row["head"], 1:, 0] for layers in weights])
+        if row["factor"] == 1:
+            assert row["mass"] == pytest.approx(float(own.mean()), rel=1e-5)
+            assert row["signal"] > 0
+        else:
+            assert row["signal"] == 0
+
+
+def test_rows_refuse_texts_that_are_too_short():
+    with pytest.raises(ValueError, match=r"texts must hold texts of at least 2 tokens each, got lengths \[1\]"):
+        sink_mass_rows(_model(), [torch.tensor([1])], factors=[1.0])
+    with pytest.raises(ValueError, match=r"got lengths \[\]"):
+        sink_mass_rows(_model(), [], factors=[1.0])
+
+
+# ---- what priors are made of
+
+
+def test_terms_add_up_to_the_prior():
+    prior = _goat()
+    rows = prior_term_rows([nn.ModuleList([prior])], length=LENGTH)
+    assert [(row["prior"], row["over"], row["head"]) for row in rows] == [
+        (name, over, head) for name, over in (("spectral", "distance"), ("key_sink", "key")) for head in range(HEADS)
+    ]
+    places = torch.arange(LENGTH)
+    whole = prior.log_prior(places, places, torch.float64).detach()
+    for head in range(HEADS):
+        relative, sink = (torch.tensor(row["log_prior"]) for row in rows if row["head"] == head)
+        for query, key in ((0, 0), (7, 3), (11, 0), (11, 11)):
+            assert float(relative[query - key] + sink[key]) == pytest.approx(float(whole[head, query, key]), abs=1e-4)
+
+
+def test_only_sums_have_terms_and_windows_hide():
+    assert prior_term_rows([nn.ModuleList([Laplace(2)]), nn.Linear(1, 1)], length=8) == []
+    rows = prior_term_rows([nn.ModuleList([Laplace(2) + Window(2, 3)])], length=8)
+    assert rows[2]["prior"] == "window"
+    assert rows[2]["log_prior"] == [0.0, 0.0, 0.0, None, None, None, None, None]
+
+
+def test_masses_of_known_priors():
+    uniform, bump = (prior_mass_rows([nn.ModuleList([prior])], length=4)[0] for prior in (Uniform(2), _bump(40.0)))
+    mean = (1 / 3 + 1 / 4) / 2  # of the queries 2 and 3
+    assert uniform == {"layer": 0, "head": 0, **dict.fromkeys(("first", "previous", "itself"), pytest.approx(mean))}
+    assert bump["first"] == pytest.approx(1.0)
+    steep = prior_mass_rows([nn.ModuleList([Laplace(1, slopes=[math.log(2)])])], length=3)[0]
+    assert (steep["itself"], steep["previous"], steep["first"]) == pytest.approx((4 / 7, 2 / 7, 1 / 7))
+    with pytest.raises(ValueError, match="length must be at least 3 tokens, got 2"):
+        prior_mass_rows([], length=2)
+
+
+def test_a_sum_is_still_one_curve_among_the_priors():
+    (row, *_) = prior_rows([nn.ModuleList([_goat()])], length=LENGTH)
+    assert row["prior"] == "spectral + key_sink"
