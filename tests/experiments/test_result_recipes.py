@@ -1,11 +1,9 @@
 """The recipes of docs/results: each of them runs, small, from its file to its report."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from attention_priors.experiments import Recipe, load_recipe
 from attention_priors.experiments.materials import Materials
@@ -24,27 +22,31 @@ MOST_SCHEMES = 3
 """Of a recipe; they are spread over all it has."""
 
 
-def small(content: dict[str, Any]) -> dict[str, Any]:
+def small(recipe: Recipe) -> Recipe:
     """The same recipe with little to train, little to read and little to do."""
-    recipe = copy.deepcopy(content)
-    recipe["seeds"] = [0]
-    recipe["corpus"]["max_characters"] = 200_000
-    recipe["model"] |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    for section in _everywhere(recipe, "training"):
+    content = recipe.model_dump(mode="json")
+    content["seeds"] = [0]
+    if content["corpus"]["source"] is not None:
+        content["corpus"]["max_characters"] = 200_000
+    for section in _everywhere(content, "model"):
+        section |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    for section in _everywhere(content, "training"):
         for key in ("steps", "tokens"):
-            if key in section:
+            if section.get(key) is not None:
                 section[key] = 1
-    for ways in _everywhere(recipe, "extensions"):
+    for ways in _everywhere(content, "extensions"):
         for way in ways.values():
             way["steps"] = min(1, way.get("steps", 1))
-    for section in _everywhere(recipe, "evaluation"):
-        if "passkey" in section:
+    for section in _everywhere(content, "evaluation"):
+        if section.get("passkey"):
             section["passkey"] |= {"lengths": sorted(section["passkey"]["lengths"])[:2], "depths": 2, "trials": 1}
-        if "perplexity" in section:
+        if section.get("perplexity"):
             section["perplexity"] |= {"length": 256, "documents": 1}
+        if section.get("copying"):
+            section["copying"] |= {"lengths": sorted(section["copying"]["lengths"])[:2], "tokens": 512}
         for plan in section.get("plans", {}).values():
             plan |= {"lengths": [min(plan["lengths"])], "depths": 2, "trials": 1, "documents": 1, "passes": 1}
-    return recipe
+    return Recipe.model_validate(content)
 
 
 def _everywhere(recipe: dict[str, Any], section: str) -> list[dict[str, Any]]:
@@ -54,7 +56,7 @@ def _everywhere(recipe: dict[str, Any], section: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_small_form_runs_from_the_recipe_to_the_report(path: Path, tmp_path: Path):
-    recipe = Recipe.model_validate(small(yaml.safe_load(path.read_text(encoding="utf-8"))))
+    recipe = small(load_recipe(path))
     materials = Materials.load(recipe, tmp_path / "cache")
     materials.check()
     names = list(recipe.schemes)
