@@ -45,6 +45,21 @@ def write_json(path: Path, content: Any) -> None:
     write_bytes(path, text.encode())
 
 
+def append_json_line(path: Path, content: Any) -> None:
+    """Append one line of JSON, at once and to the disk: whoever is killed later loses none that was written before.
+
+    Args:
+        path: the file; it and its folder are made if they are not there.
+        content: plain JSON, without numbers that are not finite.
+    """
+    line = json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(line.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def read_json(path: Path) -> Any:
     """Read JSON."""
     return json.loads(path.read_text(encoding="utf-8"))

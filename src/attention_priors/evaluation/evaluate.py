@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +32,7 @@ from attention_priors.evaluation.retrieval import Answer, PasskeyRetrieval, Retr
 from attention_priors.evaluation.subject import Subject
 from attention_priors.evaluation.summary import Summary, summarize
 from attention_priors.evaluation.timing import time_model
-from attention_priors.files import writable_folder
+from attention_priors.files import append_json_line, writable_folder
 from attention_priors.hub.loading import check_positions
 from attention_priors.machine import PeakMemory, memory_bytes, processor, versions
 from attention_priors.output_folder import sole_writer
@@ -436,10 +434,7 @@ class _LogEntry:
             "threads": torch.get_num_threads(),
             "versions": versions(SOFTWARE),
         }
-        with (session.output / "log.jsonl").open("ab") as file:
-            file.write((json.dumps(line) + "\n").encode())
-            file.flush()
-            os.fsync(file.fileno())
+        append_json_line(session.output / "log.jsonl", line)
 
 
 def _cost(length: int) -> float:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from attention_priors.files import append_json_line
+
 Record = dict[str, Any]
 
 _START = b'{"run": "'
@@ -64,13 +66,8 @@ class Records:
 
     def append(self, record: Record) -> None:
         """Write one line, at once."""
-        line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
-            file.write(line.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        self._lines.append(json.loads(line))
+        append_json_line(self.path, record)
+        self._lines.append(json.loads(json.dumps(record)))
 
     def _read(self) -> list[Record]:
         content = self.path.read_bytes()

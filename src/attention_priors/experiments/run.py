@@ -37,7 +37,7 @@ from attention_priors.evaluation import (
 from attention_priors.experiments.materials import Materials, Rows
 from attention_priors.experiments.plans import carry_out, unfinished
 from attention_priors.experiments.recipe import EvaluationChanges, Extension, MixtureSettings, Recipe, folder_name
-from attention_priors.files import read_json, synchronise, write_json
+from attention_priors.files import append_json_line, read_json, synchronise, write_json
 from attention_priors.hub.loading import load_model
 from attention_priors.machine import processor, versions
 from attention_priors.models.decoder import PriorDecoderForCausalLM
@@ -380,8 +380,7 @@ def _test_passkey(
             return reason
         row = next(remaining)
         rows.append(row)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_json_line(path, row)
         spent += _cost(row["length"])
         progress("passkey", spent, total)
     return None
