@@ -31,7 +31,8 @@ FREE = 128
 
 @pytest.fixture(scope="module")
 def essay(documents: tuple[Document, ...]) -> Haystack:
-    return Haystack("made up", " ".join(document.text for document in documents))
+    # White space at an end would be an empty word, as in RULER, which does not stay one where ends are joined.
+    return Haystack("made up", " ".join(document.text for document in documents).strip())
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,8 @@ def test_a_text_is_what_evaluation_asks_and_the_answer_that_it_counts_as_right(
 def test_an_essay_may_begin_at_any_word(
     tokenizer: PreTrainedTokenizerFast, essay: Haystack, texts: dict[str, NeedleTexts], data: st.DataObject
 ):
-    start = data.draw(st.integers(0, len(essay.words) - 1))
+    near_the_end = st.integers(len(essay.words) - 200, len(essay.words) - 1)
+    start = data.draw(st.integers(0, len(essay.words) - 1) | near_the_end)
     size, seed = data.draw(st.integers(1, 200)), data.draw(st.integers(0, 2**40))
     turned = Haystack("turned", " ".join(essay.words[start:] + essay.words[:start]))
     name = data.draw(st.sampled_from(["niah_single_2", "niah_multikey_1"]))
