@@ -274,3 +274,14 @@ def test_a_tolerance_at_evaluation_is_not_one_in_training(tiny, finished, tmp_pa
     _execute(tiny(changes), "new", run, finished.folder / "cache")
     assert seen[True] == {0.0}
     assert 0.25 in seen[False]
+
+
+def test_rows_of_a_model_that_is_gone_do_not_join_those_of_the_next(tiny, finished, trained, half_right):
+    recipe = tiny(MANY)
+    whole = _whole_test(recipe, trained, finished, half_right)
+    half_right.clear()
+    (trained / "passkey.jsonl").write_text("".join(whole[:3]))
+    shutil.rmtree(trained / "model")
+    _execute(recipe, "ALiBi", trained, finished.folder / "cache")
+    assert len(half_right) == 3 * len(whole)  # all texts are read, and not the second half of them
+    assert len((trained / "passkey.jsonl").read_text().splitlines()) == len(whole)

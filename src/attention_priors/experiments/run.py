@@ -55,6 +55,10 @@ STAGES = ("train", "passkey", "perplexity", "copying", "plans")
 """What a run goes through; with each extension of its context once more, as ``WAY: train`` and so on."""
 
 
+MEASURED = ("passkey.jsonl", "perplexity.json", "copying.json", "sink_mass.json", "priors.json", "losses.json")
+"""Files about a trained model, beside those of its plans."""
+
+
 def run_folder(output: Path, scheme: str, seed: int) -> Path:
     """Where a run keeps its files."""
     return output / "runs" / folder_name(scheme) / f"seed-{seed}"
@@ -219,6 +223,10 @@ def _train(
     progress: Progress,
 ) -> None:
     """Train a model and save it in ``folder``."""
+    for name in MEASURED:
+        # Of an earlier model, whose weights are gone: a new one's rows do not join its.
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / "plans", ignore_errors=True)
     started = time.monotonic()
     trained = train(
         model,
