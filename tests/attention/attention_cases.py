@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention_priors import GeneralizedGaussian, Prior, SSMax, attend, prior_from_config
-from attention_priors.attention import block_attention
+from attention_priors.attention import block_attention, matrix_attention
 from attention_priors.attention import reference as dense
 from attention_priors.attention.lanes import is_factored
 from attention_priors.priors import CATALOGUE
@@ -134,7 +134,8 @@ class Case:
     attn_mask: Tensor | None = None
     tolerance: float = 0.0
     small_blocks: int | None = None
-    """If set, backends work in blocks of so few queries that even short sequences need several."""
+    """If set, backends work in blocks of so few queries that even short sequences need several; None: as users have it,
+    which is one matrix for short sequences."""
 
     def __repr__(self) -> str:
         """Shapes in place of numbers."""
@@ -204,6 +205,7 @@ def in_blocks_of(size: int | None) -> Iterator[None]:
             BUFFER_NUMBERS=40 * size,
         ),
         mock.patch.object(dense, "block_length", return_value=size),
+        mock.patch.object(matrix_attention, "MOST_PAIRS", 0),
     ):
         yield
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from attention_priors import Laplace, ShawVectors, attend
 from attention_priors.attention import block_attention
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 @pytest.mark.parametrize("backend", ["auto", "toeplitz", "blockwise", "lanes", "reference"])
 def test_autocast_takes_mixed_dtypes(backend: str) -> None:

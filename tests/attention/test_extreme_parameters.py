@@ -66,6 +66,7 @@ def test_random_extremes(name: str, dtype: torch.dtype) -> None:
             case = replace(case, logit_scale=SSMax(4, init=-2.0))
         for backend in case.backends():
             assert_finite(case, backend)
+            assert_finite(replace(case, small_blocks=None), backend)
 
     check()
 
@@ -85,12 +86,14 @@ def test_corners_of_the_generalized_gaussian(
     case = extreme_case(dtype, prior, 0, causal)
     for backend in ("toeplitz", "blockwise"):
         assert_finite(case, backend)
+        assert_finite(replace(case, small_blocks=None), backend)
         assert_finite(Case(case.query, case.key, case.value, prior, causal), backend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("small_blocks", [None, 2])
 @pytest.mark.parametrize("backend", ["toeplitz", "blockwise", "auto", "reference"])
-def test_rows_that_see_nothing(dtype: torch.dtype, backend: str) -> None:
+def test_rows_that_see_nothing(dtype: torch.dtype, backend: str, small_blocks: int | None) -> None:
     """A window that lies before all keys, padding, and queries before the first key."""
     x = torch.randn(2, 2, 6, 4).to(dtype)
     padding = torch.tensor([[True] * 6, [False] * 6])
@@ -103,7 +106,8 @@ def test_rows_that_see_nothing(dtype: torch.dtype, backend: str) -> None:
         (Case(x, x, x, attn_mask=torch.ones(6, 6, dtype=torch.bool)), (slice(None), slice(None))),
         (Case(x, x, x, attn_mask=torch.full((6, 6), float("-inf"))), (slice(None), slice(None))),
     )
-    for case, (batch, rows) in blind_cases:
+    for blind_case, (batch, rows) in blind_cases:
+        case = replace(blind_case, small_blocks=small_blocks)
         out, lse = case.attend(backend)
         blind = torch.zeros(2, 2, 6, dtype=torch.bool)
         blind[batch, :, rows] = True
@@ -116,11 +120,12 @@ def test_rows_that_see_nothing(dtype: torch.dtype, backend: str) -> None:
             assert torch.isfinite(grad).all(), name
 
 
-def test_nothing_visible_has_no_gradient() -> None:
+@pytest.mark.parametrize("small_blocks", [None, 2])
+def test_nothing_visible_has_no_gradient(small_blocks: int | None) -> None:
     x = torch.randn(1, 2, 4, 3)
     padding = torch.ones(1, 4, dtype=torch.bool)
     prior = GeneralizedGaussian(2, init="laplace", learn=True)
-    case = Case(x, x, x, prior, key_padding_mask=padding)
+    case = Case(x, x, x, prior, key_padding_mask=padding, small_blocks=small_blocks)
     out, lse = torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4)
     result = compute(case, "toeplitz", Cotangents.of(out, lse))
     for name, grad in result.grads.items():

@@ -7,6 +7,7 @@ precision.
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -23,6 +24,8 @@ from torch import Tensor
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, Prior, Spectral, SSMax, Window, prior_from_config
 from attention_priors.attention import recentred
 from attention_priors.priors import CATALOGUE
+
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 FAR = 2**20
 REACH = 30.0
@@ -305,7 +308,7 @@ RECENTRED: dict[str, tuple[Prior, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", RECENTRED)
 def test_gradients(name: str) -> None:
-    prior, options = RECENTRED[name]
+    prior, options = deepcopy(RECENTRED[name])
     generator = torch.Generator().manual_seed(0)
     for term in prior.terms():
         if isinstance(term, KeySink):

@@ -24,6 +24,8 @@ from attention_priors import (
 )
 from attention_priors.attention import operators
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 B, H, KV, L, D, DV = 2, 4, 2, 20, 8, 6
 DOCUMENTS = torch.tensor([[0] * 8 + [1] * 12, [0] * 20])
 INTERLEAVED = torch.tensor([[0, 1] * 10, [0] * 20])

@@ -7,6 +7,8 @@ import torch
 
 from attention_priors import KeySink, Laplace, SSMax, attend
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 @pytest.mark.parametrize(
     "extra",

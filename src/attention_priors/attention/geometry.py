@@ -83,6 +83,8 @@ class Geometry:
         behind = self.num_keys - self.num_queries
         if self.key_documents is None and not self.has_given_positions:
             return behind
+        if not self.has_given_positions and self._are_documents_rising():
+            return behind
         slots = torch.arange(max(self.num_queries, self.num_keys), device=self.device)
         query_shift = self.query_positions - slots[: self.num_queries]
         key_shift = self.key_positions - slots[: self.num_keys]
@@ -98,6 +100,11 @@ class Geometry:
         own = (key_shift + slots[: self.num_keys])[:, behind:]
         same = (query_shift + slots[: self.num_queries] == own).all()
         return behind if contiguous & unit_stride & same else None
+
+    def _are_documents_rising(self) -> bool:
+        """Whether no document's id is less than that of one before, as is usual: then each is one run of slots."""
+        documents = self.key_documents
+        return documents is not None and bool((documents[:, 1:] >= documents[:, :-1]).all())
 
     # ---- what a query may see
 

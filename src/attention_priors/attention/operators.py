@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attention_priors.attention import block_attention as blocks
+from attention_priors.attention import matrix_attention as matrix
 from attention_priors.attention import triton_backend
 from attention_priors.attention.bias import Distances
 from attention_priors.attention.content import Content
@@ -144,8 +145,11 @@ def _check_range(geometry: Geometry, highest: int, number: int) -> None:
 
 
 def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of :func:`block_attention.forward` or :func:`triton_backend.forward`."""
-    return (triton_backend if inputs[-1] else blocks).forward(*read_inputs(*inputs))
+    """Output and log-sum-exp: by Triton's kernels, as one matrix of a short context, or in tiles."""
+    content, problem = read_inputs(*inputs)
+    if inputs[-1]:
+        return triton_backend.forward(content, problem)
+    return (matrix if matrix.is_short(problem.geometry, problem.kept) else blocks).forward(content, problem)
 
 
 block_attention = torch.library.custom_op(
@@ -182,10 +186,15 @@ def block_attention_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of the first inputs; what is not there or not wanted is empty."""
     content, problem = read_inputs(*inputs)
-    backward = (triton_backend if inputs[-1] else blocks).backward
+    saved, given, wanted = (out, lse), (out_grad, lse_grad), (wants_table, wants_row_scale)
     # A caller who is inside autocast would have the recomputed products rounded.
     with torch.autocast(out.device.type, enabled=False):
-        found = backward(content, problem, (out, lse), (out_grad, lse_grad), (wants_table, wants_row_scale))
+        if inputs[-1]:
+            found = triton_backend.backward(content, problem, saved, given, wanted)
+        elif matrix.is_short(problem.geometry, problem.kept):
+            found = matrix.backward(content, problem, given, wanted)
+        else:
+            found = blocks.backward(content, problem, saved, given, wanted)
         query, key, *of_positions = content.gradients(found.query, found.key, wants_query_scale)
     grads = (query, key, found.value, *of_positions, found.table, found.row_scale)
     return tuple(lse.new_empty(0) if grad is None else grad for grad in grads)
