@@ -73,6 +73,7 @@ def compare(
             report.write_figures(results, output / "figures")
             report.write_tables(results, output / "tables")
             report.write_report(results, page)
+            report.refresh_page(output)
     if results["runs"]:
         console.print(report.render_text_table(results))
         console.print(f"Tables: {escape(str(output / 'tables'))}", soft_wrap=True, highlight=False)

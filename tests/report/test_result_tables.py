@@ -193,10 +193,27 @@ def test_one_seed_alone_has_wilson_intervals_only(swept):
     assert not any(cell.interval for cell in _cells(grids["perplexity"]))
 
 
+def test_how_models_were_made(results):
+    first, second = results["schemes"][:2]
+    for row, seconds in zip([r for r in results["runs"] if r["scheme"] == first["name"]], (60, 180), strict=True):
+        row["train_seconds"], row["final_loss"] = seconds, 2.5
+    for row in (r for r in results["runs"] if r["scheme"] == second["name"]):
+        row["train_seconds"] = row["final_loss"] = None
+    grid = next(grid for grid in result_grids(results) if grid.stem == "training")
+    assert list(grid.groups[0][0]) == [
+        first["name"], first["description"], "0, 1", "160", "500", "1048576", "32",
+        Cell("2.500", "[2.500, 2.500]"), "2.0",
+    ]  # fmt: skip
+    assert grid.groups[0][1][-2:] == ["–", "–"]
+    assert "torch 2.9.0" in grid.caption
+    assert "threads per run 1" in grid.caption
+    assert "2026-11-20" in grid.caption
+
+
 def test_results_without_axes_have_no_tables_of_them(results):
     stems = [grid.stem for grid in result_grids(results)]
-    assert stems == ["passkey", "perplexity", "heads"]
-    for section in ("passkey", "perplexity", "priors", "logit_scales"):
+    assert stems == ["passkey", "perplexity", "heads", "training"]
+    for section in ("passkey", "perplexity", "priors", "logit_scales", "runs"):
         results[section] = []
     assert list(result_grids(results)) == []
 
@@ -270,7 +287,7 @@ def test_tables_are_written_in_both_forms(swept, tmp_path):
     written = write_tables(swept, tmp_path / "tables")
     assert [path.name for path in written] == [
         f"{stem}.{ending}"
-        for stem in ("passkey", "perplexity", "axes", "extension", "heads")
+        for stem in ("passkey", "perplexity", "axes", "extension", "heads", "training")
         for ending in ("md", "tex")
     ]
     assert sorted((tmp_path / "tables").iterdir()) == sorted(written)

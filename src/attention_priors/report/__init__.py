@@ -4,12 +4,14 @@ from attention_priors.report.evaluation import evaluation_markdown, evaluation_t
 from attention_priors.report.evaluation_figures import write_evaluation_figures
 from attention_priors.report.gallery import write_figures
 from attention_priors.report.html import write_report
+from attention_priors.report.page import refresh_page
 from attention_priors.report.result_grids import write_tables
 from attention_priors.report.tables import render_text_table
 
 __all__ = [
     "evaluation_markdown",
     "evaluation_tables",
+    "refresh_page",
     "render_text_table",
     "write_evaluation_figures",
     "write_figures",

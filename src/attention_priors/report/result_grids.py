@@ -55,7 +55,10 @@ PERPLEXITIES = (
 def result_grids(results: Results) -> Iterator[Grid]:
     """Every table that the results have data for."""
     check_results(results)
-    for make in (_passkey, _perplexity, _copying, _retrieval, _losses, _timing, _axes, _extension, _heads, _prior_mass):
+    makers = (
+        _passkey, _perplexity, _copying, _retrieval, _losses, _timing, _axes, _extension, _heads, _prior_mass, _training
+    )  # fmt: skip
+    for make in makers:
         grid = make(results)
         if grid.groups:
             yield grid
@@ -338,6 +341,46 @@ def _prior_mass(results: Results) -> Grid:
         "there are two seeds at least), cut to 0–100 %."
     )
     return Grid("prior_mass", caption, ["scheme", "layer", "seeds", *places], groups, words=2)
+
+
+def _training(results: Results) -> Grid:
+    lines = []
+    for entry in results["schemes"]:
+        runs = rows(results, "runs", entry["name"])
+        if not runs:
+            continue
+        minutes = statistics.fmean(number(row["train_seconds"]) for row in runs) / 60
+        loss = over_seeds([number(row["final_loss"]) for row in runs])
+        seeds, steps = (", ".join(map(str, distinct(runs, key))) for key in ("seed", "steps"))
+        lines.append(
+            [
+                entry["name"],
+                entry["description"],
+                seeds,
+                str(training_length(results, entry["name"])),
+                steps,
+                str(entry["parameters"]),
+                str(entry["prior_parameters"]),
+                _estimate(loss, "{:.3f}".format) if math.isfinite(loss.mean) else ABSENT,
+                f"{minutes:.1f}" if math.isfinite(minutes) else ABSENT,
+            ]
+        )
+    header = ["scheme", "made by", "seeds", "tokens", "steps", "parameters", "of the\nprior", "loss", "minutes"]
+    return Grid("training", _provenance(results) if lines else "", header, [lines] if lines else [], words=3)
+
+
+def _provenance(results: Results) -> str:
+    made, machine = (
+        ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in results[what].items())
+        for what in ("versions", "machine")
+    )
+    return (
+        f"How the models of {results['recipe']['name']!r} were made. Loss: of training, the last that was recorded, "
+        "mean over seeds with Student's 95 % interval (where there are two seeds at least); what it weighs is the "
+        "recipe's. Minutes: wall time of a training, mean over seeds; others may have run beside it. Whole comparison: "
+        f"{results['wall_seconds'] / 3600:.1f} hours, last collected {results['created'][:10]}. Versions: {made}. "
+        f"Machine: {machine}."
+    )
 
 
 # ---- their numbers

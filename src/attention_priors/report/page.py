@@ -1,0 +1,49 @@
+"""A page that someone writes about results: the words are theirs, and its tables are kept as the results have them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from attention_priors.files import write_bytes
+
+PAGE = "README.md"
+"""The page's file, in the folder of the results."""
+
+_TABLE = re.compile(r"(?P<opening><!-- table: (?P<stem>[\w-]+) -->\n).*?(?P<closing><!-- end of table -->)", re.DOTALL)
+_MARK = re.compile(r"<!-- (table: [\w-]+|end of table) -->")
+
+
+def refresh_page(folder: Path) -> Path | None:
+    """Put the tables of a comparison into its page, where that has one: ``README.md``.
+
+    A table stands between the lines ``<!-- table: NAME -->`` and ``<!-- end of table -->``, where ``NAME.md`` is a file
+    of the folder ``tables``. Nothing else of the page is changed.
+
+    Args:
+        folder: of the comparison.
+
+    Returns:
+        The page; None if there is none.
+
+    Raises:
+        ValueError: a table is named that there is not, or a mark has no other half.
+    """
+    page = folder / PAGE
+    if not page.exists():
+        return None
+    text = page.read_text(encoding="utf-8")
+    known = {path.stem: path for path in sorted((folder / "tables").glob("*.md"))}
+
+    def filled(match: re.Match[str]) -> str:
+        path = known.get(match["stem"])
+        if path is None:
+            raise ValueError(f"{page} has a place for the table {match['stem']!r}; there are {', '.join(known)}")
+        return f"{match['opening']}\n{path.read_text(encoding='utf-8')}\n{match['closing']}"
+
+    fresh, count = _TABLE.subn(filled, text)
+    if len(_MARK.findall(text)) != 2 * count:
+        raise ValueError(f"{page}: each '<!-- table: NAME -->' must be followed by one '<!-- end of table -->'")
+    if fresh != text:
+        write_bytes(page, fresh.encode())
+    return page
