@@ -195,7 +195,7 @@ def evaluate(
     depths: Annotated[int, typer.Option(min=2, help="Depths, evenly spaced.")] = 20,
     trials: Annotated[int, typer.Option(min=1, help="Texts per length and depth.")] = 1,
     corpus: Annotated[
-        str, typer.Option(help="Text for essays, fillers and perplexity: embedded, a file or a folder.")
+        str, typer.Option(help="Text for essays, fillers and perplexity: embedded, a file, a folder, package:NAME.")
     ] = "embedded",
     sentences: Annotated[
         str, typer.Option(help="What splits essays into sentences: regex, or NLTK's punkt.")

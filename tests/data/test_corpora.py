@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -204,3 +205,19 @@ def test_fingerprint_tells_names_texts_and_parts_apart():
 
     assert len(fingerprints) == 5
     assert Corpus("x", (one,), (two,)).fingerprint == Corpus("y", (one,), (two,)).fingerprint
+
+
+def test_an_installed_package_is_a_folder_of_text():
+    corpus = load_corpus("package:scipy", max_characters=100_000)
+
+    assert corpus.name == "package:scipy"
+    assert _size(corpus.train) == 100_000
+    assert any(name.endswith("__init__.py") for name in _names(corpus.held_out))
+    assert not any("__pycache__" in name for name in _names(corpus.held_out))
+
+
+@pytest.mark.parametrize("name", ["no_such_package", "scipy.stats", "timeit", "", "../x"])
+def test_a_package_that_is_not_there_is_named(name: str):
+    """`timeit` is a module without a folder."""
+    with pytest.raises(FileNotFoundError, match=f"package:{re.escape(name)}'.*installed Python package"):
+        load_corpus(f"package:{name}")

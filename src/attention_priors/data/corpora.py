@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import re
 import sysconfig
@@ -12,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 
 EMBEDDED = "embedded"
+PACKAGE = "package:"
+"""What the name of an installed Python package follows where its files are the text."""
 
 _HELD_OUT_FRACTION = 0.05
 _SINGLE_DOCUMENT_TRAIN_FRACTION = 0.9
@@ -78,6 +81,8 @@ def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Cor
               ``Corpus.fingerprint`` with every result.
             - a folder: every text file below it, but for hidden ones. Files that are binary (a NUL byte, or
               not UTF-8), blank, or exact copies of an earlier file are listed in ``Corpus.skipped``.
+            - ``"package:NAME"``: the folder of an installed Python package, such as ``package:scipy``: another
+              text that needs no network. Record the package's version.
             - a text file in UTF-8: its paragraphs, grouped into documents of 2000 characters or more.
         max_characters: Size of the training part to keep, in characters; the held-out part is always whole, so
             that what is tested on does not depend on it. Documents are kept in the order of a hash of their names,
@@ -85,7 +90,7 @@ def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Cor
             everything.
 
     Raises:
-        FileNotFoundError: ``source`` does not exist.
+        FileNotFoundError: ``source`` does not exist, or is a package that is not installed.
         ValueError: ``max_characters`` is below 1; the file is empty or binary; the folder has no text file;
             or a corpus of one document is too short to split.
     """
@@ -108,18 +113,23 @@ def read_documents(source: str | Path) -> tuple[str, tuple[Document, ...], tuple
         The corpus' name, its documents, and a line for each file that was found but not used.
 
     Raises:
-        FileNotFoundError: ``source`` does not exist.
+        FileNotFoundError: ``source`` does not exist, or is a package that is not installed.
         ValueError: the file is empty or binary; the folder has no text file.
     """
     skipped: list[str] = []
     if source == EMBEDDED:
         name = EMBEDDED
         documents = _distinct(_embedded_documents(skipped), skipped)
+    elif str(source).startswith(PACKAGE):
+        name = str(source)
+        folder = _package_folder(name)
+        documents = _distinct(_read_files(folder, _walk(folder, ("__pycache__",)), skipped), skipped)
     else:
         path = Path(source)
         if not path.exists():
             raise FileNotFoundError(
-                f"source {str(source)!r} does not exist: expected a folder, a text file, or {EMBEDDED!r}"
+                f"source {str(source)!r} does not exist: expected a folder, a text file, {EMBEDDED!r}, or "
+                f"'{PACKAGE}NAME' of an installed package"
             )
         name = path.resolve().name
         if path.is_dir():
@@ -145,6 +155,16 @@ def _embedded_documents(skipped: list[str]) -> Iterator[Document]:
 
     for topic in sorted(topics):
         yield Document(f"pydoc_data.topics/{topic}", topics[topic])
+
+
+def _package_folder(source: str) -> Path:
+    name = source.removeprefix(PACKAGE)
+    # Of a package within another one, the other would be imported, and run, to find it.
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    if not folders:
+        raise FileNotFoundError(f"source {source!r}: expected the name of an installed Python package that is a folder")
+    return Path(folders[0])
 
 
 def _walk(root: Path, excluded_folders: Iterable[str] = (), excluded_prefixes: tuple[str, ...] = ()) -> list[Path]:

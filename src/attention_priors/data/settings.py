@@ -29,7 +29,7 @@ class DataSettings(Strict):
     """Where the tokens come from: exactly one of ``text``, ``dataset``, ``shards``."""
 
     text: str | None = None
-    """``embedded`` (the Python standard library), a text file, or a folder of text files."""
+    """``embedded`` (the Python standard library), a text file, a folder of text files, or ``package:NAME``."""
     dataset: HubDataset | None = None
     shards: str | None = None
     """A folder that ``attention-priors prepare`` has made."""

@@ -158,7 +158,7 @@ class _Session:
                 # Of the embedded corpus people train on one part; of their own texts we know nothing.
                 name, documents = f"{EMBEDDED} (held out)", load_corpus(EMBEDDED).held_out
             else:
-                name, documents, _ = read_documents(Path(source))
+                name, documents, _ = read_documents(source)
         except (ValueError, OSError) as error:
             raise ValueError(f"corpus: {error}") from error
         stream = token_stream(self.subject.tokenizer, documents)

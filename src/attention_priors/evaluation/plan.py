@@ -36,7 +36,8 @@ class EvaluationPlan(Strict):
     """Texts per length and depth."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     corpus: str = EMBEDDED
-    """Where filler, essays and documents come from: ``embedded`` (its held-out part), a text file or a folder."""
+    """Where filler, essays and documents come from: ``embedded`` (its held-out part), a text file, a folder, or
+    ``package:NAME`` of an installed Python package."""
     sentences: Literal["regex", "punkt"] = "regex"
     """What finds the places in an essay where a needle may stand; RULER takes NLTK's punkt, which needs its data."""
     documents: int = Field(default=8, gt=0)

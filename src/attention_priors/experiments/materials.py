@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from attention_priors.data import (
-    EMBEDDED,
     CopyMixture,
     CopyMixtureRows,
     CopySample,
@@ -224,9 +223,7 @@ class TextMaterials(Materials):
         source = recipe.corpus.source
         assert source is not None
         assert recipe.tokenizer is not None
-        corpus = load_corpus(
-            source if source == EMBEDDED else Path(source), max_characters=recipe.corpus.max_characters
-        )
+        corpus = load_corpus(source, max_characters=recipe.corpus.max_characters)
         return cls(recipe, corpus, load_tokenizer(recipe.tokenizer, corpus, cache))
 
     @property

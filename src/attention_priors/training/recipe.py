@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from attention_priors.data import EMBEDDED, load_corpus
+from attention_priors.data import load_corpus
 from attention_priors.data.preparation import Preparation
 from attention_priors.data.settings import DataSettings
 from attention_priors.data.sources import CorpusDocuments, Documents, HubDocuments
@@ -81,7 +81,7 @@ class TrainRecipe(Strict):
             limit = limit or self.training.total_rows * self.training.context_length
         else:
             assert data.text is not None
-            documents = CorpusDocuments(load_corpus(data.text if data.text == EMBEDDED else Path(data.text)))
+            documents = CorpusDocuments(load_corpus(data.text))
         assert self.tokenizer is not None
         return Preparation(
             documents,

@@ -62,7 +62,8 @@ def load_haystack(source: str | Path) -> Haystack:
 
             - the string ``"embedded"``: the held-out part of the embedded corpus (`load_corpus`), which no model here
               has been trained on. It differs between Python versions: results state its fingerprint.
-            - a text file in UTF-8, or a folder: every text file below it, in order.
+            - a text file in UTF-8, or a folder: every text file below it, in order. ``"package:NAME"`` is the folder of
+              an installed Python package.
             - a JSON file that is an object with the key ``"text"``: the form of RULER's ``PaulGrahamEssays.json``.
 
     Raises:
@@ -74,7 +75,7 @@ def load_haystack(source: str | Path) -> Haystack:
         return Haystack(f"{EMBEDDED} (held out)", " ".join(document.text for document in documents))
     path = Path(source)
     if not path.is_file():
-        name, documents, _ = read_documents(path)
+        name, documents, _ = read_documents(source)
         return Haystack(name, " ".join(document.text for document in documents))
     if path.suffix == ".json":
         content = json.loads(path.read_text(encoding="utf-8"))
