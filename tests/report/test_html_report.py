@@ -8,7 +8,7 @@ import pytest
 from attention_priors import files
 from attention_priors.report import gallery, html, render_text_table, write_figures, write_report
 from attention_priors.report.figures import NothingToShowError
-from attention_priors.report.results import SECTIONS
+from attention_priors.results_format import SECTIONS
 
 
 class Page(HTMLParser):

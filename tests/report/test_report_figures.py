@@ -11,9 +11,9 @@ from synthetic_results import LENGTHS, SEEDS, THETA_BETA, TRAINED
 
 from attention_priors.report import figures, write_figures
 from attention_priors.report.drawing import PERPLEXITY_RANGE
-from attention_priors.report.results import SECTIONS
 from attention_priors.report.style import label, looks
 from attention_priors.report.tables import passkey_table
+from attention_priors.results_format import SECTIONS
 
 
 def by_gid(figure, gid) -> list:

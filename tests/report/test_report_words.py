@@ -4,8 +4,8 @@ import pytest
 
 from attention_priors.report.heads import head_table, role
 from attention_priors.report.numbers import duration, listing, moment, multiple, percent, quantity
-from attention_priors.report.results import SECTIONS
 from attention_priors.report.summary import reach, summarize
+from attention_priors.results_format import SECTIONS
 
 
 def gaussian(beta) -> dict:

@@ -17,11 +17,9 @@ from attention_priors.evaluation import (
 )
 from attention_priors.experiments.recipe import folder_name
 from attention_priors.files import read_json, write_json
+from attention_priors.results_format import PLAN_SECTIONS
 
 Row = dict[str, Any]
-
-PLAN_SECTIONS = ("retrieval", "losses", "timing")
-"""The lists of rows that plans fill."""
 
 _TIMES = ("length", "pass", "passes", "mean_ms", "std_ms", "median_ms", "peak_bytes")
 

@@ -9,28 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attention_priors.experiments.plans import PLAN_SECTIONS, plan_rows
+from attention_priors.experiments.plans import plan_rows
 from attention_priors.experiments.recipe import MixtureSettings, Recipe, Scheme
 from attention_priors.experiments.run import extended_folder, run_folder
 from attention_priors.experiments.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS
 from attention_priors.files import read_json
-
-FORMAT = 1
-
-SECTIONS = (
-    "runs",
-    "passkey",
-    "perplexity",
-    "copying",
-    "sink_mass",
-    "priors",
-    "prior_terms",
-    "prior_mass",
-    "logit_scales",
-    "extensions",
-    *PLAN_SECTIONS,
-)
-"""The lists of rows."""
+from attention_priors.results_format import FORMAT, SECTIONS
 
 
 def collect(

@@ -1,10 +1,4 @@
-"""What a results dictionary holds, and the selections that figures, tables and text make from it.
-
-``results.json`` is one object: ``format``, ``recipe``, ``versions``, ``machine``, ``seeds``, ``created``,
-``wall_seconds``, ``schemes`` in display order, and the row lists of :data:`SECTIONS`, each row naming its
-``scheme`` and ``seed``. Schemes that stand on axes (``axes``) are compared along them. A list may be empty or missing:
-what would be made of it is then left out. Numbers that do not exist are null.
-"""
+"""The selections that figures, tables and text make from results; ``results_format.py`` says what they hold."""
 
 from __future__ import annotations
 
@@ -14,30 +8,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from attention_priors.intervals import Estimate, over_seeds
+from attention_priors.results_format import FORMAT, SECTIONS
 
 Results: TypeAlias = Mapping[str, Any]
 Row: TypeAlias = Mapping[str, Any]
-
-FORMAT = 1
-"""The format this version reads."""
-
-SECTIONS = (
-    "runs",
-    "passkey",
-    "perplexity",
-    "copying",
-    "sink_mass",
-    "priors",
-    "prior_terms",
-    "prior_mass",
-    "logit_scales",
-    "extensions",
-    "retrieval",
-    "losses",
-    "timing",
-)
-"""The row lists."""
-
 
 _LARGEST_LOSS = 600.0
 """In nats; the exponential of much more overflows, here or in a figure's margins."""
@@ -73,7 +47,7 @@ def scheme_names(results: Results) -> list[str]:
 
 
 def rows(results: Results, section: str, scheme: str | None = None) -> list[Row]:
-    """The rows of one of :data:`SECTIONS`, of one scheme or of all."""
+    """The rows of one section, of one scheme or of all."""
     if scheme is None:
         return list(results.get(section, ()))
     _check_scheme(results, scheme, "scheme")
