@@ -8,7 +8,6 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -31,9 +30,10 @@ from attention_priors.experiments.materials import Materials
 from attention_priors.experiments.recipe import Recipe
 from attention_priors.experiments.results import collect
 from attention_priors.experiments.run import identities, is_finished, run_folder
-from attention_priors.files import read_json, writable_folder, write_json
+from attention_priors.files import writable_folder, write_json
 from attention_priors.output_folder import sole_writer
 from attention_priors.strict_yaml import RecipeError, check_same_recipe
+from attention_priors.wall_clock import WallClock
 
 STAGE_SHARES = {"train": 0.7, "passkey": 0.22, "perplexity": 0.03, "copying": 0.05, "plans": 0.05}
 EXTENSION_SHARES = STAGE_SHARES | {"train": 0.25}
@@ -128,36 +128,20 @@ def _compare(
     write_json(recipe_file, recipe.model_dump(mode="json"))
 
     pending = [run for run in chosen if not is_finished(recipe, output, *run)]
-    clock = _Clock(output / "wall_seconds.json")
-    try:
-        failures = _run_all(pending, recipe, recipe_file, output, processes, console)
-    finally:
-        clock.stop()
+    with WallClock(output / "wall_seconds.json") as clock:
+        failures = _run_all(pending, recipe, recipe_file, output, processes, console, clock)
     finished = [run for run in runs if (run_folder(output, *run) / "done.json").exists()]
     results = collect(
         recipe,
         output,
         finished,
-        wall_seconds=clock.total,
+        wall_seconds=clock.seconds,
         corpus=dict(materials.description),
     )
     write_json(output / "results.json", results)
     if failures:
         raise RunFailedError("\n".join(failures), results)
     return results
-
-
-class _Clock:
-    """Wall time over all the sessions that a comparison took."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.total: float = read_json(path) if path.exists() else 0.0
-        self.started = time.monotonic()
-
-    def stop(self) -> None:
-        self.total += time.monotonic() - self.started
-        write_json(self.path, self.total)
 
 
 def _run_all(
@@ -167,6 +151,7 @@ def _run_all(
     output: Path,
     processes: int | None,
     console: Console,
+    clock: WallClock,
 ) -> list[str]:
     """Carry out runs; return what there is to say of each that failed."""
     if not pending:
@@ -194,6 +179,7 @@ def _run_all(
                     scheme, seed = waiting.pop(0)
                     running.append(_start(scheme, seed, recipe, recipe_file, output, bars, events))
                 worker, event = events.get()
+                clock.tick()
                 if event is None:
                     running.remove(worker)
                     if worker.process.returncode:

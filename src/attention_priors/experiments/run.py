@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from attention_priors.models.decoder import PriorDecoderForCausalLM
 from attention_priors.models.repositioning import with_positions
 from attention_priors.priors import Window
 from attention_priors.training import PositionSettings, mean_loss, train
+from attention_priors.wall_clock import WallClock
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage, what is done of it and how much there is of it."""
@@ -54,8 +54,10 @@ SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelera
 STAGES = ("train", "passkey", "perplexity", "copying", "plans")
 """What a run goes through; with each extension of its context once more, as ``WAY: train`` and so on."""
 
-
-MEASURED = ("passkey.jsonl", "perplexity.json", "copying.json", "sink_mass.json", "priors.json", "losses.json")
+MEASURED = (
+    "passkey.jsonl", "perplexity.json", "copying.json", "sink_mass.json", "priors.json", "losses.json",
+    "evaluate_seconds.json",
+)  # fmt: skip
 """Files about a trained model, beside those of its plans."""
 
 
@@ -169,8 +171,22 @@ def _test(materials: Materials, scheme: str, positions: PositionSettings, folder
 def _test_first(
     materials: Materials, scheme: str, positions: PositionSettings, folder: Path, progress: Progress
 ) -> None:
+    with WallClock(folder / "evaluate_seconds.json") as clock:
+
+        def tell(stage: str, done: int, total: int) -> None:
+            clock.tick()
+            progress(stage, done, total)
+
+        stopped = _measure(materials, scheme, positions, folder, tell)
+        write_json(folder / "done.json", {"evaluate_seconds": round(clock.seconds, 1), "stopped": stopped})
+        clock.forget()
+
+
+def _measure(
+    materials: Materials, scheme: str, positions: PositionSettings, folder: Path, progress: Progress
+) -> str | None:
+    """Measure all but the plans; return why it stopped early, if it did."""
     recipe = materials.recipe
-    started = time.monotonic()
     model = _on_device(_changed_for_evaluation(recipe.schemes[scheme].at_evaluation, positions, folder / "model"))
     length = max(recipe.training_of(scheme).context_length, 3)
     layers: list[nn.Module] = [model.model] if positions.share_prior else list(model.model.layers)
@@ -189,10 +205,7 @@ def _test_first(
     _test_perplexity(materials, evaluation, model, folder, progress)
     _test_copying(materials, evaluation, model, folder, progress)
     _test_sink_mass(materials, evaluation, model, folder)
-    write_json(
-        folder / "done.json",
-        {"evaluate_seconds": round(time.monotonic() - started, 1), "stopped": stopped},
-    )
+    return stopped
 
 
 def _on_device(model: PriorDecoderForCausalLM) -> PriorDecoderForCausalLM:
@@ -227,17 +240,16 @@ def _train(
         # Of an earlier model, whose weights are gone: a new one's rows do not join its.
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "plans", ignore_errors=True)
-    started = time.monotonic()
-    trained = train(
-        model,
-        rows,
-        settings,
-        folder / "checkpoints",
-        seed=seed,
-        on_step=lambda step: progress("train", step, settings.total_steps),
-    )
-    seconds = time.monotonic() - started
-    _write_training(folder, model, steps=settings.total_steps, seconds=seconds, history=trained.history)
+    with WallClock(folder / "train_seconds.json") as clock:
+
+        def on_step(step: int) -> None:
+            clock.tick()
+            progress("train", step, settings.total_steps)
+
+        trained = train(model, rows, settings, folder / "checkpoints", seed=seed, on_step=on_step)
+        seconds = clock.seconds
+        _write_training(folder, model, steps=settings.total_steps, seconds=seconds, history=trained.history)
+        clock.forget()
     trained.save(folder / "model", materials.saved_tokenizer)
     shutil.rmtree(folder / "checkpoints")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from attention_priors.strict_yaml import check_same_recipe
 from attention_priors.training.engine import Validation, check_machinery, is_first_process, processes, train
 from attention_priors.training.model import check_model, make_model
 from attention_priors.training.recipe import TrainRecipe
+from attention_priors.wall_clock import WallClock
 
 SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelerate", "numpy")
 
@@ -107,8 +107,13 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
             "prior_parameters": _count(model, Prior),
             "logit_scale_parameters": _count(model, SSMax),
         }
-        started = time.monotonic()
-        with _logs_beside(output):
+        clock = WallClock(output / "train_seconds.json" if is_first_process() else None)
+
+        def on_step(step: int) -> None:
+            clock.tick()
+            observer.on_step(step)
+
+        with _logs_beside(output), clock:
             trained = train(
                 model,
                 rows,
@@ -119,7 +124,7 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
                 shuffle=False,
                 validation=validation,
                 run_name=recipe.name,
-                on_step=observer.on_step,
+                on_step=on_step,
                 on_log=observer.on_log,
                 on_message=observer.on_message,
             )
@@ -130,12 +135,13 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
             "epochs": rows.epochs,
             **parameters,
             "processes": processes(),
-            "train_seconds": round(time.monotonic() - started, 1),
+            "train_seconds": round(clock.seconds, 1),
             "history": trained.history,
             "validation": trained.validation,
         }
         if is_first_process():
             write_json(output / "training.json", results)
+        clock.forget()
         trained.save(output / "model", tokenizer)
         return results
 
