@@ -66,7 +66,7 @@ def test_every_task(kind: str, subjects: dict[str, Subject], plan: Any, tmp_path
     observer = Observer(on_work=lambda *report: told.append(report))
     summary = evaluate(subjects[kind], plan(*TASKS, lengths=(600,)), tmp_path, chunk=128, observer=observer)
     assert [one.task for one in summary.accuracies] == RETRIEVAL
-    assert [one.task for one in summary.losses] == ["perplexity", "perplexity_short"]
+    assert [one.task for one in summary.losses] == ["perplexity", "perplexity_short", "perplexity_windows"]
     assert [one.kind for one in summary.durations] == ["forward", "forward+backward"]
     assert {what for what, _, _ in told} == set(TASKS)
     assert all(0 <= done <= total * (1 + 1e-9) for _, done, total in told)
@@ -256,6 +256,25 @@ def test_sums_of_losses(subjects: dict[str, Subject], plan: Any, tmp_path: Path)
         place, loss, _ = one.by_position[2]
         assert place == pytest.approx((4 * 7) ** 0.5)
         assert loss == pytest.approx(sum(bins[2][2] for bins in texts) / 4 / len(texts))
+
+
+def test_windows_are_pieces_from_all_over_the_documents(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    def texts(documents: int) -> list[str]:
+        folder = tmp_path / str(documents)
+        found = evaluate(subjects["ours"], plan("perplexity_windows", lengths=(200,), documents=documents), folder)
+        lines = results(folder)
+        # Each token but the first of a text has a loss.
+        assert all(line["losses"][-1][1] == 199 for line in lines if "losses" in line)
+        assert found.losses[0].documents == sum("losses" in line for line in lines)
+        return [line["document"] for line in lines if "losses" in line]
+
+    whole = texts(10**6)
+    assert len(set(whole)) == len(whole)
+    own = [name.rpartition("[")[2] for name in whole if name.rpartition("[")[0] == whole[0].rpartition("[")[0]]
+    size = 200 - len(subjects["ours"].beginning())
+    assert own == [f"{start}:{start + size}]" for start in range(0, size * len(own), size)]
+    some = texts(len(whole) // 2)
+    assert some == [whole[index * len(whole) // len(some)] for index in range(len(some))]
 
 
 def test_a_file_can_be_summarized_as_a_whole(subjects: dict[str, Subject], plan: Any, tmp_path: Path):

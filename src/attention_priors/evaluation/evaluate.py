@@ -26,7 +26,7 @@ from attention_priors.data.needles import (
 )
 from attention_priors.evaluation.needles import NeedleRetrieval
 from attention_priors.evaluation.perplexity import binned, token_losses
-from attention_priors.evaluation.plan import LONGEST_KEY, EvaluationPlan
+from attention_priors.evaluation.plan import LONGEST_KEY, PERPLEXITIES, EvaluationPlan
 from attention_priors.evaluation.records import Record, Records
 from attention_priors.evaluation.retrieval import Answer, PasskeyRetrieval, RetrievalTask, ask, question_seed
 from attention_priors.evaluation.subject import Subject
@@ -128,10 +128,10 @@ class _Session:
                 check_positions(self.subject.model, read)
             except ValueError as error:
                 raise ValueError(f"lengths: {longest} tokens for the task {name!r}: {error}") from error
-            if name in ("perplexity", "perplexity_short"):
+            if name in PERPLEXITIES:
                 for length in self.plan.lengths:
                     if not self._texts(name, length):
-                        kind = "at least" if name == "perplexity" else "between 2 and"
+                        kind = "between 2 and" if name == "perplexity_short" else "at least"
                         raise ValueError(
                             f"lengths: no document of {self.plan.corpus!r} has {kind} {length} tokens, for the task "
                             f"{name!r}"
@@ -167,8 +167,10 @@ class _Session:
         return _Corpus(name, stream, [(one.name, piece) for one, piece in zip(documents, pieces, strict=True)])
 
     def _texts(self, name: str, length: int) -> list[tuple[str, torch.Tensor]]:
-        """Names and tokens of the documents that a perplexity is measured on."""
+        """Names and tokens of the documents, or pieces of them, that a perplexity is measured on."""
         begin = self.subject.beginning()
+        if name == "perplexity_windows":
+            return self._windows(begin, length)
         found: list[tuple[str, torch.Tensor]] = []
         for document, tokens in self._corpus.pieces:
             size = len(begin) + len(tokens)
@@ -177,6 +179,21 @@ class _Session:
                 if len(found) == self.plan.documents:
                     break
         return found
+
+    def _windows(self, begin: torch.Tensor, length: int) -> list[tuple[str, torch.Tensor]]:
+        """Pieces of the documents, one after another; of more than are wanted, some from all over them."""
+        size = length - len(begin)
+        places = [
+            (document, tokens, start)
+            for document, tokens in self._corpus.pieces
+            for start in range(0, len(tokens) - size + 1, max(1, size))
+        ]
+        count = min(len(places), self.plan.documents)
+        chosen = (places[index * len(places) // count] for index in range(count))
+        return [
+            (f"{document}[{start}:{start + size}]", torch.cat([begin, tokens[start : start + size]]))
+            for document, tokens, start in chosen
+        ]
 
     @cached_property
     def _haystack(self) -> Haystack:

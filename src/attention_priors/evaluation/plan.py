@@ -17,9 +17,13 @@ TASKS = {
     **dict.fromkeys(NEEDLE_TASKS, "a needle task of RULER"),
     "perplexity": "loss of each token of long documents, by position",
     "perplexity_short": "loss of whole documents no longer than a length",
+    "perplexity_windows": "loss of pieces of a length, cut from all documents",
     "timing": "milliseconds and memory of one pass, forward and with gradients",
 }
 """Names of tasks, and what each is."""
+
+PERPLEXITIES = tuple(name for name in TASKS if name.startswith("perplexity"))
+"""The tasks that measure a loss."""
 
 LONGEST_KEY = 8
 """Digits; they stand after a text of the length that is asked for."""
@@ -41,7 +45,7 @@ class EvaluationPlan(Strict):
     sentences: Literal["regex", "punkt"] = "regex"
     """What finds the places in an essay where a needle may stand; RULER takes NLTK's punkt, which needs its data."""
     documents: int = Field(default=8, gt=0)
-    """At most so many documents for perplexity."""
+    """At most so many documents for perplexity, or pieces of them, spread evenly over all there are."""
     passes: int = Field(default=100, gt=0)
     """Of the timing."""
     stop_after_zeros: int | None = Field(default=2, gt=0)
