@@ -1,5 +1,7 @@
 """The recipes of docs/results: each of them runs, small, from its file to its report."""
 
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from attention_priors.experiments.materials import Materials
 from attention_priors.experiments.results import collect
 from attention_priors.experiments.run import execute, is_finished, run_folder
 from attention_priors.files import read_json
-from attention_priors.report import write_figures, write_report, write_tables
+from attention_priors.report import refresh_page, write_figures, write_report, write_tables
 
 PROJECT = Path(__file__).parents[2]
 RECIPES = sorted((PROJECT / "recipes" / "results").glob("*.yaml"))
@@ -88,3 +90,18 @@ def test_what_is_shown_was_made_by_the_recipe(path: Path):
                 assert found["seed"] == seed
                 assert found["training"]["steps"] == recipe.training_of(scheme).steps
                 assert found["evaluation"]["passkey"] == recipe.evaluation_of(scheme).model_dump(mode="json")["passkey"]
+
+
+@pytest.mark.parametrize("page", sorted(RESULTS.glob("*/README.md")), ids=lambda page: page.parent.name)
+def test_pages_hold_the_tables_as_they_are(page: Path, tmp_path: Path):
+    shutil.copy(page, tmp_path)
+    shutil.copytree(page.parent / "tables", tmp_path / "tables")
+    refresh_page(tmp_path)
+    assert (tmp_path / page.name).read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", sorted(RESULTS.rglob("README.md")), ids=lambda page: page.parent.name)
+def test_pages_show_what_is_there(page: Path):
+    links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
+    gone = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not gone
