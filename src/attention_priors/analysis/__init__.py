@@ -1,4 +1,4 @@
-"""Looking inside a model: the priors its heads have learned, and what its sinks hold."""
+"""Looking inside: what attention is made of, the priors that a model's heads have learned, what its sinks hold."""
 
 from attention_priors.analysis.curves import (
     LogitScaleRow,
@@ -7,20 +7,31 @@ from attention_priors.analysis.curves import (
     logit_scale_rows,
     prior_rows,
 )
+from attention_priors.analysis.decomposition import Decomposition, decompose, decompose_attention
+from attention_priors.analysis.logits import AttentionLogits, attention_logits
 from attention_priors.analysis.sinks import SinkMassRow, sink_mass, sink_mass_rows
 from attention_priors.analysis.terms import PriorMassRow, PriorTermRow, prior_mass_rows, prior_term_rows
+from attention_priors.analysis.transport import transport_minimum, transport_objective, transport_plan
 
 __all__ = [
+    "AttentionLogits",
+    "Decomposition",
     "LogitScaleRow",
     "PriorMassRow",
     "PriorRow",
     "PriorTermRow",
     "SinkMassRow",
+    "attention_logits",
     "curve_distances",
+    "decompose",
+    "decompose_attention",
     "logit_scale_rows",
     "prior_mass_rows",
     "prior_rows",
     "prior_term_rows",
     "sink_mass",
     "sink_mass_rows",
+    "transport_minimum",
+    "transport_objective",
+    "transport_plan",
 ]

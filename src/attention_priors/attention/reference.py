@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,63 +12,74 @@ from attention_priors.attention.geometry import block_length
 from attention_priors.attention.problem import Problem
 
 
+class DenseLogits(NamedTuple):
+    """The summands of all logits ``z = content + position``, each scaled as it enters, and what is hidden."""
+
+    content: Tensor
+    """``c <q_i, k_j> softmax_scale``, ``(B, H, Lq, Lk)``; Shaw's vectors are in it."""
+    position: Tensor | None
+    """``c K`` (``K`` if the logit scale leaves the prior out) plus a float ``attn_mask``, finite, less the ``constant``
+    of its row; what expands to ``(B, H, Lq, Lk)``. None for a uniform prior."""
+    constant: Tensor | None
+    """What was taken from each row of the log-prior, in float64, ``(B or 1, H, Lq)``; None for nothing."""
+    hidden: Tensor | None
+    """True where a query does not see a key, ``(B or 1, H or 1, Lq, Lk)``; None if it sees all."""
+
+
+def dense_logits(problem: Problem) -> DenseLogits:
+    """The logits of a problem in float32, or float64 for float64 queries. Memory: ``B · H · Lq · Lk``.
+
+    The log-prior is computed in float64. In float32 a constant is taken from each of its rows before it is rounded.
+    """
+    dtype = problem.compute_dtype
+    group = problem.query.shape[1] // problem.key.shape[1]
+    query = problem.query.to(dtype)
+    key = problem.key.to(dtype).repeat_interleave(group, dim=1)
+    geometry, scale = problem.geometry, problem.row_scale
+    content = query @ key.mT * problem.softmax_scale
+    relative = problem.relative
+    if relative is not None:
+        key_vectors = relative.key_vectors.to(dtype)[relative.index(_distance(problem))]
+        content = content + problem.softmax_scale * torch.einsum(
+            "bhid,bijd->bhij", query, key_vectors.expand(len(query), *[-1] * 3)
+        )
+    if scale is not None:
+        content = content * scale.unsqueeze(-1)
+
+    visible = geometry.visible()
+    hidden = None if visible is None else ~visible
+    position = constant = None
+    if problem.prior is not None:
+        position, seen = problem.prior.bias_and_visibility(
+            geometry.query_positions, geometry.key_positions, torch.float64
+        )
+        if seen is not None:
+            outside = ~seen.unsqueeze(-3)
+            hidden = outside if hidden is None else hidden | outside
+        scale = scale if problem.scales_prior else None
+        if dtype != torch.float64:
+            constant = _best(position, hidden, scale)
+            position = (position - constant.unsqueeze(-1)).to(dtype)
+        if scale is not None:
+            position = position * scale.unsqueeze(-1)
+            constant = None if constant is None else constant * scale.double()
+    if geometry.attn_mask is not None and geometry.attn_mask.dtype != torch.bool:
+        # What it hides is in `hidden` too; -inf itself would make gradients nan.
+        mask = geometry.attn_mask.to(dtype).clamp(min=torch.finfo(dtype).min)
+        position = mask if position is None else position + mask
+    return DenseLogits(content, position, constant, hidden)
+
+
 def reference(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention by its definition, in float32, or float64 for float64 queries. Memory: ``B · H · Lq · Lk``.
-
-    The log-prior is computed in float64, and a constant is taken from each of its rows before it is rounded.
-
-    ``z_ij = c_i (q_i · k_j · softmax_scale + K_ij)`` (``c_i q_i · k_j · softmax_scale + K_ij`` if the logit
-    scale leaves the prior out), masks, softmax.
+    """Attention by its definition: the softmax of :func:`dense_logits`.
 
     Returns:
         Output ``(B, H, Lq, Dv)`` in the query's dtype, log-sum-exp ``(B, H, Lq)``, in float64 if it holds a constant
         of the row, and attention weights ``(B, H, Lq, Lk)`` in the computation's dtype. A query that sees no key has
         output 0, log-sum-exp ``-inf`` and weights 0.
     """
-    dtype = problem.compute_dtype
-    group = problem.query.shape[1] // problem.key.shape[1]
-    query = problem.query.to(dtype)
-    key = problem.key.to(dtype).repeat_interleave(group, dim=1)
-    value = problem.value.to(dtype).repeat_interleave(group, dim=1)
-    geometry = problem.geometry
-    distance = geometry.query_positions.unsqueeze(-1) - geometry.key_positions.unsqueeze(-2)
-
-    logits = query @ key.mT * problem.softmax_scale
-    relative = problem.relative
-    if relative is not None:
-        index = relative.index(distance)
-        key_vectors = relative.key_vectors.to(dtype)[index]
-        logits = logits + torch.einsum("bhid,bijd->bhij", query, key_vectors.expand(len(query), *[-1] * 3)) * (
-            problem.softmax_scale
-        )
-
-    hidden = None
-    bias = None
-    visible = geometry.visible()
-    if visible is not None:
-        hidden = ~visible
-    scale = problem.row_scale
-    constant = None
-    if problem.prior is not None:
-        bias, seen = problem.prior.bias_and_visibility(geometry.query_positions, geometry.key_positions, torch.float64)
-        if seen is not None:
-            outside = ~seen.unsqueeze(-3)
-            hidden = outside if hidden is None else hidden | outside
-        if dtype != torch.float64:
-            constant = _best(bias, hidden, scale if problem.scales_prior else None)
-            bias = (bias - constant.unsqueeze(-1)).to(dtype)
-            if scale is not None and problem.scales_prior:
-                constant = constant * scale.double()
-    if bias is not None and (scale is None or problem.scales_prior):
-        logits = logits + bias
-    if scale is not None:
-        logits = logits * scale.unsqueeze(-1)
-    if bias is not None and scale is not None and not problem.scales_prior:
-        logits = logits + bias
-
-    if geometry.attn_mask is not None and geometry.attn_mask.dtype != torch.bool:
-        # What it hides is in `hidden` too; -inf itself would make gradients nan.
-        logits = logits + geometry.attn_mask.to(dtype).clamp(min=torch.finfo(dtype).min)
+    content, position, constant, hidden = dense_logits(problem)
+    logits = content if position is None else content + position
     if hidden is None:
         weights, lse = logits.softmax(-1), logits.logsumexp(-1)
     else:
@@ -79,12 +90,19 @@ def reference(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
     if constant is not None:
         lse = torch.where(torch.isneginf(lse), lse, lse + constant)
+    group = problem.query.shape[1] // problem.key.shape[1]
     kept = torch.nn.functional.dropout(weights, problem.dropout_p)
-    out = kept @ value
+    out = kept @ problem.value.to(kept.dtype).repeat_interleave(group, dim=1)
+    relative = problem.relative
     if relative is not None and relative.value_vectors is not None:
-        value_vectors = relative.value_vectors.to(dtype)[relative.index(distance)]
-        out = out + torch.einsum("bhij,bijd->bhid", kept, value_vectors.expand(len(query), *[-1] * 3))
+        value_vectors = relative.value_vectors.to(kept.dtype)[relative.index(_distance(problem))]
+        out = out + torch.einsum("bhij,bijd->bhid", kept, value_vectors.expand(len(out), *[-1] * 3))
     return out.to(problem.query.dtype), lse, weights
+
+
+def _distance(problem: Problem) -> Tensor:
+    geometry = problem.geometry
+    return geometry.query_positions.unsqueeze(-1) - geometry.key_positions.unsqueeze(-2)
 
 
 def _best(bias: Tensor, hidden: Tensor | None, scale: Tensor | None) -> Tensor:

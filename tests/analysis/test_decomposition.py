@@ -1,0 +1,184 @@
+"""The Bayesian account of attention, against its closed forms on drawn logits in float64, and against attend()."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attention_priors import GeneralizedGaussian, KeySink, Laplace, Spectral, SSMax, Window, attend
+from attention_priors.analysis import AttentionLogits, attention_logits, decompose, decompose_attention
+
+drawn = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@st.composite
+def logits(draw: st.DrawFn, blind: bool = True) -> AttentionLogits:
+    """Of any size and temperature, with some keys hidden; with ``blind``, all of them from some queries."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    shape = (draw(st.integers(1, 3)), draw(st.integers(1, 6)), draw(st.integers(1, 9)))
+    sizes = (draw(st.sampled_from([0.0, 1e-3, 1.0, 30.0])) for _ in "fg")
+    content, position = (size * torch.randn(shape, generator=generator, dtype=torch.float64) for size in sizes)
+    visible = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.3, 0.8, 1.1]))
+    if not blind:
+        visible[..., draw(st.integers(0, shape[-1] - 1))] = True
+    return AttentionLogits(content, position, visible)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@drawn
+@given(logits(blind=False))
+def test_bam_theorem_1_posterior_is_the_product_of_the_marginals(given: AttentionLogits) -> None:
+    found = decompose(given)
+    product = found.content * found.position
+    close(found.overlap, product.sum(-1))
+    close(found.posterior, product / found.overlap.unsqueeze(-1))
+    close(found.posterior, given.total.softmax(-1))
+    for marginal in (found.content, found.position, found.posterior):
+        close(marginal.sum(-1), torch.ones_like(found.overlap))
+        assert (marginal[~given.visible] == 0).all()
+
+
+@drawn
+@given(logits(blind=False))
+def test_bam_appendix_i_overlap_is_the_ratio_of_the_normalisers(given: AttentionLogits) -> None:
+    """``Z = Z_joint / (Z_content Z_position)``: BAM prints its reciprocal beside the sum that it is."""
+    found = decompose(given)
+    normalisers = [
+        x.masked_fill(~given.visible, -torch.inf).logsumexp(-1)
+        for x in (given.content + given.position, given.content, given.position)
+    ]
+    close(found.log_overlap, normalisers[0] - normalisers[1] - normalisers[2])
+    close(found.interaction_free_energy, -found.overlap.log())
+
+
+@drawn
+@given(logits(blind=False))
+def test_divergences_are_what_they_are_called(given: AttentionLogits) -> None:
+    found = decompose(given)
+
+    def divergence(p: Tensor, q: Tensor) -> Tensor:
+        return torch.where(p > 0, p * (p.clamp(min=1e-300) / q.clamp(min=1e-300)).log(), 0.0).sum(-1)
+
+    close(found.divergence_from_position, divergence(found.posterior, found.position))
+    close(found.divergence_from_content, divergence(found.posterior, found.content))
+    # KL(p ‖ p_content p_position) = -ln Z is their sum less the posterior's negative entropy.
+    entropy = -torch.special.xlogy(found.posterior, found.posterior).sum(-1)
+    close(found.interaction_free_energy, found.divergence_from_position + found.divergence_from_content + entropy)
+    assert (found.position_share >= -1e-12).all()
+    assert (found.position_share <= 1 + 1e-12).all()
+
+
+@drawn
+@given(logits(blind=False))
+def test_a_uniform_prior_has_overlap_1_over_n(given: AttentionLogits) -> None:
+    """BAM has ``Z = 1`` if and only if content and position are independent; where position says nothing it is 1/n."""
+    found = decompose(AttentionLogits(given.content, torch.zeros((), dtype=torch.float64), given.visible))
+    number = given.visible.sum(-1)
+    close(found.overlap, 1 / number.double())
+    close(found.agreement, torch.zeros_like(found.agreement))
+    close(found.divergence_from_content, torch.zeros_like(found.agreement))
+    close(found.posterior, found.content)
+
+
+def test_overlap_is_1_only_for_one_point_mass() -> None:
+    """And it is not largest where both coincide: two equal marginals of two keys have ``Z = 1/2``."""
+
+    def overlap(content: list[float], position: list[float]) -> float:
+        f, g = (torch.tensor([row], dtype=torch.float64) for row in (content, position))
+        return float(decompose(AttentionLogits(f, g, torch.ones(1, 3, dtype=torch.bool))).overlap)
+
+    assert overlap([800.0, 0.0, 0.0], [800.0, 0.0, 0.0]) == 1
+    assert overlap([0.0, 0.0, -800.0], [0.0, 0.0, -800.0]) == pytest.approx(0.5)
+    # The same content agrees better with another prior than with itself.
+    content = [math.log(0.6), math.log(0.3), math.log(0.1)]
+    assert overlap(content, [800.0, 0.0, 0.0]) == pytest.approx(0.6)
+    assert overlap(content, content) == pytest.approx(0.46)
+
+
+@drawn
+@given(logits())
+def test_a_query_without_keys_has_nothing(given: AttentionLogits) -> None:
+    f, g = given.content.clone().requires_grad_(), given.position.clone().requires_grad_()
+    found = decompose(AttentionLogits(f, g, given.visible))
+    blind = ~given.visible.any(-1)
+    values = (
+        found.log_overlap, found.agreement, found.divergence_from_content, found.divergence_from_position,
+        found.content.sum(-1), found.position.sum(-1), found.posterior.sum(-1), found.overlap,
+    )  # fmt: skip
+    for value in values:
+        assert (value[blind] == 0).all()
+        assert torch.isfinite(value).all()
+    assert (found.position_share[blind] == 0.5).all()
+    total = torch.stack([value.sum() for value in (*values, found.position_share)]).sum()
+    grads = torch.autograd.grad(total, [f, g])
+    for grad in grads:
+        assert torch.isfinite(grad).all()
+        assert (grad[~given.visible] == 0).all()
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(logits())
+def test_gradients(given: AttentionLogits) -> None:
+    def of(f: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        found = decompose(AttentionLogits(f, g, given.visible))
+        return found.posterior, found.agreement, found.divergence_from_content, found.divergence_from_position
+
+    f, g = (x[:1, :3].clone().requires_grad_() for x in (given.content.clamp(-3, 3), given.position.clamp(-3, 3)))
+    given = AttentionLogits(given.content[:1, :3], given.position[:1, :3], given.visible[:1, :3])
+    assert torch.autograd.gradcheck(of, (f, g))
+
+
+PRIORS = {
+    "none": None,
+    "local": GeneralizedGaussian(2, init="laplace"),
+    "retrieval": GeneralizedGaussian(2, init="neighbours"),
+    "window": Window(2, 4),
+    "sum": Spectral(2) + KeySink(2, train_length=8),
+}
+
+
+@pytest.mark.parametrize("scale", [None, SSMax(2, init=0.7), SSMax(2, init=0.7, include_prior=False)])
+@pytest.mark.parametrize("name", PRIORS)
+def test_it_is_the_attention_that_is_computed(name: str, scale: SSMax | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 2, 7, 5, generator=generator, dtype=torch.float64)
+    key = torch.randn(2, 1, 9, 5, generator=generator, dtype=torch.float64)
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[1, :3] = True
+    options = {"logit_scale": scale, "key_padding_mask": padding}
+    unit = torch.eye(9, dtype=torch.float64).expand(2, 1, -1, -1)
+    found = decompose_attention(query, key, PRIORS[name], **options)
+    close(found.posterior, attend(query, key, unit, PRIORS[name], **options))
+    # Without the prior's own hiding of keys, content is attention with the uniform prior.
+    if name != "window":
+        close(found.content, attend(query, key, unit, None, **options))
+    # The logit scale is an inverse temperature: it depends on nothing but how many keys are seen.
+    alone = decompose_attention(0 * query, key, PRIORS[name], **options)
+    close(found.position, alone.posterior)
+
+
+def test_a_float_mask_counts_as_position() -> None:
+    query = torch.randn(1, 2, 4, 3, dtype=torch.float64)
+    mask = torch.randn(4, 4, dtype=torch.float64).masked_fill(torch.eye(4, dtype=torch.bool).roll(1, 1), -torch.inf)
+    logits = attention_logits(query, query, Laplace(2), attn_mask=mask, causal=False)
+    bare = attention_logits(query, query, Laplace(2), causal=False)
+    assert torch.equal(logits.visible, ~torch.isinf(mask).expand(1, 2, 4, 4))
+    seen = logits.visible
+    close(logits.position[seen] - bare.position[seen], mask.expand(1, 2, 4, 4)[seen])
+    close(logits.content, bare.content)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("position", torch.zeros(3, 5)), ("visible", torch.ones(3, 5, dtype=torch.bool)), ("visible", torch.ones(3, 4))],
+)
+def test_what_does_not_fit_is_named(name: str, wrong: Tensor) -> None:
+    parts = {"content": torch.zeros(3, 4), "position": torch.zeros(4), "visible": torch.ones(4, dtype=torch.bool)}
+    with pytest.raises(ValueError, match=f"^{name} must"):
+        AttentionLogits(**parts | {name: wrong})
