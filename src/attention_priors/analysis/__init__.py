@@ -9,6 +9,15 @@ from attention_priors.analysis.curves import (
 )
 from attention_priors.analysis.decomposition import Decomposition, decompose, decompose_attention
 from attention_priors.analysis.logits import AttentionLogits, attention_logits
+from attention_priors.analysis.margins import (
+    Margin,
+    collapse_bounds,
+    content_range,
+    context_sensitivity,
+    sensitivity_bound,
+    sink_margin,
+)
+from attention_priors.analysis.reach import effective_reach, window_for
 from attention_priors.analysis.sinks import SinkMassRow, sink_mass, sink_mass_rows
 from attention_priors.analysis.terms import PriorMassRow, PriorTermRow, prior_mass_rows, prior_term_rows
 from attention_priors.analysis.transport import transport_minimum, transport_objective, transport_plan
@@ -17,21 +26,29 @@ __all__ = [
     "AttentionLogits",
     "Decomposition",
     "LogitScaleRow",
+    "Margin",
     "PriorMassRow",
     "PriorRow",
     "PriorTermRow",
     "SinkMassRow",
     "attention_logits",
+    "collapse_bounds",
+    "content_range",
+    "context_sensitivity",
     "curve_distances",
     "decompose",
     "decompose_attention",
+    "effective_reach",
     "logit_scale_rows",
     "prior_mass_rows",
     "prior_rows",
     "prior_term_rows",
+    "sensitivity_bound",
+    "sink_margin",
     "sink_mass",
     "sink_mass_rows",
     "transport_minimum",
     "transport_objective",
     "transport_plan",
+    "window_for",
 ]

@@ -1,0 +1,97 @@
+"""How far priors look, against closed forms and against attention itself."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention_priors import GeneralizedGaussian, KeySink, Laplace, Uniform, Window, attend
+from attention_priors.analysis import effective_reach, window_for
+
+
+def test_of_a_slope_it_is_logarithmic() -> None:
+    """``Σ_{d > r} e^(-m d) / Σ_d e^(-m d) = e^(-m (r + 1))`` in a text without end."""
+    slopes = [0.01, 0.5, 2.0]
+    found = effective_reach(Laplace(3, slopes=slopes), 100_000, (0.5, 0.9, 0.99))
+    for column, slope in enumerate(slopes):
+        for row, share in enumerate((0.5, 0.9, 0.99)):
+            assert int(found[row, column]) == max(0, math.ceil(-math.log(1 - share) / slope - 1))
+
+
+def test_of_no_prior_it_is_a_share_of_the_text() -> None:
+    assert effective_reach(Uniform(1), 1000, (0.5, 0.9, 1.0)).flatten().tolist() == [499, 899, 999]
+
+
+def test_a_retrieval_head_looks_farther_than_no_prior() -> None:
+    prior = GeneralizedGaussian(2, init="neighbours")  # one head of each kind
+    found = effective_reach(prior, 100_000, (0.5,))[0]
+    assert int(found[0]) > 50_000
+    assert int(found[1]) <= 2
+
+
+def test_a_sink_is_as_far_as_the_text_is_long() -> None:
+    prior = KeySink(1, train_length=64)
+    with torch.no_grad():
+        prior.bump.fill_(50.0)
+    assert int(effective_reach(prior, 5000, (0.5,))) == 4999
+
+
+def test_at_a_million_tokens() -> None:
+    found = effective_reach(Laplace(1, slopes=[1e-3]), 2**20, (0.99,))
+    assert int(found) == math.ceil(math.log(100) / 1e-3 - 1)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 999), tolerance=st.sampled_from([0.0, 1e-6, 0.01, 0.3]), spread=st.sampled_from([0.0, 1.0, 4.0])
+)
+def test_a_window_loses_no_more_than_it_is_allowed(seed: int, tolerance: float, spread: float) -> None:
+    length, generator = 60, torch.Generator().manual_seed(seed)
+    prior = Laplace(2, slopes=[0.1, 0.8])
+    # Content of that range and no more: one feature of the key times one of the query.
+    key = torch.rand(1, 1, length, 1, generator=generator, dtype=torch.float64)
+    query = torch.full((1, 2, 1, 1), spread, dtype=torch.float64)
+    unit = torch.eye(length, dtype=torch.float64).expand(1, 1, -1, -1)
+    weights = attend(query, key, unit, prior, softmax_scale=1.0)[0, :, 0]
+    sizes = window_for(prior, length, tolerance, spread)
+    for head, size in enumerate(sizes.tolist()):
+        assert float(weights[head, : length - 1 - size].sum()) <= tolerance + 1e-15
+    # With adverse content, one key less would not do.
+    for head, size in enumerate(sizes.tolist()):
+        if 0 < size < length - 1:
+            worst = torch.zeros(1, 1, length, 1, dtype=torch.float64)
+            worst[:, :, : length - size] = 1
+            lost = attend(query, worst, unit, prior, softmax_scale=1.0)[0, head, 0, : length - size].sum()
+            assert float(lost) > tolerance
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda prior: effective_reach(prior, 0), "length must be a positive"),
+        (lambda prior: effective_reach(prior, 9, (0.0,)), "shares must be above 0"),
+        (lambda prior: effective_reach(prior, 9, (1.1,)), "shares must be above 0"),
+        (lambda prior: window_for(prior, 9, 1.0), "tolerance must be in"),
+        (lambda prior: window_for(prior, 9, 0.1, -1.0), "content_range must be"),
+        (lambda prior: window_for(prior, 9, 0.1, math.inf), "content_range must be"),
+    ],
+)
+def test_mistakes_are_named(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(Laplace(2))
+
+
+def test_of_a_window_it_is_its_size() -> None:
+    assert effective_reach(Window(1, 40), 1000, (0.5, 1.0)).flatten().tolist() == [19, 39]
+    assert window_for(Window(1, 40), 1000, 0.0).tolist() == [39]
+
+
+def test_a_prior_that_hides_everything_has_no_reach() -> None:
+    class Blind(Window):
+        def visible_at(self, distance: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(distance, dtype=torch.bool)
+
+    with pytest.raises(ValueError, match="hides every key of 3"):
+        effective_reach(Blind(1, 5), 3)
