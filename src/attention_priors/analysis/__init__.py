@@ -1,5 +1,6 @@
 """Looking inside: what attention is made of, the priors that a model's heads have learned, what its sinks hold."""
 
+from attention_priors.analysis.additive import AdditiveLogits, LinearAudit, Projected, additive_logits, linear_audit
 from attention_priors.analysis.curves import (
     LogitScaleRow,
     PriorRow,
@@ -23,14 +24,18 @@ from attention_priors.analysis.terms import PriorMassRow, PriorTermRow, prior_ma
 from attention_priors.analysis.transport import transport_minimum, transport_objective, transport_plan
 
 __all__ = [
+    "AdditiveLogits",
     "AttentionLogits",
     "Decomposition",
+    "LinearAudit",
     "LogitScaleRow",
     "Margin",
     "PriorMassRow",
     "PriorRow",
     "PriorTermRow",
+    "Projected",
     "SinkMassRow",
+    "additive_logits",
     "attention_logits",
     "collapse_bounds",
     "content_range",
@@ -39,6 +44,7 @@ __all__ = [
     "decompose",
     "decompose_attention",
     "effective_reach",
+    "linear_audit",
     "logit_scale_rows",
     "prior_mass_rows",
     "prior_rows",

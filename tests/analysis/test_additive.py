@@ -1,0 +1,102 @@
+"""Positions that are added to embeddings: the split of the logits, and the cases of the linear toy encoding."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attention_priors.analysis import Projected, additive_logits, linear_audit
+
+drawn = settings(max_examples=40, deadline=None, derandomize=True)
+CAUSAL = torch.ones(12, 12, dtype=torch.bool).tril()
+
+
+def numbers(seed: int, *sizes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*size, generator=generator, dtype=torch.float64) for size in sizes]
+
+
+@drawn
+@given(st.integers(0, 2**20), st.booleans(), st.booleans())
+def test_the_summands_add_up_to_the_logits(seed: int, of_query: bool, of_key: bool) -> None:
+    e, p, weights_q, weights_k, bias_q, bias_k = numbers(
+        seed, (2, 1, 5, 6), (5, 6), (3, 6, 4), (3, 6, 4), (3, 1, 4), (3, 1, 4)
+    )
+    query = Projected(e @ weights_q, p @ weights_q, bias_q if of_query else None)
+    key = Projected(e @ weights_k, p @ weights_k, bias_k if of_key else None)
+    found = additive_logits(query, key)
+    q, k = ((e + p) @ w for w in (weights_q, weights_k))
+    q, k = q + bias_q if of_query else q, k + bias_k if of_key else k
+    torch.testing.assert_close(found.total, q @ k.mT / 2, rtol=1e-10, atol=1e-10)
+    # Each depends on what its name says, and on nothing else.
+    moved = additive_logits(query._replace(content=2 * query.content), key._replace(position=3 * key.position))
+    torch.testing.assert_close(moved.content_position, 6 * found.content_position)
+    torch.testing.assert_close(moved.position_content, found.position_content)
+    if not (of_query or of_key):
+        assert (found.bias == 0).all()
+
+
+def test_spreads_see_what_a_softmax_sees() -> None:
+    e, p = numbers(0, (5, 4), (5, 4))
+    zero = torch.zeros(5, 4, dtype=torch.float64)
+    visible = torch.ones(5, 5, dtype=torch.bool).tril()
+    found = additive_logits(Projected(e, zero), Projected(e, p))
+    spreads = found.spreads(visible)
+    rows = [found.content_position[i, : i + 1].std(correction=0) for i in range(1, 5)]
+    torch.testing.assert_close(spreads["content_position"], torch.stack(rows).mean())
+    assert spreads["position_content"] == spreads["position_position"] == 0
+    # What all keys have in common is nothing to it.
+    shifted = additive_logits(Projected(e, zero), Projected(e, p, torch.ones(1, 4, dtype=torch.float64)))
+    assert float(shifted.spreads(visible)["bias"]) == pytest.approx(0, abs=1e-15)
+    with pytest.raises(ValueError, match="no query sees two keys"):
+        found.spreads(torch.eye(5, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("of_query", "of_key", "case"),
+    [(0.0, 0.0, "i"), (0.0, 1.0, "ii"), (1.0, 0.0, "iii"), (1.0, 1.0, "iv"), (1e-5, 1e-5, "i")],
+)
+@drawn
+@given(seed=st.integers(0, 2**20))
+def test_the_four_cases(of_query: float, of_key: float, case: str, seed: int) -> None:
+    e, weights_q, weights_k = numbers(seed, (12, 6), (6, 4), (6, 4))
+    one = torch.ones(6, dtype=torch.float64)
+    # Q and K whose answer to the vector of ones has the size that is asked for.
+    weights_q, weights_k = (
+        w + torch.outer(one, size * w.norm() * torch.ones(4, dtype=torch.float64) / 2 - one @ w) / 6
+        for w, size in ((weights_q, of_query), (weights_k, of_key))
+    )
+    found = linear_audit(e @ weights_q, one @ weights_q, e @ weights_k, one @ weights_k, CAUSAL)
+    assert found.cases == [case]
+    x = e + torch.arange(12, dtype=torch.float64).unsqueeze(-1)
+    torch.testing.assert_close(found.logits.total, (x @ weights_q) @ (x @ weights_k).mT / 2, rtol=1e-10, atol=1e-9)
+    # The slope is what the logit gains when the same token stands one place further on.
+    for i in (3, 11):
+        further = e @ weights_k + (torch.arange(12, dtype=torch.float64) + 1).unsqueeze(-1) * (one @ weights_k)
+        gain = (x[i] @ weights_q) @ (further - x @ weights_k).mT / 2
+        torch.testing.assert_close(gain, found.slope[i].expand(12), rtol=1e-9, atol=1e-9)
+
+
+def test_skew_and_where_the_quadratic_term_takes_over() -> None:
+    """One feature, so that all can be read off: ``(Q e_i)ᵀ K 1 = 1``, ``(Q 1)ᵀ K 1 = 0.1``, content from -2 to 2."""
+    query_content = torch.ones(12, 1, dtype=torch.float64)
+    key_content = torch.tensor([-2.0, 2.0], dtype=torch.float64).repeat(6).unsqueeze(-1)
+    ones = torch.ones(1, dtype=torch.float64)
+    found = linear_audit(query_content, 0.1 * ones, key_content, ones, CAUSAL, softmax_scale=1.0)
+    torch.testing.assert_close(found.slope, 1 + 0.1 * torch.arange(12, dtype=torch.float64))
+    # Over i keys it drifts by i (1 + i / 10), and the content has a range of 4: 3.9 is less, 5.6 is more.
+    assert found.skewed.tolist() == [False] * 4 + [True] * 8
+    torch.testing.assert_close(found.quadratic_from, torch.full((12,), 10.0, dtype=torch.float64))
+    # i · range((Q 1)ᵀ K e_j) = 0.4 i exceeds 4 from i = 11 on.
+    assert found.drowned.tolist() == [False] * 11 + [True]
+    never = linear_audit(query_content, 0 * ones, key_content, ones, CAUSAL)
+    assert torch.isinf(never.quadratic_from).all()
+
+
+def test_mistakes_are_named() -> None:
+    x, one = numbers(0, (12, 3), (3,))
+    with pytest.raises(ValueError, match="threshold must be"):
+        linear_audit(x, one, x, one, CAUSAL, threshold=-0.1)
+    with pytest.raises(ValueError, match="no query sees a key"):
+        linear_audit(x, one, x, one, ~torch.ones(12, 12, dtype=torch.bool))
