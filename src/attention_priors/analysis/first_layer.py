@@ -1,0 +1,176 @@
+"""What absolute positions do in a trained model: the logits of its first layer, split (GPT-2, OPT and their like)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from attention_priors.analysis.additive import AdditiveLogits, Projected, additive_logits
+
+_RECORDER = "attention_priors_recorder"
+
+
+class _SeenError(Exception):
+    """The queries and keys of the first layer have been computed: the rest of the model need not run."""
+
+    def __init__(self, query: Tensor, key: Tensor, scaling: float | None) -> None:
+        super().__init__()
+        self.query, self.key, self.scaling = query, key, scaling
+
+
+@torch.no_grad()
+def first_layer_logits(model: PreTrainedModel, text: Tensor) -> AdditiveLogits:
+    """The first layer's logits by what comes from tokens, from positions, and from biases.
+
+    Before its first layer such a model adds a vector for the position to that of the token, and then normalises. With
+    the normaliser's scale left as it is for the sum, queries and keys are linear in that sum, so the split is exact.
+    Deeper layers have no such split: content and position are mixed in what they read.
+
+    Args:
+        model: a causal language model of transformers that adds positions to embeddings, in evaluation mode.
+        text: tokens, ``(L,)``, at least 2.
+
+    Returns:
+        Summands ``(H, L, L)``; ``H`` query heads.
+
+    Raises:
+        ValueError: nothing is added to the embeddings, or queries and keys are no linear function of the sum, as with
+            rotary positions.
+    """
+    if text.dim() != 1 or len(text) < 2:
+        raise ValueError(f"text must be the tokens of one text, at least 2, got shape {tuple(text.shape)}")
+    kind = type(model).__name__
+    with _recording(model) as first_layer:
+        embedded = model.get_input_embeddings()(text[None].to(model.device))
+        inputs = _input_of(first_layer, model, text)
+        if inputs.shape != embedded.shape or torch.equal(inputs, embedded):
+            raise ValueError(f"{kind} adds no positions to its embeddings: there is nothing to split")
+        scales = _scales(first_layer, model, text)
+        whole, content, position, bias = (
+            _projected(first_layer, scales, model, text, part)
+            for part in (inputs, embedded, inputs - embedded, torch.zeros_like(inputs))
+        )
+    split: list[Projected] = []
+    for name in ("query", "key"):
+        total, of_content, of_position, of_bias = (getattr(seen, name)[0] for seen in (whole, content, position, bias))
+        parts = Projected(of_content - of_bias, of_position - of_bias, of_bias)
+        again = parts.content + parts.position + of_bias
+        if float((again - total).abs().max()) > 1e-3 * float(total.abs().max()):
+            raise ValueError(
+                f"the {name} of {kind}'s first layer is no linear function of its embeddings: rotary positions, or a "
+                "normalisation of queries and keys, have no part in this split"
+            )
+        split.append(parts)
+    query, key = split
+    group = len(query.content) // len(key.content)
+    assert key.bias is not None
+    key = Projected(*(part.repeat_interleave(group, dim=0) for part in (key.content, key.position, key.bias)))
+    return additive_logits(query, key, whole.scaling)
+
+
+@contextmanager
+def _recording(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Attention that stops at its first call; the first layer."""
+
+    def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+        raise _SeenError(query, key, options.get("scaling"))
+
+    layers = next(
+        (part for part in model.base_model.modules() if isinstance(part, nn.ModuleList) and len(part) > 0), None
+    )
+    if layers is None:
+        raise ValueError(f"{type(model).__name__} has no list of layers")
+    was: Any = model.config._attn_implementation
+    was_training = model.training
+    AttentionInterface.register(_RECORDER, record)
+    try:
+        model.eval()
+        model.set_attn_implementation(_RECORDER)
+        yield layers[0]
+    finally:
+        model.set_attn_implementation(was)
+        model.train(was_training)
+        AttentionInterface.register(_RECORDER, sdpa_attention_forward)
+
+
+def _run(model: PreTrainedModel, text: Tensor) -> _SeenError:
+    try:
+        model(text[None].to(model.device), use_cache=False)
+    except _SeenError as seen:
+        return seen
+    raise ValueError(
+        f"{type(model).__name__} does not compute attention by transformers' attention interface: its queries and keys "
+        "cannot be seen"
+    )
+
+
+def _input_of(layer: nn.Module, model: PreTrainedModel, text: Tensor) -> Tensor:
+    """What goes into a layer, ``(1, L, W)``."""
+    seen: list[Tensor] = []
+    hook = layer.register_forward_pre_hook(lambda _, args, kwargs: seen.append(_hidden(args, kwargs)), with_kwargs=True)
+    try:
+        _run(model, text)
+    finally:
+        hook.remove()
+    return seen[0]
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def _scales(layer: nn.Module, model: PreTrainedModel, text: Tensor) -> dict[nn.Module, Tensor]:
+    """What each normalisation before the layer's attention multiplies by, ``(1, L, 1)``."""
+    scales: dict[nn.Module, Tensor] = {}
+
+    def note(module: Any, args: tuple[Any, ...], output: Tensor) -> None:
+        scales[module] = _scale(module, args[0])
+
+    hooks = [part.register_forward_hook(note) for part in layer.modules() if _normalises(part)]
+    try:
+        _run(model, text)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return scales
+
+
+def _projected(
+    layer: nn.Module, scales: dict[nn.Module, Tensor], model: PreTrainedModel, text: Tensor, inputs: Tensor
+) -> _SeenError:
+    """The layer's queries and keys for other inputs, its normalisations multiplying by what is given."""
+
+    def put(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return ((inputs, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": inputs})
+
+    def fix(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        shift = getattr(module, "bias", None)
+        shift = 0.0 if shift is None else shift
+        return shift + (output - shift) * (scales[module] / _scale(module, args[0]))
+
+    hooks = [layer.register_forward_pre_hook(put, with_kwargs=True)]
+    hooks += [module.register_forward_hook(fix) for module in scales]
+    try:
+        return _run(model, text)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _normalises(module: nn.Module) -> bool:
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
+
+
+def _scale(module: Any, x: Tensor) -> Tensor:
+    """One over the standard deviation, or the root mean square, that a normalisation divides by."""
+    names = ("eps", "variance_epsilon", "epsilon")
+    epsilon = next(value for name in names if (value := getattr(module, name, None)) is not None)
+    centred = isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("LayerNorm")
+    x = x - x.mean(-1, keepdim=True) if centred else x
+    return (x.square().mean(-1, keepdim=True) + epsilon).rsqrt()
