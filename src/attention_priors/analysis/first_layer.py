@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from attention_priors.analysis.additive import AdditiveLogits, Projected, additive_logits
 
@@ -48,10 +47,9 @@ def first_layer_logits(model: PreTrainedModel, text: Tensor) -> AdditiveLogits:
     kind = type(model).__name__
     with _recording(model) as first_layer:
         embedded = model.get_input_embeddings()(text[None].to(model.device))
-        inputs = _input_of(first_layer, model, text)
+        inputs, scales = _observed(first_layer, model, text)
         if inputs.shape != embedded.shape or torch.equal(inputs, embedded):
             raise ValueError(f"{kind} adds no positions to its embeddings: there is nothing to split")
-        scales = _scales(first_layer, model, text)
         whole, content, position, bias = (
             _projected(first_layer, scales, model, text, part)
             for part in (inputs, embedded, inputs - embedded, torch.zeros_like(inputs))
@@ -96,7 +94,6 @@ def _recording(model: PreTrainedModel) -> Iterator[nn.Module]:
     finally:
         model.set_attn_implementation(was)
         model.train(was_training)
-        AttentionInterface.register(_RECORDER, sdpa_attention_forward)
 
 
 def _run(model: PreTrainedModel, text: Tensor) -> _SeenError:
@@ -110,35 +107,25 @@ def _run(model: PreTrainedModel, text: Tensor) -> _SeenError:
     )
 
 
-def _input_of(layer: nn.Module, model: PreTrainedModel, text: Tensor) -> Tensor:
-    """What goes into a layer, ``(1, L, W)``."""
-    seen: list[Tensor] = []
-    hook = layer.register_forward_pre_hook(lambda _, args, kwargs: seen.append(_hidden(args, kwargs)), with_kwargs=True)
-    try:
-        _run(model, text)
-    finally:
-        hook.remove()
-    return seen[0]
-
-
-def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return args[0] if args else kwargs["hidden_states"]
-
-
-def _scales(layer: nn.Module, model: PreTrainedModel, text: Tensor) -> dict[nn.Module, Tensor]:
-    """What each normalisation before the layer's attention multiplies by, ``(1, L, 1)``."""
+def _observed(layer: nn.Module, model: PreTrainedModel, text: Tensor) -> tuple[Tensor, dict[nn.Module, Tensor]]:
+    """What goes into a layer, ``(1, L, W)``, and what each normalisation before its attention multiplies by."""
+    inputs: list[Tensor] = []
     scales: dict[nn.Module, Tensor] = {}
 
-    def note(module: Any, args: tuple[Any, ...], output: Tensor) -> None:
+    def note_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs.append(args[0] if args else kwargs["hidden_states"])
+
+    def note_scale(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         scales[module] = _scale(module, args[0])
 
-    hooks = [part.register_forward_hook(note) for part in layer.modules() if _normalises(part)]
+    hooks = [layer.register_forward_pre_hook(note_input, with_kwargs=True)]
+    hooks += [part.register_forward_hook(note_scale) for part in layer.modules() if _normalises(part)]
     try:
         _run(model, text)
     finally:
         for hook in hooks:
             hook.remove()
-    return scales
+    return inputs[0], scales
 
 
 def _projected(

@@ -8,6 +8,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from attention_priors.analysis.logits import attention_logits
+from attention_priors.analysis.margins import content_range
 from attention_priors.attention import SSMax
 from attention_priors.attention.attend import attend_with_weights
 from attention_priors.encodings import Rotary, ShawVectors
@@ -107,7 +109,7 @@ def sink_mass_rows(
             mass = sink_mass(
                 query, key, prior, factors=factors, logit_scale=attention.logit_scale, relative=relative
             )  # fmt: skip
-            sums = torch.cat([mass[:, 0], _content_range(query, key)], 0)[..., 1:].double().sum(-1)
+            sums = torch.cat([mass[:, 0], content_range(attention_logits(query, key))], 0)[..., 1:].double().sum(-1)
             total[layer] += sums.cpu()
     means = total / queries
     return [
@@ -122,15 +124,6 @@ def sink_mass_rows(
         for head in range(config.num_attention_heads)
         for place, factor in enumerate(factors)
     ]
-
-
-def _content_range(query: Tensor, key: Tensor) -> Tensor:
-    """The largest less the smallest content logit that each query sees, ``(B, H, L)``."""
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    logits = query @ key.mT * query.shape[-1] ** -0.5
-    hidden = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
-    largest = logits.masked_fill(hidden, -torch.inf).amax(-1)
-    return largest - logits.masked_fill(hidden, torch.inf).amin(-1)
 
 
 def _queries_and_keys(model: PriorDecoderForCausalLM, text: Tensor) -> Iterator[tuple[Any, Tensor, Tensor]]:

@@ -73,6 +73,9 @@ def dense_logits(problem: Problem) -> DenseLogits:
 def reference(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """Attention by its definition: the softmax of :func:`dense_logits`.
 
+    ``z_ij = c_i (q_i · k_j · softmax_scale + K_ij)`` (``c_i q_i · k_j · softmax_scale + K_ij`` if the logit scale
+    leaves the prior out), masks, softmax.
+
     Returns:
         Output ``(B, H, Lq, Dv)`` in the query's dtype, log-sum-exp ``(B, H, Lq)``, in float64 if it holds a constant
         of the row, and attention weights ``(B, H, Lq, Lk)`` in the computation's dtype. A query that sees no key has
