@@ -19,10 +19,11 @@ from attention_priors import GeneralizedGaussian, Prior, SSMax, attend, prior_fr
 from attention_priors.attention import block_attention, matrix_attention
 from attention_priors.attention import reference as dense
 from attention_priors.attention.lanes import is_factored
-from attention_priors.priors import CATALOGUE
+from attention_priors.priors import CATALOGUE, Axial, Radial
 
-PRIORS = ("none", *CATALOGUE, "sum")
-"""What tests are run over. A prior that joins the catalogue joins the tests."""
+PRIORS = ("none", *(name for name, prior in CATALOGUE.items() if name == "axial" or not prior.over_grid), "sum")
+"""What tests are run over. A prior that joins the catalogue joins the tests; of those on grids one, as
+``test_grids.py`` has all."""
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
@@ -62,6 +63,12 @@ def prior_descriptions(draw: st.DrawFn, name: str, causal: bool) -> dict[str, An
         "max_offset": st.integers(1, 20),
         "keep_sign": st.booleans(),
     }
+    if name == "key_sink_2d":
+        choices |= {"rows": st.integers(1, 9), "columns": st.integers(1, 9)}
+    elif name in ("axial", "radial"):
+        over = Axial.axes if name == "axial" else Radial.over
+        part = st.sampled_from(sorted(over)).flatmap(lambda each: prior_descriptions(each, causal))
+        choices |= {"rows": part, "columns": st.none() | part, "prior": part}
     description: dict[str, Any] = {"name": name}
     for argument, parameter in inspect.signature(CATALOGUE[name]).parameters.items():
         if argument in choices:
@@ -72,6 +79,11 @@ def prior_descriptions(draw: st.DrawFn, name: str, causal: bool) -> dict[str, An
             assert parameter.default is not parameter.empty, f"say how to draw {argument!r} of {name!r}"
     if description.get("keep_sign"):
         description["init"] = draw(st.sampled_from(GeneralizedGaussian.signed_inits))
+    if name == "radial":
+        over = description["prior"]
+        over["learn"] = [each for each in Radial.over[over["name"]].learnable if each != "mu"]
+        if over.get("init") == "neighbours":
+            over["init"] = "spread"  # a distance has no sign, and no location
     if name == "key_sink" and not causal:
         description["learn"] = ["gain", "bump", "mlp"]
     return description

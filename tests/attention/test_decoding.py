@@ -79,7 +79,7 @@ def test_as_the_reference(name: str, dtype: torch.dtype) -> None:
             ways.extend(answered)
 
     check()
-    if name in ("window", "key_sink"):
+    if name in ("window", "key_sink", "key_sink_2d"):
         assert not any(ways)
     elif name != "sum":
         assert sum(ways) > len(ways) / 2, "hardly ever taken"

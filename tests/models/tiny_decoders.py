@@ -27,7 +27,7 @@ def encoding_description(name: str) -> dict[str, Any]:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "nothing": {},
-    **{f"prior {name}": {"prior": prior_description(name)} for name in CATALOGUE},
+    **{f"prior {name}": {"prior": prior_description(name)} for name, prior in CATALOGUE.items() if not prior.over_grid},
     **{f"encoding {name}": {"encoding": encoding_description(name)} for name in ENCODINGS},
     "ssmax": {"logit_scale": "ssmax"},
     "ssmax and a prior": {

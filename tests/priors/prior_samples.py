@@ -11,6 +11,10 @@ HEADS = 3
 
 AnyPrior = TypeVar("AnyPrior", bound=Prior)
 
+GGD = {"name": "generalized_gaussian", "init": "uniform", "learn": ["alpha", "beta"], "keep_sign": False}
+LAPLACE = {"name": "laplace", "slopes": None, "learn": ["slope"]}
+SPECTRAL = {"name": "spectral", "num_frequencies": 3, "base": 100.0, "init": "uniform", "learn": ["alpha", "beta"]}
+
 SAMPLES: dict[str, list[dict[str, Any]]] = {
     "uniform": [{}],
     "laplace": [{}, {"slopes": [0.5, 1e-3, 2.0], "learn": ["slope"]}],
@@ -38,6 +42,26 @@ SAMPLES: dict[str, list[dict[str, Any]]] = {
     ],
     "clipped_offsets": [{}, {"max_offset": 4, "init": "normal", "learn": []}],
     "window": [{"size": 4}],
+    "axial": [
+        {"rows": GGD},
+        {"rows": LAPLACE, "columns": SPECTRAL},
+        {"rows": SPECTRAL},
+    ],
+    "spectral_2d": [{}, {"num_frequencies": 3, "base": 30.0, "init": "recency", "learn": ["beta"]}],
+    "radial": [{"prior": LAPLACE}, {"prior": GGD}],
+    "key_sink_2d": [
+        {"rows": 4, "columns": 6},
+        {
+            "rows": 3,
+            "columns": 3,
+            "num_frequencies": 2,
+            "hidden_size": 5,
+            "base": 20.0,
+            "init": {"bump": 1.5},
+            "learn": ["gain", "bump"],
+            "activation": "silu",
+        },
+    ],
 }
 """By name: what the constructor is given besides ``num_heads``; all that it needs, then all that it takes."""
 

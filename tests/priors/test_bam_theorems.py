@@ -69,6 +69,13 @@ def test_theorem_3_negative_shape_takes_all_mass_from_the_own_position(beta: flo
     assert relative[-1] < 1e-40
 
 
+def test_theorem_3_needs_epsilon_to_vanish():
+    # An erratum: the theorem is about the limit. With the ε that models have, a shape near 0 keeps its own position.
+    own, near = k(ggd(0.0, -0.02), [0, 1]).tolist()
+    assert own == pytest.approx(-(generalized_gaussian.EPSILON**-0.02)) == pytest.approx(-1.2589, abs=1e-4)
+    assert math.exp(own - near) > 0.77
+
+
 @thorough
 @given(st.floats(-3, -0.5, width=32), st.floats(-3, 3, width=32))
 def test_theorem_4_negative_shape_leaves_far_keys_untouched(beta: float, theta_alpha: float):
@@ -86,3 +93,42 @@ def test_lemma_4_positive_shape_has_a_penalty_without_bound(beta: float, theta_a
     assert (values.diff() < 0).all()
     assert values[-1].item() < -50
     assert values[-1].item() == pytest.approx(-math.exp(theta_alpha) * 2.0 ** (40 * beta), rel=1e-5)
+
+
+bounded_content = st.tuples(st.integers(0, 1000), st.floats(0, 4)).map(
+    lambda drawn: drawn[1] * (2 * torch.rand(4000, generator=torch.Generator().manual_seed(drawn[0])).double() - 1)
+)
+"""The content logits of 4000 keys, by distance."""
+
+
+@thorough
+@given(bounded_content, st.sampled_from(["lemma 3", "lemma 4"]), st.floats(0.5, 2, width=32), st.floats(0.25, 2))
+def test_lemmas_3_and_4_a_key_gets_less_than_any_share_from_some_distance_on(
+    content: torch.Tensor, lemma: str, beta: float, slope: float
+):
+    # They need content logits that are bounded, as these are.
+    distances = list(range(len(content)))
+    if lemma == "lemma 3":
+        penalty = Laplace(1, slopes=[slope]).log_prior_at(torch.tensor(distances), torch.float64)[0]
+    else:
+        penalty = k(ggd(math.log(slope), beta), distances)
+    weights = (content + penalty).softmax(-1)
+    spread = 2 * content.abs().max()
+    assert (weights <= (spread + penalty - penalty[0]).exp() * (1 + 1e-9)).all()
+    assert weights[-1] < 1e-2 * math.exp(spread) * weights[0] + 1e-300
+
+
+@thorough
+@given(bounded_content, st.floats(-3, -0.125, width=32), st.floats(-2, 2))
+def test_theorem_4_the_prior_takes_nothing_from_far_keys_though_their_number_does(
+    content: torch.Tensor, beta: float, theta_alpha: float
+):
+    # An erratum: the bias tends to 0 and the weight with it, as that of every key does over ever more keys.
+    penalty = k(ggd(theta_alpha, beta), list(range(len(content))))
+    spread = 2 * content.abs().max()
+    for number in (40, 400, 4000):
+        weight = (content + penalty)[:number].softmax(-1)[-1]
+        without = content[:number].softmax(-1)[-1]
+        assert weight >= without * penalty[number - 1].exp() * (1 - 1e-9)
+        # Of all keys but the query's own, none is penalised more than the nearest.
+        assert weight <= (spread - penalty[1]).exp() / (number - 1) * (1 + 1e-9)

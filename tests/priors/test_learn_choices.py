@@ -17,6 +17,11 @@ PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
         "bump": ("bump",),
         "mlp": ("mlp.0.weight", "mlp.0.bias", "mlp.2.weight", "mlp.2.bias"),
     },
+    "key_sink_2d": {
+        "gain": ("gain",),
+        "bump": ("bump",),
+        "mlp": ("mlp.0.weight", "mlp.0.bias", "mlp.2.weight", "mlp.2.bias"),
+    },
     "relative_buckets": {"bias": ("bias",)},
     "clipped_offsets": {"bias": ("bias",)},
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 from attention_priors.attention.key_bounds import KeyBounds
 from attention_priors.attention.lanes import is_factored, lanes
 from attention_priors.attention.logit_scale import SSMax
+from attention_priors.attention.observation import OBSERVERS, tell
 from attention_priors.attention.problem import Problem, make_problem
 from attention_priors.attention.reference import blockwise, reference
 from attention_priors.attention.toeplitz import toeplitz
@@ -165,6 +166,8 @@ def attend(
         tolerance=tolerance,
         key_bounds=key_bounds,
     )
+    if OBSERVERS:
+        tell(problem)
     out, lse = solve(problem, backend, need_lse=return_lse)
     if not return_lse:
         return out
@@ -229,6 +232,8 @@ def attend_with_weights(
         relative=relative,
         dropout_p=dropout_p,
     )
+    if OBSERVERS:
+        tell(problem)
     with _without_autocast(query.device.type):
         out, _, weights = reference(problem)
     return out, weights.to(query.dtype)

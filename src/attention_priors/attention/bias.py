@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attention_priors.attention.geometry import Geometry
+from attention_priors.attention.grids import Grids, GridTable
 from attention_priors.attention.tiles import Tile, Tiling
 
 
@@ -63,6 +64,16 @@ class Distances:
         assert self.geometry.offset is not None
         return self.highest - (tile.stop - 1 + self.geometry.offset - tile.first)
 
+    @cached_property
+    def _grid(self) -> GridTable | None:
+        """How to read tiles where queries and keys stand on grids."""
+        grids = None if self.listed is None else Grids.of(self.geometry)
+        if grids is None or self.listed is None:
+            return None
+        start = int(torch.searchsorted(self.listed, grids.lowest))
+        rows, columns = grids.shape
+        return GridTable(grids, start, self.index) if len(self.listed) >= start + rows * columns else None
+
     def index(self, tile: Tile) -> Tensor:
         """The entry of every pair of a tile, ``(b or 1, n, e)``."""
         queries, keys = self._positions
@@ -76,6 +87,8 @@ class Distances:
     def read(self, table: Tensor, tile: Tile) -> Tensor:
         """A tile's part of a table ``(h, N)``: ``(b or 1, h, n, e)``, a view if there is an offset."""
         if self.geometry.offset is None:
+            if self._grid is not None:
+                return self._grid.read(table, tile)
             return table[:, self.index(tile)].transpose(0, 1)
         place = table.storage_offset() + self.place(tile) * table.stride(1)
         return table.as_strided((1, table.shape[0], *tile.shape), (0, table.stride(0), 1, 1), place)
@@ -90,7 +103,11 @@ class Distances:
         """
         batch, heads, rows, width = padded.shape
         if self.geometry.offset is None:
-            numbers, index = padded[..., rows:], self.index(tile)
+            numbers = padded[..., rows:]
+            if self._grid is not None:
+                self._grid.add(table, tile, numbers.sum(0))
+                return
+            index = self.index(tile)
             for part, places in zip(numbers if len(index) > 1 else numbers.sum(0, keepdim=True), index, strict=True):
                 table.index_add_(1, places.flatten(), part.flatten(1))
             return

@@ -11,6 +11,7 @@ from torch import Tensor
 from attention_priors.attention.augment import Augmented, augment, slope_term
 from attention_priors.attention.decoding import attend_one_query
 from attention_priors.attention.geometry import Geometry
+from attention_priors.attention.grids import Grids
 from attention_priors.attention.key_bounds import Balls
 from attention_priors.attention.operators import (
     Table,
@@ -46,9 +47,15 @@ def toeplitz(problem: Problem, fused: bool = False, need_lse: bool = True) -> tu
     Returns:
         Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``; without ``need_lse`` it may be None.
     """
+    if torch.compiler.is_compiling() and problem.geometry.has_given_positions and _is_on_grids(problem):
+        return blockwise(problem)  # what is compiled does not look at values, and a grid's are far apart
     if not need_lse and not fused and (out := attend_one_query(problem)) is not None:
         return out, None
     return attend_in_blocks(problem, *split(problem), fused)
+
+
+def _is_on_grids(problem: Problem) -> bool:
+    return problem.prior is not None and any(term.over_grid for term in problem.prior.terms())
 
 
 def split(problem: Problem) -> tuple[Augmented, list[Prior]]:
@@ -134,6 +141,9 @@ def _distances(geometry: Geometry, fused: bool) -> tuple[int, int, Tensor | None
     if offset is None and fused:
         # The kernels compute a pair's place: distances must fall by one.
         return *distance_range(geometry), None
+    if offset is None and (grids := Grids.of(geometry)) is not None:
+        listed = grids.distances(geometry)
+        return 0, len(listed), listed
     if offset is None:
         keys = geometry.key_positions.unsqueeze(-2)
         blocks = geometry.query_positions.split(256, dim=-1)

@@ -22,7 +22,6 @@ from transformers import (
     DynamicCache,
     GenerationMixin,
     PreTrainedConfig,
-    PreTrainedModel,
 )
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -37,6 +36,7 @@ from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawV
 from attention_priors.files import write_bytes
 from attention_priors.models.placement import beside
 from attention_priors.models.places import Places
+from attention_priors.models.pretrained import PriorPreTrainedModel
 from attention_priors.priors import Prior, prior_from_config
 
 _AUTO_MODULE = "modeling_prior_decoder"
@@ -239,11 +239,11 @@ class DecoderAttention(nn.Module):
 class SwiGLU(nn.Module):
     """``W_down (silu(W_gate x) ⊙ W_up x)``."""
 
-    def __init__(self, config: PriorDecoderConfig) -> None:
+    def __init__(self, width: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(width, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(width, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, width, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``(B, L, hidden_size)`` to the same."""
@@ -258,7 +258,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = DecoderAttention(config, layer_index)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = SwiGLU(config)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(
         self,
@@ -283,39 +283,16 @@ class DecoderLayer(GradientCheckpointingLayer):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class PriorDecoderPreTrainedModel(PreTrainedModel):
+class PriorDecoderPreTrainedModel(PriorPreTrainedModel):
     """What transformers needs to know about the decoder."""
 
     config: PriorDecoderConfig
     config_class = PriorDecoderConfig
     base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values", "shared_prior"]  # noqa: RUF012
-    # Attention goes through attend(), which chooses its own kernels: there is nothing to choose between.
-    _supports_sdpa = False
-    _supports_flash_attn = False
-    _supports_flex_attn = False
-    _supports_attention_backend = False
-    _supports_context_parallel = False  # it shards what goes into PyTorch's SDPA, which knows no priors
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": DecoderAttention}  # noqa: RUF012
-    # Positions beyond a few hundred do not fit a half-precision parameter.
-    _keep_in_fp32_modules_strict = ["prior", "logit_scale"]  # noqa: RUF012
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As transformers', except that what a prior does not learn stays fixed: loading makes new parameters."""
-        loaded = super().from_pretrained(*args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        for module in model.modules():
-            if isinstance(module, Prior):
-                module.freeze_what_is_fixed()
-        return loaded
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Nothing is left to do, and no source is to be copied: what is saved names this package's classes."""
 
     @staticmethod
     def create_masks_for_generate(
@@ -326,19 +303,6 @@ class PriorDecoderPreTrainedModel(PreTrainedModel):
     ) -> Tensor | None:
         """``generate`` would make a dense mask for a static cache; the model wants the padding mask itself."""
         return attention_mask
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Prior | SSMax | Encoding):
-            loaded = [p for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
-            values = [p.clone() for p in loaded]
-            reset = getattr(module, "reset_parameters", None)
-            if reset is not None:
-                reset()
-            for parameter, value in zip(loaded, values, strict=True):
-                parameter.copy_(value)
-        else:
-            super()._init_weights(module)
 
 
 class PriorDecoderModel(PriorDecoderPreTrainedModel):

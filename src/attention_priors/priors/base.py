@@ -81,6 +81,8 @@ class Prior(Described, KeepsFloat32):
     """
 
     structure: Structure
+    over_grid: ClassVar[bool] = False
+    """Whether positions are rows and columns (``grid.py``) rather than places in a line."""
     learnable: ClassVar[tuple[str, ...]] = ()
     """The names that ``learn=`` may hold."""
 

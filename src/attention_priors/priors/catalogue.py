@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attention_priors.description import build
+from attention_priors.priors.axial import Axial, Radial, Spectral2d
 from attention_priors.priors.base import Prior
 from attention_priors.priors.clipped_offsets import ClippedOffsets
 from attention_priors.priors.generalized_gaussian import GeneralizedGaussian
 from attention_priors.priors.key_sink import KeySink
+from attention_priors.priors.key_sink_2d import KeySink2d
 from attention_priors.priors.laplace import Laplace
 from attention_priors.priors.relative_buckets import RelativeBuckets
 from attention_priors.priors.spectral import Spectral
@@ -28,6 +30,10 @@ CATALOGUE: dict[str, type[Prior]] = {
         RelativeBuckets,
         ClippedOffsets,
         Window,
+        Axial,
+        Spectral2d,
+        Radial,
+        KeySink2d,
     )
 }
 

@@ -7,8 +7,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from attention_priors.checks import check_choice, check_positive_integers
+from attention_priors.checks import check_positive_integers
 from attention_priors.priors.base import Prior, Structure
+from attention_priors.priors.starts import Init, checked_init, started
 
 
 class ClippedOffsets(Prior):
@@ -22,7 +23,8 @@ class ClippedOffsets(Prior):
     Args:
         num_heads: ``H``.
         max_offset: ``k`` in tokens; there are ``2k + 1`` scalars per head, ordered from ``j - i = -k`` up.
-        init: ``uniform`` (zeros) or ``normal`` (N(0, 0.02²)).
+        init: ``uniform`` (zeros) or ``normal`` (N(0, 0.02²)); or the numbers, ``{"bias": ...}``:
+            ``(2 max_offset + 1,)`` for all heads or ``(H, 2 max_offset + 1)``.
         learn: whether the scalars train.
     """
 
@@ -35,14 +37,13 @@ class ClippedOffsets(Prior):
         self,
         num_heads: int,
         max_offset: int = 16,
-        init: str = "uniform",
+        init: Init = "uniform",
         learn: bool | str | Collection[str] = True,
     ) -> None:
         super().__init__(num_heads)
         check_positive_integers(max_offset=max_offset)
-        check_choice("init", init, self.inits)
         self.max_offset = max_offset
-        self.init = init
+        self.init = checked_init(init, self.inits, bias=(num_heads, 2 * max_offset + 1))
         self.bias = nn.Parameter(torch.empty(num_heads, 2 * max_offset + 1, dtype=torch.float32))
         self.reset_parameters()
         self._set_learned(learn, bias="bias")
@@ -50,7 +51,10 @@ class ClippedOffsets(Prior):
     def reset_parameters(self) -> None:
         """Start anew from ``init``."""
         with torch.no_grad():
-            self.bias.normal_(std=0.02) if self.init == "normal" else self.bias.zero_()
+            if not isinstance(self.init, str):
+                self.bias.copy_(started(self.init, "bias", tuple(self.bias.shape)))
+            else:
+                self.bias.normal_(std=0.02) if self.init == "normal" else self.bias.zero_()
 
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
@@ -60,4 +64,4 @@ class ClippedOffsets(Prior):
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """``K`` at each distance ``d = i - j``, ``(H, *distance.shape)``."""
         offset = (-distance).clamp(-self.max_offset, self.max_offset) + self.max_offset
-        return self.bias[:, offset].to(dtype)
+        return self.bias.to(dtype)[:, offset]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from attention_priors.checks import check_choice
 from attention_priors.priors.base import LOG_PRIOR_FLOOR, Prior, Structure, per_head
 from attention_priors.priors.slopes import alibi_slopes
+from attention_priors.priors.starts import Init, checked_init, started
 
 EPSILON = 1e-5
 """Added to the distance, so that β < 0 is finite at d = 0 (BAM, Appendix C)."""
@@ -48,6 +48,8 @@ class GeneralizedGaussian(Prior):
             the second, the third, ... token before the query (θβ = 1, θα = 0, μ = -1, -2, -3, ...).
             ``sampled``: θα, θβ ~ N(0, 1).
             θμ starts at 0 in all others. ``spread``, ``roles`` and ``neighbours`` are this library's.
+            A mapping gives the numbers: ``{"theta_alpha": 0.0, "beta": [-0.5, 1.0], "mu": [0.0, -1.0]}``, one for all
+            heads or one for each; what is missing is 0.
         learn: which of ``alpha``, ``beta``, ``mu`` train (θα, θβ, θμ).
         keep_sign: whether each head keeps the sign of the β it starts with. The trained coordinate θ is
             then mapped to ``β = ±(softplus(2θ)/2 + 0.05)``, so a retrieval head stays one and BAM's
@@ -65,18 +67,17 @@ class GeneralizedGaussian(Prior):
     def __init__(
         self,
         num_heads: int,
-        init: str = "uniform",
+        init: Init = "uniform",
         learn: bool | str | Collection[str] = ("alpha", "beta"),
         keep_sign: bool = False,
     ) -> None:
         super().__init__(num_heads)
-        check_choice("init", init, self.inits)
-        if keep_sign and init not in self.signed_inits:
+        self.init = checked_init(init, self.inits, theta_alpha=(num_heads,), beta=(num_heads,), mu=(num_heads,))
+        if keep_sign and not self._starts_signed():
             raise ValueError(
                 f"keep_sign=True needs an init whose heads all have a definite sign of β at a distance from "
-                f"0 ({', '.join(self.signed_inits)}); got init={init!r}"
+                f"0 ({', '.join(self.signed_inits)}, or numbers beyond ±{MINIMUM_SHAPE}); got init={init!r}"
             )
-        self.init = init
         self.keep_sign = keep_sign
         self.theta_alpha = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.theta_beta = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
@@ -84,11 +85,19 @@ class GeneralizedGaussian(Prior):
         self.reset_parameters()
         self._set_learned(learn, alpha="theta_alpha", beta="theta_beta", mu="theta_mu")
 
+    def _starts_signed(self) -> bool:
+        if isinstance(self.init, str):
+            return self.init in self.signed_inits
+        return bool((started(self.init, "beta", (self.num_heads,)).abs() > MINIMUM_SHAPE).all())
+
     def _initial(self) -> tuple[Tensor, Tensor, Tensor]:
         """θα, β and μ at the start, each ``(H,)``, on the CPU: models may be built without memory ("meta")."""
         heads = self.num_heads
         options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
         zero = torch.zeros(heads, **options)
+        if not isinstance(self.init, str):
+            theta_alpha, beta, mu = (started(self.init, name, (heads,)) for name in ("theta_alpha", "beta", "mu"))
+            return theta_alpha, beta, mu
         if self.init == "laplace":
             return alibi_slopes(heads).log(), torch.ones(heads, **options), zero
         if self.init == "linear":

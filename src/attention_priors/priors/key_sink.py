@@ -13,6 +13,7 @@ from attention_priors.checks import check_above, check_choice, check_positive_in
 from attention_priors.priors.base import Lanes, Prior, Structure
 from attention_priors.priors.slopes import alibi_slopes
 from attention_priors.priors.spectral import angular_frequencies
+from attention_priors.priors.starts import Init, checked_init, started
 
 FLOAT32_LENGTHS = 16
 """Training lengths up to which float32 is exact enough for the MLP."""
@@ -36,7 +37,8 @@ class KeySink(Prior):
         num_frequencies: how many ``ω_m``.
         hidden_size: width of the MLP.
         base: ratio of the longest to the shortest period.
-        init: ``uniform`` (gain and bump 0, no slope) or ``recency`` (the same with ALiBi's slopes).
+        init: ``uniform`` (gain and bump 0, no slope) or ``recency`` (the same with ALiBi's slopes); or the
+            numbers, ``{"slope": 0.1, "bump": [2.0, 0.0]}``, one for all heads or one for each, 0 if missing.
         learn: which of ``slope``, ``gain``, ``bump``, ``mlp`` train; None for all that ``init`` has.
         activation: of the MLP's hidden layer: ``gelu``, or ``silu`` as in the authors' package.
     """
@@ -54,38 +56,42 @@ class KeySink(Prior):
         num_frequencies: int = 8,
         hidden_size: int = 32,
         base: float = 10000.0,
-        init: str = "uniform",
+        init: Init = "uniform",
         learn: bool | str | Collection[str] | None = None,
         activation: str = "gelu",
     ) -> None:
         super().__init__(num_heads)
         check_positive_integers(train_length=train_length, num_frequencies=num_frequencies, hidden_size=hidden_size)
         check_above(1, base=base)
-        check_choice("init", init, self.inits)
         check_choice("activation", activation, tuple(self.activations))
         self.train_length = train_length
         self.num_frequencies = num_frequencies
         self.hidden_size = hidden_size
         self.base = float(base)
-        self.init = init
+        self.init = checked_init(init, self.inits, slope=(num_heads,), bump=(num_heads,))
         self.activation = activation
         if learn is None:
-            learn = self.learnable if init == "recency" else ("gain", "bump", "mlp")
-        self.slope = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+            learn = self.learnable if self._starts_with_slope else ("gain", "bump", "mlp")
+        if "slope" in self.learnable:  # not on grids
+            self.slope = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.gain = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.bump = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.mlp = nn.Sequential(
-            nn.Linear(2 * num_frequencies + 2, hidden_size, dtype=torch.float32),
+            nn.Linear(self._number_of_features(), hidden_size, dtype=torch.float32),
             self.activations[activation](),
             nn.Linear(hidden_size, 1, dtype=torch.float32),
         )
         self.reset_parameters()
-        self._set_learned(learn, slope="slope", gain="gain", bump="bump", mlp="mlp")
+        self._set_learned(learn, **{name: name for name in self.learnable})
 
     @property
     def has_slope(self) -> bool:
         """Whether ``u`` has a linear part."""
-        return self.init == "recency" or "slope" in self.learn
+        return self._starts_with_slope or "slope" in self.learn
+
+    @property
+    def _starts_with_slope(self) -> bool:
+        return self.init == "recency" if isinstance(self.init, str) else "slope" in self.init
 
     def check(self, *, causal: bool) -> None:
         """A slope is a recency prior under a causal mask only."""
@@ -99,8 +105,11 @@ class KeySink(Prior):
         """Start anew from ``init``."""
         with torch.no_grad():
             self.gain.zero_()
-            self.bump.zero_()
-            self.slope.copy_(alibi_slopes(self.num_heads)) if self.init == "recency" else self.slope.zero_()
+            given = {} if isinstance(self.init, str) else self.init
+            self.bump.copy_(started(given, "bump", (self.num_heads,)))
+            if "slope" in self.learnable:
+                steep = alibi_slopes(self.num_heads) if self.init == "recency" else None
+                self.slope.copy_(started(given, "slope", (self.num_heads,)) if steep is None else steep)
         for layer in self.mlp:
             if isinstance(layer, nn.Linear):
                 layer.reset_parameters()
@@ -109,6 +118,9 @@ class KeySink(Prior):
     def natural_parameters(self) -> dict[str, Tensor]:
         """``slope`` (nats per token), ``gain`` and ``bump`` (nats)."""
         return {"slope": self.slope.clone(), "gain": self.gain.clone(), "bump": self.bump.clone()}
+
+    def _number_of_features(self) -> int:
+        return 2 * self.num_frequencies + 2
 
     def _features(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         position = positions.double().unsqueeze(-1)
@@ -121,7 +133,7 @@ class KeySink(Prior):
         """The MLP's output, ``(..., L)``. It ignores autocast: bfloat16 would blur far positions."""
         out_dtype = dtype
         # Features grow with position, and so does what the hidden units cancel out. Compiled code cannot look.
-        if torch.compiler.is_compiling() or bool(positions.abs().amax() > FLOAT32_LENGTHS * self.train_length):
+        if torch.compiler.is_compiling() or self._is_far(positions):
             dtype = torch.float64
         first, activation, last = self.mlp
         assert isinstance(first, nn.Linear)
@@ -132,6 +144,9 @@ class KeySink(Prior):
             )
             out = nn.functional.linear(activation(hidden), last.weight.to(dtype), last.bias.to(dtype))
         return out.squeeze(-1).to(out_dtype)
+
+    def _is_far(self, positions: Tensor) -> bool:
+        return bool(positions.abs().amax() > FLOAT32_LENGTHS * self.train_length)
 
     def log_prior_of_key(self, key_positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """``u(j)``, ``(..., H, Lk)``: what :meth:`log_prior` repeats for every query."""

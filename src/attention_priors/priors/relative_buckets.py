@@ -8,8 +8,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from attention_priors.checks import check_choice
 from attention_priors.priors.base import Prior, Structure
+from attention_priors.priors.starts import Init, checked_init, started
 
 
 class RelativeBuckets(Prior):
@@ -27,7 +27,8 @@ class RelativeBuckets(Prior):
         num_buckets: ``N``, all directions together.
         max_distance: the distance in tokens from which the last bucket begins, at the latest.
         bidirectional: whether keys after the query have buckets of their own.
-        init: ``uniform`` (zeros) or ``normal`` (N(0, 1/512), T5-base's start at width 512).
+        init: ``uniform`` (zeros) or ``normal`` (N(0, 1/512), T5-base's start at width 512);
+            or the numbers, ``{"bias": ...}``: ``(num_buckets,)`` for all heads or ``(H, num_buckets)``.
         learn: whether the scalars train.
     """
 
@@ -42,7 +43,7 @@ class RelativeBuckets(Prior):
         num_buckets: int = 32,
         max_distance: int = 128,
         bidirectional: bool = False,
-        init: str = "uniform",
+        init: Init = "uniform",
         learn: bool | str | Collection[str] = True,
     ) -> None:
         super().__init__(num_heads)
@@ -56,11 +57,10 @@ class RelativeBuckets(Prior):
                 f"max_distance must be an integer above the {exact} distances that have a bucket of their "
                 f"own, got {max_distance!r}"
             )
-        check_choice("init", init, self.inits)
         self.num_buckets = num_buckets
         self.max_distance = max_distance
         self.bidirectional = bidirectional
-        self.init = init
+        self.init = checked_init(init, self.inits, bias=(num_heads, num_buckets))
         self.bias = nn.Parameter(torch.empty(num_heads, num_buckets, dtype=torch.float32))
         self.reset_parameters()
         self._set_learned(learn, bias="bias")
@@ -68,7 +68,10 @@ class RelativeBuckets(Prior):
     def reset_parameters(self) -> None:
         """Start anew from ``init``."""
         with torch.no_grad():
-            self.bias.normal_(std=512**-0.5) if self.init == "normal" else self.bias.zero_()
+            if not isinstance(self.init, str):
+                self.bias.copy_(started(self.init, "bias", tuple(self.bias.shape)))
+            else:
+                self.bias.normal_(std=512**-0.5) if self.init == "normal" else self.bias.zero_()
 
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
@@ -93,4 +96,5 @@ class RelativeBuckets(Prior):
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """``K`` at each distance, ``(H, *distance.shape)``."""
-        return self.bias[:, self.bucket(distance)].to(dtype)
+        # Their gradients are sums over many distances: in the wanted precision.
+        return self.bias.to(dtype)[:, self.bucket(distance)]

@@ -7,8 +7,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from attention_priors.checks import check_above, check_choice, check_positive_integers
+from attention_priors.checks import check_above, check_positive_integers
 from attention_priors.priors.base import Lanes, Prior, Structure
+from attention_priors.priors.starts import Init, checked_init, started
 
 
 class Spectral(Prior):
@@ -25,7 +26,8 @@ class Spectral(Prior):
         num_frequencies: ``R``.
         base: ratio of the longest to the shortest period.
         init: ``uniform`` (all weights 0) or ``recency`` (small α ~ N(0, 0.02) that break the symmetry
-            between heads; GOAT pairs it with ALiBi's slopes, here :class:`KeySink` or :class:`Laplace`).
+            between heads; GOAT pairs it with ALiBi's slopes, here :class:`KeySink` or :class:`Laplace`);
+            or the numbers, ``{"alpha": ..., "beta": ...}``: ``(R,)`` for all heads or ``(H, R)``, 0 if missing.
         learn: which of ``alpha``, ``beta`` train.
     """
 
@@ -39,16 +41,16 @@ class Spectral(Prior):
         num_heads: int,
         num_frequencies: int = 8,
         base: float = 10000.0,
-        init: str = "uniform",
+        init: Init = "uniform",
         learn: bool | str | Collection[str] = ("alpha", "beta"),
     ) -> None:
         super().__init__(num_heads)
         check_positive_integers(num_frequencies=num_frequencies)
         check_above(1, base=base)
-        check_choice("init", init, self.inits)
         self.num_frequencies = num_frequencies
         self.base = float(base)
-        self.init = init
+        shape = (num_heads, num_frequencies)
+        self.init = checked_init(init, self.inits, alpha=shape, beta=shape)
         self.alpha = nn.Parameter(torch.empty(num_heads, num_frequencies, dtype=torch.float32))
         self.beta = nn.Parameter(torch.empty(num_heads, num_frequencies, dtype=torch.float32))
         self.reset_parameters()
@@ -57,6 +59,11 @@ class Spectral(Prior):
     def reset_parameters(self) -> None:
         """Start anew from ``init``."""
         with torch.no_grad():
+            if not isinstance(self.init, str):
+                for name in ("alpha", "beta"):
+                    weights = getattr(self, name)
+                    weights.copy_(started(self.init, name, tuple(weights.shape)))
+                return
             self.beta.zero_()
             self.alpha.normal_(std=0.02) if self.init == "recency" else self.alpha.zero_()
 

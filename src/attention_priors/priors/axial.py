@@ -1,0 +1,198 @@
+"""Priors on grids: one over rows and one over columns, or one over the distance between places."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attention_priors.description import build
+from attention_priors.priors.base import Lanes, Prior, Structure
+from attention_priors.priors.clipped_offsets import ClippedOffsets
+from attention_priors.priors.generalized_gaussian import GeneralizedGaussian
+from attention_priors.priors.grid import places_of
+from attention_priors.priors.laplace import Laplace
+from attention_priors.priors.relative_buckets import RelativeBuckets
+from attention_priors.priors.spectral import Spectral
+from attention_priors.priors.starts import Init
+from attention_priors.priors.uniform import Uniform
+
+Description = Mapping[str, Any] | str | Prior
+
+
+class Axial(Prior):
+    """A prior over rows times one over columns: ``K(i, j) = K_rows(r_i - r_j) + K_columns(c_i - c_j)``.
+
+    Positions are those of :func:`grid_positions`. What stands outside of the grid (a class token) has log-prior 0 to
+    and from the grid, and that of distance 0 to what stands there too, itself included, as every patch to itself.
+
+    Source: GOAT, for images, with :class:`Spectral` on both axes; any stationary prior will do.
+
+    Args:
+        num_heads: ``H``.
+        rows: the prior over rows: a description, or a prior with as many heads.
+        columns: likewise over columns; None for another like that over rows.
+    """
+
+    name = "axial"
+    structure = Structure.STATIONARY
+    over_grid = True
+    axes: ClassVar[dict[str, type[Prior]]] = {
+        prior.name: prior
+        for prior in (Uniform, Laplace, GeneralizedGaussian, Spectral, RelativeBuckets, ClippedOffsets)
+    }
+    """What may be on an axis. Distances have a sign there: of buckets, ``bidirectional=True`` tells it."""
+
+    def __init__(self, num_heads: int, rows: Description, columns: Description | None = None) -> None:
+        super().__init__(num_heads)
+        self.over_rows = _axis("rows", rows, num_heads)
+        self.over_columns = _axis("columns", self.over_rows.to_config() if columns is None else columns, num_heads)
+        if all(Structure.FACTORED in part.structure for part in (self.over_rows, self.over_columns)):
+            self.structure = Structure.STATIONARY | Structure.FACTORED
+
+    @property
+    def rows(self) -> dict[str, Any]:
+        """The description of the prior over rows."""
+        return _without_heads(self.over_rows)
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The description of the prior over columns."""
+        return _without_heads(self.over_columns)
+
+    def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``K`` at each difference of positions, ``(H, *distance.shape)``."""
+        apart = places_of(distance)
+        both = self.over_rows.log_prior_at(apart.row, torch.float64)
+        both = both + self.over_columns.log_prior_at(apart.column, torch.float64)
+        return both.masked_fill(apart.outside, 0.0).to(dtype)
+
+    def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
+        """Features of rows, features of columns, and one of the place outside, for itself."""
+        if Structure.FACTORED not in self.structure:
+            return super().lanes(query_positions, key_positions, dtype=dtype)
+        queries, keys = places_of(query_positions), places_of(key_positions)
+        parts = [
+            part.lanes(getattr(queries, axis), getattr(keys, axis), dtype=dtype)
+            for part, axis in ((self.over_rows, "row"), (self.over_columns, "column"))
+        ]
+        query = torch.cat([part.query for part in parts], -1).masked_fill(queries.outside[..., None, :, None], 0.0)
+        key = torch.cat([part.key for part in parts], -1).masked_fill(keys.outside.unsqueeze(-1), 0.0)
+        at_home = self.log_prior_at(torch.zeros_like(query_positions[..., :1]), dtype).movedim(0, -2).unsqueeze(-1)
+        own = at_home * queries.outside.to(dtype)[..., None, :, None]
+        return Lanes(torch.cat([query, own], -1), torch.cat([key, keys.outside.to(dtype).unsqueeze(-1)], -1), None)
+
+    def check(self, *, causal: bool) -> None:
+        """As both axes'."""
+        for part in (self.over_rows, self.over_columns):
+            part.check(causal=False)
+
+    def reset_parameters(self) -> None:
+        """Start both axes anew."""
+        for part in (self.over_rows, self.over_columns):
+            part.reset_parameters()
+
+    def natural_parameters(self) -> dict[str, Tensor]:
+        """Those of both axes, their names led by the axis: ``rows.beta``."""
+        return {
+            f"{axis}.{name}": value
+            for axis, part in (("rows", self.over_rows), ("columns", self.over_columns))
+            for name, value in part.natural_parameters().items()
+        }
+
+
+class Spectral2d(Axial):
+    """GOAT's prior for images: a :class:`Spectral` prior over rows and another over columns.
+
+    Source: GOAT, equation 12 on both axes.
+
+    Args:
+        num_heads: ``H``.
+        num_frequencies: ``R`` on each axis.
+        base: ratio of the longest to the shortest period.
+        init: and
+        learn: as for :class:`Spectral`, on both axes.
+    """
+
+    name = "spectral_2d"
+    structure = Structure.STATIONARY | Structure.FACTORED
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_frequencies: int = 8,
+        base: float = 100.0,
+        init: Init = "uniform",
+        learn: bool | str | Collection[str] = ("alpha", "beta"),
+    ) -> None:
+        axis = {"name": "spectral", "num_frequencies": num_frequencies, "base": base, "init": init, "learn": learn}
+        super().__init__(num_heads, axis)
+        self.num_frequencies, self.base, self.init = num_frequencies, float(base), self.over_rows.init
+        self.learn = self.over_rows.learn
+
+
+class Radial(Prior):
+    """A prior over the distance between places on a grid: ``K(i, j) = K(√((r_i - r_j)² + (c_i - c_j)²))``.
+
+    Rows and columns then count alike, and every direction. Positions are those of :func:`grid_positions`; what stands
+    outside of the grid is as in :class:`Axial`.
+
+    Args:
+        num_heads: ``H``.
+        prior: over the distance, in patches: ``laplace`` or ``generalized_gaussian``, whose location μ must be 0, as a
+            distance has no sign.
+    """
+
+    name = "radial"
+    structure = Structure.STATIONARY
+    over_grid = True
+    over: ClassVar[dict[str, type[Prior]]] = {prior.name: prior for prior in (Laplace, GeneralizedGaussian)}
+
+    def __init__(self, num_heads: int, prior: Description) -> None:
+        super().__init__(num_heads)
+        self.over_distance = _part("prior", prior, num_heads, self.over)
+        if isinstance(self.over_distance, GeneralizedGaussian):
+            there = self.over_distance.theta_mu.device.type != "meta"  # models may be built without memory
+            if "mu" in self.over_distance.learn or (there and bool(self.over_distance.theta_mu.any())):
+                raise ValueError(f"prior must have μ = 0 throughout, got {self.over_distance!r}")
+
+    @property
+    def prior(self) -> dict[str, Any]:
+        """The description of the prior over the distance."""
+        return _without_heads(self.over_distance)
+
+    def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``K`` at each difference of positions, ``(H, *distance.shape)``."""
+        apart = places_of(distance)
+        straight = torch.hypot(apart.row.double(), apart.column.double())
+        return self.over_distance.log_prior_at(straight, torch.float64).masked_fill(apart.outside, 0.0).to(dtype)
+
+    def reset_parameters(self) -> None:
+        """Start anew."""
+        self.over_distance.reset_parameters()
+
+    def natural_parameters(self) -> dict[str, Tensor]:
+        """Those of the prior over the distance."""
+        return self.over_distance.natural_parameters()
+
+
+def _axis(name: str, given: Description, num_heads: int) -> Prior:
+    return _part(name, given, num_heads, Axial.axes)
+
+
+def _part(name: str, given: Description, num_heads: int, allowed: Mapping[str, type[Prior]]) -> Prior:
+    try:
+        made = given if isinstance(given, Prior) else build("prior", allowed, given, num_heads=num_heads)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if made.num_heads != num_heads:
+        raise ValueError(f"{name} has num_heads={made.num_heads}, expected {num_heads}")
+    if made.name not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {made.name}")
+    return made
+
+
+def _without_heads(prior: Prior) -> dict[str, Any]:
+    return {key: value for key, value in prior.to_config().items() if key != "num_heads"}

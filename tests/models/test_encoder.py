@@ -1,0 +1,134 @@
+"""Bidirectional priors: the masked language model, and attention from one text to another."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+from attention_priors.data import load_corpus, token_stream, train_tokenizer
+from attention_priors.models import PriorAttention, PriorEncoderConfig, PriorEncoderForMaskedLM
+from attention_priors.priors import GeneralizedGaussian
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "initializer_range": 0.2,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "bam": {"prior": {"name": "generalized_gaussian", "init": "spread"}, "logit_scale": "ssmax"},
+    "t5": {"prior": {"name": "relative_buckets", "bidirectional": True, "init": "normal"}, "share_prior": True},
+    "rotary": {"encoding": "rotary"},
+    "sinusoidal": {"encoding": "sinusoidal"},
+    "shaw": {"prior": "clipped_offsets"},
+    "none": {},
+}
+TEXT = torch.tensor([[3, 14, 15, 9, 2, 6], [5, 35, 8, 9, 7, 9]])
+
+
+def made(name: str) -> PriorEncoderForMaskedLM:
+    torch.manual_seed(0)
+    return PriorEncoderForMaskedLM(PriorEncoderConfig(**SMALL, **KINDS[name])).eval()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_token_sees_what_follows_it(name: str) -> None:
+    model = made(name)
+    changed = TEXT.clone()
+    changed[:, -1] += 1
+    before, after = model(TEXT).logits[:, 0], model(changed).logits[:, 0]
+    assert float((before - after).detach().abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_padding_changes_nothing(name: str) -> None:
+    model = made(name)
+    padded = torch.cat([TEXT, torch.tensor([[1, 2, 3], [4, 5, 6]])], 1)
+    mask = torch.tensor([[1] * 6 + [0] * 3] * 2)
+    torch.testing.assert_close(
+        model(padded, attention_mask=mask).logits[:, :6], model(TEXT).logits, rtol=1e-4, atol=1e-5
+    )
+    # In front of the text too, where positions say so.
+    front = torch.cat([torch.tensor([[1, 2, 3], [4, 5, 6]]), TEXT], 1)
+    positions = torch.arange(-3, 6).clamp(min=0)
+    found = model(front, attention_mask=mask.flip(1), position_ids=positions).logits[:, 3:]
+    torch.testing.assert_close(found, model(TEXT).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in ("sinusoidal", "none")])
+def test_only_distances_count(name: str) -> None:
+    model = made(name)
+    moved = model(TEXT, position_ids=torch.arange(100, 106)).logits
+    torch.testing.assert_close(moved, model(TEXT).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_saved_and_loaded_it_is_the_same(name: str, tmp_path: Path) -> None:
+    model = made(name)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert type(again) is PriorEncoderForMaskedLM
+    torch.testing.assert_close(again(TEXT).logits, model(TEXT).logits, rtol=0, atol=0)
+
+
+def test_attentions_and_hidden_states() -> None:
+    found = made("bam")(TEXT, output_attentions=True, output_hidden_states=True)
+    assert [weights.shape for weights in found.attentions] == [(2, 3, 6, 6)] * 2
+    assert len(found.hidden_states) == 3
+    for weights in found.attentions:
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 6))
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match="encoding must be one that is added or rotary in an encoder"):
+        PriorEncoderConfig(**SMALL, encoding={"name": "shaw", "max_offset": 4})
+    with pytest.raises(ValueError, match="slope"):
+        PriorEncoderConfig(**SMALL, prior={"name": "key_sink", "train_length": 8, "init": "recency"})
+    with pytest.raises(ValueError, match="give either input_ids or inputs_embeds"):
+        made("none")()
+
+
+def test_masked_tokens_of_the_embedded_corpus_are_learned(tmp_path: Path) -> None:
+    """Out of the box: the Trainer and the collator of transformers."""
+    text = load_corpus("embedded", max_characters=60_000).train
+    tokenizer = train_tokenizer(text, 400)
+    tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
+    rows = [{"input_ids": row} for row in token_stream(tokenizer, text).tokens.split(64)[:-1]]
+    torch.manual_seed(0)
+    config = PriorEncoderConfig(
+        **SMALL | {"vocab_size": len(tokenizer), "hidden_size": 48, "initializer_range": 0.05}, **KINDS["bam"]
+    )
+    model: Any = PriorEncoderForMaskedLM(config)
+    settings = TrainingArguments(
+        str(tmp_path), max_steps=60, per_device_train_batch_size=8, learning_rate=3e-3, logging_steps=20, seed=0,
+        report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
+    trainer = Trainer(model, settings, train_dataset=rows, data_collator=collator)  # pyright: ignore[reportArgumentType]
+    before = model.model.stack.layers[0].self_attn.prior.theta_beta.detach().clone()
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0] - 0.3
+    after = model.model.stack.layers[0].self_attn.prior.theta_beta.detach()
+    assert float((after - before).abs().max()) > 0.01
+
+
+def test_a_prior_from_one_text_to_another() -> None:
+    """Cross-attention: queries and keys have positions of their own, here of a text that is twice as long."""
+    prior = GeneralizedGaussian(2, init={"beta": [1.0, -0.5], "theta_alpha": 0.0})
+    torch.manual_seed(0)
+    layer = PriorAttention(16, 2, batch_first=True, prior=prior).eval()
+    written, read = torch.randn(1, 5, 16), torch.randn(1, 10, 16)
+    here, there = 2 * torch.arange(5), torch.arange(10)
+    out, weights = layer(written, read, read, query_positions=here, key_positions=there, average_attn_weights=False)
+    q, k, v = layer._project(written, read, read)
+    logits = q @ k.mT / 8**0.5 + prior.log_prior(here, there)
+    torch.testing.assert_close(weights, logits.softmax(-1))
+    expected = layer.out_proj((logits.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    fast, _ = layer(written, read, read, query_positions=here, key_positions=there, need_weights=False)
+    torch.testing.assert_close(fast, expected, rtol=1e-4, atol=1e-5)

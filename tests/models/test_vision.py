@@ -1,0 +1,175 @@
+"""The vision transformer: what it computes, images of all sizes, saving and loading, training, mistakes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import interpolate
+from transformers import AutoConfig, AutoModelForImageClassification
+
+from attention_priors.analysis import observed_attention
+from attention_priors.models import PriorVisionConfig, PriorVisionForImageClassification
+from attention_priors.priors import grid_positions
+
+SMALL: dict[str, Any] = {
+    "image_size": 16,
+    "patch_size": 4,
+    "num_channels": 2,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_labels": 5,
+    "initializer_range": 0.2,
+}
+GGD = {"name": "generalized_gaussian", "init": "spread"}
+KINDS: dict[str, dict[str, Any]] = {
+    "axial": {"prior": {"name": "axial", "rows": GGD}},
+    "goat": {"prior": ["spectral_2d", {"name": "key_sink_2d", "rows": 4, "columns": 4}], "logit_scale": "ssmax"},
+    "radial, mean, shared": {"prior": {"name": "radial", "prior": "laplace"}, "pooling": "mean", "share_prior": True},
+    "table": {"position_table": True},
+    "table and prior": {"position_table": True, "prior": {"name": "axial", "rows": GGD}, "pooling": "mean"},
+}
+
+
+def made(**options: Any) -> PriorVisionForImageClassification:
+    torch.manual_seed(0)
+    return PriorVisionForImageClassification(PriorVisionConfig(**SMALL, **options)).eval()
+
+
+def images(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_attention_is_that_of_the_grid(name: str) -> None:
+    model, pixels = made(**KINDS[name]), images(2, 2, 12, 20)
+    outside = 0 if KINDS[name].get("pooling") == "mean" else 1
+    positions = grid_positions(3, 5, outside=outside)
+    seen: list[Any] = []
+    with torch.no_grad(), observed_attention(model, seen.append):
+        found = model(pixels, output_attentions=True)
+    assert len(seen) == len(found.attentions) == 2
+    for layer, weights in zip(seen, found.attentions, strict=True):
+        problem = layer.problem
+        assert torch.equal(problem.geometry.query_positions[0], positions)
+        logits = problem.query @ problem.key.mT * problem.softmax_scale
+        if problem.prior is not None:
+            logits = logits + problem.prior.log_prior(positions, positions)
+        if problem.row_scale is not None:
+            logits = logits * problem.row_scale.unsqueeze(-1)
+        torch.testing.assert_close(weights, logits.softmax(-1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_saved_and_loaded_it_is_the_same(name: str, tmp_path: Path) -> None:
+    model, pixels = made(**KINDS[name]), images(2, 2, 16, 16)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForImageClassification.from_pretrained(tmp_path)
+    assert type(again) is PriorVisionForImageClassification
+    configs = (AutoConfig.from_pretrained(tmp_path).to_dict(), model.config.to_dict())
+    assert configs[0] | {"_name_or_path": ""} == configs[1]
+    torch.testing.assert_close(again(pixels).logits, model(pixels).logits, rtol=0, atol=0)
+    learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert learned == {name for name, parameter in again.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if "table" not in name])
+def test_images_of_different_sizes_are_as_alone(name: str) -> None:
+    model = made(**KINDS[name])
+    large, small = images(1, 2, 16, 24), images(1, 2, 12, 8, seed=1)
+    both = images(2, 2, 16, 24, seed=2)  # what is padding may hold anything
+    both[0], both[1, :, :12, :8] = large[0], small[0]
+    found = model(both, image_sizes=torch.tensor([[16, 24], [12, 8]])).logits
+    torch.testing.assert_close(found, torch.cat([model(large).logits, model(small).logits]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_table_is_interpolated_at_other_sizes() -> None:
+    model = made(position_table=True)
+    table: Any = model.model.embeddings.table
+    expected = interpolate(table[None], size=(6, 8), mode="bicubic")[0]
+    torch.testing.assert_close(model.model.embeddings._table_of((6, 8)), expected)
+    assert model.model.embeddings._table_of((4, 4)) is table
+    # And it is what is added.
+    pixels = images(1, 2, 24, 32)
+    hidden, grid = model.model.embeddings(pixels)
+    assert grid == (6, 8)
+    patches = model.model.embeddings.projection(pixels) + expected
+    torch.testing.assert_close(hidden[:, 1:], patches.flatten(2).mT)
+
+
+def test_rectangular_images_to_train_on() -> None:
+    rectangular: dict[str, Any] = SMALL | {"image_size": (8, 24)}
+    model = PriorVisionForImageClassification(
+        PriorVisionConfig(**rectangular, position_table=True)
+    )  # fmt: skip
+    assert model.config.grid == (2, 6)
+    assert model(images(1, 2, 8, 24)).logits.shape == (1, 5)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_learns(name: str) -> None:
+    model = made(**KINDS[name], drop_path=0.1, attention_dropout=0.1).train()
+    pixels, labels = images(8, 2, 16, 16), torch.arange(8) % 5
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    losses = []
+    for _ in range(25):
+        loss = model(pixels, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        assert not missing
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] / 2
+
+
+def test_mixed_labels_and_gradient_checkpointing() -> None:
+    model, pixels = made(**KINDS["axial"]).train(), images(3, 2, 16, 16)
+    shares = torch.rand(3, 5).softmax(-1)
+    loss = model(pixels, labels=shares).loss
+    grads = torch.autograd.grad(loss, model.model.embeddings.projection.weight)[0]
+    model.activation_checkpointing_enable()
+    again = torch.autograd.grad(model(pixels, labels=shares).loss, model.model.embeddings.projection.weight)[0]
+    torch.testing.assert_close(again, grads)
+
+
+def test_stochastic_depth_keeps_the_mean() -> None:
+    layer: Any = made(drop_path=0.5).model.stack.layers[-1].train()
+    branch = torch.ones(4000, 1, 1)
+    kept = layer._kept(branch)
+    assert set(kept.unique().tolist()) == {0.0, 2.0}
+    assert float(kept.mean()) == pytest.approx(1.0, abs=0.1)
+    assert layer.eval()._kept(branch) is branch
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image_size": 15}, "image_size=15 must be a multiple of patch_size=4"),
+        ({"pooling": "max"}, "pooling must be one of class, mean; got 'max'"),
+        ({"hidden_size": 25}, "hidden_size=25 must be a multiple of num_attention_heads=3"),
+        ({"drop_path": 1.0}, r"drop_path must be in \[0, 1\), got 1.0"),
+        ({"prior": {"name": "axial", "rows": "window"}}, "rows: unknown prior 'window'"),
+        ({"prior": {"name": "key_sink", "train_length": 8, "init": "recency"}}, "slope"),
+    ],
+)
+def test_mistakes_in_a_config_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PriorVisionConfig(**SMALL | options)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "sizes", "message"),
+    [
+        (images(1, 3, 16, 16), None, r"pixel_values must have shape \(B, 2, rows, columns\)"),
+        (images(1, 2, 16, 15), None, "pixel_values must be whole patches of 4 pixels"),
+        (images(2, 2, 16, 16), torch.tensor([[16, 16]]), r"image_sizes must have shape \(2, 2\)"),
+        (images(1, 2, 16, 16), torch.tensor([[16, 20]]), r"image_sizes must be whole patches .* at most \(16, 16\)"),
+        (images(1, 2, 16, 16), torch.tensor([[16, 6]]), "image_sizes must be whole patches"),
+    ],
+)
+def test_mistakes_in_images_are_named(pixels: torch.Tensor, sizes: torch.Tensor | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made()(pixels, image_sizes=sizes)

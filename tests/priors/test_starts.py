@@ -1,0 +1,88 @@
+"""Priors that start from given numbers."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from attention_priors.priors import (
+    ClippedOffsets,
+    GeneralizedGaussian,
+    KeySink,
+    Prior,
+    RelativeBuckets,
+    Spectral,
+    prior_from_config,
+)
+
+GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
+    "generalized_gaussian": (
+        GeneralizedGaussian(2, init={"theta_alpha": 0.5, "beta": [-0.5, 1.0], "mu": [0.0, -2.0]}),
+        {"amplitude": [math.exp(0.5)] * 2, "beta": [-0.5, 1.0], "mu": [0.0, -2.0]},
+    ),
+    "with the sign kept": (
+        GeneralizedGaussian(2, init={"beta": [-0.5, 1.0]}, keep_sign=True),
+        {"beta": [-0.5, 1.0], "amplitude": [1.0, 1.0]},
+    ),
+    "spectral": (
+        Spectral(2, 3, init={"alpha": [1.0, 0.0, -1.0], "beta": [[1.0, 2.0, 3.0], [0.0, 0.0, 0.5]]}),
+        {"alpha": [[1.0, 0.0, -1.0]] * 2, "beta": [[1.0, 2.0, 3.0], [0.0, 0.0, 0.5]]},
+    ),
+    "key_sink": (KeySink(2, 64, init={"slope": [0.5, 0.25], "bump": 3}), {"slope": [0.5, 0.25], "bump": [3.0, 3.0]}),
+    "relative_buckets": (
+        RelativeBuckets(2, num_buckets=4, max_distance=8, init={"bias": [0.0, -1.0, -2.0, -3.0]}),
+        {"bias": [[0.0, -1.0, -2.0, -3.0]] * 2},
+    ),
+    "clipped_offsets": (
+        ClippedOffsets(1, max_offset=1, init={"bias": torch.tensor([1.0, 2.0, 3.0])}),
+        {"bias": [[1.0, 2.0, 3.0]]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_numbers_are_where_the_parameters_start_and_survive_a_description(name: str) -> None:
+    prior, expected = GIVEN[name]
+    assert isinstance(prior, Prior)
+    again = prior_from_config(prior.to_config())
+    assert again.to_config() == prior.to_config()
+    with torch.no_grad():
+        for parameter in again.parameters():
+            parameter.add_(1.0)
+    again.reset_parameters()
+    for made in (prior, again):
+        natural = made.natural_parameters()
+        for key, values in expected.items():
+            torch.testing.assert_close(natural[key], torch.tensor(values), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_missing_is_zero() -> None:
+    assert GeneralizedGaussian(3, init={"beta": 1.0}).mu.tolist() == [0.0] * 3
+    assert KeySink(2, 8, init={"bump": 1.0}).natural_parameters()["slope"].tolist() == [0.0, 0.0]
+
+
+def test_a_sink_with_a_slope_learns_it_and_needs_a_causal_mask() -> None:
+    assert "slope" not in KeySink(1, 8, init={"bump": 1.0}).learn
+    sink = KeySink(1, 8, init={"slope": 0.1})
+    assert "slope" in sink.learn
+    with pytest.raises(ValueError, match="slope"):
+        sink.check(causal=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GeneralizedGaussian(2, init={"theta_beta": 1.0}), "init may give theta_alpha.*got theta_beta"),
+        (lambda: GeneralizedGaussian(2, init={}), r"init may give theta_alpha.*got \{\}"),
+        (lambda: GeneralizedGaussian(2, init={"beta": [1.0, 2.0, 3.0]}), r"init\['beta'\] must be .* shape \(2,\)"),
+        (lambda: GeneralizedGaussian(2, init={"beta": "steep"}), r"init\['beta'\] must .*'steep'"),
+        (lambda: GeneralizedGaussian(2, init={"beta": math.nan}), r"init\['beta'\] must be finite"),
+        (lambda: GeneralizedGaussian(2, init={"beta": [0.0, 1.0]}, keep_sign=True), "keep_sign=True needs an init"),
+        (lambda: Spectral(2, 3, init={"alpha": [1.0, 2.0]}), r"init\['alpha'\] must .* shape \(2, 3\)"),
+        (lambda: RelativeBuckets(1, init="steep"), "init must be one of uniform, normal; got 'steep'"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
