@@ -4,8 +4,24 @@ It must be chosen before anything imports triton, hence here: all tests of one p
 """
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """The machine's Chromium, without a window."""
+    from playwright.sync_api import sync_playwright
+
+    from browsing import CHROMIUM
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -261,6 +261,76 @@ def evaluate(
     console.print(f"Results: {escape(str(output / 'results.jsonl'))}", soft_wrap=True, highlight=False)
 
 
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="A saved model: its folder, or its name on the Hugging Face Hub.")],
+    text: Annotated[
+        str, typer.Option(help="What it is to read: a file, or embedded for a file of Python's standard library.")
+    ] = "embedded",
+    tokens: Annotated[int, typer.Option(min=4, help="How much of it is read.")] = 512,
+    length: Annotated[str, typer.Option(help="Tokens of the texts that priors are described for; 4k is 4096.")] = "4k",
+    heads: Annotated[
+        str | None, typer.Option(help="Whose attention maps are shown, as LAYER.HEAD, with commas between.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    output: Annotated[
+        Path | None, typer.Option(help="Where everything goes; runs/inspect/NAME-OF-THE-MODEL by default.")
+    ] = None,
+) -> None:
+    """Look inside a model: what each head's prior does, and what it explains of the attention.
+
+    Writes one page, inspection.html, and all of its numbers, inspection.json. For models of ours, models with priors
+    attached, and those of transformers: decoders, BLOOM, MPT, T5.
+    """
+    from attention_priors import inspection, report
+    from attention_priors.files import write_json
+
+    console = Console()
+    output = output or Path("runs") / "inspect" / _name_of_model(model)
+    _quiet_transformers()
+    with _errors():
+        name, content = inspection.text_to_read(text)
+        plan = inspection.InspectionPlan(
+            length=_tokens(length),
+            text=content,
+            text_name=name,
+            text_tokens=tokens,
+            heads=None if heads is None else tuple(_head(head) for head in _split(heads)),
+        )
+        with console.status("Loading the model") as status:
+            given = inspection.load_inspected(model, device=device)
+            found = inspection.inspect_model(given, plan, status.update)
+            status.update("Writing the page")
+            report.write_inspection(found, output / "inspection.html")
+        for shown in found["passkey"].get("maps", ()):
+            del shown["weights"]  # large, and drawn
+        write_json(output / "inspection.json", found)
+    console.print(report.inspection_summary(found))
+    console.print(f"Page: {escape(str(output / 'inspection.html'))}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def explore(
+    output: Annotated[Path, typer.Option(help="The page's file.")] = Path("runs") / "explorer.html",
+) -> None:
+    """Write a page on which people drag the parameters of priors: where they look, and the line that makes them.
+
+    It needs no network and no server: open it in a browser.
+    """
+    from attention_priors.report.explorer import write_explorer
+
+    with _errors():
+        write_explorer(output)
+    Console().print(f"Page: {escape(str(output))}", soft_wrap=True, highlight=False)
+
+
+def _head(name: str) -> tuple[int, int]:
+    layer, _, head = name.partition(".")
+    if not (layer.isdecimal() and head.isdecimal()):
+        raise ValueError(f"heads: {name!r} is no head; expected its layer and its number, both from 0, such as 3.0")
+    return int(layer), int(head)
+
+
 def _name_of_model(model: str) -> Path:
     """What stands for a model in a path; training calls every model's folder ``model``."""
     folder = Path(model)

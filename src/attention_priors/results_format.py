@@ -9,6 +9,9 @@ Numbers that do not exist are null.
 FORMAT = 1
 """Written, and the only one that is read."""
 
+INSPECTION_FORMAT = 1
+"""Of what ``attention-priors inspect`` writes; likewise."""
+
 PLAN_SECTIONS = ("retrieval", "losses", "timing")
 """The row lists that evaluation plans fill."""
 

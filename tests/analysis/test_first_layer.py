@@ -1,5 +1,6 @@
 """The additive split of a model's first layer, on models with random weights."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoConfig, LlamaConfig, OPTConfig
 
 from attention_priors.analysis import first_layer_logits
+from attention_priors.models import PriorDecoderConfig
 
 TEXT = torch.tensor([3, 14, 15, 9, 2, 6, 5, 35, 8, 9])
 
@@ -21,28 +23,41 @@ def made(config: Any) -> Any:
     return model
 
 
+def ours(encoding: Any) -> Any:
+    return made(
+        PriorDecoderConfig(vocab_size=50, hidden_size=24, intermediate_size=32, num_hidden_layers=2,
+                           num_attention_heads=3, encoding=encoding)
+    )  # fmt: skip
+
+
 MODELS = {
     "GPT-2": lambda: made(GPT2Config(vocab_size=50, n_embd=24, n_layer=2, n_head=3, n_positions=32)),
     "OPT": lambda: made(
         OPTConfig(vocab_size=50, hidden_size=24, ffn_dim=32, num_hidden_layers=2, num_attention_heads=3,
                   max_position_embeddings=32, word_embed_proj_dim=24)
     ),
+    **{f"ours, {name}": partial(ours, encoding) for name, encoding in
+       (("sinusoidal", "sinusoidal"), ("learned", {"name": "learned", "max_length": 32}), ("linear", "linear"))},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_summands_are_the_attention_of_the_model(name: str) -> None:
     model = MODELS[name]()
-    model.set_attn_implementation("eager")
+    if not name.startswith("ours"):
+        model.set_attn_implementation("eager")
     found = first_layer_logits(model, TEXT)
     assert found.total.shape == (3, 10, 10)
     weights = model(TEXT[None], output_attentions=True).attentions[0][0]
     future = torch.ones(10, 10, dtype=torch.bool).triu(1)
     # The eager attention of OPT takes its softmax in float32.
     split = found.total.masked_fill(future, -torch.inf).softmax(-1)
-    torch.testing.assert_close(split, weights, rtol=1e-9 if name == "GPT-2" else 1e-5, atol=1e-12)
-    assert model.config._attn_implementation == "eager"
+    torch.testing.assert_close(split, weights, rtol=1e-5 if name == "OPT" else 1e-9, atol=1e-12)
+    if not name.startswith("ours"):
+        assert model.config._attn_implementation == "eager"
     for part in ("content_content", "content_position", "position_content", "position_position", "bias"):
+        if part == "bias" and name.startswith("ours"):
+            continue  # it has none
         assert float(getattr(found, part).abs().max()) > 1e-3, part
 
 

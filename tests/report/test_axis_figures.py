@@ -9,8 +9,8 @@ from swept_results import FIRST, LONGER, SEEDS, SHIFTED, make_swept_results
 
 from attention_priors.intervals import over_seeds
 from attention_priors.report import by_axis, figures, gallery
+from attention_priors.report.comparison import write_report
 from attention_priors.report.drawing import NothingToShowError
-from attention_priors.report.html import write_report
 from attention_priors.report.style import look
 from attention_priors.report.tables import passkey_table
 

@@ -1,40 +1,15 @@
 import base64
 import os
 import re
-from html.parser import HTMLParser
 
 import pytest
+from jinja2 import DictLoader
 
 from attention_priors import files
-from attention_priors.report import gallery, html, render_text_table, write_figures, write_report
+from attention_priors.report import gallery, render_text_table, rendering, write_figures, write_report
 from attention_priors.report.figures import NothingToShowError
 from attention_priors.results_format import SECTIONS
-
-
-class Page(HTMLParser):
-    """What a page holds: its tags with their attributes, and its text."""
-
-    def __init__(self, source: str):
-        super().__init__()
-        self.tags: list[tuple[str, dict]] = []
-        self.open: list[str] = []
-        self.text = ""
-        self.feed(source)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
-
-    def all(self, tag) -> list[dict]:
-        return [attributes for name, attributes in self.tags if name == tag]
+from html_pages import Page
 
 
 @pytest.fixture
@@ -163,7 +138,8 @@ def test_a_missing_training_length_is_named(results, tmp_path, length):
 def test_a_failing_template_leaves_the_old_report(results, tmp_path, quick, monkeypatch):
     path = tmp_path / "report.html"
     path.write_text("old")
-    monkeypatch.setattr(html, "_template", lambda: "{{ results.recipe.name }} {{ nowhere }}")
+    template = DictLoader({"comparison.html": "{{ results.recipe.name }} {{ nowhere }}"})
+    monkeypatch.setattr(rendering, "PackageLoader", lambda _: template)
     with pytest.raises(Exception, match="nowhere"):
         write_report(results, path)
     assert path.read_text() == "old"

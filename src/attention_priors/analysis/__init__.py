@@ -1,5 +1,6 @@
 """Looking inside: what attention is made of, the priors that a model's heads have learned, what its sinks hold."""
 
+from attention_priors.analysis.account import HeadAccount, head_accounts
 from attention_priors.analysis.additive import AdditiveLogits, LinearAudit, Projected, additive_logits, linear_audit
 from attention_priors.analysis.curves import (
     LogitScaleRow,
@@ -19,7 +20,9 @@ from attention_priors.analysis.margins import (
     sensitivity_bound,
     sink_margin,
 )
+from attention_priors.analysis.observation import LayerAttention, observed_attention
 from attention_priors.analysis.reach import effective_reach, window_for
+from attention_priors.analysis.roles import Role, head_roles
 from attention_priors.analysis.sinks import SinkMassRow, sink_mass, sink_mass_rows
 from attention_priors.analysis.terms import PriorMassRow, PriorTermRow, prior_mass_rows, prior_term_rows
 from attention_priors.analysis.transport import transport_minimum, transport_objective, transport_plan
@@ -28,6 +31,8 @@ __all__ = [
     "AdditiveLogits",
     "AttentionLogits",
     "Decomposition",
+    "HeadAccount",
+    "LayerAttention",
     "LinearAudit",
     "LogitScaleRow",
     "Margin",
@@ -35,6 +40,7 @@ __all__ = [
     "PriorRow",
     "PriorTermRow",
     "Projected",
+    "Role",
     "SinkMassRow",
     "additive_logits",
     "attention_logits",
@@ -46,8 +52,11 @@ __all__ = [
     "decompose_attention",
     "effective_reach",
     "first_layer_logits",
+    "head_accounts",
+    "head_roles",
     "linear_audit",
     "logit_scale_rows",
+    "observed_attention",
     "prior_mass_rows",
     "prior_rows",
     "prior_term_rows",

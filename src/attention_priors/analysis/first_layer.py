@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from attention_priors.analysis.additive import AdditiveLogits, Projected, additive_logits
-
-_RECORDER = "attention_priors_recorder"
+from attention_priors.analysis.observation import LayerAttention, observed_attention
 
 
 class _SeenError(Exception):
     """The queries and keys of the first layer have been computed: the rest of the model need not run."""
 
-    def __init__(self, query: Tensor, key: Tensor, scaling: float | None) -> None:
+    def __init__(self, layer: LayerAttention) -> None:
         super().__init__()
-        self.query, self.key, self.scaling = query, key, scaling
+        self.query, self.key = layer.problem.query, layer.problem.key
+        self.softmax_scale = layer.problem.softmax_scale
 
 
 @torch.no_grad()
@@ -45,7 +43,10 @@ def first_layer_logits(model: PreTrainedModel, text: Tensor) -> AdditiveLogits:
     if text.dim() != 1 or len(text) < 2:
         raise ValueError(f"text must be the tokens of one text, at least 2, got shape {tuple(text.shape)}")
     kind = type(model).__name__
-    with _recording(model) as first_layer:
+    first_layer = _first_layer(model)
+    was_training = model.training
+    model.eval()
+    try:
         embedded = model.get_input_embeddings()(text[None].to(model.device))
         inputs, scales = _observed(first_layer, model, text)
         if inputs.shape != embedded.shape or torch.equal(inputs, embedded):
@@ -54,6 +55,8 @@ def first_layer_logits(model: PreTrainedModel, text: Tensor) -> AdditiveLogits:
             _projected(first_layer, scales, model, text, part)
             for part in (inputs, embedded, inputs - embedded, torch.zeros_like(inputs))
         )
+    finally:
+        model.train(was_training)
     split: list[Projected] = []
     for name in ("query", "key"):
         total, of_content, of_position, of_bias = (getattr(seen, name)[0] for seen in (whole, content, position, bias))
@@ -69,42 +72,28 @@ def first_layer_logits(model: PreTrainedModel, text: Tensor) -> AdditiveLogits:
     group = len(query.content) // len(key.content)
     assert key.bias is not None
     key = Projected(*(part.repeat_interleave(group, dim=0) for part in (key.content, key.position, key.bias)))
-    return additive_logits(query, key, whole.scaling)
+    return additive_logits(query, key, whole.softmax_scale)
 
 
-@contextmanager
-def _recording(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Attention that stops at its first call; the first layer."""
-
-    def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
-        raise _SeenError(query, key, options.get("scaling"))
-
+def _first_layer(model: PreTrainedModel) -> nn.Module:
     layers = next(
         (part for part in model.base_model.modules() if isinstance(part, nn.ModuleList) and len(part) > 0), None
     )
     if layers is None:
         raise ValueError(f"{type(model).__name__} has no list of layers")
-    was: Any = model.config._attn_implementation
-    was_training = model.training
-    AttentionInterface.register(_RECORDER, record)
-    try:
-        model.eval()
-        model.set_attn_implementation(_RECORDER)
-        yield layers[0]
-    finally:
-        model.set_attn_implementation(was)
-        model.train(was_training)
+    return layers[0]
 
 
 def _run(model: PreTrainedModel, text: Tensor) -> _SeenError:
+    def stop(layer: LayerAttention) -> None:
+        raise _SeenError(layer)
+
     try:
-        model(text[None].to(model.device), use_cache=False)
+        with observed_attention(model, stop):
+            model(text[None].to(model.device), use_cache=False)
     except _SeenError as seen:
         return seen
-    raise ValueError(
-        f"{type(model).__name__} does not compute attention by transformers' attention interface: its queries and keys "
-        "cannot be seen"
-    )
+    raise ValueError(f"{type(model).__name__} computed no attention that can be seen")
 
 
 def _observed(layer: nn.Module, model: PreTrainedModel, text: Tensor) -> tuple[Tensor, dict[nn.Module, Tensor]]:

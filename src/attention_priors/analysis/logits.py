@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attention_priors.attention import SSMax
-from attention_priors.attention.problem import make_problem
+from attention_priors.attention.problem import Problem, make_problem
 from attention_priors.attention.reference import dense_logits
 from attention_priors.encodings import ShawVectors
 from attention_priors.priors import Prior
@@ -102,6 +102,11 @@ def attention_logits(
         relative=relative,
         dropout_p=0.0,
     )
+    return problem_logits(problem)
+
+
+def problem_logits(problem: Problem) -> AttentionLogits:
+    """The logits of a problem that :func:`attend` was asked, ``(B, H, Lq, Lk)``."""
     content, position, _, hidden = dense_logits(problem)
     position = content.new_zeros(()) if position is None else position
     visible = torch.ones((), dtype=torch.bool, device=content.device) if hidden is None else ~hidden

@@ -13,6 +13,11 @@ from attention_priors.priors import Prior
 ROUNDING = 1e-12
 """Share of the mass that sums over a million keys may be wrong by."""
 
+REACH_LENGTHS = tuple(2**k for k in (10, 12, 14, 16, 18, 20))
+"""Tokens: pages give the reach in texts of 1024 to 1048576."""
+
+_KEYS_AT_A_TIME = 2**16
+
 
 @torch.no_grad()
 def effective_reach(prior: Prior, length: int, shares: Sequence[float] = (0.5, 0.9, 0.99)) -> Tensor:
@@ -69,15 +74,27 @@ def window_for(prior: Prior, length: int, tolerance: float, content_range: float
     return (_mass_beyond(prior, length) > spared).sum(-1)
 
 
-def _mass_beyond(prior: Prior, length: int) -> Tensor:
-    """The share of the last query's prior beyond each distance ``0 ... length - 1``, ``(H, length)``, in float64."""
+@torch.no_grad()
+def last_prior(prior: Prior, length: int) -> Tensor:
+    """The prior alone of the last query of a text, over its keys from the first to its own: ``(H, length)``, float64.
+
+    Raises:
+        ValueError: the length is not positive, or the prior hides every key.
+    """
     if length < 1:
         raise ValueError(f"length must be a positive number of tokens, got {length}")
     device = next((parameter.device for parameter in prior.parameters()), torch.device("cpu"))
     last = torch.tensor([length - 1], device=device)
-    log_prior = prior.log_prior(last, torch.arange(length, device=device), torch.float64)[:, 0]
+    # A part at a time: some priors need several numbers for each key.
+    parts = torch.arange(length, device=device).split(_KEYS_AT_A_TIME)
+    log_prior = torch.cat([prior.log_prior(last, keys, torch.float64)[:, 0] for keys in parts], -1)
     if bool(torch.isneginf(log_prior).all(-1).any()):
         raise ValueError(f"prior hides every key of {length} from the last query: it has no reach")
+    return log_prior.softmax(-1)
+
+
+def _mass_beyond(prior: Prior, length: int) -> Tensor:
+    """The share of the last query's prior beyond each distance ``0 ... length - 1``, ``(H, length)``, in float64."""
     # Summed from the farthest key on: small numbers first, so that what is far and faint is not lost.
-    from_farthest = log_prior.softmax(-1).cumsum(-1)
+    from_farthest = last_prior(prior, length).cumsum(-1)
     return torch.nn.functional.pad(from_farthest[:, :-1].flip(-1), (0, 1))

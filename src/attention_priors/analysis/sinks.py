@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from attention_priors.analysis.logits import attention_logits
+from attention_priors.analysis.logits import problem_logits
 from attention_priors.analysis.margins import content_range
+from attention_priors.analysis.observation import LayerAttention, observed_attention
 from attention_priors.attention import SSMax
 from attention_priors.attention.attend import attend_with_weights
-from attention_priors.encodings import Rotary, ShawVectors
-from attention_priors.models.decoder import PriorDecoderForCausalLM
+from attention_priors.attention.problem import Problem
+from attention_priors.attention.reference import reference
+from attention_priors.encodings import ShawVectors
 from attention_priors.priors import Prior
 
 
@@ -65,9 +69,7 @@ def sink_mass(
     Raises:
         ValueError: a factor is negative or not finite, or ``sink`` is no key.
     """
-    for factor in factors:
-        if not 0 <= factor < float("inf"):
-            raise ValueError(f"factors must be finite and at least 0, got {factor}")
+    _check_factors(factors)
     if not 0 <= sink < key.shape[2]:
         raise ValueError(f"sink must be a key from 0 to {key.shape[2] - 1}, got {sink}")
     # Values play no part in weights.
@@ -78,16 +80,14 @@ def sink_mass(
 
 
 @torch.no_grad()
-def sink_mass_rows(
-    model: PriorDecoderForCausalLM, texts: Sequence[Tensor], *, factors: Sequence[float]
-) -> list[SinkMassRow]:
+def sink_mass_rows(model: PreTrainedModel, texts: Sequence[Tensor], *, factors: Sequence[float]) -> list[SinkMassRow]:
     """:func:`sink_mass` of the first token, for every head of a model.
 
     Queries and keys of each layer are those of an ordinary forward pass; the factor multiplies the content logits of
     that layer alone.
 
     Args:
-        model: a decoder in evaluation mode.
+        model: in evaluation mode; any that :func:`observed_attention` sees.
         texts: tokens of each text, ``(L,)``, at least 2.
         factors: as for :func:`sink_mass`.
 
@@ -98,20 +98,22 @@ def sink_mass_rows(
         raise ValueError(
             f"texts must hold texts of at least 2 tokens each, got lengths {[len(text) for text in texts]}"
         )
-    config = model.config
-    total = torch.zeros(config.num_hidden_layers, len(factors) + 1, config.num_attention_heads, dtype=torch.float64)
-    queries = 0
-    for text in texts:
-        queries += len(text) - 1
-        for layer, (attention, query, key) in enumerate(_queries_and_keys(model, text)):
-            prior = model.model.prior if attention.prior is None else attention.prior
-            relative = attention.encoding if isinstance(attention.encoding, ShawVectors) else None
-            mass = sink_mass(
-                query, key, prior, factors=factors, logit_scale=attention.logit_scale, relative=relative
-            )  # fmt: skip
-            sums = torch.cat([mass[:, 0], content_range(attention_logits(query, key))], 0)[..., 1:].double().sum(-1)
-            total[layer] += sums.cpu()
-    means = total / queries
+    _check_factors(factors)
+    totals: dict[int, Any] = {}
+    number = model.config.num_hidden_layers
+
+    def see(layer: LayerAttention) -> None:
+        problem = layer.problem
+        mass = _masses(problem, factors, sink=0)
+        plain = replace(problem, row_scale=None)
+        sums = torch.cat([mass[:, 0], content_range(problem_logits(plain))], 0)[..., 1:].double().sum(-1).cpu()
+        totals[layer.index % number] = totals.get(layer.index % number, 0.0) + sums
+
+    with observed_attention(model, see):
+        for text in texts:
+            model(input_ids=text[None].to(model.device), use_cache=False)
+    queries = sum(len(text) - 1 for text in texts)
+    means = torch.stack([totals[layer] for layer in range(number)]) / queries
     return [
         {
             "layer": layer,
@@ -120,31 +122,17 @@ def sink_mass_rows(
             "signal": float(factor * means[layer, -1, head]),
             "mass": float(means[layer, place, head]),
         }
-        for layer in range(config.num_hidden_layers)
-        for head in range(config.num_attention_heads)
+        for layer in range(number)
+        for head in range(means.shape[2])
         for place, factor in enumerate(factors)
     ]
 
 
-def _queries_and_keys(model: PriorDecoderForCausalLM, text: Tensor) -> Iterator[tuple[Any, Tensor, Tensor]]:
-    """Each layer's attention, and its queries and keys ``(1, H, L, D)`` when it reads a text."""
-    layers: list[Any] = [layer.self_attn for layer in model.model.layers]
-    seen: dict[Any, Tensor] = {}
+def _masses(problem: Problem, factors: Sequence[float], sink: int) -> Tensor:
+    return torch.stack([reference(replace(problem, query=factor * problem.query))[2][..., sink] for factor in factors])
 
-    def keep(module: Any, inputs: Any, output: Tensor) -> None:
-        seen[module] = output
 
-    hooks = [part.register_forward_hook(keep) for layer in layers for part in (layer.q_proj, layer.k_proj)]
-    try:
-        model(text[None].to(model.device), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    positions = torch.arange(len(text), device=model.device)
-    for layer in layers:
-        query, key = (
-            seen[part].unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for part in (layer.q_proj, layer.k_proj)
-        )
-        if isinstance(layer.encoding, Rotary):
-            query, key = layer.encoding(query, positions[None]), layer.encoding(key, positions[None])
-        yield layer, query, key
+def _check_factors(factors: Sequence[float]) -> None:
+    for factor in factors:
+        if not 0 <= factor < float("inf"):
+            raise ValueError(f"factors must be finite and at least 0, got {factor}")

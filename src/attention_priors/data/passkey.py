@@ -58,10 +58,14 @@ class PasskeySample(RetrievalText):
 
     Attributes:
         needle_start: Index of the needle's first token.
+        needle_end: Index of the token after it.
+        question_start: Index of the question's first token.
         key: The pass key: so many digits, of which the first is not 0.
     """
 
     needle_start: int
+    needle_end: int
+    question_start: int
     key: int
 
 
@@ -210,7 +214,14 @@ class PasskeyTask:
         before = round(depth * filler.numel())
         tokens = torch.cat([self._instruction, filler[:before], needle, filler[before:], question, answer])
         needle_start = self._instruction.numel() + before
-        return PasskeySample(tokens=tokens, answer_start=length, needle_start=needle_start, key=key)
+        return PasskeySample(
+            tokens=tokens,
+            answer_start=length,
+            needle_start=needle_start,
+            needle_end=needle_start + needle.numel(),
+            question_start=length - question.numel(),
+            key=key,
+        )
 
     def _parts(self, key: str) -> tuple[Tensor, Tensor, Tensor]:
         """The needle, the question without its answer, and the answer."""

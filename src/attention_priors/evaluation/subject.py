@@ -43,7 +43,7 @@ class Subject:
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
-        place = _device(device)
+        place = device_named(device)
         try:
             load_config(name)  # at once, so that a wrong name is not first missed by a tokenizer
             tokenizer = pretrained_tokenizer(name)
@@ -92,7 +92,12 @@ class Subject:
         return {token for token in (*several, self.tokenizer.eos_token_id) if isinstance(token, int)}
 
 
-def _device(name: str) -> torch.device:
+def device_named(name: str) -> torch.device:
+    """The device of a name.
+
+    Raises:
+        ValueError: it is none, or none that is there.
+    """
     try:
         device = torch.device(name)
     except RuntimeError:

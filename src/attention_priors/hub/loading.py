@@ -40,6 +40,16 @@ def load_model(name: str | Path, dtype: torch.dtype = torch.float32) -> PreTrain
     if getattr(config, CONFIG_KEY, None) is not None:
         return load_attached(name, dtype=dtype)
     kind: Any = PriorDecoderForCausalLM if isinstance(config, PriorDecoderConfig) else AutoModelForCausalLM
+    return load_whole(kind, name, dtype)
+
+
+def load_whole(kind: Any, name: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A model of a class of transformers, or of what an Auto class finds, with all of its weights.
+
+    Raises:
+        OSError: it cannot be loaded, or lacks weights.
+        ValueError: its files are damaged.
+    """
     with folder_or_repository("model", name), damage_named(name):
         model, found = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
     if found["missing_keys"]:

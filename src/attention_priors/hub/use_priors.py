@@ -62,7 +62,7 @@ def use_priors(model: Model, *, slopes: Sequence[float] | None = None, learn: bo
             ``slopes`` and ``learn`` do not fit the model.
     """
     modules = [*model.modules()]
-    if _uses_priors(model):
+    if uses_priors(model):
         raise ValueError(f"{type(model).__name__} uses priors already; call restore_attention(model) first")
     kinds = {type(module) for module in modules}
     has_alibi = bool(kinds & {*alibi.ATTENTION})
@@ -95,7 +95,7 @@ def restore_attention(model: Model) -> Model:
     Raises:
         ValueError: if the model does not use priors, or has been wrapped since.
     """
-    if not _uses_priors(model):
+    if not uses_priors(model):
         raise ValueError(f"{type(model).__name__} does not use priors; there is nothing to restore")
     modules = [module for module in model.modules() if type(module) in _replacements()]
     check_not_wrapped(modules)
@@ -142,7 +142,8 @@ def _use_laplace(model: nn.Module, slopes: Sequence[float] | None, learn: bool) 
             module.config = own
 
 
-def _uses_priors(model: nn.Module) -> bool:
+def uses_priors(model: nn.Module) -> bool:
+    """Whether :func:`use_priors` has been called for a model."""
     return any(type(module) in _replacements() for module in model.modules())
 
 

@@ -1,21 +1,18 @@
-"""The report: one HTML file that holds everything it shows."""
+"""The report of a comparison: one HTML file that holds everything it shows."""
 
 from __future__ import annotations
 
-import base64
 from collections import defaultdict
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, StrictUndefined
 
 from attention_priors.files import write_bytes
 from attention_priors.report.drawing import DEPTH_OF_CUT
 from attention_priors.report.gallery import illustrations
 from attention_priors.report.heads import head_table
-from attention_priors.report.numbers import duration, moment, multiple, percent, quantity
+from attention_priors.report.rendering import embedded_figure, render
 from attention_priors.report.result_grids import result_grids
 from attention_priors.report.results import Results, check_results, common_training_length, rows, scheme_names
 from attention_priors.report.style import looks
@@ -39,18 +36,10 @@ def write_report(results: Results, path: Path) -> None:
 
 
 def _render(results: Results) -> str:
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {
-        "duration": duration,
-        "moment": moment,
-        "multiple": multiple,
-        "percent": percent,
-        "quantity": quantity,
-    }
-    template = environment.from_string(_template())
     cells = passkey_table(results)
     tables = {scheme: head_table(results, scheme) for scheme in scheme_names(results)}
-    return template.render(
+    return render(
+        "comparison.html",
         results=results,
         recipe=yaml.safe_dump(results["recipe"], sort_keys=False, allow_unicode=True, width=88),
         summary=summarize(results),
@@ -68,20 +57,10 @@ def _render(results: Results) -> str:
     )
 
 
-def _template() -> str:
-    return files("attention_priors.report").joinpath("template.html").read_text(encoding="utf-8")
-
-
 def _embedded(results: Results) -> dict[str, list[dict[str, Any]]]:
     """The figures by kind, as data that a page can hold."""
     embedded = defaultdict(list)
     for illustration in illustrations(results):
-        content = base64.b64encode(illustration.png()).decode()
-        embedded[illustration.kind].append(
-            {
-                "source": f"data:image/png;base64,{content}",
-                "alt": illustration.alt,
-                "scheme": illustration.scheme,
-            }
-        )
+        figure = embedded_figure(illustration.figure, illustration.alt)
+        embedded[illustration.kind].append(figure | {"scheme": illustration.scheme})
     return embedded

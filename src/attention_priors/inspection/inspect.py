@@ -1,0 +1,310 @@
+"""Everything that is found in a model, as one dictionary that JSON holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_priors.analysis import (
+    curve_distances,
+    effective_reach,
+    first_layer_logits,
+    head_accounts,
+    head_roles,
+    logit_scale_rows,
+    prior_rows,
+    prior_term_rows,
+)
+from attention_priors.analysis.observation import LayerAttention, observed_attention
+from attention_priors.analysis.reach import REACH_LENGTHS
+from attention_priors.attention.problem import Problem
+from attention_priors.attention.reference import reference
+from attention_priors.data.passkey import PasskeySample
+from attention_priors.hub.loading import check_positions
+from attention_priors.inspection.load import Inspected
+from attention_priors.inspection.prompt import figure_4_prompt
+from attention_priors.machine import processor, versions
+from attention_priors.priors import Prior, Uniform
+from attention_priors.results_format import INSPECTION_FORMAT
+
+REACH_SHARES = (0.5, 0.9, 0.99)
+MAPS = 6
+"""Attention maps that are shown, unless heads are named."""
+_AUDITED = 256
+"""Tokens of a text that the additive split is measured on."""
+_UNREAD = 16
+"""Tokens of a text that is read where there is no tokenizer: they are only there for attention to happen."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class InspectionPlan:
+    """What is looked at.
+
+    Attributes:
+        length: of the text that priors are described for, in tokens; at least 2.
+        text: what is read; None for none.
+        text_name: where it comes from.
+        text_tokens: so much of it is read, in tokens.
+        heads: whose attention maps are shown, ``(layer, head)``; None for those that say most.
+    """
+
+    length: int = 4096
+    text: str | None = None
+    text_name: str = ""
+    text_tokens: int = 512
+    heads: tuple[tuple[int, int], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.length < 2:
+            raise ValueError(f"length must be at least 2 tokens, got {self.length}")
+        if self.text_tokens < 4:
+            raise ValueError(f"text_tokens must be at least 4, got {self.text_tokens}")
+
+
+def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: None) -> dict[str, Any]:
+    """Look into a model: its priors, what they explain of its attention, its attention to a pass key.
+
+    Args:
+        given: the model, in evaluation mode.
+        plan: what is looked at.
+        say: is told what is being done.
+
+    Returns:
+        ``format``, ``model``, ``title``, ``kind``, ``positions``, ``parameters``, ``length``, ``layers`` (name and
+        heads of each), ``priors`` (a row per head: curve, role, reach), ``prior_terms``, ``logit_scales``, and
+        ``text``, ``passkey`` and ``additive``, each with ``reason`` instead where it could not be done. The maps of
+        ``passkey`` have ``weights`` as tensors; all else is for JSON.
+
+    Raises:
+        ValueError: the model's attention cannot be seen, or a head is named that it does not have; it says which.
+    """
+    say("Reading")
+    tokens, why_no_text = _tokens(given, plan)
+    layers: list[LayerAttention] = []
+    text_heads: list[dict[str, Any]] = []
+
+    def see(layer: LayerAttention) -> None:
+        problem = layer.problem
+        if _is_cross(problem):
+            return
+        if why_no_text is None:
+            text_heads.extend({"layer": len(layers), **row} for row in head_accounts(problem))
+        layers.append(layer)
+
+    with observed_attention(given.model, see):
+        given.read(tokens)
+    heads = {(row, head) for row, layer in enumerate(layers) for head in range(layer.problem.query.shape[1])}
+    unknown = sorted({*(plan.heads or ())} - heads)
+    if unknown:
+        raise ValueError(
+            f"heads: there is no head {unknown[0][1]} of layer {unknown[0][0]}; {given.name} has {len(layers)} layers "
+            f"with {max(head for _, head in heads) + 1} heads"
+        )
+    say("Priors")
+    own = [_prior_of(layer) for layer in layers]
+    priors = _priors(own, plan.length)
+    for row, layer in zip(priors, (layers[row["layer"]] for row in priors), strict=True):
+        if not layer.problem.geometry.causal:
+            row["log_prior_ahead"] = _ahead(own[row["layer"]], row["head"], plan.length)
+    found: dict[str, Any] = {
+        "format": INSPECTION_FORMAT,
+        "model": given.name,
+        "title": given.title,
+        "kind": type(given.model).__name__,
+        "positions": given.positions(),
+        "parameters": sum(parameter.numel() for parameter in given.model.parameters()),
+        "length": plan.length,
+        "layers": [
+            {
+                "name": layer.name,
+                "heads": layer.problem.query.shape[1],
+                "causal": layer.problem.geometry.causal,
+                "has_prior": layer.problem.prior is not None,
+            }
+            for layer in layers
+        ],
+        "priors": priors,
+        "prior_terms": prior_term_rows([*own], length=plan.length),
+        "logit_scales": _logit_scales(layers),
+        "text": {"reason": why_no_text}
+        if why_no_text
+        else {"name": plan.text_name, "tokens": len(tokens), "heads": text_heads},
+    }
+    say("The passkey prompt")
+    found["passkey"] = _passkey(given, plan, {(row["layer"], row["head"]): row["role"] for row in priors})
+    say("The additive split")
+    found["additive"] = _additive(given, tokens)
+    found |= {
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": versions(("attention-priors", "torch", "transformers")),
+        "processor": processor(),
+    }
+    return found
+
+
+# ---- parts
+
+
+def _tokens(given: Inspected, plan: InspectionPlan) -> tuple[Tensor, str | None]:
+    """What is read, and why it says nothing, where it does not."""
+    if plan.text is None or given.tokenizer is None:
+        why = given.without_tokenizer if given.tokenizer is None else "no text was given"
+        embedding: Any = given.model.get_input_embeddings()
+        return torch.arange(_UNREAD) % len(embedding.weight), why
+    tokens = torch.tensor(given.tokenizer.encode(plan.text)[: plan.text_tokens], dtype=torch.int64)
+    if len(tokens) < 4:
+        raise ValueError(f"text has {len(tokens)} tokens; there must be 4 at least")
+    check_positions(given.model, len(tokens))
+    return tokens, None
+
+
+def _is_cross(problem: Problem) -> bool:
+    """Whether queries look into another text."""
+    return not problem.geometry.causal and problem.query.shape[2] != problem.key.shape[2]
+
+
+def _prior_of(layer: LayerAttention) -> Prior:
+    prior = layer.problem.prior
+    return Uniform(layer.problem.query.shape[1]) if prior is None else prior
+
+
+def _priors(priors: Sequence[Prior], length: int) -> list[dict[str, Any]]:
+    roles = [head_roles(prior, length) for prior in priors]
+    reaches = [
+        {size: effective_reach(prior, size, REACH_SHARES).tolist() for size in REACH_LENGTHS} for prior in priors
+    ]
+    rows: list[dict[str, Any]] = [dict(row) for row in prior_rows([*priors], length=length)]
+    for row in rows:
+        layer, head = row["layer"], row["head"]
+        row["role"] = roles[layer][head]
+        row["reach"] = {str(size): [of[head] for of in found] for size, found in reaches[layer].items()}
+    return rows
+
+
+def _ahead(prior: Prior, head: int, length: int) -> list[float]:
+    """The log-prior of keys that follow the query, at the distances of the curve."""
+    places = torch.tensor(curve_distances(length))
+    return prior.log_prior(torch.zeros(1, dtype=torch.int64), places, torch.float64)[head, 0].detach().tolist()
+
+
+def _logit_scales(layers: Sequence[LayerAttention]) -> list[dict[str, Any]]:
+    return [dict(row) for row in logit_scale_rows([layer.module for layer in layers])]
+
+
+def _passkey(given: Inspected, plan: InspectionPlan, roles: dict[tuple[int, int], str]) -> dict[str, Any]:
+    """Where each head looks when it is asked for a pass key, and maps of some heads."""
+    if given.tokenizer is None:
+        return {"reason": given.without_tokenizer}
+    if given.is_encoder_decoder:
+        return {"reason": "a model with an encoder is not asked so"}
+    try:
+        sample = figure_4_prompt(given.tokenizer)
+        check_positions(given.model, len(sample.tokens))
+    except ValueError as error:
+        return {"reason": str(error)}
+    rows, answered = _needle_weights(given, sample)
+    chosen = _say_most(rows, roles) if plan.heads is None else list(plan.heads)
+    return {
+        "tokens": len(sample.prompt),
+        "instruction": [0, sample.needle_start],
+        "needle": [sample.needle_start, sample.needle_end],
+        "filler": [sample.needle_end, sample.question_start],
+        "question": [sample.question_start, sample.answer_start],
+        **{
+            f"{part}_tokens": [_token(given, token) for token in sample.tokens[start:stop].tolist()]
+            for part, start, stop in (
+                ("needle", sample.needle_start, sample.needle_end),
+                ("question", sample.question_start, sample.answer_start),
+                ("answer", sample.answer_start, len(sample.tokens)),
+            )
+        },
+        "key": str(sample.key),
+        "answered": answered,
+        "heads": rows,
+        "maps": _maps(given, sample, chosen),
+    }
+
+
+def _token(given: Inspected, token: int) -> str:
+    """A token as it can be shown in a line."""
+    assert given.tokenizer is not None
+    return str(given.tokenizer.decode([token])).replace("\n", "⏎").replace(" ", "␣")
+
+
+def _needle_weights(given: Inspected, sample: PasskeySample) -> tuple[list[dict[str, Any]], float]:
+    """The weight that the last token of the question gives to the needle and to the first token; digits answered."""
+    rows: list[dict[str, Any]] = []
+    last = sample.answer_start - 1
+    needle = slice(sample.needle_start, sample.needle_end)
+
+    def see(layer: LayerAttention) -> None:
+        weights = _weights(layer.problem.rows(slice(last, last + 1)))[:, 0]
+        parts = (weights[:, needle].sum(-1), weights[:, 0], weights[:, needle].amax(-1))
+        for head, (on_needle, on_first, highest) in enumerate(zip(*(part.tolist() for part in parts), strict=True)):
+            row = {"layer": layer.index, "head": head, "needle": on_needle, "first": on_first, "highest": highest}
+            rows.append(row)
+
+    with observed_attention(given.model, see):
+        logits = given.read(sample.tokens[:-1]).logits[0]
+    answers = logits[last:].argmax(-1).cpu()
+    return rows, float((answers == sample.answer).double().mean())
+
+
+def _weights(problem: Problem) -> Tensor:
+    """The attention weights of some queries of the first text, ``(H, Lq, Lk)``."""
+    return reference(problem)[2][0]
+
+
+def _say_most(rows: Sequence[dict[str, Any]], roles: dict[tuple[int, int], str]) -> list[tuple[int, int]]:
+    """The heads that look most at the needle, and the one of each role that does so most, the former first."""
+    ranked = [(row["layer"], row["head"]) for row in sorted(rows, key=lambda row: -row["needle"])]
+    chosen = ranked[: MAPS // 2]
+    for role in dict.fromkeys(roles.values()):
+        if role not in {roles[head] for head in chosen}:
+            chosen.append(next(head for head in ranked if roles[head] == role))
+    chosen += [head for head in reversed(ranked) if head not in chosen][: max(0, MAPS - len(chosen))]
+    return chosen
+
+
+def _maps(given: Inspected, sample: PasskeySample, chosen: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Attention maps of chosen heads over the prompt, ``weights`` ``(L, L)``, in the order in which they are given."""
+    maps: dict[tuple[int, int], Tensor] = {}
+
+    def see(layer: LayerAttention) -> None:
+        wanted = [head for number, head in chosen if number == layer.index]
+        if wanted:
+            blocks = [_weights(layer.problem.rows(slice(start, start + 64)))[wanted] for start in range(0, length, 64)]
+            whole = torch.cat(blocks, 1).to(torch.float16).cpu()
+            maps.update({(layer.index, head): whole[place] for place, head in enumerate(wanted)})
+
+    length = len(sample.prompt)
+    with observed_attention(given.model, see):
+        given.read(sample.prompt)
+    return [{"layer": layer, "head": head, "weights": maps[layer, head]} for layer, head in chosen]
+
+
+def _additive(given: Inspected, tokens: Tensor) -> dict[str, Any]:
+    """How much each summand of the first layer's logits varies over the keys, per head, in nats."""
+    if given.is_encoder_decoder:
+        return {"reason": "a model with an encoder adds nothing to its embeddings that this splits"}
+    tokens = tokens[:_AUDITED]
+    try:
+        split = first_layer_logits(given.model, tokens)
+    except ValueError as error:
+        return {"reason": str(error)}
+    visible = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=split.bias.device).tril()
+    spreads = {name: values.tolist() for name, values in split.spreads(visible).items()}
+    return {
+        "tokens": len(tokens),
+        "heads": [
+            {"head": head, **{name: values[head] for name, values in spreads.items()}}
+            for head in range(len(spreads["bias"]))
+        ],
+    }

@@ -1,0 +1,103 @@
+"""The model that is looked into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from attention_priors.data import load_corpus
+from attention_priors.data.tokenizer import pretrained_tokenizer
+from attention_priors.evaluation.subject import device_named
+from attention_priors.hub.attach import LEARNED_POSITIONS
+from attention_priors.hub.loading import load_config, load_model, load_whole
+from attention_priors.models.decoder import PriorDecoderConfig
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """A language model, and its tokenizer if it has one."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    without_tokenizer: str = ""
+    """Why there is none."""
+
+    @property
+    def title(self) -> str:
+        """What people call it: training calls every model's folder ``model``, and that says nothing."""
+        folder = Path(self.name)
+        if not folder.exists():
+            return self.name
+        parts = [part for part in folder.resolve().parts[-3:] if part not in ("model", folder.anchor)]
+        return "/".join(parts[-2:])
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether it reads one text and writes another."""
+        return bool(self.model.config.is_encoder_decoder)
+
+    def read(self, tokens: Tensor) -> Any:
+        """Let the model read a text ``(L,)``; one with two stacks reads it in both."""
+        given: dict[str, Any] = {"input_ids": tokens[None].to(self.model.device), "use_cache": False}
+        if self.is_encoder_decoder:
+            # One token fewer, so that no attention across has as many queries as keys.
+            given["decoder_input_ids"] = given["input_ids"][:, :-1]
+        with torch.no_grad():
+            return self.model(**given)
+
+    def positions(self) -> str:
+        """How positions come into the model, besides its priors, in words."""
+        config: Any = self.model.config
+        if isinstance(config, PriorDecoderConfig):
+            encoding = config.encoding
+            return "none" if encoding is None else str(encoding if isinstance(encoding, str) else encoding["name"])
+        if getattr(config, "rope_parameters", None):
+            return "rotary"
+        names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
+        return "a learned table" if names & set(LEARNED_POSITIONS) else "none"
+
+
+def load_inspected(name: str | Path, *, device: str = "cpu") -> Inspected:
+    """Load a model of ours, an attached one, or one of transformers: a decoder, or one with an encoder as T5.
+
+    Args:
+        name: its folder, or its name on the Hugging Face Hub.
+        device: where it runs.
+
+    Raises:
+        OSError: it cannot be loaded, or lacks weights.
+        ValueError: its files are damaged, or ``device`` is none that is there.
+    """
+    place = device_named(device)
+    config = load_config(name)
+    model = load_whole(AutoModelForSeq2SeqLM, name) if config.is_encoder_decoder else load_model(name)
+    try:
+        tokenizer, why = pretrained_tokenizer(str(name)), ""
+    except OSError as error:
+        tokenizer, why = None, f"it has no tokenizer: {error}"
+    return Inspected(str(name), model.to(place).eval(), tokenizer, why)  # pyright: ignore[reportArgumentType]
+
+
+def text_to_read(source: str) -> tuple[str, str]:
+    """A text's name and content.
+
+    Args:
+        source: a text file in UTF-8, or ``embedded``: the longest held-out file of the embedded corpus.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is no text.
+    """
+    if source == "embedded":
+        longest = max(load_corpus("embedded").held_out, key=lambda document: len(document.text))
+        return f"{longest.name} of Python's standard library", longest.text
+    try:
+        return Path(source).name, Path(source).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is no text in UTF-8: {error}") from error

@@ -1,0 +1,40 @@
+"""HTML pages that hold everything they show: templates, and figures as data."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
+
+from attention_priors.report.numbers import duration, moment, multiple, percent, quantity
+from attention_priors.report.style import png
+
+
+def render(template: str, **content: Any) -> str:
+    """A page from one of the templates beside this file.
+
+    Raises:
+        jinja2.UndefinedError: the template names something that ``content`` lacks.
+    """
+    environment = Environment(
+        loader=PackageLoader("attention_priors.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "duration": duration,
+        "moment": moment,
+        "multiple": multiple,
+        "percent": percent,
+        "quantity": quantity,
+    }
+    return environment.get_template(template).render(**content)
+
+
+def embedded_figure(figure: Figure, alt: str) -> dict[str, Any]:
+    """A figure for the macro ``picture``: as data, and in words."""
+    return {"source": f"data:image/png;base64,{base64.b64encode(png(figure)).decode()}", "alt": alt}

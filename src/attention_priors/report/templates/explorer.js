@@ -1,0 +1,374 @@
+"use strict";
+
+// What the library computes in Python, for one head: log-priors, the weights they give alone, how far those reach.
+// Every family is tested against the library's own class.
+const explorer = (() => {
+  const EPSILON = 1e-5; // of the Generalized Gaussian, as in the library
+  const REACH_LENGTHS = [10, 12, 14, 16, 18, 20].map((power) => 2 ** power);
+  const SHARES = [0.5, 0.9, 0.99];
+
+  // A slider: name, words, least, most, step, start; `log` ones hold the power of two.
+  const slider = (name, words, least, most, step, start, log = false) => ({ name, words, least, most, step, start, log });
+  const written = (value) => {
+    const rounded = Number(value.toPrecision(4));
+    return Number.isInteger(rounded) ? `${rounded}.0` : String(rounded);
+  };
+  const whole = (value) => String(Math.round(value));
+
+  const FAMILIES = {
+    uniform: {
+      words: "Uniform (no position)",
+      sliders: [],
+      logPrior: () => () => 0,
+      python: () => "Uniform(1)",
+    },
+    laplace: {
+      words: "Laplace (ALiBi)",
+      sliders: [slider("slope", "slope m, nats per token", -12, 1, 0.25, -4, true)],
+      logPrior: ({ slope }) => (distance) => -slope * Math.abs(distance),
+      python: ({ slope }) => `Laplace(1, slopes=[${slope}])`,
+    },
+    generalized_gaussian: {
+      words: "Generalized Gaussian (BAM)",
+      sliders: [
+        slider("theta_alpha", "θα: ln of the penalty one token away", -6, 4, 0.05, 0),
+        slider("beta", "shape β: local above 0, retrieval below", -3, 3, 0.05, -0.5),
+        slider("mu", "location μ, tokens along j − i", -16, 4, 0.5, 0),
+      ],
+      logPrior: ({ theta_alpha, beta, mu }) => (distance) =>
+        -Math.exp(Math.min(theta_alpha + beta * Math.log(Math.abs(-distance - mu) + EPSILON), 60)),
+      python: ({ theta_alpha, beta, mu }) =>
+        `GeneralizedGaussian(1, init={"theta_alpha": ${written(theta_alpha)}, "beta": ${written(beta)}, "mu": ${written(mu)}})`,
+    },
+    spectral: {
+      words: "Spectral (GOAT)",
+      sliders: [
+        slider("base", "base: longest over shortest period", 1, 16, 0.5, 8, true),
+        ...[0, 1, 2, 3].flatMap((r) => [
+          slider(`alpha${r}`, `α of frequency ${r}, nats`, -3, 3, 0.05, r === 2 ? 1.5 : 0),
+          slider(`beta${r}`, `β of frequency ${r}, nats`, -3, 3, 0.05, 0),
+        ]),
+      ],
+      logPrior: (values) => (distance) => {
+        let total = 0;
+        for (let r = 0; r < 4; r++) {
+          const phase = values.base ** (-r / 3) * distance;
+          total += values[`alpha${r}`] * Math.cos(phase) + values[`beta${r}`] * Math.sin(phase);
+        }
+        return total;
+      },
+      python: (values) => {
+        const list = (name) => [0, 1, 2, 3].map((r) => written(values[`${name}${r}`])).join(", ");
+        return `Spectral(1, num_frequencies=4, base=${values.base}, init={"alpha": [${list("alpha")}], "beta": [${list("beta")}]})`;
+      },
+    },
+    key_sink: {
+      words: "Key sink (GOAT)",
+      sliders: [
+        slider("bump", "bump of the first key, nats", -5, 15, 0.1, 6),
+        slider("slope", "slope, nats per token", 0, 0.5, 0.005, 0.05),
+      ],
+      logPrior: ({ bump, slope }) => (distance, key) => slope * key + (key === 0 ? bump : 0),
+      python: ({ bump, slope }) => `KeySink(1, train_length=1024, init={"slope": ${written(slope)}, "bump": ${written(bump)}})`,
+    },
+    relative_buckets: {
+      words: "Relative buckets (T5)",
+      sliders: [
+        slider("buckets", "buckets", 4, 64, 2, 32),
+        slider("distance", "distance of the last bucket, tokens", 6, 14, 1, 7, true),
+        slider("fall", "fall from bucket to bucket, nats", -1, 1, 0.01, 0.2),
+      ],
+      logPrior: ({ buckets, distance: last, fall }) => {
+        const exact = Math.floor(buckets / 2);
+        const spread = Math.log(last / exact);
+        return (distance) => {
+          const away = Math.max(distance, 0);
+          // In float32, as T5 has it: a distance on a boundary would change its bucket.
+          const ratio = Math.fround(Math.log(Math.fround(Math.max(away, 1) / exact))) / spread;
+          const spaced = exact + Math.trunc(Math.fround(Math.fround(ratio) * (buckets - exact)));
+          return -fall * Math.min(away < exact ? away : spaced, buckets - 1);
+        };
+      },
+      python: ({ buckets, distance, fall }) =>
+        `RelativeBuckets(1, num_buckets=${whole(buckets)}, max_distance=${whole(distance)}, ` +
+        `init={"bias": [${written(-fall)} * b for b in range(${whole(buckets)})]})`,
+    },
+    clipped_offsets: {
+      words: "Clipped offsets (Shaw)",
+      sliders: [
+        slider("offset", "largest offset, tokens", 1, 64, 1, 16),
+        slider("fall", "fall from offset to offset, nats", -1, 1, 0.01, 0.2),
+      ],
+      logPrior: ({ offset, fall }) => (distance) => -fall * Math.min(Math.abs(distance), offset),
+      python: ({ offset, fall }) =>
+        `ClippedOffsets(1, max_offset=${whole(offset)}, ` +
+        `init={"bias": [${written(-fall)} * abs(o) for o in range(-${whole(offset)}, ${whole(offset)} + 1)]})`,
+    },
+    window: {
+      words: "Window",
+      sliders: [slider("size", "keys that are seen, the own among them", 0, 14, 1, 7, true)],
+      logPrior: ({ size }) => (distance) => (Math.abs(distance) < size ? 0 : -Infinity),
+      python: ({ size }) => `Window(1, ${whole(size)})`,
+    },
+  };
+
+  // The values of sliders by name, as the formulas take them.
+  function values(family, positions) {
+    const found = {};
+    for (const { name, log } of FAMILIES[family].sliders) found[name] = log ? 2 ** positions[name] : Number(positions[name]);
+    return found;
+  }
+
+  const scale = (s, length) => (s === null ? 1 : s * Math.log(length));
+
+  // Log-prior of the last query of a text for each distance 0 ... length - 1, in nats.
+  function logPriors(family, given, length) {
+    const at = FAMILIES[family].logPrior(given);
+    const found = new Float64Array(length);
+    for (let d = 0; d < length; d++) found[d] = at(d, length - 1 - d);
+    return found;
+  }
+
+  // Softmax of scaled log-priors.
+  function weights(logPrior, factor) {
+    const found = new Float64Array(logPrior.length);
+    let highest = -Infinity;
+    for (const value of logPrior) if (value > -Infinity) highest = Math.max(highest, factor * value);
+    let total = 0;
+    for (let d = 0; d < logPrior.length; d++) {
+      found[d] = logPrior[d] === -Infinity ? 0 : Math.exp(factor * logPrior[d] - highest);
+      total += found[d];
+    }
+    for (let d = 0; d < found.length; d++) found[d] /= total;
+    return found;
+  }
+
+  // The distances within which shares of the prior lie, for each length.
+  function reach(family, given, s) {
+    return REACH_LENGTHS.map((length) => {
+      const mass = weights(logPriors(family, given, length), scale(s, length));
+      // From the farthest key on: small numbers first.
+      let beyond = 0;
+      const found = SHARES.map(() => 0);
+      const settled = SHARES.map(() => false);
+      for (let d = length - 1; d >= 0; d--) {
+        beyond += mass[d];
+        SHARES.forEach((share, place) => {
+          if (!settled[place] && beyond > 1 - share + 1e-12) {
+            found[place] = d;
+            settled[place] = true;
+          }
+        });
+      }
+      return found;
+    });
+  }
+
+  // The causal map of a text: the weights of each query, a row each; nothing where the future would be.
+  function map(family, given, s, size) {
+    const at = FAMILIES[family].logPrior(given);
+    return Array.from({ length: size }, (_, query) => {
+      const row = Float64Array.from({ length: query + 1 }, (__, d) => at(d, query - d));
+      const mass = weights(row, scale(s, query + 1));
+      return Array.from({ length: size }, (__, key) => (key <= query ? mass[query - key] : null));
+    });
+  }
+
+  function python(family, given, s) {
+    const lines = [`prior = ${FAMILIES[family].python(given)}`];
+    if (s !== null) lines.push(`scale = SSMax(1, init=${written(s)})`);
+    lines.push(`out = attend(q, k, v, prior${s === null ? "" : ", logit_scale=scale"})`);
+    return lines.join("\n");
+  }
+
+  return { FAMILIES, REACH_LENGTHS, SHARES, values, scale, logPriors, weights, reach, map, python };
+})();
+
+// ---- the page
+
+(() => {
+  const MAP = 64;
+  const SIDES = ["a", "b"];
+  const COLOURS = { a: "#0072B2", b: "#D55E00" };
+  const SHADES = { a: [[0, "#eef4f8"], [0.5, "#4f9cc9"], [1, "#003f63"]], b: [[0, "#fbf1ea"], [0.5, "#e88a4b"], [1, "#7a3500"]] };
+  const LOWEST = -30; // nats; less is no weight at all
+  const START = { a: "generalized_gaussian", b: "laplace" };
+  const state = { length: 4096, s: null, sides: {} };
+  const element = (id) => document.getElementById(id);
+  const shown = (value) => (Math.abs(value) >= 1000 ? String(Math.round(value)) : String(Number(value.toPrecision(3)))).replace("-", "−");
+
+  function makeSliders(side) {
+    const { family } = state.sides[side];
+    const place = element(`sliders-${side}`);
+    place.replaceChildren();
+    for (const { name, words, least, most, step, start, log } of explorer.FAMILIES[family].sliders) {
+      const id = `${side}-${name}`;
+      const row = document.createElement("div");
+      row.className = "slider";
+      const label = Object.assign(document.createElement("label"), { htmlFor: id, textContent: words });
+      const output = Object.assign(document.createElement("output"), { htmlFor: id });
+      const input = Object.assign(document.createElement("input"), { type: "range", id, min: least, max: most, step, value: start });
+      const tell = () => {
+        const value = log ? 2 ** Number(input.value) : Number(input.value);
+        output.textContent = shown(value);
+        input.setAttribute("aria-valuetext", `${shown(value)}`);
+      };
+      input.addEventListener("input", () => {
+        state.sides[side].positions[name] = Number(input.value);
+        tell();
+        draw();
+      });
+      state.sides[side].positions[name] = start;
+      tell();
+      row.append(label, output, input);
+      place.append(row);
+    }
+    if (!place.childElementCount) {
+      place.append(Object.assign(document.createElement("p"), { className: "note", textContent: "It has no parameters." }));
+    }
+  }
+
+  function choose(side, family) {
+    state.sides[side] = { family, positions: {} };
+    makeSliders(side);
+  }
+
+  const given = (side) => explorer.values(state.sides[side].family, state.sides[side].positions);
+  const styles = getComputedStyle(document.documentElement);
+  const ink = () => styles.getPropertyValue("--ink").trim();
+  const rule = () => styles.getPropertyValue("--rule").trim();
+
+  // Distances: all that are near, and ever fewer far ones.
+  function places(length) {
+    const found = new Set();
+    for (let d = 0; d < Math.min(length, 64); d++) found.add(d);
+    for (let power = 6; 2 ** power < length; power += 1 / 24) found.add(Math.round(2 ** power));
+    found.add(length - 1);
+    return [...found].filter((d) => d < length).sort((one, other) => one - other);
+  }
+
+  function layout(x, y, more = {}) {
+    const axis = { gridcolor: rule(), zerolinecolor: rule(), linecolor: rule(), automargin: true };
+    return {
+      margin: { l: 56, r: 12, t: 8, b: 44 },
+      height: 300,
+      paper_bgcolor: "rgba(0,0,0,0)",
+      plot_bgcolor: "rgba(0,0,0,0)",
+      font: { color: ink(), size: 12 },
+      showlegend: false,
+      xaxis: { ...axis, title: { text: x } },
+      yaxis: { ...axis, title: { text: y } },
+      ...more,
+    };
+  }
+  const OPTIONS = { displayModeBar: false, responsive: true };
+
+  function lines(id, x, y, [across, up], of) {
+    const traces = SIDES.map((side) => ({
+      ...of(side),
+      name: side.toUpperCase(),
+      mode: "lines",
+      line: { color: COLOURS[side], width: 2.2, dash: side === "a" ? "solid" : "dash" },
+      hovertemplate: `${side.toUpperCase()}: %{y:.3g} at %{x}<extra></extra>`,
+    }));
+    const plan = layout(x, y);
+    plan.xaxis.type = across;
+    plan.yaxis.type = up;
+    if (across === "log") plan.xaxis.dtick = Math.log10(4);
+    if (up === "log") plan.yaxis.exponentformat = "power";
+    Plotly.react(id, traces, plan, OPTIONS);
+  }
+
+  let waiting = null;
+  function draw() {
+    const { length, s } = state;
+    const at = places(length);
+    const curves = {};
+    for (const side of SIDES) {
+      const { family } = state.sides[side];
+      const logPrior = explorer.logPriors(family, given(side), length);
+      const factor = explorer.scale(s, length);
+      curves[side] = { logPrior, factor, mass: explorer.weights(logPrior, factor) };
+      element(`python-${side}`).textContent = explorer.python(family, given(side), s);
+    }
+    // A logarithmic axis has no place for 0: the query's own key stands at one half.
+    const far = (d) => (d === 0 ? 0.5 : d);
+    const least = (value, bound) => (value > -Infinity ? Math.max(value, bound) : null);
+    lines("log-prior", "distance, tokens (own key at ½)", "nats", ["log", "linear"], (side) => {
+      const { logPrior, factor } = curves[side];
+      return { x: at.map(far), y: at.map((d) => least(factor * logPrior[d], LOWEST)) };
+    });
+    const weight = (side, times, bound) => at.map((d) => (curves[side].mass[d] > 0 ? Math.max(times * curves[side].mass[d], bound) : null));
+    lines("mass-log", "distance, tokens (own key at ½)", "weight, times the uniform's", ["log", "log"], (side) => ({
+      x: at.map(far), y: weight(side, length, 1e-4),
+    }));
+    lines("mass-linear", "distance, tokens", "weight", ["linear", "log"], (side) => ({ x: at, y: weight(side, 1, 1e-12) }));
+    for (const side of SIDES) {
+      const grid = explorer.map(state.sides[side].family, given(side), s, MAP);
+      const plan = layout("key", "query");
+      plan.xaxis.range = [-0.5, MAP - 0.5];
+      plan.xaxis.constrain = "domain";
+      plan.yaxis.range = [MAP - 0.5, -0.5];
+      plan.yaxis.scaleanchor = "x";
+      plan.yaxis.constrain = "domain";
+      plan.height = 360;
+      const trace = {
+        type: "heatmap", z: grid.map((row) => row.map((value) => (value === null ? null : Math.sqrt(value)))), zmin: 0, zmax: 1,
+        colorscale: SHADES[side], showscale: false, hoverongaps: false,
+        customdata: grid, hovertemplate: "query %{y}, key %{x}: %{customdata:.3g}<extra></extra>",
+      };
+      Plotly.react(`map-${side}`, [trace], plan, OPTIONS);
+    }
+    clearTimeout(waiting);
+    waiting = setTimeout(drawReach, 120); // a million keys twelve times: not while a slider moves
+  }
+
+  function drawReach() {
+    for (const side of SIDES) {
+      const found = explorer.reach(state.sides[side].family, given(side), state.s);
+      found.forEach((row, place) => {
+        const cell = element(`reach-${side}-${explorer.REACH_LENGTHS[place]}`);
+        cell.textContent = row.map((distance) => (distance < 1e4 ? distance : `${Math.round(distance / 1000)}k`)).join(" · ");
+        cell.title = row.join(", ");
+      });
+    }
+    document.body.dataset.settled = String(Number(document.body.dataset.settled || 0) + 1);
+  }
+
+  function start() {
+    for (const side of SIDES) {
+      const menu = element(`family-${side}`);
+      for (const [name, { words }] of Object.entries(explorer.FAMILIES)) menu.append(new Option(words, name, false, name === START[side]));
+      menu.addEventListener("change", () => {
+        choose(side, menu.value);
+        draw();
+      });
+      choose(side, START[side]);
+      element(`copy-${side}`).addEventListener("click", async () => {
+        await navigator.clipboard.writeText(element(`python-${side}`).textContent);
+        element(`copy-${side}`).textContent = "Copied";
+        setTimeout(() => (element(`copy-${side}`).textContent = "Copy"), 1500);
+      });
+    }
+    const length = element("length");
+    const scaled = element("scaled");
+    const s = element("s");
+    const tell = () => {
+      state.length = 2 ** Number(length.value);
+      state.s = scaled.checked ? Number(s.value) : null;
+      s.disabled = !scaled.checked;
+      element("length-value").textContent = String(state.length);
+      element("s-value").textContent = scaled.checked ? `${shown(state.s)}: × ${shown(explorer.scale(state.s, state.length))} here` : "off";
+    };
+    for (const control of [length, scaled, s]) {
+      control.addEventListener("input", () => {
+        tell();
+        draw();
+      });
+    }
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+    tell();
+    draw();
+  }
+  start();
+})();

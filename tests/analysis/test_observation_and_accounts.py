@@ -1,0 +1,243 @@
+"""What layers ask of attention while models read, and what is made of it."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    GPTNeoConfig,
+    LlamaConfig,
+    MptConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from attention_priors.analysis import (
+    AttentionLogits,
+    decompose,
+    head_accounts,
+    head_roles,
+    observed_attention,
+    sink_mass_rows,
+)
+from attention_priors.analysis.logits import problem_logits
+from attention_priors.hub import attach
+from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
+from attention_priors.priors import (
+    GeneralizedGaussian,
+    KeySink,
+    Laplace,
+    Prior,
+    RelativeBuckets,
+    Uniform,
+    Window,
+)
+
+TEXT = torch.tensor([3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7, 9, 3, 2, 3, 8])
+SMALL: dict[str, Any] = {"vocab_size": 50, "hidden_size": 24, "num_attention_heads": 4}
+
+
+def made(config: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def attached() -> Any:
+    config = LlamaConfig(**SMALL, intermediate_size=32, num_hidden_layers=3, num_key_value_heads=2)
+    return attach(made(config), "generalized_gaussian", logit_scale="ssmax", layers=[1])
+
+
+MODELS = {
+    "ours": lambda: made(PriorDecoderConfig(**SMALL, intermediate_size=32, num_hidden_layers=2, prior="laplace")),
+    "GPT-2": lambda: made(GPT2Config(vocab_size=50, n_embd=24, n_layer=2, n_head=4, n_positions=32)),
+    "Llama": lambda: made(LlamaConfig(**SMALL, intermediate_size=32, num_hidden_layers=2, num_key_value_heads=2)),
+    "BLOOM": lambda: made(BloomConfig(vocab_size=50, hidden_size=24, n_layer=2, n_head=4)),
+    "MPT": lambda: made(MptConfig(vocab_size=50, d_model=24, n_layers=2, n_heads=4)),
+    "attached to one layer": attached,
+}
+
+
+def seen(model: Any, **inputs: Any) -> list[Any]:
+    layers: list[Any] = []
+    with torch.no_grad(), observed_attention(model, layers.append):
+        model(**inputs)
+    return layers
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_seen_is_the_attention_of_the_model(name: str) -> None:
+    model = MODELS[name]()
+    before = model(TEXT[None]).logits
+    layers = seen(model, input_ids=TEXT[None])
+    torch.testing.assert_close(model(TEXT[None]).logits, before, rtol=0, atol=0)  # and it is what it was
+    assert [layer.index for layer in layers] == [*range(len(layers))]
+    modules = dict(model.named_modules())
+    assert all(modules[layer.name] is layer.module for layer in layers)
+    assert len({layer.name for layer in layers}) == len(layers) == model.config.num_hidden_layers
+    if name in ("BLOOM", "MPT", "GPT-2", "Llama"):
+        model.set_attn_implementation("eager")
+    weights = model(TEXT[None], output_attentions=True).attentions
+    for layer, expected in zip(layers, weights, strict=True):
+        found = problem_logits(layer.problem).total.softmax(-1)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_t5_has_its_own_biases_in_both_stacks_and_none_across() -> None:
+    torch.manual_seed(0)
+    model: Any = T5ForConditionalGeneration(
+        T5Config(vocab_size=50, d_model=24, d_kv=6, d_ff=32, num_layers=2, num_heads=4)
+    ).eval()
+    layers = seen(model, input_ids=TEXT[None], decoder_input_ids=TEXT[None, :-1])
+    kinds = [(type(layer.problem.prior).__name__, layer.problem.geometry.causal) for layer in layers]
+    buckets = "BorrowedBuckets"
+    assert kinds == [(buckets, False)] * 2 + [(buckets, True), ("NoneType", False)] * 2
+    for layer, stack in ((layers[1], model.encoder), (layers[4], model.decoder)):
+        published = stack.block[0].layer[0].SelfAttention.compute_bias(15, 15)[0]
+        causal = layer.problem.geometry.causal
+        prior = layer.problem.prior
+        assert isinstance(prior, RelativeBuckets)
+        positions = torch.arange(15)
+        found = prior.log_prior(positions, positions)
+        past = torch.ones(15, 15, dtype=torch.bool).tril() if causal else torch.ones(15, 15, dtype=torch.bool)
+        torch.testing.assert_close(found.masked_fill(~past, 0.0), published.masked_fill(~past, 0.0))
+
+
+def test_an_error_while_reading_leaves_the_model_alone() -> None:
+    model = MODELS["Llama"]()
+
+    def fail(layer: Any) -> None:
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"), observed_attention(model, fail):
+        model(TEXT[None])
+    hooks = [*model._forward_hooks, *model.model.layers[0]._forward_hooks, *model.model.layers[0]._forward_pre_hooks]
+    assert not hooks
+    assert not hasattr(model.model.layers[0].self_attn, "attached_prior")
+    assert seen(model, input_ids=TEXT[None])[0].index == 0
+
+
+def test_models_that_cannot_be_seen_say_why() -> None:
+    model = made(
+        GPTNeoConfig(
+            vocab_size=50, hidden_size=24, num_layers=1, num_heads=4, attention_types=[[["global"], 1]],
+            max_position_embeddings=32,
+        )
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="attention interface"):
+        seen(model, input_ids=TEXT[None])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_accounts_are_means_over_the_queries(name: str) -> None:
+    for layer in seen(MODELS[name](), input_ids=TEXT[None]):
+        logits = problem_logits(layer.problem)
+        expected = decompose(AttentionLogits(logits.content.double(), logits.position.double(), logits.visible))
+        rows = head_accounts(layer.problem)
+        assert [row["head"] for row in rows] == [0, 1, 2, 3]
+        positions = torch.arange(len(TEXT))
+        away = (positions[:, None] - positions).abs()
+
+        def mean(values: Tensor, head: int) -> float:
+            return float(values[0, head, 1:].detach().mean())
+
+        for row in rows:
+            head = row["head"]
+            assert row["position_share"] == pytest.approx(mean(expected.position_share, head), abs=1e-4)
+            assert row["agreement"] == pytest.approx(mean(expected.agreement, head), abs=1e-4)
+            assert row["first"] == pytest.approx(mean(expected.posterior[..., 0], head), abs=1e-5)
+            assert row["distance"] == pytest.approx(mean((expected.posterior * away).sum(-1), head), rel=1e-4)
+            leads = expected.posterior[0, head, 1:].argmax(-1) == 0
+            assert row["sink"] == pytest.approx(float(leads.double().mean()))
+            assert (row["sink_content"] is None) == (row["sink"] == 0) == (row["sink_position"] is None)
+            assert 0 <= row["entropy"] <= math.log(len(TEXT))
+
+
+def test_accounts_do_not_depend_on_how_many_queries_are_taken_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attention_priors.analysis import account
+
+    layer = seen(MODELS["ours"](), input_ids=TEXT[None])[0]
+    whole = head_accounts(layer.problem)
+    monkeypatch.setattr(account, "block_length", lambda size: 3)
+    for found, expected in zip(head_accounts(layer.problem), whole, strict=True):
+        assert [*found] == [*expected]
+        for name, value in expected.items():
+            assert found[name] is None if value is None else found[name] == pytest.approx(value, rel=1e-6), name
+
+
+def test_a_text_of_one_token_has_no_account() -> None:
+    (layer, _) = seen(MODELS["ours"](), input_ids=TEXT[None, :1])
+    with pytest.raises(ValueError, match="no query of the text sees two keys"):
+        head_accounts(layer.problem)
+
+
+def test_sinks_of_other_peoples_models() -> None:
+    model = MODELS["GPT-2"]()
+    rows = sink_mass_rows(model, [TEXT], factors=[0.0, 1.0])
+    assert len(rows) == 2 * 4 * 2
+    uniform = sum(1 / (query + 1) for query in range(1, len(TEXT))) / (len(TEXT) - 1)
+    assert all(row["mass"] == pytest.approx(uniform, rel=1e-5) for row in rows if row["factor"] == 0)
+
+
+# ---- roles
+
+
+def ggd(beta: float, theta_alpha: float = 0.0) -> Prior:
+    prior = GeneralizedGaussian(1)
+    with torch.no_grad():
+        prior.theta_beta.fill_(beta)
+        prior.theta_alpha.fill_(theta_alpha)
+    return prior
+
+
+def bump(height: float) -> Prior:
+    sink = KeySink(1, 128)
+    with torch.no_grad():
+        sink.bump.fill_(height)
+    return sink
+
+
+@pytest.mark.parametrize(
+    ("prior", "role"),
+    [
+        (Uniform(1), "uniform"),
+        (ggd(0.0), "uniform"),
+        (ggd(0.01, -3.0), "uniform"),
+        (ggd(-0.3), "retrieval"),
+        (ggd(-3.0), "retrieval"),
+        (ggd(1.0), "local"),
+        (ggd(0.5), "local"),
+        (ggd(0.15), "long-tailed"),
+        (Laplace(1, slopes=[1.0]), "local"),
+        (Laplace(1, slopes=[2.0**-12]), "long-tailed"),
+        (bump(9.0), "sink"),
+        (Window(1, 8), "local"),
+        (Uniform(1) + Window(1, 2000), "long-tailed"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_roles(prior: Prior, role: str) -> None:
+    assert head_roles(prior, 4096) == [role]
+
+
+def test_what_is_local_in_a_long_text_is_not_in_a_short_one() -> None:
+    prior = Laplace(1, slopes=[1 / 100])
+    assert [head_roles(prior, length)[0] for length in (8, 128, 4096)] == ["uniform", "long-tailed", "local"]
+
+
+def test_a_role_needs_two_keys() -> None:
+    with pytest.raises(ValueError, match="length must be at least 2 tokens"):
+        head_roles(Uniform(1), 1)
+
+
+def test_decoders_of_ours_are_seen_with_their_scales() -> None:
+    torch.manual_seed(0)
+    config = PriorDecoderConfig(
+        **SMALL, intermediate_size=32, num_hidden_layers=2, prior="generalized_gaussian", logit_scale="ssmax"
+    )
+    layers = seen(PriorDecoderForCausalLM(config).eval(), input_ids=TEXT[None])
+    assert all(layer.problem.row_scale is not None and layer.problem.scales_prior for layer in layers)

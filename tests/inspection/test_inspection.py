@@ -1,0 +1,288 @@
+"""``attention-priors inspect``: models of all kinds, the numbers that are found, the page, mistakes."""
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from typer.testing import CliRunner
+
+from attention_priors.analysis import curve_distances
+from attention_priors.cli import app
+from attention_priors.data import load_corpus, train_tokenizer
+from attention_priors.data.passkey import PasskeyTask
+from attention_priors.hub import attach
+from attention_priors.inspection import InspectionPlan, inspect_model, load_inspected, text_to_read
+from attention_priors.inspection.prompt import figure_4_prompt
+from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
+from attention_priors.report import inspection_summary, write_inspection
+from browsing import Opened, in_a_browser
+from html_pages import Page
+
+VOCABULARY = 300
+TEXT = "def first(second):\n    return second + 1\n" * 20
+SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_attention_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(load_corpus("embedded", max_characters=50_000).train, VOCABULARY)
+
+
+def ours() -> Any:
+    config = PriorDecoderConfig(
+        **SMALL, intermediate_size=32, num_hidden_layers=2, logit_scale="ssmax",
+        prior={"name": "generalized_gaussian", "init": "neighbours", "keep_sign": True},
+    )  # fmt: skip
+    return PriorDecoderForCausalLM(config)
+
+
+def goat_on_llama() -> Any:
+    config = LlamaConfig(**SMALL, intermediate_size=32, num_hidden_layers=2, num_key_value_heads=2)
+    return attach(
+        AutoModelForCausalLM.from_config(config), [{"name": "spectral"}, {"name": "key_sink", "train_length": 64}]
+    )
+
+
+MODELS = {
+    "ours": ours,
+    "GPT-2": lambda: AutoModelForCausalLM.from_config(
+        GPT2Config(vocab_size=VOCABULARY, n_embd=24, n_layer=2, n_head=4, n_positions=1024)
+    ),
+    "short GPT-2": lambda: AutoModelForCausalLM.from_config(
+        GPT2Config(vocab_size=VOCABULARY, n_embd=24, n_layer=2, n_head=4, n_positions=128)
+    ),
+    "BLOOM": lambda: AutoModelForCausalLM.from_config(
+        BloomConfig(vocab_size=VOCABULARY, hidden_size=24, n_layer=2, n_head=4)
+    ),
+    "T5": lambda: T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCABULARY, d_model=24, d_kv=6, d_ff=32, num_layers=2, num_heads=4)
+    ),
+    "goat on Llama": goat_on_llama,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for name, make in MODELS.items():
+        torch.manual_seed(0)
+        made[name] = tmp_path_factory.mktemp("models") / name.replace(" ", "-")
+        make().save_pretrained(made[name])
+        tokenizer.save_pretrained(made[name])
+    return made
+
+
+@pytest.fixture(scope="module")
+def findings(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    plan = InspectionPlan(length=512, text=TEXT, text_name="a text", text_tokens=96)
+    return {name: inspect_model(load_inspected(folder), plan) for name, folder in folders.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_head_of_every_layer_is_described(name: str, findings: dict[str, dict[str, Any]]) -> None:
+    found = findings[name]
+    layers = 4 if name == "T5" else 2
+    heads = [(layer, head) for layer in range(layers) for head in range(4)]
+    assert [(row["layer"], row["head"]) for row in found["priors"]] == heads
+    if name == "short GPT-2":
+        assert "a table of 128 positions" in found["passkey"]["reason"]
+    assert [(row["layer"], row["head"]) for row in found["text"]["heads"]] == heads
+    assert found["text"]["tokens"] == 96
+    assert [layer["causal"] for layer in found["layers"]] == ([False] * 2 if name == "T5" else []) + [True] * 2
+    for row in found["priors"]:
+        assert [*row["reach"]] == [str(2**k) for k in (10, 12, 14, 16, 18, 20)]
+        for reach in row["reach"].values():
+            assert reach == sorted(reach)
+    numbers = {key: value for key, value in found.items() if key != "passkey"}
+    json.dumps(numbers, allow_nan=False)
+
+
+def test_our_heads_are_named(findings: dict[str, dict[str, Any]]) -> None:
+    found = findings["ours"]
+    assert [row["role"] for row in found["priors"]] == ["retrieval", "retrieval", "local", "local"] * 2
+    assert [row["s"] for row in found["logit_scales"]] == pytest.approx([0.43] * 8, abs=0.6)
+    assert found["positions"] == "none"
+    assert "8 heads in 2 layers: 4 retrieval and 4 local, for texts of 512 tokens" in inspection_summary(found)
+
+
+def test_bloom_has_the_biases_that_are_published(findings: dict[str, dict[str, Any]]) -> None:
+    alibi = build_alibi_tensor(torch.ones(1, 512, dtype=torch.long), 4, torch.float32)[:, 0]
+    for row in findings["BLOOM"]["priors"]:
+        published = [float(alibi[row["head"], 511 - d] - alibi[row["head"], 511]) for d in row["distance"]]
+        assert row["log_prior"] == pytest.approx(published, rel=1e-5, abs=1e-6)
+        assert row["prior"] == "laplace"
+
+
+def test_t5_has_the_biases_that_are_published(findings: dict[str, dict[str, Any]], folders: dict[str, Path]) -> None:
+    model: Any = T5ForConditionalGeneration.from_pretrained(folders["T5"]).requires_grad_(False)
+    distances = curve_distances(512)
+    for row in findings["T5"]["priors"]:
+        stack = model.encoder if row["layer"] < 2 else model.decoder
+        bias = stack.block[0].layer[0].SelfAttention.compute_bias(512, 512)[0, row["head"]]
+        assert row["distance"] == distances
+        assert row["log_prior"] == pytest.approx([float(bias[511, 511 - d]) for d in distances], abs=1e-6)
+        if row["layer"] < 2:
+            assert row["log_prior_ahead"] == pytest.approx([float(bias[0, d]) for d in distances], abs=1e-6)
+        else:
+            assert "log_prior_ahead" not in row
+
+
+def test_gpt_2_has_an_additive_split_and_others_say_why_not(findings: dict[str, dict[str, Any]]) -> None:
+    split = findings["GPT-2"]["additive"]
+    assert split["tokens"] == 96
+    assert [row["head"] for row in split["heads"]] == [0, 1, 2, 3]
+    for row in split["heads"]:
+        parts = ("content_content", "content_position", "position_content", "position_position")
+        assert all(row[part] > 1e-4 for part in parts)
+    assert findings["GPT-2"]["positions"] == "a learned table"
+    assert "adds no positions" in findings["ours"]["additive"]["reason"]
+    assert findings["goat on Llama"]["positions"] == "rotary"
+
+
+def test_parts_of_the_prompt(tokenizer: Any) -> None:
+    sample = figure_4_prompt(tokenizer)
+    words = tokenizer.decode(sample.tokens[: sample.needle_start])
+    assert words.endswith("about the important information there.\n")
+    assert tokenizer.decode(sample.tokens[sample.needle_start : sample.needle_end]).strip().endswith("is the pass key.")
+    assert tokenizer.decode(sample.tokens[sample.question_start : sample.answer_start]).strip().startswith("What is")
+    assert sample.question_start - sample.needle_end == 768
+    assert tokenizer.decode(sample.answer) == str(sample.key)
+    assert len(sample.prompt) == PasskeyTask(tokenizer, wording="long").minimum_length + 768
+
+
+def test_weights_on_the_pass_key_are_the_models(
+    findings: dict[str, dict[str, Any]], folders: dict[str, Path], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    found, sample = findings["ours"]["passkey"], figure_4_prompt(tokenizer)
+    model = PriorDecoderForCausalLM.from_pretrained(folders["ours"]).eval()
+    with torch.no_grad():
+        weights = model(sample.prompt[None], output_attentions=True).attentions
+    assert len(found["heads"]) == 8
+    for row in found["heads"]:
+        mine = weights[row["layer"]][0, row["head"]]
+        last = mine[-1, sample.needle_start : sample.needle_end]
+        assert row["needle"] == pytest.approx(float(last.sum()), abs=1e-5)
+        assert row["highest"] == pytest.approx(float(last.max()), abs=1e-5)
+        assert row["first"] == pytest.approx(float(mine[-1, 0]), abs=1e-5)
+    for shown in found["maps"]:
+        torch.testing.assert_close(
+            shown["weights"].float(), weights[shown["layer"]][0, shown["head"]], rtol=1e-3, atol=1e-3
+        )
+    assert {findings["ours"]["priors"][4 * m["layer"] + m["head"]]["role"] for m in found["maps"]} == {
+        "retrieval", "local",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_page(name: str, findings: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    found = findings[name]
+    write_inspection(found, tmp_path / "page.html")
+    source = (tmp_path / "page.html").read_text(encoding="utf-8")
+    page = Page(source)
+    assert page.open == []
+    assert inspection_summary(found) in page.text
+    for picture in page.all("img"):
+        kind, content = picture["src"].split(",", 1)
+        assert kind == "data:image/png;base64"
+        assert base64.b64decode(content)[:4] == b"\x89PNG"
+        assert picture["alt"].endswith(".")
+    assert not re.search(r"(?:src|href)\s*=\s*[\"'](?!data:|#)", source)
+    assert "url(" not in source
+    assert len(source) < 6_000_000
+    maps = [picture for picture in page.all("img") if "passkey prompt" in picture["alt"]]
+    assert len(maps) == len(found["passkey"].get("maps", ()))
+    targets = {link["href"][1:] for link in page.all("a")}
+    assert targets <= {section.get("id") for section in page.all("section")}
+
+
+@in_a_browser
+@pytest.mark.parametrize("width", [1440, 390])
+def test_the_page_in_a_browser(
+    browser: Any,
+    findings: dict[str, dict[str, Any]],
+    tmp_path: Path,
+    width: int,
+) -> None:
+    write_inspection(findings["ours"], tmp_path / "page.html")
+    opened = Opened(browser, tmp_path / "page.html", width)
+    opened.check()
+    reached = []
+    for _ in range(12):
+        opened.page.keyboard.press("Tab")
+        reached.append(opened.page.evaluate("document.activeElement.getAttribute('aria-label') || ''"))
+    assert {"heads", "reach"} <= {*reached}  # tables that may scroll sideways
+    opened.context.close()
+
+
+def test_a_page_of_another_format_is_refused(findings: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"found\['format'\] must be 1"):
+        write_inspection({**findings["ours"], "format": 2}, tmp_path / "page.html")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_without_a_tokenizer_only_the_priors_are_described(tmp_path: Path) -> None:
+    ours().save_pretrained(tmp_path / "model")
+    found = inspect_model(load_inspected(tmp_path / "model"), InspectionPlan(length=64, text=TEXT))
+    assert len(found["priors"]) == 8
+    for part in ("text", "passkey"):
+        assert "no tokenizer" in found[part]["reason"]
+    write_inspection(found, tmp_path / "page.html")
+    assert "Not looked at" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "text.py").write_text(TEXT, encoding="utf-8")
+    arguments = ["--text", str(tmp_path / "text.py"), "--tokens", "64", "--length", "1k", "--heads", "1.3,0.0"]
+    done = CliRunner().invoke(app, ["inspect", str(folders["ours"]), *arguments, "--output", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert "8 heads in 2 layers" in " ".join(done.output.split())
+    found = json.loads((tmp_path / "out" / "inspection.json").read_text(encoding="utf-8"))
+    assert [(shown["layer"], shown["head"]) for shown in found["passkey"]["maps"]] == [(1, 3), (0, 0)]
+    assert found["length"] == 1024
+    assert found["text"]["name"] == "text.py"
+    assert (tmp_path / "out" / "inspection.html").stat().st_size < 6_000_000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--heads", "9.0"], "there is no head 0 of layer 9"),
+        (["--heads", "x"], "'x' is no head"),
+        (["--length", "1"], "length must be at least 2 tokens"),
+        (["--text", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_mistakes_are_named(options: list[str], message: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["inspect", str(folders["ours"]), "--output", str(tmp_path / "out"), *options])
+    assert done.exit_code == 1
+    assert message in " ".join(done.output.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_text_that_the_model_has_no_positions_for(folders: dict[str, Path]) -> None:
+    plan = InspectionPlan(text=TEXT, text_tokens=200)
+    with pytest.raises(ValueError, match="a table of 128 positions; it cannot read rows of 200 tokens"):
+        inspect_model(load_inspected(folders["short GPT-2"]), plan)
+
+
+def test_texts_must_be_text(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="is no text in UTF-8"):
+        text_to_read(str(tmp_path / "binary"))
+    name, content = text_to_read("embedded")
+    assert name.endswith("of Python's standard library")
+    assert len(content) > 10_000
