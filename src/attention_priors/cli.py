@@ -193,14 +193,14 @@ def evaluate(
     ] = "passkey",
     lengths: Annotated[str, typer.Option(help="Tokens, with commas between; 64k is 65536.")] = "1k,2k,4k,8k",
     depths: Annotated[int, typer.Option(min=2, help="Depths, evenly spaced.")] = 20,
-    trials: Annotated[int, typer.Option(min=1, help="Texts per length and depth.")] = 1,
+    trials: Annotated[int, typer.Option(min=1, help="Texts per length and depth; continuations of a genome.")] = 1,
     corpus: Annotated[
-        str, typer.Option(help="Text for essays, fillers and perplexity: embedded, a file, a folder, package:NAME.")
+        str, typer.Option(help="For essays, fillers, perplexity: embedded, a file, a folder, package:NAME, FASTA.")
     ] = "embedded",
     sentences: Annotated[
         str, typer.Option(help="What splits essays into sentences: regex, or NLTK's punkt.")
     ] = "regex",
-    documents: Annotated[int, typer.Option(min=1, help="For perplexity, at most.")] = 8,
+    documents: Annotated[int, typer.Option(min=1, help="For perplexity, at most; pieces of a genome.")] = 8,
     passes: Annotated[int, typer.Option(min=1, help="Of the timing.")] = 100,
     stop_after_zeros: Annotated[
         int, typer.Option(min=0, help="Leave out longer texts after so many lengths without a right answer; 0 for no.")

@@ -12,7 +12,7 @@ FORMAT = 1
 INSPECTION_FORMAT = 1
 """Of what ``attention-priors inspect`` writes; likewise."""
 
-PLAN_SECTIONS = ("retrieval", "losses", "timing")
+PLAN_SECTIONS = ("retrieval", "losses", "completions", "timing")
 """The row lists that evaluation plans fill."""
 
 SECTIONS = (

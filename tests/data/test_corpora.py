@@ -168,6 +168,13 @@ def test_single_document_is_cut_at_a_line_end_near_nine_tenths(tmp_path: Path):
     assert 0.88 < len(train.text) / 1600 < 0.92
 
 
+def test_a_file_of_one_line_is_cut_at_nine_tenths(tmp_path: Path):
+    path = tmp_path / "line.txt"
+    path.write_text("x" * 2000)
+    corpus = load_corpus(path)
+    assert [len(document.text) for document in corpus.train + corpus.held_out] == [1800, 200]
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -176,7 +183,6 @@ def test_single_document_is_cut_at_a_line_end_near_nine_tenths(tmp_path: Path):
         (b"abc\0def", "NUL"),
         (b"ab\xff", r"not UTF-8 \(byte 2\)"),
         (b"short\n", "too short to split.*1000"),
-        (b"x" * 2000, "of one line"),
     ],
 )
 def test_unusable_file_is_an_error_that_names_it(tmp_path: Path, content: bytes, problem: str):

@@ -12,6 +12,7 @@ from rich.console import Console
 from attention_priors.evaluation import EvaluationPlan, Subject, evaluate
 from attention_priors.experiments import Recipe, RunFailedError, compare
 from attention_priors.report import write_figures, write_report, write_tables
+from attention_priors.results_format import PLAN_SECTIONS
 from attention_priors.strict_yaml import RecipeError
 
 PLANS: dict[str, Any] = {
@@ -73,7 +74,7 @@ def test_nothing_is_measured_twice(asked: Any, tiny: Any, plans: dict[str, Any],
     folder, results = asked
     monkeypatch.setattr("subprocess.Popen", lambda *arguments, **options: pytest.fail("a worker was started"))
     again = compare(tiny({"evaluation.plans": plans}), folder, console=Console(quiet=True))
-    for section in ("retrieval", "losses", "timing"):
+    for section in PLAN_SECTIONS:
         assert again[section] == results[section]
     # What the recipe no longer asks for is not in its results.
     fewer = compare(tiny({"evaluation.plans": {"reading": plans["reading"]}}), folder, console=Console(quiet=True))

@@ -56,6 +56,7 @@ def make_results() -> dict:
         "extensions": [],
         "retrieval": [],
         "losses": [],
+        "completions": [],
         "timing": [],
     }
     for scheme, (breakdown, stops) in BREAKDOWN.items():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attention_priors import Prior
+from attention_priors.data import nucleotide_tokenizer
 from attention_priors.models import PriorDecoderForCausalLM
 from attention_priors.training import TrainRecipe, load_train_recipe
 
@@ -74,6 +75,19 @@ def test_goats_model_has_the_papers_size():
     assert (training.optimizer, training.betas, training.epsilon) == ("adamw", (0.9, 0.95), 1e-8)
     assert (training.warmup_steps, training.weight_decay, training.gradient_clip) == (2000, 0.1, 1.0)
     assert (training.context_length, training.precision) == (2048, "bfloat16")
+
+
+def test_goats_genome_model_is_its_text_model_on_bases():
+    text, bases = _load("goat-125m"), _load("goat-dna-125m")
+    assert text.model.decoder is not None
+    assert bases.model.decoder is not None
+    assert bases.model.decoder.vocab_size == len(nucleotide_tokenizer())
+    assert bases.model.decoder.model_dump(exclude={"vocab_size"}) == text.model.decoder.model_dump(
+        exclude={"vocab_size"}
+    )
+    assert bases.training == text.training
+    assert bases.data.fasta is not None
+    assert bases.data.fasta.held_out == ("chr21",)
 
 
 @pytest.mark.parametrize("name", ["bam-120m", "bam-432m", "bam-1.1b", "goat-125m"])

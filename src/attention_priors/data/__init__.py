@@ -1,7 +1,9 @@
 """Text, tokens, texts that hide something, the copy-mixture task, and training rows."""
 
 from attention_priors.data.copy_mixture import COPY_KINDS, CopyMixture, CopyMixtureRows, CopySample
-from attention_priors.data.corpora import EMBEDDED, Corpus, Document, load_corpus
+from attention_priors.data.corpora import EMBEDDED, Corpus, load_corpus
+from attention_priors.data.document import Document
+from attention_priors.data.fasta import FastaError, FastaFile, FastaSummary
 from attention_priors.data.needles import (
     NEEDLE_TASKS,
     Haystack,
@@ -13,6 +15,7 @@ from attention_priors.data.needles import (
     load_haystack,
     match_all,
 )
+from attention_priors.data.nucleotides import NUCLEOTIDES, is_nucleotide_tokenizer, nucleotide_tokenizer
 from attention_priors.data.packing import IGNORED_LABEL, TrainingMixture, collate_rows
 from attention_priors.data.passkey import ANSWER_LENGTH, PasskeySample, PasskeyTask, depths
 from attention_priors.data.retrieval import RetrievalShare, RetrievalText, RetrievalTexts
@@ -32,11 +35,15 @@ __all__ = [
     "END_OF_TEXT",
     "IGNORED_LABEL",
     "NEEDLE_TASKS",
+    "NUCLEOTIDES",
     "CopyMixture",
     "CopyMixtureRows",
     "CopySample",
     "Corpus",
     "Document",
+    "FastaError",
+    "FastaFile",
+    "FastaSummary",
     "Haystack",
     "NeedleSample",
     "NeedleSettings",
@@ -53,10 +60,12 @@ __all__ = [
     "collate_rows",
     "depths",
     "digit_token_ids",
+    "is_nucleotide_tokenizer",
     "load_corpus",
     "load_haystack",
     "load_tokenizer",
     "match_all",
+    "nucleotide_tokenizer",
     "token_stream",
     "tokenizer_fingerprint",
     "train_tokenizer",

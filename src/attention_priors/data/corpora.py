@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from attention_priors.data.document import Document
+from attention_priors.data.fasta import FastaFile, is_fasta
+
 EMBEDDED = "embedded"
 PACKAGE = "package:"
-"""What the name of an installed Python package follows where its files are the text."""
+"""What the name of an installed Python package follows where its files are the text, or one of them is."""
 
 _HELD_OUT_FRACTION = 0.05
 _SINGLE_DOCUMENT_TRAIN_FRACTION = 0.9
@@ -29,14 +32,6 @@ _STDLIB_EXCLUDED_FOLDERS = frozenset(
 )
 # Generated for one machine when Python was built there.
 _STDLIB_EXCLUDED_PREFIXES = ("config-", "_sysconfigdata")
-
-
-@dataclass(frozen=True)
-class Document:
-    """A named piece of text; the name is unique within its corpus."""
-
-    name: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,7 @@ def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Cor
     """Read a corpus and split it, by document, into about 95 % to train on and 5 % held out.
 
     The split depends on the documents' names alone, so it is the same on every run and machine. A corpus of
-    one document is cut in two at a line end, at about 90 %.
+    one document is cut in two at about 90 %, at a line end if it has any.
 
     Args:
         source: One of
@@ -82,8 +77,10 @@ def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Cor
             - a folder: every text file below it, but for hidden ones. Files that are binary (a NUL byte, or
               not UTF-8), blank, or exact copies of an earlier file are listed in ``Corpus.skipped``.
             - ``"package:NAME"``: the folder of an installed Python package, such as ``package:scipy``: another
-              text that needs no network. Record the package's version.
+              text that needs no network; or a file or folder in it, ``package:NAME/PATH``. Record the package's
+              version.
             - a text file in UTF-8: its paragraphs, grouped into documents of 2000 characters or more.
+            - a FASTA file (:class:`~attention_priors.data.FastaFile`), by its name's end: its contigs.
         max_characters: Size of the training part to keep, in characters; the held-out part is always whole, so
             that what is tested on does not depend on it. Documents are kept in the order of a hash of their names,
             so that what is kept is a fair sample; the last is cut to make the size exact. ``None`` keeps
@@ -91,8 +88,8 @@ def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Cor
 
     Raises:
         FileNotFoundError: ``source`` does not exist, or is a package that is not installed.
-        ValueError: ``max_characters`` is below 1; the file is empty or binary; the folder has no text file;
-            or a corpus of one document is too short to split.
+        ValueError: ``max_characters`` is below 1; the file is empty or binary, or a broken FASTA file; the folder has
+            no text file; or a corpus of one document is too short to split.
     """
     if max_characters is not None and max_characters < 1:
         raise ValueError(f"max_characters must be at least 1, or None for everything; it is {max_characters}")
@@ -114,28 +111,24 @@ def read_documents(source: str | Path) -> tuple[str, tuple[Document, ...], tuple
 
     Raises:
         FileNotFoundError: ``source`` does not exist, or is a package that is not installed.
-        ValueError: the file is empty or binary; the folder has no text file.
+        ValueError: the file is empty or binary, or a broken FASTA file; the folder has no text file.
     """
     skipped: list[str] = []
     if source == EMBEDDED:
         name = EMBEDDED
         documents = _distinct(_embedded_documents(skipped), skipped)
-    elif str(source).startswith(PACKAGE):
-        name = str(source)
-        folder = _package_folder(name)
-        documents = _distinct(_read_files(folder, _walk(folder, ("__pycache__",)), skipped), skipped)
     else:
-        path = Path(source)
-        if not path.exists():
-            raise FileNotFoundError(
-                f"source {str(source)!r} does not exist: expected a folder, a text file, {EMBEDDED!r}, or "
-                f"'{PACKAGE}NAME' of an installed package"
-            )
-        name = path.resolve().name
+        name, path = _place(source)
         if path.is_dir():
-            documents = _distinct(_read_files(path, _walk(path), skipped), skipped)
+            excluded = ("__pycache__",) if name.startswith(PACKAGE) else ()
+            found = _read_files(path, _walk(path, excluded), skipped)
+        elif is_fasta(path):
+            genome = FastaFile(path)
+            skipped += [f"{record}: none of its bases is known" for record in genome.summary().unknown]
+            found = (contig for _, contig in genome.contigs())
         else:
-            documents = _distinct(_paragraph_groups(_read_single_file(path)), skipped)
+            found = _paragraph_groups(_read_single_file(path))
+        documents = _distinct(found, skipped)
     if not documents:
         found = f"skipped {'; '.join(skipped[:5])}" if skipped else "it has no files"
         raise ValueError(f"source {str(source)!r} holds no text file ({found})")
@@ -157,14 +150,30 @@ def _embedded_documents(skipped: list[str]) -> Iterator[Document]:
         yield Document(f"pydoc_data.topics/{topic}", topics[topic])
 
 
-def _package_folder(source: str) -> Path:
-    name = source.removeprefix(PACKAGE)
+def _place(source: str | Path) -> tuple[str, Path]:
+    """What a file or folder is called, and where it is."""
+    if str(source).startswith(PACKAGE):
+        return str(source), _place_in_package(str(source))
+    path = Path(source)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"source {str(source)!r} does not exist: expected a folder, a text or FASTA file, {EMBEDDED!r}, or "
+            f"'{PACKAGE}NAME' of an installed package"
+        )
+    return path.resolve().name, path
+
+
+def _place_in_package(source: str) -> Path:
+    name, _, inner = source.removeprefix(PACKAGE).partition("/")
     # Of a package within another one, the other would be imported, and run, to find it.
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     if not folders:
         raise FileNotFoundError(f"source {source!r}: expected the name of an installed Python package that is a folder")
-    return Path(folders[0])
+    path = Path(folders[0], inner)
+    if not path.exists():
+        raise FileNotFoundError(f"source {source!r}: the package {name!r} has no {inner!r}")
+    return path
 
 
 def _walk(root: Path, excluded_folders: Iterable[str] = (), excluded_prefixes: tuple[str, ...] = ()) -> list[Path]:
@@ -274,12 +283,8 @@ def _split_single(document: Document) -> tuple[tuple[Document, ...], tuple[Docum
     first, last = size - len(document.text.lstrip()), len(document.text.rstrip()) - 1  # characters not blank
     line_ends = (line_end.end() for line_end in re.finditer("\n", document.text))
     cuts = [position for position in line_ends if first < position <= last]
-    if not cuts:
-        raise ValueError(
-            f"source has one document, {document.name!r}, of one line: expected a line end at which to "
-            "split it into a training and a held-out part"
-        )
-    cut = min(cuts, key=lambda position: abs(position - target))
+    # A genome is one line.
+    cut = min(cuts, key=lambda position: abs(position - target)) if cuts else target
     return (_cut(document, 0, cut),), (_cut(document, cut, size),)
 
 

@@ -116,6 +116,8 @@ class PasskeyTask:
         self.digits = digits
         self.joins_digits = joins_digits(tokenizer)
         """Whether several digits may be one token, so that keys have different numbers of tokens."""
+        if self.joins_digits and "12345" not in str(tokenizer.decode(_encode(tokenizer, "12345"))).replace(" ", ""):
+            raise ValueError(f"tokenizer {tokenizer.name_or_path!r} cannot write digits: expected one that can")
         if self.joins_digits and decoys:
             raise ValueError(f"decoys need a tokenizer that gives every digit its own token; it is {decoys}")
         instruction, self._needle_text, self._question_text = WORDINGS[wording]

@@ -14,7 +14,7 @@ import numpy as np
 from filelock import FileLock
 from numpy.lib.format import write_array
 
-from attention_priors.data.corpora import Document
+from attention_priors.data.document import Document
 from attention_priors.data.shards import FORMAT, MANIFEST, PARTS, Shard, ShardError, read_manifest, shards_of
 from attention_priors.data.sources import Documents, Place
 from attention_priors.data.stream import DOCUMENTS_PER_BATCH, encode_documents
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 TOKENIZER_CHARACTERS = 20_000_000
 """A tokenizer is trained on the first documents with about so many characters."""
+
+CHARACTERS_PER_BATCH = 2**24
 
 TOKENIZER = "tokenizer"
 
@@ -212,13 +214,12 @@ def _prepare_part(
         before = [entry for name in PARTS for entry in manifest["parts"][name]]
         source = "train"
     places = documents.read(source, before[-1]["state"] if before else None)
-    kind = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     tokens: list[np.ndarray] = []
     starts, count, total = [0], 0, _tokens(manifest, part)
     state: Any = None
     on_tokens(part, total)
     while limit is None or total + count < limit:
-        batch: list[Place] = list(islice(places, DOCUMENTS_PER_BATCH))
+        batch = list(_batch(places))
         if not batch:
             break
         for place, ids in zip(batch, encode_documents(tokenizer, [place.text for place in batch]), strict=True):
@@ -226,7 +227,7 @@ def _prepare_part(
                 break
             # What is held out is whole documents: the rest of the last one would be neither held out nor trained on.
             used = ids if limit is None or part != "train" else ids[: limit - total - count]
-            tokens.append(np.array(used, dtype=kind))
+            tokens.append(used)
             count += len(used)
             starts.append(count)
             state = place.state
@@ -239,6 +240,16 @@ def _prepare_part(
         _write_shard(tokens, starts, state, part, manifest, folder)
     manifest["finished"].append(part)
     write_json(folder / MANIFEST, manifest)
+
+
+def _batch(places: Iterator[Place]) -> Iterator[Place]:
+    """The next documents, few enough to be in memory with their tokens."""
+    characters = 0
+    for place in islice(places, DOCUMENTS_PER_BATCH):
+        yield place
+        characters += len(place.text)
+        if characters >= CHARACTERS_PER_BATCH:
+            return
 
 
 def _tokens(manifest: dict[str, Any], part: str) -> int:

@@ -25,18 +25,31 @@ class HubDataset(Strict):
     """A commit of the repository, so that the data stay what they were."""
 
 
+class FastaSettings(Strict):
+    """A genome (:class:`~attention_priors.data.FastaFile`)."""
+
+    path: str = Field(min_length=1)
+    """Of the FASTA file, plain or compressed."""
+    held_out: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Names of the records that are not trained on, such as ``chr21``; by default what is held out is the first contigs
+    that have ``held_out_tokens`` together."""
+
+
 class DataSettings(Strict):
-    """Where the tokens come from: exactly one of ``text``, ``dataset``, ``shards``."""
+    """Where the tokens come from: exactly one of ``text``, ``fasta``, ``dataset``, ``shards``."""
 
     text: str | None = None
-    """``embedded`` (the Python standard library), a text file, a folder of text files, or ``package:NAME``."""
+    """``embedded`` (the Python standard library), a text file, a folder of text files, ``package:NAME``, or a small
+    FASTA file."""
+    fasta: FastaSettings | None = None
+    """A genome of any size."""
     dataset: HubDataset | None = None
     shards: str | None = None
     """A folder that ``attention-priors prepare`` has made."""
     max_tokens: int | None = Field(default=None, gt=0)
     """Prepare no more than so many tokens to train on."""
     held_out_tokens: int = Field(default=1_000_000, gt=0)
-    """Of a dataset, the first documents that have so many tokens together are not trained on."""
+    """Of a dataset or a genome, the first documents that have so many tokens together are not trained on."""
     shard_tokens: int = Field(default=2**25, gt=0)
     """A file of prepared tokens ends with the document that brings it to so many."""
     order: Literal["shuffled", "as_read"] = "shuffled"
@@ -44,7 +57,7 @@ class DataSettings(Strict):
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSettings:
-        given = [name for name in ("text", "dataset", "shards") if getattr(self, name) is not None]
+        given = [name for name in ("text", "fasta", "dataset", "shards") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"give one of text, dataset and shards, got {' and '.join(given) or 'none'}")
+            raise ValueError(f"give one of text, fasta, dataset and shards, got {' and '.join(given) or 'none'}")
         return self

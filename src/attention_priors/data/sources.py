@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from attention_priors.data.corpora import Corpus
-from attention_priors.data.settings import HubDataset
+from attention_priors.data.fasta import FastaFile
+from attention_priors.data.settings import FastaSettings, HubDataset
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,45 @@ class CorpusDocuments:
         documents = self.corpus.train if part == "train" else self.corpus.held_out
         for index in range(state or 0, len(documents)):
             yield Place(documents[index].text, index + 1)
+
+
+class FastaDocuments:
+    """The contigs of a FASTA file, one record in memory at a time; all of it is read once before anything is used.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+
+    def __init__(self, settings: FastaSettings) -> None:
+        self._settings = settings
+        self._file = FastaFile(settings.path)
+
+    @property
+    def has_held_out_part(self) -> bool:
+        """Whether records are named that are held out."""
+        return bool(self._settings.held_out)
+
+    def identity(self) -> dict[str, Any]:
+        """The file's hash, and which records are held out.
+
+        Raises:
+            FastaError: the file is broken.
+            ValueError: it has no record of a name that is to be held out, or no other.
+        """
+        summary = self._file.summary()
+        for name in self._settings.held_out or ():
+            if name not in summary.records:
+                known = ", ".join(summary.records[:8]) + (", …" if len(summary.records) > 8 else "")
+                raise ValueError(f"data.fasta.held_out: {self._file.path} has no record {name!r}; it has {known}")
+        return {"fasta": summary.sha256, "held_out": list(self._settings.held_out or ())}
+
+    def read(self, part: str, state: Any = None) -> Iterator[Place]:
+        """Contigs in the file's order."""
+        held_out = frozenset(self._settings.held_out or ())
+        chosen = (contig for record, contig in self._file.contigs() if (record in held_out) == (part == "held_out"))
+        for number, contig in enumerate(chosen, start=1):
+            if number > (state or 0):
+                yield Place(contig.text, number)
 
 
 @dataclass(frozen=True)

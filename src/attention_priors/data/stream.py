@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from attention_priors.data.corpora import Document
+from attention_priors.data.document import Document
+from attention_priors.data.nucleotides import encode_nucleotides, is_nucleotide_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +50,7 @@ def token_stream(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Documen
     encoded: list[Tensor] = []
     for start in range(0, len(documents), DOCUMENTS_PER_BATCH):
         texts = [document.text for document in documents[start : start + DOCUMENTS_PER_BATCH]]
-        encoded += [torch.tensor(ids) for ids in encode_documents(tokenizer, texts)]
+        encoded += [torch.from_numpy(ids.astype(np.int64)) for ids in encode_documents(tokenizer, texts)]
     sizes = torch.tensor([tokens.numel() for tokens in encoded])
     return TokenStream(
         tokens=torch.cat(encoded),
@@ -56,8 +58,10 @@ def token_stream(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Documen
     )
 
 
-def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:
     """The tokens of each text, without special tokens but for the end-of-text token that follows.
+
+    Integers of a type with room for each token of the tokenizer, ``(N,)``.
 
     Raises:
         ValueError: ``tokenizer`` has no end-of-text token.
@@ -65,5 +69,10 @@ def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
         raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no eos_token: expected one")
-    batch = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
-    return [[*ids, end] for ids in batch["input_ids"]]
+    kind = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
+    if is_nucleotide_tokenizer(tokenizer):
+        encoded: Sequence[Any] = encode_nucleotides(texts)
+    else:
+        batch = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        encoded = batch["input_ids"]
+    return [np.append(np.array(ids, dtype=kind), kind(end)) for ids in encoded]

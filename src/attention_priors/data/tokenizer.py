@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from attention_priors.data.corpora import Corpus, Document
+from attention_priors.data.corpora import Corpus
+from attention_priors.data.document import Document
+from attention_priors.data.nucleotides import NUCLEOTIDES, nucleotide_tokenizer
 from attention_priors.repositories import folder_or_repository
 
 # transformers takes more than a second to import: each function that needs it imports it.
@@ -83,8 +85,8 @@ def load_tokenizer(spec: int | str | Path, corpus: Corpus, cache_dir: str | Path
     """Train a tokenizer on a corpus, or reuse the one trained before, or load one from elsewhere.
 
     Args:
-        spec: A vocabulary size (``2048`` or ``"2048"``): train on ``corpus.train``. Anything else is a folder
-            or a name on the Hugging Face Hub.
+        spec: A vocabulary size (``2048`` or ``"2048"``): train on ``corpus.train``; ``nucleotides``:
+            :func:`nucleotide_tokenizer`. Anything else is a folder or a name on the Hugging Face Hub.
         corpus: Where the training text comes from when ``spec`` is a vocabulary size.
         cache_dir: Folder in which trained tokenizers are kept, one for each vocabulary size and corpus; made
             if it is missing.
@@ -92,12 +94,13 @@ def load_tokenizer(spec: int | str | Path, corpus: Corpus, cache_dir: str | Path
     Raises:
         OSError: ``spec`` is neither a folder with a tokenizer nor a name that can be loaded.
         ValueError: the vocabulary size does not suit the corpus (see `train_tokenizer`), or the loaded
-            tokenizer lacks an end-of-text token or single-digit tokens.
+            tokenizer lacks an end-of-text token or, if it is not that of nucleotides, single-digit tokens.
     """
     if isinstance(spec, int) or (isinstance(spec, str) and spec.isdecimal()):
         return _trained_tokenizer(int(spec), corpus, Path(cache_dir))
     tokenizer = pretrained_tokenizer(spec)
-    digit_token_ids(tokenizer)
+    if spec != NUCLEOTIDES:
+        digit_token_ids(tokenizer)
     return tokenizer
 
 
@@ -105,12 +108,14 @@ def pretrained_tokenizer(spec: str | Path) -> PreTrainedTokenizerBase:
     """Load any tokenizer that has an end-of-text token.
 
     Args:
-        spec: A folder, or a name on the Hugging Face Hub.
+        spec: A folder, a name on the Hugging Face Hub, or ``nucleotides``: :func:`nucleotide_tokenizer`.
 
     Raises:
         OSError: ``spec`` is neither a folder with a tokenizer nor a name that can be loaded.
         ValueError: the tokenizer lacks an end-of-text token.
     """
+    if spec == NUCLEOTIDES:
+        return nucleotide_tokenizer()
     from transformers import AutoTokenizer
 
     with folder_or_repository("tokenizer", spec):

@@ -1,5 +1,6 @@
 """Testing long: retrieval, perplexity by position and time, in chunks over a KV cache."""
 
+from attention_priors.evaluation.completion import gc_correlation, gc_trajectory, identity
 from attention_priors.evaluation.copying import CopyingRow, copying_rows
 from attention_priors.evaluation.evaluate import Observer, check_plan, evaluate
 from attention_priors.evaluation.passkey import PasskeyRow, has_given_up, passkey_rows, retrieves
@@ -15,7 +16,17 @@ from attention_priors.evaluation.settings import (
     SinkMassSettings,
 )
 from attention_priors.evaluation.subject import Subject, model_fingerprint
-from attention_priors.evaluation.summary import Accuracy, AtDepth, AtPosition, Duration, Loss, Summary, summarize
+from attention_priors.evaluation.summary import (
+    Accuracy,
+    AtDepth,
+    AtPosition,
+    Completion,
+    Continuation,
+    Duration,
+    Loss,
+    Summary,
+    summarize,
+)
 
 __all__ = [
     "LONGEST_KEY",
@@ -23,6 +34,8 @@ __all__ = [
     "Accuracy",
     "AtDepth",
     "AtPosition",
+    "Completion",
+    "Continuation",
     "CopyingRow",
     "CopyingSettings",
     "Duration",
@@ -42,7 +55,10 @@ __all__ = [
     "chunked_logits",
     "copying_rows",
     "evaluate",
+    "gc_correlation",
+    "gc_trajectory",
     "has_given_up",
+    "identity",
     "model_fingerprint",
     "passkey_rows",
     "perplexity_rows",

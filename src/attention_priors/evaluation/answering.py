@@ -1,8 +1,8 @@
-"""What a model answers to a prompt: its greedy continuation, after a prefill in chunks over a KV cache."""
+"""What a model answers to a prompt: its continuation, greedy or drawn, after a prefill in chunks over a KV cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,54 @@ def greedy(
         stop: tokens that end a text; they are not returned.
         on_tokens: called with the number of tokens that each text has been read up to.
     """
+    return _continued(
+        model, prompts, new_tokens, lambda logits: logits.argmax(-1), chunk=chunk, stop=stop, on_tokens=on_tokens
+    )
+
+
+@torch.no_grad()
+def sampled(
+    model: PreTrainedModel,
+    prompts: Tensor,
+    new_tokens: int,
+    generators: Sequence[torch.Generator],
+    *,
+    among: Sequence[int],
+    chunk: int,
+    on_tokens: Callable[[int], None] = lambda count: None,
+) -> list[list[int]]:
+    """A continuation of each prompt, drawn token by token from the model's probabilities of some tokens.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        prompts: ``(B, L)``, without padding.
+        new_tokens: how many.
+        generators: one for each prompt, on the CPU; each continuation depends on its own alone.
+        among: the tokens.
+        chunk: tokens per forward pass.
+        on_tokens: called with the number of tokens that each text has been read up to.
+    """
+    tokens = torch.tensor(among)
+
+    def draw(logits: Tensor) -> Tensor:
+        chances = logits[:, tokens.to(logits.device)].double().softmax(-1).cpu()
+        places = [torch.multinomial(row, 1, generator=own) for row, own in zip(chances, generators, strict=True)]
+        return tokens[torch.cat(places)].to(logits.device)
+
+    return _continued(model, prompts, new_tokens, draw, chunk=chunk, stop=(), on_tokens=on_tokens)
+
+
+def _continued(
+    model: PreTrainedModel,
+    prompts: Tensor,
+    new_tokens: int,
+    choose: Callable[[Tensor], Tensor],
+    *,
+    chunk: int,
+    stop: Collection[int],
+    on_tokens: Callable[[int], None],
+) -> list[list[int]]:
+    """Continuations whose next tokens, ``(B,)``, are chosen by their logits, ``(B, V)``."""
     cache = DynamicCache(config=model.config)
     logits: Any = None
     for logits in chunked_logits(model, prompts, chunk=chunk, keep=1, cache=cache, on_tokens=on_tokens):  # noqa: B007
@@ -64,7 +112,7 @@ def greedy(
     texts: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
     for step in range(new_tokens):
-        chosen = logits[:, -1].argmax(-1)
+        chosen = choose(logits[:, -1])
         for index, token in enumerate(chosen.tolist()):
             ended[index] = ended[index] or token in stop
             if not ended[index]:

@@ -24,9 +24,11 @@ from attention_priors.data.needles import (
     SentenceSplitter,
     load_haystack,
 )
+from attention_priors.data.nucleotides import BASES, NUCLEOTIDES, is_nucleotide_tokenizer
+from attention_priors.evaluation.completion import COMPLETED, complete
 from attention_priors.evaluation.needles import NeedleRetrieval
 from attention_priors.evaluation.perplexity import binned, token_losses
-from attention_priors.evaluation.plan import LONGEST_KEY, PERPLEXITIES, EvaluationPlan
+from attention_priors.evaluation.plan import COMPLETION, LONGEST_KEY, PERPLEXITIES, EvaluationPlan
 from attention_priors.evaluation.records import Record, Records
 from attention_priors.evaluation.retrieval import Answer, PasskeyRetrieval, RetrievalTask, ask, question_seed
 from attention_priors.evaluation.subject import Subject
@@ -124,10 +126,20 @@ class _Session:
         for name in self.plan.tasks:
             longest = max(self.plan.lengths)
             read = self.tasks[name].tokens_read(longest) if name in self.tasks else longest
+            read += COMPLETED - 1 if name == COMPLETION else 0
             try:
                 check_positions(self.subject.model, read)
             except ValueError as error:
                 raise ValueError(f"lengths: {longest} tokens for the task {name!r}: {error}") from error
+            if name == COMPLETION:
+                if not is_nucleotide_tokenizer(self.subject.tokenizer):
+                    raise ValueError(f"tasks: {name!r} needs a model with the tokenizer {NUCLEOTIDES!r}")
+                for length in self.plan.lengths:
+                    if not self._unfinished(length):
+                        raise ValueError(
+                            f"lengths: {self.plan.corpus!r} has no {length} tokens and {COMPLETED} known bases after "
+                            f"them in one document, for the task {name!r}"
+                        )
             if name in PERPLEXITIES:
                 for length in self.plan.lengths:
                     if not self._texts(name, length):
@@ -145,6 +157,8 @@ class _Session:
                 self._retrieve(self.tasks[name])
             elif name == "timing":
                 self._time()
+            elif name == COMPLETION:
+                self._complete()
             else:
                 self._read(name)
 
@@ -180,13 +194,29 @@ class _Session:
                     break
         return found
 
-    def _windows(self, begin: torch.Tensor, length: int) -> list[tuple[str, torch.Tensor]]:
+    def _unfinished(self, length: int) -> list[tuple[str, torch.Tensor]]:
+        """Pieces of a genome, ``length`` tokens and the known bases that are to be found."""
+        vocabulary = self.subject.tokenizer.get_vocab()
+        bases = torch.tensor([vocabulary[base] for base in BASES])
+
+        def known(tokens: torch.Tensor) -> bool:
+            return bool(torch.isin(tokens[-COMPLETED:], bases).all())
+
+        return self._windows(self.subject.beginning(), length + COMPLETED, known)
+
+    def _windows(
+        self,
+        begin: torch.Tensor,
+        length: int,
+        wanted: Callable[[torch.Tensor], bool] = lambda tokens: True,
+    ) -> list[tuple[str, torch.Tensor]]:
         """Pieces of the documents, one after another; of more than are wanted, some from all over them."""
         size = length - len(begin)
         places = [
             (document, tokens, start)
             for document, tokens in self._corpus.pieces
             for start in range(0, len(tokens) - size + 1, max(1, size))
+            if wanted(tokens[start : start + size])
         ]
         count = min(len(places), self.plan.documents)
         chosen = (places[index * len(places) // count] for index in range(count))
@@ -359,6 +389,39 @@ class _Session:
                     done += _cost(len(text))
                     self.observer.on_work(name, done, total)
 
+    # ---- genomes
+
+    def _complete(self) -> None:
+        subject, plan = self.subject, self.plan
+        run = self._begin({"task": COMPLETION, "seed": plan.seed, "bases": COMPLETED} | self._corpus.description())
+        pieces = {length: self._unfinished(length) for length in plan.lengths}
+        total = float(sum(_cost(length) * len(of_length) for length, of_length in pieces.items()))
+        done = 0.0
+        for length, of_length in pieces.items():
+            found = {(line["document"], line["trial"]): line for line in self.records.of(run, length=length)}
+            with self._logged(COMPLETION, run, length) as log:
+                for index, (document, tokens) in enumerate(of_length):
+                    trials = [trial for trial in range(plan.trials) if (document, trial) not in found]
+                    if trials:
+                        outputs = complete(
+                            subject.model,
+                            subject.tokenizer,
+                            tokens[:length],
+                            [question_seed(plan.seed, length, index, trial) for trial in trials],
+                            chunk=self.chunk,
+                            on_tokens=self._progress(COMPLETION, length, done, total),
+                        )
+                        expected = str(subject.tokenizer.decode(tokens[length:]))
+                        for trial, output in zip(trials, outputs, strict=True):
+                            line = {"run": run, "task": COMPLETION, "length": length, "document": document}
+                            line |= {"trial": trial, "expected": expected, "continuation": output}
+                            self.records.append(line)
+                            found[document, trial] = line
+                        log["texts"] += len(trials)
+                    self.gathered += [found[document, trial] for trial in range(plan.trials)]
+                    done += _cost(length)
+                    self.observer.on_work(COMPLETION, done, total)
+
     # ---- timing
 
     def _time(self) -> None:
@@ -399,7 +462,7 @@ class _Session:
         return _LogEntry(self, task, run, length)
 
 
-_OTHERS = ("perplexity", "timing")
+_OTHERS = ("perplexity", "timing", COMPLETION)
 """What tasks that are not about retrieval begin with."""
 
 

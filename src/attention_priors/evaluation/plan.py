@@ -10,6 +10,8 @@ from attention_priors.data import EMBEDDED
 from attention_priors.data.needles import NEEDLE_TASKS
 from attention_priors.strict_yaml import Strict
 
+COMPLETION = "genome_completion"
+
 TASKS = {
     "passkey": "a number of 5 digits between repeated sentences",
     "passkey_8": "the same, with 8 digits",
@@ -18,6 +20,7 @@ TASKS = {
     "perplexity": "loss of each token of long documents, by position",
     "perplexity_short": "loss of whole documents no longer than a length",
     "perplexity_windows": "loss of pieces of a length, cut from all documents",
+    COMPLETION: "how a genome goes on, in 200 bases: identity and GC trajectory against the truth",
     "timing": "milliseconds and memory of one pass, forward and with gradients",
 }
 """Names of tasks, and what each is."""
@@ -37,15 +40,16 @@ class EvaluationPlan(Strict):
     depths: int = Field(default=20, ge=2)
     """Depths, evenly spaced from the start of a text to its end."""
     trials: int = Field(default=1, gt=0)
-    """Texts per length and depth."""
+    """Texts per length and depth; of a genome, continuations of each piece."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     corpus: str = EMBEDDED
     """Where filler, essays and documents come from: ``embedded`` (its held-out part), a text file, a folder, or
-    ``package:NAME`` of an installed Python package."""
+    ``package:NAME`` of an installed Python package; or a FASTA file."""
     sentences: Literal["regex", "punkt"] = "regex"
     """What finds the places in an essay where a needle may stand; RULER takes NLTK's punkt, which needs its data."""
     documents: int = Field(default=8, gt=0)
-    """At most so many documents for perplexity, or pieces of them, spread evenly over all there are."""
+    """At most so many documents for perplexity, or pieces of them, spread evenly over all there are; and pieces of a
+    genome that are to be completed."""
     passes: int = Field(default=100, gt=0)
     """Of the timing."""
     stop_after_zeros: int | None = Field(default=2, gt=0)

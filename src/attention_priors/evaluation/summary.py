@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from attention_priors.evaluation.completion import chance_identity, gc_correlation, identity
 from attention_priors.evaluation.records import Record
 from attention_priors.intervals import Interval, mean_interval, wilson_interval
 
@@ -68,6 +69,35 @@ class Loss:
         """``exp(nll)``."""
         return math.exp(self.nll)
 
+    @property
+    def bits(self) -> float:
+        """The loss in bits per token; of nucleotides, per base."""
+        return self.nll / math.log(2)
+
+
+class Continuation(NamedTuple):
+    """How one piece of a genome goes on, and how a model goes on with it."""
+
+    document: str
+    expected: str
+    found: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """How a model goes on with pieces of one length of a genome. Intervals are 95 %, over pieces; None for one."""
+
+    length: int
+    identity: float
+    """Mean share of bases that are the true ones."""
+    identity_interval: Interval | None
+    chance: float
+    """The identity of bases drawn one by one with each truth's own frequencies."""
+    gc_correlation: float | None
+    """Mean over continuations of Pearson's r between their GC trajectory and the true one; None where none has one."""
+    gc_correlation_interval: Interval | None
+    pieces: tuple[Continuation, ...]
+
 
 @dataclass(frozen=True)
 class Duration:
@@ -84,6 +114,7 @@ class Summary:
 
     accuracies: list[Accuracy]
     losses: list[Loss]
+    completions: list[Completion]
     durations: list[Duration]
 
 
@@ -95,6 +126,7 @@ def summarize(records: Iterable[Record]) -> Summary:
     """
     accuracies: list[Accuracy] = []
     losses: list[Loss] = []
+    completions: list[Completion] = []
     durations: list[Duration] = []
     runs: dict[str, list[Record]] = {}
     for line in records:
@@ -109,9 +141,11 @@ def summarize(records: Iterable[Record]) -> Summary:
                 accuracies.append(_accuracy(here, _stop_after(stops, length, results)))
             elif "losses" in here[0]:
                 losses.append(_loss(here))
+            elif "continuation" in here[0]:
+                completions.append(_completion(here))
             else:
                 durations += [Duration(length, line["pass"], line) for line in here]
-    return Summary(accuracies, losses, durations)
+    return Summary(accuracies, losses, completions, durations)
 
 
 def _stop_after(stops: dict[int, str], length: int, results: Sequence[Record]) -> str | None:
@@ -170,4 +204,29 @@ def _loss(lines: Sequence[Record]) -> Loss:
             AtPosition(math.sqrt(first * ends[first]), loss / number, number)
             for first, (loss, number) in sorted(sums.items())
         ],
+    )
+
+
+def _completion(lines: Sequence[Record]) -> Completion:
+    of_piece: dict[str, list[Record]] = {}
+    for line in lines:
+        of_piece.setdefault(line["document"], []).append(line)
+    pieces = tuple(
+        Continuation(document, own[0]["expected"], tuple(line["continuation"] for line in own))
+        for document, own in of_piece.items()
+    )
+    identities = [statistics.fmean(identity(found, piece.expected) for found in piece.found) for piece in pieces]
+    correlations = []
+    for piece in pieces:
+        defined = [r for r in (gc_correlation(found, piece.expected) for found in piece.found) if r is not None]
+        if defined:
+            correlations.append(statistics.fmean(defined))
+    return Completion(
+        length=lines[0]["length"],
+        identity=statistics.fmean(identities),
+        identity_interval=mean_interval(identities),
+        chance=statistics.fmean(chance_identity(piece.expected) for piece in pieces),
+        gc_correlation=statistics.fmean(correlations) if correlations else None,
+        gc_correlation_interval=mean_interval(correlations),
+        pieces=pieces,
     )

@@ -102,5 +102,10 @@ def _rows(summary: Summary) -> dict[str, list[Row]]:
             for loss in summary.losses
             for place in loss.by_position
         ],
+        "completions": [
+            {"length": one.length, "pieces": len(one.pieces), "continuations": len(one.pieces[0].found)}
+            | {name: getattr(one, name) for name in ("identity", "chance", "gc_correlation")}
+            for one in summary.completions
+        ],
         "timing": [{key: one.record[key] for key in _TIMES} for one in summary.durations],
     }

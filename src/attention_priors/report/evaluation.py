@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from attention_priors.evaluation import Accuracy, Duration, Loss, Summary
+from attention_priors.evaluation import Accuracy, Completion, Duration, Loss, Summary
+from attention_priors.intervals import Interval
 from attention_priors.report.numbers import percent, quantity
 
 MIB = 2**20
@@ -44,12 +45,15 @@ def _contents(summary: Summary) -> Iterator[tuple[str, list[str], list[list[str]
         if stops:
             yield "Stopped", ["task", "why no longer texts"], [[task, str(why)] for task, why in stops]
     if summary.losses:
-        header = ["task", "tokens", "documents", "nats per token", "95 %", "perplexity"]
+        header = ["task", "tokens", "documents", "nats per token", "95 %", "perplexity", "bits per token"]
         yield "Loss, with a t interval over documents", header, [_of_loss(one) for one in summary.losses]
         curves = [one for one in summary.losses if one.task == "perplexity"]
         if curves:
             header = ["position", *(f"texts of {one.length}" for one in curves)]
             yield "Nats per token by position", header, _by_position(curves)
+    if summary.completions:
+        header = ["tokens", "pieces", "continuations of each", "identity, %", "95 %", "by chance, %", "r of GC", "95 %"]
+        yield "How a genome goes on, with t intervals over pieces", header, [*map(_of_completion, summary.completions)]
     if summary.durations:
         header = ["pass", "tokens", "passes", "mean ms", "standard deviation", "median ms", "memory"]
         yield "Time of one pass", header, [_of_duration(one) for one in summary.durations]
@@ -63,7 +67,34 @@ def _of_accuracy(one: Accuracy) -> list[str]:
 
 def _of_loss(one: Loss) -> list[str]:
     interval = "–" if one.interval is None else f"{one.interval.low:.3f}–{one.interval.high:.3f}"
-    return [one.task, str(one.length), str(one.documents), f"{one.nll:.3f}", interval, quantity(one.perplexity)]
+    return [
+        one.task,
+        str(one.length),
+        str(one.documents),
+        f"{one.nll:.3f}",
+        interval,
+        quantity(one.perplexity),
+        f"{one.bits:.3f}",
+    ]
+
+
+def _of_completion(one: Completion) -> list[str]:
+    return [
+        str(one.length),
+        str(len(one.pieces)),
+        str(len(one.pieces[0].found)),
+        f"{100 * one.identity:.1f}",
+        _range(one.identity_interval, 100, 1),
+        f"{100 * one.chance:.1f}",
+        "–" if one.gc_correlation is None else f"{one.gc_correlation:.2f}",
+        _range(one.gc_correlation_interval, 1, 2),
+    ]
+
+
+def _range(interval: Interval | None, factor: float, digits: int) -> str:
+    if interval is None:
+        return "–"
+    return f"{factor * interval.low:.{digits}f} to {factor * interval.high:.{digits}f}"
 
 
 def _by_position(curves: list[Loss]) -> list[list[str]]:

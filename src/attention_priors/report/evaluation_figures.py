@@ -1,4 +1,4 @@
-"""Figures of an evaluation: accuracy against length, depth against length, perplexity against position."""
+"""Figures of an evaluation: accuracy by length, length by depth, perplexity by position, how a genome goes on."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from attention_priors.evaluation import Accuracy, Loss, Summary
+from attention_priors.evaluation import Accuracy, Continuation, Loss, Summary, gc_correlation, gc_trajectory
+from attention_priors.evaluation.completion import GC_WINDOW
 from attention_priors.files import write_bytes
 from attention_priors.report.numbers import percent
-from attention_priors.report.style import blank, label, look, png, thin, tidy
+from attention_priors.report.style import COLOURS, blank, label, look, png, thin, tidy
 
 MOST_DEPTHS = 20
 BAND = 0.1
 """Where there are more depths than that, or others at each length, a heatmap's rows are tenths of the text."""
 _BLUES = colormaps["Blues"]
+_RIGHT_OR_WRONG = ListedColormap([COLOURS[1], COLOURS[2]])
 _CROSS: dict[str, Any] = {"color": "black", "marker": "x", "linestyle": "none", "markeredgewidth": 1.3}
 _NOT_MEASURED: dict[str, Any] = {"facecolor": "#e6e6e6", "edgecolor": "#b5b5b5", "hatch": "////", "linewidth": 0}
 
@@ -47,6 +50,8 @@ def write_evaluation_figures(summary: Summary, folder: Path) -> list[Path]:
     curves = [one for one in summary.losses if one.task == "perplexity"]
     if curves:
         figures["perplexity_by_position"] = perplexity_by_position(curves)
+    if summary.completions:
+        figures["genome_completion"] = genome_completion(summary.completions[-1].pieces[0])
     written = []
     for name, figure in figures.items():
         path = folder / f"{name}.png"
@@ -174,6 +179,36 @@ def perplexity_by_position(losses: Sequence[Loss]) -> Figure:
     _plain_log_values(axes)
     axes.set_xlabel("position in the text, tokens")
     axes.set_ylabel("perplexity, per token")
+    _legend_below(figure, keys, columns=3)
+    return figure
+
+
+def genome_completion(piece: Continuation) -> Figure:
+    """How a piece of a genome goes on: GC trajectories, and which bases are the true ones (GOAT, Figure 4c).
+
+    Args:
+        piece: the truth, and continuations.
+    """
+    figure = blank(3.2 + 0.2 * len(piece.found))
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 0.2 * len(piece.found)))
+    tidy(upper)
+    middles = np.arange(len(piece.expected) - GC_WINDOW + 1) + (GC_WINDOW - 1) / 2
+    upper.plot(middles, 100 * gc_trajectory(piece.expected), color="black", linewidth=2, label="truth", zorder=3)
+    for index, found in enumerate(piece.found):
+        r = gc_correlation(found, piece.expected)
+        words = f"continuation {index + 1}" + ("" if r is None else f" (r = {r:.2f})")
+        style = look(index)
+        upper.plot(middles, 100 * gc_trajectory(found), color=style.color, linestyle=style.linestyle, label=words)
+    upper.set_ylabel(f"GC, % of {GC_WINDOW} bases")
+    same = np.array([[a == b for a, b in zip(found, piece.expected, strict=True)] for found in piece.found])
+    lower.imshow(same, cmap=_RIGHT_OR_WRONG, vmin=0, vmax=1, aspect="auto", interpolation="nearest", gid="identity")
+    lower.set_yticks(range(len(piece.found)), [f"{100 * row.mean():.0f} %" for row in same], fontsize=8)
+    lower.tick_params(length=0)
+    lower.spines[:].set_visible(False)
+    lower.set_ylabel("identity", fontsize=9)
+    lower.set_xlabel("base after the prompt")
+    keys = [*upper.get_lines(), Patch(facecolor=_RIGHT_OR_WRONG(1.0), label="the true base"),
+            Patch(facecolor=_RIGHT_OR_WRONG(0.0), label="another base")]  # fmt: skip
     _legend_below(figure, keys, columns=3)
     return figure
 

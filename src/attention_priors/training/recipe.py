@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from attention_priors.data import load_corpus
 from attention_priors.data.preparation import Preparation
 from attention_priors.data.settings import DataSettings
-from attention_priors.data.sources import CorpusDocuments, Documents, HubDocuments
+from attention_priors.data.sources import CorpusDocuments, Documents, FastaDocuments, HubDocuments
 from attention_priors.encodings import LearnedTable
 from attention_priors.strict_yaml import Strict, read_strictly
 from attention_priors.training.model import ModelSettings
@@ -79,6 +79,8 @@ class TrainRecipe(Strict):
             documents = HubDocuments(data.dataset)
             # Datasets may be far larger than what is read of them.
             limit = limit or self.training.total_rows * self.training.context_length
+        elif data.fasta is not None:
+            documents = FastaDocuments(data.fasta)
         else:
             assert data.text is not None
             documents = CorpusDocuments(load_corpus(data.text))

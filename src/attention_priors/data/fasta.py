@@ -1,0 +1,159 @@
+"""Genomes: FASTA files, plain or compressed, of which nothing is used before all of it has been read once."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from attention_priors.data.document import Document
+from attention_priors.files import checksum
+
+SUFFIXES = (".fa", ".fasta", ".fna", ".ffn")
+"""What names of FASTA files end with; ``.gz`` may follow."""
+
+GAP = 10
+"""Unknown bases in a row that end a contig."""
+
+_AMBIGUOUS = "RYSWKMBDHVN"
+"""IUPAC's letters for one of several bases."""
+
+_UNKNOWN = re.compile(b"N{%d,}" % GAP)
+
+
+def _folding() -> bytes:
+    """For each byte the base it stands for: A, C, G, T, N, or 0 for none."""
+    table = bytearray(256)
+    for letters, base in (("A", "A"), ("C", "C"), ("G", "G"), ("TU", "T"), (_AMBIGUOUS, "N")):
+        for letter in letters + letters.lower():
+            table[ord(letter)] = ord(base)
+    return bytes(table)
+
+
+_BASE_OF = _folding()
+
+
+class FastaError(ValueError):
+    """A FASTA file is broken. The message names the file, the record and what is wrong."""
+
+
+def is_fasta(path: Path) -> bool:
+    """Whether a file's name is one of a FASTA file."""
+    return path.name.lower().removesuffix(".gz").endswith(SUFFIXES)
+
+
+@dataclass(frozen=True)
+class FastaSummary:
+    """What a whole FASTA file holds."""
+
+    sha256: str
+    """Of the file as it is, compressed or not."""
+    records: tuple[str, ...]
+    """Their names: the header's first word."""
+    contigs: int
+    bases: int
+    """Known ones, and unknown ones in runs that are too short to end a contig."""
+    unknown: tuple[str, ...]
+    """Names of records without a known base, which give no contig."""
+
+
+class FastaFile:
+    """A FASTA file's records as contigs in upper case, each a document of its own.
+
+    Bases are A, C, G, T and N. Lower case, which marks repeats ("soft-masked"), becomes upper case, U becomes T, and a
+    letter for one of several bases (IUPAC's R, Y, S, W, K, M, B, D, H, V) becomes N. A run of 10 or more N is a gap
+    between contigs that are sequenced: it is left out, and what follows is another document. A contig is named as
+    samtools names a region, ``chr1:10001-177417``, first and last base counted from 1.
+
+    Args:
+        path: the file, plain or compressed (gzip, bzip2, xz, Zstandard).
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise FileNotFoundError(f"FASTA file {str(path)!r} does not exist")
+        self._summary: FastaSummary | None = None
+
+    def summary(self) -> FastaSummary:
+        """Read all of the file, once, and say what there is.
+
+        Raises:
+            FastaError: the file is broken, cut off or empty, or a record has no name, no sequence, another's name, or a
+                character that is no nucleotide.
+        """
+        if self._summary is None:
+            names, contigs, bases, unknown = [], 0, 0, []
+            for name, sequence in self._records():
+                spans = list(_contig_spans(sequence))
+                names.append(name)
+                contigs += len(spans)
+                bases += sum(end - start for start, end in spans)
+                if not spans:
+                    unknown.append(name)
+            if not contigs:
+                raise FastaError(f"{self.path}: no record has a known base" if names else f"{self.path}: no records")
+            self._summary = FastaSummary(checksum(self.path), tuple(names), contigs, bases, tuple(unknown))
+        return self._summary
+
+    def contigs(self) -> Iterator[tuple[str, Document]]:
+        """The name of each contig's record, and the contig, in the file's order; nothing before all has been read.
+
+        Raises:
+            FastaError: as :meth:`summary`.
+        """
+        self.summary()
+        for name, sequence in self._records():
+            for start, end in _contig_spans(sequence):
+                yield name, Document(f"{name}:{start + 1}-{end}", sequence[start:end].decode())
+
+    def _records(self) -> Iterator[tuple[str, bytes]]:
+        """Names and sequences, each sequence of A, C, G, T and N."""
+        # It is needed for genomes alone.
+        import dnaio
+
+        names: set[str] = set()
+        last = "at its beginning"
+        try:
+            with dnaio.open(self.path, fileformat="fasta") as reader:
+                for number, record in enumerate(reader, start=1):
+                    name = record.name.split(maxsplit=1)[0] if record.name.strip() else ""
+                    place = f"{self.path}: record {name!r}" if name else f"{self.path}: record number {number}"
+                    if not name:
+                        raise FastaError(f"{place} has no name after its '>'")
+                    if name in names:
+                        raise FastaError(f"{place} stands there twice; expected names to be distinct")
+                    names.add(name)
+                    yield name, _bases(place, record.sequence)
+                    last = f"after record {name!r}"
+        except (dnaio.FileFormatError, EOFError, OSError, zlib.error) as error:
+            # Of a compressed file that is cut off, or damaged, the reader says one of these, whichever the format.
+            raise FastaError(f"{self.path} cannot be read further {last}: {error}") from error
+
+
+def _bases(place: str, sequence: str) -> bytes:
+    if not sequence:
+        raise FastaError(f"{place} has no sequence")
+    folded = sequence.encode("ascii").translate(_BASE_OF)
+    wrong = folded.find(0)
+    if wrong >= 0:
+        raise FastaError(
+            f"{place} has {sequence[wrong]!r} at base {wrong + 1} of {len(sequence)}: expected nucleotides "
+            f"(A, C, G, T, U, N and IUPAC's {_AMBIGUOUS[:-1]}, of either case)"
+        )
+    return folded
+
+
+def _contig_spans(sequence: bytes) -> Iterator[tuple[int, int]]:
+    start = 0
+    for gap in _UNKNOWN.finditer(sequence):
+        if gap.start() > start:
+            yield start, gap.start()
+        start = gap.end()
+    if start < len(sequence) and sequence.count(b"N", start) < len(sequence) - start:
+        yield start, len(sequence)

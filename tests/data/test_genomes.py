@@ -1,0 +1,283 @@
+"""FASTA files, whole and broken, and the tokenizer of nucleotides."""
+
+import gzip
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attention_priors.data import (
+    FastaError,
+    FastaFile,
+    PasskeyTask,
+    is_nucleotide_tokenizer,
+    load_corpus,
+    load_tokenizer,
+    nucleotide_tokenizer,
+    token_stream,
+    train_tokenizer,
+)
+from attention_priors.data.document import Document
+from attention_priors.data.fasta import is_fasta
+from attention_priors.data.nucleotides import encode_nucleotides
+from attention_priors.data.preparation import Preparation, prepare
+from attention_priors.data.settings import DataSettings, FastaSettings
+from attention_priors.data.shards import TokenShards, read_manifest
+from attention_priors.data.sources import FastaDocuments
+
+
+def fasta(path: Path, content: str | bytes) -> Path:
+    data = content.encode() if isinstance(content, str) else content
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def contigs(path: Path) -> dict[str, str]:
+    return {document.name: document.text for _, document in FastaFile(path).contigs()}
+
+
+def drawn(size: int, seed: int = 0) -> str:
+    return "".join(random.Random(seed).choices("ACGT", k=size))
+
+
+@pytest.mark.parametrize("name", ["x.fa", "x.FASTA", "x.fna.gz"])
+def test_records_are_read_in_upper_case_line_by_line(tmp_path: Path, name: str):
+    path = fasta(tmp_path / name, ">one described\nACGT\nacgtn\n\nRyNNu\n>two\r\nNNACGT\r\nNN\r\n")
+    assert is_fasta(path)
+    assert contigs(path) == {"one:1-14": "ACGTACGTNNNNNT", "two:1-8": "NNACGTNN"}
+
+
+def test_gaps_end_contigs_and_short_runs_do_not(tmp_path: Path):
+    gap, short = "N" * 5 + "n" * 5, "N" * 9
+    path = fasta(tmp_path / "x.fa", f">a\n{gap}ACGT{short}GG\n{gap}NNTT{gap}\n>b\n{short}\n>c\nAC\n")
+    assert contigs(path) == {"a:11-25": f"ACGT{short}GG", "a:38-39": "TT", "c:1-2": "AC"}
+    summary = FastaFile(path).summary()
+    assert (summary.records, summary.contigs, summary.bases, summary.unknown) == (("a", "b", "c"), 3, 19, ("b",))
+
+
+@given(
+    records=st.lists(st.text(alphabet="ACGTNacgtnRYu", min_size=1, max_size=60), min_size=1, max_size=4),
+    width=st.integers(1, 70),
+)
+def test_contigs_are_the_record_without_its_gaps(tmp_path_factory: pytest.TempPathFactory, records, width):
+    lines = []
+    for index, sequence in enumerate(records):
+        lines += [f">r{index}", *(sequence[start : start + width] for start in range(0, len(sequence), width))]
+    path = fasta(tmp_path_factory.mktemp("drawn") / "x.fa", "\n".join(lines) + "\n")
+    folded = {
+        f"r{index}": sequence.upper().translate(str.maketrans("URY", "TNN")) for index, sequence in enumerate(records)
+    }
+    if all(set(sequence) == {"N"} for sequence in folded.values()):
+        with pytest.raises(FastaError, match="no record has a known base"):
+            contigs(path)
+        return
+    covered = {name: ["N"] * len(sequence) for name, sequence in folded.items()}
+    for region, text in contigs(path).items():
+        name, _, span = region.partition(":")
+        first, last = map(int, span.split("-"))
+        assert text == folded[name][first - 1 : last]
+        assert "N" * 10 not in text
+        covered[name][first - 1 : last] = text
+    assert {name: "".join(letters) for name, letters in covered.items()} == folded
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("", "no records"),
+        ("ACGT\n>y\nAC\n", r"cannot be read further at its beginning: .*line 1.*'>'"),
+        (">x\nACGT\n>y\n>z\nAC\n", "record 'y' has no sequence"),
+        (">x\nACGT\n>\nAC\n", "record number 2 has no name"),
+        (">x\nACGT\n>x again\nAC\n", "record 'x' stands there twice"),
+        (">x\nACGT\n>y\nACGT\nAC*T\n", r"record 'y' has '\*' at base 7 of 8: expected nucleotides"),
+        (">x\nAC GT\n", "record 'x' has ' ' at base 3 of 5"),
+        (">x\nAC>GT\n", "record 'x' has '>' at base 3 of 5"),
+        (">x\nMKVL\n", "record 'x' has 'L' at base 4 of 4"),
+        (">x\nNNN\n", "no record has a known base"),
+        (">é\nACGT\n", "cannot be read further at its beginning"),
+    ],
+)
+def test_a_broken_record_is_an_error_that_names_it(tmp_path: Path, content: str, problem: str):
+    path = fasta(tmp_path / "broken.fa", content)
+    with pytest.raises(FastaError, match=rf"broken\.fa.*{problem}"):
+        next(FastaFile(path).contigs())
+    with pytest.raises(ValueError, match=problem):
+        load_corpus(path)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.999])
+def test_nothing_is_used_of_a_gzip_file_that_is_cut_off(tmp_path: Path, share: float):
+    whole = gzip.compress(f">first\nACGT\n>second\n{drawn(400_000)}\n>third\n{drawn(400_000, 1)}\n".encode())
+    path = tmp_path / "cut.fa.gz"
+    path.write_bytes(whole[: int(share * len(whole))])
+    before = "first" if share < 0.5 else "second"
+    with pytest.raises(
+        FastaError, match=rf"cut\.fa\.gz cannot be read further after record '{before}': .*ended before"
+    ):
+        next(FastaFile(path).contigs())
+
+
+def test_a_damaged_gzip_file_is_an_error(tmp_path: Path):
+    whole = bytearray(gzip.compress(f">first\n{drawn(100_000)}\n".encode()))
+    whole[len(whole) // 2] ^= 0xFF
+    path = tmp_path / "damaged.fa.gz"
+    path.write_bytes(bytes(whole))
+    with pytest.raises(FastaError, match="damaged"):
+        FastaFile(path).summary()
+
+
+def test_a_missing_file_is_an_error_at_once(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        FastaFile(tmp_path / "nowhere.fa")
+
+
+# ---- as a corpus
+
+
+def test_a_genome_is_a_corpus_of_its_contigs(tmp_path: Path):
+    records = {f"chr{index}": drawn(300, index) for index in range(12)}
+    path = fasta(tmp_path / "genome.fa.gz", "".join(f">{name}\n{text}\n" for name, text in records.items()))
+    corpus = load_corpus(path)
+    assert {d.name: d.text for d in corpus.train + corpus.held_out} == {
+        f"{name}:1-300": text for name, text in records.items()
+    }
+    assert corpus.held_out
+    one = fasta(tmp_path / "one.fa", f">chr\n{drawn(5000)}\n>unknown\nNNN\n")
+    corpus = load_corpus(one)
+    assert [len(d.text) for d in corpus.train + corpus.held_out] == [4500, 500]
+    assert corpus.skipped == ("unknown: none of its bases is known",)
+
+
+def test_a_file_of_a_package_is_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "genomes_of_mine" / "inner").mkdir(parents=True)
+    (tmp_path / "genomes_of_mine" / "__init__.py").touch()
+    fasta(tmp_path / "genomes_of_mine" / "inner" / "x.fa", f">x\n{drawn(2000)}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    corpus = load_corpus("package:genomes_of_mine/inner/x.fa")
+    assert corpus.name == "package:genomes_of_mine/inner/x.fa"
+    assert [len(d.text) for d in corpus.train + corpus.held_out] == [1800, 200]
+    with pytest.raises(FileNotFoundError, match=r"the package 'genomes_of_mine' has no 'other\.fa'"):
+        load_corpus("package:genomes_of_mine/other.fa")
+
+
+# ---- tokens
+
+
+def test_a_token_for_each_base(tmp_path: Path):
+    tokenizer = load_tokenizer("nucleotides", None, tmp_path)  # pyright: ignore[reportArgumentType]
+    assert tokenizer("ACGTN", add_special_tokens=True).input_ids == [1, 2, 3, 4, 5]
+    assert tokenizer.decode([1, 2, 3, 4, 5]) == "ACGTN"
+    assert (tokenizer.eos_token_id, len(tokenizer)) == (0, 6)
+    tokenizer.save_pretrained(tmp_path)
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert is_nucleotide_tokenizer(loaded)
+    assert loaded("acgtuU").input_ids == [1, 2, 3, 4, 4, 4]
+    loaded.padding_side = "left"
+    assert loaded(["A", "ACG"], padding=True).input_ids == [[0, 0, 1], [1, 2, 3]]
+    assert is_nucleotide_tokenizer(loaded)
+    assert not is_nucleotide_tokenizer(train_tokenizer([Document("x", "ab " * 200)], 257))
+
+
+@given(st.text(alphabet=st.one_of(st.sampled_from("ACGTUNacgtun\n *5é"), st.characters(codec="utf-8")), max_size=40))
+def test_the_fast_way_gives_the_tokens_of_the_tokenizer(text: str):
+    (fast,) = encode_nucleotides([text])
+    assert fast.tolist() == nucleotide_tokenizer()(text, add_special_tokens=False).input_ids
+
+
+def test_a_stream_of_contigs_keeps_them_apart():
+    stream = token_stream(nucleotide_tokenizer(), [Document("a", "ACG"), Document("b", "TN")])
+    assert stream.tokens.tolist() == [1, 2, 3, 0, 4, 5, 0]
+    assert stream.document_ids.tolist() == [0, 0, 0, 0, 1, 1, 1]
+
+
+def test_there_are_no_pass_keys_in_nucleotides():
+    with pytest.raises(ValueError, match="cannot write digits"):
+        PasskeyTask(nucleotide_tokenizer(), None)
+
+
+# ---- preparation, as `attention-priors train` does it
+
+
+def _preparation(path: Path, **changes) -> Preparation:
+    settings = {"held_out_tokens": 100, "max_tokens": None, "shard_tokens": 150}
+    settings |= {name: changes.pop(name) for name in list(changes) if name in settings}
+    return Preparation(
+        FastaDocuments(FastaSettings(path=str(path), **changes)),
+        tokenizer="nucleotides",
+        held_out_tokens=settings["held_out_tokens"],
+        max_tokens=settings["max_tokens"],
+        shard_tokens=settings["shard_tokens"],
+    )
+
+
+def _text(folder: Path, part: str) -> str:
+    tokens = TokenShards(folder, part)
+    return str(nucleotide_tokenizer().decode(tokens.window(0, len(tokens))[0]))
+
+
+@pytest.fixture
+def genome(tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    records = {f"chr{index}": drawn(100 + index, index) for index in range(6)}
+    return fasta(tmp_path / "g.fa.gz", "".join(f">{name}\n{text}\n" for name, text in records.items())), records
+
+
+def test_records_that_are_named_are_held_out(tmp_path: Path, genome):
+    path, records = genome
+    prepare(_preparation(path, held_out=("chr4", "chr1")), tmp_path / "shards")
+    end = "<|endoftext|>"
+    assert _text(tmp_path / "shards", "held_out") == records["chr1"] + end + records["chr4"] + end
+    rest = [text for name, text in records.items() if name not in ("chr1", "chr4")]
+    assert _text(tmp_path / "shards", "train") == "".join(text + end for text in rest)
+    assert len(read_manifest(tmp_path / "shards")["parts"]["train"]) > 1
+
+
+def test_by_default_the_first_contigs_are_held_out(tmp_path: Path, genome):
+    path, records = genome
+    prepare(_preparation(path), tmp_path / "shards")
+    assert _text(tmp_path / "shards", "held_out") == records["chr0"] + "<|endoftext|>"
+    assert _text(tmp_path / "shards", "train").startswith(records["chr1"])
+
+
+def test_an_interrupted_preparation_goes_on(tmp_path: Path, genome):
+    path, _ = genome
+    prepare(_preparation(path), tmp_path / "whole")
+
+    def interrupt(part: str, tokens: int) -> None:
+        if part == "train" and tokens > 200:
+            raise KeyboardInterrupt
+
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            prepare(_preparation(path), tmp_path / "parts", on_tokens=interrupt)
+    prepare(_preparation(path), tmp_path / "parts")
+    for part in ("held_out", "train"):
+        assert _text(tmp_path / "parts", part) == _text(tmp_path / "whole", part)
+
+
+def test_nothing_is_prepared_of_a_broken_genome(tmp_path: Path):
+    path = fasta(tmp_path / "broken.fa", f">good\n{drawn(500)}\n>bad\nAC-GT\n")
+    with pytest.raises(FastaError, match="record 'bad' has '-'"):
+        prepare(_preparation(path), tmp_path / "shards")
+    assert not (tmp_path / "shards").exists()
+
+
+def test_a_record_to_hold_out_must_be_there(tmp_path: Path, genome):
+    path, _ = genome
+    with pytest.raises(ValueError, match=r"data\.fasta\.held_out: .* has no record 'chrX'; it has chr0, chr1"):
+        prepare(_preparation(path, held_out=("chrX",)), tmp_path / "shards")
+
+
+def test_a_genome_is_one_kind_of_data():
+    assert DataSettings.model_validate({"fasta": {"path": "x.fa"}}).fasta is not None
+    with pytest.raises(ValueError, match="got text and fasta"):
+        DataSettings.model_validate({"fasta": {"path": "x.fa"}, "text": "embedded"})
+
+
+def test_tokens_of_many_bases_take_little_room():
+    (tokens,) = encode_nucleotides([drawn(10_000)])
+    assert tokens.dtype == np.uint8
