@@ -173,3 +173,44 @@ def test_mistakes_in_a_config_are_named(options: dict[str, Any], message: str) -
 def test_mistakes_in_images_are_named(pixels: torch.Tensor, sizes: torch.Tensor | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         made()(pixels, image_sizes=sizes)
+
+
+# ---- units of the image
+
+
+@pytest.mark.parametrize("pooling", ["class", "mean"])
+@pytest.mark.parametrize("prior", [None, "spectral_2d"], ids=str)
+def test_in_units_of_the_image_larger_pixels_change_nothing(prior: Any, pooling: str) -> None:
+    """A prior that says nothing yet: the same image in more patches of one pixel gives the same logits."""
+    sizes = SMALL | {"image_size": [4, 6], "patch_size": 1}
+    torch.manual_seed(0)
+    config = PriorVisionConfig(**sizes, prior=prior, pooling=pooling, position_units="image")
+    model = PriorVisionForImageClassification(config).eval().double()
+    pixels = images(2, 2, 4, 6).double()
+    larger = pixels.repeat_interleave(2, 2).repeat_interleave(3, 3)
+    with torch.no_grad():
+        expected = model(pixels).logits
+        torch.testing.assert_close(model(larger).logits, expected, rtol=1e-9, atol=1e-9)
+        model.config.position_units = "patch"
+        alike = torch.allclose(model(larger).logits, expected, rtol=1e-3)
+    # A class token that is one of more is outweighed; a mean is not.
+    assert alike == (pooling == "mean")
+
+
+def test_in_units_of_the_image_nothing_changes_at_the_training_resolution() -> None:
+    pixels = images(2, 2, 16, 16)
+    for options in KINDS.values():
+        model = made(**options)
+        expected = model(pixels).logits
+        model.config.position_units = "image"
+        assert torch.equal(model(pixels).logits, expected)
+
+
+def test_units_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"position_units must be one of patch, image"):
+        made(position_units="pixel")
+    with pytest.raises(ValueError, match="rows: clipped_offsets means nothing between whole patches"):
+        made(prior={"name": "axial", "rows": "clipped_offsets"}, position_units="image")
+    model = made(**KINDS["axial"], position_units="image")
+    with pytest.raises(ValueError, match="image_sizes need position_units='patch'"):
+        model(images(2, 2, 16, 16), image_sizes=torch.tensor([[16, 16], [8, 8]]))

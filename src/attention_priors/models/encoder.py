@@ -23,7 +23,7 @@ from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, encod
 from attention_priors.models.decoder import SwiGLU
 from attention_priors.models.placement import beside
 from attention_priors.models.pretrained import PriorPreTrainedModel
-from attention_priors.priors import Prior, prior_from_config
+from attention_priors.priors import Prior, at_spacing, prior_from_config
 
 
 class StackConfig(PreTrainedConfig):
@@ -107,6 +107,7 @@ class EncoderAttention(nn.Module):
         key_padding_mask: Tensor | None,
         shared_prior: Prior | None,
         output_attentions: bool,
+        spacing: tuple[float, float] | None,
     ) -> tuple[Tensor, Tensor | None]:
         """``(B, L, hidden_size)`` to the same, and the weights ``(B, H, L, L)``, if they are asked for."""
         query, key, value = (
@@ -117,6 +118,8 @@ class EncoderAttention(nn.Module):
             places = torch.arange(hidden.shape[1], device=hidden.device) if positions is None else positions
             query, key = (self.encoding(x, places.expand(len(hidden), -1)) for x in (query, key))
         prior = self.prior if shared_prior is None else shared_prior
+        if spacing is not None:
+            prior = at_spacing(prior, query.shape[1], *spacing)
         options: dict[str, Any] = {
             "causal": False,
             "logit_scale": self.logit_scale,
@@ -152,10 +155,11 @@ class EncoderLayer(GradientCheckpointingLayer):
         key_padding_mask: Tensor | None = None,
         shared_prior: Prior | None = None,
         output_attentions: bool = False,
+        spacing: tuple[float, float] | None = None,
     ) -> Tensor:
         """``(B, L, hidden_size)`` to the same."""
         attended, _ = self.self_attn(
-            self.input_layernorm(hidden), positions, key_padding_mask, shared_prior, output_attentions
+            self.input_layernorm(hidden), positions, key_padding_mask, shared_prior, output_attentions, spacing
         )
         hidden = hidden + self._kept(attended)
         return hidden + self._kept(self.mlp(self.post_attention_layernorm(hidden)))
@@ -187,7 +191,12 @@ class EncoderStack(nn.Module):
         self.prior = config.make_prior() if config.share_prior else None
 
     def forward(
-        self, hidden: Tensor, positions: Tensor | None, key_padding_mask: Tensor | None, output_attentions: bool
+        self,
+        hidden: Tensor,
+        positions: Tensor | None,
+        key_padding_mask: Tensor | None,
+        output_attentions: bool,
+        spacing: tuple[float, float] | None = None,
     ) -> Tensor:
         """``(B, L, hidden_size)`` to the same.
 
@@ -196,9 +205,11 @@ class EncoderStack(nn.Module):
             positions: ``(L,)`` or ``(B, L)``, as :func:`attend` takes them; None where one follows the other.
             key_padding_mask: ``(B, L)``, True where a token is padding; or None.
             output_attentions: whether weights are wanted.
+            spacing: of the rows and columns of a grid, in patches of training (:func:`at_spacing`); None on a line, and
+                where it is as in training.
         """
         for layer in self.layers:
-            hidden = layer(hidden, positions, key_padding_mask, self.prior, output_attentions)
+            hidden = layer(hidden, positions, key_padding_mask, self.prior, output_attentions, spacing)
         return self.norm(hidden)
 
 

@@ -21,9 +21,10 @@ from transformers.utils.output_capturing import capture_outputs
 from attention_priors.checks import check_choice, check_positive_integers
 from attention_priors.models.encoder import EncoderAttention, EncoderLayer, EncoderStack, StackConfig
 from attention_priors.models.pretrained import PriorPreTrainedModel
-from attention_priors.priors import grid_positions
+from attention_priors.priors import at_spacing, grid_positions
 
 POOLINGS = ("class", "mean")
+UNITS = ("patch", "image")
 
 
 class PriorVisionConfig(StackConfig):
@@ -39,6 +40,9 @@ class PriorVisionConfig(StackConfig):
         num_channels: of the images.
         position_table: whether a learned vector is added for each place, as in ViT; at other sizes the table is
             interpolated.
+        position_units: what the prior's distances are counted in: ``patch``, from one patch to the next at any
+            resolution, or ``image``, patches of the training grid, so that the same parts of an image are as far apart
+            at every resolution and a patch weighs as much as its area (:func:`at_spacing`).
         pooling: what is classified: ``class``, a token that stands outside of the grid, or ``mean`` of the patches.
     """
 
@@ -48,12 +52,17 @@ class PriorVisionConfig(StackConfig):
     patch_size: int = 16
     num_channels: int = 3
     position_table: bool = False
+    position_units: str = "patch"
     pooling: str = "class"
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         check_positive_integers(patch_size=self.patch_size, num_channels=self.num_channels)
         check_choice("pooling", self.pooling, POOLINGS)
+        check_choice("position_units", self.position_units, UNITS)
+        if self.position_units == "image":
+            with torch.device("meta"):
+                at_spacing(self.make_prior(), self.num_attention_heads, 0.5, 0.5)  # some mean nothing between patches
         for side in self.sides:
             check_positive_integers(image_size=side)
             if side % self.patch_size:
@@ -169,7 +178,7 @@ class PriorVisionModel(PriorVisionPreTrainedModel):
         positions = grid_positions(*grid, outside=outside, device=hidden.device)
         padding = None if image_sizes is None else self._padding(image_sizes, grid, outside, len(hidden))
         wants_weights = bool(kwargs.get("output_attentions", self.config.output_attentions))
-        hidden = self.stack(hidden, positions, padding, wants_weights)
+        hidden = self.stack(hidden, positions, padding, wants_weights, self._spacing(grid, padding is not None))
         if outside:
             pooled = hidden[:, 0]
         elif padding is None:
@@ -178,6 +187,18 @@ class PriorVisionModel(PriorVisionPreTrainedModel):
             seen = (~padding).to(hidden.dtype).unsqueeze(-1)
             pooled = (hidden * seen).sum(1) / seen.sum(1)
         return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)
+
+    def _spacing(self, grid: tuple[int, int], are_padded: bool) -> tuple[float, float] | None:
+        """From one row and column to the next, in patches of the training grid; None where they are counted as such."""
+        if self.config.position_units == "patch":
+            return None
+        if are_padded:
+            raise ValueError(
+                "image_sizes need position_units='patch': in units of the image, images of several sizes have "
+                "distances of their own"
+            )
+        trained = self.config.grid
+        return None if grid == trained else (trained[0] / grid[0], trained[1] / grid[1])
 
     def _padding(self, image_sizes: Tensor, grid: tuple[int, int], outside: int, batch: int) -> Tensor:
         """``(B, L)``, True where a patch is none of its image."""

@@ -9,6 +9,7 @@ from attention_priors.priors.grid import grid_positions
 from attention_priors.priors.key_sink import KeySink
 from attention_priors.priors.key_sink_2d import KeySink2d
 from attention_priors.priors.laplace import Laplace
+from attention_priors.priors.on_grid import PatchArea, at_spacing
 from attention_priors.priors.relative_buckets import RelativeBuckets
 from attention_priors.priors.slopes import alibi_slopes
 from attention_priors.priors.spectral import Spectral
@@ -25,6 +26,7 @@ __all__ = [
     "KeySink2d",
     "Lanes",
     "Laplace",
+    "PatchArea",
     "Prior",
     "Radial",
     "RelativeBuckets",
@@ -35,6 +37,7 @@ __all__ = [
     "Uniform",
     "Window",
     "alibi_slopes",
+    "at_spacing",
     "grid_positions",
     "prior_from_config",
 ]

@@ -12,8 +12,8 @@ from attention_priors.description import build
 from attention_priors.priors.base import Lanes, Prior, Structure
 from attention_priors.priors.clipped_offsets import ClippedOffsets
 from attention_priors.priors.generalized_gaussian import GeneralizedGaussian
-from attention_priors.priors.grid import places_of
 from attention_priors.priors.laplace import Laplace
+from attention_priors.priors.on_grid import OnGrid
 from attention_priors.priors.relative_buckets import RelativeBuckets
 from attention_priors.priors.spectral import Spectral
 from attention_priors.priors.starts import Init
@@ -22,7 +22,7 @@ from attention_priors.priors.uniform import Uniform
 Description = Mapping[str, Any] | str | Prior
 
 
-class Axial(Prior):
+class Axial(OnGrid):
     """A prior over rows times one over columns: ``K(i, j) = K_rows(r_i - r_j) + K_columns(c_i - c_j)``.
 
     Positions are those of :func:`grid_positions`. What stands outside of the grid (a class token) has log-prior 0 to
@@ -38,7 +38,6 @@ class Axial(Prior):
 
     name = "axial"
     structure = Structure.STATIONARY
-    over_grid = True
     axes: ClassVar[dict[str, type[Prior]]] = {
         prior.name: prior
         for prior in (Uniform, Laplace, GeneralizedGaussian, Spectral, RelativeBuckets, ClippedOffsets)
@@ -64,7 +63,7 @@ class Axial(Prior):
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """``K`` at each difference of positions, ``(H, *distance.shape)``."""
-        apart = places_of(distance)
+        apart = self._apart(distance)
         both = self.over_rows.log_prior_at(apart.row, torch.float64)
         both = both + self.over_columns.log_prior_at(apart.column, torch.float64)
         return both.masked_fill(apart.outside, 0.0).to(dtype)
@@ -73,7 +72,7 @@ class Axial(Prior):
         """Features of rows, features of columns, and one of the place outside, for itself."""
         if Structure.FACTORED not in self.structure:
             return super().lanes(query_positions, key_positions, dtype=dtype)
-        queries, keys = places_of(query_positions), places_of(key_positions)
+        queries, keys = self._stands(query_positions), self._stands(key_positions)
         parts = [
             part.lanes(getattr(queries, axis), getattr(keys, axis), dtype=dtype)
             for part, axis in ((self.over_rows, "row"), (self.over_columns, "column"))
@@ -83,6 +82,13 @@ class Axial(Prior):
         at_home = self.log_prior_at(torch.zeros_like(query_positions[..., :1]), dtype).movedim(0, -2).unsqueeze(-1)
         own = at_home * queries.outside.to(dtype)[..., None, :, None]
         return Lanes(torch.cat([query, own], -1), torch.cat([key, keys.outside.to(dtype).unsqueeze(-1)], -1), None)
+
+    def spaced(self, rows: float, columns: float) -> OnGrid:
+        """As :meth:`OnGrid.spaced`; buckets and offsets mean nothing between whole patches."""
+        for axis, part in (("rows", self.over_rows), ("columns", self.over_columns)):
+            if isinstance(part, RelativeBuckets | ClippedOffsets):
+                raise ValueError(f"{axis}: {part.name} means nothing between whole patches: expected a prior that does")
+        return super().spaced(rows, columns)
 
     def check(self, *, causal: bool) -> None:
         """As both axes'."""
@@ -133,7 +139,7 @@ class Spectral2d(Axial):
         self.learn = self.over_rows.learn
 
 
-class Radial(Prior):
+class Radial(OnGrid):
     """A prior over the distance between places on a grid: ``K(i, j) = K(√((r_i - r_j)² + (c_i - c_j)²))``.
 
     Rows and columns then count alike, and every direction. Positions are those of :func:`grid_positions`; what stands
@@ -147,7 +153,6 @@ class Radial(Prior):
 
     name = "radial"
     structure = Structure.STATIONARY
-    over_grid = True
     over: ClassVar[dict[str, type[Prior]]] = {prior.name: prior for prior in (Laplace, GeneralizedGaussian)}
 
     def __init__(self, num_heads: int, prior: Description) -> None:
@@ -165,7 +170,7 @@ class Radial(Prior):
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """``K`` at each difference of positions, ``(H, *distance.shape)``."""
-        apart = places_of(distance)
+        apart = self._apart(distance)
         straight = torch.hypot(apart.row.double(), apart.column.double())
         return self.over_distance.log_prior_at(straight, torch.float64).masked_fill(apart.outside, 0.0).to(dtype)
 

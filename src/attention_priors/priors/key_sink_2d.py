@@ -11,11 +11,12 @@ from attention_priors.checks import check_positive_integers
 from attention_priors.priors.base import Lanes
 from attention_priors.priors.grid import places_of
 from attention_priors.priors.key_sink import FLOAT32_LENGTHS, KeySink
+from attention_priors.priors.on_grid import OnGrid
 from attention_priors.priors.spectral import angular_frequencies
 from attention_priors.priors.starts import Init
 
 
-class KeySink2d(KeySink):
+class KeySink2d(OnGrid, KeySink):
     """A default on a grid that does not depend on the query: ``K(i, j) = u(j)``, in nats.
 
     ``u(j) = gain · MLP([sin ω_m r, cos ω_m r, sin ω_m c, cos ω_m c, r / R, c / C]) + bump · 1[j stands outside]``
@@ -38,7 +39,6 @@ class KeySink2d(KeySink):
     """
 
     name = "key_sink_2d"
-    over_grid = True
     learnable = ("gain", "bump", "mlp")
     inits = ("uniform",)
 
@@ -64,7 +64,7 @@ class KeySink2d(KeySink):
         return 4 * self.num_frequencies + 2
 
     def _features(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        places = places_of(positions)
+        places = self._stands(positions)
         frequencies = angular_frequencies(self.num_frequencies, self.base, positions.device)
         found = []
         for place in (places.row, places.column):
@@ -74,7 +74,7 @@ class KeySink2d(KeySink):
         return torch.cat([*found, sizes], -1).to(dtype)
 
     def _is_far(self, positions: Tensor) -> bool:
-        places = places_of(positions)
+        places = self._stands(positions)
         largest = torch.stack([places.row.abs().amax() / self.rows, places.column.abs().amax() / self.columns]).amax()
         return bool(largest > FLOAT32_LENGTHS)
 
