@@ -51,7 +51,7 @@ def compare(
         int | None, typer.Option(min=1, help="Runs at a time; by default as many as there are cores for.")
     ] = None,
 ) -> None:
-    """Train every scheme of a recipe, test it far past its training length, and write a report.
+    """Train every scheme of a recipe, test it far past its training length or resolution, and write a report.
 
     Interrupt it when you like: the same command goes on from there.
     """
@@ -70,12 +70,16 @@ def compare(
             failed, results = error, error.results
         page = output / "report.html"
         if results["runs"]:
-            report.write_figures(results, output / "figures")
-            report.write_tables(results, output / "tables")
-            report.write_report(results, page)
+            if report.are_of_images(results):
+                report.write_image_results(results, output)
+            else:
+                report.write_figures(results, output / "figures")
+                report.write_tables(results, output / "tables")
+                report.write_report(results, page)
             report.refresh_page(output)
     if results["runs"]:
-        console.print(report.render_text_table(results))
+        of_images = report.are_of_images(results)
+        console.print(report.image_table(results) if of_images else report.render_text_table(results))
         console.print(f"Tables: {escape(str(output / 'tables'))}", soft_wrap=True, highlight=False)
         console.print(f"Report: {escape(str(page))}", soft_wrap=True, highlight=False)
     if failed is not None:

@@ -12,6 +12,13 @@ FORMAT = 1
 INSPECTION_FORMAT = 1
 """Of what ``attention-priors inspect`` writes; likewise."""
 
+IMAGE_SECTIONS = ("runs", "accuracy", "prior_maps")
+"""The row lists of a comparison of classifiers of images, which has ``images`` in place of ``corpus``.
+
+A row of ``accuracy`` has ``size`` (pixels), ``correct`` and ``trials``; one of ``prior_maps`` what a head's prior says
+around the middle patch.
+"""
+
 PLAN_SECTIONS = ("retrieval", "losses", "completions", "timing")
 """The row lists that evaluation plans fill."""
 

@@ -45,13 +45,23 @@ def read_strictly(path: Path, model: type[Model]) -> Model:
             what is allowed.
         FileNotFoundError: if there is no such file.
     """
+    return validated(read_yaml(path), model, str(path))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """What a file holds: keys and values, none of them twice.
+
+    Raises:
+        RecipeError: if the file is not YAML, or holds something else.
+        FileNotFoundError: if there is no such file.
+    """
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not a YAML file: {error}") from error
     if not isinstance(content, dict):
         raise RecipeError(f"{path} must hold keys and values, got {type(content).__name__}")
-    return validated(content, model, str(path))
+    return content
 
 
 def validated(content: Any, model: type[Model], place: str) -> Model:

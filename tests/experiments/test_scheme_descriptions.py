@@ -1,6 +1,7 @@
 import pytest
 
-from attention_priors.experiments.recipe import Scheme, folder_name
+from attention_priors.experiments.folders import folder_name
+from attention_priors.experiments.recipe import Scheme
 from attention_priors.experiments.results import describe
 
 

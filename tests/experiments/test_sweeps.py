@@ -11,7 +11,7 @@ import yaml
 from recipe_cases import RECIPE, changed
 
 from attention_priors.experiments import Recipe, RecipeError, load_recipe
-from attention_priors.experiments.recipe import LONGEST_FOLDER_NAME, folder_name
+from attention_priors.experiments.folders import LONGEST_FOLDER_NAME, folder_name
 from attention_priors.experiments.run import identities, identity
 from attention_priors.experiments.sweep import label
 from attention_priors.training import PositionSettings

@@ -26,19 +26,15 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from attention_priors.experiments.materials import Materials
+from attention_priors.experiments.folders import run_folder
+from attention_priors.experiments.images import ImageRecipe
 from attention_priors.experiments.recipe import Recipe
-from attention_priors.experiments.results import collect
-from attention_priors.experiments.run import identities, is_finished, run_folder
+from attention_priors.experiments.studies import load_study
+from attention_priors.experiments.study import AnyRecipe, Study
 from attention_priors.files import writable_folder, write_json
 from attention_priors.output_folder import sole_writer
 from attention_priors.strict_yaml import RecipeError, check_same_recipe
 from attention_priors.wall_clock import WallClock
-
-STAGE_SHARES = {"train": 0.7, "passkey": 0.22, "perplexity": 0.03, "copying": 0.05, "plans": 0.05}
-EXTENSION_SHARES = STAGE_SHARES | {"train": 0.25}
-"""Roughly how much of a run's time each stage takes, its own and those of each extension; only the estimate of the time
-left depends on it."""
 
 
 class RunFailedError(RuntimeError):
@@ -71,7 +67,12 @@ class _Worker:
 
 
 def compare(
-    recipe: Recipe, output: Path, *, only: Sequence[str] = (), processes: int | None = None, console: Console
+    recipe: Recipe | ImageRecipe,
+    output: Path,
+    *,
+    only: Sequence[str] = (),
+    processes: int | None = None,
+    console: Console,
 ) -> dict[str, Any]:
     """Train and test what is not finished yet, and write ``results.json``.
 
@@ -101,7 +102,7 @@ def compare(
         return _compare(recipe, output, chosen, processes, console)
 
 
-def _matching(recipe: Recipe, pattern: str) -> list[str]:
+def _matching(recipe: AnyRecipe, pattern: str) -> list[str]:
     found = [name for name in recipe.schemes if name == pattern or fnmatchcase(name, pattern)]
     if not found:
         raise RecipeError(f"unknown scheme {pattern!r}; the recipe has {', '.join(recipe.schemes)}")
@@ -109,14 +110,18 @@ def _matching(recipe: Recipe, pattern: str) -> list[str]:
 
 
 def _compare(
-    recipe: Recipe, output: Path, schemes: Collection[str], processes: int | None, console: Console
+    recipe: Recipe | ImageRecipe,
+    output: Path,
+    schemes: Collection[str],
+    processes: int | None,
+    console: Console,
 ) -> dict[str, Any]:
-    with console.status("Making ready what is read: corpus, tokenizer, rows"):
-        materials = Materials.load(recipe, writable_folder(output / "cache"))
-        materials.check()
+    with console.status("Making ready what is read"):
+        study = load_study(recipe, writable_folder(output / "cache"))
+        study.check()
     runs = [(name, seed) for seed in recipe.seeds for name in recipe.schemes]
     chosen = [run for run in runs if run[0] in schemes]
-    wanted = {run: identities(materials, output, *run) for run in runs}
+    wanted = {run: study.identities(output, *run) for run in runs}
     for files in wanted.values():
         for begun, content in files.items():
             check_same_recipe(begun, content)
@@ -127,17 +132,11 @@ def _compare(
     recipe_file = output / "recipe.json"
     write_json(recipe_file, recipe.model_dump(mode="json"))
 
-    pending = [run for run in chosen if not is_finished(recipe, output, *run)]
+    pending = [run for run in chosen if not study.is_finished(output, *run)]
     with WallClock(output / "wall_seconds.json") as clock:
-        failures = _run_all(pending, recipe, recipe_file, output, processes, console, clock)
+        failures = _run_all(pending, study, recipe_file, output, processes, console, clock)
     finished = [run for run in runs if (run_folder(output, *run) / "done.json").exists()]
-    results = collect(
-        recipe,
-        output,
-        finished,
-        wall_seconds=clock.seconds,
-        corpus=dict(materials.description),
-    )
+    results = study.collect(output, finished, clock.seconds)
     write_json(output / "results.json", results)
     if failures:
         raise RunFailedError("\n".join(failures), results)
@@ -146,7 +145,7 @@ def _compare(
 
 def _run_all(
     pending: Sequence[tuple[str, int]],
-    recipe: Recipe,
+    study: Study,
     recipe_file: Path,
     output: Path,
     processes: int | None,
@@ -158,7 +157,7 @@ def _run_all(
         return []
     failures: list[str] = []
     if processes is None:
-        processes = max(1, (os.cpu_count() or 1) // recipe.threads_per_run)
+        processes = max(1, (os.cpu_count() or 1) // study.recipe.threads_per_run)
     events: queue.Queue[tuple[_Worker, dict[str, Any] | None]] = queue.Queue()
     waiting, running, finished = list(pending), list[_Worker](), 0
     columns = (
@@ -172,12 +171,12 @@ def _run_all(
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as bars:
-        overall = bars.add_task(f"[bold]{recipe.name}", total=len(pending), stage=f"0 of {len(pending)} runs")
+        overall = bars.add_task(f"[bold]{study.recipe.name}", total=len(pending), stage=f"0 of {len(pending)} runs")
         try:
             while waiting or running:
                 while waiting and len(running) < processes:
                     scheme, seed = waiting.pop(0)
-                    running.append(_start(scheme, seed, recipe, recipe_file, output, bars, events))
+                    running.append(_start(scheme, seed, study, recipe_file, output, bars, events))
                 worker, event = events.get()
                 clock.tick()
                 if event is None:
@@ -203,14 +202,14 @@ def _run_all(
 def _start(
     scheme: str,
     seed: int,
-    recipe: Recipe,
+    study: Study,
     recipe_file: Path,
     output: Path,
     bars: Progress,
     events: queue.Queue[tuple[_Worker, dict[str, Any] | None]],
 ) -> _Worker:
     log = run_folder(output, scheme, seed) / "log.txt"
-    threads = str(recipe.threads_per_run)
+    threads = str(study.recipe.threads_per_run)
     with log.open("a", encoding="utf-8") as stderr:
         process = subprocess.Popen(
             [
@@ -232,10 +231,7 @@ def _start(
             | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
         )
     task = bars.add_task(escape(f"{scheme}, seed {seed}"), total=1.0, stage="starting")
-    shares = dict(STAGE_SHARES)
-    for way in recipe.extensions_of(scheme):
-        shares |= {f"{way}: {stage}": share for stage, share in EXTENSION_SHARES.items()}
-    worker = _Worker(scheme, seed, process, log, task, shares)
+    worker = _Worker(scheme, seed, process, log, task, study.stages(scheme))
     assert process.stdout is not None
     threading.Thread(target=_listen, args=(worker, process.stdout, events), daemon=True).start()
     return worker

@@ -15,7 +15,7 @@ from attention_priors.evaluation import (
     Summary,
     evaluate,
 )
-from attention_priors.experiments.recipe import folder_name
+from attention_priors.experiments.folders import folder_name
 from attention_priors.files import read_json, write_json
 from attention_priors.results_format import PLAN_SECTIONS
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -14,13 +10,11 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from attention_priors.data import ANSWER_LENGTH, EMBEDDED, NEEDLE_TASKS, CopyMixture
 from attention_priors.encodings import LearnedTable, Rotary
 from attention_priors.evaluation import LONGEST_KEY, EvaluationSettings
+from attention_priors.experiments.folders import check_folders
 from attention_priors.experiments.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid
 from attention_priors.models.decoder import PriorDecoderConfig
-from attention_priors.strict_yaml import Strict, explain, read_strictly
+from attention_priors.strict_yaml import Strict, explain
 from attention_priors.training import DecoderSettings, DecoderSizes, PositionSettings, TrainingSettings, continued
-
-LONGEST_FOLDER_NAME = 255
-"""Bytes; what file systems allow."""
 
 TOKENIZER_ENTRIES = 2048
 
@@ -161,7 +155,7 @@ class Scheme(PositionSettings):
     def _distinct_ways(cls, extensions: dict[str, Any]) -> dict[str, Any]:
         if BEFORE in extensions:
             raise ValueError(f"an extension cannot be called {BEFORE!r}")
-        _check_folders("extensions", extensions)
+        check_folders("extensions", extensions)
         return extensions
 
 
@@ -224,7 +218,7 @@ class Recipe(Strict):
     @field_validator("schemes")
     @classmethod
     def _distinct_folders(cls, schemes: dict[str, Scheme]) -> dict[str, Scheme]:
-        _check_folders("schemes", schemes)
+        check_folders("schemes", schemes)
         return schemes
 
     @model_validator(mode="after")
@@ -368,36 +362,7 @@ class Recipe(Strict):
         )
 
 
-def _check_folders(what: str, names: Iterable[str]) -> None:
-    """Make sure that what is called so has folders of its own."""
-    folders: dict[str, str] = {}
-    for name in names:
-        other = folders.setdefault(folder_name(name), name)
-        if other != name:
-            raise ValueError(f"{what} {other!r} and {name!r} would share the folder {folder_name(name)!r}")
-
-
 def _is_synthetic(corpus: Any) -> bool:
     """Whether what stands under ``corpus`` says that there is no text; it need not be checked yet."""
     settings = corpus.model_dump() if isinstance(corpus, CorpusSettings) else corpus
     return isinstance(settings, dict) and settings.get("copy_mixture") is not None
-
-
-def folder_name(scheme: str) -> str:
-    """A scheme's name as the name of a folder."""
-    name = re.sub(r"[^A-Za-z0-9._+-]+", "_", scheme).strip(".") or "_"
-    if len(name) <= LONGEST_FOLDER_NAME:
-        return name
-    digest = hashlib.sha256(scheme.encode()).hexdigest()[:12]
-    return f"{name[: LONGEST_FOLDER_NAME - 13]}-{digest}"
-
-
-def load_recipe(path: Path) -> Recipe:
-    """Read and check a recipe.
-
-    Raises:
-        RecipeError: if the file is not YAML, or a key or value is impossible; it names the key, its value and
-            what is allowed.
-        FileNotFoundError: if there is no such file.
-    """
-    return read_strictly(path, Recipe)

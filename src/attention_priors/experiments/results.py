@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attention_priors.experiments.folders import extended_folder, run_folder
 from attention_priors.experiments.plans import plan_rows
 from attention_priors.experiments.recipe import MixtureSettings, Recipe, Scheme
-from attention_priors.experiments.run import extended_folder, run_folder
+from attention_priors.experiments.study import AnyRecipe
 from attention_priors.experiments.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS
 from attention_priors.files import read_json
 from attention_priors.results_format import FORMAT, SECTIONS
@@ -34,16 +35,6 @@ def collect(
         wall_seconds: how long the comparison has taken, all sessions together.
         corpus: what the runs read: name, fingerprint, sizes.
     """
-    results: dict[str, Any] = {
-        "format": FORMAT,
-        "recipe": recipe.model_dump(mode="json", exclude_defaults=True),
-        "versions": {},
-        "machine": {},
-        "corpus": corpus,
-        "seeds": sorted({seed for _, seed in runs}),
-        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "wall_seconds": round(wall_seconds, 1),
-    }
     schemes: dict[str, dict[str, Any]] = {}
     sections: dict[str, list[dict[str, Any]]] = {name: [] for name in SECTIONS}
     models = [model for scheme, seed in runs for model in _models(recipe, output, scheme, seed)]
@@ -74,16 +65,34 @@ def collect(
                 for when, one in (("before", model.extended_from), ("after", model))
             }
             sections["extensions"].append(model.row | lengths | {"steps": training["steps"], "loss": losses})
-    # Runs may have been made on several machines; results are collected on any.
-    for key in ("versions", "machine"):
-        results[key] = _united([row.pop(key) for row in sections["runs"]])
-    results["machine"]["threads_per_run"] = str(recipe.threads_per_run)
+    results = header(recipe, sections["runs"], wall_seconds) | {"corpus": corpus}
     names = [
         name
         for scheme in recipe.schemes
         for name in (scheme, *(extension.name for extension in recipe.extensions_of(scheme).values()))
     ]
     return results | {"schemes": [schemes[name] for name in names if name in schemes]} | sections
+
+
+def header(recipe: AnyRecipe, runs: list[dict[str, Any]], wall_seconds: float) -> dict[str, Any]:
+    """What all results begin with: the recipe, and on what, when and how long its runs were made.
+
+    Args:
+        recipe: the recipe.
+        runs: a row for each finished run; ``versions`` and ``machine`` are taken out of them.
+        wall_seconds: how long the comparison has taken, all sessions together.
+    """
+    # Runs may have been made on several machines; results are collected on any.
+    made = {key: _united([row.pop(key) for row in runs]) for key in ("versions", "machine")}
+    made["machine"]["threads_per_run"] = str(recipe.threads_per_run)
+    return {
+        "format": FORMAT,
+        "recipe": recipe.model_dump(mode="json", exclude_defaults=True),
+        **made,
+        "seeds": sorted({row["seed"] for row in runs}),
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "wall_seconds": round(wall_seconds, 1),
+    }
 
 
 def _united(found: Sequence[dict[str, str | None]]) -> dict[str, str]:
@@ -158,14 +167,19 @@ def _scheme_entry(model: _Model, training: dict[str, Any]) -> dict[str, Any]:
 
 def describe(scheme: Scheme) -> str:
     """A scheme in one line, as code would make it: ``generalized_gaussian(init='roles') · ssmax``."""
-    parts: list[Any] = []
-    for part in (scheme.encoding, scheme.prior, scheme.logit_scale):
-        parts += part if isinstance(part, list) else [] if part is None else [part]
-    words = [_call(part) for part in parts]
+    words = described([scheme.encoding, scheme.prior, scheme.logit_scale])
     changes = {k: v for k, v in scheme.at_evaluation.model_dump().items() if v is not None}
     words += [f"{key}={value} at evaluation" for key, value in changes.items()]
     words += [_call({"name": key} | own) for key in ("model", "training") if (own := getattr(scheme, key))]
     return " · ".join(words) or "no position but the causal mask"
+
+
+def described(descriptions: Sequence[Any]) -> list[str]:
+    """Parts of a model, each as code would make it: of each a description, a list of them, or None."""
+    parts: list[Any] = []
+    for part in descriptions:
+        parts += part if isinstance(part, list) else [] if part is None else [part]
+    return [_call(part) for part in parts]
 
 
 def _call(part: dict[str, Any] | str) -> str:

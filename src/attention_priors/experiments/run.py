@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,11 @@ from attention_priors.evaluation import (
     passkey_rows,
     perplexity_rows,
 )
+from attention_priors.experiments.folders import extended_folder, run_folder
 from attention_priors.experiments.materials import Materials, Rows
 from attention_priors.experiments.plans import carry_out, unfinished
-from attention_priors.experiments.recipe import EvaluationChanges, Extension, MixtureSettings, Recipe, folder_name
+from attention_priors.experiments.recipe import EvaluationChanges, Extension, MixtureSettings, Recipe
+from attention_priors.experiments.study import Progress
 from attention_priors.files import append_json_line, read_json, synchronise, write_json
 from attention_priors.hub.loading import load_model
 from attention_priors.machine import processor, versions
@@ -44,9 +45,6 @@ from attention_priors.models.repositioning import with_positions
 from attention_priors.priors import Window
 from attention_priors.training import PositionSettings, mean_loss, train
 from attention_priors.wall_clock import WallClock
-
-Progress = Callable[[str, int, int], None]
-"""Called with the stage, what is done of it and how much there is of it."""
 
 SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelerate")
 """The libraries that a run's numbers depend on, whose versions are recorded."""
@@ -59,16 +57,6 @@ MEASURED = (
     "evaluate_seconds.json",
 )  # fmt: skip
 """Files about a trained model, beside those of its plans."""
-
-
-def run_folder(output: Path, scheme: str, seed: int) -> Path:
-    """Where a run keeps its files."""
-    return output / "runs" / folder_name(scheme) / f"seed-{seed}"
-
-
-def extended_folder(run: Path, way: str) -> Path:
-    """Where a run keeps what comes of one extension of its context; the files are named as in the run's own folder."""
-    return run / "extended" / folder_name(way)
 
 
 def is_finished(recipe: Recipe, output: Path, scheme: str, seed: int) -> bool:

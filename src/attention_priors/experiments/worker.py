@@ -13,15 +13,13 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from attention_priors.experiments.materials import Materials
-from attention_priors.experiments.recipe import Recipe
-from attention_priors.experiments.run import execute, run_folder
+from attention_priors.experiments.studies import load_study, recipe_of
 from attention_priors.files import read_json
 
 
 def main(recipe_file: str, output: str, scheme: str, seed: str) -> None:
     """Carry out one run."""
-    recipe = Recipe.model_validate(read_json(Path(recipe_file)))
+    recipe = recipe_of(read_json(Path(recipe_file)), recipe_file)
     torch.set_num_threads(recipe.threads_per_run)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -31,8 +29,7 @@ def main(recipe_file: str, output: str, scheme: str, seed: str) -> None:
     def progress(stage: str, done: int, total: int) -> None:
         print(json.dumps({"stage": stage, "done": done, "total": total}), file=channel, flush=True)
 
-    materials = Materials.load(recipe, Path(output) / "cache")
-    execute(materials, scheme, int(seed), run_folder(Path(output), scheme, int(seed)), progress)
+    load_study(recipe, Path(output) / "cache").execute(Path(output), scheme, int(seed), progress)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from attention_priors.files import synchronise
 from attention_priors.hub.loading import check_positions
 from attention_priors.training.checkpoints import discard
 from attention_priors.training.packed import check_documents_apart
-from attention_priors.training.settings import RunningSettings, TrainingSettings
+from attention_priors.training.settings import OptimizationSettings, RunningSettings, TrainingSettings
 from attention_priors.training.sharding import shard_priors
-from attention_priors.training.trainer import PriorTrainer, StepReport
+from attention_priors.training.trainer import PriorTrainer, SealedTrainer, StepReport
 
 Rows = Dataset[dict[str, Tensor]]
 
@@ -41,7 +41,7 @@ class Validation:
 class Trained:
     """What a training ends with."""
 
-    trainer: PriorTrainer
+    trainer: SealedTrainer
     history: list[dict[str, float]]
     """``{"step": ..., "loss": ...}``, the loss a mean over the steps since the last entry."""
     validation: list[dict[str, float]]
@@ -81,7 +81,7 @@ def is_first_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def check_machinery(settings: TrainingSettings, running: RunningSettings) -> None:
+def check_machinery(settings: OptimizationSettings, running: RunningSettings) -> None:
     """Make sure that this machine can run a training as it is described.
 
     Raises:
@@ -143,10 +143,49 @@ def train(
         FloatingPointError: if the loss is no longer finite.
         CheckpointError: if a checkpoint cannot be written.
     """
-    running = running or RunningSettings()
-    check_machinery(settings, running)
     check_positions(model, settings.context_length)
     check_documents_apart(model)
+    return fit(
+        PriorTrainer,
+        model,
+        rows,
+        settings,
+        folder,
+        collate=collate_rows,
+        seed=seed,
+        running=running,
+        shuffle=shuffle,
+        validation=validation,
+        run_name=run_name,
+        on_step=on_step,
+        on_log=on_log,
+        on_message=on_message,
+    )
+
+
+def fit(
+    trainer_class: type[SealedTrainer],
+    model: PreTrainedModel,
+    rows: Dataset[Any],
+    settings: OptimizationSettings,
+    folder: Path,
+    *,
+    collate: Callable[[Any], Any],
+    seed: int,
+    running: RunningSettings | None = None,
+    shuffle: bool = True,
+    validation: Validation | None = None,
+    run_name: str | None = None,
+    on_step: Callable[[int], None] = lambda step: None,
+    on_log: Callable[[Mapping[str, float]], None] = lambda logs: None,
+    on_message: Callable[[str], None] = lambda message: None,
+) -> Trained:
+    """What :func:`train` does, for any model and any rows.
+
+    ``trainer_class`` knows the loss, and ``collate`` makes a batch of rows; everything else is as for :func:`train`.
+    """
+    running = running or RunningSettings()
+    check_machinery(settings, running)
     rows_at_a_time, passes = running.accumulation(settings, processes())
     # Every parameter that trains has a gradient in every step.
     ddp = {"find_unused_parameters": False} | running.ddp
@@ -191,14 +230,14 @@ def train(
     )
     if running.fsdp is not None:
         shard_priors(model)
-    trainer = PriorTrainer(
+    trainer = trainer_class(
         settings=settings,
         checkpoints_kept=running.checkpoints_kept,
         model=model,
         args=arguments,
         train_dataset=rows,
         eval_dataset=None if validation is None else validation.rows,
-        data_collator=collate_rows,
+        data_collator=collate,
     )
     if trainer.accelerator.num_processes != processes():
         raise RuntimeError(

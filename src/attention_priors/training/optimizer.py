@@ -9,10 +9,10 @@ from torch import nn
 
 from attention_priors.attention import SSMax
 from attention_priors.priors import Prior
-from attention_priors.training.settings import TrainingSettings
+from attention_priors.training.settings import OptimizationSettings
 
 
-def parameter_groups(model: nn.Module, settings: TrainingSettings) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, settings: OptimizationSettings) -> list[dict[str, Any]]:
     """The trainable parameters in four groups: matrices, vectors, priors, logit scales.
 
     Weight decay pulls matrices alone. Priors and logit scales have multiples of the learning rate;
@@ -43,7 +43,7 @@ def parameter_groups(model: nn.Module, settings: TrainingSettings) -> list[dict[
     ]
 
 
-def make_optimizer(model: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, settings: OptimizationSettings) -> torch.optim.Optimizer:
     """AdamW, or RAdam with decoupled weight decay, over :func:`parameter_groups`."""
     groups = parameter_groups(model, settings)
     if settings.optimizer == "radam":

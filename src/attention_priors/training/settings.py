@@ -11,17 +11,9 @@ from attention_priors.strict_yaml import Strict
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-class TrainingSettings(Strict):
-    """The optimiser, its schedule and the size of a step: what the trained weights depend on. Lengths are in tokens."""
+class OptimizationSettings(Strict):
+    """The optimiser and its schedule, whatever is trained."""
 
-    context_length: int = Field(gt=1)
-    steps: int | None = Field(default=None, gt=0)
-    tokens: int | None = Field(default=None, gt=0)
-    """In place of ``steps``: as many whole steps as fit into so many tokens."""
-    batch_size: int | None = Field(default=None, gt=0)
-    """Rows of a step, over all processes and accumulated passes."""
-    tokens_per_step: int | None = Field(default=None, gt=0)
-    """In place of ``batch_size``; a multiple of ``context_length``."""
     optimizer: Literal["adamw", "radam"] = "radam"
     learning_rate: float = Field(gt=0)
     betas: tuple[Decay, Decay] = (0.9, 0.95)
@@ -39,6 +31,39 @@ class TrainingSettings(Strict):
     """Of matrix products; weights, priors and the optimiser's moments stay in float32."""
     checkpoint_steps: int = Field(default=200, gt=0)
     """An interrupted training goes on from the last checkpoint."""
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole training."""
+        raise NotImplementedError
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows, or other examples, that one step of the optimiser reads."""
+        raise NotImplementedError
+
+    @property
+    def total_rows(self) -> int:
+        """Rows that the whole training reads."""
+        return self.total_steps * self.rows_per_step
+
+    @property
+    def step_in_words(self) -> str:
+        """How large a step is."""
+        return f"{self.rows_per_step} rows a step"
+
+
+class TrainingSettings(OptimizationSettings):
+    """The optimiser, its schedule and the size of a step: what the trained weights depend on. Lengths are in tokens."""
+
+    context_length: int = Field(gt=1)
+    steps: int | None = Field(default=None, gt=0)
+    tokens: int | None = Field(default=None, gt=0)
+    """In place of ``steps``: as many whole steps as fit into so many tokens."""
+    batch_size: int | None = Field(default=None, gt=0)
+    """Rows of a step, over all processes and accumulated passes."""
+    tokens_per_step: int | None = Field(default=None, gt=0)
+    """In place of ``batch_size``; a multiple of ``context_length``."""
 
     @model_validator(mode="after")
     def _sizes(self) -> TrainingSettings:
@@ -85,9 +110,9 @@ class TrainingSettings(Strict):
         return self.learning_rate * self.minimum_learning_rate_ratio
 
     @property
-    def total_rows(self) -> int:
-        """Rows that the whole training reads."""
-        return self.total_steps * self.rows_per_step
+    def step_in_words(self) -> str:
+        """How large a step is, also in tokens."""
+        return f"{self.rows_per_step} rows a step ({self.step_tokens} tokens)"
 
 
 class RunningSettings(Strict):
@@ -113,7 +138,7 @@ class RunningSettings(Strict):
     ddp_timeout: int = Field(default=1800, gt=0)
     """Seconds that a process waits for the others."""
 
-    def accumulation(self, settings: TrainingSettings, processes: int) -> tuple[int, int]:
+    def accumulation(self, settings: OptimizationSettings, processes: int) -> tuple[int, int]:
         """Rows of one forward pass on one device, and how many passes make a step.
 
         Raises:
@@ -129,7 +154,7 @@ class RunningSettings(Strict):
         passes, rest = divmod(rows, at_a_time * processes)
         if rest:
             raise ValueError(
-                f"{rows} rows a step ({settings.step_tokens} tokens) are no multiple of rows_at_a_time={at_a_time} "
+                f"{settings.step_in_words} are no multiple of rows_at_a_time={at_a_time} "
                 f"on {processes} process{'es' if processes > 1 else ''}"
             )
         return at_a_time, passes

@@ -19,7 +19,7 @@ from attention_priors.training import checkpoints
 from attention_priors.training.checkpoints import CheckpointError
 from attention_priors.training.optimizer import make_optimizer
 from attention_priors.training.packed import packed_inputs
-from attention_priors.training.settings import TrainingSettings
+from attention_priors.training.settings import OptimizationSettings
 
 _RUNNING_LOSS = "running_loss.json"
 
@@ -45,11 +45,8 @@ def loss_sums(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, 
     return losses * weights, weights
 
 
-class PriorTrainer(Trainer):
-    """A ``Trainer`` for packed rows, such as :class:`TrainingMixture` and :class:`PackedRows` give.
-
-    The loss of a step is the weighted mean over all of its rows, however they are shared out among processes and
-    accumulated passes.
+class SealedTrainer(Trainer):
+    """A ``Trainer`` with this package's optimiser, whose checkpoints are complete or absent.
 
     Args:
         settings: the optimiser and the schedule.
@@ -57,18 +54,14 @@ class PriorTrainer(Trainer):
         options: as for ``Trainer``.
     """
 
-    def __init__(self, *, settings: TrainingSettings, checkpoints_kept: int = 2, **options: Any) -> None:
-        super().__init__(compute_metrics=_mean_of_sums, **options)
+    def __init__(self, *, settings: OptimizationSettings, checkpoints_kept: int = 2, **options: Any) -> None:
+        super().__init__(**options)
         self.settings = settings
         self.checkpoints_kept = checkpoints_kept
-        self._bare: nn.Module = options["model"]
         self._staging: Path | None = None
         # The sum of the steps' losses since the last one that was logged, and the step that was logged.
         self._loss_sum = torch.zeros((), device=self.args.device)
         self._loss_from = 0
-        # Our loss is a sum over the whole step's weights: it must not be divided by the passes again.
-        self.model_accepts_loss_kwargs = True
-        self.loss_is_scaled_for_ga = True
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """RAdam is none of ``Trainer``'s names, and its groups know nothing of priors."""
@@ -77,53 +70,7 @@ class PriorTrainer(Trainer):
             self.optimizer = make_optimizer(self.model if model is None else model, self.settings)
         return self.optimizer
 
-    # ---- the loss
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Tensor | int | None]:
-        """A step's batches, and the sum of all of their weights over all processes."""
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        total = torch.zeros((), device=device)
-        for batch in batches:
-            labels, weights = batch["labels"][:, 1:], batch["loss_weights"][:, 1:]
-            total = total + (weights * (labels != IGNORED_LABEL)).sum().to(device)
-        if self.accelerator.num_processes > 1:
-            total = torch.as_tensor(self.accelerator.gather(total.unsqueeze(0))).sum()
-        return batches, total.clamp(min=1e-9)
-
-    def _logits(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-        return model(**packed_inputs(self._bare, inputs["input_ids"], inputs["document_ids"])).logits
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Mapping[str, Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """The weighted loss; in a step of the optimiser, this process's and this pass's part of it."""
-        logits = self._logits(model, inputs)
-        total = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=logits.device)
-        loss = weighted_loss(logits, inputs["labels"], inputs["loss_weights"], total)
-        if total is not None:
-            # Gradients are averaged over the processes; our parts are to be added up.
-            loss = loss * self.accelerator.num_processes
-        return (loss, {"logits": logits}) if return_outputs else loss
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Each row's weighted sum of losses and its weights, so that the mean does not depend on the batches."""
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            sums, weights = loss_sums(self._logits(model, inputs), inputs["labels"], inputs["loss_weights"])
-        rows = len(inputs["input_ids"])
-        return None, torch.stack([x.double().view(rows, -1).sum(-1) for x in (sums, weights)], -1), sums.new_zeros(rows)
+    # ---- the mean loss
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -228,6 +175,70 @@ class PriorTrainer(Trainer):
         self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
 
+class PriorTrainer(SealedTrainer):
+    """A ``Trainer`` for packed rows, such as :class:`TrainingMixture` and :class:`PackedRows` give.
+
+    The loss of a step is the weighted mean over all of its rows, however they are shared out among processes and
+    accumulated passes.
+
+    Args:
+        options: as for :class:`SealedTrainer`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(compute_metrics=_mean_of_sums, **options)
+        self._bare: nn.Module = options["model"]
+        # Our loss is a sum over the whole step's weights: it must not be divided by the passes again.
+        self.model_accepts_loss_kwargs = True
+        self.loss_is_scaled_for_ga = True
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
+        """A step's batches, and the sum of all of their weights over all processes."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        total = torch.zeros((), device=device)
+        for batch in batches:
+            labels, weights = batch["labels"][:, 1:], batch["loss_weights"][:, 1:]
+            total = total + (weights * (labels != IGNORED_LABEL)).sum().to(device)
+        if self.accelerator.num_processes > 1:
+            total = torch.as_tensor(self.accelerator.gather(total.unsqueeze(0))).sum()
+        return batches, total.clamp(min=1e-9)
+
+    def _logits(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+        return model(**packed_inputs(self._bare, inputs["input_ids"], inputs["document_ids"])).logits
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The weighted loss; in a step of the optimiser, this process's and this pass's part of it."""
+        logits = self._logits(model, inputs)
+        total = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=logits.device)
+        loss = weighted_loss(logits, inputs["labels"], inputs["loss_weights"], total)
+        if total is not None:
+            # Gradients are averaged over the processes; our parts are to be added up.
+            loss = loss * self.accelerator.num_processes
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Each row's weighted sum of losses and its weights, so that the mean does not depend on the batches."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            sums, weights = loss_sums(self._logits(model, inputs), inputs["labels"], inputs["loss_weights"])
+        rows = len(inputs["input_ids"])
+        return None, torch.stack([x.double().view(rows, -1).sum(-1) for x in (sums, weights)], -1), sums.new_zeros(rows)
+
+
 def _here(parameter: Tensor) -> Tensor:
     """The part of a parameter that this process holds."""
     parameter = parameter.detach()
@@ -249,7 +260,7 @@ class StepReport(TrainerCallback):
     """
 
     def __init__(
-        self, trainer: PriorTrainer, on_step: Callable[[int], None], on_log: Callable[[Mapping[str, float]], None]
+        self, trainer: SealedTrainer, on_step: Callable[[int], None], on_log: Callable[[Mapping[str, float]], None]
     ) -> None:
         self.trainer = trainer
         self.on_step = on_step

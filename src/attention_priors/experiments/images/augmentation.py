@@ -1,0 +1,167 @@
+"""Training rows of images: each step's images, drawn and changed by a seed and the row's number alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+from torch.utils.data import Dataset
+
+from attention_priors.data.packing import row_seed
+from attention_priors.experiments.images.pictures import Labelled, resized
+from attention_priors.experiments.images.recipe import Augmentation, ImageTrainingSettings
+
+
+class PictureRows(Dataset[dict[str, Any]]):
+    """Row ``i`` is the image that a permutation of its epoch puts there, cut to the training size.
+
+    Args:
+        pictures: what to draw from.
+        size: rows and columns, in pixels.
+        num_rows: how many.
+        seed: of the permutations and the cuts.
+        crop: least and largest share of the area that is cut out; None for the middle.
+    """
+
+    def __init__(
+        self, pictures: Labelled, size: int, num_rows: int, seed: int, crop: tuple[float, float] | None
+    ) -> None:
+        self._pictures, self._size, self._rows, self._seed = pictures, size, num_rows, seed
+        self._crop = None if crop is None else _kornia().RandomResizedCrop((size, size), scale=crop)
+        self._permutation: tuple[int, np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < self._rows:
+            raise IndexError(f"index must be from 0 to {self._rows - 1}; it is {index}")
+        epoch, place = divmod(index, len(self._pictures))
+        if self._permutation is None or self._permutation[0] != epoch:
+            self._permutation = (epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._pictures)))
+        image, label = self._pictures[int(self._permutation[1][place])]
+        if self._crop is None:
+            image = resized(image, self._size)
+        else:
+            with _seeded(row_seed(self._seed, index)):
+                image = self._crop(image[None])[0]
+        return {"row": index, "image": image, "label": label}
+
+
+class Collate:
+    """Makes a batch of rows: changed as a recipe says, from -1 to 1, with the shares of the classes.
+
+    What is drawn depends on the seed and on the rows of the batch alone.
+
+    Args:
+        settings: of the training.
+        classes: how many there are.
+        seed: of what is drawn.
+    """
+
+    def __init__(self, settings: ImageTrainingSettings, classes: int, seed: int) -> None:
+        self._smoothing, self._classes, self._seed = settings.label_smoothing, classes, seed
+        self._changes = _changes(settings.augmentation)
+        self._mixes = _mixes(settings.augmentation)
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        """``pixel_values``, ``(B, C, rows, columns)``, and ``labels``, ``(B, classes)``."""
+        images = torch.stack([row["image"] for row in rows])
+        labels = torch.tensor([row["label"] for row in rows])
+        with _seeded(row_seed(self._seed, rows[0]["row"])):
+            for change in self._changes:
+                images = change(images)
+            shares = one_hot(labels, self._classes).float()
+            if self._mixes:
+                mix, parameter = self._mixes[int(torch.randint(len(self._mixes), ()))]
+                images, shares = mix(images, shares, parameter)
+        smooth = self._smoothing
+        return {"pixel_values": normalised(images), "labels": shares * (1 - smooth) + smooth / self._classes}
+
+
+def normalised(images: Tensor) -> Tensor:
+    """From 0 to 1 to from -1 to 1, as models read them."""
+    return images * 2 - 1
+
+
+def _changes(settings: Augmentation) -> list[Any]:
+    changes: list[Any] = []
+    if settings.shift or settings.zoom != (1.0, 1.0):
+        shift = (settings.shift, settings.shift)
+        changes.append(_kornia().RandomAffine(0.0, translate=shift, scale=settings.zoom, p=1.0))
+    if settings.flip:
+        changes.append(_kornia().RandomHorizontalFlip(p=settings.flip))
+    if settings.rand_augment is not None:
+        changes.append(_kornia().auto.RandAugment(*settings.rand_augment))
+    if settings.erase:
+        changes.append(_kornia().RandomErasing(p=settings.erase))
+    return changes
+
+
+def _mixes(settings: Augmentation) -> list[tuple[Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]], float]]:
+    return [
+        (mix, parameter)
+        for mix, parameter in ((mixup, settings.mixup), (cutmix, settings.cutmix))
+        if parameter is not None
+    ]
+
+
+def mixup(images: Tensor, shares: Tensor, parameter: float) -> tuple[Tensor, Tensor]:
+    """Each image and its classes' shares, faded into another's of the batch (Zhang et al. 2018).
+
+    Args:
+        images: ``(B, C, rows, columns)``.
+        shares: ``(B, classes)``.
+        parameter: ``a`` of the ``Beta(a, a)`` that the weight of the first image is drawn from, one for the batch.
+    """
+    weight = torch.distributions.Beta(parameter, parameter).sample()
+    other = torch.randperm(len(images))
+    return weight * images + (1 - weight) * images[other], weight * shares + (1 - weight) * shares[other]
+
+
+def cutmix(images: Tensor, shares: Tensor, parameter: float) -> tuple[Tensor, Tensor]:
+    """Each image with a piece of another in its place, the classes' shares by area (Yun et al. 2019).
+
+    Args:
+        images: and
+        shares: as for :func:`mixup`.
+        parameter: likewise, of the share of the area that stays.
+    """
+    weight = float(torch.distributions.Beta(parameter, parameter).sample())
+    other, sides = torch.randperm(len(images)), torch.tensor(images.shape[2:])
+    half = sides * math.sqrt(1 - weight) / 2
+    middle = torch.rand(2) * sides
+    first = (middle - half).round().clamp(min=0).long().tolist()
+    last = torch.minimum((middle + half).round().long(), sides).tolist()
+    mixed = images.clone()
+    piece = (slice(None), slice(None), slice(first[0], last[0]), slice(first[1], last[1]))
+    mixed[piece] = images[other][piece]
+    area = (last[0] - first[0]) * (last[1] - first[1]) / int(sides.prod())
+    return mixed, shares * (1 - area) + shares[other] * area
+
+
+def _kornia() -> Any:
+    try:
+        import kornia.augmentation
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("images are changed by kornia: pip install 'attention-priors[images]'") from error
+    return kornia.augmentation
+
+
+class _seeded:  # noqa: N801
+    """Draws of PyTorch on the CPU from a seed, and then as if nothing had been."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __enter__(self) -> None:
+        self._state = torch.random.get_rng_state()
+        torch.random.default_generator.manual_seed(self._seed)
+
+    def __exit__(self, *error: object) -> None:
+        torch.random.set_rng_state(self._state)

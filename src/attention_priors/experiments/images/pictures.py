@@ -1,0 +1,154 @@
+"""Images with classes: what classifiers are trained on and tested on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from attention_priors.experiments.images.recipe import HubPictures, PictureSettings
+
+DIGITS_HELD_OUT = 500
+"""Of scikit-learn's 1797."""
+
+
+class Labelled(Protocol):
+    """Images in an order that is always the same."""
+
+    def __len__(self) -> int:
+        """How many."""
+        ...
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """An image, ``(C, rows, columns)`` from 0 to 1, and its class."""
+        ...
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Two parts of a set of images."""
+
+    name: str
+    fingerprint: str
+    """What tells it from others of its name."""
+    train: Labelled
+    test: Labelled
+    classes: tuple[str, ...]
+    channels: int
+
+
+def load_pictures(settings: PictureSettings) -> Pictures:
+    """Load what a recipe names.
+
+    Raises:
+        ValueError: it cannot be loaded, or has no such fields.
+        ModuleNotFoundError: scikit-learn or ``datasets`` is needed for it, and is not installed.
+    """
+    if settings.dataset is not None:
+        return _from_hub(settings.dataset)
+    return _digits()
+
+
+def resized(image: Tensor, size: int, interpolation: str = "bilinear") -> Tensor:
+    """An image ``(C, rows, columns)`` scaled until its shorter side has ``size`` pixels, and the middle of that.
+
+    Smaller ones are smoothed first, so that they show what the larger one shows.
+    """
+    rows, columns = image.shape[1:]
+    if rows == columns == size:
+        return image
+    factor = size / min(rows, columns)
+    shape = (max(size, round(rows * factor)), max(size, round(columns * factor)))
+    scaled = interpolate(image[None], size=shape, mode=interpolation, align_corners=False, antialias=factor < 1)[0]
+    top, left = (shape[0] - size) // 2, (shape[1] - size) // 2
+    return scaled[:, top : top + size, left : left + size].clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    images: Tensor
+    labels: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], int(self.labels[index])
+
+
+def _digits() -> Pictures:
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "the digits come with scikit-learn: pip install 'attention-priors[images]'"
+        ) from error
+    found: Any = load_digits()
+    images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = [int(label) for label in found.target]
+    # They are in the order of their writers.
+    order = np.random.RandomState(0).permutation(len(labels)).tolist()
+    train, test = order[DIGITS_HELD_OUT:], order[:DIGITS_HELD_OUT]
+    digest = hashlib.sha256(images[order].numpy().tobytes() + bytes(labels[index] for index in order))
+    parts = [_Tensors(images[part], [labels[index] for index in part]) for part in (train, test)]
+    return Pictures("digits", digest.hexdigest(), *parts, classes=tuple("0123456789"), channels=1)
+
+
+@dataclass(frozen=True)
+class _HubPart:
+    rows: Any
+    image: str
+    label: str
+    channels: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        row = self.rows[index]
+        picture = row[self.image].convert("L" if self.channels == 1 else "RGB")
+        pixels = torch.from_numpy(np.array(picture, dtype=np.float32)).reshape(*picture.size[::-1], self.channels)
+        return pixels.movedim(-1, 0) / 255, int(row[self.label])
+
+
+def _from_hub(settings: HubPictures) -> Pictures:
+    # It takes more than a second to import.
+    from datasets import ClassLabel, Image, load_dataset
+
+    parts: list[Any] = []
+    for split in (settings.train, settings.test):
+        try:
+            part = load_dataset(
+                settings.path,
+                name=settings.name,
+                data_dir=settings.data_dir,
+                split=split,
+                revision=settings.revision,
+            )
+        except Exception as error:
+            # What is raised, and whether it names the dataset, depends on what is wrong.
+            raise ValueError(f"images.dataset: {settings.path!r}, {split!r}, cannot be loaded: {error}") from error
+        for key, name, kind in (("image", settings.image, Image), ("label", settings.label, ClassLabel)):
+            if not isinstance(part.features.get(name), kind):
+                raise ValueError(
+                    f"images.dataset.{key}: {settings.path!r} has no {kind.__name__} {name!r}; its fields are "
+                    f"{dict(part.features)}"
+                )
+        parts.append(part)
+    train = parts[0]
+    first = train[0][settings.image]
+    channels = 1 if first.mode in ("1", "L", "I", "I;16") else 3
+    fingerprint = hashlib.sha256("\n".join(part._fingerprint for part in parts).encode()).hexdigest()
+    return Pictures(
+        settings.path,
+        fingerprint,
+        *(_HubPart(part, settings.image, settings.label, channels) for part in parts),
+        classes=tuple(train.features[settings.label].names),
+        channels=channels,
+    )

@@ -1,0 +1,155 @@
+"""One run: one scheme with one seed, trained at one resolution and tested at several.
+
+Every step is on disk when it is done.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import set_seed
+
+from attention_priors.experiments.images.augmentation import Collate, PictureRows, normalised
+from attention_priors.experiments.images.pictures import Pictures, resized
+from attention_priors.experiments.images.recipe import ImageRecipe
+from attention_priors.experiments.study import Progress
+from attention_priors.files import read_json, write_json
+from attention_priors.machine import processor, versions
+from attention_priors.models.vision import PriorVisionForImageClassification
+from attention_priors.priors import grid_positions
+from attention_priors.training import SealedTrainer, fit
+from attention_priors.wall_clock import WallClock
+
+SOFTWARE = ("attention-priors", "torch", "transformers", "accelerate", "kornia")
+STAGES = {"train": 0.8, "test": 0.2}
+
+FLOOR = -100.0
+"""Log-priors are kept no lower than this many nats: less is nothing."""
+
+
+def execute(recipe: ImageRecipe, pictures: Pictures, scheme: str, seed: int, folder: Path, progress: Progress) -> None:
+    """Train and test, going on from whatever ``folder`` holds.
+
+    Args:
+        recipe: says what.
+        pictures: what is classified.
+        scheme: name of the scheme.
+        seed: of the initial weights, the order of images and their changes.
+        folder: the run's own.
+        progress: told of every step.
+    """
+    if not (folder / "model").exists():
+        _train(recipe, pictures, scheme, seed, folder, progress)
+    total = recipe.training_of(scheme).total_steps
+    progress("train", total, total)
+    _test(recipe, pictures, folder, progress)
+
+
+def _train(recipe: ImageRecipe, pictures: Pictures, scheme: str, seed: int, folder: Path, progress: Progress) -> None:
+    settings = recipe.training_of(scheme)
+    progress("train", 0, settings.total_steps)
+    for name in ("accuracy.json", "priors.json"):
+        (folder / name).unlink(missing_ok=True)  # of an earlier model, whose weights are gone
+    set_seed(seed)
+    config = recipe.config_of(scheme, channels=pictures.channels, classes=len(pictures.classes))
+    config.id2label = dict(enumerate(pictures.classes))
+    config.label2id = {name: index for index, name in enumerate(pictures.classes)}
+    model = PriorVisionForImageClassification(config)
+    rows = PictureRows(pictures.train, recipe.model.image_size, settings.total_rows, seed, settings.augmentation.crop)
+    with WallClock(folder / "train_seconds.json") as clock:
+
+        def on_step(step: int) -> None:
+            clock.tick()
+            progress("train", step, settings.total_steps)
+
+        trained = fit(
+            SealedTrainer,
+            model,
+            rows,
+            settings,
+            folder / "checkpoints",
+            collate=Collate(settings, len(pictures.classes), seed),
+            seed=seed,
+            shuffle=False,  # the rows are in the order that the seed gives them
+            on_step=on_step,
+        )
+        prior = [p.numel() for name, p in model.named_parameters() if p.requires_grad and "prior." in name]
+        write_json(
+            folder / "training.json",
+            {
+                "train_seconds": round(clock.seconds, 1),
+                "steps": settings.total_steps,
+                "history": trained.history,
+                "parameters": model.num_parameters(),
+                "prior_parameters": sum(prior),
+                "versions": versions(SOFTWARE),
+                "machine": {"platform": platform.platform(), "processor": processor(), "cores": str(os.cpu_count())},
+            },
+        )
+        clock.forget()
+    trained.save(folder / "model", None)
+    shutil.rmtree(folder / "checkpoints")
+
+
+def _test(recipe: ImageRecipe, pictures: Pictures, folder: Path, progress: Progress) -> None:
+    """Write how many images are right at each size as soon as it is known."""
+    path, settings = folder / "accuracy.json", recipe.evaluation
+    rows: list[dict[str, int]] = read_json(path) if path.exists() else []
+    model: Any = PriorVisionForImageClassification.from_pretrained(folder / "model").eval()
+    if torch.cuda.is_available():
+        model.to(torch.device("cuda"))
+    if not (folder / "priors.json").exists():
+        write_json(folder / "priors.json", prior_maps(model))
+    for count, size in enumerate(settings.sizes):
+        progress("test", count, len(settings.sizes))
+        if any(row["size"] == size for row in rows):
+            continue
+        right = 0
+        for images, labels in _batches(pictures, size, settings.interpolation, settings.batch_size):
+            with torch.no_grad():
+                logits = model(normalised(images).to(model.device)).logits
+            right += int((logits.argmax(-1).cpu() == labels).sum())
+        rows.append({"size": size, "correct": right, "trials": len(pictures.test)})
+        write_json(path, rows)
+    progress("test", len(settings.sizes), len(settings.sizes))
+    write_json(folder / "done.json", {})
+
+
+def _batches(pictures: Pictures, size: int, interpolation: str, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for start in range(0, len(pictures.test), batch):
+        found = [pictures.test[index] for index in range(start, min(start + batch, len(pictures.test)))]
+        images = torch.stack([resized(image, size, interpolation) for image, _ in found])
+        yield images, torch.tensor([label for _, label in found])
+
+
+@torch.no_grad()
+def prior_maps(model: PriorVisionForImageClassification) -> list[dict[str, Any]]:
+    """What the prior of each head says around the middle of the training grid (GOAT, Figure 5b).
+
+    Returns:
+        ``layer``, ``head`` and ``log_prior``: for each row of patches, the log-prior of its keys for the patch in the
+        middle, less the largest, in nats, at least ``FLOOR``. Layers that share a prior are one, layer 0.
+    """
+    rows, columns = model.config.grid
+    positions = grid_positions(rows, columns, device=model.device)
+    middle = positions[(rows // 2) * columns + columns // 2]
+    stack: Any = model.model.stack
+    priors = [stack.prior] if model.config.share_prior else [layer.self_attn.prior for layer in stack.layers]
+    maps = []
+    for layer, prior in enumerate(priors):
+        if prior is None:
+            continue
+        found = prior.log_prior(middle.unsqueeze(0), positions, torch.float64)[:, 0]
+        found = (found - found.amax(-1, keepdim=True)).clamp(min=FLOOR).view(-1, rows, columns)
+        maps += [
+            {"layer": layer, "head": head, "log_prior": [[round(float(x), 4) for x in line] for line in one]}
+            for head, one in enumerate(found)
+        ]
+    return maps

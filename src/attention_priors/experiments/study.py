@@ -1,0 +1,72 @@
+"""What a comparison needs to know of the runs that it carries out, whatever is trained in them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+Progress = Callable[[str, int, int], None]
+"""Called with the stage, what is done of it and how much there is of it."""
+
+
+class AnyRecipe(Protocol):
+    """What all recipes of comparisons have: schemes and seeds, whose pairs are the runs."""
+
+    @property
+    def name(self) -> str:
+        """What the comparison is called."""
+        ...
+
+    @property
+    def seeds(self) -> Sequence[int]:
+        """Distinct."""
+        ...
+
+    @property
+    def schemes(self) -> Mapping[str, Any]:
+        """By name, in the order in which they are shown."""
+        ...
+
+    @property
+    def threads_per_run(self) -> int:
+        """Of PyTorch."""
+        ...
+
+    def model_dump(self, *, mode: str = ..., exclude_defaults: bool = ...) -> dict[str, Any]:
+        """As plain JSON."""
+        ...
+
+
+class Study(ABC):
+    """A recipe, and all that its runs read, made ready."""
+
+    @property
+    @abstractmethod
+    def recipe(self) -> AnyRecipe:
+        """What is carried out."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise a RecipeError if something that the recipe asks for cannot be made."""
+
+    @abstractmethod
+    def identities(self, output: Path, scheme: str, seed: int) -> Mapping[Path, dict[str, Any]]:
+        """What the files ``identity.json`` of a run must hold: everything that determines its results."""
+
+    @abstractmethod
+    def is_finished(self, output: Path, scheme: str, seed: int) -> bool:
+        """Whether nothing of a run is left to do."""
+
+    @abstractmethod
+    def stages(self, scheme: str) -> dict[str, float]:
+        """Roughly how much of a run's time each of its stages takes; the estimate of the time left depends on it."""
+
+    @abstractmethod
+    def execute(self, output: Path, scheme: str, seed: int, progress: Progress) -> None:
+        """Carry out one run, going on from whatever there is, every step on disk when it is done."""
+
+    @abstractmethod
+    def collect(self, output: Path, runs: Sequence[tuple[str, int]], wall_seconds: float) -> dict[str, Any]:
+        """The results of finished runs, as ``results.json`` holds them."""
