@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 RESULTS ?= docs/results
-RECIPES := $(wildcard recipes/results/*.yaml)
+RECIPES := $(wildcard recipes/results/*.yaml) recipes/digits.yaml
 
 .PHONY: demo test results format
 .DELETE_ON_ERROR:
@@ -19,7 +19,7 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 
 $(VENV)/lab: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab,images]"
 	touch $@
 
 $(VENV)/dev: $(VENV)/lab

@@ -25,6 +25,11 @@ PRIORS = ("none", *(name for name, prior in CATALOGUE.items() if name == "axial"
 """What tests are run over. A prior that joins the catalogue joins the tests; of those on grids one, as
 ``test_grids.py`` has all."""
 
+SUMMANDS = st.sampled_from(
+    [[name for name, prior in sorted(CATALOGUE.items()) if prior.over_grid in (None, kind)] for kind in (False, True)]
+).flatmap(lambda names: st.lists(st.sampled_from(names), min_size=2, max_size=3))
+"""Names of priors that have a sum: all over a line, or all on a grid."""
+
 Test = TypeVar("Test", bound=Callable[..., None])
 
 
@@ -118,7 +123,7 @@ def priors(draw: st.DrawFn, name: str, heads: int, causal: bool, generator: torc
     """The named prior with random parameters; ``none`` is None and ``sum`` a sum of two or three."""
     if name == "none":
         return None
-    names = draw(st.lists(st.sampled_from(sorted(CATALOGUE)), min_size=2, max_size=3)) if name == "sum" else [name]
+    names = draw(SUMMANDS) if name == "sum" else [name]
     descriptions = [draw(prior_descriptions(each, causal)) for each in names]
     prior = prior_from_config(descriptions if name == "sum" else descriptions[0], heads)
     randomize(prior, generator)

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_cases import PRIORS, RANGES, Case, examples, prior_descriptions, randomize
+from attention_cases import PRIORS, RANGES, SUMMANDS, Case, examples, prior_descriptions, randomize
 from attention_errors import Cotangents, compute, errors, gradient_scales
 from attention_oracle import positions_of, visibility_of
 from hypothesis import given
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, Prior, Spectral, SSMax, Window, prior_from_config
 from attention_priors.attention import recentred
-from attention_priors.priors import CATALOGUE
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -131,7 +130,7 @@ def far_positions(draw: st.DrawFn, batch: int, generator: torch.Generator) -> tu
 @st.composite
 def far_priors(draw: st.DrawFn, name: str, heads: int, causal: bool, generator: torch.Generator) -> Prior:
     """The named prior; scales of a Generalized Gaussian up to 2^20 tokens, any training length of a sink."""
-    names = draw(st.lists(st.sampled_from(sorted(CATALOGUE)), min_size=2, max_size=3)) if name == "sum" else [name]
+    names = draw(SUMMANDS) if name == "sum" else [name]
     descriptions = [draw(prior_descriptions(each, causal)) for each in names]
     for description in descriptions:
         if "train_length" in description:

@@ -157,3 +157,8 @@ def test_a_sink_is_the_same_for_every_query_and_lifts_what_stands_outside() -> N
 def test_mistakes_are_named(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_prior_on_a_grid_and_one_over_a_line_have_no_sum() -> None:
+    with pytest.raises(ValueError, match=r"axial \(on a grid\), laplace \(over a line\)"):
+        Axial(2, "laplace") + Laplace(2)

@@ -60,6 +60,13 @@ class PriorVisionConfig(StackConfig):
         check_positive_integers(patch_size=self.patch_size, num_channels=self.num_channels)
         check_choice("pooling", self.pooling, POOLINGS)
         check_choice("position_units", self.position_units, UNITS)
+        with torch.device("meta"):
+            prior = self.make_prior()
+        for term in () if prior is None else prior.terms():
+            if term.over_grid is False:
+                raise ValueError(
+                    f"prior must be one on grids (axial, spectral_2d, radial, key_sink_2d), got {term.name!r}"
+                )
         if self.position_units == "image":
             with torch.device("meta"):
                 at_spacing(self.make_prior(), self.num_attention_heads, 0.5, 0.5)  # some mean nothing between patches

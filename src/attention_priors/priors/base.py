@@ -81,8 +81,8 @@ class Prior(Described, KeepsFloat32):
     """
 
     structure: Structure
-    over_grid: ClassVar[bool] = False
-    """Whether positions are rows and columns (``grid.py``) rather than places in a line."""
+    over_grid: ClassVar[bool | None] = False
+    """Whether positions are rows and columns (``grid.py``) rather than places in a line; None where it is all one."""
     learnable: ClassVar[tuple[str, ...]] = ()
     """The names that ``learn=`` may hold."""
 

@@ -18,7 +18,7 @@ from attention_priors.priors.sum import Sum
 class OnGrid(Prior):
     """A prior whose positions are rows and columns (:func:`grid_positions`)."""
 
-    over_grid: ClassVar[bool] = True
+    over_grid: ClassVar[bool | None] = True
     spacing: tuple[float, float] = (1.0, 1.0)
     """From a row to the next and from a column to the next, in the patches that the prior is stated in."""
 
@@ -100,7 +100,10 @@ def at_spacing(prior: Prior | None, num_heads: int, rows: float, columns: float)
     """
     terms: list[Prior] = []
     for term in () if prior is None else prior.terms():
-        if not isinstance(term, OnGrid):
+        if isinstance(term, OnGrid):
+            terms.append(term.spaced(rows, columns))
+        elif term.over_grid is None:
+            terms.append(term)
+        else:
             raise ValueError(f"prior must be one on grids, got {term.name}")
-        terms.append(term.spaced(rows, columns))
     return Sum([*terms, PatchArea(num_heads, rows * columns)])

@@ -16,7 +16,7 @@ class Sum(Prior):
     """The product of several priors, made by ``a + b``: their log-priors add.
 
     Args:
-        priors: at least one prior; all with the same ``num_heads``.
+        priors: at least one prior; all with the same ``num_heads``, and all over a line or all on a grid.
     """
 
     name = "sum"
@@ -29,6 +29,14 @@ class Sum(Prior):
             raise ValueError(
                 "priors that are added must have the same num_heads, got "
                 + ", ".join(f"{type(prior).__name__}({prior.num_heads})" for prior in priors)
+            )
+        over_grid = {
+            term.name: term.over_grid for prior in priors for term in prior.terms() if term.over_grid is not None
+        }
+        if len(set(over_grid.values())) > 1:
+            raise ValueError(
+                "priors that are added must all be over a line or all on a grid, got "
+                + ", ".join(f"{name} ({'on a grid' if grid else 'over a line'})" for name, grid in over_grid.items())
             )
         super().__init__(heads.pop())
         self.priors = nn.ModuleList(priors)

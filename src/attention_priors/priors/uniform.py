@@ -19,6 +19,7 @@ class Uniform(Prior):
     """
 
     name = "uniform"
+    over_grid = None
     structure = Structure.STATIONARY | Structure.FACTORED
 
     def __init__(self, num_heads: int) -> None:

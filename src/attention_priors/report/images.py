@@ -78,8 +78,8 @@ def accuracy_by_size(results: Results) -> Figure:
     for index, entry in enumerate(results["schemes"]):
         found = [over_seeds([100 * share for share in _shares(results, entry["name"], size)]) for size in sizes]
         means = np.array([one.mean for one in found])
-        low, high = ([getattr(one, end) for one in found] for end in ("low", "high"))
-        bars = None if math.isnan(found[0].low) else np.maximum(0, [means - low, np.array(high) - means])
+        low, high = (np.array([getattr(one, end) for one in found]).clip(0, 100) for end in ("low", "high"))
+        bars = None if np.isnan(low).any() else np.maximum(0, [means - low, high - means])
         nudged = [size * 1.02 ** (index - (len(results["schemes"]) - 1) / 2) for size in sizes]
         axes.errorbar(
             nudged, means, yerr=bars, **look(index)._asdict(), markersize=6, linewidth=1.8, elinewidth=1.2,
@@ -136,11 +136,12 @@ def accuracy_grid(results: Results) -> Grid:
         cells = []
         for size in sizes:
             mean, low, high = over_seeds([100 * share for share in _shares(results, entry["name"], size)])
-            cells.append(Cell(f"{mean:.1f}", "" if math.isnan(low) else f"[{low:.1f}, {min(high, 100.0):.1f}]"))
+            interval = "" if math.isnan(low) else f"[{max(low, 0.0):.1f}, {min(high, 100.0):.1f}]"
+            cells.append(Cell(f"{mean:.1f}", interval))
         lines.append([entry["name"], *cells])
     caption = (
         f"Test images classified right, %, by the side of the images in pixels; {_trained(results)}. Mean over "
-        "seeds with Student's 95 % interval (where there are two seeds at least), cut to 100 %."
+        "seeds with Student's 95 % interval (where there are two seeds at least), cut to 0–100 %."
     )
     header = ["scheme", *(f"{size}\n{multiple(size / trained)}×" for size in sizes)]
     return Grid("accuracy", caption, header, [lines], words=1)

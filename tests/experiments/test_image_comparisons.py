@@ -1,0 +1,331 @@
+"""Comparisons of classifiers of images: what is read, drawn, trained, tested, resumed and shown."""
+
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from rich.console import Console
+
+from attention_priors.experiments import ImageRecipe, Recipe, RecipeError, RunFailedError, compare, load_recipe
+from attention_priors.experiments.images import load_pictures
+from attention_priors.experiments.images.augmentation import Collate, PictureRows, cutmix, mixup
+from attention_priors.experiments.images.pictures import resized
+from attention_priors.experiments.images.recipe import ImageTrainingSettings, PictureSettings
+from attention_priors.experiments.images.run import prior_maps
+from attention_priors.experiments.images.study import ImageStudy
+from attention_priors.models import PriorVisionConfig, PriorVisionForImageClassification
+from attention_priors.priors import grid_positions
+from attention_priors.report import are_of_images, image_table, write_image_results
+
+ROOT = Path(__file__).parents[2]
+TINY: dict[str, Any] = {
+    "name": "Tiny digits",
+    "images": {"source": "digits"},
+    "model": {
+        "image_size": 8,
+        "patch_size": 2,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    },
+    "training": {
+        "steps": 6,
+        "batch_size": 8,
+        "learning_rate": 0.01,
+        "optimizer": "adamw",
+        "checkpoint_steps": 2,
+        "augmentation": {"shift": 0.1, "zoom": [0.8, 1.25], "mixup": 0.8},
+        "label_smoothing": 0.1,
+    },
+    "evaluation": {"sizes": [8, 16]},
+    "seeds": [0, 1],
+    "schemes": {
+        "table": {"position_table": True},
+        "GOAT": {"prior": {"name": "spectral_2d", "init": "recency"}, "position_units": "image"},
+        "none": {"training": {"steps": 2}},
+    },
+}
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+def recipe(**changes: Any) -> ImageRecipe:
+    return ImageRecipe.model_validate(TINY | changes)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("digits")
+    return folder, compare(recipe(), folder, processes=1, console=quiet())
+
+
+def test_every_scheme_is_tested_at_every_size(compared: tuple[Path, dict[str, Any]]) -> None:
+    folder, results = compared
+    assert are_of_images(results)
+    assert results["images"]["train"] == 1297
+    places = [(row["scheme"], row["seed"], row["size"]) for row in results["accuracy"]]
+    assert places == [(name, seed, size) for seed in (0, 1) for name in TINY["schemes"] for size in (8, 16)]
+    assert all(row["trials"] == 500 and 0 <= row["correct"] <= 500 for row in results["accuracy"])
+    assert [run["steps"] for run in results["runs"]] == [6, 6, 2] * 2
+    # What is kept is what the saved model does.
+    model = PriorVisionForImageClassification.from_pretrained(folder / "runs" / "GOAT" / "seed-1" / "model").eval()
+    pictures = load_pictures(PictureSettings(source="digits"))
+    images = torch.stack([resized(pictures.test[index][0], 16) for index in range(500)])
+    with torch.no_grad():
+        found = model(2 * images - 1).logits.argmax(-1)
+    right = int((found == torch.tensor([pictures.test[index][1] for index in range(500)])).sum())
+    (row,) = [r for r in results["accuracy"] if (r["scheme"], r["seed"], r["size"]) == ("GOAT", 1, 16)]
+    assert row["correct"] == right
+    assert model.config.id2label[3] == "3"
+
+
+def test_what_is_shown(compared: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    _, results = compared
+    page = write_image_results(results, tmp_path)
+    text = page.read_text()
+    assert "At other resolutions than in training" in text
+    assert "http" not in text.replace("http-equiv", "")
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert names == {"accuracy_by_size.png", "prior_maps_02.png"}
+    shares = [row["correct"] / 5 for row in results["accuracy"] if (row["scheme"], row["size"]) == ("table", 16)]
+    assert f"| {np.mean(shares):.1f} " in (tmp_path / "tables" / "accuracy.md").read_text()
+    assert (tmp_path / "tables" / "training.tex").exists()
+    assert image_table(results).row_count == 3
+
+
+def test_nothing_is_done_twice(compared: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, results = compared
+    monkeypatch.setattr("subprocess.Popen", lambda *arguments, **options: pytest.fail("a worker was started"))
+    again = compare(recipe(), folder, console=quiet())
+    assert again["accuracy"] == results["accuracy"]
+    other = TINY["training"] | {"learning_rate": 0.02}
+    with pytest.raises(RecipeError, match=r"learning_rate \(there 0.01, here 0.02\)"):
+        compare(recipe(training=other), folder, console=quiet())
+
+
+def test_an_interrupted_training_goes_on_to_the_same_weights(
+    compared: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    study = ImageStudy(recipe())
+
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if (stage, done) == ("train", 3):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        study.execute(tmp_path, "GOAT", 1, interrupt)
+    run = Path("runs", "GOAT", "seed-1")
+    assert not (tmp_path / run / "model").exists()
+    study.execute(tmp_path, "GOAT", 1, lambda *arguments: None)
+    one, other = (
+        hashlib.sha256((folder / run / "model" / "model.safetensors").read_bytes()).hexdigest()
+        for folder in (tmp_path, compared[0])
+    )
+    assert one == other
+    assert json.loads((tmp_path / run / "accuracy.json").read_text()) == json.loads(
+        (compared[0] / run / "accuracy.json").read_text()
+    )
+
+
+def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
+    wrong = TINY["training"] | {"learning_rate": 1e30, "steps": 40}
+    with pytest.raises(RunFailedError, match="try a lower learning_rate"):
+        compare(recipe(training=wrong, seeds=[0]), tmp_path, only=["table"], processes=1, console=quiet())
+
+
+# ---- what is drawn
+
+
+def settings(**changes: Any) -> ImageTrainingSettings:
+    return ImageTrainingSettings.model_validate({"steps": 1, "batch_size": 4, "learning_rate": 0.1} | changes)
+
+
+def test_every_image_is_read_once_an_epoch() -> None:
+    pictures = load_pictures(PictureSettings(source="digits"))
+    rows = PictureRows(pictures.train, 8, 2 * 1297, seed=3, crop=None)
+    for epoch in range(2):
+        found = torch.stack([rows[epoch * 1297 + index]["image"] for index in range(1297)]).flatten(1)
+        expected = torch.stack([pictures.train[index][0] for index in range(1297)]).flatten(1)
+        assert sorted(map(tuple, found.tolist())) == sorted(map(tuple, expected.tolist()))
+    assert rows[0]["label"] == PictureRows(pictures.train, 8, 5, seed=3, crop=None)[0]["label"]
+    orders = [[rows[start + index]["label"] for index in range(50)] for start in (0, 1297)]
+    assert orders[0] != orders[1]
+    with pytest.raises(IndexError):
+        rows[2 * 1297]
+
+
+AUGMENTATIONS: dict[str, Any] = {
+    "none": {},
+    "affine": {"shift": 0.2, "zoom": [0.7, 1.4]},
+    "flip, erase": {"flip": 0.5, "erase": 0.5},
+    "RandAugment": {"rand_augment": [2, 9]},
+    "both mixes": {"mixup": 0.8, "cutmix": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_a_batch_depends_on_its_rows_alone(name: str) -> None:
+    pictures = load_pictures(PictureSettings(source="digits"))
+    rows = PictureRows(pictures.train, 16, 100, seed=0, crop=(0.3, 0.9))
+    collate = Collate(settings(augmentation=AUGMENTATIONS[name], label_smoothing=0.1), 10, seed=0)
+    torch.manual_seed(7)
+    before = torch.random.get_rng_state()
+    first = collate([rows[index] for index in range(4)])
+    assert torch.equal(torch.random.get_rng_state(), before)
+    other = collate([rows[index] for index in range(4, 8)])
+    again = collate([rows[index] for index in range(4)])
+    assert all(torch.equal(first[key], again[key]) for key in ("pixel_values", "labels"))
+    assert not torch.equal(first["pixel_values"], other["pixel_values"])
+    assert first["pixel_values"].shape == (4, 1, 16, 16)
+    assert -1.001 <= float(first["pixel_values"].min()) <= float(first["pixel_values"].max()) <= 1.001
+    torch.testing.assert_close(first["labels"].sum(1), torch.ones(4))
+    assert float(first["labels"].min()) >= 0.01 - 1e-6
+
+
+@given(seed=st.integers(0, 1000), parameter=st.floats(0.2, 3))
+def test_shares_of_classes_follow_the_pixels(seed: int, parameter: float) -> None:
+    """Each image is one number throughout: what is left of it can be read off the mixed ones."""
+    torch.manual_seed(seed)
+    numbers = torch.arange(1.0, 6.0)
+    images, shares = numbers.view(5, 1, 1, 1).expand(5, 2, 12, 10), torch.eye(5)
+    for mix in (mixup, cutmix):
+        mixed, found = mix(images, shares, parameter)
+        assert mixed.shape == images.shape
+        torch.testing.assert_close(found.sum(1), torch.ones(5))
+        torch.testing.assert_close(mixed.mean((1, 2, 3)), found @ numbers)
+    pieces = cutmix(images, shares, parameter)[0]
+    assert set(pieces.flatten().tolist()) <= set(numbers.tolist())
+
+
+@given(rows=st.integers(4, 40), columns=st.integers(4, 40), size=st.integers(2, 30))
+def test_scaling_keeps_the_middle_and_its_values(rows: int, columns: int, size: int) -> None:
+    image = torch.full((2, rows, columns), 0.4)
+    scaled = resized(image, size)
+    assert scaled.shape == (2, size, size)
+    torch.testing.assert_close(scaled, torch.full((2, size, size), 0.4))
+    # Left half black, right half white: so is the middle.
+    image[..., : columns // 2], image[..., columns // 2 :] = 0, 1
+    assert float(resized(image, size)[..., 0].mean()) <= float(resized(image, size)[..., -1].mean())
+
+
+# ---- images from elsewhere
+
+
+@pytest.fixture
+def folder_of_images(tmp_path: Path) -> Path:
+    draw = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for kind, low in (("dark", 0), ("light", 128)):
+            place = tmp_path / "pictures" / split / kind
+            place.mkdir(parents=True)
+            for index in range(6):
+                pixels = draw.integers(low, low + 128, (20 + index, 16, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(place / f"{index}.png")
+    return tmp_path / "pictures"
+
+
+def test_images_of_a_hugging_face_dataset(folder_of_images: Path, tmp_path: Path) -> None:
+    source = {"path": "imagefolder", "data_dir": str(folder_of_images)}
+    pictures = load_pictures(PictureSettings.model_validate({"dataset": source}))
+    assert (pictures.classes, pictures.channels) == (("dark", "light"), 3)
+    assert (len(pictures.train), len(pictures.test)) == (12, 12)
+    image, label = pictures.train[11]
+    assert image.shape == (3, 25, 16)
+    assert label == 1
+    assert float(image.mean()) > 0.5
+    changes: dict[str, Any] = {
+        "images": {"dataset": source},
+        "training": TINY["training"]
+        | {"steps": 30, "augmentation": {"crop": [0.5, 1.0], "flip": 0.5}, "label_smoothing": 0},
+        "seeds": [0],
+        "schemes": {"table": {"position_table": True}},
+    }
+    results = compare(recipe(**changes), tmp_path / "out", processes=1, console=quiet())
+    assert [row["correct"] for row in results["accuracy"]] == [12, 12]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data_dir": "nowhere"}, "images.dataset: 'imagefolder', 'train', cannot be loaded"),
+        ({"label": "kind"}, "images.dataset.label: 'imagefolder' has no ClassLabel 'kind'"),
+        ({"image": "label"}, "images.dataset.image: 'imagefolder' has no Image 'label'"),
+        ({"test": "dev"}, "'dev', cannot be loaded"),
+    ],
+)
+def test_datasets_that_cannot_be_read_are_named(folder_of_images: Path, changes: Any, message: str) -> None:
+    source = {"path": "imagefolder", "data_dir": str(folder_of_images)} | changes
+    with pytest.raises(RecipeError, match=message):
+        ImageStudy(recipe(images={"dataset": source}))
+
+
+# ---- recipes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"images": {}}, "give either source or dataset, got neither"),
+        ({"evaluation": {"sizes": [8, 9]}}, "whole patches of 2 pixels"),
+        ({"evaluation": {"sizes": [16, 8]}}, "sizes must rise"),
+        ({"schemes": {"a": {"prior": "laplace"}}}, "schemes.a: "),
+        (
+            {"schemes": {"a": {"prior": {"name": "axial", "rows": "clipped_offsets"}, "position_units": "image"}}},
+            "rows",
+        ),
+        ({"schemes": {"a": {"training": {"steps": 0}}}}, "schemes.a.training: steps"),
+        ({"schemes": {"a b": {}, "a_b": {}}}, "would share the folder"),
+        ({"training": TINY["training"] | {"augmentation": {"zoom": [2, 1]}}}, "zoom must be the smallest"),
+        ({"training": TINY["training"] | {"warmup_steps": 6}}, "warmup_steps=6 must be less"),
+        ({"seeds": [1, 1]}, "seeds must be distinct"),
+        ({"corpus": {}}, "corpus: unknown key"),
+    ],
+)
+def test_mistakes_of_recipes_are_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(TINY | changes))
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize("name", ["digits", "goat-vit-s16", "cifar10"])
+def test_the_recipes_of_images(name: str) -> None:
+    path = ROOT / "recipes" / f"{name}.yaml"
+    if not path.exists():
+        pytest.skip("not a checkout of the project")
+    found = load_recipe(path)
+    assert isinstance(found, ImageRecipe)
+    assert not isinstance(found, Recipe)
+    for scheme in found.schemes:
+        with torch.device("meta"):
+            model = PriorVisionForImageClassification(found.config_of(scheme, channels=3, classes=1000))
+        if name == "goat-vit-s16":
+            assert round(model.num_parameters() / 1e6) == 22
+
+
+def test_prior_maps_are_around_the_middle() -> None:
+    config = PriorVisionConfig(
+        image_size=10, patch_size=2, num_channels=1, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
+        num_attention_heads=2, num_labels=2, prior={"name": "radial", "prior": "laplace"},
+    )  # fmt: skip
+    model = PriorVisionForImageClassification(config)
+    maps = prior_maps(model)
+    assert [(row["layer"], row["head"]) for row in maps] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    positions = grid_positions(5, 5)
+    prior: Any = model.model.stack.layers[1].self_attn.prior
+    expected = prior.log_prior(positions[12:13], positions, torch.float64)[1, 0].view(5, 5)
+    assert maps[3]["log_prior"] == [[round(float(x), 4) for x in line] for line in expected]
+    assert maps[3]["log_prior"][2][2] == 0
+    config.prior = None
+    assert prior_maps(PriorVisionForImageClassification(config)) == []
