@@ -9,7 +9,7 @@ from torch import Tensor
 from attention_priors.benchmark.case import Case, Inputs, Pass
 from attention_priors.benchmark.recipe import BenchRecipe
 from attention_priors.benchmark.way import Prepared, Way, expected_rows, output_shape
-from attention_priors.benchmark.ways import WAYS
+from attention_priors.benchmark.ways import LINE_WAYS, WAYS
 
 
 def case(passing: Pass = "forward", length: int = 33, heads: int = 2, head_dim: int = 24, batch: int = 1) -> Case:
@@ -37,4 +37,4 @@ def plainly(inputs: Inputs) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(inputs.query, inputs.key, inputs.value, is_causal=True)
 
 
-__all__ = ["WAYS", "case", "made", "plainly", "recipe"]
+__all__ = ["LINE_WAYS", "WAYS", "case", "made", "plainly", "recipe"]

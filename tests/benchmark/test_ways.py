@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_cases import WAYS, case
+from bench_cases import LINE_WAYS, WAYS, case
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -14,6 +14,7 @@ from attention_priors import Laplace, Spectral, attend
 from attention_priors.benchmark import peers
 from attention_priors.benchmark.case import Case, Pass, make_inputs
 from attention_priors.benchmark.timing import error_of
+from attention_priors.benchmark.way import CannotRunError
 from processes import run_command
 
 PACKAGE_OF = {
@@ -40,12 +41,40 @@ def run(name: str, case: Case) -> tuple[Tensor, float]:
 
 
 @pytest.mark.parametrize("passing", ["forward", "decode"])
-@pytest.mark.parametrize("name", [name for name in WAYS if name not in COMPILED])
+@pytest.mark.parametrize("name", [name for name in LINE_WAYS if name not in COMPILED])
 def test_outputs_are_those_of_the_reference(name: str, passing: Pass):
     skip_what_is_missing(name)
     for length in (16, 45):
         _, error = run(name, case(passing, length, batch=2))
         assert error < 3e-6
+
+
+GRID_WAYS = [name for name in WAYS if name not in LINE_WAYS]
+
+
+@pytest.mark.parametrize("name", GRID_WAYS)
+def test_outputs_over_grids_are_those_of_the_reference(name: str):
+    for length in (16, 49):
+        _, error = run(name, case("forward", length, batch=2))
+        assert error < 3e-6
+
+
+@pytest.mark.parametrize("name", GRID_WAYS)
+def test_grids_are_squares_that_are_read_at_once(name: str):
+    for this in (case("decode", 16), case("forward", 20)):
+        with pytest.raises(CannotRunError, match=r"decode|20 patches are no square"):
+            WAYS[name].prepare(this, make_inputs(this))
+
+
+def test_gradients_over_grids_are_those_of_the_dense_bias():
+    this = case("forward+backward", 25)
+    inputs = make_inputs(this)
+    weights = torch.randn(this.batch, this.heads, 25, this.head_dim, generator=torch.Generator().manual_seed(1))
+    ours, dense = (WAYS[name].prepare(this, inputs) for name in ("grid-ggd", "grid-bias-ggd"))
+    found, expected = (torch.autograd.grad(one.run(), one.leaves, weights) for one in (ours, dense))
+    assert len(found) == 3 + 6
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-5)
 
 
 def test_flex_attention_agrees():
@@ -77,7 +106,7 @@ def heads_first(case: Case, gradient: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, way in WAYS.items() if way.counterpart is not None and name not in COMPILED]
+    "name", [name for name in LINE_WAYS if WAYS[name].counterpart is not None and name not in COMPILED]
 )
 def test_gradients_are_those_of_the_reference(name: str):
     skip_what_is_missing(name)

@@ -5,6 +5,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from attention_priors.experiments import Recipe, load_recipe
+
 RECIPE: dict[str, Any] = {
     "name": "Tiny",
     "corpus": {"source": "texts"},
@@ -58,3 +60,10 @@ def write_texts(folder: Path) -> Path:
     for index in range(8):
         (folder / f"{index}.txt").write_text(" ".join(draw.choices(words, k=300)) + "\n")
     return folder
+
+
+def decoder_recipe(path: Path) -> Recipe:
+    """A recipe that trains decoders."""
+    recipe = load_recipe(path)
+    assert isinstance(recipe, Recipe)
+    return recipe

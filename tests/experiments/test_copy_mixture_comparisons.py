@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from recipe_cases import decoder_recipe
 
 from attention_priors.data import CopyMixture
-from attention_priors.experiments import Recipe, RecipeError, load_recipe
+from attention_priors.experiments import Recipe, RecipeError
 from attention_priors.experiments import materials as materials_module
 from attention_priors.experiments.materials import HELD_OUT_SEED, Materials
 from attention_priors.experiments.results import collect
@@ -226,7 +227,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.skipif(not (ROOT / "recipes").exists(), reason="not a checkout of the project")
 def test_the_papers_recipe_can_be_run(tmp_path):
-    materials = Materials.load(load_recipe(ROOT / "recipes" / "results" / "copy-mixture.yaml"), tmp_path)
+    materials = Materials.load(decoder_recipe(ROOT / "recipes" / "results" / "copy-mixture.yaml"), tmp_path)
     materials.check()
     assert {"NoPE", "ALiBi", "RoPE", "T5", "GOAT", "BAM"} <= materials.recipe.schemes.keys()
 
@@ -276,7 +277,7 @@ def test_impossible_recipes_are_named(tmp_path, changes, complaint):
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(CONTENT | changes))
     with pytest.raises(RecipeError, match=re.escape(complaint)):
-        load_recipe(path)
+        decoder_recipe(path)
 
 
 @pytest.mark.parametrize(

@@ -315,15 +315,14 @@ def test_the_recipes_of_images(name: str) -> None:
 
 
 def test_prior_maps_are_around_the_middle() -> None:
-    config = PriorVisionConfig(
-        image_size=10, patch_size=2, num_channels=1, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
-        num_attention_heads=2, num_labels=2, prior={"name": "radial", "prior": "laplace"},
-    )  # fmt: skip
+    sizes = TINY["model"] | {"image_size": 10, "num_channels": 1, "num_labels": 2}
+    config = PriorVisionConfig(**sizes, prior={"name": "radial", "prior": "laplace"})
     model = PriorVisionForImageClassification(config)
     maps = prior_maps(model)
     assert [(row["layer"], row["head"]) for row in maps] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     positions = grid_positions(5, 5)
-    prior: Any = model.model.stack.layers[1].self_attn.prior
+    layers: Any = model.model.stack.layers
+    prior = layers[1].self_attn.prior
     expected = prior.log_prior(positions[12:13], positions, torch.float64)[1, 0].view(5, 5)
     assert maps[3]["log_prior"] == [[round(float(x), 4) for x in line] for line in expected]
     assert maps[3]["log_prior"][2][2] == 0

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import yaml
-from recipe_cases import RECIPE, changed
+from recipe_cases import RECIPE, changed, decoder_recipe
 
-from attention_priors.experiments import Recipe, RecipeError, load_recipe
+from attention_priors.experiments import Recipe, RecipeError
 
-TRAINING_KEYS = "context_length, steps, tokens, batch_size, tokens_per_step, optimizer, learning_rate"
+TRAINING_KEYS = "optimizer, learning_rate, betas, epsilon, weight_decay, gradient_clip, warmup_steps"
 PRIORS = "uniform, laplace, generalized_gaussian, spectral, key_sink, relative_buckets, clipped_offsets, window"
 
 
@@ -19,7 +19,7 @@ def _write(folder: Path, content: Any) -> Path:
 
 
 def test_a_recipe_is_read_with_its_defaults(tmp_path):
-    recipe = load_recipe(_write(tmp_path, RECIPE))
+    recipe = decoder_recipe(_write(tmp_path, RECIPE))
     assert list(recipe.schemes) == ["ALiBi", "BAM + SSMax"]
     assert recipe.training.optimizer == "radam"
     assert recipe.training_of("ALiBi").steps == 120
@@ -29,7 +29,7 @@ def test_a_recipe_is_read_with_its_defaults(tmp_path):
 
 
 def test_a_recipe_survives_json(tmp_path):
-    recipe = load_recipe(_write(tmp_path, RECIPE))
+    recipe = decoder_recipe(_write(tmp_path, RECIPE))
     assert Recipe.model_validate(json.loads(json.dumps(recipe.model_dump(mode="json")))) == recipe
 
 
@@ -43,7 +43,7 @@ def test_a_recipe_survives_json(tmp_path):
     ],
 )
 def test_the_longest_text_is_over_all_that_is_read(tmp_path, changes, longest):
-    assert load_recipe(_write(tmp_path, changed(changes))).longest_text == longest
+    assert decoder_recipe(_write(tmp_path, changed(changes))).longest_text == longest
 
 
 @pytest.mark.parametrize("path", ["demo.yaml", "results/headline.yaml", "results/needles.yaml", "results/regime.yaml"])
@@ -51,7 +51,7 @@ def test_the_projects_own_recipes_load(path: str):
     recipes = Path(__file__).parents[2] / "recipes"
     if not recipes.exists():
         pytest.skip("not a checkout of the project")
-    recipe = load_recipe(recipes / path)
+    recipe = decoder_recipe(recipes / path)
     for name in recipe.schemes:
         recipe.config_of(name, vocab_size=100)
 
@@ -253,7 +253,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_a_mistake_is_named_with_its_key_its_value_and_what_is_allowed(tmp_path, changes, complaints):
     path = _write(tmp_path, changed(changes))
     with pytest.raises(RecipeError) as caught:
-        load_recipe(path)
+        decoder_recipe(path)
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     for complaint in complaints:
@@ -265,7 +265,7 @@ def test_a_mistake_is_named_with_its_key_its_value_and_what_is_allowed(tmp_path,
 def test_all_mistakes_are_named_at_once(tmp_path):
     path = _write(tmp_path, changed({"training.steps": 0, "modle": 1, "evaluation.chunk": -2}))
     with pytest.raises(RecipeError) as caught:
-        load_recipe(path)
+        decoder_recipe(path)
     lines = str(caught.value).removeprefix(f"{path}: ").splitlines()
     assert [line.split(":")[0] for line in lines] == ["training.steps", "evaluation.chunk", "modle"]
 
@@ -283,7 +283,7 @@ def test_all_mistakes_are_named_at_once(tmp_path):
 def test_a_file_that_is_no_recipe_is_named(tmp_path, content, complaint):
     path = _write(tmp_path, content)
     with pytest.raises(RecipeError) as caught:
-        load_recipe(path)
+        decoder_recipe(path)
     assert str(caught.value).startswith(f"{path} {complaint}")
 
 
@@ -291,12 +291,12 @@ def test_a_file_that_is_not_text_is_named(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_bytes(b"\xff\xfe\0name")
     with pytest.raises(RecipeError, match=r"recipe\.yaml is not a YAML file"):
-        load_recipe(path)
+        decoder_recipe(path)
 
 
 def test_a_file_that_is_missing_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.yaml"):
-        load_recipe(tmp_path / "nowhere.yaml")
+        decoder_recipe(tmp_path / "nowhere.yaml")
 
 
 @pytest.mark.parametrize(
@@ -313,11 +313,11 @@ def test_a_file_that_is_missing_is_named(tmp_path):
     ],
 )
 def test_what_is_possible_is_accepted(tmp_path, changes):
-    load_recipe(_write(tmp_path, changed(changes)))
+    decoder_recipe(_write(tmp_path, changed(changes)))
 
 
 def test_a_key_that_stands_twice_is_an_error(tmp_path):
     path = tmp_path / "twice.yaml"
     path.write_text("name: A\nschemes:\n  BAM: {}\n  BAM: {}\n")
     with pytest.raises(RecipeError, match="the key 'BAM' stands twice"):
-        load_recipe(path)
+        decoder_recipe(path)

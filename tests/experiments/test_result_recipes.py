@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recipe_cases import decoder_recipe
 
-from attention_priors.experiments import Recipe, load_recipe
+from attention_priors.experiments import Recipe
 from attention_priors.experiments.materials import Materials
 from attention_priors.experiments.results import collect
 from attention_priors.experiments.run import execute, is_finished, run_folder
@@ -60,7 +61,7 @@ def _everywhere(recipe: dict[str, Any], section: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_small_form_runs_from_the_recipe_to_the_report(path: Path, tmp_path: Path):
-    recipe = small(load_recipe(path))
+    recipe = small(decoder_recipe(path))
     materials = Materials.load(recipe, tmp_path / "cache")
     materials.check()
     names = list(recipe.schemes)
@@ -82,7 +83,7 @@ def test_what_is_shown_was_made_by_the_recipe(path: Path):
     made = RESULTS / path.stem / "recipe.json"
     if not made.exists():
         pytest.skip("nothing has been made of it yet")
-    recipe = load_recipe(path)
+    recipe = decoder_recipe(path)
     assert Recipe.model_validate(read_json(made)) == recipe
     for scheme in recipe.schemes:
         for seed in recipe.seeds:

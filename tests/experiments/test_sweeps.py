@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-from recipe_cases import RECIPE, changed
+from recipe_cases import RECIPE, changed, decoder_recipe
 
-from attention_priors.experiments import Recipe, RecipeError, load_recipe
+from attention_priors.experiments import Recipe, RecipeError
 from attention_priors.experiments.folders import LONGEST_FOLDER_NAME, folder_name
 from attention_priors.experiments.run import identities, identity
 from attention_priors.experiments.sweep import label
@@ -257,7 +257,7 @@ def test_a_mistake_in_a_sweep_names_axis_and_value(tmp_path, sweep, complaint):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(changed({"sweep": {"schemes": [BAM], **sweep}}), sort_keys=False))
     with pytest.raises(RecipeError, match=complaint):
-        load_recipe(path)
+        decoder_recipe(path)
 
 
 def test_a_scheme_in_the_way_of_a_generated_one_is_named():
@@ -452,7 +452,7 @@ def test_the_extensions_of_the_results_cost_the_same():
     path = Path(__file__).parents[2] / "recipes" / "results" / "extension.yaml"
     if not path.exists():
         pytest.skip("not a checkout of the project")
-    ways = load_recipe(path).extensions_of("RoPE")
+    ways = decoder_recipe(path).extensions_of("RoPE")
     trained = {way: extension.training for way, extension in ways.items() if extension.training is not None}
     assert set(ways) - set(trained) == {"YaRN, untrained"}
     assert len(trained) == 6
@@ -483,7 +483,7 @@ def test_the_demos_runs_keep_their_identities():
     demo = Path(__file__).parents[2] / "recipes" / "demo.yaml"
     if not demo.exists():
         pytest.skip("not a checkout of the project")
-    materials = _materials(load_recipe(demo))
+    materials = _materials(decoder_recipe(demo))
     found = {}
     for name in materials.recipe.schemes:
         described = identity(materials, name, 0)

@@ -26,7 +26,7 @@ def test_log_prior_is_the_sum_of_the_parts(left: str, right: str):
     b = randomise(make(right, SAMPLES[right][-1]), 2)
     if {a.over_grid, b.over_grid} == {True, False}:
         with pytest.raises(ValueError, match="all be over a line or all on a grid"):
-            a + b
+            _ = a + b
         return
     found = (a + b).log_prior(POSITIONS, POSITIONS, torch.float64)
     expected = a.log_prior(POSITIONS, POSITIONS, torch.float64) + b.log_prior(POSITIONS, POSITIONS, torch.float64)

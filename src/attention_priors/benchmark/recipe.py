@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, ValidationError, field_validator
 
 from attention_priors.benchmark.case import DTYPES, PASSES, Case, Pass
-from attention_priors.benchmark.ways import WAYS
+from attention_priors.benchmark.ways import LINE_WAYS, WAYS
 from attention_priors.strict_yaml import RecipeError, Strict, explain, read_strictly
 
 
@@ -19,7 +19,7 @@ class Part(Strict):
     lengths: tuple[Annotated[int, Field(ge=16)], ...] = Field(min_length=1)
     """Tokens; cached keys in decoding."""
     passes: tuple[Pass, ...] = Field(default=PASSES, min_length=1)
-    ways: tuple[str, ...] = Field(default=tuple(WAYS), min_length=1)
+    ways: tuple[str, ...] = Field(default=LINE_WAYS, min_length=1)
 
     @field_validator("ways")
     @classmethod

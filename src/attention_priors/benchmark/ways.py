@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attention_priors.attention import KeyBounds, SSMax, attend
 from attention_priors.benchmark import peers
 from attention_priors.benchmark.case import Case, Inputs, make_inputs
+from attention_priors.benchmark.grid_ways import GRID_WAYS
 from attention_priors.benchmark.way import CannotRunError, Need, Prepared, Way, expected_rows, learned, output_shape
 from attention_priors.priors import (
     GeneralizedGaussian,
@@ -392,5 +393,8 @@ _CATALOGUE = (
     ),
 )
 
-WAYS: dict[str, Way] = {way.name: way for way in _CATALOGUE}
+WAYS: dict[str, Way] = {way.name: way for way in (*_CATALOGUE, *GRID_WAYS)}
 """Every contender, in the order of tables."""
+
+LINE_WAYS = tuple(way.name for way in _CATALOGUE)
+"""Those over texts, at any length."""

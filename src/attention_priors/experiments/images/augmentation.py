@@ -161,7 +161,7 @@ class _seeded:  # noqa: N801
 
     def __enter__(self) -> None:
         self._state = torch.random.get_rng_state()
-        torch.random.default_generator.manual_seed(self._seed)
+        torch.random.manual_seed(self._seed)
 
     def __exit__(self, *error: object) -> None:
         torch.random.set_rng_state(self._state)

@@ -198,6 +198,5 @@ class ImageRecipe(Strict):
 
     def config_of(self, scheme: str, *, channels: int, classes: int) -> PriorVisionConfig:
         """The model of one scheme."""
-        return PriorVisionConfig(
-            num_channels=channels, num_labels=classes, **self.model.model_dump(), **self.schemes[scheme].positions()
-        )
+        sizes = self.model.model_dump() | {"num_channels": channels, "num_labels": classes}
+        return PriorVisionConfig(**sizes, **self.schemes[scheme].positions())
