@@ -110,7 +110,7 @@ def _dense(make_prior: MakePrior) -> Callable[[Case, Inputs], Prepared]:
 
 def _dense_need(case: Case) -> Need:
     # In float64, row and column apart, and what its gradient keeps of them.
-    return Need(0, round(case.bias_bytes * (24 if case.backward else 8)))
+    return Need(0, round(case.bias_bytes * (30 if case.backward else 13)))
 
 
 GRID_WAYS: tuple[Way, ...] = (

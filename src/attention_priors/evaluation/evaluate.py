@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attention_priors.data import EMBEDDED, PasskeyTask, TokenStream, depths, load_corpus, token_stream
-from attention_priors.data.corpora import read_documents
-from attention_priors.data.needles import (
-    NEEDLE_TASKS,
-    Haystack,
-    PunktSplitter,
-    RegexSplitter,
-    SentenceSplitter,
-    load_haystack,
-)
-from attention_priors.data.nucleotides import BASES, NUCLEOTIDES, is_nucleotide_tokenizer
+from attention_priors.data import depths
+from attention_priors.data.nucleotides import NUCLEOTIDES, is_nucleotide_tokenizer
 from attention_priors.evaluation.completion import COMPLETED, complete
-from attention_priors.evaluation.needles import NeedleRetrieval
 from attention_priors.evaluation.perplexity import binned, token_losses
-from attention_priors.evaluation.plan import COMPLETION, LONGEST_KEY, PERPLEXITIES, EvaluationPlan
+from attention_priors.evaluation.plan import COMPLETION, PERPLEXITIES, EvaluationPlan
 from attention_priors.evaluation.records import Record, Records
-from attention_priors.evaluation.retrieval import Answer, PasskeyRetrieval, RetrievalTask, ask, question_seed
+from attention_priors.evaluation.retrieval import Answer, RetrievalTask, ask, question_seed
 from attention_priors.evaluation.subject import Subject
 from attention_priors.evaluation.summary import Summary, summarize
+from attention_priors.evaluation.texts import PlanTexts
 from attention_priors.evaluation.timing import time_model
 from attention_priors.files import append_json_line, writable_folder
 from attention_priors.hub.loading import check_positions
@@ -118,9 +107,12 @@ class _Session:
     gathered: list[Record] = field(default_factory=list)
     """The lines that the plan asks for, those that were there and those that are new."""
 
+    def __post_init__(self) -> None:
+        self._texts = PlanTexts(self.subject, self.plan)
+
     def check(self) -> None:
         """Raise a ValueError if something that the plan asks for is impossible; nothing is written."""
-        self.tasks = {name: self._retrieval(name) for name in self.plan.tasks if not name.startswith(_OTHERS)}
+        self.tasks = {name: self._texts.retrieval(name) for name in self.plan.tasks if not name.startswith(_OTHERS)}
         for task, length in product(self.tasks.values(), self.plan.lengths):
             task.check(length)
         for name in self.plan.tasks:
@@ -135,14 +127,14 @@ class _Session:
                 if not is_nucleotide_tokenizer(self.subject.tokenizer):
                     raise ValueError(f"tasks: {name!r} needs a model with the tokenizer {NUCLEOTIDES!r}")
                 for length in self.plan.lengths:
-                    if not self._unfinished(length):
+                    if not self._texts.unfinished(length):
                         raise ValueError(
                             f"lengths: {self.plan.corpus!r} has no {length} tokens and {COMPLETED} known bases after "
                             f"them in one document, for the task {name!r}"
                         )
             if name in PERPLEXITIES:
                 for length in self.plan.lengths:
-                    if not self._texts(name, length):
+                    if not self._texts.to_read(name, length):
                         kind = "between 2 and" if name == "perplexity_short" else "at least"
                         raise ValueError(
                             f"lengths: no document of {self.plan.corpus!r} has {kind} {length} tokens, for the task "
@@ -161,101 +153,6 @@ class _Session:
                 self._complete()
             else:
                 self._read(name)
-
-    # ---- text
-
-    @cached_property
-    def _corpus(self) -> _Corpus:
-        source = self.plan.corpus
-        try:
-            if source == EMBEDDED:
-                # Of the embedded corpus people train on one part; of their own texts we know nothing.
-                name, documents = f"{EMBEDDED} (held out)", load_corpus(EMBEDDED).held_out
-            else:
-                name, documents, _ = read_documents(source)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"corpus: {error}") from error
-        stream = token_stream(self.subject.tokenizer, documents)
-        _, sizes = stream.document_ids.unique_consecutive(return_counts=True)
-        pieces = stream.tokens.split(sizes.tolist())
-        return _Corpus(name, stream, [(one.name, piece) for one, piece in zip(documents, pieces, strict=True)])
-
-    def _texts(self, name: str, length: int) -> list[tuple[str, torch.Tensor]]:
-        """Names and tokens of the documents, or pieces of them, that a perplexity is measured on."""
-        begin = self.subject.beginning()
-        if name == "perplexity_windows":
-            return self._windows(begin, length)
-        found: list[tuple[str, torch.Tensor]] = []
-        for document, tokens in self._corpus.pieces:
-            size = len(begin) + len(tokens)
-            if size >= length if name == "perplexity" else 2 <= size <= length:
-                found.append((document, torch.cat([begin, tokens])[:length]))
-                if len(found) == self.plan.documents:
-                    break
-        return found
-
-    def _unfinished(self, length: int) -> list[tuple[str, torch.Tensor]]:
-        """Pieces of a genome, ``length`` tokens and the known bases that are to be found."""
-        vocabulary = self.subject.tokenizer.get_vocab()
-        bases = torch.tensor([vocabulary[base] for base in BASES])
-
-        def known(tokens: torch.Tensor) -> bool:
-            return bool(torch.isin(tokens[-COMPLETED:], bases).all())
-
-        return self._windows(self.subject.beginning(), length + COMPLETED, known)
-
-    def _windows(
-        self,
-        begin: torch.Tensor,
-        length: int,
-        wanted: Callable[[torch.Tensor], bool] = lambda tokens: True,
-    ) -> list[tuple[str, torch.Tensor]]:
-        """Pieces of the documents, one after another; of more than are wanted, some from all over them."""
-        size = length - len(begin)
-        places = [
-            (document, tokens, start)
-            for document, tokens in self._corpus.pieces
-            for start in range(0, len(tokens) - size + 1, max(1, size))
-            if wanted(tokens[start : start + size])
-        ]
-        count = min(len(places), self.plan.documents)
-        chosen = (places[index * len(places) // count] for index in range(count))
-        return [
-            (f"{document}[{start}:{start + size}]", torch.cat([begin, tokens[start : start + size]]))
-            for document, tokens, start in chosen
-        ]
-
-    @cached_property
-    def _haystack(self) -> Haystack:
-        try:
-            return load_haystack(self.plan.corpus)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"corpus: {error}") from error
-
-    @cached_property
-    def _splitter(self) -> SentenceSplitter:
-        if self.plan.sentences == "regex":
-            return RegexSplitter()
-        try:
-            return PunktSplitter()
-        except (ModuleNotFoundError, LookupError) as error:
-            raise ValueError(
-                "sentences: punkt needs nltk and its data: pip install nltk; python -m nltk.downloader punkt_tab"
-            ) from error
-
-    def _retrieval(self, name: str) -> RetrievalTask:
-        if name in NEEDLE_TASKS:
-            if NEEDLE_TASKS[name].haystack == "essay":
-                return NeedleRetrieval(name, self.subject, self._haystack, self._splitter)
-            return NeedleRetrieval(name, self.subject)
-        corpus = self._corpus if name == "passkey_corpus" else None
-        wording = "long" if corpus is None else "short"
-        stream = None if corpus is None else corpus.stream
-        texts = PasskeyTask(
-            self.subject.tokenizer, stream, digits=LONGEST_KEY if name == "passkey_8" else 5, wording=wording
-        )
-        filler: dict[str, Any] = {"filler": "sentence"} if corpus is None else corpus.description()
-        return PasskeyRetrieval(name, self.subject, texts, {"wording": wording} | filler)
 
     def _begin(self, description: dict[str, Any]) -> str:
         return self.records.begin({"format": FORMAT} | self.identity | description)
@@ -369,8 +266,8 @@ class _Session:
     # ---- perplexity
 
     def _read(self, name: str) -> None:
-        run = self._begin({"task": name} | self._corpus.description())
-        texts = {length: self._texts(name, length) for length in self.plan.lengths}
+        run = self._begin({"task": name} | self._texts.corpus.description())
+        texts = {length: self._texts.to_read(name, length) for length in self.plan.lengths}
         total = float(sum(_cost(len(text)) for of_length in texts.values() for _, text in of_length))
         done = 0.0
         for length, of_length in texts.items():
@@ -393,8 +290,10 @@ class _Session:
 
     def _complete(self) -> None:
         subject, plan = self.subject, self.plan
-        run = self._begin({"task": COMPLETION, "seed": plan.seed, "bases": COMPLETED} | self._corpus.description())
-        pieces = {length: self._unfinished(length) for length in plan.lengths}
+        run = self._begin(
+            {"task": COMPLETION, "seed": plan.seed, "bases": COMPLETED} | self._texts.corpus.description()
+        )
+        pieces = {length: self._texts.unfinished(length) for length in plan.lengths}
         total = float(sum(_cost(length) * len(of_length) for length, of_length in pieces.items()))
         done = 0.0
         for length, of_length in pieces.items():
@@ -464,22 +363,6 @@ class _Session:
 
 _OTHERS = ("perplexity", "timing", COMPLETION)
 """What tasks that are not about retrieval begin with."""
-
-
-@dataclass(frozen=True)
-class _Corpus:
-    name: str
-    stream: TokenStream
-    pieces: list[tuple[str, torch.Tensor]]
-    """Name and tokens of each document."""
-
-    def description(self) -> dict[str, Any]:
-        """What tells it from others."""
-        return {
-            "corpus": self.name,
-            "corpus_tokens": hashlib.sha256(self.stream.tokens.numpy().data).hexdigest(),
-            "corpus_documents": hashlib.sha256("\n".join(name for name, _ in self.pieces).encode()).hexdigest(),
-        }
 
 
 class _LogEntry:
