@@ -1,6 +1,8 @@
 """FASTA files, whole and broken, and the tokenizer of nucleotides."""
 
+import bz2
 import gzip
+import lzma
 import random
 from pathlib import Path
 
@@ -268,8 +270,58 @@ def test_nothing_is_prepared_of_a_broken_genome(tmp_path: Path):
 
 def test_a_record_to_hold_out_must_be_there(tmp_path: Path, genome):
     path, _ = genome
-    with pytest.raises(ValueError, match=r"data\.fasta\.held_out: .* has no record 'chrX'; it has chr0, chr1"):
-        prepare(_preparation(path, held_out=("chrX",)), tmp_path / "shards")
+    for held_out, problem in (
+        (("chrX",), r"has no record 'chrX' with a known base; it has chr0, chr1"),
+        (("chr2", "chr?"), "nothing else is left of"),
+    ):
+        with pytest.raises(ValueError, match=rf"data\.fasta\.held_out: .*{problem}"):
+            prepare(_preparation(path, held_out=held_out), tmp_path / "shards")
+        assert not (tmp_path / "shards").exists()
+    unknown = fasta(tmp_path / "unknown.fa", ">a\nACGT\n>b\nNNN\n")
+    with pytest.raises(ValueError, match="no record 'b' with a known base; it has a"):
+        prepare(_preparation(unknown, held_out=("b",)), tmp_path / "shards")
+
+
+def test_records_of_a_pattern_are_held_out(tmp_path: Path):
+    path = fasta(tmp_path / "x.fa", ">chr1\nAC\n>chr2_alt\nCC\n>chr2\nGG\n")
+    prepare(_preparation(path, held_out=("chr2*",)), tmp_path / "shards")
+    end = "<|endoftext|>"
+    assert _text(tmp_path / "shards", "held_out") == f"CC{end}GG{end}"
+    assert _text(tmp_path / "shards", "train") == f"AC{end}"
+
+
+def test_what_is_prepared_needs_the_file_s_hash_alone(tmp_path: Path, genome, monkeypatch: pytest.MonkeyPatch):
+    path, _ = genome
+    prepare(_preparation(path), tmp_path / "shards")
+    monkeypatch.setattr(FastaFile, "summary", lambda self: pytest.fail("it was read again"))
+    prepare(_preparation(path), tmp_path / "shards")
+
+
+def test_files_of_a_folder_are_read_as_what_they_are(tmp_path: Path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    fasta(folder / "b.fa.gz", f">one\n{drawn(600)}\n>two\n{drawn(600, 1)}\n")
+    (folder / "a.txt").write_text("some words")
+    corpus = load_corpus(folder)
+    found = {document.name: document.text for document in corpus.train + corpus.held_out}
+    assert found == {"a.txt": "some words", "b.fa.gz/one:1-600": drawn(600), "b.fa.gz/two:1-600": drawn(600, 1)}
+    fasta(folder / "c.fa", ">bad\nA-C\n")
+    with pytest.raises(FastaError, match="record 'bad'"):
+        load_corpus(folder)
+
+
+@pytest.mark.parametrize("compress", [bz2.compress, lzma.compress])
+def test_other_compressions(tmp_path: Path, compress):
+    path = tmp_path / f"x.fa.{'bz2' if compress is bz2.compress else 'xz'}"
+    path.write_bytes(compress(b">x\nACGT\n"))
+    assert is_fasta(path)
+    assert contigs(path) == {"x:1-4": "ACGT"}
+
+
+def test_large_tokenizers_are_not_written_down_to_be_told_apart(monkeypatch: pytest.MonkeyPatch):
+    large = train_tokenizer([Document("x", "ab " * 200)], 257)
+    monkeypatch.setattr("attention_priors.data.nucleotides._meaning", lambda tokenizer: pytest.fail("written down"))
+    assert not is_nucleotide_tokenizer(large)
 
 
 def test_a_genome_is_one_kind_of_data():

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import ClassLabel, Dataset, Features
+from datasets import Image as DatasetImage
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -18,12 +20,13 @@ from attention_priors.experiments import ImageRecipe, Recipe, RecipeError, RunFa
 from attention_priors.experiments.images import load_pictures
 from attention_priors.experiments.images.augmentation import Collate, PictureRows, cutmix, mixup
 from attention_priors.experiments.images.pictures import resized
-from attention_priors.experiments.images.recipe import ImageTrainingSettings, PictureSettings
+from attention_priors.experiments.images.recipe import Augmentation, ImageTrainingSettings, PictureSettings
 from attention_priors.experiments.images.run import prior_maps
 from attention_priors.experiments.images.study import ImageStudy
 from attention_priors.models import PriorVisionConfig, PriorVisionForImageClassification
 from attention_priors.priors import grid_positions
 from attention_priors.report import are_of_images, image_table, write_image_results
+from attention_priors.training import RunningSettings, SealedTrainer, fit
 
 ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {
@@ -115,9 +118,13 @@ def test_nothing_is_done_twice(compared: tuple[Path, dict[str, Any]], monkeypatc
 
 
 def test_an_interrupted_training_goes_on_to_the_same_weights(
-    compared: tuple[Path, dict[str, Any]], tmp_path: Path
+    compared: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = ImageStudy(recipe())
+    # Of other devices nothing may be drawn anew: a checkpoint holds their states.
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("all devices were seeded"))
+    monkeypatch.setattr("attention_priors.experiments.images.run.set_seed", torch.default_generator.manual_seed)
+    monkeypatch.setattr("transformers.trainer.set_seed", lambda *arguments, **options: None)
 
     def interrupt(stage: str, done: int, total: int) -> None:
         if (stage, done) == ("train", 3):
@@ -138,6 +145,34 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(
     )
 
 
+@pytest.mark.parametrize("rows_at_a_time", [8, 4, 2])
+def test_passes_that_are_accumulated_have_the_mean_of_their_losses(rows_at_a_time: int, tmp_path: Path) -> None:
+    pictures, changes = load_pictures(PictureSettings(source="digits")), settings(batch_size=8, steps=2)
+    torch.manual_seed(0)
+    model = PriorVisionForImageClassification(recipe().config_of("table", channels=1, classes=10))
+    rows = PictureRows(pictures.train, 8, 16, seed=0, augmentation=Augmentation())
+    with torch.no_grad():
+        expected = float(model(**Collate(changes, 10, seed=0)([rows[index] for index in range(8)])).loss)
+    trained = fit(
+        SealedTrainer,
+        model,
+        rows,
+        changes,
+        tmp_path,
+        collate=Collate(changes, 10, seed=0),
+        seed=0,
+        running=RunningSettings(rows_at_a_time=rows_at_a_time),
+        shuffle=False,
+    )
+    assert trained.history[0]["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_scheme_changes_the_augmentation_key_by_key() -> None:
+    own = {"none": {"training": {"augmentation": {"mixup": 0.2}}}}
+    found = recipe(schemes=own).training_of("none").augmentation
+    assert (found.mixup, found.shift, found.zoom) == (0.2, 0.1, (0.8, 1.25))
+
+
 def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
     wrong = TINY["training"] | {"learning_rate": 1e30, "steps": 40}
     with pytest.raises(RunFailedError, match="try a lower learning_rate"):
@@ -153,12 +188,12 @@ def settings(**changes: Any) -> ImageTrainingSettings:
 
 def test_every_image_is_read_once_an_epoch() -> None:
     pictures = load_pictures(PictureSettings(source="digits"))
-    rows = PictureRows(pictures.train, 8, 2 * 1297, seed=3, crop=None)
+    rows = PictureRows(pictures.train, 8, 2 * 1297, seed=3, augmentation=Augmentation())
     for epoch in range(2):
         found = torch.stack([rows[epoch * 1297 + index]["image"] for index in range(1297)]).flatten(1)
         expected = torch.stack([pictures.train[index][0] for index in range(1297)]).flatten(1)
         assert sorted(map(tuple, found.tolist())) == sorted(map(tuple, expected.tolist()))
-    assert rows[0]["label"] == PictureRows(pictures.train, 8, 5, seed=3, crop=None)[0]["label"]
+    assert rows[0]["label"] == PictureRows(pictures.train, 8, 5, seed=3, augmentation=Augmentation())[0]["label"]
     orders = [[rows[start + index]["label"] for index in range(50)] for start in (0, 1297)]
     assert orders[0] != orders[1]
     with pytest.raises(IndexError):
@@ -177,8 +212,9 @@ AUGMENTATIONS: dict[str, Any] = {
 @pytest.mark.parametrize("name", AUGMENTATIONS)
 def test_a_batch_depends_on_its_rows_alone(name: str) -> None:
     pictures = load_pictures(PictureSettings(source="digits"))
-    rows = PictureRows(pictures.train, 16, 100, seed=0, crop=(0.3, 0.9))
-    collate = Collate(settings(augmentation=AUGMENTATIONS[name], label_smoothing=0.1), 10, seed=0)
+    changes = settings(augmentation=AUGMENTATIONS[name] | {"crop": [0.3, 0.9]}, label_smoothing=0.1)
+    rows = PictureRows(pictures.train, 16, 100, seed=0, augmentation=changes.augmentation)
+    collate = Collate(changes, 10, seed=0)
     torch.manual_seed(7)
     before = torch.random.get_rng_state()
     first = collate([rows[index] for index in range(4)])
@@ -268,6 +304,23 @@ def test_datasets_that_cannot_be_read_are_named(folder_of_images: Path, changes:
     source = {"path": "imagefolder", "data_dir": str(folder_of_images)} | changes
     with pytest.raises(RecipeError, match=message):
         ImageStudy(recipe(images={"dataset": source}))
+
+
+def test_images_of_more_bits_are_refused(folder_of_images: Path) -> None:
+    for path in folder_of_images.glob("test/*/*.png"):
+        Image.fromarray(np.full((8, 8), 1000, dtype=np.uint16)).save(path)
+    with pytest.raises(RecipeError, match=r"'test', has images of mode 'I(;16)?': expected 8 bits a channel"):
+        ImageStudy(recipe(images={"dataset": {"path": "imagefolder", "data_dir": str(folder_of_images)}}))
+
+
+def test_images_whose_classes_are_hidden_are_refused(tmp_path: Path) -> None:
+    features = Features({"image": DatasetImage(), "label": ClassLabel(names=["dark", "light"])})
+    picture = Image.fromarray(np.zeros((8, 8), dtype=np.uint8))
+    for split, labels in (("train", [0, 1]), ("test", [-1, -1])):
+        rows = Dataset.from_dict({"image": [picture] * 2, "label": labels}, features=features)
+        rows.to_parquet(str(tmp_path / f"{split}.parquet"))
+    with pytest.raises(RecipeError, match=r"'test', has images without a class \(-1\): expected 0 to 1"):
+        ImageStudy(recipe(images={"dataset": {"path": "parquet", "data_dir": str(tmp_path)}}))
 
 
 # ---- recipes

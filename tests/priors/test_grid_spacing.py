@@ -127,3 +127,12 @@ def test_a_patch_weighs_as_much_as_its_area() -> None:
 def test_mistakes_are_named(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_prior_at_another_spacing_has_no_description() -> None:
+    prior = Spectral2d(2, 3)
+    spaced = prior.spaced(0.5, 0.5)
+    with pytest.raises(ValueError, match=r"at spacing \(0.5, 0.5\) has no description"):
+        spaced.to_config()
+    assert repr(spaced).startswith("Spectral2d(\n  spacing=(0.5, 0.5)") or "spacing=(0.5, 0.5)" in repr(spaced)
+    assert prior.to_config()["num_frequencies"] == 3

@@ -197,6 +197,11 @@ def _raise(error: OSError) -> None:
 def _read_files(root: Path, paths: Iterable[Path], skipped: list[str]) -> Iterator[Document]:
     for path in paths:
         name = path.relative_to(root).as_posix()
+        if is_fasta(path):
+            # Its headers and line ends are no text.
+            for _, contig in FastaFile(path).contigs():
+                yield Document(f"{name}/{contig.name}", contig.text)
+            continue
         try:
             yield Document(name, _read_text(path))
         except _NotTextError as error:

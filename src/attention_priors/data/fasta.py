@@ -6,13 +6,15 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from attention_priors.data.document import Document
 from attention_priors.files import checksum
 
 SUFFIXES = (".fa", ".fasta", ".fna", ".ffn")
-"""What names of FASTA files end with; ``.gz`` may follow."""
+"""What names of FASTA files end with; a compression may follow."""
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 
 GAP = 10
 """Unknown bases in a row that end a contig."""
@@ -41,15 +43,15 @@ class FastaError(ValueError):
 
 def is_fasta(path: Path) -> bool:
     """Whether a file's name is one of a FASTA file."""
-    return path.name.lower().removesuffix(".gz").endswith(SUFFIXES)
+    name = path.name.lower()
+    bare = next((name.removesuffix(end) for end in COMPRESSIONS if name.endswith(end)), name)
+    return bare.endswith(SUFFIXES)
 
 
 @dataclass(frozen=True)
 class FastaSummary:
     """What a whole FASTA file holds."""
 
-    sha256: str
-    """Of the file as it is, compressed or not."""
     records: tuple[str, ...]
     """Their names: the header's first word."""
     contigs: int
@@ -80,6 +82,11 @@ class FastaFile:
             raise FileNotFoundError(f"FASTA file {str(path)!r} does not exist")
         self._summary: FastaSummary | None = None
 
+    @cached_property
+    def sha256(self) -> str:
+        """Of the file as it is, compressed or not."""
+        return checksum(self.path)
+
     def summary(self) -> FastaSummary:
         """Read all of the file, once, and say what there is.
 
@@ -98,7 +105,7 @@ class FastaFile:
                     unknown.append(name)
             if not contigs:
                 raise FastaError(f"{self.path}: no record has a known base" if names else f"{self.path}: no records")
-            self._summary = FastaSummary(checksum(self.path), tuple(names), contigs, bases, tuple(unknown))
+            self._summary = FastaSummary(tuple(names), contigs, bases, tuple(unknown))
         return self._summary
 
     def contigs(self) -> Iterator[tuple[str, Document]]:

@@ -31,8 +31,8 @@ class FastaSettings(Strict):
     path: str = Field(min_length=1)
     """Of the FASTA file, plain or compressed."""
     held_out: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """Names of the records that are not trained on, such as ``chr21``; by default what is held out is the first contigs
-    that have ``held_out_tokens`` together."""
+    """Names of the records that are not trained on, or patterns (``chr21*``); by default the first contigs that have
+    ``held_out_tokens`` together are held out."""
 
 
 class DataSettings(Strict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 from attention_priors.data.corpora import Corpus
@@ -72,26 +73,38 @@ class FastaDocuments:
         return bool(self._settings.held_out)
 
     def identity(self) -> dict[str, Any]:
-        """The file's hash, and which records are held out.
+        """The file's hash, and which records are held out."""
+        return {"fasta": self._file.sha256, "held_out": list(self._settings.held_out or ())}
+
+    def read(self, part: str, state: Any = None) -> Iterator[Place]:
+        """Contigs in the file's order.
 
         Raises:
             FastaError: the file is broken.
-            ValueError: it has no record of a name that is to be held out, or no other.
+            ValueError: it has no record with a known base of a name that is to be held out, or no other.
         """
-        summary = self._file.summary()
-        for name in self._settings.held_out or ():
-            if name not in summary.records:
-                known = ", ".join(summary.records[:8]) + (", …" if len(summary.records) > 8 else "")
-                raise ValueError(f"data.fasta.held_out: {self._file.path} has no record {name!r}; it has {known}")
-        return {"fasta": summary.sha256, "held_out": list(self._settings.held_out or ())}
-
-    def read(self, part: str, state: Any = None) -> Iterator[Place]:
-        """Contigs in the file's order."""
-        held_out = frozenset(self._settings.held_out or ())
+        held_out = self._held_out()
         chosen = (contig for record, contig in self._file.contigs() if (record in held_out) == (part == "held_out"))
         for number, contig in enumerate(chosen, start=1):
             if number > (state or 0):
                 yield Place(contig.text, number)
+
+    def _held_out(self) -> frozenset[str]:
+        summary = self._file.summary()
+        known = [name for name in summary.records if name not in summary.unknown]
+        found: set[str] = set()
+        for pattern in self._settings.held_out or ():
+            matching = {name for name in known if fnmatchcase(name, pattern)}
+            if not matching:
+                shown = ", ".join(known[:8]) + (", …" if len(known) > 8 else "")
+                raise ValueError(
+                    f"data.fasta.held_out: {self._file.path} has no record {pattern!r} with a known base; it has "
+                    f"{shown}"
+                )
+            found |= matching
+        if found == set(known):
+            raise ValueError(f"data.fasta.held_out: nothing else is left of {self._file.path} to train on")
+        return frozenset(found)
 
 
 @dataclass(frozen=True)

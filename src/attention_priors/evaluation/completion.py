@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -47,6 +49,12 @@ def complete(
     prompts = prompt.expand(len(seeds), -1)
     found = sampled(model, prompts, COMPLETED, generators, among=bases, chunk=chunk, on_tokens=on_tokens)
     return ["".join(BASES[bases.index(token)] for token in row) for row in found]
+
+
+def completion_seed(seed: int, length: int, document: str, trial: int) -> int:
+    """One number for one continuation: a hash, which does not depend on what else is continued."""
+    digest = hashlib.sha256(json.dumps([seed, length, document, trial]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") // 2
 
 
 def identity(output: str, expected: str) -> float:

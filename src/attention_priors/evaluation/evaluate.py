@@ -14,7 +14,7 @@ import torch
 
 from attention_priors.data import depths
 from attention_priors.data.nucleotides import NUCLEOTIDES, is_nucleotide_tokenizer
-from attention_priors.evaluation.completion import COMPLETED, complete
+from attention_priors.evaluation.completion import COMPLETED, complete, completion_seed
 from attention_priors.evaluation.perplexity import binned, token_losses
 from attention_priors.evaluation.plan import COMPLETION, PERPLEXITIES, EvaluationPlan
 from attention_priors.evaluation.records import Record, Records
@@ -299,24 +299,30 @@ class _Session:
         for length, of_length in pieces.items():
             found = {(line["document"], line["trial"]): line for line in self.records.of(run, length=length)}
             with self._logged(COMPLETION, run, length) as log:
-                for index, (document, tokens) in enumerate(of_length):
-                    trials = [trial for trial in range(plan.trials) if (document, trial) not in found]
-                    if trials:
+                for document, tokens in of_length:
+                    # The same groups however often it was interrupted: rounding depends on what is read together.
+                    for start in range(0, plan.trials, self.batch):
+                        trials = range(start, min(start + self.batch, plan.trials))
+                        missing = [trial for trial in trials if (document, trial) not in found]
+                        if not missing:
+                            continue
                         outputs = complete(
                             subject.model,
                             subject.tokenizer,
                             tokens[:length],
-                            [question_seed(plan.seed, length, index, trial) for trial in trials],
+                            [completion_seed(plan.seed, length, document, trial) for trial in trials],
                             chunk=self.chunk,
                             on_tokens=self._progress(COMPLETION, length, done, total),
                         )
                         expected = str(subject.tokenizer.decode(tokens[length:]))
                         for trial, output in zip(trials, outputs, strict=True):
+                            if trial not in missing:
+                                continue
                             line = {"run": run, "task": COMPLETION, "length": length, "document": document}
                             line |= {"trial": trial, "expected": expected, "continuation": output}
                             self.records.append(line)
                             found[document, trial] = line
-                        log["texts"] += len(trials)
+                        log["texts"] += len(missing)
                     self.gathered += [found[document, trial] for trial in range(plan.trials)]
                     done += _cost(length)
                     self.observer.on_work(COMPLETION, done, total)

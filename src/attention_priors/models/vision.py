@@ -42,7 +42,7 @@ class PriorVisionConfig(StackConfig):
             interpolated.
         position_units: what the prior's distances are counted in: ``patch``, from one patch to the next at any
             resolution, or ``image``, patches of the training grid, so that the same parts of an image are as far apart
-            at every resolution and a patch weighs as much as its area (:func:`at_spacing`).
+            at every resolution and a patch weighs as much as its area (:func:`at_spacing`); without a logit scale.
         pooling: what is classified: ``class``, a token that stands outside of the grid, or ``mean`` of the patches.
     """
 
@@ -68,6 +68,11 @@ class PriorVisionConfig(StackConfig):
                     f"prior must be one on grids (axial, spectral_2d, radial, key_sink_2d), got {term.name!r}"
                 )
         if self.position_units == "image":
+            if self.logit_scale is not None:
+                raise ValueError(
+                    f"logit_scale={self.logit_scale!r} needs position_units='patch': it grows with the number of "
+                    "patches, and would multiply their areas too"
+                )
             with torch.device("meta"):
                 at_spacing(self.make_prior(), self.num_attention_heads, 0.5, 0.5)  # some mean nothing between patches
         for side in self.sides:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,22 @@ class OnGrid(Prior):
         other = copy.copy(self)
         other.spacing = (float(rows), float(columns))
         return other
+
+    def to_config(self) -> dict[str, Any]:
+        """As every prior's.
+
+        Raises:
+            ValueError: this is a prior at another spacing than it is stated in, which no description has.
+        """
+        if self.spacing != (1.0, 1.0):
+            raise ValueError(f"a prior at spacing {self.spacing} has no description: describe the one it was made of")
+        return super().to_config()
+
+    def extra_repr(self) -> str:
+        """The constructor's arguments, and the spacing if it is another."""
+        if self.spacing == (1.0, 1.0):
+            return super().extra_repr()
+        return f"spacing={self.spacing}"
 
     def _apart(self, distance: Tensor) -> Places:
         """Rows and columns between places, in the prior's patches."""
@@ -88,6 +104,7 @@ def at_spacing(prior: Prior | None, num_heads: int, rows: float, columns: float)
     """A model's prior at another resolution than in training: distances as before, patches by their area.
 
     Attention over the patches is then the mean over the image that it was in training, taken at more or fewer places.
+    That holds without a logit scale, which would multiply the areas too.
 
     Args:
         prior: a sum of priors on grids, or None for none.

@@ -228,6 +228,11 @@ def fit(
         ddp_timeout=running.ddp_timeout,
         **options,
     )
+    if arguments.n_gpu > 1:
+        raise ValueError(
+            f"PyTorch sees {arguments.n_gpu} CUDA devices here, and one process would read that many times the rows of "
+            "a step: start one process for each device (torchrun), or show it one (CUDA_VISIBLE_DEVICES=0)"
+        )
     if running.fsdp is not None:
         shard_priors(model)
     trainer = trainer_class(

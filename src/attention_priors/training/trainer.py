@@ -56,6 +56,8 @@ class SealedTrainer(Trainer):
 
     def __init__(self, *, settings: OptimizationSettings, checkpoints_kept: int = 2, **options: Any) -> None:
         super().__init__(**options)
+        # A model's own loss is a mean: several passes and processes have the mean of theirs.
+        self.model_accepts_loss_kwargs = False
         self.settings = settings
         self.checkpoints_kept = checkpoints_kept
         self._staging: Path | None = None

@@ -25,14 +25,14 @@ class PictureRows(Dataset[dict[str, Any]]):
         size: rows and columns, in pixels.
         num_rows: how many.
         seed: of the permutations and the cuts.
-        crop: least and largest share of the area that is cut out; None for the middle.
+        augmentation: of which the cut and RandAugment are for each image by itself.
     """
 
-    def __init__(
-        self, pictures: Labelled, size: int, num_rows: int, seed: int, crop: tuple[float, float] | None
-    ) -> None:
+    def __init__(self, pictures: Labelled, size: int, num_rows: int, seed: int, augmentation: Augmentation) -> None:
         self._pictures, self._size, self._rows, self._seed = pictures, size, num_rows, seed
+        crop, strength = augmentation.crop, augmentation.rand_augment
         self._crop = None if crop is None else _kornia().RandomResizedCrop((size, size), scale=crop)
+        self._change = None if strength is None else _kornia().auto.RandAugment(*strength)
         self._permutation: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
@@ -45,11 +45,12 @@ class PictureRows(Dataset[dict[str, Any]]):
         if self._permutation is None or self._permutation[0] != epoch:
             self._permutation = (epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._pictures)))
         image, label = self._pictures[int(self._permutation[1][place])]
-        if self._crop is None:
-            image = resized(image, self._size)
-        else:
-            with _seeded(row_seed(self._seed, index)):
-                image = self._crop(image[None])[0]
+        with _seeded(row_seed(self._seed, index)):
+            image = resized(image, self._size) if self._crop is None else self._crop(image[None])[0]
+            if self._change is not None:
+                # Some of its changes are of colours.
+                changed = self._change(image.expand(1, 3, -1, -1) if len(image) == 1 else image[None])[0]
+                image = changed.mean(0, keepdim=True) if len(image) == 1 else changed
         return {"row": index, "image": image, "label": label}
 
 
@@ -96,8 +97,6 @@ def _changes(settings: Augmentation) -> list[Any]:
         changes.append(_kornia().RandomAffine(0.0, translate=shift, scale=settings.zoom, p=1.0))
     if settings.flip:
         changes.append(_kornia().RandomHorizontalFlip(p=settings.flip))
-    if settings.rand_augment is not None:
-        changes.append(_kornia().auto.RandAugment(*settings.rand_augment))
     if settings.erase:
         changes.append(_kornia().RandomErasing(p=settings.erase))
     return changes
@@ -161,7 +160,8 @@ class _seeded:  # noqa: N801
 
     def __enter__(self) -> None:
         self._state = torch.random.get_rng_state()
-        torch.random.manual_seed(self._seed)
+        # Of the CPU alone: torch.manual_seed would start those of all devices anew.
+        torch.default_generator.manual_seed(self._seed)
 
     def __exit__(self, *error: object) -> None:
         torch.random.set_rng_state(self._state)

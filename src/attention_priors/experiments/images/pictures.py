@@ -140,10 +140,21 @@ def _from_hub(settings: HubPictures) -> Pictures:
                     f"images.dataset.{key}: {settings.path!r} has no {kind.__name__} {name!r}; its fields are "
                     f"{dict(part.features)}"
                 )
+        least, classes = min(part[settings.label]), len(part.features[settings.label].names)
+        if least < 0:
+            raise ValueError(
+                f"images.dataset: {settings.path!r}, {split!r}, has images without a class ({least}): expected 0 to "
+                f"{classes - 1}; name another split"
+            )
+        mode = part[0][settings.image].mode
+        if mode.startswith(("I", "F")):
+            raise ValueError(
+                f"images.dataset: {settings.path!r}, {split!r}, has images of mode {mode!r}: expected 8 bits a channel"
+            )
         parts.append(part)
     train = parts[0]
     first = train[0][settings.image]
-    channels = 1 if first.mode in ("1", "L", "I", "I;16") else 3
+    channels = 1 if first.mode in ("1", "L") else 3
     fingerprint = hashlib.sha256("\n".join(part._fingerprint for part in parts).encode()).hexdigest()
     return Pictures(
         settings.path,

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from attention_priors.experiments.folders import check_folders
+from attention_priors.experiments.sweep import overlaid
 from attention_priors.models.vision import PriorVisionConfig
 from attention_priors.strict_yaml import Strict, explain
 from attention_priors.training import OptimizationSettings
@@ -71,8 +72,8 @@ class Augmentation(Strict):
     """Cut out a piece of this share of the area, at least and at most, and scale it to the training size."""
     flip: Share = 0.0
     """Chance of a mirror image."""
-    rand_augment: tuple[Annotated[int, Field(gt=0)], Annotated[int, Field(ge=0, le=30)]] | None = None
-    """Number and strength of RandAugment's changes."""
+    rand_augment: tuple[Annotated[int, Field(gt=0)], Annotated[int, Field(gt=0, lt=30)]] | None = None
+    """Number and strength of RandAugment's changes, drawn for each image."""
     mixup: float | None = Field(default=None, gt=0)
     """Parameter of the Beta distribution that two images' shares are drawn from."""
     cutmix: float | None = Field(default=None, gt=0)
@@ -139,7 +140,7 @@ class VisionScheme(Strict):
     position_table: bool = False
     position_units: Literal["patch", "image"] = "patch"
     training: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the training that differ for this scheme."""
+    """Settings of the training that differ for this scheme, key by key."""
 
     def positions(self) -> dict[str, Any]:
         """What goes into the config."""
@@ -194,7 +195,7 @@ class ImageRecipe(Strict):
     def training_of(self, scheme: str) -> ImageTrainingSettings:
         """The training settings of one scheme."""
         own = self.schemes[scheme].training
-        return ImageTrainingSettings.model_validate(self.training.model_dump() | own) if own else self.training
+        return ImageTrainingSettings.model_validate(overlaid(self.training.model_dump(), own)) if own else self.training
 
     def config_of(self, scheme: str, *, channels: int, classes: int) -> PriorVisionConfig:
         """The model of one scheme."""

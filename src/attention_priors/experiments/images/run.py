@@ -62,7 +62,7 @@ def _train(recipe: ImageRecipe, pictures: Pictures, scheme: str, seed: int, fold
     config.id2label = dict(enumerate(pictures.classes))
     config.label2id = {name: index for index, name in enumerate(pictures.classes)}
     model = PriorVisionForImageClassification(config)
-    rows = PictureRows(pictures.train, recipe.model.image_size, settings.total_rows, seed, settings.augmentation.crop)
+    rows = PictureRows(pictures.train, recipe.model.image_size, settings.total_rows, seed, settings.augmentation)
     with WallClock(folder / "train_seconds.json") as clock:
 
         def on_step(step: int) -> None:

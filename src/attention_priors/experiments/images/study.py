@@ -42,8 +42,8 @@ class ImageStudy(Study):
         for name in self._recipe.schemes:
             settings = self._recipe.training_of(name)
             try:
-                size, crop = self._recipe.model.image_size, settings.augmentation.crop
-                rows = PictureRows(self.pictures.train, size, 2, seed=0, crop=crop)
+                size = self._recipe.model.image_size
+                rows = PictureRows(self.pictures.train, size, 2, seed=0, augmentation=settings.augmentation)
                 Collate(settings, len(self.pictures.classes), seed=0)([rows[0], rows[1]])
             except (ValueError, ModuleNotFoundError) as error:
                 raise RecipeError(f"schemes.{name}.training: {error}") from error
@@ -113,4 +113,9 @@ def _description(scheme: VisionScheme) -> str:
     words += described([scheme.prior, scheme.logit_scale])
     if scheme.position_units == "image":
         words.append("in units of the image")
-    return " · ".join(words) or "no position"
+    if scheme.share_prior:
+        words.append("one prior for all layers")
+    words = words or ["no position"]
+    if scheme.training:
+        words += described([{"name": "training"} | scheme.training])
+    return " · ".join(words)
