@@ -17,6 +17,7 @@ from recipe_cases import changed
 from attention_priors import attend
 from attention_priors.data import PasskeyTask
 from attention_priors.experiments import Recipe, compare
+from attention_priors.experiments.compare import cuda_devices, least_taken
 from attention_priors.experiments.materials import Materials
 from attention_priors.experiments.run import execute
 
@@ -285,3 +286,25 @@ def test_rows_of_a_model_that_is_gone_do_not_join_those_of_the_next(tiny, finish
     _execute(recipe, "ALiBi", trained, finished.folder / "cache")
     assert len(half_right) == 3 * len(whole)  # all texts are read, and not the second half of them
     assert len((trained / "passkey.jsonl").read_text().splitlines()) == len(whole)
+
+
+# ---- devices
+
+
+def test_runs_share_out_the_devices(monkeypatch: pytest.MonkeyPatch):
+    for count, visible, expected in (
+        (0, None, []),
+        (2, None, ["0", "1"]),
+        (2, "3, 5", ["3", "5"]),
+        (1, "GPU-8f1c", ["GPU-8f1c"]),
+    ):
+        monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert cuda_devices() == expected
+    assert least_taken([], []) is None
+    assert least_taken(["0"], [None]) is None
+    assert least_taken(["0", "1"], []) == "0"
+    assert least_taken(["0", "1", "2"], ["0", "1"]) == "2"
+    assert least_taken(["0", "1"], ["1", "0", "0"]) == "1"

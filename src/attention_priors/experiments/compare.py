@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -58,6 +59,8 @@ class _Worker:
     task: TaskID
     shares: dict[str, float]
     """How much of its time each stage takes."""
+    device: str | None
+    """The one CUDA device that it sees, where there are several."""
     done: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -176,7 +179,8 @@ def _run_all(
             while waiting or running:
                 while waiting and len(running) < processes:
                     scheme, seed = waiting.pop(0)
-                    running.append(_start(scheme, seed, study, recipe_file, output, bars, events))
+                    device = least_taken(cuda_devices(), [worker.device for worker in running])
+                    running.append(_start(scheme, seed, study, recipe_file, output, device, bars, events))
                 worker, event = events.get()
                 clock.tick()
                 if event is None:
@@ -199,12 +203,25 @@ def _run_all(
     return failures
 
 
+def cuda_devices() -> list[str]:
+    """The CUDA devices that this process sees, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    count = torch.cuda.device_count()
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named[:count] if named else [str(index) for index in range(count)]
+
+
+def least_taken(devices: Sequence[str], taken: Sequence[str | None]) -> str | None:
+    """The device that the fewest runs are on; None where there are not several, and no choice."""
+    return min(devices, key=lambda device: taken.count(device)) if len(devices) > 1 else None
+
+
 def _start(
     scheme: str,
     seed: int,
     study: Study,
     recipe_file: Path,
     output: Path,
+    device: str | None,
     bars: Progress,
     events: queue.Queue[tuple[_Worker, dict[str, Any] | None]],
 ) -> _Worker:
@@ -228,10 +245,11 @@ def _start(
             # The parent alone hears Ctrl-C; it then ends its workers in order.
             start_new_session=True,
             env=os.environ
-            | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
+            | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+            | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device}),
         )
     task = bars.add_task(escape(f"{scheme}, seed {seed}"), total=1.0, stage="starting")
-    worker = _Worker(scheme, seed, process, log, task, study.stages(scheme))
+    worker = _Worker(scheme, seed, process, log, task, study.stages(scheme), device)
     assert process.stdout is not None
     threading.Thread(target=_listen, args=(worker, process.stdout, events), daemon=True).start()
     return worker
