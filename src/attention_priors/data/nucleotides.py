@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from attention_priors.data.special_tokens import END_OF_TEXT, NO_LENGTH_LIMIT
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -18,7 +20,6 @@ NUCLEOTIDES = "nucleotides"
 
 BASES = "ACGT"
 UNKNOWN_BASE = "N"
-_END = "<|endoftext|>"
 
 
 def nucleotide_tokenizer() -> PreTrainedTokenizerFast:
@@ -32,11 +33,11 @@ def nucleotide_tokenizer() -> PreTrainedTokenizerFast:
 
     return PreTrainedTokenizerFast(
         tokenizer_object=_backend(),
-        bos_token=_END,
-        eos_token=_END,
-        pad_token=_END,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
-        model_max_length=int(1e30),
+        model_max_length=NO_LENGTH_LIMIT,
     )
 
 
@@ -69,14 +70,14 @@ def _token_of_byte() -> np.ndarray:
 
 @cache
 def _backend() -> Tokenizer:
-    tokens = [_END, *BASES, UNKNOWN_BASE]
+    tokens = [END_OF_TEXT, *BASES, UNKNOWN_BASE]
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, UNKNOWN_BASE))
     letters = {**{base.lower(): base for base in BASES}, "u": "T", "U": "T"}
     tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(*pair) for pair in letters.items()])
     # Any character, line ends too.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([_END])
+    tokenizer.add_special_tokens([END_OF_TEXT])
     return tokenizer
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from attention_priors.data.epoch_order import EpochOrder
 from attention_priors.data.packing import packed_row
 from attention_priors.files import checksum, read_json
 
@@ -178,8 +179,7 @@ class PackedRows(Dataset[dict[str, Tensor]]):
             raise ValueError(f"num_rows must be at least 1; it is {num_rows}")
         self._tokens = tokens
         self._context_length = context_length
-        self._seed = seed
-        self._permutation: tuple[int, np.ndarray] | None = None
+        self._order = None if seed is None else EpochOrder(self.blocks, seed)
 
     def __len__(self) -> int:
         return self._rows
@@ -192,15 +192,6 @@ class PackedRows(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < self._rows:
             raise IndexError(f"index must be from 0 to {self._rows - 1}; it is {index}")
-        epoch, block = divmod(index, self.blocks)
-        if self._seed is not None:
-            block = int(self._permuted(self._seed, epoch)[block])
+        block = index % self.blocks if self._order is None else self._order[index]
         tokens, documents = self._tokens.window(block * self._context_length, self._context_length)
         return packed_row(tokens, documents)
-
-    def _permuted(self, seed: int, epoch: int) -> np.ndarray:
-        if self._permutation is None or self._permutation[0] != epoch:
-            kind = np.uint32 if self.blocks < 2**32 else np.uint64
-            order = np.random.default_rng([seed, epoch]).permutation(np.arange(self.blocks, dtype=kind))
-            self._permutation = (epoch, order)
-        return self._permutation[1]

@@ -17,18 +17,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from attention_priors.data.corpora import Corpus
 from attention_priors.data.document import Document
 from attention_priors.data.nucleotides import NUCLEOTIDES, nucleotide_tokenizer
+from attention_priors.data.special_tokens import END_OF_TEXT, NO_LENGTH_LIMIT
 from attention_priors.repositories import folder_or_repository
 
 # transformers takes more than a second to import: each function that needs it imports it.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-END_OF_TEXT = "<|endoftext|>"
 MINIMUM_VOCAB_SIZE = 257  # the 256 bytes and END_OF_TEXT
-
-# What transformers itself takes for "no limit": it warns of a text longer than the tokenizer's limit, but
-# here the model decides what length it reads.
-_NO_LENGTH_LIMIT = int(1e30)
 
 
 def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -77,7 +73,7 @@ def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> PreTraine
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
-        model_max_length=_NO_LENGTH_LIMIT,
+        model_max_length=NO_LENGTH_LIMIT,
     )
 
 
@@ -127,7 +123,7 @@ def pretrained_tokenizer(spec: str | Path) -> PreTrainedTokenizerBase:
     if not tokenizer.encode("a", add_special_tokens=False):
         # transformers makes an empty one where a model has none.
         raise OSError(f"tokenizer {str(spec)!r} cannot be loaded: there are no words in it, if there is one at all")
-    tokenizer.model_max_length = _NO_LENGTH_LIMIT
+    tokenizer.model_max_length = NO_LENGTH_LIMIT
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer {str(spec)!r} has no eos_token: expected one to mark where a document ends")
     return tokenizer

@@ -11,6 +11,7 @@ from attention_priors.data import ANSWER_LENGTH, EMBEDDED, NEEDLE_TASKS, CopyMix
 from attention_priors.encodings import LearnedTable, Rotary
 from attention_priors.evaluation import LONGEST_KEY, EvaluationSettings
 from attention_priors.experiments.folders import check_folders
+from attention_priors.experiments.study import Seeds
 from attention_priors.experiments.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid
 from attention_priors.models.decoder import PriorDecoderConfig
 from attention_priors.strict_yaml import Strict, explain
@@ -189,7 +190,7 @@ class Recipe(Strict):
     model: DecoderSizes
     training: MixtureSettings
     evaluation: EvaluationSettings
-    seeds: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] = Field(default=(0,), min_length=1)
+    seeds: Seeds = (0,)
     threads_per_run: int = Field(default=1, gt=0)
     schemes: dict[str, Scheme] = Field(min_length=1)
     sweep: Sweep | None = None
@@ -207,13 +208,6 @@ class Recipe(Strict):
             return content
         corpus = content.get("corpus")
         return content if _is_synthetic(corpus) else content | {"tokenizer": TOKENIZER_ENTRIES}
-
-    @field_validator("seeds")
-    @classmethod
-    def _distinct(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        if len(set(seeds)) < len(seeds):
-            raise ValueError(f"seeds must be distinct, got {list(seeds)}")
-        return seeds
 
     @field_validator("schemes")
     @classmethod

@@ -6,8 +6,6 @@ Every step is on disk when it is done.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import shutil
 from pathlib import Path
 from typing import Any
@@ -37,9 +35,9 @@ from attention_priors.experiments.materials import Materials, Rows
 from attention_priors.experiments.plans import carry_out, unfinished
 from attention_priors.experiments.recipe import EvaluationChanges, Extension, MixtureSettings, Recipe
 from attention_priors.experiments.study import Progress
+from attention_priors.experiments.training_record import write_training
 from attention_priors.files import append_json_line, read_json, synchronise, write_json
 from attention_priors.hub.loading import load_model
-from attention_priors.machine import processor, versions
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 from attention_priors.models.repositioning import with_positions
 from attention_priors.priors import Window
@@ -236,27 +234,10 @@ def _train(
 
         trained = train(model, rows, settings, folder / "checkpoints", seed=seed, on_step=on_step)
         seconds = clock.seconds
-        _write_training(folder, model, steps=settings.total_steps, seconds=seconds, history=trained.history)
+        write_training(folder, model, SOFTWARE, steps=settings.total_steps, seconds=seconds, history=trained.history)
         clock.forget()
     trained.save(folder / "model", materials.saved_tokenizer)
     shutil.rmtree(folder / "checkpoints")
-
-
-def _write_training(
-    folder: Path, model: PriorDecoderForCausalLM, *, steps: int, seconds: float, history: list[dict[str, float]]
-) -> None:
-    write_json(
-        folder / "training.json",
-        {
-            "train_seconds": round(seconds, 1),
-            "steps": steps,
-            "history": history,
-            "parameters": model.num_parameters(),
-            "prior_parameters": _positional_parameters(model),
-            "versions": versions(SOFTWARE),
-            "machine": {"platform": platform.platform(), "processor": processor(), "cores": str(os.cpu_count())},
-        },
-    )
 
 
 def _extend(
@@ -301,7 +282,7 @@ def _save_untrained(model: PriorDecoderForCausalLM, materials: Materials, folder
     """Save a model that is not trained on, as one that is."""
     unfinished = folder / "model.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
-    _write_training(folder, model, steps=0, seconds=0.0, history=[])
+    write_training(folder, model, SOFTWARE, steps=0, seconds=0.0, history=[])
     model.save_pretrained(unfinished)
     if materials.saved_tokenizer is not None:
         materials.saved_tokenizer.save_pretrained(unfinished)
@@ -340,15 +321,6 @@ def _changed_for_evaluation(
     if changes.tolerance is not None:
         options["tolerance"] = changes.tolerance
     return PriorDecoderForCausalLM.from_pretrained(saved, **options)
-
-
-def _positional_parameters(model: PriorDecoderForCausalLM) -> int:
-    """How many trained numbers priors and logit scales have."""
-    return sum(
-        parameter.numel()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and ("prior." in name or "logit_scale." in name)
-    )
 
 
 def _add_window(model: PriorDecoderForCausalLM, size: int | None) -> None:

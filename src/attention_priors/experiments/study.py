@@ -5,10 +5,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from pydantic import AfterValidator, Field
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage, what is done of it and how much there is of it."""
+
+
+def _distinct(seeds: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds must be distinct, got {list(seeds)}")
+    return seeds
+
+
+Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**32)], ...], Field(min_length=1), AfterValidator(_distinct)]
+"""As a recipe holds them."""
 
 
 class AnyRecipe(Protocol):

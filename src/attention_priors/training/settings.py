@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -11,7 +12,7 @@ from attention_priors.strict_yaml import Strict
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-class OptimizationSettings(Strict):
+class OptimizationSettings(Strict, ABC):
     """The optimiser and its schedule, whatever is trained."""
 
     optimizer: Literal["adamw", "radam"] = "radam"
@@ -33,14 +34,14 @@ class OptimizationSettings(Strict):
     """An interrupted training goes on from the last checkpoint."""
 
     @property
+    @abstractmethod
     def total_steps(self) -> int:
         """Steps of the whole training."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def rows_per_step(self) -> int:
         """Rows, or other examples, that one step of the optimiser reads."""
-        raise NotImplementedError
 
     @property
     def total_rows(self) -> int:

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.utils.data import Dataset
 
+from attention_priors.data.epoch_order import EpochOrder
 from attention_priors.data.packing import row_seed
 from attention_priors.experiments.images.pictures import Labelled, resized
 from attention_priors.experiments.images.recipe import Augmentation, ImageTrainingSettings
@@ -33,7 +33,7 @@ class PictureRows(Dataset[dict[str, Any]]):
         crop, strength = augmentation.crop, augmentation.rand_augment
         self._crop = None if crop is None else _kornia().RandomResizedCrop((size, size), scale=crop)
         self._change = None if strength is None else _kornia().auto.RandAugment(*strength)
-        self._permutation: tuple[int, np.ndarray] | None = None
+        self._order = EpochOrder(len(pictures), seed)
 
     def __len__(self) -> int:
         return self._rows
@@ -41,10 +41,7 @@ class PictureRows(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < self._rows:
             raise IndexError(f"index must be from 0 to {self._rows - 1}; it is {index}")
-        epoch, place = divmod(index, len(self._pictures))
-        if self._permutation is None or self._permutation[0] != epoch:
-            self._permutation = (epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._pictures)))
-        image, label = self._pictures[int(self._permutation[1][place])]
+        image, label = self._pictures[self._order[index]]
         with _seeded(row_seed(self._seed, index)):
             image = resized(image, self._size) if self._crop is None else self._crop(image[None])[0]
             if self._change is not None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from attention_priors.experiments.folders import check_folders
+from attention_priors.experiments.study import Seeds
 from attention_priors.experiments.sweep import overlaid
 from attention_priors.models.vision import PriorVisionConfig
 from attention_priors.strict_yaml import Strict, explain
@@ -156,16 +157,9 @@ class ImageRecipe(Strict):
     model: VisionSizes
     training: ImageTrainingSettings
     evaluation: ImageEvaluation
-    seeds: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] = Field(default=(0,), min_length=1)
+    seeds: Seeds = (0,)
     threads_per_run: int = Field(default=1, gt=0)
     schemes: dict[str, VisionScheme] = Field(min_length=1)
-
-    @field_validator("seeds")
-    @classmethod
-    def _distinct(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        if len(set(seeds)) < len(seeds):
-            raise ValueError(f"seeds must be distinct, got {list(seeds)}")
-        return seeds
 
     @field_validator("schemes")
     @classmethod

@@ -5,8 +5,6 @@ Every step is on disk when it is done.
 
 from __future__ import annotations
 
-import os
-import platform
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +18,8 @@ from attention_priors.experiments.images.augmentation import Collate, PictureRow
 from attention_priors.experiments.images.pictures import Pictures, resized
 from attention_priors.experiments.images.recipe import ImageRecipe
 from attention_priors.experiments.study import Progress
+from attention_priors.experiments.training_record import write_training
 from attention_priors.files import read_json, write_json
-from attention_priors.machine import processor, versions
 from attention_priors.models.vision import PriorVisionForImageClassification
 from attention_priors.priors import grid_positions
 from attention_priors.training import SealedTrainer, fit
@@ -80,18 +78,8 @@ def _train(recipe: ImageRecipe, pictures: Pictures, scheme: str, seed: int, fold
             shuffle=False,  # the rows are in the order that the seed gives them
             on_step=on_step,
         )
-        prior = [p.numel() for name, p in model.named_parameters() if p.requires_grad and "prior." in name]
-        write_json(
-            folder / "training.json",
-            {
-                "train_seconds": round(clock.seconds, 1),
-                "steps": settings.total_steps,
-                "history": trained.history,
-                "parameters": model.num_parameters(),
-                "prior_parameters": sum(prior),
-                "versions": versions(SOFTWARE),
-                "machine": {"platform": platform.platform(), "processor": processor(), "cores": str(os.cpu_count())},
-            },
+        write_training(
+            folder, model, SOFTWARE, steps=settings.total_steps, seconds=clock.seconds, history=trained.history
         )
         clock.forget()
     trained.save(folder / "model", None)
