@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 Part = TypeVar("Part", bound="Described")
 
@@ -12,7 +12,7 @@ Part = TypeVar("Part", bound="Described")
 class Described:
     """Something whose constructor arguments, kept under their own names, say all there is to build it anew."""
 
-    name: ClassVar[str]
+    name: str
     """Its name in configs and recipes."""
 
     def to_config(self) -> dict[str, Any]:

@@ -166,6 +166,24 @@ def test_documents_and_padding_are_pruned_too() -> None:
         torch.testing.assert_close(out, attend(query, key, value, prior, **masks), rtol=0, atol=1e-5)
 
 
+def test_keys_that_are_all_in_the_future_weigh_nothing() -> None:
+    query, key, value = _random(1024, 2, 2, 2)
+    positions = torch.arange(1024)
+    for prior in (Laplace(2), GeneralizedGaussian(2), None):
+        out, lse = attend(
+            query,
+            key,
+            value,
+            prior,
+            tolerance=0.1,
+            return_lse=True,
+            query_positions=positions,
+            key_positions=positions + 1024,
+        )
+        assert (out == 0).all()
+        assert torch.isneginf(lse).all()
+
+
 def test_positions_with_gaps_are_computed_in_full() -> None:
     query, key, _ = _random(1024, 2, 2, 2)
     gaps = torch.arange(1024) * 2

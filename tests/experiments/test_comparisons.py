@@ -84,6 +84,7 @@ def test_results_have_every_section(finished):
         "extensions",
         "retrieval",
         "losses",
+        "completions",
         "timing",
     }
     assert finished.results["format"] == 1

@@ -335,6 +335,16 @@ def test_some_heads(options: dict[str, Any]) -> None:
     model(IDS, labels=IDS).loss.backward()
 
 
+def test_parameters_of_some_heads_are_named_after_their_priors() -> None:
+    prior = attached_priors(attach(tiny("qwen3"), **ABSOLUTE, heads=[3, 1]))[0].prior
+    assert prior is not None
+    found = prior.natural_parameters()
+    assert {name.split(".")[0] for name in found} == {"laplace", "key_sink"}
+    assert found["laplace.slope"].shape == (2,)
+    with pytest.raises(TypeError, match="no description of its own"):
+        prior.to_config()
+
+
 def test_a_prior_that_layers_share() -> None:
     model = attach(tiny("llama"), {"name": "relative_buckets", "num_buckets": 8}, share_prior=True)
     first, second = (part.prior for part in attached_priors(model).values())

@@ -160,5 +160,5 @@ def test_mistakes_are_named(make: Any, message: str) -> None:
 
 
 def test_a_prior_on_a_grid_and_one_over_a_line_have_no_sum() -> None:
-    with pytest.raises(ValueError, match=r"axial \(on a grid\), laplace \(over a line\)"):
+    with pytest.raises(ValueError, match=r"Axial \(on a grid\), Laplace \(over a line\)"):
         _ = Axial(2, "laplace") + Laplace(2)

@@ -79,6 +79,8 @@ def prune(content: Content, problem: BlockProblem, tolerance: float, balls: Ball
         return everything
     if problem.inside is not None and not bool(problem.inside.any()):
         return everything
+    if geometry.causal and geometry.offset + geometry.num_queries <= 0:
+        return everything  # all keys are in the future of all queries
     search = _Search(content, problem, Balls.around(content.key) if balls is None else balls)
     pruned = search.run(tolerance)
     if geometry.num_queries == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ class OnHeads(Prior):
         self.prior = prior
         self.heads = tuple(heads)
         self.structure = prior.structure
+        self.name, self.over_grid = prior.name, prior.over_grid  # parameters of a sum are named after its terms
 
     def _spread(self, numbers: Tensor, dim: int) -> Tensor:
         shape = list(numbers.shape)
@@ -74,6 +76,10 @@ class OnHeads(Prior):
     def natural_parameters(self) -> dict[str, Tensor]:
         """The prior's, of its heads alone."""
         return self.prior.natural_parameters()
+
+    def to_config(self) -> dict[str, Any]:
+        """None: an error."""
+        raise TypeError("a prior of some heads has no description of its own; see the model's config")
 
     def extra_repr(self) -> str:
         """Which heads."""

@@ -81,7 +81,7 @@ class Prior(Described, KeepsFloat32):
     """
 
     structure: Structure
-    over_grid: ClassVar[bool | None] = False
+    over_grid: bool | None = False
     """Whether positions are rows and columns (``grid.py``) rather than places in a line; None where it is all one."""
     learnable: ClassVar[tuple[str, ...]] = ()
     """The names that ``learn=`` may hold."""

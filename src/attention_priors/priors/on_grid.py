@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from attention_priors.priors.sum import Sum
 class OnGrid(Prior):
     """A prior whose positions are rows and columns (:func:`grid_positions`)."""
 
-    over_grid: ClassVar[bool | None] = True
+    over_grid = True
     spacing: tuple[float, float] = (1.0, 1.0)
     """From a row to the next and from a column to the next, in the patches that the prior is stated in."""
 

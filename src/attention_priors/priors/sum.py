@@ -30,14 +30,10 @@ class Sum(Prior):
                 "priors that are added must have the same num_heads, got "
                 + ", ".join(f"{type(prior).__name__}({prior.num_heads})" for prior in priors)
             )
-        over_grid = {
-            term.name: term.over_grid for prior in priors for term in prior.terms() if term.over_grid is not None
-        }
-        if len(set(over_grid.values())) > 1:
-            raise ValueError(
-                "priors that are added must all be over a line or all on a grid, got "
-                + ", ".join(f"{name} ({'on a grid' if grid else 'over a line'})" for name, grid in over_grid.items())
-            )
+        placed = [term for prior in priors for term in prior.terms() if term.over_grid is not None]
+        if len({term.over_grid for term in placed}) > 1:
+            got = (f"{type(term).__name__} ({'on a grid' if term.over_grid else 'over a line'})" for term in placed)
+            raise ValueError(f"priors that are added must all be over a line or all on a grid, got {', '.join(got)}")
         super().__init__(heads.pop())
         self.priors = nn.ModuleList(priors)
         structure = Structure.STATIONARY | Structure.FACTORED | Structure.FACTORED_IF_CAUSAL
