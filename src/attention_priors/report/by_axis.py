@@ -7,6 +7,7 @@ All take a results dictionary and, to leave the other axes out, the name of one;
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import ScaledTranslation
 
 from attention_priors.report.axes import Comparison, comparisons
 from attention_priors.report.drawing import (
@@ -130,25 +132,28 @@ def _panels(results: Results, axis: str | None, shown: list[str], draw: Draw, se
         raise NothingToShowError(f"results[{section!r}] must hold rows of schemes that are compared{what}; it does not")
     columns = min(2, len(found))
     lines = math.ceil(len(found) / columns)
-    figure = blank(0.2 + 3.1 * lines)
+    keys = max(len(schemes) for _, schemes in found) + 1
+    figure = blank(0.2 + (2.6 + 0.09 * keys) * lines)
     grid = figure.subplots(lines, columns, squeeze=False)
     for panel in grid.flat[len(found) :]:
         panel.set_visible(False)
     for panel, (comparison, schemes) in zip(grid.flat, found, strict=False):
-        _panel(panel, comparison, schemes, draw, columns)
+        _panel(figure, panel, comparison, schemes, draw, columns)
     return figure
 
 
-def _panel(axes: Axes, comparison: Comparison, schemes: list[str], draw: Draw, columns: int) -> None:
+def _panel(figure: Figure, axes: Axes, comparison: Comparison, schemes: list[str], draw: Draw, columns: int) -> None:
     tidy(axes)
     axes.tick_params(labelsize=8.5)
     looks = {scheme: look(index) for index, scheme in enumerate(schemes)}
     keys = draw(axes, looks, comparison.values)
-    axes.set_title(label(comparison.title), loc="left", fontsize=10, fontweight="bold")
+    title = textwrap.fill(label(comparison.title), 40 if columns == 2 else 90)
+    axes.set_title(title, loc="left", fontsize=9.5, fontweight="bold")
     # Two short names fit beside each other under a panel that is half as wide as the figure.
     names = [len(name) for name in comparison.values.values()]
     beside = (1 if max(names) > _LONG_NAME else 2) * (1 if columns == 2 else 2)
+    below_the_label = axes.transAxes + ScaledTranslation(0, -0.45, figure.dpi_scale_trans)
     axes.legend(
-        handles=keys, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=beside, frameon=False,
-        fontsize=8, handlelength=2.4, columnspacing=1.2,
+        handles=keys, loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=below_the_label, ncols=beside,
+        frameon=False, fontsize=8, handlelength=2.4, columnspacing=1.2,
     )  # fmt: skip
