@@ -78,6 +78,18 @@ def test_needles_share_the_rows_evenly_and_the_weight_of_pass_keys(load):
         assert abs(kinds[kind] - 240 * ratio) <= 4 * (240 * ratio * (1 - ratio)) ** 0.5
 
 
+def test_pass_keys_may_have_other_digits_and_words(load):
+    alone = {"training.passkey_ratio": 1.0, "training.needle_ratio": None, "training.needle_tasks": None}
+    changes: dict[str, Any] = {"training.passkey_digits": 8, "training.passkey_wording": "long"}
+    for materials, digits, words in ((load(alone), 5, "in this text."), (load(alone | changes), 8, "memorize it.")):
+        for row in _rows(materials, 20):
+            answer = row["input_ids"][row["loss_weights"] == 3.0]
+            assert len(answer) == digits
+            text = str(materials.tokenizer.decode(row["input_ids"][row["document_ids"] == 0]))
+            assert text.count(str(materials.tokenizer.decode(answer))) == 3
+            assert words in text
+
+
 def test_needles_may_have_a_weight_of_their_own(load):
     materials = load({"training.needle_answer_weight": 9.0})
     weights = {float(row["loss_weights"].max()) for row in _rows(materials, 60)}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attention_priors.data import (
+    ANSWER_LENGTH,
     CopyMixture,
     CopyMixtureRows,
     CopySample,
@@ -294,6 +295,8 @@ class TextMaterials(Materials):
             self.train_stream if settings.passkey_filler == "corpus" else None,
             decoys=settings.passkey_decoys,
             decoy_overlap=settings.passkey_decoy_overlap or 0.0,
+            digits=settings.passkey_digits or ANSWER_LENGTH,
+            wording=settings.passkey_wording or "short",
         )
         yield RetrievalShare(
             texts, settings.passkey_ratio, settings.passkey_minimum_length, settings.passkey_answer_weight

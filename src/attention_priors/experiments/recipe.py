@@ -71,6 +71,10 @@ class MixtureSettings(TrainingSettings):
     passkey_ratio: float = Field(default=0.0, ge=0, le=1)
     """Share of rows that begin with a passkey text."""
     passkey_filler: Literal["corpus", "sentence"] = "corpus"
+    passkey_digits: int | None = Field(default=None, ge=1, le=9)
+    """Digits of a pass key, 5 by default."""
+    passkey_wording: Literal["short", "long"] | None = None
+    """``long`` is that of ``evaluate``'s tasks ``passkey`` and ``passkey_8``; short by default."""
     passkey_minimum_length: int | None = Field(default=None, gt=0)
     """Shortest passkey text, its answer included; the shortest there is by default."""
     passkey_decoys: int = Field(default=0, ge=0)
