@@ -4,6 +4,7 @@ It must be chosen before anything imports triton, hence here: all tests of one p
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,14 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_anew() -> Iterator[None]:
+    """What one file has compiled is forgotten before the next, so that none comes upon another's limits."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(scope="module")
