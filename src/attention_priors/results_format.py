@@ -19,7 +19,7 @@ A row of ``accuracy`` has ``size`` (pixels), ``correct`` and ``trials``; one of 
 around the middle patch.
 """
 
-PLAN_SECTIONS = ("retrieval", "losses", "completions", "timing")
+PLAN_SECTIONS = ("retrieval", "losses", "completions", "needle_weights", "timing")
 """The row lists that evaluation plans fill."""
 
 SECTIONS = (

@@ -19,7 +19,7 @@ from attention_priors.intervals import mean_interval, wilson_interval
 
 KINDS = pytest.mark.parametrize("kind", model_folders.KINDS)
 OF_TEXT = [task for task in TASKS if task != "genome_completion"]
-RETRIEVAL = [task for task in OF_TEXT if not task.startswith(("perplexity", "timing"))]
+RETRIEVAL = [task for task in OF_TEXT if not task.startswith(("perplexity", "passkey_weight", "timing"))]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,9 @@ def test_every_task(kind: str, subjects: dict[str, Subject], plan: Any, tmp_path
     assert [one.task for one in summary.accuracies] == RETRIEVAL
     assert [one.task for one in summary.losses] == ["perplexity", "perplexity_short", "perplexity_windows"]
     assert [one.kind for one in summary.durations] == ["forward", "forward+backward"]
+    assert [(one.layer, one.head) for one in summary.weights] == [
+        (layer, head) for layer in (0, 1) for head in range(4)
+    ]
     assert {what for what, _, _ in told} == set(OF_TEXT)
     assert all(0 <= done <= total * (1 + 1e-9) for _, done, total in told)
     identities = {line["run"]: line["identity"] for line in lines(tmp_path) if "identity" in line}

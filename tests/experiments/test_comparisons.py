@@ -85,6 +85,7 @@ def test_results_have_every_section(finished):
         "retrieval",
         "losses",
         "completions",
+        "needle_weights",
         "timing",
     }
     assert finished.results["format"] == 1

@@ -57,6 +57,7 @@ def make_results() -> dict:
         "retrieval": [],
         "losses": [],
         "completions": [],
+        "needle_weights": [],
         "timing": [],
     }
     for scheme, (breakdown, stops) in BREAKDOWN.items():

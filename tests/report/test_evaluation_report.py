@@ -51,7 +51,7 @@ def summary() -> Summary:
         _accuracy("passkey", 2048, {0.0: (0.0, 2), 0.5: (0.0, 2), 1.0: (0.5, 2)}, stopped="nothing | right"),
         _accuracy("niah_multivalue", 1024, {}, mean=0.25),
     ]
-    return Summary(found, [_loss(64), _loss(128, 1)], [], summarize(records).durations)
+    return Summary(found, [_loss(64), _loss(128, 1)], [], [], summarize(records).durations)
 
 
 def test_tables_say_what_was_found(summary: Summary):
@@ -76,7 +76,7 @@ def test_figures_are_those_that_there_are_results_for(summary: Summary, tmp_path
     names = ["accuracy_by_length", "heatmap_passkey", "perplexity_by_position"]
     assert [file.name for file in files] == [f"{name}.png" for name in names]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
-    assert write_evaluation_figures(Summary([], [], [], []), tmp_path / "none") == []
+    assert write_evaluation_figures(Summary([], [], [], [], []), tmp_path / "none") == []
     assert not (tmp_path / "none").exists()
 
 

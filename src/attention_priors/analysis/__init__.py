@@ -20,12 +20,12 @@ from attention_priors.analysis.margins import (
     sensitivity_bound,
     sink_margin,
 )
-from attention_priors.analysis.observation import LayerAttention, observed_attention
 from attention_priors.analysis.reach import effective_reach, window_for
 from attention_priors.analysis.roles import Role, head_roles
 from attention_priors.analysis.sinks import SinkMassRow, sink_mass, sink_mass_rows
 from attention_priors.analysis.terms import PriorMassRow, PriorTermRow, prior_mass_rows, prior_term_rows
 from attention_priors.analysis.transport import transport_minimum, transport_objective, transport_plan
+from attention_priors.hub.observation import LayerAttention, observed_attention
 
 __all__ = [
     "AdditiveLogits",

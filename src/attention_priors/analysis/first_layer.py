@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention_priors.analysis.additive import AdditiveLogits, Projected, additive_logits
-from attention_priors.analysis.observation import LayerAttention, observed_attention
+from attention_priors.hub.observation import LayerAttention, observed_attention
 
 
 class _SeenError(Exception):

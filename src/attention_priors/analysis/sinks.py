@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from attention_priors.analysis.logits import problem_logits
 from attention_priors.analysis.margins import content_range
-from attention_priors.analysis.observation import LayerAttention, observed_attention
 from attention_priors.attention import SSMax
 from attention_priors.attention.attend import attend_with_weights
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.reference import reference
 from attention_priors.encodings import ShawVectors
+from attention_priors.hub.observation import LayerAttention, observed_attention
 from attention_priors.priors import Prior
 
 

@@ -15,8 +15,9 @@ import torch
 from attention_priors.data import depths
 from attention_priors.data.nucleotides import NUCLEOTIDES, is_nucleotide_tokenizer
 from attention_priors.evaluation.completion import COMPLETED, complete, completion_seed
+from attention_priors.evaluation.needle_weights import needle_weights
 from attention_priors.evaluation.perplexity import binned, token_losses
-from attention_priors.evaluation.plan import COMPLETION, PERPLEXITIES, EvaluationPlan
+from attention_priors.evaluation.plan import COMPLETION, PASSKEY_WEIGHT, PERPLEXITIES, EvaluationPlan
 from attention_priors.evaluation.records import Record, Records
 from attention_priors.evaluation.retrieval import Answer, RetrievalTask, ask, question_seed
 from attention_priors.evaluation.subject import Subject
@@ -25,6 +26,7 @@ from attention_priors.evaluation.texts import PlanTexts
 from attention_priors.evaluation.timing import time_model
 from attention_priors.files import append_json_line, writable_folder
 from attention_priors.hub.loading import check_positions
+from attention_priors.hub.observation import observed_attention
 from attention_priors.machine import PeakMemory, memory_bytes, processor, versions
 from attention_priors.output_folder import sole_writer
 
@@ -123,6 +125,9 @@ class _Session:
                 check_positions(self.subject.model, read)
             except ValueError as error:
                 raise ValueError(f"lengths: {longest} tokens for the task {name!r}: {error}") from error
+            if name == PASSKEY_WEIGHT:
+                with observed_attention(self.subject.model, lambda layer: None):
+                    pass  # it says if it cannot see it
             if name == COMPLETION:
                 if not is_nucleotide_tokenizer(self.subject.tokenizer):
                     raise ValueError(f"tasks: {name!r} needs a model with the tokenizer {NUCLEOTIDES!r}")
@@ -145,7 +150,9 @@ class _Session:
         """Do everything that is not done."""
         self.records = Records(self.output / "results.jsonl")
         for name in self.plan.tasks:
-            if name in self.tasks:
+            if name == PASSKEY_WEIGHT:
+                self._weigh(self.tasks[name])
+            elif name in self.tasks:
                 self._retrieve(self.tasks[name])
             elif name == "timing":
                 self._time()
@@ -262,6 +269,39 @@ class _Session:
             self.observer.on_work(what, done + count * _cost(length) * min(1.0, read / length) ** 2, total)
 
         return on_tokens
+
+    # ---- attention
+
+    def _weigh(self, task: RetrievalTask) -> None:
+        plan, name = self.plan, task.name
+        run = self._begin(task.description() | {"seed": plan.seed, "depths": plan.depths})
+        grid = [(depth, trial) for trial, depth in product(range(plan.trials), range(plan.depths))]
+        total = float(sum(_cost(length) for length in plan.lengths) * len(grid))
+        done = 0.0
+        for length in plan.lengths:
+            found = {(line["depth_index"], line["trial"]): line for line in self.records.of(run, length=length)}
+            with self._logged(name, run, length) as log:
+                for index, trial in grid:
+                    if (index, trial) not in found:
+                        depth = depths(plan.depths)[index]
+                        question = task.question(length, depth, question_seed(plan.seed, length, index, trial))
+                        assert question.needle is not None
+                        weights = needle_weights(
+                            self.subject.model,
+                            question.prompt,
+                            question.needle,
+                            chunk=self.chunk,
+                            on_tokens=self._progress(name, length, done, total),
+                        )
+                        line: Record = {"run": run, "task": name, "length": length, "depth": depth}
+                        line |= {"depth_index": index, "trial": trial, "tokens": len(question.prompt)}
+                        line["weights"] = [[round(weight, 7) for weight in layer] for layer in weights]
+                        self.records.append(line)
+                        found[index, trial] = line
+                        log["texts"] += 1
+                    self.gathered.append(found[index, trial])
+                    done += _cost(length)
+                    self.observer.on_work(name, done, total)
 
     # ---- perplexity
 

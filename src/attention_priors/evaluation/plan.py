@@ -11,11 +11,13 @@ from attention_priors.data.needles import NEEDLE_TASKS
 from attention_priors.strict_yaml import Strict
 
 COMPLETION = "genome_completion"
+PASSKEY_WEIGHT = "passkey_weight"
 
 TASKS = {
     "passkey": "a number of 5 digits between repeated sentences",
     "passkey_8": "the same, with 8 digits",
     "passkey_corpus": "a number of 5 digits in running text, in the words that this package's recipes train with",
+    PASSKEY_WEIGHT: "how much of each head's attention the number gets there when it is asked for",
     **dict.fromkeys(NEEDLE_TASKS, "a needle task of RULER"),
     "perplexity": "loss of each token of long documents, by position",
     "perplexity_short": "loss of whole documents no longer than a length",

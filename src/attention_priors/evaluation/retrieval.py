@@ -29,6 +29,8 @@ class Question:
     """The tokens of the one right continuation, ``(A,)``; None where several would do."""
     depth: float | None = None
     """Where in the text the answer stands, from 0 to 1, for tasks that choose it themselves and have one place."""
+    needle: tuple[int, int] | None = None
+    """The tokens of the prompt that hold the answer: the first, and the one after the last; None where not known."""
 
 
 class RetrievalTask(ABC):
@@ -104,7 +106,8 @@ class PasskeyRetrieval(RetrievalTask):
         prompt = torch.cat([self._beginning, sample.prompt])
         # Where digits are joined, other tokens may spell the same number: what counts is the text.
         answer = None if self._texts.joins_digits else sample.answer
-        return Question(prompt, (str(sample.key),), self._answer_tokens, answer)
+        needle = sample.needle_start + len(self._beginning), sample.needle_end + len(self._beginning)
+        return Question(prompt, (str(sample.key),), self._answer_tokens, answer, needle=needle)
 
     def score(self, output: str, expected: Sequence[str]) -> float:
         """1 if the continuation starts with the number, and with no longer one."""

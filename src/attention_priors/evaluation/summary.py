@@ -99,6 +99,19 @@ class Completion:
     pieces: tuple[Continuation, ...]
 
 
+class HeadWeight(NamedTuple):
+    """How much of one head's attention what is asked for gets."""
+
+    length: int
+    layer: int
+    head: int
+    texts: int
+    weight: float
+    """Mean over texts, from 0 to 1."""
+    interval: Interval | None
+    """95 %, over texts; None for a single one."""
+
+
 @dataclass(frozen=True)
 class Duration:
     """What one pass took."""
@@ -115,6 +128,7 @@ class Summary:
     accuracies: list[Accuracy]
     losses: list[Loss]
     completions: list[Completion]
+    weights: list[HeadWeight]
     durations: list[Duration]
 
 
@@ -127,6 +141,7 @@ def summarize(records: Iterable[Record]) -> Summary:
     accuracies: list[Accuracy] = []
     losses: list[Loss] = []
     completions: list[Completion] = []
+    weights: list[HeadWeight] = []
     durations: list[Duration] = []
     runs: dict[str, list[Record]] = {}
     for line in records:
@@ -143,9 +158,11 @@ def summarize(records: Iterable[Record]) -> Summary:
                 losses.append(_loss(here))
             elif "continuation" in here[0]:
                 completions.append(_completion(here))
+            elif "weights" in here[0]:
+                weights += _weights(here)
             else:
                 durations += [Duration(length, line["pass"], line) for line in here]
-    return Summary(accuracies, losses, completions, durations)
+    return Summary(accuracies, losses, completions, weights, durations)
 
 
 def _stop_after(stops: dict[int, str], length: int, results: Sequence[Record]) -> str | None:
@@ -205,6 +222,16 @@ def _loss(lines: Sequence[Record]) -> Loss:
             for first, (loss, number) in sorted(sums.items())
         ],
     )
+
+
+def _weights(lines: Sequence[Record]) -> list[HeadWeight]:
+    found = []
+    for layer, heads in enumerate(lines[0]["weights"]):
+        for head in range(len(heads)):
+            values = [line["weights"][layer][head] for line in lines]
+            mean = statistics.fmean(values)
+            found.append(HeadWeight(lines[0]["length"], layer, head, len(lines), mean, mean_interval(values)))
+    return found
 
 
 def _completion(lines: Sequence[Record]) -> Completion:

@@ -23,7 +23,7 @@ from attention_priors.data.needles import (
 from attention_priors.data.nucleotides import BASES
 from attention_priors.evaluation.completion import COMPLETED
 from attention_priors.evaluation.needles import NeedleRetrieval
-from attention_priors.evaluation.plan import LONGEST_KEY, EvaluationPlan
+from attention_priors.evaluation.plan import LONGEST_KEY, PASSKEY_WEIGHT, EvaluationPlan
 from attention_priors.evaluation.retrieval import PasskeyRetrieval, RetrievalTask
 from attention_priors.evaluation.subject import Subject
 
@@ -151,7 +151,7 @@ class PlanTexts:
             if NEEDLE_TASKS[name].haystack == "essay":
                 return NeedleRetrieval(name, self._subject, self._haystack, self._splitter)
             return NeedleRetrieval(name, self._subject)
-        corpus = self.corpus if name == "passkey_corpus" else None
+        corpus = self.corpus if name in ("passkey_corpus", PASSKEY_WEIGHT) else None
         wording = "long" if corpus is None else "short"
         stream = None if corpus is None else corpus.stream
         texts = PasskeyTask(

@@ -107,5 +107,9 @@ def _rows(summary: Summary) -> dict[str, list[Row]]:
             | {name: getattr(one, name) for name in ("identity", "chance", "gc_correlation")}
             for one in summary.completions
         ],
+        "needle_weights": [
+            {name: getattr(one, name) for name in ("length", "layer", "head", "texts", "weight")}
+            for one in summary.weights
+        ],
         "timing": [{key: one.record[key] for key in _TIMES} for one in summary.durations],
     }

@@ -20,12 +20,12 @@ from attention_priors.analysis import (
     prior_rows,
     prior_term_rows,
 )
-from attention_priors.analysis.observation import LayerAttention, observed_attention
 from attention_priors.analysis.reach import REACH_LENGTHS
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.reference import reference
 from attention_priors.data.passkey import PasskeySample
 from attention_priors.hub.loading import check_positions
+from attention_priors.hub.observation import LayerAttention, observed_attention
 from attention_priors.inspection.load import Inspected
 from attention_priors.inspection.prompt import figure_4_prompt
 from attention_priors.machine import processor, versions

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from attention_priors.evaluation import Accuracy, Completion, Duration, Loss, Summary
+from attention_priors.evaluation import Accuracy, Completion, Duration, HeadWeight, Loss, Summary
 from attention_priors.intervals import Interval
 from attention_priors.report.numbers import percent, quantity
 
 MIB = 2**20
+_HEADS = 8
+"""Of a table; of those that give most at any length."""
 
 
 def evaluation_tables(summary: Summary) -> list[Table]:
@@ -54,6 +56,10 @@ def _contents(summary: Summary) -> Iterator[tuple[str, list[str], list[list[str]
     if summary.completions:
         header = ["tokens", "pieces", "continuations of each", "identity, %", "95 %", "by chance, %", "r of GC", "95 %"]
         yield "How a genome goes on, with t intervals over pieces", header, [*map(_of_completion, summary.completions)]
+    if summary.weights:
+        lengths = sorted({one.length for one in summary.weights})
+        header = ["layer, head", *(f"{length} tokens" for length in lengths)]
+        yield "Attention on the pass key, %, with t intervals over texts", header, _by_head(summary.weights, lengths)
     if summary.durations:
         header = ["pass", "tokens", "passes", "mean ms", "standard deviation", "median ms", "memory"]
         yield "Time of one pass", header, [_of_duration(one) for one in summary.durations]
@@ -89,6 +95,23 @@ def _of_completion(one: Completion) -> list[str]:
         "–" if one.gc_correlation is None else f"{one.gc_correlation:.2f}",
         _range(one.gc_correlation_interval, 1, 2),
     ]
+
+
+def _by_head(weights: list[HeadWeight], lengths: list[int]) -> list[list[str]]:
+    found: dict[tuple[int, int], dict[int, HeadWeight]] = {}
+    for one in weights:
+        found.setdefault((one.layer, one.head), {})[one.length] = one
+    most = sorted(found, key=lambda place: -max(one.weight for one in found[place].values()))[:_HEADS]
+    return [
+        [f"{layer}, {head}", *(_of_weight(found[layer, head].get(length)) for length in lengths)]
+        for layer, head in most
+    ]
+
+
+def _of_weight(one: HeadWeight | None) -> str:
+    if one is None:
+        return "–"
+    return f"{100 * one.weight:.1f}" + ("" if one.interval is None else f" ({_range(one.interval, 100, 1)})")
 
 
 def _range(interval: Interval | None, factor: float, digits: int) -> str:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from attention_priors.files import write_bytes
 from attention_priors.report import by_axis, copying, figures, prior_parts
+from attention_priors.report.needle_weights import needle_weight_by_length, plans_with_weights
 from attention_priors.report.numbers import listing
 from attention_priors.report.plans import loss_views, retrieval_views
 from attention_priors.report.results import Results, check_results, scheme_names, schemes_with
@@ -72,6 +73,10 @@ def illustrations(results: Results) -> Iterator[Illustration]:
             yield from _drawn(
                 partial(draw, view.results, view.title), kind, None, _plain(f"{kind}_{view.title}"), words
             )
+    for plan in plans_with_weights(results):
+        words = f"Attention on the pass key when it is asked for, against length: {plan}."
+        stem = _plain(f"needle_weights_{plan}")
+        yield from _drawn(partial(needle_weight_by_length, results, plan), "needle_weights", None, stem, words)
     yield from _for_each(figures.prior_curves, results, "Log-prior of each head against distance: {}.")
     yield from _for_each(
         prior_parts.prior_terms, results, "Summands of each head's log-prior, against distance or key: {}."

@@ -15,6 +15,7 @@ from attention_priors.report.axes import comparisons
 from attention_priors.report.copying import KINDS, excess_losses
 from attention_priors.report.drawing import STRONG_RETRIEVAL, gaussian_heads, logit_scales
 from attention_priors.report.grids import Cell, Grid, Line, latex, markdown
+from attention_priors.report.needle_weights import looking_heads, plans_with_weights
 from attention_priors.report.numbers import percent, quantity
 from attention_priors.report.plans import loss_views, retrieval_views
 from attention_priors.report.results import (
@@ -56,8 +57,8 @@ def result_grids(results: Results) -> Iterator[Grid]:
     """Every table that the results have data for."""
     check_results(results)
     makers = (
-        _passkey, _perplexity, _copying, _retrieval, _losses, _completions, _timing, _axes, _extension, _heads,
-        _prior_mass, _training,
+        _passkey, _perplexity, _copying, _retrieval, _losses, _completions, _needle_weights, _timing, _axes,
+        _extension, _heads, _prior_mass, _training,
     )  # fmt: skip
     for make in makers:
         grid = make(results)
@@ -212,6 +213,29 @@ def _completions(results: Results) -> Grid:
     )
     header = ["plan and texts", "scheme", "identity, %", "by chance, %", "r of GC"]
     return Grid("completions", caption, header, groups, words=2)
+
+
+def _needle_weights(results: Results) -> Grid:
+    lengths = distinct(rows(results, "needle_weights"), "length")
+    groups = []
+    for plan in plans_with_weights(results):
+        group: list[Line] = []
+        for name in schemes_with(results, "needle_weights"):
+            found = looking_heads(results, plan, name)
+            if found:
+                shares = {length: Estimate(*(100 * value for value in one)) for length, one in found.items()}
+                cells = (
+                    _estimate(shares[length], "{:.1f}".format) if length in shares else ABSENT for length in lengths
+                )
+                group.append(["" if group else plan, name, *cells])
+        groups.append(group)
+    caption = (
+        "Attention on the pass key when it is asked for, %: the weight that the question's last token gives to the "
+        "sentences with the key, of the head that gives most at the shortest length, by length in tokens; mean over "
+        "texts. Mean over seeds, in each its own head, with Student's 95 % interval (where there are two seeds at "
+        "least)."
+    )
+    return Grid("needle_weights", caption, ["plan", "scheme", *map(str, lengths)], groups, words=2)
 
 
 def _timing(results: Results) -> Grid:

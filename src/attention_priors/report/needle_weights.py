@@ -1,0 +1,63 @@
+"""How much of the attention what is asked for gets, against length: whether a head still finds it, or drowns."""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from attention_priors.intervals import Estimate, over_seeds
+from attention_priors.report.axes import overview
+from attention_priors.report.drawing import legend_below, line_key, require, start, token_axis
+from attention_priors.report.results import Results, distinct, rows, training_length
+from attention_priors.report.style import label, looks
+
+
+def plans_with_weights(results: Results) -> list[str]:
+    """The plans that have measured it."""
+    return list(dict.fromkeys(row["plan"] for row in rows(results, "needle_weights")))
+
+
+def looking_heads(results: Results, plan: str, scheme: str) -> dict[int, Estimate]:
+    """By length: the weight, from 0 to 1, that the head which gives most at the shortest length gives at each.
+
+    It is chosen in each seed and followed; mean and interval over seeds.
+    """
+    mine = [row for row in rows(results, "needle_weights", scheme) if row["plan"] == plan]
+    found: dict[int, list[float]] = {}
+    for seed in distinct(mine, "seed"):
+        own = [row for row in mine if row["seed"] == seed]
+        shortest = min(row["length"] for row in own)
+        most = max((row for row in own if row["length"] == shortest), key=lambda row: row["weight"])
+        for row in own:
+            if (row["layer"], row["head"]) == (most["layer"], most["head"]):
+                found.setdefault(row["length"], []).append(row["weight"])
+    return {length: over_seeds(values) for length, values in sorted(found.items())}
+
+
+def needle_weight_by_length(results: Results, plan: str) -> Figure:
+    """The weight of :func:`looking_heads` against length, a line for each scheme, with intervals over seeds."""
+    own = {**results, "needle_weights": [row for row in rows(results, "needle_weights") if row["plan"] == plan]}
+    look = looks(results)
+    shown = require(own, "needle_weights", overview(results))
+    lengths = distinct(rows(own, "needle_weights"), "length")
+    figure, axes = start(4.6)
+    for scheme in shown:
+        estimates = looking_heads(own, plan, scheme)
+        mean, low, high = (100 * np.array(values) for values in zip(*estimates.values(), strict=True))
+        axes.plot(
+            list(estimates), mean, **look[scheme]._asdict(), label=label(scheme), markersize=5, linewidth=1.8, zorder=3,
+            gid=f"needle_weight:{scheme}",
+        )  # fmt: skip
+        if np.isfinite(low).any():
+            axes.fill_between(
+                list(estimates), low.clip(0, 100), high.clip(0, 100), color=look[scheme].color, alpha=0.13, linewidth=0
+            )
+    axes.set_ylim(-4, 104)
+    axes.set_ylabel("attention on the pass key, %\n(bands: 95 % interval over seeds)")
+    axes.set_xlabel("length of the text, tokens")
+    trained = dict.fromkeys((training_length(results, scheme) for scheme in shown), "#444444")
+    token_axis(axes, lengths, lengths[0], lengths[-1], trained, panel=False)
+    line = Line2D([], [], color="#444444", linestyle=(0, (5, 3)), linewidth=1, label="training length")
+    legend_below(figure, [*(line_key(look[scheme], scheme) for scheme in shown), line])
+    return figure

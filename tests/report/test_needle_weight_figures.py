@@ -1,0 +1,49 @@
+"""Attention on what is asked for, against length: whose head, followed how."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from synthetic_results import make_results
+
+from attention_priors.report import write_figures, write_tables
+from attention_priors.report.drawing import NothingToShowError
+from attention_priors.report.needle_weights import looking_heads, needle_weight_by_length, plans_with_weights
+
+
+def results() -> dict[str, Any]:
+    made = make_results()
+    rows = made["needle_weights"]
+    # In the first seed head 1 gives most at first, in the second head 0, and it loses what it looked for.
+    weights = {(0, 0): (0.1, 0.9), (0, 1): (0.8, 0.7), (1, 0): (0.6, 0.2), (1, 1): (0.5, 0.5)}
+    for (seed, head), values in weights.items():
+        for length, weight in zip((160, 8192), values, strict=True):
+            row = {"scheme": "ALiBi", "seed": made["seeds"][seed], "plan": "drowning", "length": length}
+            rows.append(row | {"layer": 1, "head": head, "texts": 5, "weight": weight})
+    return made
+
+
+def test_the_head_that_gives_most_at_first_is_followed() -> None:
+    found = looking_heads(results(), "drowning", "ALiBi")
+    assert {length: round(one.mean, 9) for length, one in found.items()} == {160: 0.7, 8192: 0.45}
+    assert found[160].low < 0.7 < found[160].high
+    assert looking_heads(results(), "drowning", "BAM") == {}
+
+
+def test_figure_and_table(tmp_path: Any) -> None:
+    assert plans_with_weights(results()) == ["drowning"]
+    (line,) = [
+        line
+        for line in needle_weight_by_length(results(), "drowning").axes[0].lines
+        if line.get_gid() == "needle_weight:ALiBi"
+    ]
+    assert np.asarray(line.get_xdata()).tolist() == [160, 8192]
+    assert np.asarray(line.get_ydata()).tolist() == pytest.approx([70, 45])
+    (path,) = [path for path in write_tables(results(), tmp_path) if path.name == "needle_weights.md"]
+    assert "| drowning | ALiBi | 70.0 [" in path.read_text(encoding="utf-8")
+    assert tmp_path / "needle-weights-drowning.png" in write_figures(results(), tmp_path)
+
+
+def test_without_weights_there_is_nothing_to_show() -> None:
+    with pytest.raises(NothingToShowError):
+        needle_weight_by_length(make_results(), "drowning")
