@@ -59,7 +59,7 @@ def _contents(summary: Summary) -> Iterator[tuple[str, list[str], list[list[str]
     if summary.weights:
         lengths = sorted({one.length for one in summary.weights})
         header = ["layer, head", *(f"{length} tokens" for length in lengths)]
-        yield "Attention on the pass key, %, with t intervals over texts", header, _by_head(summary.weights, lengths)
+        yield "Attention on the pass key, %, with t intervals over texts, cut to 0 to 100", header, _by_head(summary.weights, lengths)
     if summary.durations:
         header = ["pass", "tokens", "passes", "mean ms", "standard deviation", "median ms", "memory"]
         yield "Time of one pass", header, [_of_duration(one) for one in summary.durations]
@@ -111,7 +111,10 @@ def _by_head(weights: list[HeadWeight], lengths: list[int]) -> list[list[str]]:
 def _of_weight(one: HeadWeight | None) -> str:
     if one is None:
         return "–"
-    return f"{100 * one.weight:.1f}" + ("" if one.interval is None else f" ({_range(one.interval, 100, 1)})")
+    if one.interval is None:
+        return f"{100 * one.weight:.1f}"
+    within = Interval(max(0.0, one.interval.low), min(1.0, one.interval.high))
+    return f"{100 * one.weight:.1f} ({_range(within, 100, 1)})"
 
 
 def _range(interval: Interval | None, factor: float, digits: int) -> str:
