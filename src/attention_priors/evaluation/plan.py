@@ -57,6 +57,12 @@ class EvaluationPlan(Strict):
     stop_after_zeros: int | None = Field(default=2, gt=0)
     """A task that has got nothing right at so many lengths running does not go on to longer ones; null to go on."""
 
+    @property
+    def longest_text(self) -> int:
+        """Tokens that a model must have places for: of the longest text, and of a pass key if one is asked for."""
+        reads_alone = (*PERPLEXITIES, PASSKEY_WEIGHT, "timing")
+        return max(self.lengths) + (0 if set(self.tasks) <= set(reads_alone) else LONGEST_KEY)
+
     @field_validator("tasks")
     @classmethod
     def _known(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:

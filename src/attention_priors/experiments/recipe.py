@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from attention_priors.data import ANSWER_LENGTH, EMBEDDED, NEEDLE_TASKS, CopyMixture
 from attention_priors.encodings import LearnedTable, Rotary
-from attention_priors.evaluation import LONGEST_KEY, EvaluationSettings
+from attention_priors.evaluation import EvaluationSettings
 from attention_priors.experiments.folders import check_folders
 from attention_priors.experiments.study import Seeds
 from attention_priors.experiments.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid
@@ -284,7 +284,7 @@ class Recipe(Strict):
                 lengths += evaluation.copying.lengths
             if evaluation.sink_mass is not None:
                 lengths.append(evaluation.sink_mass.length)
-            lengths += [max(plan.lengths) + LONGEST_KEY for plan in evaluation.plans.values()]
+            lengths += [plan.longest_text for plan in evaluation.plans.values()]
         return max(lengths)
 
     def model_of(self, scheme: str) -> DecoderSizes:

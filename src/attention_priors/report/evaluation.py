@@ -59,7 +59,8 @@ def _contents(summary: Summary) -> Iterator[tuple[str, list[str], list[list[str]
     if summary.weights:
         lengths = sorted({one.length for one in summary.weights})
         header = ["layer, head", *(f"{length} tokens" for length in lengths)]
-        yield "Attention on the pass key, %, with t intervals over texts, cut to 0 to 100", header, _by_head(summary.weights, lengths)
+        title = "Attention on the pass key, %, with t intervals over texts, cut to 0 to 100"
+        yield title, header, _by_head(summary.weights, lengths)
     if summary.durations:
         header = ["pass", "tokens", "passes", "mean ms", "standard deviation", "median ms", "memory"]
         yield "Time of one pass", header, [_of_duration(one) for one in summary.durations]
