@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from attention_priors.cli import app
+from attention_priors.cli import _name_of_model, app
 from processes import run_command
 
 RECIPE: dict[str, Any] = {
@@ -61,6 +61,20 @@ def test_help_is_there_without_the_laboratory():
     assert "imported: []" in result.stdout
     for word in ("recipe", "--output", "--only", "--processes"):
         assert word in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("model", "stem"),
+    [
+        ("runs/BAM/seed-0/model", "BAM/seed-0"),
+        ("runs/ALiBi/seed-1/model", "ALiBi/seed-1"),
+        ("runs/tiny/model", "tiny"),
+        ("gpt2-mine", "gpt2-mine"),
+    ],
+)
+def test_models_have_output_folders_of_their_own(model, stem, tmp_path):
+    (tmp_path / model).mkdir(parents=True)
+    assert _name_of_model(str(tmp_path / model)).as_posix() == stem
 
 
 def test_a_recipe_that_is_missing_is_named(fail, tmp_path):

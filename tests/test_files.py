@@ -71,6 +71,12 @@ def test_numbers_that_json_has_not_are_refused_and_the_old_file_stays(tmp_path, 
     assert _names(tmp_path) == ["x.json"]
 
 
+def test_json_that_is_cut_off_is_named(tmp_path):
+    (tmp_path / "cut.json").write_text('{"a": ')
+    with pytest.raises(ValueError, match=r"cut\.json is not a whole JSON file"):
+        read_json(tmp_path / "cut.json")
+
+
 def test_a_writable_folder_is_made_and_left_empty(tmp_path):
     folder = tmp_path / "a" / "b"
     assert writable_folder(folder) == folder

@@ -79,7 +79,10 @@ def compare(
             report.refresh_page(output)
     if results["runs"]:
         of_images = report.are_of_images(results)
-        console.print(report.image_table(results) if of_images else report.render_text_table(results))
+        if of_images:
+            console.print(report.image_table(results))
+        elif results["passkey"]:
+            console.print(report.render_text_table(results))
         console.print(f"Tables: {escape(str(output / 'tables'))}", soft_wrap=True, highlight=False)
         console.print(f"Report: {escape(str(page))}", soft_wrap=True, highlight=False)
     if failed is not None:
@@ -336,12 +339,15 @@ def _head(name: str) -> tuple[int, int]:
 
 
 def _name_of_model(model: str) -> Path:
-    """What stands for a model in a path; training calls every model's folder ``model``."""
+    """What stands for a model in a path; every model's folder is called ``model``, and a seed's after its scheme's."""
     folder = Path(model)
     if not folder.exists():
         return Path(model)
     folder = folder.resolve()
-    return Path(folder.parent.name if folder.name == "model" else folder.name)
+    if folder.name != "model":
+        return Path(folder.name)
+    run = folder.parent
+    return Path(run.parent.name, run.name) if run.name.startswith("seed-") else Path(run.name)
 
 
 def _tokens(length: str) -> int:

@@ -61,8 +61,15 @@ def append_json_line(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read JSON."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Read JSON.
+
+    Raises:
+        ValueError: the file is not whole; it says which.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a whole JSON file: {error}") from error
 
 
 def synchronise(path: Path) -> None:

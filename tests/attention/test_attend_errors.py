@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,6 +65,12 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "query positions' length": ("query_positions", {"query_positions": shaped(LENGTH + 1, dtype=LONG)}),
     "key positions' batch": ("key_positions", {"key_positions": shaped(B + 1, LENGTH, dtype=LONG)}),
     "scalar positions": ("key_positions", {"key_positions": torch.tensor(1)}),
+    "a NumPy array": ("query must be a tensor", {"query": np.zeros((B, H, LENGTH, D))}),
+    "complex numbers": ("query must be of one of", {"query": shaped(B, H, LENGTH, D, dtype=torch.complex64)}),
+    "a prior's name": ("prior must be a Prior", {"prior": "laplace"}),
+    "a logit scale's name": ("logit_scale must be a module", {"logit_scale": "ssmax"}),
+    "a number for vectors": ("relative must be ShawVectors", {"relative": 3}),
+    "a word for causal": ("causal must be", {"causal": "yes"}),
     "prior's heads": ("prior", {"prior": Laplace(H + 1)}),
     "sum's heads": ("prior", {"prior": Laplace(2) + Window(2, 3)}),
     "scale's heads": ("logit_scale", {"logit_scale": SSMax(1)}),
@@ -103,6 +110,15 @@ def test_names_the_argument(case: str) -> None:
 def test_the_good_ones_pass() -> None:
     """What the cases above start from is right."""
     assert attend(**arguments()).shape == (B, H, LENGTH, D)
+
+
+@pytest.mark.parametrize("prior", [None, Laplace(H), GeneralizedGaussian(H)])
+def test_an_empty_batch_has_an_empty_output(prior: Any) -> None:
+    empty = shaped(0, H, LENGTH, D).requires_grad_()
+    out, lse = attend(empty, empty, empty, prior, return_lse=True)
+    assert out.shape == (0, H, LENGTH, D)
+    assert lse.shape == (0, H, LENGTH)
+    out.sum().backward()
 
 
 def test_unbroken_arguments_are_not_blamed() -> None:

@@ -122,9 +122,11 @@ def test_nothing_is_used_of_a_gzip_file_that_is_cut_off(tmp_path: Path, share: f
         next(FastaFile(path).contigs())
 
 
-def test_a_damaged_gzip_file_is_an_error(tmp_path: Path):
-    whole = bytearray(gzip.compress(f">first\n{drawn(100_000)}\n".encode()))
-    whole[len(whole) // 2] ^= 0xFF
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.5, 0.7, 0.99])
+@pytest.mark.parametrize("bases", [3_000, 100_000])
+def test_a_damaged_gzip_file_is_an_error(bases: int, share: float, tmp_path: Path):
+    whole = bytearray(gzip.compress(f">first\n{drawn(bases)}\n".encode()))
+    whole[max(20, int(share * len(whole)))] ^= 0xFF
     path = tmp_path / "damaged.fa.gz"
     path.write_bytes(bytes(whole))
     with pytest.raises(FastaError, match="damaged"):

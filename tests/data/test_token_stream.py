@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from attention_priors.data import Document, token_stream
+from attention_priors.data import Document, nucleotide_tokenizer, token_stream
 
 
 def test_each_document_is_followed_by_the_end_token(tokenizer: PreTrainedTokenizerFast):
@@ -32,6 +32,13 @@ def test_end_token_written_out_in_a_text_does_not_end_its_document(tokenizer: Pr
 
     assert int(stream.document_ids[-1]) == 1
     assert tokenizer.decode(stream.tokens[stream.document_ids == 0]) == "ka<|endoftext|>to<|endoftext|>"
+
+
+def test_bases_are_not_read_out_of_other_texts():
+    tokenizer = nucleotide_tokenizer()
+    assert len(token_stream(tokenizer, [Document("genome", "ACGTNNacgtu")]).tokens) == 12
+    with pytest.raises(ValueError, match=r"reads bases; of the text's first 38 characters, .* 42 % are any"):
+        token_stream(tokenizer, [Document("source", "def main(): print('A cat in GATTACA')\n")])
 
 
 def test_no_documents_is_an_error(tokenizer: PreTrainedTokenizerFast):

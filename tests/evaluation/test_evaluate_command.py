@@ -76,7 +76,10 @@ def test_the_tasks_are_listed(run):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--task", "passkeys"], "tasks: unknown task 'passkeys'; there are passkey, passkey_8, passkey_corpus, niah_"),
+        (
+            ["--task", "passkeys"],
+            "tasks: unknown task 'passkeys'; there are passkey, passkey_8, passkey_corpus, passkey_weight, niah_",
+        ),
         (["--task", ""], "tasks: Tuple should have at least 1 item"),
         (["--task", "timing,timing"], "tasks: tasks must be distinct, got timing, timing"),
         (["--lengths", "0"], "lengths.0: Input should be greater than 1, got 0"),

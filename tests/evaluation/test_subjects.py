@@ -8,6 +8,7 @@ from typing import Any
 import model_folders
 import pytest
 import torch
+import transformers as hf
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -38,6 +39,18 @@ def test_the_fingerprint_changes_with_any_weight(kind: str, folders: dict[str, P
             parameter.view(-1)[-1] = value
     assert len(seen) == 1 + len(parameters)
     assert model_fingerprint(model) in seen
+
+
+@pytest.mark.parametrize("kind", ["Mamba", "Bert"])
+def test_models_that_cannot_be_read_in_chunks_are_refused(kind: str, tmp_path: Path):
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": model_folders.VOCABULARY}
+    if kind == "Mamba":
+        model: Any = hf.MambaForCausalLM(hf.MambaConfig(**sizes, state_size=4))
+    else:
+        model = hf.BertLMHeadModel(hf.BertConfig(**sizes, num_attention_heads=2, intermediate_size=16))
+    folder = model_folders.save(model, model_folders.tokenizer(), tmp_path / kind)
+    with pytest.raises(ValueError, match="expected a causal language model with a KV cache"):
+        Subject.load(str(folder))
 
 
 def test_the_fingerprint_changes_with_the_configuration(folders: dict[str, Path]):

@@ -305,6 +305,7 @@ def test_a_file_that_is_missing_is_named(tmp_path):
         {"schemes.table": {"encoding": {"name": "learned", "max_length": 175}}},
         {"schemes.rope": {"encoding": "rotary", "at_evaluation": {"base_multiplier": 50}}},
         {"schemes.sum": {"prior": [{"name": "laplace"}, {"name": "window", "size": 4}], "share_prior": True}},
+        {"schemes.sum": {"prior": ["spectral", {"name": "key_sink", "train_length": 4}]}},
         {"schemes": {"NoPE": {}}},
         {"evaluation": {}},
         {"model.num_key_value_heads": 1},

@@ -197,8 +197,12 @@ def test_nothing_attached(tmp_path: Path) -> None:
 
 def test_another_model(tmp_path: Path) -> None:
     save_adapter(changed("llama", "described"), tmp_path)
-    for other in (tiny("llama", num_hidden_layers=1), tiny("llama", num_attention_heads=2)):
-        with pytest.raises(ValueError, match=r"layers holds 1|has shape|num_heads"):
+    for other in (
+        tiny("llama", num_hidden_layers=1),
+        tiny("llama", num_hidden_layers=3),
+        tiny("llama", num_attention_heads=2),
+    ):
+        with pytest.raises(ValueError, match=r"for a model of 2 layers; this LlamaForCausalLM has|has shape|num_heads"):
             load_adapter(other, tmp_path)
         assert not attached_priors(other), "half attached"
         assert logits(other).shape == (2, 20, 64)

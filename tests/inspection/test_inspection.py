@@ -283,6 +283,8 @@ def test_texts_must_be_text(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="is no text in UTF-8"):
         text_to_read(str(tmp_path / "binary"))
+    (tmp_path / "genome.fa").write_text(">chr1 x\nACGTNACG\nTT\n>chr2\nGG\n")
+    assert text_to_read(str(tmp_path / "genome.fa")) == ("chr1:1-10", "ACGTNACGTT")
     name, content = text_to_read("embedded")
     assert name.endswith("of Python's standard library")
     assert len(content) > 10_000

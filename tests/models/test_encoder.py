@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 from attention_priors.data import load_corpus, token_stream, train_tokenizer
+from attention_priors.hub import load_model
 from attention_priors.models import PriorAttention, PriorEncoderConfig, PriorEncoderForMaskedLM
 from attention_priors.priors import GeneralizedGaussian
 
@@ -33,6 +34,12 @@ TEXT = torch.tensor([[3, 14, 15, 9, 2, 6], [5, 35, 8, 9, 7, 9]])
 def made(name: str) -> PriorEncoderForMaskedLM:
     torch.manual_seed(0)
     return PriorEncoderForMaskedLM(PriorEncoderConfig(**SMALL, **KINDS[name])).eval()
+
+
+def test_commands_for_decoders_say_what_it_is(tmp_path: Path) -> None:
+    made("bam").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a prior_encoder: expected a causal language model"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("name", KINDS)

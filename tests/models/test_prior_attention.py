@@ -152,6 +152,23 @@ def test_gradients(need_weights: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_inside_of_pytorchs_encoder_layer(training: bool) -> None:
+    """Its fast path for evaluation would read the weights and leave the prior out."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
+    plain = layer.self_attn
+    layer.self_attn = PriorAttention(32, 4, batch_first=True, prior=Laplace(4))  # pyright: ignore[reportAttributeAccessIssue]
+    layer.self_attn.load_state_dict(plain.state_dict(), strict=False)
+    layer.train(training)
+    x = torch.randn(2, 7, 32)
+    with torch.no_grad():
+        found = layer(x)
+        hidden = layer.norm1(x + layer.self_attn(x, x, x, need_weights=False)[0])
+        expected = layer.norm2(hidden + layer.linear2(torch.relu(layer.linear1(hidden))))
+    torch.testing.assert_close(found, expected)
+
+
 def test_state_dicts_are_exchangeable() -> None:
     choices: list[dict[str, Any]] = [{}, {"bias": False}, {"kdim": 4, "vdim": 6}]
     for options in choices:

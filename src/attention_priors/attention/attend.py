@@ -241,6 +241,8 @@ def attend_with_weights(
 
 def _as_autocast_has_it(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The three in one dtype: rotary positions or a float32 cache may have left them in different ones."""
+    if not isinstance(query, Tensor):
+        return query, key, value  # what is wrong with it is said where arguments are checked
     device = query.device.type
     if not torch.is_autocast_enabled(device):
         return query, key, value
@@ -254,6 +256,8 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def _choose(problem: Problem) -> Backend:
+    if problem.query.shape[0] == 0:
+        return "reference"  # no texts, no tiles
     if _needs_autograd(problem):
         return "blockwise"
     if problem.query.is_cuda and why_not(problem) is None:

@@ -92,9 +92,14 @@ def make_problem(
     _check_tensors(query, key, value)
     batch, heads, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
+    check_modules(prior, logit_scale)
     for name, module in (("prior", prior), ("logit_scale", logit_scale)):
         if module is not None and module.num_heads != heads:
             raise ValueError(f"{name} has num_heads={module.num_heads}, but query has {heads} heads")
+    if relative is not None and not isinstance(relative, ShawVectors):
+        raise ValueError(f"relative must be ShawVectors, got {relative!r}")
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal must be True or False, got {causal!r}")
     if prior is not None:
         prior.check(causal=causal)
     if relative is not None and (head_dim != relative.head_dim or value.shape[-1] != head_dim):
@@ -193,17 +198,30 @@ def make_geometry(
     )
 
 
+def check_modules(prior: object, logit_scale: object) -> None:
+    """Make sure that these are what computes, and not what describes it, which models and recipes take.
+
+    Raises:
+        ValueError: one of them is not.
+    """
+    if prior is not None and not isinstance(prior, Prior):
+        raise ValueError(f"prior must be a Prior, such as prior_from_config makes of a description, got {prior!r}")
+    if logit_scale is not None and not hasattr(logit_scale, "num_heads"):
+        raise ValueError(f"logit_scale must be a module such as SSMax, got {logit_scale!r}")
+
+
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name} must have 4 dimensions (batch, heads, length, head_dim), got shape {tuple(tensor.shape)}"
             )
-        if tensor.dtype not in DTYPES or tensor.dtype != query.dtype:
-            raise ValueError(
-                f"{name} must have the query's dtype, one of {', '.join(map(str, DTYPES))}; got {tensor.dtype} "
-                f"with a query of {query.dtype}"
-            )
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} must be of one of {', '.join(map(str, DTYPES))}; got {tensor.dtype}")
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{name} must have the query's dtype, {query.dtype}; got {tensor.dtype}")
         if tensor.device != query.device:
             raise ValueError(f"{name} is on {tensor.device}, but query is on {query.device}")
     batch, heads, _, head_dim = query.shape

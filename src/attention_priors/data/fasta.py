@@ -138,9 +138,18 @@ class FastaFile:
                     names.add(name)
                     yield name, _bases(place, record.sequence)
                     last = f"after record {name!r}"
-        except (dnaio.FileFormatError, EOFError, OSError, zlib.error) as error:
+        except (dnaio.FileFormatError, EOFError, OSError, UnicodeDecodeError, zlib.error, *_isal_errors()) as error:
             # Of a compressed file that is cut off, or damaged, the reader says one of these, whichever the format.
             raise FastaError(f"{self.path} cannot be read further {last}: {error}") from error
+
+
+def _isal_errors() -> tuple[type[Exception], ...]:
+    """What ISA-L says of damaged gzip, where the reader has it."""
+    try:
+        from isal.igzip_lib import IsalError
+    except ImportError:
+        return ()
+    return (IsalError,)  # pyright: ignore[reportReturnType]  # its stub says an instance
 
 
 def _bases(place: str, sequence: str) -> bytes:

@@ -58,6 +58,21 @@ def encode_nucleotides(texts: Sequence[str]) -> list[np.ndarray]:
     return [table[np.frombuffer(text.encode("ascii", "replace"), dtype=np.uint8)] for text in texts]
 
 
+def check_nucleotides(text: str) -> None:
+    """Make sure that a text is bases: of any other, half would be read as N, and the rest as bases that are none.
+
+    Raises:
+        ValueError: less than half of its first 4096 characters are A, C, G, T, U and N, of either case.
+    """
+    beginning = text[:4096]
+    known = sum(beginning.upper().count(letter) for letter in "ACGTUN")
+    if known < len(beginning) / 2:
+        raise ValueError(
+            f"the tokenizer {NUCLEOTIDES!r} reads bases; of the text's first {len(beginning)} characters, which begin "
+            f"{beginning[:40]!r}, {100 * known / len(beginning):.0f} % are any: expected a genome, such as a FASTA file"
+        )
+
+
 @cache
 def _token_of_byte() -> np.ndarray:
     vocabulary = _backend().get_vocab()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention_priors.data.document import Document
-from attention_priors.data.nucleotides import encode_nucleotides, is_nucleotide_tokenizer
+from attention_priors.data.nucleotides import check_nucleotides, encode_nucleotides, is_nucleotide_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,7 +43,7 @@ def token_stream(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Documen
         documents: At least one document.
 
     Raises:
-        ValueError: ``documents`` is empty, or ``tokenizer`` has no end-of-text token.
+        ValueError: ``documents`` is empty, or ``tokenizer`` has no end-of-text token or reads bases and these are none.
     """
     if not documents:
         raise ValueError("documents is empty: expected at least one document")
@@ -64,13 +64,15 @@ def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -
     Integers of a type with room for each token of the tokenizer, ``(N,)``.
 
     Raises:
-        ValueError: ``tokenizer`` has no end-of-text token.
+        ValueError: ``tokenizer`` has no end-of-text token, or reads bases and these are none.
     """
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
         raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no eos_token: expected one")
     kind = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     if is_nucleotide_tokenizer(tokenizer):
+        for text in texts:
+            check_nucleotides(text)
         encoded: Sequence[Any] = encode_nucleotides(texts)
     else:
         batch = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)

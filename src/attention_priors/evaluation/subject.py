@@ -12,11 +12,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attention_priors.data import tokenizer_fingerprint
 from attention_priors.data.tokenizer import pretrained_tokenizer
+from attention_priors.evaluation.prefill import chunked_logits
 from attention_priors.hub.loading import load_config, load_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NO_PART_OF_A_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"})
 """Keys of a configuration that say where it comes from, or are said elsewhere."""
+_ROUNDING, _HALF_ROUNDING = 1e-3, 0.1
+"""Of logits, in standard deviations; what is no rounding is far more."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Subject:
 
         Raises:
             ValueError: if ``dtype`` is none of these, ``device`` is none that is there, the tokenizer has no
-                end-of-text token, or more tokens than the model.
+                end-of-text token, or more tokens than the model, or the model cannot be read in chunks.
             OSError: if the model or its tokenizer cannot be loaded.
         """
         if dtype not in DTYPES:
@@ -50,11 +53,9 @@ class Subject:
             model = load_model(name, dtype=DTYPES[dtype])
         except OSError as error:
             raise OSError(f"model {name!r} cannot be loaded: {error}") from error
-        embedding: Any = model.get_input_embeddings()
-        size, rows = max(tokenizer.get_vocab().values()) + 1, embedding.weight.shape[0]
-        if size > rows:
-            raise ValueError(f"model {name!r} has {rows} tokens, but its tokenizer has {size}")
+        check_vocabulary(name, model, tokenizer)
         model.to(place).eval()  # pyright: ignore[reportArgumentType]
+        _check_chunks(name, model)
         return cls(name, model, tokenizer)
 
     def identity(self) -> dict[str, Any]:
@@ -90,6 +91,33 @@ class Subject:
         configured = getattr(self.model.generation_config, "eos_token_id", None)
         several = configured if isinstance(configured, list) else [configured]
         return {token for token in (*several, self.tokenizer.eos_token_id) if isinstance(token, int)}
+
+
+def check_vocabulary(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make sure that a model has all tokens of its tokenizer.
+
+    Raises:
+        ValueError: it has not.
+    """
+    embedding: Any = model.get_input_embeddings()
+    size, rows = max(tokenizer.get_vocab().values()) + 1, embedding.weight.shape[0]
+    if size > rows:
+        raise ValueError(f"model {name!r} has {rows} tokens, but its tokenizer has {size}")
+
+
+@torch.no_grad()
+def _check_chunks(name: str, model: PreTrainedModel) -> None:
+    """Make sure that a model reads on from what it has read, as texts are read in chunks, and sees no future."""
+    tokens = torch.arange(8).remainder(model.config.get_text_config(decoder=True).vocab_size)[None]
+    whole = model(tokens.to(model.device)).logits.float()
+    chunked = torch.cat(list(chunked_logits(model, tokens, chunk=5, keep=8)), 1).float()
+    difference = float((whole - chunked).abs().max() / whole.std())
+    if difference > (_ROUNDING if model.dtype == torch.float32 else _HALF_ROUNDING):
+        raise ValueError(
+            f"model {name!r} ({type(model).__name__}) must give a text that is read in two chunks the logits that it "
+            f"has when it is read at once; they differ by {difference:.2g} of their standard deviation: expected a "
+            "causal language model with a KV cache"
+        )
 
 
 def device_named(name: str) -> torch.device:

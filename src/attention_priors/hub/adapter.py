@@ -61,6 +61,7 @@ def save_adapter(model: PreTrainedModel, folder: str | Path) -> None:
             "attention_priors": version("attention-priors"),
             "base_model_class": type(model).__name__,
             "base_model_type": model.config.model_type,
+            "base_model_layers": _layers(model),
             "base_model_name_or_path": model.config.name_or_path or None,
             "attached": config,
         },
@@ -91,10 +92,7 @@ def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Mode
     for name in (DESCRIPTION, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{name_or_path} holds no {name}: it is no prior adapter")
-    try:
-        description = read_json(folder / DESCRIPTION)
-    except ValueError as error:
-        raise ValueError(f"{folder / DESCRIPTION} is not a whole JSON file: {error}") from error
+    description = read_json(folder / DESCRIPTION)
     found = description.get("format") if isinstance(description, dict) else None
     if found != FORMAT:
         raise ValueError(
@@ -107,6 +105,12 @@ def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Mode
             f"the adapter {name_or_path} was made for a model of the type {made_for!r} "
             f"({description.get('base_model_class')}), not {model.config.model_type!r} ({type(model).__name__}): its "
             "numbers mean nothing in another"
+        )
+    layers = description.get("base_model_layers")  # not in the first adapters
+    if layers not in (None, _layers(model)):
+        raise ValueError(
+            f"the adapter {name_or_path} was made for a model of {layers} layers; this {type(model).__name__} has "
+            f"{_layers(model)}"
         )
     tensors = read_weights(folder / WEIGHTS)
     attach(model, **arguments)
@@ -121,6 +125,10 @@ def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Mode
         detach(model)
         raise
     return model
+
+
+def _layers(model: PreTrainedModel) -> int | None:
+    return getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
 
 
 def push_adapter_to_hub(model: PreTrainedModel, repo_id: str, *, private: bool | None = None, **options: Any) -> str:

@@ -13,6 +13,8 @@ from attention_priors.hub.adapter import load_attached
 from attention_priors.hub.attach import CONFIG_KEY
 from attention_priors.hub.weights import damage_named
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
+from attention_priors.models.encoder import PriorEncoderConfig
+from attention_priors.models.vision import PriorVisionConfig
 from attention_priors.repositories import folder_or_repository
 
 
@@ -22,6 +24,8 @@ def load_config(name: str | Path) -> PreTrainedConfig:
         found, _ = PreTrainedConfig.get_config_dict(name)
         if found.get("model_type") == PriorDecoderConfig.model_type:
             return PriorDecoderConfig.from_pretrained(name)
+        if found.get("model_type") in (PriorEncoderConfig.model_type, PriorVisionConfig.model_type):
+            raise ValueError(f"model {str(name)!r} is a {found['model_type']}: expected a causal language model")
         return AutoConfig.from_pretrained(name)
 
 

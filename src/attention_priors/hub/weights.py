@@ -106,7 +106,7 @@ def _damage(path: Path) -> str | None:
     except SafetensorError as error:
         return f"{path} is not a whole safetensors file: {error}"
     except ValueError as error:
-        return f"{path} is not a whole JSON file: {error}"
+        return str(error)
     return None
 
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from attention_priors.data import load_corpus
+from attention_priors.data.corpora import read_documents
+from attention_priors.data.fasta import is_fasta
 from attention_priors.data.tokenizer import pretrained_tokenizer
-from attention_priors.evaluation.subject import device_named
+from attention_priors.evaluation.subject import check_vocabulary, device_named
 from attention_priors.hub.attach import LEARNED_POSITIONS
 from attention_priors.hub.loading import load_config, load_model, load_whole
 from attention_priors.models.decoder import PriorDecoderConfig
@@ -72,7 +74,7 @@ def load_inspected(name: str | Path, *, device: str = "cpu") -> Inspected:
 
     Raises:
         OSError: it cannot be loaded, or lacks weights.
-        ValueError: its files are damaged, or ``device`` is none that is there.
+        ValueError: its files are damaged, its tokenizer has more tokens than it, or ``device`` is none that is there.
     """
     place = device_named(device)
     config = load_config(name)
@@ -81,6 +83,8 @@ def load_inspected(name: str | Path, *, device: str = "cpu") -> Inspected:
         tokenizer, why = pretrained_tokenizer(str(name)), ""
     except OSError as error:
         tokenizer, why = None, f"it has no tokenizer: {error}"
+    if tokenizer is not None:
+        check_vocabulary(str(name), model, tokenizer)
     return Inspected(str(name), model.to(place).eval(), tokenizer, why)  # pyright: ignore[reportArgumentType]
 
 
@@ -88,7 +92,8 @@ def text_to_read(source: str) -> tuple[str, str]:
     """A text's name and content.
 
     Args:
-        source: a text file in UTF-8, or ``embedded``: the longest held-out file of the embedded corpus.
+        source: a text file in UTF-8, a FASTA file, whose first contig is read, or ``embedded``: the longest held-out
+            file of the embedded corpus.
 
     Raises:
         OSError: there is no such file.
@@ -97,6 +102,9 @@ def text_to_read(source: str) -> tuple[str, str]:
     if source == "embedded":
         longest = max(load_corpus("embedded").held_out, key=lambda document: len(document.text))
         return f"{longest.name} of Python's standard library", longest.text
+    if is_fasta(Path(source)):
+        _, (first, *_), _ = read_documents(source)
+        return first.name, first.text
     try:
         return Path(source).name, Path(source).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

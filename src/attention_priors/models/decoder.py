@@ -115,8 +115,8 @@ class PriorDecoderConfig(PreTrainedConfig):
                     f"num_attention_heads={self.num_attention_heads}, unless head_dim is given"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
-        if not 0 <= self.tolerance < 1:
-            raise ValueError(f"tolerance must be in [0, 1), got {self.tolerance}")
+        if not (isinstance(self.tolerance, int | float) and 0 <= self.tolerance < 1):
+            raise ValueError(f"tolerance must be in [0, 1), got {self.tolerance!r}")
         super().__post_init__(**kwargs)
         # Build all parts once, without memory, so that a mistake shows here and not after loading weights.
         with torch.device("meta"):

@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 
 from attention_priors.attention import SSMax, attend
 from attention_priors.attention.attend import attend_with_weights
+from attention_priors.attention.problem import check_modules
 from attention_priors.priors import Prior
 
 
@@ -58,6 +59,7 @@ class PriorAttention(nn.Module):
             raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
+        check_modules(prior, logit_scale)
         for name, module in (("prior", prior), ("logit_scale", logit_scale)):
             if module is not None and module.num_heads != num_heads:
                 raise ValueError(f"{name} has num_heads={module.num_heads}, expected {num_heads}")
@@ -84,6 +86,11 @@ class PriorAttention(nn.Module):
         self.in_proj_bias = nn.Parameter(torch.empty(embed_dim + 2 * kv_dim, **options)) if bias else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **options)
         self.reset_parameters()
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        # PyTorch's layers ask for it: a fast path of theirs reads a MultiheadAttention's weights, and knows no priors.
+        return False
 
     def reset_parameters(self) -> None:
         """Start the projections anew, as ``nn.MultiheadAttention`` does. The prior keeps its parameters."""

@@ -21,7 +21,8 @@ def evaluation_tables(summary: Summary) -> list[Table]:
     for title, header, rows in _contents(summary):
         table = Table(title=title, title_justify="left")
         for index, name in enumerate(header):
-            table.add_column(name, justify="left" if index == 0 else "right")
+            # Numbers go on in the next line of a narrow terminal; cut off, they would be others.
+            table.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
         for row in rows:
             table.add_row(*row)
         tables.append(table)

@@ -18,7 +18,7 @@ from attention_priors.strict_yaml import Strict
 class PositionSettings(Strict):
     """How positions come into our decoder: what a :class:`PriorDecoderConfig` takes of them."""
 
-    prior: dict[str, Any] | list[dict[str, Any]] | str | None = None
+    prior: dict[str, Any] | list[dict[str, Any] | str] | str | None = None
     share_prior: bool = False
     encoding: dict[str, Any] | str | None = None
     logit_scale: dict[str, Any] | str | None = None
@@ -59,7 +59,7 @@ class DecoderSettings(DecoderSizes, PositionSettings):
 class AttachSettings(Strict):
     """What :func:`attach` gives to a model of another make; its arguments."""
 
-    prior: dict[str, Any] | list[dict[str, Any]] | str | None = None
+    prior: dict[str, Any] | list[dict[str, Any] | str] | str | None = None
     logit_scale: dict[str, Any] | str | None = None
     layers: list[int] | None = None
     heads: list[int] | None = None

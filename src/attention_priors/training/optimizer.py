@@ -17,6 +17,14 @@ def parameter_groups(model: nn.Module, settings: OptimizationSettings) -> list[d
 
     Weight decay pulls matrices alone. Priors and logit scales have multiples of the learning rate;
     schedules that scale each group's own rate keep the ratios.
+
+    Args:
+        model: any, with priors anywhere in it.
+        settings: :class:`TrainingSettings`; of it ``learning_rate``, ``weight_decay``,
+            ``prior_learning_rate_multiplier`` and ``logit_scale_learning_rate_multiplier``.
+
+    Returns:
+        For any optimiser of PyTorch: ``params``, ``name``, ``lr`` and ``weight_decay`` of each group.
     """
     special: dict[nn.Parameter, str] = {}
     for module in model.modules():
@@ -44,7 +52,13 @@ def parameter_groups(model: nn.Module, settings: OptimizationSettings) -> list[d
 
 
 def make_optimizer(model: nn.Module, settings: OptimizationSettings) -> torch.optim.Optimizer:
-    """AdamW, or RAdam with decoupled weight decay, over :func:`parameter_groups`."""
+    """AdamW, or RAdam with decoupled weight decay, over :func:`parameter_groups`.
+
+    Args:
+        model: any, with priors anywhere in it.
+        settings: :class:`TrainingSettings`; of it what :func:`parameter_groups` takes, ``optimizer``, ``betas`` and
+            ``epsilon``.
+    """
     groups = parameter_groups(model, settings)
     if settings.optimizer == "radam":
         return torch.optim.RAdam(groups, betas=settings.betas, eps=settings.epsilon, decoupled_weight_decay=True)
