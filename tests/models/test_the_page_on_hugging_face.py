@@ -16,9 +16,10 @@ def test_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     shutil.copy(ROOT / "README.md", tmp_path)
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "hugging-face.md").read_text(), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names: dict[str, Any] = {"__name__": "page"}
     for block in blocks:
         exec(compile(block, "docs/hugging-face.md", "exec"), names)
     assert capsys.readouterr().out.count("Attention is") == 2
+    assert {group["name"] for group in names["trainer"].optimizer.param_groups} >= {"prior", "logit_scale"}
     assert callable(names["evaluate"])

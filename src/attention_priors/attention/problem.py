@@ -204,7 +204,8 @@ def check_modules(prior: object, logit_scale: object) -> None:
     Raises:
         ValueError: one of them is not.
     """
-    if prior is not None and not isinstance(prior, Prior):
+    # By what is asked of them: PEFT and others wrap modules.
+    if prior is not None and not hasattr(prior, "num_heads"):
         raise ValueError(f"prior must be a Prior, such as prior_from_config makes of a description, got {prior!r}")
     if logit_scale is not None and not hasattr(logit_scale, "num_heads"):
         raise ValueError(f"logit_scale must be a module such as SSMax, got {logit_scale!r}")
