@@ -106,8 +106,7 @@ def make_problem(
         raise ValueError(f"relative has head_dim={relative.head_dim}; query has {head_dim} and value {value.shape[-1]}")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
-    if not (isinstance(tolerance, int | float) and 0 <= tolerance < 1):
-        raise ValueError(f"tolerance must be in [0, 1), got {tolerance!r}")
+    check_tolerance(tolerance)
     if key_bounds is not None:
         _check_key_bounds(key_bounds, key)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -209,6 +208,16 @@ def check_modules(prior: object, logit_scale: object) -> None:
         raise ValueError(f"prior must be a Prior, such as prior_from_config makes of a description, got {prior!r}")
     if logit_scale is not None and not hasattr(logit_scale, "num_heads"):
         raise ValueError(f"logit_scale must be a module such as SSMax, got {logit_scale!r}")
+
+
+def check_tolerance(tolerance: object) -> None:
+    """Make sure that it is a share of a query's weight.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not (isinstance(tolerance, int | float) and 0 <= tolerance < 1):
+        raise ValueError(f"tolerance must be in [0, 1), got {tolerance!r}")
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

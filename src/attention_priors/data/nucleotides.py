@@ -65,7 +65,7 @@ def check_nucleotides(text: str) -> None:
         ValueError: less than half of its first 4096 characters are A, C, G, T, U and N, of either case.
     """
     beginning = text[:4096]
-    known = sum(beginning.upper().count(letter) for letter in "ACGTUN")
+    known = sum(map(beginning.upper().count, "ACGTUN"))
     if known < len(beginning) / 2:
         raise ValueError(
             f"the tokenizer {NUCLEOTIDES!r} reads bases; of the text's first {len(beginning)} characters, which begin "

@@ -19,7 +19,7 @@ from attention_priors.evaluation.needle_weights import needle_weights
 from attention_priors.evaluation.perplexity import binned, token_losses
 from attention_priors.evaluation.plan import COMPLETION, PASSKEY_WEIGHT, PERPLEXITIES, EvaluationPlan
 from attention_priors.evaluation.records import Record, Records
-from attention_priors.evaluation.retrieval import Answer, RetrievalTask, ask, question_seed
+from attention_priors.evaluation.retrieval import Answer, Question, RetrievalTask, ask, question_seed
 from attention_priors.evaluation.subject import Subject
 from attention_priors.evaluation.summary import Summary, summarize
 from attention_priors.evaluation.texts import PlanTexts
@@ -169,8 +169,7 @@ class _Session:
     def _retrieve(self, task: RetrievalTask) -> None:
         plan = self.plan
         run = self._begin(task.description() | {"seed": plan.seed, "depths": plan.depths if task.has_depth else None})
-        # All depths once, then again: more trials join what is there, and groups stay as they were.
-        grid = [(depth, trial) for trial, depth in product(range(plan.trials), range(plan.depths))]
+        grid = self._grid()
         total = float(sum(_cost(length) for length in plan.lengths) * len(grid))
         done = 0.0
         right: list[tuple[int, bool]] = []
@@ -198,18 +197,31 @@ class _Session:
             right.append((length, any(line["score"] > 0 for line in here)))
         self.observer.on_work(task.name, total, total)
 
+    def _grid(self) -> list[tuple[int, int]]:
+        """Index of the depth, and trial, of each text of a length."""
+        # All depths once, then again: more trials join what is there, and groups stay as they were.
+        return [(depth, trial) for trial, depth in product(range(self.plan.trials), range(self.plan.depths))]
+
+    def _question(self, task: RetrievalTask, length: int, index: int, trial: int) -> Question:
+        depth = depths(self.plan.depths)[index] if task.has_depth else None
+        return task.question(length, depth, question_seed(self.plan.seed, length, index, trial))
+
+    def _line(self, task: RetrievalTask, run: str, length: int, index: int, trial: int, question: Question) -> Record:
+        """What a line says of its text."""
+        return {
+            "run": run,
+            "task": task.name,
+            "length": length,
+            "depth": depths(self.plan.depths)[index] if task.has_depth else question.depth,
+            "depth_index": index,
+            "trial": trial,
+            "tokens": len(question.prompt),
+        }
+
     def _ask(
         self, task: RetrievalTask, run: str, length: int, block: list[tuple[int, int]], done: float, total: float
     ) -> list[tuple[tuple[int, int], Record]]:
-        all_depths = depths(self.plan.depths)
-        questions = [
-            task.question(
-                length,
-                all_depths[index] if task.has_depth else None,
-                question_seed(self.plan.seed, length, index, trial),
-            )
-            for index, trial in block
-        ]
+        questions = [self._question(task, length, index, trial) for index, trial in block]
         # What differs in length would need padding.
         groups: dict[tuple[int, int], list[int]] = {}
         for place, question in enumerate(questions):
@@ -225,18 +237,8 @@ class _Session:
         lines = []
         for place, (index, trial) in enumerate(block):
             question, answer = questions[place], answers[place]
-            line: Record = {
-                "run": run,
-                "task": task.name,
-                "length": length,
-                "depth": all_depths[index] if task.has_depth else question.depth,
-                "depth_index": index,
-                "trial": trial,
-                "tokens": len(question.prompt),
-                "score": answer.score,
-                "expected": list(question.expected),
-                "output": answer.output,
-            }
+            line = self._line(task, run, length, index, trial, question)
+            line |= {"score": answer.score, "expected": list(question.expected), "output": answer.output}
             if answer.token_accuracy is not None:
                 line["token_accuracy"] = answer.token_accuracy
             lines.append(((index, trial), line))
@@ -275,7 +277,7 @@ class _Session:
     def _weigh(self, task: RetrievalTask) -> None:
         plan, name = self.plan, task.name
         run = self._begin(task.description() | {"seed": plan.seed, "depths": plan.depths})
-        grid = [(depth, trial) for trial, depth in product(range(plan.trials), range(plan.depths))]
+        grid = self._grid()
         total = float(sum(_cost(length) for length in plan.lengths) * len(grid))
         done = 0.0
         for length in plan.lengths:
@@ -283,8 +285,7 @@ class _Session:
             with self._logged(name, run, length) as log:
                 for index, trial in grid:
                     if (index, trial) not in found:
-                        depth = depths(plan.depths)[index]
-                        question = task.question(length, depth, question_seed(plan.seed, length, index, trial))
+                        question = self._question(task, length, index, trial)
                         assert question.needle is not None
                         weights = needle_weights(
                             self.subject.model,
@@ -293,8 +294,7 @@ class _Session:
                             chunk=self.chunk,
                             on_tokens=self._progress(name, length, done, total),
                         )
-                        line: Record = {"run": run, "task": name, "length": length, "depth": depth}
-                        line |= {"depth_index": index, "trial": trial, "tokens": len(question.prompt)}
+                        line = self._line(task, run, length, index, trial, question)
                         line["weights"] = [[round(weight, 7) for weight in layer] for layer in weights]
                         self.records.append(line)
                         found[index, trial] = line

@@ -32,6 +32,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from attention_priors.attention import ShardedSequence, SSMax, attend, attend_across, logit_scale_from_config
 from attention_priors.attention.attend import attend_with_weights
+from attention_priors.attention.problem import check_tolerance
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawVectors, encoding_from_config
 from attention_priors.files import write_bytes
 from attention_priors.models.placement import beside
@@ -115,8 +116,7 @@ class PriorDecoderConfig(PreTrainedConfig):
                     f"num_attention_heads={self.num_attention_heads}, unless head_dim is given"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
-        if not (isinstance(self.tolerance, int | float) and 0 <= self.tolerance < 1):
-            raise ValueError(f"tolerance must be in [0, 1), got {self.tolerance!r}")
+        check_tolerance(self.tolerance)
         super().__post_init__(**kwargs)
         # Build all parts once, without memory, so that a mistake shows here and not after loading weights.
         with torch.device("meta"):

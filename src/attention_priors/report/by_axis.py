@@ -30,6 +30,7 @@ from attention_priors.report.drawing import (
     logit_scale_bins,
     logit_scales,
     perplexity_label,
+    training_key,
 )
 from attention_priors.report.results import Results, rows, schemes_with
 from attention_priors.report.style import blank, label, look, tidy
@@ -49,7 +50,7 @@ def passkey_by_axis(results: Results, axis: str | None = None) -> Figure:
         marks = draw_passkeys(axes, results, looks, panel=True)
         axes.set_xlabel("context length, tokens", fontsize=9)
         axes.set_ylabel("pass keys retrieved, %\n(bars: 95 % interval)", fontsize=9)
-        return [*(line_key(looks[scheme], names[scheme]) for scheme in looks), *marks, _training_key()]
+        return [*(line_key(looks[scheme], names[scheme]) for scheme in looks), *marks, training_key()]
 
     return _panels(results, axis, schemes_with(results, "passkey"), draw, "passkey")
 
@@ -67,7 +68,7 @@ def perplexity_by_axis(results: Results, axis: str | None = None) -> Figure:
         axes.set_xlabel("position in the text, tokens", fontsize=9)
         words = perplexity_label(results, looks, axes.get_ylim()[1] if beyond else None)
         axes.set_ylabel(words.replace(" (", "\n("), fontsize=8.5)
-        return [*(line_key(looks[scheme], names[scheme]) for scheme in looks), _training_key()]
+        return [*(line_key(looks[scheme], names[scheme]) for scheme in looks), training_key()]
 
     return _panels(results, axis, finite, draw, "perplexity")
 
@@ -113,11 +114,6 @@ def axes_of_figures(results: Results) -> list[str | None]:
     """What the figures are drawn for: all axes in one, or each axis alone where one has several comparisons."""
     axes = [comparison.axis for comparison in comparisons(results)]
     return list(dict.fromkeys(axes)) if len(set(axes)) < len(axes) else [None] if axes else []
-
-
-def _training_key() -> Line2D:
-    """Of one training length, or of several, each in its scheme's colour."""
-    return Line2D([], [], color="#444444", linestyle=(0, (5, 3)), linewidth=1, label="training length")
 
 
 def _panels(results: Results, axis: str | None, shown: list[str], draw: Draw, section: str) -> Figure:

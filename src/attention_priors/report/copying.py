@@ -8,11 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from attention_priors.intervals import Estimate, over_seeds
 from attention_priors.report.axes import overview
-from attention_priors.report.drawing import legend_below, line_key, require, token_axis
+from attention_priors.report.drawing import legend_below, line_key, require, token_axis, training_key
 from attention_priors.report.results import Results, distinct, number, rows, training_length
 from attention_priors.report.style import Look, blank, label, looks, tidy
 
@@ -50,8 +49,7 @@ def copying_by_length(results: Results) -> Figure:
         axes.set_xlabel("length of the row, tokens", fontsize=9)
     for axes in grid[:, 0]:
         axes.set_ylabel("loss above the optimum's,\nnats per token (bands: 95 % interval)", fontsize=9)
-    trained = Line2D([], [], color="#444444", linestyle=(0, (5, 3)), linewidth=1, label="training length")
-    legend_below(figure, [*(line_key(look[scheme], scheme) for scheme in shown), trained], columns=4)
+    legend_below(figure, [*(line_key(look[scheme], scheme) for scheme in shown), training_key()], columns=4)
     return figure
 
 

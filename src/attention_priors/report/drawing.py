@@ -148,6 +148,11 @@ def perplexity_label(results: Results, looks: Looks, end: float | None) -> str:
     return f"perplexity, per token ({'; '.join(notes)})" if notes else "perplexity, per token"
 
 
+def training_key() -> Line2D:
+    """Of the line at a training length, or of several, each in its scheme's colour."""
+    return Line2D([], [], color="#444444", linestyle=(0, (5, 3)), linewidth=1, label="training length")
+
+
 def gaussian_heads(results: Results, scheme: str) -> list[Row]:
     """The heads of a scheme whose prior is a Generalized Gaussian with a shape."""
     return [

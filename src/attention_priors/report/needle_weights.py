@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from attention_priors.intervals import Estimate, over_seeds
 from attention_priors.report.axes import overview
-from attention_priors.report.drawing import legend_below, line_key, require, start, token_axis
+from attention_priors.report.drawing import legend_below, line_key, require, start, token_axis, training_key
 from attention_priors.report.results import Results, distinct, rows, training_length
 from attention_priors.report.style import label, looks
 
@@ -58,6 +57,5 @@ def needle_weight_by_length(results: Results, plan: str) -> Figure:
     axes.set_xlabel("length of the text, tokens")
     trained = dict.fromkeys((training_length(results, scheme) for scheme in shown), "#444444")
     token_axis(axes, lengths, lengths[0], lengths[-1], trained, panel=False)
-    line = Line2D([], [], color="#444444", linestyle=(0, (5, 3)), linewidth=1, label="training length")
-    legend_below(figure, [*(line_key(look[scheme], scheme) for scheme in shown), line])
+    legend_below(figure, [*(line_key(look[scheme], scheme) for scheme in shown), training_key()])
     return figure

@@ -135,7 +135,7 @@ def _copying(results: Results) -> Grid:
                 [
                     name if first else "",
                     words,
-                    *(_estimate(losses[length], _signed) if length in losses else ABSENT for length in lengths),
+                    *_at_lengths(losses, lengths, _signed),
                 ]
                 for first, (words, losses) in _with_first(found)
             ]
@@ -224,10 +224,7 @@ def _needle_weights(results: Results) -> Grid:
             found = looking_heads(results, plan, name)
             if found:
                 shares = {length: Estimate(*(100 * value for value in one)) for length, one in found.items()}
-                cells = (
-                    _estimate(shares[length], "{:.1f}".format) if length in shares else ABSENT for length in lengths
-                )
-                group.append(["" if group else plan, name, *cells])
+                group.append(["" if group else plan, name, *_at_lengths(shares, lengths, "{:.1f}".format)])
         groups.append(group)
     caption = (
         "Attention on the pass key when it is asked for, %: the weight that the question's last token gives to the "
@@ -545,6 +542,13 @@ def _estimate(value: Estimate, written: Callable[[float], str]) -> Cell:
     if math.isnan(value.low):
         return Cell(written(value.mean))
     return Cell(written(value.mean), _interval(value.low, value.high, written))
+
+
+def _at_lengths(
+    estimates: Mapping[int, Estimate], lengths: Iterable[int], written: Callable[[float], str]
+) -> Iterator[Cell | str]:
+    for length in lengths:
+        yield _estimate(estimates[length], written) if length in estimates else ABSENT
 
 
 def _interval(low: float, high: float, written: Callable[[float], str]) -> str:
