@@ -324,7 +324,7 @@ def explore(
 
     It needs no network and no server: open it in a browser.
     """
-    from attention_priors.report.explorer import write_explorer
+    from attention_priors.report.pages.explorer import write_explorer
 
     with _errors():
         write_explorer(output)

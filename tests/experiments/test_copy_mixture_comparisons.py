@@ -18,7 +18,7 @@ from attention_priors.experiments.results import collect
 from attention_priors.experiments.run import execute, identities, identity, run_folder
 from attention_priors.files import write_json
 from attention_priors.report import write_report, write_tables
-from attention_priors.report.prior_parts import _weights
+from attention_priors.report.figures.prior_parts import _weights
 
 CONTENT: dict[str, Any] = {
     "name": "Tiny copies",

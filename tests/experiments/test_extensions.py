@@ -18,8 +18,9 @@ from attention_priors.experiments.materials import Materials, TextMaterials
 from attention_priors.experiments.run import STAGES, execute, extended_folder, identities
 from attention_priors.models import PriorDecoderForCausalLM
 from attention_priors.models.repositioning import with_positions
-from attention_priors.report import gallery, write_figures, write_report, write_tables
-from attention_priors.report.result_grids import result_grids
+from attention_priors.report import write_figures, write_report, write_tables
+from attention_priors.report.figures import gallery
+from attention_priors.report.tables.comparison import result_grids
 
 BAM = "BAM + SSMax"
 LONGER = {"context_length": 300, "steps": 4, "checkpoint_steps": 2}

@@ -8,11 +8,11 @@ from matplotlib.colors import to_hex
 from swept_results import FIRST, LONGER, SEEDS, SHIFTED, make_swept_results
 
 from attention_priors.intervals import over_seeds
-from attention_priors.report import by_axis, figures, gallery
-from attention_priors.report.comparison import write_report
-from attention_priors.report.drawing import NothingToShowError
-from attention_priors.report.style import look
-from attention_priors.report.tables import passkey_table
+from attention_priors.report.figures import by_axis, comparison, gallery
+from attention_priors.report.figures.drawing import NothingToShowError
+from attention_priors.report.figures.style import look
+from attention_priors.report.pages.comparison import write_report
+from attention_priors.report.selections.passkeys import passkey_table
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_one_axis_alone_and_one_that_is_not_there(swept):
 
 
 def test_bands_are_students_intervals_of_the_mean_loss(swept):
-    figure = figures.perplexity_by_position(swept)
+    figure = comparison.perplexity_by_position(swept)
     (band,) = _by_gid(figure.axes[0], "interval:BAM")
     found = band.get_paths()[0].vertices
     for position in {row["position"] for row in swept["perplexity"]}:
@@ -78,7 +78,7 @@ def test_bands_are_students_intervals_of_the_mean_loss(swept):
 
 def test_one_seed_has_no_band(swept):
     alone = swept | {"perplexity": [row for row in swept["perplexity"] if row["seed"] == 0]}
-    assert not _by_gid(figures.perplexity_by_position(alone).axes[0], "interval:BAM")
+    assert not _by_gid(comparison.perplexity_by_position(alone).axes[0], "interval:BAM")
 
 
 def test_every_gaussian_head_of_a_comparison_is_in_its_panel(swept):
@@ -108,13 +108,13 @@ def test_logit_scales_are_shares_of_heads(swept):
 
 
 def test_the_overview_leaves_out_what_stands_along_axes(swept):
-    keys = [text.get_text() for text in figures.passkey_by_length(swept).legends[0].get_texts()]
+    keys = [text.get_text() for text in comparison.passkey_by_length(swept).legends[0].get_texts()]
     assert keys == ["BAM", "ALiBi"]
     product = swept | {"schemes": [entry for entry in swept["schemes"] if entry["name"] not in ("BAM", "ALiBi")]}
     for section in ("passkey", "perplexity", "priors", "logit_scales", "extensions", "runs"):
         product[section] = [row for row in swept[section] if row["scheme"] not in ("BAM", "ALiBi")]
     with pytest.raises(NothingToShowError):
-        figures.passkey_by_length(product)
+        comparison.passkey_by_length(product)
 
 
 def test_axes_with_several_comparisons_have_figures_of_their_own(swept, monkeypatch):

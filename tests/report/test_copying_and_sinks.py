@@ -9,9 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attention_priors.intervals import over_seeds
-from attention_priors.report import copying, prior_parts
-from attention_priors.report.drawing import NothingToShowError
-from attention_priors.report.result_grids import result_grids
+from attention_priors.report.figures import copying, prior_parts
+from attention_priors.report.figures.drawing import NothingToShowError
+from attention_priors.report.selections.copying import KINDS as WORDS
+from attention_priors.report.selections.copying import excess_losses
+from attention_priors.report.tables.comparison import result_grids
 
 SCHEMES = ("GOAT", "RoPE")
 LENGTHS = (64, 128)
@@ -73,7 +75,7 @@ def _panel(figure: Figure, title: str) -> Axes:
 
 @pytest.mark.parametrize(("kind", "place"), [("all", 3), ("first", 0), ("previous", 1), ("noise", 2)])
 def test_losses_are_drawn_above_the_optimum(results, kind, place):
-    axes = _panel(copying.copying_by_length(results), copying.KINDS[kind])
+    axes = _panel(copying.copying_by_length(results), WORDS[kind])
     for index, scheme in enumerate(SCHEMES):
         x, y = _line(axes, f"copying:{kind}:{scheme}")
         assert x == list(LENGTHS)
@@ -83,7 +85,7 @@ def test_losses_are_drawn_above_the_optimum(results, kind, place):
 
 
 def test_excess_has_students_interval_over_seeds(results):
-    found = copying.excess_losses(results, "GOAT", "all")
+    found = excess_losses(results, "GOAT", "all")
     assert found[64] == pytest.approx(over_seeds([0.2, 0.21]))
 
 
@@ -98,7 +100,7 @@ def test_the_table_has_the_optimum_and_intervals(results):
     (grid,) = (grid for grid in result_grids(results) if grid.stem == "copying")
     optimum, goat, rope = grid.groups
     assert [line[:3] for line in optimum] == [
-        ["the optimum" if index == 0 else "", words, "2.000"] for index, words in enumerate(copying.KINDS.values())
+        ["the optimum" if index == 0 else "", words, "2.000"] for index, words in enumerate(WORDS.values())
     ]
     mean, low, high = over_seeds([0.2, 0.21])
     assert goat[0][2] == (f"{mean:.3f}", f"[{low:.3f}, {high:.3f}]")

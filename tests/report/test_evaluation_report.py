@@ -9,7 +9,7 @@ import pytest
 from attention_priors.evaluation import Accuracy, AtDepth, AtPosition, Loss, Summary, summarize
 from attention_priors.intervals import Interval, wilson_interval
 from attention_priors.report import evaluation_markdown, evaluation_tables, write_evaluation_figures
-from attention_priors.report.evaluation_figures import accuracy_by_length, depth_heatmap, perplexity_by_position
+from attention_priors.report.figures.evaluation import accuracy_by_length, depth_heatmap, perplexity_by_position
 
 
 def _accuracy(task: str, length: int, found: dict[float, tuple[float, int]], **changes: Any) -> Accuracy:

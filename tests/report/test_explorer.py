@@ -15,7 +15,7 @@ from attention_priors.analysis.reach import REACH_LENGTHS
 from attention_priors.attention import SSMax
 from attention_priors.cli import app
 from attention_priors.priors import CATALOGUE, Prior
-from attention_priors.report.explorer import write_explorer
+from attention_priors.report.pages.explorer import write_explorer
 from browsing import Opened, in_a_browser
 from html_pages import Page
 

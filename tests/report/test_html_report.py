@@ -6,8 +6,10 @@ import pytest
 from jinja2 import DictLoader
 
 from attention_priors import files
-from attention_priors.report import gallery, render_text_table, rendering, write_figures, write_report
-from attention_priors.report.figures import NothingToShowError
+from attention_priors.report import render_text_table, write_figures, write_report
+from attention_priors.report.figures import gallery
+from attention_priors.report.figures.drawing import NothingToShowError
+from attention_priors.report.pages import rendering
 from attention_priors.results_format import SECTIONS
 from html_pages import Page
 
@@ -165,7 +167,7 @@ def test_a_bug_in_a_figure_is_not_taken_for_missing_data(results, monkeypatch):
     def broken(results):
         raise ValueError("a bug")
 
-    monkeypatch.setattr(gallery.figures, "passkey_by_length", broken)
+    monkeypatch.setattr(gallery.comparison, "passkey_by_length", broken)
     with pytest.raises(ValueError, match="a bug") as caught:
         list(gallery.illustrations(results))
     assert caught.type is not NothingToShowError

@@ -7,8 +7,9 @@ import pytest
 from synthetic_results import make_results
 
 from attention_priors.report import write_figures, write_tables
-from attention_priors.report.drawing import NothingToShowError
-from attention_priors.report.needle_weights import looking_heads, needle_weight_by_length, plans_with_weights
+from attention_priors.report.figures.drawing import NothingToShowError
+from attention_priors.report.figures.needle_weights import needle_weight_by_length
+from attention_priors.report.selections.needle_weights import looking_heads, plans_with_weights
 
 
 def results() -> dict[str, Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from attention_priors.report import refresh_page, write_tables
-from attention_priors.report.results import Results
+from attention_priors.report.selections.results import Results
 
 PAGE = """# What came out
 

@@ -4,7 +4,7 @@ from synthetic_results import LENGTHS, SEEDS
 
 from attention_priors.intervals import wilson_interval
 from attention_priors.report import render_text_table
-from attention_priors.report.tables import best_shares, passkey_table
+from attention_priors.report.selections.passkeys import best_shares, passkey_table
 
 
 def rendered(results) -> str:

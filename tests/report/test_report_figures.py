@@ -9,10 +9,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from synthetic_results import LENGTHS, SEEDS, THETA_BETA, TRAINED
 
-from attention_priors.report import figures, write_figures
-from attention_priors.report.drawing import PERPLEXITY_RANGE
-from attention_priors.report.style import label, looks
-from attention_priors.report.tables import passkey_table
+from attention_priors.report import write_figures
+from attention_priors.report.figures import comparison
+from attention_priors.report.figures.drawing import PERPLEXITY_RANGE
+from attention_priors.report.figures.style import label, looks
+from attention_priors.report.selections.passkeys import passkey_table
 from attention_priors.results_format import SECTIONS
 
 
@@ -44,7 +45,7 @@ def legend_colours(figure) -> dict[str, str]:
 
 
 def test_passkey_lines_and_intervals_are_the_table(results):
-    bars = containers(figures.passkey_by_length(results))
+    bars = containers(comparison.passkey_by_length(results))
     for scheme in (scheme["name"] for scheme in results["schemes"]):
         cells = [cell for cell in passkey_table(results) if cell.scheme == scheme]
         for complete, name in ((True, scheme), (False, f"{scheme}, without stopped seeds")):
@@ -62,23 +63,23 @@ def test_passkey_lines_and_intervals_are_the_table(results):
 
 
 def test_points_of_different_schemes_do_not_coincide(results):
-    bars = containers(figures.passkey_by_length(results))
+    bars = containers(comparison.passkey_by_length(results))
     first = [bars[scheme["name"]][0].get_xdata()[0] for scheme in results["schemes"]]
     assert len(set(first)) == len(first)
 
 
 def test_seed_lines_are_drawn_only_where_there_are_several(results):
-    several = figures.passkey_by_length(results)
+    several = comparison.passkey_by_length(results)
     (line,) = by_gid(several, "seed:BAM:1")
     mine = [row for row in results["passkey"] if (row["scheme"], row["seed"]) == ("BAM", 1)]
     shares = [100 * np.mean([row["correct"] for row in mine if row["length"] == n]) for n in LENGTHS]
     assert line.get_ydata() == pytest.approx(shares)
     results["passkey"] = [row for row in results["passkey"] if row["seed"] == 0]
-    assert not by_gid(figures.passkey_by_length(results), "seed:BAM:0")
+    assert not by_gid(comparison.passkey_by_length(results), "seed:BAM:0")
 
 
 def test_a_cross_ends_the_stopped_lines_and_no_others(results):
-    figure = figures.passkey_by_length(results)
+    figure = comparison.passkey_by_length(results)
     for run in results["runs"]:
         crosses = by_gid(figure, f"stopped:{run['scheme']}:{run['seed']}")
         assert len(crosses) == (run["stopped"] is not None)
@@ -91,7 +92,7 @@ def test_a_cross_ends_the_stopped_lines_and_no_others(results):
 
 
 def test_token_axes_show_tokens_and_multiples_and_the_training_length(results):
-    for draw in (figures.passkey_by_length, figures.perplexity_by_position):
+    for draw in (comparison.passkey_by_length, comparison.perplexity_by_position):
         figure = draw(results)
         figure.savefig(BytesIO())  # ticks are made when drawn
         axes = figure.axes[0]
@@ -102,20 +103,20 @@ def test_token_axes_show_tokens_and_multiples_and_the_training_length(results):
         shown = [tick.get_text() for tick in axes.get_xticklabels()]
         assert "4096" in shown
         assert all(text.isdigit() for text in shown)
-    assert [tick.get_text() for tick in figures.passkey_by_length(results).axes[0].get_xticklabels()] == [
+    assert [tick.get_text() for tick in comparison.passkey_by_length(results).axes[0].get_xticklabels()] == [
         str(length) for length in LENGTHS
     ]
 
 
 def test_a_scheme_has_one_colour_in_every_figure(results):
     look = looks(results)
-    for draw in (figures.passkey_by_length, figures.perplexity_by_position, figures.theta_scatter):
+    for draw in (comparison.passkey_by_length, comparison.perplexity_by_position, comparison.theta_scatter):
         for name, colour in legend_colours(draw(results)).items():
             if name in look:
                 assert colour == look[name].color.lower()
-    bars = containers(figures.passkey_by_length(results))
-    dots = by_gid(figures.theta_scatter(results), "theta:BAM")
-    (histogram,) = figures.logit_scale_histogram(results).axes
+    bars = containers(comparison.passkey_by_length(results))
+    dots = by_gid(comparison.theta_scatter(results), "theta:BAM")
+    (histogram,) = comparison.logit_scale_histogram(results).axes
     assert {bars["BAM"][0].get_color()} == {dot.get_color() for dot in dots} == {look["BAM"].color}
     assert to_hex(histogram.patches[0].get_facecolor()) == look["BAM <SSMax>"].color.lower()
 
@@ -127,7 +128,7 @@ def test_many_schemes_all_look_different(results):
 
 
 def test_heatmap_cells_and_means(results):
-    figure = figures.passkey_heatmap(results, "NoPE")
+    figure = comparison.passkey_heatmap(results, "NoPE")
     (axes,) = figure.axes
     # Cells lie at (column, line); the means are a third of a cell away from them.
     numbers = {(round(x - 0.5, 2), round(y - 0.5, 2)): t.get_text() for t in axes.texts for x, y in [t.get_position()]}
@@ -153,12 +154,12 @@ def test_heatmap_cells_and_means(results):
 
 def test_heatmaps_share_one_scale(results):
     for scheme in ("NoPE", "BAM <SSMax>"):
-        (mesh,) = figures.passkey_heatmap(results, scheme).axes[0].collections
+        (mesh,) = comparison.passkey_heatmap(results, scheme).axes[0].collections
         assert mesh.get_clim() == (0, 100)
 
 
 def test_perplexity_is_of_the_mean_loss_over_seeds(results):
-    axes = figures.perplexity_by_position(results).axes[0]
+    axes = comparison.perplexity_by_position(results).axes[0]
     for position, value in points(named(axes, "BAM <SSMax>")).items():
         losses = [r["nll"] for r in results["perplexity"] if (r["scheme"], r["position"]) == ("BAM <SSMax>", position)]
         assert len(losses) == len(SEEDS)
@@ -167,14 +168,14 @@ def test_perplexity_is_of_the_mean_loss_over_seeds(results):
 
 def test_a_perplexity_beyond_the_axis_is_told_and_squashes_nobody(results):
     results["perplexity"][0]["nll"] = 5000.0
-    axes = figures.perplexity_by_position(results).axes[0]
+    axes = comparison.perplexity_by_position(results).axes[0]
     lowest = min(points(named(axes, "BAM <SSMax>")).values())
     assert axes.get_ylim()[1] == pytest.approx(PERPLEXITY_RANGE * lowest)
     assert "NoPE (up to" in axes.get_title(loc="left")
     assert "<SSMax>" not in axes.get_title(loc="left")
 
     results["perplexity"] = [row for row in results["perplexity"] if row["scheme"] == "BAM <SSMax>"]
-    axes = figures.perplexity_by_position(results).axes[0]
+    axes = comparison.perplexity_by_position(results).axes[0]
     assert axes.get_title(loc="left") == ""
     assert max(points(named(axes, "BAM <SSMax>")).values()) < axes.get_ylim()[1] < PERPLEXITY_RANGE * lowest
 
@@ -182,14 +183,14 @@ def test_a_perplexity_beyond_the_axis_is_told_and_squashes_nobody(results):
 def test_positions_without_a_loss_are_left_out(results):
     missing = results["perplexity"][0]
     missing["nll"] = None
-    axes = figures.perplexity_by_position(results).axes[0]
+    axes = comparison.perplexity_by_position(results).axes[0]
     assert missing["position"] not in points(named(axes, missing["scheme"]))
 
 
 def test_prior_curves_are_measured_from_their_maximum_and_cut(results):
     for row in results["priors"]:
         row["log_prior"] = [value + 7.5 for value in row["log_prior"]]
-    figure = figures.prior_curves(results, "BAM")
+    figure = comparison.prior_curves(results, "BAM")
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
         "layer 0, seed 0", "layer 1, seed 0", "layer 0, seed 1", "layer 1, seed 1",
     ]  # fmt: skip
@@ -203,7 +204,7 @@ def test_prior_curves_are_measured_from_their_maximum_and_cut(results):
 
 
 def test_a_prior_that_is_the_same_everywhere_is_drawn_once(results):
-    (axes,) = figures.prior_curves(results, "ALiBi").axes
+    (axes,) = comparison.prior_curves(results, "ALiBi").axes
     assert axes.get_title(loc="left") == "every layer, every seed"
     assert len(axes.lines) == 4
 
@@ -212,13 +213,13 @@ def test_missing_log_priors_are_gaps(results):
     rows = [row for row in results["priors"] if row["scheme"] == "BAM"]
     rows[0]["log_prior"][3] = None
     rows[1]["log_prior"] = [None] * len(rows[1]["log_prior"])
-    lines = figures.prior_curves(results, "BAM").axes[0].lines
+    lines = comparison.prior_curves(results, "BAM").axes[0].lines
     assert list(np.isnan(lines[0].get_ydata()).nonzero()[0]) == [3]
     assert np.isnan(lines[1].get_ydata()).all()
 
 
 def test_theta_scatter_shows_every_gaussian_head_and_only_those(results):
-    figure = figures.theta_scatter(results)
+    figure = comparison.theta_scatter(results)
     for scheme in ("BAM", "BAM <SSMax>"):
         dots = by_gid(figure, f"theta:{scheme}")
         expected = [row["parameters"] for row in results["priors"] if row["scheme"] == scheme]
@@ -234,7 +235,7 @@ def test_theta_scatter_shows_every_gaussian_head_and_only_those(results):
 
 
 def test_histogram_counts_every_head(results):
-    (axes,) = figures.logit_scale_histogram(results).axes
+    (axes,) = comparison.logit_scale_histogram(results).axes
     assert (
         sum(bar.get_height() for bar in axes.patches if isinstance(bar, Rectangle))
         == len(results["logit_scales"])
@@ -245,23 +246,23 @@ def test_histogram_counts_every_head(results):
 @pytest.mark.parametrize(
     ("section", "draw"),
     [
-        ("passkey", figures.passkey_by_length),
-        ("passkey", lambda results: figures.passkey_heatmap(results, "BAM")),
-        ("perplexity", figures.perplexity_by_position),
-        ("priors", lambda results: figures.prior_curves(results, "BAM")),
-        ("priors", figures.theta_scatter),
-        ("logit_scales", figures.logit_scale_histogram),
+        ("passkey", comparison.passkey_by_length),
+        ("passkey", lambda results: comparison.passkey_heatmap(results, "BAM")),
+        ("perplexity", comparison.perplexity_by_position),
+        ("priors", lambda results: comparison.prior_curves(results, "BAM")),
+        ("priors", comparison.theta_scatter),
+        ("logit_scales", comparison.logit_scale_histogram),
     ],
 )
 def test_a_figure_without_data_is_refused(results, section, draw):
     del results[section]
-    with pytest.raises(figures.NothingToShowError, match=section):
+    with pytest.raises(comparison.NothingToShowError, match=section):
         draw(results)
 
 
 def test_an_unknown_scheme_is_named(results):
     with pytest.raises(ValueError, match=r"scheme must be one of NoPE, .*; it is 'nope'"):
-        figures.passkey_heatmap(results, "nope")
+        comparison.passkey_heatmap(results, "nope")
 
 
 def test_names_are_not_read_as_mathematics():

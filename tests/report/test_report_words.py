@@ -2,9 +2,10 @@ import math
 
 import pytest
 
-from attention_priors.report.heads import head_table, role
 from attention_priors.report.numbers import duration, listing, moment, multiple, percent, quantity
-from attention_priors.report.summary import reach, summarize
+from attention_priors.report.pages.summary import reach, summarize
+from attention_priors.report.selections.heads import role
+from attention_priors.report.tables.heads import head_table
 from attention_priors.results_format import SECTIONS
 
 

@@ -10,9 +10,9 @@ from swept_results import EXTENDED, FIRST, LENGTHS, LONGER, SEEDS, SHIFTED, TRAI
 
 from attention_priors.intervals import over_seeds, wilson_interval
 from attention_priors.report import write_tables
-from attention_priors.report.axes import comparisons
-from attention_priors.report.grids import Cell, Grid, latex, latex_text, markdown
-from attention_priors.report.result_grids import result_grids
+from attention_priors.report.selections.axes import comparisons
+from attention_priors.report.tables.comparison import result_grids
+from attention_priors.report.tables.grid import Cell, Grid, latex, latex_text, markdown
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 
 from attention_priors.benchmark.case import PASSES
 from attention_priors.files import write_bytes
-from attention_priors.report.style import Look, blank, label, look, png, thin, tidy
+from attention_priors.report.figures.style import Look, blank, label, look, png, thin, tidy
 
 Results = Mapping[str, Any]
 MIB = 2**20

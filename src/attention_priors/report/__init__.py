@@ -1,14 +1,16 @@
 """Figures, tables and a self-contained HTML report from the results of an experiment."""
 
-from attention_priors.report.comparison import write_report
-from attention_priors.report.evaluation import evaluation_markdown, evaluation_tables
-from attention_priors.report.evaluation_figures import write_evaluation_figures
-from attention_priors.report.gallery import write_figures
-from attention_priors.report.images import are_of_images, image_table, write_image_results
-from attention_priors.report.inspection import inspection_summary, write_inspection
-from attention_priors.report.page import refresh_page
-from attention_priors.report.result_grids import write_tables
-from attention_priors.report.tables import render_text_table
+from attention_priors.report.figures.evaluation import write_evaluation_figures
+from attention_priors.report.figures.gallery import write_figures
+from attention_priors.report.pages.comparison import write_report
+from attention_priors.report.pages.images import write_image_results
+from attention_priors.report.pages.inspection import inspection_summary, write_inspection
+from attention_priors.report.pages.written import refresh_page
+from attention_priors.report.selections.images import are_of_images
+from attention_priors.report.tables.comparison import write_tables
+from attention_priors.report.tables.evaluation import evaluation_markdown, evaluation_tables
+from attention_priors.report.tables.images import image_table
+from attention_priors.report.tables.terminal import render_text_table
 
 __all__ = [
     "are_of_images",

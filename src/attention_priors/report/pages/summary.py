@@ -6,7 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from attention_priors.report.numbers import listing, multiple, percent, quantity
-from attention_priors.report.results import (
+from attention_priors.report.selections.passkeys import PasskeyCell, passkey_table
+from attention_priors.report.selections.results import (
     Results,
     common_training_length,
     distinct,
@@ -15,7 +16,6 @@ from attention_priors.report.results import (
     scheme_names,
     training_lengths,
 )
-from attention_priors.report.tables import PasskeyCell, passkey_table
 
 HOLDS = 0.95
 """A scheme holds at a length if it retrieves at least this share of the pass keys there."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from attention_priors.report.results import Results
+from attention_priors.report.selections.results import Results
 
 _NEVER_BASE = ("scheme", "extension")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from attention_priors.report.results import Results, Row, rows
+from attention_priors.report.selections.results import Results, Row, rows
 
 _COMMON = ("format", "recipe", "schemes")
 

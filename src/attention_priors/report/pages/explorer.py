@@ -8,7 +8,7 @@ from plotly.offline import get_plotlyjs
 
 from attention_priors.analysis.reach import REACH_LENGTHS
 from attention_priors.files import write_bytes
-from attention_priors.report.rendering import render
+from attention_priors.report.pages.rendering import render
 
 
 def write_explorer(path: Path) -> None:

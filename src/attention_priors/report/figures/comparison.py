@@ -19,20 +19,17 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from attention_priors.report.axes import overview
-from attention_priors.report.drawing import (
+from attention_priors.report.figures.drawing import (
     DEPTH_OF_CUT,
     NothingToShowError,
     below_maximum,
     draw_passkeys,
     draw_perplexity,
     draw_thetas,
-    gaussian_heads,
     head_look,
     legend_below,
     line_key,
     logit_scale_bins,
-    logit_scales,
     perplexity_label,
     prior_axes,
     require,
@@ -40,9 +37,11 @@ from attention_priors.report.drawing import (
     rough,
     start,
 )
+from attention_priors.report.figures.style import GREY, MARKERS, blank, label, looks, tidy
 from attention_priors.report.numbers import listing, percent
-from attention_priors.report.results import Results, Row, count_passkeys, distinct, rows, training_length
-from attention_priors.report.style import GREY, MARKERS, blank, label, looks, tidy
+from attention_priors.report.selections.axes import overview
+from attention_priors.report.selections.heads import gaussian_heads, logit_scales
+from attention_priors.report.selections.results import Results, Row, count_passkeys, distinct, rows, training_length
 
 _CHARACTERS_PER_INCH = 8.5  # of a bold title
 

@@ -8,8 +8,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
+from attention_priors.report.figures.style import png
 from attention_priors.report.numbers import duration, moment, multiple, percent, quantity
-from attention_priors.report.style import png
 
 
 def render(template: str, **content: Any) -> str:
@@ -19,7 +19,7 @@ def render(template: str, **content: Any) -> str:
         jinja2.UndefinedError: the template names something that ``content`` lacks.
     """
     environment = Environment(
-        loader=PackageLoader("attention_priors.report"),
+        loader=PackageLoader("attention_priors.report.pages"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

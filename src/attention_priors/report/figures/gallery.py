@@ -11,12 +11,13 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from attention_priors.files import write_bytes
-from attention_priors.report import by_axis, copying, figures, prior_parts
-from attention_priors.report.needle_weights import needle_weight_by_length, plans_with_weights
+from attention_priors.report.figures import by_axis, comparison, copying, prior_parts
+from attention_priors.report.figures.needle_weights import needle_weight_by_length
+from attention_priors.report.figures.style import png
 from attention_priors.report.numbers import listing
-from attention_priors.report.plans import loss_views, retrieval_views
-from attention_priors.report.results import Results, check_results, scheme_names, schemes_with
-from attention_priors.report.style import png
+from attention_priors.report.selections.needle_weights import plans_with_weights
+from attention_priors.report.selections.plans import loss_views, retrieval_views
+from attention_priors.report.selections.results import Results, check_results, scheme_names, schemes_with
 
 _BY_AXIS = {
     by_axis.passkey_by_axis: "Share of pass keys retrieved against context length",
@@ -54,19 +55,19 @@ def illustrations(results: Results) -> Iterator[Illustration]:
     check_results(results)
     asked, read = (listing(schemes_with(results, section)) for section in ("passkey", "perplexity"))
     yield from _for_all(
-        figures.passkey_by_length, results, f"Share of pass keys retrieved against context length: {asked}."
+        comparison.passkey_by_length, results, f"Share of pass keys retrieved against context length: {asked}."
     )
     yield from _for_each(
-        figures.passkey_heatmap, results, "Share of pass keys retrieved at each depth and context length: {}."
+        comparison.passkey_heatmap, results, "Share of pass keys retrieved at each depth and context length: {}."
     )
-    yield from _for_all(figures.perplexity_by_position, results, f"Perplexity against position: {read}.")
+    yield from _for_all(comparison.perplexity_by_position, results, f"Perplexity against position: {read}.")
     copied, sunk = (listing(schemes_with(results, section)) for section in ("copying", "sink_mass"))
     yield from _for_all(
         copying.copying_by_length, results, f"Loss above the optimum in the copy-mixture task against length: {copied}."
     )
     for kind, draw, views in (
-        ("retrieval", figures.passkey_by_length, retrieval_views),
-        ("losses", figures.perplexity_by_position, loss_views),
+        ("retrieval", comparison.passkey_by_length, retrieval_views),
+        ("losses", comparison.perplexity_by_position, loss_views),
     ):
         for view in views(results):
             words = f"{'Score' if kind == 'retrieval' else 'Perplexity'} by scheme: {view.title}."
@@ -77,7 +78,7 @@ def illustrations(results: Results) -> Iterator[Illustration]:
         words = f"Attention on the pass key when it is asked for, against length: {plan}."
         stem = _plain(f"needle_weights_{plan}")
         yield from _drawn(partial(needle_weight_by_length, results, plan), "needle_weights", None, stem, words)
-    yield from _for_each(figures.prior_curves, results, "Log-prior of each head against distance: {}.")
+    yield from _for_each(comparison.prior_curves, results, "Log-prior of each head against distance: {}.")
     yield from _for_each(
         prior_parts.prior_terms, results, "Summands of each head's log-prior, against distance or key: {}."
     )
@@ -90,8 +91,8 @@ def illustrations(results: Results) -> Iterator[Illustration]:
             stem = draw.__name__ if axis is None else f"{draw.__name__}_{place:02d}_{_plain(axis)}"
             alt = f"{words}, compared along {'each axis' if axis is None else f'the axis {axis}'}."
             yield from _drawn(partial(draw, results, axis), draw.__name__, None, stem, alt)
-    yield from _for_all(figures.theta_scatter, results, "Shape β against θα of every Generalized Gaussian head.")
-    yield from _for_all(figures.logit_scale_histogram, results, "Histograms of the heads' logit scales s.")
+    yield from _for_all(comparison.theta_scatter, results, "Shape β against θα of every Generalized Gaussian head.")
+    yield from _for_all(comparison.logit_scale_histogram, results, "Histograms of the heads' logit scales s.")
 
 
 def write_figures(results: Results, folder: Path) -> list[Path]:
@@ -133,5 +134,5 @@ def _plain(name: str) -> str:
 def _drawn(draw: Callable[[], Figure], kind: str, scheme: str | None, stem: str, alt: str) -> Iterator[Illustration]:
     try:
         yield Illustration(kind, scheme, stem, alt, draw())
-    except figures.NothingToShowError:
+    except comparison.NothingToShowError:
         return

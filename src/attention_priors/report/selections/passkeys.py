@@ -1,4 +1,4 @@
-"""The passkey table: its numbers, their intervals, and its form for the terminal."""
+"""Pass keys retrieved by scheme and length, with intervals over texts."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rich.table import Table
-from rich.text import Text
-
 from attention_priors.intervals import wilson_interval
-from attention_priors.report.numbers import multiple, percent
-from attention_priors.report.results import (
+from attention_priors.report.selections.results import (
     Results,
     check_results,
-    common_training_length,
     count_passkeys,
     distinct,
     rows,
@@ -70,38 +65,3 @@ def best_shares(cells: Iterable[PasskeyCell]) -> dict[int, float]:
         if cell.complete:
             best[cell.length] = max(best[cell.length], cell.share)
     return {length: share for length, share in best.items() if share > 0}
-
-
-def render_text_table(results: Results) -> Table:
-    """The share of pass keys retrieved, in percent: schemes as rows, lengths as columns, the best bold."""
-    cells = passkey_table(results)
-    by_place = {(cell.scheme, cell.length): cell for cell in cells}
-    lengths = sorted({cell.length for cell in cells})
-    best = best_shares(cells)
-    table = Table(title="Pass keys retrieved, % of trials", caption=_caption(cells), caption_justify="left")
-    trained = common_training_length(results)
-    table.add_column("scheme\n× training length" if trained else "scheme")
-    for length in lengths:
-        ratio = f"\n{multiple(length / trained)}×" if trained else ""
-        table.add_column(f"{length}{ratio}", justify="right", no_wrap=True)
-    for scheme in scheme_names(results):
-        line = [Text(scheme)]
-        for length in lengths:
-            cell = by_place.get((scheme, length))
-            if cell is None:
-                line.append(Text("–"))
-            else:
-                is_best = cell.complete and cell.share == best.get(length)
-                mark = "" if cell.complete else "†"
-                line.append(Text(percent(cell.share) + mark, style="bold" if is_best else ""))
-        table.add_row(*line)
-    return table
-
-
-def _caption(cells: list[PasskeyCell]) -> str:
-    if not cells:
-        return "no pass keys were asked for"
-    notes = ["columns: context length in tokens; –: not evaluated"]
-    if not all(cell.complete for cell in cells):
-        notes.append("†: without the seeds that had stopped")
-    return "; ".join(notes)

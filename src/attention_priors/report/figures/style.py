@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from attention_priors.report.axes import overview
-from attention_priors.report.results import Results, scheme_names
+from attention_priors.report.selections.axes import overview
+from attention_priors.report.selections.results import Results, scheme_names
 
 # Okabe and Ito's colour-blind-safe colours, without yellow, which is lost on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

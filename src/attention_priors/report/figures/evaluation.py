@@ -10,18 +10,17 @@ from typing import Any
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.artist import Artist
-from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from attention_priors.evaluation import Accuracy, Continuation, Loss, Summary, gc_correlation, gc_trajectory
 from attention_priors.evaluation.completion import GC_WINDOW
 from attention_priors.files import write_bytes
+from attention_priors.report.figures.drawing import legend_below, log_token_axis, nudges, plain_log_ticks
+from attention_priors.report.figures.style import COLOURS, blank, label, look, png, tidy
 from attention_priors.report.numbers import percent
-from attention_priors.report.style import COLOURS, blank, label, look, png, thin, tidy
 
 MOST_DEPTHS = 20
 BAND = 0.1
@@ -75,7 +74,7 @@ def accuracy_by_length(accuracies: Sequence[Accuracy]) -> Figure:
     axes = figure.add_subplot()
     tidy(axes)
     keys: list[Artist] = []
-    for index, (task, nudge) in enumerate(zip(tasks, _nudges(len(tasks), lengths), strict=True)):
+    for index, (task, nudge) in enumerate(zip(tasks, nudges(len(tasks), lengths), strict=True)):
         mine = [one for one in accuracies if one.task == task]
         x = [one.length * nudge for one in mine]
         y = np.array([100 * one.mean for one in mine])
@@ -95,8 +94,8 @@ def accuracy_by_length(accuracies: Sequence[Accuracy]) -> Figure:
     axes.set_ylim(-4, 104)
     axes.set_ylabel("mean score, % (bars: 95 % interval)")
     axes.set_xlabel("length of the text, tokens")
-    _length_axis(axes, lengths, lengths[-1])
-    _legend_below(figure, keys)
+    log_token_axis(axes, lengths, lengths[0], lengths[-1], at_most=9)
+    legend_below(figure, keys, columns=4)
     return figure
 
 
@@ -154,7 +153,7 @@ def depth_heatmap(accuracies: Sequence[Accuracy]) -> Figure:
     # At the figure's edge, which the labels of the rows do not push it from.
     figure.suptitle(f"{label(accuracies[0].task)}: mean score, %", x=0.02, ha="left", fontsize=11, fontweight="bold")
     if np.isnan(shares[:-1, :-1]).any():
-        _legend_below(figure, [Patch(**_NOT_MEASURED, label="not measured")])
+        legend_below(figure, [Patch(**_NOT_MEASURED, label="not measured")])
     return figure
 
 
@@ -175,11 +174,12 @@ def perplexity_by_position(losses: Sequence[Loss]) -> Figure:
         keys += axes.plot(x, y, **look(index)._asdict(), markersize=4.5, linewidth=1.8, label=words)
     positions = [place for one in losses for place, *_ in one.by_position]
     powers = [2.0**k for k in range(math.ceil(math.log2(max(positions))) + 1)]
-    _length_axis(axes, [power for power in powers if power <= max(positions) * 1.15], max(positions))
-    _plain_log_values(axes)
+    powers = [power for power in powers if power <= max(positions) * 1.15]
+    log_token_axis(axes, powers, powers[0], max(positions), at_most=9)
+    plain_log_ticks(axes)
     axes.set_xlabel("position in the text, tokens")
     axes.set_ylabel("perplexity, per token")
-    _legend_below(figure, keys, columns=3)
+    legend_below(figure, keys, columns=3)
     return figure
 
 
@@ -209,7 +209,7 @@ def genome_completion(piece: Continuation) -> Figure:
     lower.set_xlabel("base after the prompt")
     keys = [*upper.get_lines(), Patch(facecolor=_RIGHT_OR_WRONG(1.0), label="the true base"),
             Patch(facecolor=_RIGHT_OR_WRONG(0.0), label="another base")]  # fmt: skip
-    _legend_below(figure, keys, columns=3)
+    legend_below(figure, keys, columns=3)
     return figure
 
 
@@ -224,38 +224,3 @@ def _ratio(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def _places(count: int) -> list[float]:
     """Middles of cells side by side, and of one more, that a third of a cell sets apart."""
     return [*(index + 0.5 for index in range(count)), count + 5 / 6]
-
-
-def _nudges(count: int, lengths: Sequence[int]) -> list[float]:
-    """A factor for each line, close to 1: together they fill under half of the closest two lengths' distance."""
-    gaps = np.diff(np.log2(lengths))
-    step = min(0.07, 0.4 * float(gaps.min()) / count) if gaps.size else 0.07
-    return [2 ** ((index - (count - 1) / 2) * step) for index in range(count)]
-
-
-def _length_axis(axes: Axes, ticks: Sequence[float], last: float) -> None:
-    """A log2 axis in tokens, written as plain numbers."""
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(ticks[0] / 1.25, last * 1.25)
-    axes.xaxis.set_major_locator(FixedLocator(thin(ticks, 9)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
-    axes.xaxis.set_minor_locator(NullLocator())
-
-
-def _plain_log_values(axes: Axes) -> None:
-    """Ticks at 1, 2, 5, 10, ... in plain numbers; evenly spaced ones where the axis spans less."""
-    low, high = axes.get_ylim()
-    ticks = [digit * 10.0**power for power in range(-1, 12) for digit in (1, 2, 5)]
-    ticks = [tick for tick in ticks if low <= tick <= high]
-    if len(ticks) < 3:
-        ticks = [tick for tick in MaxNLocator(nbins=6).tick_values(low, high) if low <= tick <= high]
-    axes.yaxis.set_major_locator(FixedLocator(ticks))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
-
-
-def _legend_below(figure: Figure, keys: Sequence[Artist], columns: int = 4) -> None:
-    """A legend under the axes, which keep their height however many lines it has."""
-    figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(keys) / columns))
-    columns = min(columns, len(keys))
-    figure.legend(handles=list(keys), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)

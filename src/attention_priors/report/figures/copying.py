@@ -9,30 +9,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attention_priors.intervals import Estimate, over_seeds
-from attention_priors.report.axes import overview
-from attention_priors.report.drawing import legend_below, line_key, require, token_axis, training_key
-from attention_priors.report.results import Results, distinct, number, rows, training_length
-from attention_priors.report.style import Look, blank, label, looks, tidy
-
-KINDS = {
-    "all": "all tokens",
-    "first": "copies of the first token",
-    "previous": "copies of the previous token",
-    "noise": "noise",
-}
-"""What tokens are, and what they are called."""
+from attention_priors.report.figures.drawing import legend_below, line_key, require, token_axis, training_key
+from attention_priors.report.figures.style import Look, blank, label, looks, tidy
+from attention_priors.report.selections.axes import overview
+from attention_priors.report.selections.copying import KINDS, excess_losses
+from attention_priors.report.selections.results import Results, distinct, rows, training_length
 
 _NARROWEST = 0.01  # nats
-
-
-def excess_losses(results: Results, scheme: str, kind: str) -> dict[int, Estimate]:
-    """The loss above the optimum's on the same tokens, in nats per token, by length: mean and interval over seeds."""
-    found: dict[int, list[float]] = {}
-    for row in rows(results, "copying", scheme):
-        if row["kind"] == kind:
-            found.setdefault(row["length"], []).append(number(row["nll"]) - number(row["optimal_nll"]))
-    return {length: over_seeds(values) for length, values in sorted(found.items())}
 
 
 def copying_by_length(results: Results) -> Figure:

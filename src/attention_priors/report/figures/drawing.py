@@ -14,8 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from attention_priors.report.figures.style import GREY, WIDTH, Look, blank, label, thin, tidy
 from attention_priors.report.numbers import multiple, quantity
-from attention_priors.report.results import (
+from attention_priors.report.selections.heads import STRONG_RETRIEVAL, gaussian_heads
+from attention_priors.report.selections.passkeys import PasskeyCell, passkey_table
+from attention_priors.report.selections.results import (
     Results,
     Row,
     count_passkeys,
@@ -27,8 +30,6 @@ from attention_priors.report.results import (
     stopped,
     training_length,
 )
-from attention_priors.report.style import GREY, WIDTH, Look, blank, label, thin, tidy
-from attention_priors.report.tables import PasskeyCell, passkey_table
 
 PERPLEXITY_RANGE = 10.0
 """The perplexity axis ends at this many times the lowest value, so that failures do not squash the rest."""
@@ -36,8 +37,6 @@ PERPLEXITY_RANGE = 10.0
 DEPTH_OF_CUT = 30.0
 """Log-priors are drawn down to this many nats below their maximum: e^-30 is no weight at all."""
 
-STRONG_RETRIEVAL = -0.6
-"""Below this shape β, a retrieval head is called strong."""
 
 Looks = Mapping[str, Look]
 """The schemes that are drawn, in order, and how."""
@@ -68,7 +67,7 @@ def draw_passkeys(axes: Axes, results: Results, looks: Looks, *, panel: bool = F
     cells = [cell for cell in passkey_table(results) if cell.scheme in looks]
     lengths = sorted({cell.length for cell in cells})
     crosses = False
-    for scheme, nudge in zip(looks, _nudges(len(looks), lengths), strict=True):
+    for scheme, nudge in zip(looks, nudges(len(looks), lengths), strict=True):
         mine = [cell for cell in cells if cell.scheme == scheme]
         # What only some seeds were evaluated at does not continue the line of them all.
         for complete in (True, False):
@@ -127,7 +126,7 @@ def draw_perplexity(axes: Axes, results: Results, looks: Looks, *, panel: bool =
     lowest = min(point.mean for curve in estimates.values() for point in curve.values())
     cut = PERPLEXITY_RANGE * lowest
     axes.set_ylim(lowest / 1.1, min(max(tops.values()) * 1.1, cut))
-    _plain_log_ticks(axes)
+    plain_log_ticks(axes)
     positions = [position for curve in estimates.values() for position in curve]
     trained = _trained(results, {scheme: looks[scheme] for scheme in estimates})
     token_axis(axes, _powers_of_two(positions), min(positions), max(positions), trained, panel=panel)
@@ -151,15 +150,6 @@ def perplexity_label(results: Results, looks: Looks, end: float | None) -> str:
 def training_key() -> Line2D:
     """Of the line at a training length, or of several, each in its scheme's colour."""
     return Line2D([], [], color="#444444", linestyle=(0, (5, 3)), linewidth=1, label="training length")
-
-
-def gaussian_heads(results: Results, scheme: str) -> list[Row]:
-    """The heads of a scheme whose prior is a Generalized Gaussian with a shape."""
-    return [
-        row
-        for row in rows(results, "priors", scheme)
-        if row["prior"] == "generalized_gaussian" and math.isfinite(number(row["parameters"]["beta"]))
-    ]
 
 
 def draw_thetas(axes: Axes, results: Results, looks: Looks, marker: Callable[[str, Row], str], *, size: float) -> None:
@@ -201,13 +191,6 @@ def draw_thetas(axes: Axes, results: Results, looks: Looks, marker: Callable[[st
     left, right = axes.get_xlim()
     missing = max(0.0, _NARROWEST_THETAS - (right - left)) / 2
     axes.set_xlim(left - missing, right + missing)
-
-
-def logit_scales(results: Results, schemes: Iterable[str]) -> dict[str, list[float]]:
-    """The logit scales s of each scheme that has some."""
-    values = {scheme: [number(row["s"]) for row in rows(results, "logit_scales", scheme)] for scheme in schemes}
-    values = {scheme: [s for s in scales if math.isfinite(s)] for scheme, scales in values.items()}
-    return {scheme: scales for scheme, scales in values.items() if scales}
 
 
 def logit_scale_bins(values: Mapping[str, Sequence[float]]) -> list[float]:
@@ -330,17 +313,23 @@ def _shares_with_intervals(axes: Axes, cells: Sequence[PasskeyCell], nudge: floa
     )  # fmt: skip
 
 
+def log_token_axis(axes: Axes, ticks: Sequence[float], first: float, last: float, at_most: int) -> tuple[float, float]:
+    """A log2 axis in tokens, written as plain numbers; where it begins and ends, a little beyond what it shows."""
+    left, right = first / 1.25, last * 1.25
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(left, right)
+    axes.xaxis.set_major_locator(FixedLocator(thin(ticks, at_most)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    return left, right
+
+
 def token_axis(
     axes: Axes, ticks: Sequence[float], first: float, last: float, trained: Mapping[int, str], *, panel: bool
 ) -> None:
     """A log2 axis in tokens, and a line at each training length; multiples of a single one stand above, if they fit."""
     at_most = 6 if panel else 9
-    axes.set_xscale("log", base=2)
-    left, right = min(first, *trained) / 1.25, max(last, *trained) * 1.25
-    axes.set_xlim(left, right)
-    axes.xaxis.set_major_locator(FixedLocator(thin(ticks, at_most)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
-    axes.xaxis.set_minor_locator(NullLocator())
+    left, right = log_token_axis(axes, ticks, min(first, *trained), max(last, *trained), at_most)
     for length, colour in trained.items():
         axes.axvline(length, color=colour, linestyle=(0, (5, 3)), linewidth=1, zorder=1, gid="training length")
     if len(trained) > 1 or panel:
@@ -362,7 +351,7 @@ def _powers_of_two(values: Iterable[float]) -> list[float]:
     return [2.0**k for k in range(_LARGEST_LOG_TICK) if spread[0] / 1.15 <= 2.0**k <= spread[-1] * 1.15]
 
 
-def _plain_log_ticks(axes: Axes) -> None:
+def plain_log_ticks(axes: Axes) -> None:
     """Ticks at 1, 2, 5, 10, ... in plain numbers; evenly spaced ones where a log axis spans less."""
     low, high = axes.get_ylim()
     ticks = [digit * 10.0**k for k in range(-1, _LARGEST_LOG_TICK) for digit in (1, 2, 5)]
@@ -374,8 +363,8 @@ def _plain_log_ticks(axes: Axes) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _nudges(count: int, lengths: Sequence[int]) -> list[float]:
-    """A factor per scheme, close to 1: together they fill under half of the closest two lengths' distance."""
+def nudges(count: int, lengths: Sequence[int]) -> list[float]:
+    """A factor for each line, close to 1: together they fill under half of the closest two lengths' distance."""
     gaps = np.diff(np.log2(lengths))
     step = min(0.07, 0.4 * float(gaps.min()) / count) if gaps.size else 0.0
     return [2 ** ((index - (count - 1) / 2) * step) for index in range(count)]

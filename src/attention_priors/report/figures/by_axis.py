@@ -18,22 +18,21 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
-from attention_priors.report.axes import Comparison, comparisons
-from attention_priors.report.drawing import (
+from attention_priors.report.figures.drawing import (
     Looks,
     NothingToShowError,
     draw_passkeys,
     draw_perplexity,
     draw_thetas,
-    gaussian_heads,
     line_key,
     logit_scale_bins,
-    logit_scales,
     perplexity_label,
     training_key,
 )
-from attention_priors.report.results import Results, rows, schemes_with
-from attention_priors.report.style import blank, label, look, tidy
+from attention_priors.report.figures.style import blank, label, look, tidy
+from attention_priors.report.selections.axes import Comparison, comparisons
+from attention_priors.report.selections.heads import gaussian_heads, logit_scales
+from attention_priors.report.selections.results import Results, rows, schemes_with
 
 Draw = Callable[[Axes, Looks, Mapping[str, str]], list[Artist]]
 """Draws schemes on a panel, and returns the keys of its legend; it is given what each scheme is called there."""

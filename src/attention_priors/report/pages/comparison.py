@@ -9,15 +9,21 @@ from typing import Any
 import yaml
 
 from attention_priors.files import write_bytes
-from attention_priors.report.drawing import DEPTH_OF_CUT
-from attention_priors.report.gallery import illustrations
-from attention_priors.report.heads import head_table
-from attention_priors.report.rendering import embedded_figure, render
-from attention_priors.report.result_grids import result_grids
-from attention_priors.report.results import Results, check_results, common_training_length, rows, scheme_names
-from attention_priors.report.style import looks
-from attention_priors.report.summary import summarize
-from attention_priors.report.tables import best_shares, passkey_table
+from attention_priors.report.figures.drawing import DEPTH_OF_CUT
+from attention_priors.report.figures.gallery import illustrations
+from attention_priors.report.figures.style import looks
+from attention_priors.report.pages.rendering import embedded_figure, render
+from attention_priors.report.pages.summary import summarize
+from attention_priors.report.selections.passkeys import best_shares, passkey_table
+from attention_priors.report.selections.results import (
+    Results,
+    check_results,
+    common_training_length,
+    rows,
+    scheme_names,
+)
+from attention_priors.report.tables.comparison import result_grids
+from attention_priors.report.tables.heads import head_table
 
 
 def write_report(results: Results, path: Path) -> None:

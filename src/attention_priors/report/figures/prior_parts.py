@@ -12,8 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from attention_priors.intervals import over_seeds
-from attention_priors.report.axes import overview
-from attention_priors.report.drawing import (
+from attention_priors.report.figures.drawing import (
     DEPTH_OF_CUT,
     below_maximum,
     head_look,
@@ -24,9 +23,10 @@ from attention_priors.report.drawing import (
     require_rows,
     start,
 )
+from attention_priors.report.figures.style import blank, label, looks, thin
 from attention_priors.report.numbers import percent
-from attention_priors.report.results import Results, Row, distinct, number, rows
-from attention_priors.report.style import blank, label, looks, thin
+from attention_priors.report.selections.axes import overview
+from attention_priors.report.selections.results import Results, Row, distinct, number, rows
 
 _AXIS = {"distance": "distance d between query and key, tokens", "key": "position j of the key, tokens"}
 _LARGEST_SIGNAL = 256.0

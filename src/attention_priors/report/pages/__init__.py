@@ -1,0 +1,1 @@
+"""Pages that hold everything they show."""

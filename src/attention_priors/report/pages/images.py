@@ -1,0 +1,44 @@
+"""The page of a comparison of classifiers of images, and the figures and tables on it as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from attention_priors.files import write_bytes
+from attention_priors.report.figures.images import accuracy_by_size, prior_maps
+from attention_priors.report.figures.style import png
+from attention_priors.report.pages.rendering import embedded_figure, render
+from attention_priors.report.selections.images import maps_of_first_seed
+from attention_priors.report.selections.results import Results
+from attention_priors.report.tables.grid import latex, markdown
+from attention_priors.report.tables.images import accuracy_grid, image_training_grid
+
+
+def write_image_results(results: Results, folder: Path) -> Path:
+    """Write ``report.html``, and every figure and table under ``figures`` and ``tables``.
+
+    Args:
+        results: of classifiers of images.
+        folder: the comparison's.
+
+    Returns:
+        The page.
+    """
+    figures = {"accuracy_by_size": (accuracy_by_size(results), "Share of images classified right against their size.")}
+    for place, entry in enumerate(results["schemes"], start=1):
+        if maps_of_first_seed(results, entry["name"]):
+            words = f"What the prior of each head says around the middle patch: {entry['name']}."
+            figures[f"prior_maps_{place:02d}"] = (prior_maps(results, entry["name"]), words)
+    for stem, (figure, _) in figures.items():
+        write_bytes(folder / "figures" / f"{stem}.png", png(figure))
+    grids = [accuracy_grid(results), image_training_grid(results)]
+    for grid in grids:
+        for ending, content in (("md", markdown(grid)), ("tex", latex(grid))):
+            write_bytes(folder / "tables" / f"{grid.stem}.{ending}", content.encode())
+    page = folder / "report.html"
+    recipe = yaml.safe_dump(results["recipe"], sort_keys=False, allow_unicode=True, width=88)
+    shown = [embedded_figure(figure, words) for figure, words in figures.values()]
+    write_bytes(page, render("images.html", results=results, recipe=recipe, figures=shown, grids=grids).encode())
+    return page

@@ -1,0 +1,1 @@
+"""What figures, tables and words take from results."""

@@ -1,0 +1,1 @@
+"""Tables, for a terminal, for pages and for papers."""

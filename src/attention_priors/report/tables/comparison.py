@@ -1,0 +1,50 @@
+"""The tables of a comparison, with intervals over texts and over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from attention_priors.files import write_bytes
+from attention_priors.report.selections.results import Results, check_results
+from attention_priors.report.tables.axes import axis_grid, extension_grid
+from attention_priors.report.tables.grid import Grid, latex, markdown
+from attention_priors.report.tables.heads import head_count_grid, prior_mass_grid
+from attention_priors.report.tables.losses import completion_grid, copying_grid, loss_grid, perplexity_grid
+from attention_priors.report.tables.runs import timing_grid, training_grid
+from attention_priors.report.tables.scores import needle_weight_grid, passkey_grid, retrieval_grid
+
+
+def result_grids(results: Results) -> Iterator[Grid]:
+    """Every table that the results have data for."""
+    check_results(results)
+    makers = (
+        passkey_grid, perplexity_grid, copying_grid, retrieval_grid, loss_grid, completion_grid, needle_weight_grid,
+        timing_grid, axis_grid, extension_grid, head_count_grid, prior_mass_grid, training_grid,
+    )  # fmt: skip
+    for make in makers:
+        grid = make(results)
+        if grid.groups:
+            yield grid
+
+
+def write_tables(results: Results, folder: Path) -> list[Path]:
+    """Write every table that the results have data for, as Markdown and as LaTeX.
+
+    Args:
+        results: A results dictionary.
+        folder: Where to; made if it is not there.
+
+    Returns:
+        The files.
+
+    Raises:
+        ValueError: ``results`` is of an unknown format, or one of its rows names an unknown scheme.
+    """
+    written = []
+    for grid in result_grids(results):
+        for ending, content in (("md", markdown(grid)), ("tex", latex(grid))):
+            path = Path(folder) / f"{grid.stem}.{ending}"
+            write_bytes(path, content.encode())
+            written.append(path)
+    return written

@@ -1,0 +1,144 @@
+"""Tables of what the heads of one model do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from attention_priors.report.numbers import percent, quantity
+from attention_priors.report.selections.heads import head_name
+from attention_priors.report.selections.results import Row
+from attention_priors.report.tables.grid import Grid
+
+_SUMMANDS = {
+    "content_content": "content · content",
+    "content_position": "content · position",
+    "position_content": "position · content",
+    "position_position": "position · position",
+    "bias": "bias",
+}
+
+
+def inspection_head_grid(found: Mapping[str, Any]) -> Grid:
+    """Each head: in words, in parameters, and by what it does on the texts."""
+    scales = {head_name(row): row["s"] for row in found["logit_scales"]}
+    texts = {head_name(row): row for row in found["text"].get("heads", ())}
+    asked = {head_name(row): row for row in found["passkey"].get("heads", ())}
+    parameters: list[str] = list(dict.fromkeys(name for row in found["priors"] for name in row["parameters"]))
+    if "theta_alpha" in parameters:
+        # The others say the same of a Generalized Gaussian in other words.
+        parameters = [name for name in parameters if name not in ("alpha", "amplitude", "theta_beta")]
+    columns: dict[str, Callable[[Row], str]] = {
+        "head": head_name,
+        "in words": lambda row: row["role"],
+    }
+    if len({row["prior"] for row in found["priors"]}) > 1:
+        columns["prior"] = lambda row: row["prior"].replace("_", " ")
+    words = len(columns)
+    for parameter in parameters:
+        columns[_HEADINGS.get(parameter, parameter)] = lambda row, key=parameter: quantity(row["parameters"].get(key))
+    if scales:
+        columns["s"] = lambda row: quantity(scales.get(head_name(row)))
+    columns["90 % within, tokens"] = lambda row: str(_reach(row, found["length"]))
+    if texts:
+        columns["prior's share, %"] = lambda row: percent(texts[head_name(row)]["position_share"])
+        columns["agreement, nats"] = lambda row: quantity(texts[head_name(row)]["agreement"])
+        columns["mean distance, tokens"] = lambda row: quantity(texts[head_name(row)]["distance"])
+        columns["first token, %"] = lambda row: percent(texts[head_name(row)]["first"])
+    if asked:
+        columns["pass key, %"] = lambda row: percent(asked[head_name(row)]["needle"])
+    return Grid(
+        stem="heads",
+        caption=(
+            "Heads are named layer.head, both from 0. In words, and 90 % within: of the prior alone, for the last "
+            f"query of {found['length']} tokens."
+            + (f" Share, agreement, distance and first token: on {found['text']['tokens']} tokens." if texts else "")
+            + (
+                " Pass key: weight that the last token of the question gives to the sentence with the key."
+                if asked
+                else ""
+            )
+        ),
+        header=list(columns),
+        groups=_by_layer(found["priors"], lambda row: [write(row) for write in columns.values()]),
+        words=words,
+    )
+
+
+_HEADINGS: dict[str, str] = {
+    "beta": "β",
+    "mu": "μ",
+    "theta_alpha": "θα",
+}
+
+
+def _reach(row: Row, length: int) -> int:
+    """Within how many tokens nine tenths of a head's prior lie, at the length nearest to the described one."""
+    nearest = min(row["reach"], key=lambda size: abs(math.log(int(size) / length)))
+    return row["reach"][nearest][1]
+
+
+def reach_grid(found: Mapping[str, Any]) -> Grid:
+    """How far each head looks back, by the length of the text."""
+    sizes = list(found["priors"][0]["reach"])
+    return Grid(
+        stem="reach",
+        caption=(
+            "How far back the last query must look for 50, 90 and 99 % of its prior, in tokens, by the length of the "
+            "text. A reach that does not grow is a window; one that grows with the text is none."
+        ),
+        header=["head", "in words", *(f"{int(size):,}".replace(",", " ") for size in sizes)],
+        groups=_by_layer(
+            found["priors"],
+            lambda row: [head_name(row), row["role"], *(" · ".join(map(str, row["reach"][size])) for size in sizes)],
+        ),
+        words=2,
+    )
+
+
+def additive_grid(found: Mapping[str, Any]) -> Grid | None:
+    """The summands of the logits of additive positions; None where there are none."""
+    rows = found["additive"].get("heads")
+    if rows is None:
+        return None
+    return Grid(
+        stem="additive",
+        caption=(
+            "How much each summand of the first layer's logits varies over the keys that a query sees: standard "
+            f"deviation, in nats, mean over the queries of {found['additive']['tokens']} tokens. A summand that varies "
+            "little has little to say in a softmax."
+        ),
+        header=["head", *_SUMMANDS.values()],
+        groups=[[[str(row["head"]), *(quantity(row[name]) for name in _SUMMANDS)] for row in rows]],
+        words=1,
+    )
+
+
+def layer_grid(found: Mapping[str, Any]) -> Grid:
+    """The modules that compute attention."""
+    return Grid(
+        stem="layers",
+        caption="The modules that compute attention, in the order in which they do.",
+        header=["layer", "module", "sees", "prior", "heads"],
+        groups=[
+            [
+                [
+                    str(number),
+                    layer["name"],
+                    "what precedes" if layer["causal"] else "everything",
+                    "yes" if layer["has_prior"] else "uniform",
+                    str(layer["heads"]),
+                ]
+                for number, layer in enumerate(found["layers"])
+            ]
+        ],
+        words=4,
+    )
+
+
+def _by_layer(rows: Iterable[Row], line: Callable[[Row], list[str]]) -> list[list[list[str]]]:
+    groups: dict[int, list[list[str]]] = {}
+    for row in rows:
+        groups.setdefault(row["layer"], []).append(line(row))
+    return [*groups.values()]

@@ -1,0 +1,59 @@
+"""Tables of what schemes retrieve, and of the attention that goes there."""
+
+from __future__ import annotations
+
+from attention_priors.intervals import Estimate
+from attention_priors.report.selections.needle_weights import looking_heads, plans_with_weights
+from attention_priors.report.selections.plans import retrieval_views
+from attention_priors.report.selections.results import Results, distinct, rows, schemes_with
+from attention_priors.report.tables.cells import ABSENT, PASSKEYS, SHARES, Shares, cells_at_lengths, with_first
+from attention_priors.report.tables.grid import Cell, Grid, Line
+
+
+def passkey_grid(results: Results) -> Grid:
+    """Shares of pass keys retrieved, by length."""
+    shares = Shares(results)
+    groups = [
+        [[name if first else "", *line] for first, line in with_first(shares.lines(name))]
+        for name in schemes_with(results, "passkey")
+    ]
+    return Grid("passkey", SHARES, ["scheme", "over", *map(str, shares.lengths)], groups, words=2)
+
+
+def retrieval_grid(results: Results) -> Grid:
+    """Scores of the tasks of each plan that retrieve, by length."""
+    views = list(retrieval_views(results))
+    shares = [Shares(view.results) for view in views]
+    lengths = sorted({length for one in shares for length in one.lengths})
+    groups = []
+    for view, one in zip(views, shares, strict=True):
+        group: list[Line] = []
+        for name in schemes_with(view.results, "passkey"):
+            for first, (over, *cells) in with_first(one.lines(name)):
+                at = dict(zip(one.lengths, cells, strict=True))
+                row = [name if first else "", over, *(at.get(length, Cell(ABSENT)) for length in lengths)]
+                group.append(["" if group else view.title, *row])
+        groups.append(group)
+    caption = f"Score in each task of each plan, in percent. {SHARES.removeprefix(PASSKEYS)}"
+    return Grid("retrieval", caption, ["plan and task", "scheme", "over", *map(str, lengths)], groups, words=3)
+
+
+def needle_weight_grid(results: Results) -> Grid:
+    """How much of the attention the pass key gets, by length."""
+    lengths = distinct(rows(results, "needle_weights"), "length")
+    groups = []
+    for plan in plans_with_weights(results):
+        group: list[Line] = []
+        for name in schemes_with(results, "needle_weights"):
+            found = looking_heads(results, plan, name)
+            if found:
+                shares = {length: Estimate(*(100 * value for value in one)) for length, one in found.items()}
+                group.append(["" if group else plan, name, *cells_at_lengths(shares, lengths, "{:.1f}".format)])
+        groups.append(group)
+    caption = (
+        "Attention on the pass key when it is asked for, %: the weight that the question's last token gives to the "
+        "sentences with the key, of the head that gives most at the shortest length, by length in tokens; mean over "
+        "texts. Mean over seeds, in each its own head, with Student's 95 % interval (where there are two seeds at "
+        "least)."
+    )
+    return Grid("needle_weights", caption, ["plan", "scheme", *map(str, lengths)], groups, words=2)
