@@ -177,7 +177,7 @@ def test_the_rows_of_an_extension_are_new_ones(extended, monkeypatch, finished, 
     monkeypatch.setattr(TextMaterials, "training_rows", remember)
     run = tmp_path / "run"
     shutil.copytree(finished.folder / "runs" / "BAM_+_SSMax" / "seed-3", run)
-    monkeypatch.setattr(run_module, "_test", lambda *arguments: None)
+    monkeypatch.setattr(run_module, "measure", lambda *arguments: None)
     _execute(materials, run)
     assert seeds == [(300, 3 + 2**32)] * 2
 
