@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from attention_priors.cli import _name_of_model, app
+from attention_priors.cli import app
+from attention_priors.cli.arguments import name_of_model
 from processes import run_command
 
 RECIPE: dict[str, Any] = {
@@ -74,7 +75,7 @@ def test_help_is_there_without_the_laboratory():
 )
 def test_models_have_output_folders_of_their_own(model, stem, tmp_path):
     (tmp_path / model).mkdir(parents=True)
-    assert _name_of_model(str(tmp_path / model)).as_posix() == stem
+    assert name_of_model(str(tmp_path / model)).as_posix() == stem
 
 
 def test_a_recipe_that_is_missing_is_named(fail, tmp_path):

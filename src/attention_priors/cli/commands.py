@@ -1,32 +1,16 @@
-"""The command line, ``attention-priors``."""
+"""The commands: each reads its options, calls the library, and says where everything went."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-try:
-    import typer
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        SpinnerColumn,
-        TaskID,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-except ModuleNotFoundError as error:  # the laboratory is an extra
-    sys.exit(f"attention-priors: {error.name} is missing; the command needs: pip install 'attention-priors[lab]'")
+import typer
+from rich.console import Console
+from rich.markup import escape
 
-if TYPE_CHECKING:
-    from attention_priors.evaluation import Observer as EvaluationObserver
-    from attention_priors.training import Observer
+from attention_priors.cli.arguments import head_of_layer, listed, name_of_model, number_of_tokens
+from attention_priors.cli.terminal import EvaluationDisplay, TrainingDisplay, errors, quiet_transformers, written
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -61,7 +45,7 @@ def compare(
 
     output = output or Path("runs") / recipe.stem
     failed: experiments.RunFailedError | None = None
-    with _errors():
+    with errors():
         try:
             results = experiments.compare(
                 experiments.load_recipe(recipe), output, only=only or (), processes=processes, console=console
@@ -83,8 +67,8 @@ def compare(
             console.print(report.image_table(results))
         elif results["passkey"]:
             console.print(report.render_text_table(results))
-        console.print(f"Tables: {escape(str(output / 'tables'))}", soft_wrap=True, highlight=False)
-        console.print(f"Report: {escape(str(page))}", soft_wrap=True, highlight=False)
+        written(console, "Tables", output / "tables")
+        written(console, "Report", page)
     if failed is not None:
         console.print(f"[bold red]error:[/] {escape(str(failed))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1)
@@ -107,14 +91,12 @@ def train(
     # Of several processes the first one speaks; errors come from each.
     console = Console(quiet=not training.is_first_process())
     output = output or Path("runs") / recipe.stem
-    _quiet_transformers()
-    with _errors(FloatingPointError):
+    quiet_transformers()
+    with errors(FloatingPointError):
         plan = training.load_train_recipe(recipe)
-        with _TrainingDisplay(console, plan.name, plan.training.total_steps) as display:
+        with TrainingDisplay(console, plan.name, plan.training.total_steps) as display:
             training.run_recipe(plan, output, display.observer())
-    console.print(
-        f"Model: {escape(str((output or Path('runs') / recipe.stem) / 'model'))}", soft_wrap=True, highlight=False
-    )
+    written(console, "Model", output / "model")
 
 
 @app.command()
@@ -134,14 +116,14 @@ def prepare(
     from attention_priors.data import preparation
 
     folder = output or Path("runs") / recipe.stem / "data"
-    with _errors():
+    with errors():
         plan = training.load_train_recipe(recipe)
-        with _TrainingDisplay(console, plan.name, 0) as display:
+        with TrainingDisplay(console, plan.name, 0) as display:
             observer = display.observer()
             preparation.prepare(
                 plan.preparation(), folder, repair=True, on_tokens=observer.on_tokens, on_message=observer.on_message
             )
-    console.print(f"Tokens: {escape(str(folder))}", soft_wrap=True, highlight=False)
+    written(console, "Tokens", folder)
 
 
 @app.command()
@@ -175,8 +157,8 @@ def extend(
     console = Console(quiet=not training.is_first_process())
     output = output or training.default_output(model, length)
     name = model.absolute().parent.name if model.name == "model" else model.name
-    _quiet_transformers()
-    with _errors(FloatingPointError), _TrainingDisplay(console, f"Extending {name}", steps) as display:
+    quiet_transformers()
+    with errors(FloatingPointError), TrainingDisplay(console, f"Extending {name}", steps) as display:
         result = training.extend(
             model,
             output,
@@ -189,7 +171,7 @@ def extend(
         )
     for size, loss in result["loss"]["before"].items():
         console.print(f"{size} tokens: loss {loss:.4f} before, {result['loss']['after'][size]:.4f} after")
-    console.print(f"Model: {escape(str(output / 'model'))}", soft_wrap=True, highlight=False)
+    written(console, "Model", output / "model")
 
 
 @app.command()
@@ -238,13 +220,13 @@ def evaluate(
         for name, what in evaluation.TASKS.items():
             console.print(f"[bold]{name}[/]: {escape(what)}.", highlight=False)
         return
-    output = output or Path("runs") / "evaluate" / _name_of_model(model)
-    _quiet_transformers()
-    with _errors():
+    output = output or Path("runs") / "evaluate" / name_of_model(model)
+    quiet_transformers()
+    with errors():
         try:
             plan = evaluation.EvaluationPlan(
-                tasks=tuple(_split(task)),
-                lengths=tuple(sorted({_tokens(length) for length in _split(lengths)})),
+                tasks=tuple(listed(task)),
+                lengths=tuple(sorted({number_of_tokens(length) for length in listed(lengths)})),
                 depths=depths,
                 trials=trials,
                 seed=seed,
@@ -258,14 +240,14 @@ def evaluate(
             raise ValueError(explain(error, evaluation.EvaluationPlan)) from error
         with console.status("Loading the model"):
             subject = evaluation.Subject.load(model, dtype=dtype, device=device)
-        with _EvaluationDisplay(console) as display:
+        with EvaluationDisplay(console) as display:
             summary = evaluation.evaluate(subject, plan, output, chunk=chunk, batch=batch, observer=display.observer())
         table = output / "table.md"
         write_bytes(table, report.evaluation_markdown(summary).encode())
         report.write_evaluation_figures(summary, output / "figures")
     for part in report.evaluation_tables(summary):
         console.print(part)
-    console.print(f"Results: {escape(str(output / 'results.jsonl'))}", soft_wrap=True, highlight=False)
+    written(console, "Results", output / "results.jsonl")
 
 
 @app.command()
@@ -293,16 +275,16 @@ def inspect(
     from attention_priors.files import write_json
 
     console = Console()
-    output = output or Path("runs") / "inspect" / _name_of_model(model)
-    _quiet_transformers()
-    with _errors():
+    output = output or Path("runs") / "inspect" / name_of_model(model)
+    quiet_transformers()
+    with errors():
         name, content = inspection.text_to_read(text)
         plan = inspection.InspectionPlan(
-            length=_tokens(length),
+            length=number_of_tokens(length),
             text=content,
             text_name=name,
             text_tokens=tokens,
-            heads=None if heads is None else tuple(_head(head) for head in _split(heads)),
+            heads=None if heads is None else tuple(head_of_layer(head) for head in listed(heads)),
         )
         with console.status("Loading the model") as status:
             given = inspection.load_inspected(model, device=device)
@@ -313,7 +295,7 @@ def inspect(
             del shown["weights"]  # large, and drawn
         write_json(output / "inspection.json", found)
     console.print(report.inspection_summary(found))
-    console.print(f"Page: {escape(str(output / 'inspection.html'))}", soft_wrap=True, highlight=False)
+    written(console, "Page", output / "inspection.html")
 
 
 @app.command()
@@ -326,147 +308,9 @@ def explore(
     """
     from attention_priors.report.pages.explorer import write_explorer
 
-    with _errors():
+    with errors():
         write_explorer(output)
-    Console().print(f"Page: {escape(str(output))}", soft_wrap=True, highlight=False)
-
-
-def _head(name: str) -> tuple[int, int]:
-    layer, _, head = name.partition(".")
-    if not (layer.isdecimal() and head.isdecimal()):
-        raise ValueError(f"heads: {name!r} is no head; expected its layer and its number, both from 0, such as 3.0")
-    return int(layer), int(head)
-
-
-def _name_of_model(model: str) -> Path:
-    """What stands for a model in a path; every model's folder is called ``model``, and a seed's after its scheme's."""
-    folder = Path(model)
-    if not folder.exists():
-        return Path(model)
-    folder = folder.resolve()
-    if folder.name != "model":
-        return Path(folder.name)
-    run = folder.parent
-    return Path(run.parent.name, run.name) if run.name.startswith("seed-") else Path(run.name)
-
-
-def _tokens(length: str) -> int:
-    """A number of tokens; ``64k`` is 65536, ``1m`` is 1048576."""
-    number, unit = (length[:-1], length[-1].lower()) if length[-1:].lower() in ("k", "m") else (length, "")
-    if not number.isdecimal():
-        raise ValueError(f"lengths: {length!r} is no number of tokens; expected one such as 4096, 64k or 1m")
-    return int(number) * {"": 1, "k": 2**10, "m": 2**20}[unit]
-
-
-class _EvaluationDisplay:
-    """A bar for each task."""
-
-    def __init__(self, console: Console) -> None:
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        self._bars = Progress(*columns, console=console)
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> _EvaluationDisplay:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bars.stop()
-
-    def observer(self) -> EvaluationObserver:
-        """Whom an evaluation tells how far it is."""
-        from attention_priors.evaluation import Observer
-
-        return Observer(self._work, lambda message: self._bars.console.print(escape(message), highlight=False))
-
-    def _work(self, what: str, done: float, total: float) -> None:
-        if what not in self._tasks:
-            self._tasks[what] = self._bars.add_task(escape(what))
-        self._bars.update(self._tasks[what], completed=done, total=total)
-
-
-class _TrainingDisplay:
-    """What a training shows: a bar for tokens and one for steps, and a line for every loss that is logged."""
-
-    def __init__(self, console: Console, name: str, steps: int) -> None:
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[done]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        self._bars = Progress(*columns, console=console)
-        self._name = name
-        self._steps = steps
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> _TrainingDisplay:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bars.stop()
-
-    def observer(self) -> Observer:
-        """Whom a run tells how far it is."""
-        from attention_priors.training import Observer
-
-        return Observer(self._message, self._tokens, self._step, self._log)
-
-    def _task(self, key: str, description: str, total: float | None) -> TaskID:
-        if key not in self._tasks:
-            self._tasks[key] = self._bars.add_task(escape(description), total=total, done="")
-        return self._tasks[key]
-
-    def _message(self, message: str) -> None:
-        self._bars.console.print(escape(message), soft_wrap=True, highlight=False)
-
-    def _tokens(self, part: str, tokens: int) -> None:
-        task = self._task(part, f"Tokens of the part {part}", None)
-        self._bars.update(task, completed=tokens, done=f"{tokens:,}")
-
-    def _step(self, step: int) -> None:
-        task = self._task("steps", self._name, self._steps)
-        self._bars.update(task, completed=step, done=f"step {step} of {self._steps}")
-
-    def _log(self, logs: Mapping[str, float]) -> None:
-        words = {"loss": "loss", "eval_loss": "validation loss", "grad_norm": "gradient", "learning_rate": "rate"}
-        found = [f"{word} {logs[key]:.4g}" for key, word in words.items() if key in logs]
-        if found:
-            self._message(" · ".join(found))
-
-
-def _quiet_transformers() -> None:
-    """Its warnings and bars would tear ours apart; what goes wrong comes as an error."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-
-
-@contextmanager
-def _errors(*expected: type[Exception]) -> Iterator[None]:
-    """End the command with one message, and without a traceback, where the cause is not in this code."""
-    console = Console()
-    try:
-        yield
-    except KeyboardInterrupt:
-        console.print("\nInterrupted. What is done is kept; the same command goes on from here.")
-        raise typer.Exit(130) from None
-    except (ValueError, OSError, *expected) as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+    written(Console(), "Page", output)
 
 
 @app.command()
@@ -508,9 +352,9 @@ def bench(
             console.print(f"[bold]{way.name}[/]: {escape(way.label)}. {escape(way.times)}", highlight=False)
         return
     options = {
-        "lengths": None if lengths is None else _split(lengths),
-        "passes": None if passes is None else _split(passes),
-        "ways": None if ways is None else _split(ways),
+        "lengths": None if lengths is None else listed(lengths),
+        "passes": None if passes is None else listed(passes),
+        "ways": None if ways is None else listed(ways),
         "threads": threads,
         "dtype": dtype,
         "device": device,
@@ -521,7 +365,7 @@ def bench(
         "seed": seed,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    with _errors():
+    with errors():
         if recipe is None:
             plan = benchmark.make_bench_recipe(**{"lengths": ["512", "1024"], "repetitions": 3} | given)
         elif given:
@@ -537,13 +381,4 @@ def bench(
         benchmark.write_figures(results, output / "figures")
     for part in benchmark.render_text_tables(results):
         console.print(escape(part) if isinstance(part, str) else part, highlight=False)
-    console.print(f"Tables: {escape(str(table))}", soft_wrap=True, highlight=False)
-
-
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def main() -> None:
-    """Run the command line."""
-    app()
+    written(console, "Tables", table)

@@ -1,0 +1,19 @@
+"""The command line, ``attention-priors``."""
+
+from __future__ import annotations
+
+import sys
+
+try:
+    from attention_priors.cli.commands import app
+except ModuleNotFoundError as error:  # the laboratory is an extra
+    if error.name not in ("typer", "rich"):
+        raise
+    sys.exit(f"attention-priors: {error.name} is missing; the command needs: pip install 'attention-priors[lab]'")
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,46 @@
+"""What people write on the command line, as values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def head_of_layer(name: str) -> tuple[int, int]:
+    """``3.0`` is the first head of the fourth layer.
+
+    Raises:
+        ValueError: it is no such name.
+    """
+    layer, _, head = name.partition(".")
+    if not (layer.isdecimal() and head.isdecimal()):
+        raise ValueError(f"heads: {name!r} is no head; expected its layer and its number, both from 0, such as 3.0")
+    return int(layer), int(head)
+
+
+def name_of_model(model: str) -> Path:
+    """What stands for a model in a path; every model's folder is called ``model``, and a seed's after its scheme's."""
+    folder = Path(model)
+    if not folder.exists():
+        return Path(model)
+    folder = folder.resolve()
+    if folder.name != "model":
+        return Path(folder.name)
+    run = folder.parent
+    return Path(run.parent.name, run.name) if run.name.startswith("seed-") else Path(run.name)
+
+
+def number_of_tokens(length: str) -> int:
+    """A number of tokens; ``64k`` is 65536, ``1m`` is 1048576.
+
+    Raises:
+        ValueError: it is none.
+    """
+    number, unit = (length[:-1], length[-1].lower()) if length[-1:].lower() in ("k", "m") else (length, "")
+    if not number.isdecimal():
+        raise ValueError(f"lengths: {length!r} is no number of tokens; expected one such as 4096, 64k or 1m")
+    return int(number) * {"": 1, "k": 2**10, "m": 2**20}[unit]
+
+
+def listed(text: str) -> list[str]:
+    """What stands between commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
