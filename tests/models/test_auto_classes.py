@@ -12,6 +12,7 @@ import torch
 from tiny_decoders import FAMILIES, logits_of, tiny_config, tiny_decoder, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from attention_priors import models
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM, PriorDecoderModel
 from processes import run_command
 
@@ -55,6 +56,7 @@ if {not before}:
         assert "trust_remote_code=True" in str(error)
 model = AutoModelForCausalLM.from_pretrained(where{options}).eval()
 config, base = AutoConfig.from_pretrained(where{options}), AutoModel.from_pretrained(where{options})
+from attention_priors import models
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM, PriorDecoderModel
 assert type(model) is PriorDecoderForCausalLM and type(base) is PriorDecoderModel and type(config) is PriorDecoderConfig
 model.save_pretrained({str(again)!r})
@@ -65,6 +67,29 @@ with torch.no_grad():
     torch.testing.assert_close(found, logits_of(model, ids), rtol=1e-5, atol=1e-5)
     assert {path.name for path in again.iterdir()} == FILES
     assert (again / "config.json").read_text() == (folder / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("auto", "kind", "sizes"),
+    [
+        ("AutoModelForMaskedLM", "PriorEncoder", {"vocab_size": 20}),
+        ("AutoModelForImageClassification", "PriorVision", {"image_size": 8, "patch_size": 4, "position_table": True}),
+    ],
+)
+def test_other_models_in_a_new_process(auto: str, kind: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    small = {"hidden_size": 12, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config: Any = getattr(models, f"{kind}Config")(**small, **sizes)
+    name = auto.replace("AutoModel", kind)
+    model = getattr(models, name)(config)
+    model.save_pretrained(tmp_path / "model")
+    program = f"""import json
+from transformers import {auto}
+model = {auto}.from_pretrained({str(tmp_path / "model")!r}, trust_remote_code=True)
+print(json.dumps([type(model).__name__, float(sum(p.double().sum() for p in model.parameters()))]))
+"""
+    found, total = json.loads(in_a_new_process(program, tmp_path))
+    assert found == name
+    assert total == pytest.approx(float(sum(p.detach().double().sum() for p in model.parameters())))
 
 
 def test_trust_after_an_import(tmp_path: Path) -> None:

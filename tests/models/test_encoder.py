@@ -77,7 +77,7 @@ def test_only_distances_count(name: str) -> None:
 def test_saved_and_loaded_it_is_the_same(name: str, tmp_path: Path) -> None:
     model = made(name)
     model.save_pretrained(tmp_path)
-    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path, trust_remote_code=True)
     assert type(again) is PriorEncoderForMaskedLM
     torch.testing.assert_close(again(TEXT).logits, model(TEXT).logits, rtol=0, atol=0)
 
@@ -97,6 +97,37 @@ def test_mistakes_are_named() -> None:
         PriorEncoderConfig(**SMALL, prior={"name": "key_sink", "train_length": 8, "init": "recency"})
     with pytest.raises(ValueError, match="give either input_ids or inputs_embeds"):
         made("none")()
+    for options, words in (
+        ({"attention_mask": torch.ones(2, 5)}, r"attention_mask must have shape \(2, 6\), as the tokens, got \(2, 5\)"),
+        ({"document_ids": torch.zeros(2, 7)}, r"document_ids must have shape \(2, 6\)"),
+        ({"position_ids": torch.arange(5)}, r"position_ids must have shape \(2, 6\) or \(6,\)"),
+        ({"position_ids": torch.rand(6)}, "position_ids"),
+        ({"labels": TEXT[:, 1:]}, r"labels must have shape \(2, 6\), got \(2, 5\)"),
+        ({"token_type_ids": TEXT}, "token_type_ids is no argument of the encoder"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            made("none")(TEXT, **options)
+    with pytest.raises(ValueError, match=r"input_ids must have shape \(B, L\)"):
+        made("none")(TEXT[0])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_packed_documents_do_not_see_each_other(name: str) -> None:
+    model = made(name)
+    first, second = TEXT[:, :2], TEXT[:, 2:]
+    documents = torch.tensor([[7, 7, 3, 3, 3, 3]] * 2)
+    packed = model(TEXT, document_ids=documents).logits
+    torch.testing.assert_close(packed[:, :2], model(first).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(packed[:, 2:], model(second).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_of_a_step_in_parts_is_that_of_the_whole() -> None:
+    """As the Trainer accumulates gradients: each part is told how many labels there are in all."""
+    model, labels = made("bam"), TEXT.clone()
+    labels[0, :4] = -100
+    whole = model(TEXT, labels=labels).loss
+    parts = [model(TEXT[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=torch.tensor(8)).loss for i in (0, 1)]
+    torch.testing.assert_close(parts[0] + parts[1], whole)
 
 
 def test_masked_tokens_of_the_embedded_corpus_are_learned(tmp_path: Path) -> None:

@@ -135,6 +135,27 @@ def test_mixed_labels_and_gradient_checkpointing() -> None:
     torch.testing.assert_close(again, grads)
 
 
+@pytest.mark.parametrize("are_mixed", [False, True])
+def test_the_loss_of_a_step_in_parts_is_that_of_the_whole(are_mixed: bool) -> None:
+    """As the Trainer accumulates gradients: each part is told how many entries the labels of all have."""
+    model: Any = made(prior={"name": "radial", "prior": "laplace"}).eval()
+    pixels = images(3, 2, 16, 16)
+    labels = torch.rand(3, 5).softmax(-1) if are_mixed else torch.tensor([0, 4, 2])
+    items = torch.tensor(labels.numel())
+    whole = model(pixels, labels=labels).loss
+    parts = [model(pixels[of], labels=labels[of], num_items_in_batch=items).loss for of in (slice(1), slice(1, 3))]
+    torch.testing.assert_close(parts[0] + parts[1], whole)
+
+
+def test_arguments_that_do_not_fit_are_named() -> None:
+    model: Any = made(prior={"name": "radial", "prior": "laplace"}).eval()
+    pixels = images(3, 2, 16, 16)
+    with pytest.raises(ValueError, match=r"labels must have shape \(3,\) or \(3, 5\), got \(2,\)"):
+        model(pixels, labels=torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="bool_masked_pos is no argument of the vision transformer"):
+        model(pixels, bool_masked_pos=torch.ones(3, 16))
+
+
 def test_stochastic_depth_keeps_the_mean() -> None:
     layer: Any = made(drop_path=0.5).model.stack.layers[-1].train()
     branch = torch.ones(4000, 1, 1)

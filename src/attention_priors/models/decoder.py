@@ -8,8 +8,6 @@ encoding, both or neither. A transformers ``PreTrainedModel``: ``generate``, ``s
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     GenerationMixin,
-    PreTrainedConfig,
 )
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -30,27 +27,21 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.logging import get_logger
 from transformers.utils.output_capturing import capture_outputs
 
-from attention_priors.attention import ShardedSequence, SSMax, attend, attend_across, logit_scale_from_config
+from attention_priors.attention import ShardedSequence, attend, attend_across
 from attention_priors.attention.attend import attend_with_weights
 from attention_priors.attention.problem import check_tolerance
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawVectors, encoding_from_config
-from attention_priors.files import write_bytes
+from attention_priors.models.config import PriorConfig
+from attention_priors.models.inputs import embedded, refuse_unknown
 from attention_priors.models.placement import beside
 from attention_priors.models.places import Places
 from attention_priors.models.pretrained import PriorPreTrainedModel
-from attention_priors.priors import Prior, prior_from_config
+from attention_priors.priors import Prior
 
-_AUTO_MODULE = "modeling_prior_decoder"
-_AUTO_SOURCE = '''"""Where ``trust_remote_code=True`` finds the classes of this model: in attention-priors."""
-
-from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM, PriorDecoderModel
-
-__all__ = ["PriorDecoderConfig", "PriorDecoderForCausalLM", "PriorDecoderModel"]
-'''
 logger = get_logger(__name__)
 
 
-class PriorDecoderConfig(PreTrainedConfig):
+class PriorDecoderConfig(PriorConfig):
     """What a decoder is made of.
 
     ``prior``, ``encoding`` and ``logit_scale`` are plain descriptions, as their ``to_config()`` gives them
@@ -79,6 +70,11 @@ class PriorDecoderConfig(PreTrainedConfig):
     """
 
     model_type = "prior_decoder"
+    auto_classes = {  # noqa: RUF012
+        "AutoConfig": "PriorDecoderConfig",
+        "AutoModel": "PriorDecoderModel",
+        "AutoModelForCausalLM": "PriorDecoderForCausalLM",
+    }
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     vocab_size: int = 32768
@@ -123,36 +119,10 @@ class PriorDecoderConfig(PreTrainedConfig):
             for make in (self.make_prior, self.make_encoding, self.make_logit_scale):
                 make()
 
-    def to_dict(self) -> dict[str, Any]:
-        """As transformers', and where classes are found by those who have not imported this package."""
-        classes = {
-            "AutoConfig": "PriorDecoderConfig",
-            "AutoModel": "PriorDecoderModel",
-            "AutoModelForCausalLM": "PriorDecoderForCausalLM",
-        }
-        return super().to_dict() | {"auto_map": {auto: f"{_AUTO_MODULE}.{name}" for auto, name in classes.items()}}
-
-    def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
-        """As transformers', and the module that ``auto_map`` names beside it."""
-        write_bytes(Path(json_file_path).with_name(f"{_AUTO_MODULE}.py"), _AUTO_SOURCE.encode())
-        super().to_json_file(json_file_path, use_diff)
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing is left to do, and no source is to be copied: what is saved names this package's classes."""
-
-    def make_prior(self) -> Prior | None:
-        """The prior that is described."""
-        return None if self.prior is None else prior_from_config(self.prior, self.num_attention_heads)
-
     def make_encoding(self) -> Encoding | None:
         """The encoding that is described."""
         assert self.head_dim is not None
         return encoding_from_config(self.encoding, width=self.hidden_size, head_dim=self.head_dim)
-
-    def make_logit_scale(self) -> SSMax | None:
-        """The logit scale that is described."""
-        return logit_scale_from_config(self.logit_scale, self.num_attention_heads)
 
 
 class DecoderAttention(nn.Module):
@@ -339,15 +309,11 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
         With ``states_to_keep``, only the last so many of them (0 = all): the last layer, which no other reads,
         then computes no more than those and what the cache keeps.
         """
-        _refuse_what_would_be_ignored(kwargs)
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds, not both and not neither")
-        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if hidden.dim() != 3:
-            raise ValueError(
-                f"input_ids must have shape (B, L), or inputs_embeds (B, L, {self.config.hidden_size}), got "
-                f"{tuple((hidden if input_ids is None else input_ids).shape)}"
-            )
+        if kwargs.get("is_causal") is False:
+            raise ValueError("is_causal=False: the decoder is causal; PriorEncoderModel sees in both directions")
+        advice = "packed documents are told by document_ids or position_ids"
+        refuse_unknown(kwargs, "the decoder", "is_causal", "num_items_in_batch", advice=advice)
+        hidden = embedded(self.embed_tokens, input_ids, inputs_embeds)
         if past_key_values is not None and not isinstance(past_key_values, Cache):
             raise ValueError(
                 f"past_key_values must be a transformers Cache, as DynamicCache, got {type(past_key_values).__name__}"
@@ -395,19 +361,6 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(hidden), past_key_values=past_key_values if use_cache else None
         )
-
-
-def _refuse_what_would_be_ignored(options: dict[str, Any]) -> None:
-    """What transformers hands to some models and what would change the meaning here."""
-    if options.get("is_causal") is False:
-        raise ValueError("is_causal=False: the decoder is causal; use PriorAttention for attention in both directions")
-    known = {"output_attentions", "output_hidden_states", "is_causal", "num_items_in_batch"}
-    for name, value in options.items():
-        # Callers hand on, as None, arguments that were not given to them: PEFT, pipelines.
-        if name not in known and value is not None:
-            raise ValueError(
-                f"{name} is no argument of the decoder; packed documents are told by document_ids or position_ids"
-            )
 
 
 class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):

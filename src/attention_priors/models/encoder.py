@@ -6,27 +6,30 @@ RMSNorm before each part, SwiGLU, no biases. Importing this module registers the
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from attention_priors.attention import SSMax, attend, logit_scale_from_config
+from attention_priors.attention import attend
 from attention_priors.attention.attend import attend_with_weights
+from attention_priors.attention.geometry import positions_in_documents
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, encoding_from_config
+from attention_priors.models.config import PriorConfig
 from attention_priors.models.decoder import SwiGLU
+from attention_priors.models.inputs import embedded, refuse_unknown
 from attention_priors.models.placement import beside
 from attention_priors.models.pretrained import PriorPreTrainedModel
-from attention_priors.priors import Prior, at_spacing, prior_from_config
+from attention_priors.priors import Prior, at_spacing
+from attention_priors.priors.base import check_positions
 
 
-class StackConfig(PreTrainedConfig):
+class StackConfig(PriorConfig):
     """What a stack of bidirectional layers is made of; descriptions as in :class:`PriorDecoderConfig`.
 
     Args:
@@ -78,13 +81,19 @@ class StackConfig(PreTrainedConfig):
         """Of queries, keys and values."""
         return self.hidden_size // self.num_attention_heads
 
-    def make_prior(self) -> Prior | None:
-        """The prior that is described."""
-        return None if self.prior is None else prior_from_config(self.prior, self.num_attention_heads)
 
-    def make_logit_scale(self) -> SSMax | None:
-        """The logit scale that is described."""
-        return logit_scale_from_config(self.logit_scale, self.num_attention_heads)
+class EncoderPlaces(NamedTuple):
+    """Where tokens or patches stand, and who sees whom."""
+
+    positions: Tensor | None = None
+    """``(L,)`` or ``(B, L)``, as :func:`attend` takes them; None where one follows the other."""
+    key_padding_mask: Tensor | None = None
+    """``(B, L)``, True where there is padding."""
+    document_ids: Tensor | None = None
+    """``(B, L)``, integers: packed documents do not see each other."""
+    spacing: tuple[float, float] | None = None
+    """Of the rows and columns of a grid, in patches of training (:func:`at_spacing`); None on a line, and where it is
+    as in training."""
 
 
 class EncoderAttention(nn.Module):
@@ -103,11 +112,9 @@ class EncoderAttention(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        positions: Tensor | None,
-        key_padding_mask: Tensor | None,
+        places: EncoderPlaces,
         shared_prior: Prior | None,
         output_attentions: bool,
-        spacing: tuple[float, float] | None,
     ) -> tuple[Tensor, Tensor | None]:
         """``(B, L, hidden_size)`` to the same, and the weights ``(B, H, L, L)``, if they are asked for."""
         query, key, value = (
@@ -115,17 +122,19 @@ class EncoderAttention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.encoding is not None:
-            places = torch.arange(hidden.shape[1], device=hidden.device) if positions is None else positions
-            query, key = (self.encoding(x, places.expand(len(hidden), -1)) for x in (query, key))
+            positions = places.positions
+            positions = torch.arange(hidden.shape[1], device=hidden.device) if positions is None else positions
+            query, key = (self.encoding(x, positions.expand(len(hidden), -1)) for x in (query, key))
         prior = self.prior if shared_prior is None else shared_prior
-        if spacing is not None:
-            prior = at_spacing(prior, query.shape[1], *spacing)
+        if places.spacing is not None:
+            prior = at_spacing(prior, query.shape[1], *places.spacing)
         options: dict[str, Any] = {
             "causal": False,
             "logit_scale": self.logit_scale,
-            "query_positions": positions,
-            "key_positions": positions,
-            "key_padding_mask": key_padding_mask,
+            "query_positions": places.positions,
+            "key_positions": places.positions,
+            "key_padding_mask": places.key_padding_mask,
+            "document_ids": places.document_ids,
             "dropout_p": self.dropout if self.training else 0.0,
         }
         weights = None
@@ -151,16 +160,12 @@ class EncoderLayer(GradientCheckpointingLayer):
     def forward(
         self,
         hidden: Tensor,
-        positions: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
+        places: EncoderPlaces,
         shared_prior: Prior | None = None,
         output_attentions: bool = False,
-        spacing: tuple[float, float] | None = None,
     ) -> Tensor:
         """``(B, L, hidden_size)`` to the same."""
-        attended, _ = self.self_attn(
-            self.input_layernorm(hidden), positions, key_padding_mask, shared_prior, output_attentions, spacing
-        )
+        attended, _ = self.self_attn(self.input_layernorm(hidden), places, shared_prior, output_attentions)
         hidden = hidden + self._kept(attended)
         return hidden + self._kept(self.mlp(self.post_attention_layernorm(hidden)))
 
@@ -193,23 +198,12 @@ class EncoderStack(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        positions: Tensor | None,
-        key_padding_mask: Tensor | None,
+        places: EncoderPlaces,
         output_attentions: bool,
-        spacing: tuple[float, float] | None = None,
     ) -> Tensor:
-        """``(B, L, hidden_size)`` to the same.
-
-        Args:
-            hidden: of the tokens.
-            positions: ``(L,)`` or ``(B, L)``, as :func:`attend` takes them; None where one follows the other.
-            key_padding_mask: ``(B, L)``, True where a token is padding; or None.
-            output_attentions: whether weights are wanted.
-            spacing: of the rows and columns of a grid, in patches of training (:func:`at_spacing`); None on a line, and
-                where it is as in training.
-        """
+        """``(B, L, hidden_size)`` to the same; with ``output_attentions`` the weights are computed, to be recorded."""
         for layer in self.layers:
-            hidden = layer(hidden, positions, key_padding_mask, self.prior, output_attentions, spacing)
+            hidden = layer(hidden, places, self.prior, output_attentions)
         return self.norm(hidden)
 
 
@@ -223,6 +217,11 @@ class PriorEncoderConfig(StackConfig):
     """
 
     model_type = "prior_encoder"
+    auto_classes = {  # noqa: RUF012
+        "AutoConfig": "PriorEncoderConfig",
+        "AutoModel": "PriorEncoderModel",
+        "AutoModelForMaskedLM": "PriorEncoderForMaskedLM",
+    }
 
     vocab_size: int = 32768
     tie_word_embeddings: bool = True
@@ -279,6 +278,8 @@ class PriorEncoderModel(PriorEncoderPreTrainedModel):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        *,
+        document_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
         """Hidden states of all tokens.
@@ -286,19 +287,34 @@ class PriorEncoderModel(PriorEncoderPreTrainedModel):
         Args:
             input_ids: tokens, ``(B, L)``.
             attention_mask: ``(B, L)``, 1 where there is a token and 0 where there is padding.
-            position_ids: ``(B, L)`` or ``(L,)``; by default tokens stand one after another.
+            position_ids: ``(B, L)`` or ``(L,)``; by default tokens stand one after another, in each document from 0.
             inputs_embeds: ``(B, L, hidden_size)``, instead of ``input_ids``.
+            document_ids: ``(B, L)``, integers: packed documents do not see each other.
             kwargs: ``output_attentions`` and ``output_hidden_states``.
+
+        Raises:
+            ValueError: an argument is unknown or does not fit the others; it says which and why.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds, not both and not neither")
-        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        refuse_unknown(kwargs, "the encoder")
+        hidden = embedded(self.embed_tokens, input_ids, inputs_embeds)
+        fits = tuple(hidden.shape[:2])
+        for name, given in (("attention_mask", attention_mask), ("document_ids", document_ids)):
+            if given is not None and tuple(given.shape) != fits:
+                raise ValueError(f"{name} must have shape {fits}, as the tokens, got {tuple(given.shape)}")
+        if position_ids is not None:
+            check_positions("position_ids", position_ids)
+            if tuple(position_ids.shape) not in (fits, fits[1:]):
+                raise ValueError(
+                    f"position_ids must have shape {fits} or {fits[1:]}, as the tokens, got {tuple(position_ids.shape)}"
+                )
+        elif document_ids is not None:
+            position_ids = positions_in_documents(document_ids)
         if self.encoding is not None:
-            places = torch.arange(hidden.shape[1], device=hidden.device) if position_ids is None else position_ids
-            hidden = hidden + self.encoding(places).to(hidden.dtype)
-        padding = None if attention_mask is None else attention_mask == 0
+            positions = torch.arange(fits[1], device=hidden.device) if position_ids is None else position_ids
+            hidden = hidden + self.encoding(positions).to(hidden.dtype)
+        places = EncoderPlaces(position_ids, None if attention_mask is None else attention_mask == 0, document_ids)
         wants_weights = bool(kwargs.get("output_attentions", self.config.output_attentions))
-        return BaseModelOutput(last_hidden_state=self.stack(hidden, position_ids, padding, wants_weights))
+        return BaseModelOutput(last_hidden_state=self.stack(hidden, places, wants_weights))
 
 
 class PriorEncoderForMaskedLM(PriorEncoderPreTrainedModel):
@@ -320,6 +336,8 @@ class PriorEncoderForMaskedLM(PriorEncoderPreTrainedModel):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        *,
+        document_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
         """Logits of every token; arguments as in :meth:`PriorEncoderModel.forward`.
@@ -330,11 +348,21 @@ class PriorEncoderForMaskedLM(PriorEncoderPreTrainedModel):
             position_ids: and
             inputs_embeds: as there.
             labels: ``(B, L)``: the tokens that were there, -100 where none is asked for; the loss is their mean.
-            kwargs: as there.
+            document_ids: as there.
+            kwargs: as there; and ``num_items_in_batch``, by which the loss's sum is divided in place of the number of
+                labels.
+
+        Raises:
+            ValueError: as there.
         """
-        found = self.model(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+        items = kwargs.pop("num_items_in_batch", None)
+        found = self.model(input_ids, attention_mask, position_ids, inputs_embeds, document_ids=document_ids, **kwargs)
         logits = self.lm_head(found.last_hidden_state)
-        loss = None if labels is None else cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        loss = None
+        if labels is not None:
+            if labels.shape != logits.shape[:2]:
+                raise ValueError(f"labels must have shape {tuple(logits.shape[:2])}, got {tuple(labels.shape)}")
+            loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=items)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=found.hidden_states, attentions=found.attentions)
 
 

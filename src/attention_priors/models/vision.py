@@ -19,7 +19,8 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from attention_priors.checks import check_choice, check_positive_integers
-from attention_priors.models.encoder import EncoderAttention, EncoderLayer, EncoderStack, StackConfig
+from attention_priors.models.encoder import EncoderAttention, EncoderLayer, EncoderPlaces, EncoderStack, StackConfig
+from attention_priors.models.inputs import refuse_unknown
 from attention_priors.models.pretrained import PriorPreTrainedModel
 from attention_priors.priors import at_spacing, grid_positions
 
@@ -47,6 +48,11 @@ class PriorVisionConfig(StackConfig):
     """
 
     model_type = "prior_vision"
+    auto_classes = {  # noqa: RUF012
+        "AutoConfig": "PriorVisionConfig",
+        "AutoModel": "PriorVisionModel",
+        "AutoModelForImageClassification": "PriorVisionForImageClassification",
+    }
 
     image_size: int | list[int] | tuple[int, int] = 224
     patch_size: int = 16
@@ -185,12 +191,14 @@ class PriorVisionModel(PriorVisionPreTrainedModel):
                 and below is padding. None if images fill ``pixel_values``.
             kwargs: ``output_attentions`` and ``output_hidden_states``.
         """
+        refuse_unknown(kwargs, "the vision transformer")
         hidden, grid = self.embeddings(pixel_values)
         outside = hidden.shape[1] - grid[0] * grid[1]
         positions = grid_positions(*grid, outside=outside, device=hidden.device)
         padding = None if image_sizes is None else self._padding(image_sizes, grid, outside, len(hidden))
         wants_weights = bool(kwargs.get("output_attentions", self.config.output_attentions))
-        hidden = self.stack(hidden, positions, padding, wants_weights, self._spacing(grid, padding is not None))
+        places = EncoderPlaces(positions, padding, spacing=self._spacing(grid, padding is not None))
+        hidden = self.stack(hidden, places, wants_weights)
         if outside:
             pooled = hidden[:, 0]
         elif padding is None:
@@ -254,14 +262,35 @@ class PriorVisionForImageClassification(PriorVisionPreTrainedModel):
             image_sizes: as in :meth:`PriorVisionModel.forward`.
             labels: the class of each image, ``(B,)``; or the share of each class, ``(B, num_labels)``, as Mixup and
                 CutMix make it.
-            kwargs: ``output_attentions``, ``output_hidden_states``.
+            kwargs: ``output_attentions``, ``output_hidden_states``; and ``num_items_in_batch``, how many entries all
+                labels of a step have: the loss is then this batch's part of the mean.
+
+        Raises:
+            ValueError: an argument is unknown or does not fit the others; it says which and why.
         """
+        items = kwargs.pop("num_items_in_batch", None)
         found = self.model(pixel_values, image_sizes, **kwargs)
         logits = self.classifier(found.pooler_output)
-        loss = None if labels is None else cross_entropy(logits.float(), labels)
+        loss = None
+        if labels is not None:
+            if tuple(labels.shape) not in (tuple(logits.shape[:1]), tuple(logits.shape)):
+                raise ValueError(
+                    f"labels must have shape {tuple(logits.shape[:1])} or {tuple(logits.shape)}, got "
+                    f"{tuple(labels.shape)}"
+                )
+            loss = _cross_entropy(logits.float(), labels, items)
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=found.hidden_states, attentions=found.attentions
         )
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, items: Tensor | int | None) -> Tensor:
+    """The mean over the images; with ``items``, over those of all batches of a step."""
+    if items is None:
+        return cross_entropy(logits, labels)
+    # What is counted are entries of the labels: an image has one, or one for each class.
+    images = items if labels.dim() == 1 else items / labels.shape[1]
+    return cross_entropy(logits, labels, reduction="sum") / images
 
 
 AutoConfig.register(PriorVisionConfig.model_type, PriorVisionConfig)
