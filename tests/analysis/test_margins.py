@@ -140,3 +140,5 @@ def test_a_key_that_is_not_there(key: int) -> None:
     logits = AttentionLogits(torch.zeros(2, 4), torch.zeros(4), torch.ones(4, dtype=torch.bool))
     with pytest.raises(ValueError, match=f"key must be from 0 to 3, got {key}"):
         sink_margin(logits, key)
+    with pytest.raises(ValueError, match=f"key must be from 0 to 3, got {key}"):
+        context_sensitivity(torch.full((2, 4), 0.25), key)

@@ -122,6 +122,7 @@ def test_ssmax_is_kept(content):
     ("options", "complaint"),
     [
         ({"factors": [1.0, -1.0]}, "factors must be finite and at least 0, got -1.0"),
+        ({"factors": []}, r"factors must hold at least one number, got \[\]"),
         ({"factors": [math.inf]}, "factors must be finite and at least 0, got inf"),
         ({"factors": [1.0], "sink": 12}, "sink must be a key from 0 to 11, got 12"),
     ],

@@ -292,6 +292,8 @@ def test_refuses_models_it_does_not_know() -> None:
         use_priors(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="does not use priors"):
         restore_attention(bloom())
+    with pytest.raises(ValueError, match="model must be a model of transformers, or a module that holds one, got str"):
+        use_priors("bigscience/bloom")  # pyright: ignore[reportArgumentType]
     model = use_priors(bloom())
     with pytest.raises(ValueError, match="uses priors already"):
         use_priors(model)

@@ -274,6 +274,11 @@ def test_refuses_to_save_what_the_layout_cannot_hold(tmp_path: Path, changes: di
     assert not os.listdir(tmp_path)
 
 
+def test_refuses_to_save_another_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="model must be a PriorDecoderForCausalLM, got Linear"):
+        save_bam_checkpoint(torch.nn.Linear(2, 2), tmp_path)  # pyright: ignore[reportArgumentType]
+
+
 # ---- what is refused
 
 

@@ -37,7 +37,7 @@ def sink_margin(logits: AttentionLogits, key: int) -> Margin:
     Raises:
         ValueError: there is no such key.
     """
-    _check_key(logits, key)
+    _check_key(logits.visible.shape[-1], key)
     others = logits.visible.clone()
     others[..., key] = False
     total = logits.content + logits.position
@@ -98,7 +98,11 @@ def context_sensitivity(weights: Tensor, key: int) -> Tensor:
     Args:
         weights: ``(..., Lq, Lk)``, as of :attr:`Decomposition.posterior`.
         key: ``j*``, from 0.
+
+    Raises:
+        ValueError: there is no such key.
     """
+    _check_key(weights.shape[-1], key)
     others = weights.clone()
     others[..., key] = 0
     return others.sum(-1)  # not 1 - p, which has no digits left where p is near 1
@@ -122,7 +126,6 @@ def sensitivity_bound(margin: Tensor, num_keys: Tensor | int) -> Tensor:
     return torch.where(others > 0, torch.sigmoid(others.clamp(min=1).log() - margin), 0.0)
 
 
-def _check_key(logits: AttentionLogits, key: int) -> None:
-    number = logits.content.shape[-1]
+def _check_key(number: int, key: int) -> None:
     if not 0 <= key < number:
         raise ValueError(f"key must be from 0 to {number - 1}, got {key}")

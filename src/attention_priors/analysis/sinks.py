@@ -67,9 +67,11 @@ def sink_mass(
         ``(len(factors), B, H, L)`` in the query's dtype. Memory while it runs: ``B · H · L²``.
 
     Raises:
-        ValueError: a factor is negative or not finite, or ``sink`` is no key.
+        ValueError: there are no factors, one is negative or not finite, or ``sink`` is no key.
     """
     _check_factors(factors)
+    if key.dim() != 4:
+        raise ValueError(f"key must have shape (B, Hkv, L, D), got {tuple(key.shape)}")
     if not 0 <= sink < key.shape[2]:
         raise ValueError(f"sink must be a key from 0 to {key.shape[2] - 1}, got {sink}")
     # Values play no part in weights.
@@ -92,7 +94,7 @@ def sink_mass_rows(model: PreTrainedModel, texts: Sequence[Tensor], *, factors: 
         factors: as for :func:`sink_mass`.
 
     Raises:
-        ValueError: there are no texts, one is too short, or a factor is impossible.
+        ValueError: there are no texts, one is too short, there are no factors, or one is impossible.
     """
     if not texts or min(map(len, texts)) < 2:
         raise ValueError(
@@ -133,6 +135,8 @@ def _masses(problem: Problem, factors: Sequence[float], sink: int) -> Tensor:
 
 
 def _check_factors(factors: Sequence[float]) -> None:
+    if not len(factors):
+        raise ValueError(f"factors must hold at least one number, got {factors!r}")
     for factor in factors:
         if not 0 <= factor < float("inf"):
             raise ValueError(f"factors must be finite and at least 0, got {factor}")

@@ -37,8 +37,8 @@ LONGEST_KEY = 8
 class EvaluationPlan(Strict):
     """Tasks, and all that their texts depend on beside the tokenizer. Lengths are in tokens."""
 
-    tasks: tuple[str, ...] = Field(min_length=1)
-    lengths: tuple[Annotated[int, Field(gt=1)], ...] = Field(min_length=1)
+    tasks: tuple[str, ...]
+    lengths: tuple[Annotated[int, Field(gt=1)], ...]
     depths: int = Field(default=20, ge=2)
     """Depths, evenly spaced from the start of a text to its end."""
     trials: int = Field(default=1, gt=0)
@@ -66,6 +66,8 @@ class EvaluationPlan(Strict):
     @field_validator("tasks")
     @classmethod
     def _known(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
+        if not tasks:
+            raise ValueError(f"at least one task must be named, of {', '.join(TASKS)}")
         for task in tasks:
             if task not in TASKS:
                 raise ValueError(f"unknown task {task!r}; there are {', '.join(TASKS)}")
@@ -76,6 +78,8 @@ class EvaluationPlan(Strict):
     @field_validator("lengths")
     @classmethod
     def _rising(cls, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        if not lengths:
+            raise ValueError("at least one length must be given")
         if list(lengths) != sorted(set(lengths)):
             raise ValueError(f"lengths must rise, got {', '.join(map(str, lengths))}")
         return lengths

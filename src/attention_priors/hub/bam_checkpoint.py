@@ -130,8 +130,10 @@ def save_bam_checkpoint(model: PriorDecoderForCausalLM, path: str | Path, *, the
             present code does, and not ``shape``, ``scale`` and ``loc``.
 
     Raises:
-        ValueError: if the layout has no place for a part of the model.
+        ValueError: if ``model`` is another, or the layout has no place for a part of it.
     """
+    if not isinstance(model, PriorDecoderForCausalLM):
+        raise ValueError(f"model must be a PriorDecoderForCausalLM, got {type(model).__name__}")
     path = Path(path)
     config = model.config
     if path.suffix and config.rms_norm_eps != NORM_EPS:

@@ -61,6 +61,10 @@ def use_priors(model: Model, *, slopes: Sequence[float] | None = None, learn: bo
         ValueError: if there is nothing to replace; it says what there can be. If the model uses priors already, or
             ``slopes`` and ``learn`` do not fit the model.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model must be a model of transformers, or a module that holds one, got {type(model).__name__}"
+        )
     modules = [*model.modules()]
     if uses_priors(model):
         raise ValueError(f"{type(model).__name__} uses priors already; call restore_attention(model) first")
