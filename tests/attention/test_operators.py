@@ -22,7 +22,7 @@ from attention_priors import (
     Window,
     attend,
 )
-from attention_priors.attention import operators
+from attention_priors.attention import geometry_operator, operators
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -125,8 +125,8 @@ def test_operator_check(name: str, dtype: torch.dtype, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("options", [{}, {"document_ids": DOCUMENTS}, {"key_padding_mask": PADDING}])
 def test_operator_check_of_the_count(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    count = operators._visible_keys
-    monkeypatch.setattr(operators, "_visible_keys", lambda *x: calls.append(x) or count(*x))
+    count = geometry_operator._visible_keys
+    monkeypatch.setattr(geometry_operator, "_visible_keys", lambda *x: calls.append(x) or count(*x))
     attend(*inputs(), logit_scale=SSMax(H), **options)
     torch.library.opcheck(torch.ops.attention_priors.visible_keys.default, calls[0])
 

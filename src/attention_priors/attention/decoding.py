@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attention_priors.attention.block_attention import is_one_on_cpu, logits_of_one, mean_of_one
-from attention_priors.attention.operators import nobody_watches
+from attention_priors.attention.dispatch import nobody_watches
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.recentred import is_known_near, may_look
 from attention_priors.attention.tables import consecutive_table

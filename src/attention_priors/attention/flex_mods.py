@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from attention_priors.attention.geometry import Geometry
+from attention_priors.attention.geometry_operator import count_visible_keys
 from attention_priors.attention.logit_scale import SSMax
-from attention_priors.attention.operators import count_visible_keys
 from attention_priors.attention.problem import make_geometry
 from attention_priors.attention.tables import consecutive_table
 from attention_priors.priors import Prior, Structure

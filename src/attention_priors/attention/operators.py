@@ -12,16 +12,12 @@ from attention_priors.attention import matrix_attention as matrix
 from attention_priors.attention import triton_backend
 from attention_priors.attention.bias import Distances
 from attention_priors.attention.content import Content
+from attention_priors.attention.dispatch import nobody_watches, one_by_one
 from attention_priors.attention.geometry import Geometry
+from attention_priors.attention.geometry_operator import GEOMETRY, geometry_from
 from attention_priors.attention.key_bounds import BLOCK, Balls
 from attention_priors.attention.pruning import prune
 from attention_priors.precision import compute_dtype_of
-
-GEOMETRY = (
-    "Tensor? query_positions, Tensor? key_positions, Tensor? documents, Tensor? key_padding_mask, "
-    "Tensor? attn_mask, bool causal"
-)
-"""Parameters that make a :class:`Geometry`, once sizes are known."""
 
 PROBLEM = (
     "Tensor query, Tensor key, Tensor value, Tensor? query_scale, Tensor? lane_query, Tensor? lane_key, "
@@ -51,37 +47,6 @@ class Table(NamedTuple):
     """``N``."""
 
 
-def geometry_arguments(geometry: Geometry) -> tuple[Any, ...]:
-    """What ``GEOMETRY`` lists."""
-    return (
-        geometry.given_query_positions,
-        geometry.given_key_positions,
-        geometry.key_documents,
-        geometry.key_padding_mask,
-        geometry.attn_mask,
-        geometry.causal,
-    )
-
-
-def _geometry(sizes: tuple[int, int, int, int], device: torch.device, arguments: tuple[Any, ...]) -> Geometry:
-    query_positions, key_positions, documents, key_padding_mask, attn_mask, causal = arguments
-    batch, heads, num_queries, num_keys = sizes
-    return Geometry(
-        batch=batch,
-        heads=heads,
-        num_queries=num_queries,
-        num_keys=num_keys,
-        device=device,
-        causal=causal,
-        given_query_positions=query_positions,
-        given_key_positions=key_positions,
-        query_documents=None if documents is None else documents[:, num_keys - num_queries :],
-        key_documents=documents,
-        key_padding_mask=key_padding_mask,
-        attn_mask=attn_mask,
-    )
-
-
 class OperatorInputs(NamedTuple):
     """What ``PROBLEM`` lists."""
 
@@ -108,7 +73,7 @@ def read_inputs(
     """Put together what ``PROBLEM`` lists."""
     batch, heads, num_queries, _ = query.shape
     *arguments, kept, _ = rest
-    geometry = _geometry((batch, heads, num_queries, key.shape[2]), query.device, tuple(arguments))
+    geometry = geometry_from((batch, heads, num_queries, key.shape[2]), query.device, tuple(arguments))
     if geometry.has_given_positions and listed is None:
         _check_range(geometry, highest, number)
     content = Content(query, key, value, query_scale, lane_query, lane_key, softmax_scale)
@@ -297,44 +262,16 @@ def attend_in_tiles(*inputs: Any) -> tuple[Tensor, Tensor]:
     return (_attend if nobody_watches(inputs[0]) else block_attention)(*inputs)
 
 
-def nobody_watches(like: Tensor) -> bool:
-    """Whether an operator's body may as well be called: in decoding, to dispatch an operator is a tenth of the time."""
-    return (
-        not torch.is_grad_enabled()
-        and type(like) is Tensor
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
-    )
-
-
-def _one_by_one(operator: Any, info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Any:
-    """Run an operator for each entry of the mapped dimension."""
-    results = [
-        operator(
-            *(
-                x.select(dim, index) if isinstance(x, Tensor) and dim is not None else x
-                for x, dim in zip(inputs, in_dims, strict=True)
-            )
-        )
-        for index in range(info.batch_size)
-    ]
-    if isinstance(results[0], Tensor):
-        return torch.stack(results), 0
-    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
-    return stacked, (0,) * len(stacked)
-
-
 @block_attention.register_vmap
 def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
     """More examples for one table are a larger batch; more tables are worked off one by one."""
     if any(dim is not None for dim in in_dims[3:]):
-        return _one_by_one(block_attention, info, in_dims, inputs)
+        return one_by_one(block_attention, info, in_dims, inputs)
     given = dict(zip(_PARAMETERS, inputs, strict=True))
     of_examples = ("lane_query", "lane_key", *_PARAMETERS[-8:-3])
     if given["kept"] is not None or any(given[name] is not None and len(given[name]) > 1 for name in of_examples):
         # They have one entry per example of the batch that is about to grow.
-        return _one_by_one(block_attention, info, in_dims, inputs)
+        return one_by_one(block_attention, info, in_dims, inputs)
     number, batch = info.batch_size, inputs[0].shape[0 if in_dims[0] != 0 else 1]
     dims = dict(zip(("query", "key", "value"), in_dims[:3], strict=True)) | {"query_scale": None, "row_scale": None}
     for name, dim in dims.items():
@@ -348,7 +285,7 @@ def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
 
 @block_attention_backward.register_vmap
 def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-    return _one_by_one(block_attention_backward, info, in_dims, inputs)
+    return one_by_one(block_attention_backward, info, in_dims, inputs)
 
 
 # ---- pruning
@@ -372,7 +309,7 @@ def _(tolerance: float, balls: Tensor | None, reach: Tensor | None, query: Tenso
 
 @_kept_blocks.register_vmap
 def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-    return _one_by_one(_kept_blocks, info, in_dims, inputs)
+    return one_by_one(_kept_blocks, info, in_dims, inputs)
 
 
 def choose_kept_blocks(tolerance: float, balls: Balls | None, *inputs: Any) -> Tensor:
@@ -380,53 +317,6 @@ def choose_kept_blocks(tolerance: float, balls: Balls | None, *inputs: Any) -> T
     parts = (None, None) if balls is None else balls
     detached = (x.detach() if isinstance(x, Tensor) else x for x in inputs)
     return _kept_blocks(tolerance, *parts, *detached)
-
-
-# ---- visible keys
-
-
-def _count(like: Tensor, batch: int, heads: int, num_queries: int, num_keys: int, *arguments: Any) -> Tensor:
-    geometry = _geometry((batch, heads, num_queries, num_keys), like.device, arguments)
-    return geometry.visible_keys.clone(memory_format=torch.contiguous_format)
-
-
-_visible_keys = torch.library.custom_op(
-    "attention_priors::visible_keys",
-    _count,
-    mutates_args=(),
-    schema=f"(Tensor like, SymInt batch, SymInt heads, SymInt num_queries, SymInt num_keys, {GEOMETRY}) -> Tensor",
-)
-
-
-@_visible_keys.register_fake
-def _(
-    like: Tensor,
-    batch: int,
-    heads: int,
-    num_queries: int,
-    num_keys: int,
-    query_positions: Tensor | None,
-    key_positions: Tensor | None,
-    documents: Tensor | None,
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
-    causal: bool,
-) -> Tensor:
-    heads = 1 if attn_mask is None else attn_mask.shape[1]
-    return like.new_empty((batch, heads, num_queries), dtype=torch.int64)
-
-
-def count_visible_keys(geometry: Geometry, like: Tensor) -> Tensor:
-    """``n_i`` of :attr:`Geometry.visible_keys`, ``(B, H or 1, Lq)``, on the device of ``like``."""
-    if nobody_watches(like):
-        return geometry.visible_keys
-    sizes = (geometry.batch, geometry.heads, geometry.num_queries, geometry.num_keys)
-    return _visible_keys(like.detach(), *sizes, *geometry_arguments(geometry))
-
-
-@_visible_keys.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-    return _one_by_one(_visible_keys, info, in_dims, inputs)
 
 
 for _device in ("cpu", "cuda"):

@@ -11,13 +11,13 @@ from torch import Tensor
 from attention_priors.attention.augment import Augmented, augment, slope_term
 from attention_priors.attention.decoding import attend_one_query
 from attention_priors.attention.geometry import Geometry
+from attention_priors.attention.geometry_operator import geometry_arguments
 from attention_priors.attention.grids import Grids
 from attention_priors.attention.key_bounds import Balls
 from attention_priors.attention.operators import (
     Table,
     attend_in_tiles,
     choose_kept_blocks,
-    geometry_arguments,
 )
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.pruning import may_prune
