@@ -126,7 +126,7 @@ def test_impossible_texts_are_found_before_any_work(
 
 def test_a_learned_table_must_hold_the_texts_of_plans(tiny: Any):
     scheme = {"schemes": {"learned": {"encoding": {"name": "learned", "max_length": 300}}}}
-    with pytest.raises(ValueError, match="max_length=300 positions, but this recipe reads texts of 528 tokens"):
+    with pytest.raises(ValueError, match="max_length=300 positions, but it reads texts of 528 tokens"):
         tiny(scheme | {"evaluation.plans": PLANS})
 
 

@@ -229,7 +229,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a learned table shorter than the longest text": (
         {"schemes.table": {"encoding": {"name": "learned", "max_length": 174}}},
-        ["schemes.table.encoding:", "max_length=174 positions", "this recipe reads texts of 175 tokens"],
+        ["schemes.table.encoding:", "max_length=174 positions", "it reads texts of 175 tokens"],
+    ),
+    "a panel without a scheme": (
+        {"panels": {"All": ["*"], "Sinks": ["GOAT*"]}},
+        ["panels.Sinks: no scheme is like 'GOAT*'; there are ALiBi, BAM + SSMax"],
     ),
     "a base multiplier with another encoding": (
         {"schemes.ALiBi": {"encoding": "sinusoidal", "at_evaluation": {"base_multiplier": 50}}},

@@ -146,3 +146,30 @@ def test_the_report_has_a_section_for_axes_and_extensions(swept, tmp_path, monke
     assert "Student" in page
     # Training lengths differ, so that there is no multiple of one.
     assert "× training" not in page
+
+
+def test_a_recipe_says_what_stands_together(swept):
+    """Extended models too; what is in no panel is not in these figures."""
+    recipe = swept["recipe"] | {"panels": {"Starts": ["BAM · init=*", "BAM"], "Longer": [f"{FIRST}, *"]}}
+    told = swept | {"recipe": recipe}
+    starts = ["BAM · init=laplace", "BAM · init=sampled", "BAM"]
+    for draw in (comparison.passkey_by_length, comparison.perplexity_by_position):
+        panels = _panels(draw(told))
+        assert {title: _keys(axes)[: 3 if title == "Starts" else 2] for title, axes in panels.items()} == {
+            "Starts": starts,
+            "Longer": [LONGER, SHIFTED],
+        }
+    assert comparison.passkey_by_length(told, "a task").get_suptitle() == "a task"
+    none = swept | {"recipe": swept["recipe"] | {"panels": {"Sinks": ["GOAT"]}}}
+    assert len(_panels(comparison.passkey_by_length(none))) == 1
+
+
+def test_many_schemes_have_lines_for_seeds_in_place_of_bands(swept):
+    told = swept | {"recipe": swept["recipe"] | {"panels": {"All": ["*"]}}}
+    (axes,) = _panels(comparison.perplexity_by_position(told)).values()
+    assert "thin: single seeds" in axes.get_ylabel()
+    assert not _by_gid(axes, "interval:BAM")
+    for seed in SEEDS:
+        (line,) = _by_gid(axes, f"seed:BAM:{seed}")
+        rows = [row for row in swept["perplexity"] if (row["scheme"], row["seed"]) == ("BAM", seed)]
+        assert list(line.get_ydata()) == pytest.approx([math.exp(row["nll"]) for row in rows])

@@ -9,7 +9,7 @@ from synthetic_results import make_results
 from attention_priors.report import write_figures, write_tables
 from attention_priors.report.figures.drawing import NothingToShowError
 from attention_priors.report.figures.needle_weights import needle_weight_by_length
-from attention_priors.report.selections.needle_weights import looking_heads, plans_with_weights
+from attention_priors.report.selections.needle_weights import mean_weights, plans_with_weights
 
 
 def results() -> dict[str, Any]:
@@ -25,10 +25,10 @@ def results() -> dict[str, Any]:
 
 
 def test_the_head_that_gives_most_at_first_is_followed() -> None:
-    found = looking_heads(results(), "drowning", "ALiBi")
+    found = mean_weights(results(), "drowning", "ALiBi")
     assert {length: round(one.mean, 9) for length, one in found.items()} == {160: 0.7, 8192: 0.45}
     assert found[160].low < 0.7 < found[160].high
-    assert looking_heads(results(), "drowning", "BAM") == {}
+    assert mean_weights(results(), "drowning", "BAM") == {}
 
 
 def test_figure_and_table(tmp_path: Any) -> None:
@@ -43,6 +43,18 @@ def test_figure_and_table(tmp_path: Any) -> None:
     (path,) = [path for path in write_tables(results(), tmp_path) if path.name == "needle_weights.md"]
     assert "| drowning | ALiBi | 70.0 [" in path.read_text(encoding="utf-8")
     assert tmp_path / "needle-weights-drowning.png" in write_figures(results(), tmp_path)
+
+
+def test_a_line_for_each_seed_and_a_panel_for_each_group() -> None:
+    told = results()
+    told["recipe"] = told["recipe"] | {"panels": {"One": ["ALiBi"], "Other": ["BAM"]}}
+    for given in (told, results()):
+        (axes,) = needle_weight_by_length(given, "drowning").axes[:1]
+        lines = {line.get_gid(): list(np.asarray(line.get_ydata())) for line in axes.lines}
+        assert lines[f"seed:ALiBi:{given['seeds'][0]}"] == pytest.approx([80, 70])
+        assert lines[f"seed:ALiBi:{given['seeds'][1]}"] == pytest.approx([60, 20])
+    # Nothing was measured of the other panel's scheme.
+    assert [axes.get_title(loc="left") for axes in needle_weight_by_length(told, "drowning").axes] == ["One"]
 
 
 def test_without_weights_there_is_nothing_to_show() -> None:

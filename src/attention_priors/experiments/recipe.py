@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -199,6 +200,9 @@ class Recipe(Strict):
     schemes: dict[str, Scheme] = Field(min_length=1)
     sweep: Sweep | None = None
     """Multiplies schemes over axes; none in a recipe that has been read, whose schemes are those it has made."""
+    panels: dict[str, Annotated[list[str], Field(min_length=1)]] = Field(default_factory=dict)
+    """What the figures of all schemes show: a panel for each, with the schemes, extended ones too, whose names are like
+    one of its patterns (``*``: anything). Without it all schemes share one panel."""
 
     @model_validator(mode="before")
     @classmethod
@@ -236,12 +240,20 @@ class Recipe(Strict):
             for extension in self.extensions_of(name).values():
                 if extension.name in self.schemes:
                     raise ValueError(f"schemes.{extension.name}: {name!r} will be called so once it is extended")
-        longest = self.longest_text
+        self._check_panels()
         for name, scheme in self.schemes.items():
+            longest = self.longest_text_of(name)
             self._check_positions(name, "", scheme, longest)
             for way, extension in self.extensions_of(name).items():
                 self._check_positions(name, f".extensions.{way}", extension.positions, longest)
         return self
+
+    def _check_panels(self) -> None:
+        names = [*self.schemes, *(one.name for name in self.schemes for one in self.extensions_of(name).values())]
+        for title, patterns in self.panels.items():
+            for pattern in patterns:
+                if not fnmatch.filter(names, pattern):
+                    raise ValueError(f"panels.{title}: no scheme is like {pattern!r}; there are {', '.join(names)}")
 
     def _check_positions(self, name: str, section: str, positions: PositionSettings, longest: int) -> None:
         """Make sure that a model can be made, and that it has all the positions that it will read."""
@@ -254,7 +266,7 @@ class Recipe(Strict):
         if isinstance(encoding, LearnedTable) and encoding.max_length < longest:
             raise ValueError(
                 f"{place}.encoding: the learned table has max_length={encoding.max_length} positions, "
-                f"but this recipe reads texts of {longest} tokens"
+                f"but it reads texts of {longest} tokens"
             )
         if self.schemes[name].at_evaluation.base_multiplier is not None and not isinstance(encoding, Rotary):
             raise ValueError(
@@ -271,21 +283,22 @@ class Recipe(Strict):
     @property
     def longest_text(self) -> int:
         """Tokens of the longest text that any scheme reads."""
-        lengths: list[int] = []
-        for name in self.schemes:
-            lengths.append(self.training_of(name).context_length)
-            lengths += [extension.context_length for extension in self.extensions_of(name).values()]
-            evaluation = self.evaluation_of(name)
-            if evaluation.passkey is not None:
-                lengths += [length + ANSWER_LENGTH for length in evaluation.passkey.lengths]
-            if evaluation.perplexity is not None:
-                lengths.append(evaluation.perplexity.length)
-            if evaluation.copying is not None:
-                lengths += evaluation.copying.lengths
-            if evaluation.sink_mass is not None:
-                lengths.append(evaluation.sink_mass.length)
-            lengths += [plan.longest_text for plan in evaluation.plans.values()]
-        return max(lengths)
+        return max(self.longest_text_of(name) for name in self.schemes)
+
+    def longest_text_of(self, scheme: str) -> int:
+        """Tokens of the longest text that a scheme reads."""
+        evaluation = self.evaluation_of(scheme)
+        lengths = [self.training_of(scheme).context_length]
+        lengths += [extension.context_length for extension in self.extensions_of(scheme).values()]
+        if evaluation.passkey is not None:
+            lengths += [length + ANSWER_LENGTH for length in evaluation.passkey.lengths]
+        if evaluation.perplexity is not None:
+            lengths.append(evaluation.perplexity.length)
+        if evaluation.copying is not None:
+            lengths += evaluation.copying.lengths
+        if evaluation.sink_mass is not None:
+            lengths.append(evaluation.sink_mass.length)
+        return max([*lengths, *(plan.longest_text for plan in evaluation.plans.values())])
 
     def model_of(self, scheme: str) -> DecoderSizes:
         """The sizes of one scheme's model."""

@@ -110,6 +110,9 @@ class _Model:
     folder: Path
     description: str
     context_length: int
+    """That it is for."""
+    trained_length: int
+    """That it was last trained at: an extension may go without training."""
     axes: dict[str, str | int | float]
     extended_from: _Model | None = None
 
@@ -130,10 +133,10 @@ def _models(recipe: Recipe, output: Path, scheme: str, seed: int) -> Iterator[_M
     own, length = recipe.schemes[scheme], recipe.training_of(scheme).context_length
     extensions = recipe.extensions_of(scheme)
     if not extensions:
-        yield _Model(scheme, seed, folder, describe(own), length, own.axes)
+        yield _Model(scheme, seed, folder, describe(own), length, length, own.axes)
         return
     axes = {SCHEME_AXIS: scheme} | own.axes
-    first = _Model(scheme, seed, folder, describe(own), length, axes | {EXTENSION_AXIS: BEFORE})
+    first = _Model(scheme, seed, folder, describe(own), length, length, axes | {EXTENSION_AXIS: BEFORE})
     yield first
     for way, extension in extensions.items():
         extended = extended_folder(folder, way)
@@ -141,7 +144,10 @@ def _models(recipe: Recipe, output: Path, scheme: str, seed: int) -> Iterator[_M
             words = describe(own.model_copy(update=extension.positions.model_dump()))
             words += f" · {_trained_on(extension.training, extension.context_length)}, from {scheme}"
             stands = axes | {EXTENSION_AXIS: way}
-            yield _Model(extension.name, seed, extended, words, extension.context_length, stands, extended_from=first)
+            trained = length if extension.training is None else extension.training.context_length
+            yield _Model(
+                extension.name, seed, extended, words, extension.context_length, trained, stands, extended_from=first
+            )
 
 
 def _trained_on(training: MixtureSettings | None, context_length: int) -> str:
@@ -154,7 +160,7 @@ def _scheme_entry(model: _Model, training: dict[str, Any]) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "name": model.name,
         "description": model.description,
-        "context_length": model.context_length,
+        "context_length": model.trained_length,
         "parameters": training["parameters"],
         "prior_parameters": training["prior_parameters"],
     }

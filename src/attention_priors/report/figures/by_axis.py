@@ -6,9 +6,7 @@ All take a results dictionary and, to leave the other axes out, the name of one;
 
 from __future__ import annotations
 
-import math
-import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.artist import Artist
@@ -16,7 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
-from matplotlib.transforms import ScaledTranslation
 
 from attention_priors.report.figures.drawing import (
     Looks,
@@ -29,33 +26,37 @@ from attention_priors.report.figures.drawing import (
     perplexity_label,
     training_key,
 )
-from attention_priors.report.figures.style import blank, label, look, tidy
+from attention_priors.report.figures.panels import draw_panels
+from attention_priors.report.figures.style import label
 from attention_priors.report.selections.axes import Comparison, comparisons
 from attention_priors.report.selections.heads import gaussian_heads, logit_scales
 from attention_priors.report.selections.results import Results, rows, schemes_with
 
-Draw = Callable[[Axes, Looks, Mapping[str, str]], list[Artist]]
-"""Draws schemes on a panel, and returns the keys of its legend; it is given what each scheme is called there."""
-
-
-_LONG_NAME = 18
-"""Characters."""
-
 
 def passkey_by_axis(results: Results, axis: str | None = None) -> Figure:
     """The share of pass keys retrieved against context length, a panel per comparison."""
+    return passkey_panels(results, _along(results, axis))
+
+
+def passkey_panels(results: Results, compared: Sequence[Comparison], what: str = "pass keys retrieved") -> Figure:
+    """As :func:`passkey_by_axis`, of given comparisons."""
 
     def draw(axes: Axes, looks: Looks, names: Mapping[str, str]) -> list[Artist]:
         marks = draw_passkeys(axes, results, looks, panel=True)
         axes.set_xlabel("context length, tokens", fontsize=9)
-        axes.set_ylabel("pass keys retrieved, %\n(bars: 95 % interval)", fontsize=9)
+        axes.set_ylabel(f"{what}, %\n(bars: 95 % interval)", fontsize=9)
         return [*(line_key(looks[scheme], names[scheme]) for scheme in looks), *marks, training_key()]
 
-    return _panels(results, axis, schemes_with(results, "passkey"), draw, "passkey")
+    return draw_panels(_shown(compared, schemes_with(results, "passkey"), "passkey"), draw)
 
 
 def perplexity_by_axis(results: Results, axis: str | None = None) -> Figure:
     """Perplexity against position, a panel per comparison."""
+    return perplexity_panels(results, _along(results, axis))
+
+
+def perplexity_panels(results: Results, compared: Sequence[Comparison]) -> Figure:
+    """As :func:`perplexity_by_axis`, of given comparisons."""
     finite = [
         scheme
         for scheme in schemes_with(results, "perplexity")
@@ -69,7 +70,7 @@ def perplexity_by_axis(results: Results, axis: str | None = None) -> Figure:
         axes.set_ylabel(words.replace(" (", "\n("), fontsize=8.5)
         return [*(line_key(looks[scheme], names[scheme]) for scheme in looks), training_key()]
 
-    return _panels(results, axis, finite, draw, "perplexity")
+    return draw_panels(_shown(compared, finite, "perplexity"), draw)
 
 
 def theta_by_axis(results: Results, axis: str | None = None) -> Figure:
@@ -85,7 +86,7 @@ def theta_by_axis(results: Results, axis: str | None = None) -> Figure:
             for scheme, one in looks.items()
         ]
 
-    return _panels(results, axis, shown, draw, "priors")
+    return draw_panels(_shown(_along(results, axis), shown, "priors"), draw)
 
 
 def logit_scales_by_axis(results: Results, axis: str | None = None) -> Figure:
@@ -106,7 +107,7 @@ def logit_scales_by_axis(results: Results, axis: str | None = None) -> Figure:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
         return [line_key(one._replace(marker=""), names[scheme]) for scheme, one in looks.items()]
 
-    return _panels(results, axis, list(values), draw, "logit_scales")
+    return draw_panels(_shown(_along(results, axis), list(values), "logit_scales"), draw)
 
 
 def axes_of_figures(results: Results) -> list[str | None]:
@@ -115,40 +116,20 @@ def axes_of_figures(results: Results) -> list[str | None]:
     return list(dict.fromkeys(axes)) if len(set(axes)) < len(axes) else [None] if axes else []
 
 
-def _panels(results: Results, axis: str | None, shown: list[str], draw: Draw, section: str) -> Figure:
-    found = [
-        (comparison, [scheme for scheme in comparison.values if scheme in shown])
-        for comparison in comparisons(results)
-        if axis in (None, comparison.axis)
-    ]
-    found = [(comparison, schemes) for comparison, schemes in found if len(schemes) > 1]
+def _along(results: Results, axis: str | None) -> list[Comparison]:
+    """The comparisons along an axis, or along all of them, that are any."""
+    found = [comparison for comparison in comparisons(results) if axis in (None, comparison.axis)]
     if not found:
         what = "" if axis is None else f" along the axis {axis!r}"
-        raise NothingToShowError(f"results[{section!r}] must hold rows of schemes that are compared{what}; it does not")
-    columns = min(2, len(found))
-    lines = math.ceil(len(found) / columns)
-    keys = max(len(schemes) for _, schemes in found) + 1
-    figure = blank(0.2 + (2.6 + 0.09 * keys) * lines)
-    grid = figure.subplots(lines, columns, squeeze=False)
-    for panel in grid.flat[len(found) :]:
-        panel.set_visible(False)
-    for panel, (comparison, schemes) in zip(grid.flat, found, strict=False):
-        _panel(figure, panel, comparison, schemes, draw, columns)
-    return figure
+        raise NothingToShowError(f"results must hold schemes that are compared{what}; they do not")
+    return found
 
 
-def _panel(figure: Figure, axes: Axes, comparison: Comparison, schemes: list[str], draw: Draw, columns: int) -> None:
-    tidy(axes)
-    axes.tick_params(labelsize=8.5)
-    looks = {scheme: look(index) for index, scheme in enumerate(schemes)}
-    keys = draw(axes, looks, comparison.values)
-    title = textwrap.fill(label(comparison.title), 40 if columns == 2 else 90)
-    axes.set_title(title, loc="left", fontsize=9.5, fontweight="bold")
-    # Two short names fit beside each other under a panel that is half as wide as the figure.
-    names = [len(name) for name in comparison.values.values()]
-    beside = (1 if max(names) > _LONG_NAME else 2) * (1 if columns == 2 else 2)
-    below_the_label = axes.transAxes + ScaledTranslation(0, -0.45, figure.dpi_scale_trans)
-    axes.legend(
-        handles=keys, loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=below_the_label, ncols=beside,
-        frameon=False, fontsize=8, handlelength=2.4, columnspacing=1.2,
-    )  # fmt: skip
+def _shown(compared: Sequence[Comparison], schemes: Sequence[str], section: str) -> list[tuple[Comparison, list[str]]]:
+    """Of each comparison the schemes that have rows in a section; those of one scheme alone compare nothing."""
+    found = [(one, [scheme for scheme in one.values if scheme in schemes]) for one in compared]
+    found = [(one, shown) for one, shown in found if len(shown) > 1]
+    if not found:
+        titles = ", ".join(one.title for one in compared)
+        raise NothingToShowError(f"results[{section!r}] must hold rows of schemes compared in {titles}; it does not")
+    return found

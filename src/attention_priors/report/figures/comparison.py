@@ -19,6 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from attention_priors.report.figures.by_axis import passkey_panels, perplexity_panels
 from attention_priors.report.figures.drawing import (
     DEPTH_OF_CUT,
     NothingToShowError,
@@ -39,7 +40,7 @@ from attention_priors.report.figures.drawing import (
 )
 from attention_priors.report.figures.style import GREY, MARKERS, blank, label, looks, tidy
 from attention_priors.report.numbers import listing, percent
-from attention_priors.report.selections.axes import overview
+from attention_priors.report.selections.axes import overview, panels
 from attention_priors.report.selections.heads import gaussian_heads, logit_scales
 from attention_priors.report.selections.results import Results, Row, count_passkeys, distinct, rows, training_length
 
@@ -50,8 +51,13 @@ def passkey_by_length(results: Results, title: str = "") -> Figure:
     """The share of pass keys retrieved against context length, with intervals; with a title, the score of that task.
 
     Shares are pooled over depths and seeds; where there are several seeds, each is a thin line as well.
-    Points are moved sideways a little, so that intervals do not hide each other.
+    Points are moved sideways a little, so that intervals do not hide each other. Where the recipe has panels, so has
+    the figure.
     """
+    if compared := panels(results):
+        figure = passkey_panels(results, compared, "score" if title else "pass keys retrieved")
+        figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
+        return figure
     look = looks(results)
     shown = {scheme: look[scheme] for scheme in require(results, "passkey", overview(results))}
     figure, axes = start(height=4.5)
@@ -134,7 +140,14 @@ def passkey_heatmap(results: Results, scheme: str) -> Figure:
 
 
 def perplexity_by_position(results: Results, title: str = "") -> Figure:
-    """Perplexity against position: e to the mean loss over seeds, with its interval where there are several."""
+    """Perplexity against position: e to the mean loss over seeds, with its interval where there are several.
+
+    Where the recipe has panels, so has the figure.
+    """
+    if compared := panels(results):
+        figure = perplexity_panels(results, compared)
+        figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
+        return figure
     look = looks(results)
     shown = {scheme: look[scheme] for scheme in require(results, "perplexity", overview(results))}
     figure, axes = start(height=4.5)

@@ -24,6 +24,7 @@ from attention_priors.report.selections.results import (
     count_passkeys,
     distinct,
     number,
+    perplexity_curve,
     perplexity_estimates,
     rows,
     schemes_with,
@@ -38,10 +39,15 @@ DEPTH_OF_CUT = 30.0
 """Log-priors are drawn down to this many nats below their maximum: e^-30 is no weight at all."""
 
 
+MOST_BANDS = 6
+"""Of intervals over seeds on one pair of axes."""
+
 Looks = Mapping[str, Look]
 """The schemes that are drawn, in order, and how."""
 
 _LARGEST_LOG_TICK = 30
+_KEY_WIDTH, _CHARACTER_WIDTH = 0.5, 0.072
+"""Inches, of a legend's keys and characters."""
 _NARROWEST_THETAS = 0.5
 
 
@@ -103,6 +109,8 @@ def draw_passkeys(axes: Axes, results: Results, looks: Looks, *, panel: bool = F
 def draw_perplexity(axes: Axes, results: Results, looks: Looks, *, panel: bool = False) -> dict[str, float]:
     """Perplexity against position, with a band that is Student's 95 % interval over seeds, where there are several.
 
+    Of more than :data:`MOST_BANDS` schemes the bands would hide each other: each seed is a thin line then.
+
     Returns:
         The highest perplexity of each scheme whose curve leaves the axes.
 
@@ -118,7 +126,9 @@ def draw_perplexity(axes: Axes, results: Results, looks: Looks, *, panel: bool =
         x = list(curve)
         mean, low, high = (np.array(values) for values in zip(*curve.values(), strict=True))
         axes.plot(x, mean, **looks[scheme]._asdict(), label=label(scheme), markersize=4.5, linewidth=1.8, zorder=3)
-        if np.isfinite(low).any():
+        if len(estimates) > MOST_BANDS:
+            _seeds_of_perplexity(axes, rows(results, "perplexity", scheme), looks[scheme], scheme)
+        elif np.isfinite(low).any():
             axes.fill_between(
                 x, low, high, color=looks[scheme].color, alpha=0.13, linewidth=0, zorder=1, gid=f"interval:{scheme}"
             )
@@ -133,6 +143,15 @@ def draw_perplexity(axes: Axes, results: Results, looks: Looks, *, panel: bool =
     return {scheme: top for scheme, top in tops.items() if top > cut}
 
 
+def _seeds_of_perplexity(axes: Axes, selected: Sequence[Row], look: Look, scheme: str) -> None:
+    seeds = distinct(selected, "seed")
+    for seed in seeds if len(seeds) > 1 else ():
+        curve = perplexity_curve(row for row in selected if row["seed"] == seed)
+        axes.plot(
+            list(curve), list(curve.values()), color=look.color, linewidth=0.7, alpha=0.5, gid=f"seed:{scheme}:{seed}"
+        )
+
+
 def perplexity_label(results: Results, looks: Looks, end: float | None) -> str:
     """What the axis of :func:`draw_perplexity` shows, in one line.
 
@@ -142,7 +161,8 @@ def perplexity_label(results: Results, looks: Looks, end: float | None) -> str:
         end: where the axis ends, if curves go beyond it.
     """
     several = any(len(distinct(rows(results, "perplexity", scheme), "seed")) > 1 for scheme in looks)
-    notes = ["bands: 95 % interval"] if several else []
+    spread = "thin: single seeds" if len(looks) > MOST_BANDS else "bands: 95 % interval"
+    notes = [spread] if several else []
     notes += [] if end is None else [f"axis ends at {quantity(end)}"]
     return f"perplexity, per token ({'; '.join(notes)})" if notes else "perplexity, per token"
 
@@ -280,7 +300,9 @@ def start(height: float, width: float = WIDTH) -> tuple[Figure, Axes]:
 
 
 def legend_below(figure: Figure, keys: Sequence[Artist], columns: int = 3) -> None:
-    """A legend under the axes, which keep their height however many lines it has."""
+    """A legend under the axes, which keep their height; where names are long it has fewer columns."""
+    widest = max(len(str(key.get_label())) for key in keys)
+    columns = max(1, min(columns, int(figure.get_figwidth() / (_KEY_WIDTH + _CHARACTER_WIDTH * widest))))
     lines = math.ceil(len(keys) / columns)
     figure.set_figheight(figure.get_figheight() + 0.2 * lines)
     figure.legend(

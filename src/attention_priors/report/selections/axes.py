@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,17 @@ def comparisons(results: Results) -> list[Comparison]:
                     {other: str(value) for other, value in others if (other, value) not in shared},
                 )
             )
+    return found
+
+
+def panels(results: Results) -> list[Comparison]:
+    """What the recipe wants to be shown together: schemes by patterns of their names, a comparison for each panel."""
+    names = [entry["name"] for entry in results["schemes"]]
+    found = []
+    for title, patterns in results["recipe"].get("panels", {}).items():
+        shown = dict.fromkeys(name for pattern in patterns for name in fnmatch.filter(names, pattern))
+        if shown:
+            found.append(Comparison(title, {name: name for name in shown}, {}))
     return found
 
 

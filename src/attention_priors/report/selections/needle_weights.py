@@ -11,18 +11,21 @@ def plans_with_weights(results: Results) -> list[str]:
     return list(dict.fromkeys(row["plan"] for row in rows(results, "needle_weights")))
 
 
-def looking_heads(results: Results, plan: str, scheme: str) -> dict[int, Estimate]:
-    """By length: the weight, from 0 to 1, that the head which gives most at the shortest length gives at each.
-
-    It is chosen in each seed and followed; mean and interval over seeds.
-    """
+def looking_heads(results: Results, plan: str, scheme: str) -> dict[int, dict[int, float]]:
+    """Of each seed, by length: the weight, from 0 to 1, of the head that gives most at the shortest length."""
     mine = [row for row in rows(results, "needle_weights", scheme) if row["plan"] == plan]
-    found: dict[int, list[float]] = {}
+    found: dict[int, dict[int, float]] = {}
     for seed in distinct(mine, "seed"):
         own = [row for row in mine if row["seed"] == seed]
         shortest = min(row["length"] for row in own)
         most = max((row for row in own if row["length"] == shortest), key=lambda row: row["weight"])
-        for row in own:
-            if (row["layer"], row["head"]) == (most["layer"], most["head"]):
-                found.setdefault(row["length"], []).append(row["weight"])
-    return {length: over_seeds(values) for length, values in sorted(found.items())}
+        followed = [row for row in own if (row["layer"], row["head"]) == (most["layer"], most["head"])]
+        found[seed] = {row["length"]: row["weight"] for row in sorted(followed, key=lambda row: row["length"])}
+    return found
+
+
+def mean_weights(results: Results, plan: str, scheme: str) -> dict[int, Estimate]:
+    """The weights of :func:`looking_heads` by length: mean and interval over seeds."""
+    of_seeds = looking_heads(results, plan, scheme).values()
+    lengths = sorted({length for one in of_seeds for length in one})
+    return {length: over_seeds([one[length] for one in of_seeds if length in one]) for length in lengths}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attention_priors.intervals import Estimate
-from attention_priors.report.selections.needle_weights import looking_heads, plans_with_weights
+from attention_priors.report.selections.needle_weights import mean_weights, plans_with_weights
 from attention_priors.report.selections.plans import retrieval_views
 from attention_priors.report.selections.results import Results, distinct, rows, schemes_with
 from attention_priors.report.tables.cells import ABSENT, PASSKEYS, SHARES, Shares, cells_at_lengths, with_first
@@ -45,7 +45,7 @@ def needle_weight_grid(results: Results) -> Grid:
     for plan in plans_with_weights(results):
         group: list[Line] = []
         for name in schemes_with(results, "needle_weights"):
-            found = looking_heads(results, plan, name)
+            found = mean_weights(results, plan, name)
             if found:
                 shares = {length: Estimate(*(100 * value for value in one)) for length, one in found.items()}
                 group.append(["" if group else plan, name, *cells_at_lengths(shares, lengths, "{:.1f}".format)])
