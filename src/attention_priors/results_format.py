@@ -2,8 +2,8 @@
 
 One object: ``format``, ``recipe``, ``versions``, ``machine``, ``seeds``, ``created``, ``wall_seconds``, ``schemes`` in
 display order, and the row lists of :data:`SECTIONS`, each row naming its ``scheme`` and ``seed``. Schemes that stand on
-axes (``axes``) are compared along them; ``context_length`` is what a scheme was last trained at, in tokens. A list may be empty or missing: what would be made of it is then left out.
-Numbers that do not exist are null.
+axes (``axes``) are compared along them; ``context_length`` is what a scheme was last trained at, in tokens. A list may
+be empty or missing: what would be made of it is then left out. Numbers that do not exist are null.
 """
 
 FORMAT = 1
