@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 RESULTS ?= docs/results
-RECIPES := $(wildcard recipes/results/*.yaml) recipes/digits.yaml
+RECIPES := $(wildcard recipes/results/*.yaml) recipes/digits-tuning.yaml recipes/digits.yaml
 
 .PHONY: demo test results format
 .DELETE_ON_ERROR:
