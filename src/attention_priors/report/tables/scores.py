@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from attention_priors.intervals import Estimate
 from attention_priors.report.selections.needle_weights import mean_weights, plans_with_weights
 from attention_priors.report.selections.plans import retrieval_views
@@ -47,13 +49,19 @@ def needle_weight_grid(results: Results) -> Grid:
         for name in schemes_with(results, "needle_weights"):
             found = mean_weights(results, plan, name)
             if found:
-                shares = {length: Estimate(*(100 * value for value in one)) for length, one in found.items()}
+                shares = {length: _percent(one) for length, one in found.items()}
                 group.append(["" if group else plan, name, *cells_at_lengths(shares, lengths, "{:.1f}".format)])
         groups.append(group)
     caption = (
         "Attention on the pass key when it is asked for, %: the weight that the question's last token gives to the "
         "sentences with the key, of the head that gives most at the shortest length, by length in tokens; mean over "
         "texts. Mean over seeds, in each its own head, with Student's 95 % interval (where there are two seeds at "
-        "least)."
+        "least), cut to 0–100 %."
     )
     return Grid("needle_weights", caption, ["plan", "scheme", *map(str, lengths)], groups, words=2)
+
+
+def _percent(share: Estimate) -> Estimate:
+    """In percent, the interval cut to what a share can be; nan stays nan."""
+    ends = (float(np.clip(100 * end, 0, 100)) for end in (share.low, share.high))
+    return Estimate(100 * share.mean, *ends)
