@@ -37,7 +37,7 @@ def sink_margin(logits: AttentionLogits, key: int) -> Margin:
     Raises:
         ValueError: there is no such key.
     """
-    _check_key(logits.visible.shape[-1], key)
+    _check_key(logits.content.shape[-1], key)
     others = logits.visible.clone()
     others[..., key] = False
     total = logits.content + logits.position

@@ -56,17 +56,15 @@ def passkey_by_length(results: Results, title: str = "") -> Figure:
     """
     if compared := panels(results):
         figure = passkey_panels(results, compared, "score" if title else "pass keys retrieved")
-        figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
-        return figure
+        return _titled(figure, title)
     look = looks(results)
     shown = {scheme: look[scheme] for scheme in require(results, "passkey", overview(results))}
     figure, axes = start(height=4.5)
     marks = draw_passkeys(axes, results, shown)
     axes.set_ylabel(f"{'score' if title else 'pass keys retrieved'}, % (bars: 95 % interval)")
     axes.set_xlabel("context length, tokens")
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
     legend_below(figure, [*(line_key(look[scheme], scheme) for scheme in shown), *marks])
-    return figure
+    return _titled(figure, title)
 
 
 def passkey_heatmap(results: Results, scheme: str) -> Figure:
@@ -146,8 +144,7 @@ def perplexity_by_position(results: Results, title: str = "") -> Figure:
     """
     if compared := panels(results):
         figure = perplexity_panels(results, compared)
-        figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
-        return figure
+        return _titled(figure, title)
     look = looks(results)
     shown = {scheme: look[scheme] for scheme in require(results, "perplexity", overview(results))}
     figure, axes = start(height=4.5)
@@ -157,9 +154,8 @@ def perplexity_by_position(results: Results, title: str = "") -> Figure:
         names = listing([f"{label(scheme)} (up to {rough(highest)})" for scheme, highest in beyond.items()])
         axes.set_title(textwrap.fill(f"Beyond the axis: {names}", 92), loc="left", fontsize=9)
     axes.set_xlabel("position in the text, tokens")
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
     legend_below(figure, [line_key(look[scheme], scheme) for scheme in shown])
-    return figure
+    return _titled(figure, title)
 
 
 def prior_curves(results: Results, scheme: str) -> Figure:
@@ -257,3 +253,8 @@ def logit_scale_histogram(results: Results) -> Figure:
 def _shape(panel: Iterable[Row]) -> str:
     """What makes two panels look the same."""
     return json.dumps(sorted([row["head"], row["distance"], row["log_prior"]] for row in panel))
+
+
+def _titled(figure: Figure, title: str) -> Figure:
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
+    return figure

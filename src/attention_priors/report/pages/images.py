@@ -12,7 +12,7 @@ from attention_priors.report.figures.style import png
 from attention_priors.report.pages.rendering import embedded_figure, render
 from attention_priors.report.selections.images import maps_of_first_seed
 from attention_priors.report.selections.results import Results
-from attention_priors.report.tables.grid import latex, markdown
+from attention_priors.report.tables.grid import write_grids
 from attention_priors.report.tables.images import accuracy_grid, image_training_grid
 
 
@@ -34,9 +34,7 @@ def write_image_results(results: Results, folder: Path) -> Path:
     for stem, (figure, _) in figures.items():
         write_bytes(folder / "figures" / f"{stem}.png", png(figure))
     grids = [accuracy_grid(results), image_training_grid(results)]
-    for grid in grids:
-        for ending, content in (("md", markdown(grid)), ("tex", latex(grid))):
-            write_bytes(folder / "tables" / f"{grid.stem}.{ending}", content.encode())
+    write_grids(grids, folder / "tables")
     page = folder / "report.html"
     recipe = yaml.safe_dump(results["recipe"], sort_keys=False, allow_unicode=True, width=88)
     shown = [embedded_figure(figure, words) for figure, words in figures.values()]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from attention_priors.files import write_bytes
 from attention_priors.report.selections.results import Results, check_results
 from attention_priors.report.tables.axes import axis_grid, extension_grid
-from attention_priors.report.tables.grid import Grid, latex, markdown
+from attention_priors.report.tables.grid import Grid, write_grids
 from attention_priors.report.tables.heads import head_count_grid, prior_mass_grid
 from attention_priors.report.tables.losses import completion_grid, copying_grid, loss_grid, perplexity_grid
 from attention_priors.report.tables.runs import timing_grid, training_grid
@@ -41,10 +40,4 @@ def write_tables(results: Results, folder: Path) -> list[Path]:
     Raises:
         ValueError: ``results`` is of an unknown format, or one of its rows names an unknown scheme.
     """
-    written = []
-    for grid in result_grids(results):
-        for ending, content in (("md", markdown(grid)), ("tex", latex(grid))):
-            path = Path(folder) / f"{grid.stem}.{ending}"
-            write_bytes(path, content.encode())
-            written.append(path)
-    return written
+    return write_grids(result_grids(results), Path(folder))

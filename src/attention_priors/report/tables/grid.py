@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
+
+from attention_priors.files import write_bytes
 
 
 class Cell(NamedTuple):
@@ -63,6 +66,17 @@ def latex(grid: Grid) -> str:
             "\\bottomrule\n\\end{tabular}\n\\end{table}\n",
         ]
     )
+
+
+def write_grids(grids: Iterable[Grid], folder: Path) -> list[Path]:
+    """Write each table in both forms, under its ``stem``; the files."""
+    written = []
+    for grid in grids:
+        for ending, content in (("md", markdown(grid)), ("tex", latex(grid))):
+            path = folder / f"{grid.stem}.{ending}"
+            write_bytes(path, content.encode())
+            written.append(path)
+    return written
 
 
 def _markdown_cell(cell: Cell | str) -> str:
