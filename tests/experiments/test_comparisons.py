@@ -16,7 +16,8 @@ from attention_priors import experiments
 from attention_priors.cli import app
 from attention_priors.data import load_corpus
 from attention_priors.evaluation import PasskeySettings, has_given_up, position_bins
-from attention_priors.experiments import RecipeError, RunFailedError, compare
+from attention_priors.experiments import Recipe, RecipeError, RunFailedError, compare
+from attention_priors.experiments.compare import processes_at_a_time
 
 SCHEMES = ["ALiBi", "BAM + SSMax"]
 
@@ -262,6 +263,19 @@ def test_processes_must_be_a_positive_number(tiny, tmp_path, quiet):
     with pytest.raises(ValueError, match="processes must be a positive integer, got 0"):
         compare(tiny(), tmp_path / "out", processes=0, console=quiet)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_more_processes_than_the_recipe_allows(tiny, tmp_path, quiet):
+    with pytest.raises(RecipeError, match="processes must be 1 at most, as the recipe says, got 2"):
+        compare(Recipe.model_validate(changed({"processes": 1})), tmp_path / "out", processes=2, console=quiet)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("allowed", "expected"), [(None, 8), (1, 1), (3, 3), (20, 8)])
+def test_processes_are_as_many_as_there_are_cores_for_and_the_recipe_allows(allowed, expected, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    recipe = Recipe.model_validate(changed({"processes": allowed, "threads_per_run": 2}))
+    assert processes_at_a_time(recipe, None) == expected
 
 
 @pytest.mark.parametrize("below", ["", "out"])

@@ -86,7 +86,7 @@ def compare(
         recipe: what to compare.
         output: the folder that holds everything.
         only: names of schemes, or patterns such as ``BAM*``; the others are left as they are.
-        processes: runs at a time; by default as many as there are cores for.
+        processes: runs at a time; by default as many as there are cores for, and as the recipe allows.
         console: where progress is shown.
 
     Returns:
@@ -101,8 +101,9 @@ def compare(
     chosen = {name for pattern in only for name in _matching(recipe, pattern)} or set(recipe.schemes)
     if processes is not None and processes < 1:
         raise ValueError(f"processes must be a positive integer, got {processes}")
+    at_a_time = processes_at_a_time(recipe, processes)
     with sole_writer(writable_folder(output)):
-        return _compare(recipe, output, chosen, processes, console)
+        return _compare(recipe, output, chosen, at_a_time, console)
 
 
 def _matching(recipe: AnyRecipe, pattern: str) -> list[str]:
@@ -116,7 +117,7 @@ def _compare(
     recipe: Recipe | ImageRecipe,
     output: Path,
     schemes: Collection[str],
-    processes: int | None,
+    processes: int,
     console: Console,
 ) -> dict[str, Any]:
     with console.status("Making ready what is read"):
@@ -146,12 +147,31 @@ def _compare(
     return results
 
 
+def processes_at_a_time(recipe: AnyRecipe, wanted: int | None) -> int:
+    """How many runs to carry out at a time.
+
+    Args:
+        recipe: what is carried out.
+        wanted: how many were asked for; None: as many as there are cores for, and as the recipe allows.
+
+    Raises:
+        RecipeError: the recipe does not allow so many.
+    """
+    most = recipe.processes
+    if wanted is not None and most is not None and wanted > most:
+        raise RecipeError(f"processes must be {most} at most, as the recipe says, got {wanted}")
+    if wanted is not None:
+        return wanted
+    cores = max(1, (os.cpu_count() or 1) // recipe.threads_per_run)
+    return cores if most is None else min(most, cores)
+
+
 def _run_all(
     pending: Sequence[tuple[str, int]],
     study: Study,
     recipe_file: Path,
     output: Path,
-    processes: int | None,
+    processes: int,
     console: Console,
     clock: WallClock,
 ) -> list[str]:
@@ -159,8 +179,6 @@ def _run_all(
     if not pending:
         return []
     failures: list[str] = []
-    if processes is None:
-        processes = max(1, (os.cpu_count() or 1) // study.recipe.threads_per_run)
     events: queue.Queue[tuple[_Worker, dict[str, Any] | None]] = queue.Queue()
     waiting, running, finished = list(pending), list[_Worker](), 0
     columns = (

@@ -46,6 +46,11 @@ class AnyRecipe(Protocol):
         """Of PyTorch."""
         ...
 
+    @property
+    def processes(self) -> int | None:
+        """Runs at a time at most; None: as many as there are cores for."""
+        ...
+
     def model_dump(self, *, mode: str = ..., exclude_defaults: bool = ...) -> dict[str, Any]:
         """As plain JSON."""
         ...

@@ -159,6 +159,8 @@ class ImageRecipe(Strict):
     evaluation: ImageEvaluation
     seeds: Seeds = (0,)
     threads_per_run: int = Field(default=1, gt=0)
+    processes: int | None = Field(default=None, gt=0)
+    """Runs at a time at most, however many cores there are."""
     schemes: dict[str, VisionScheme] = Field(min_length=1)
 
     @field_validator("schemes")
