@@ -1,6 +1,7 @@
 """What the papers prove about attention with a prior, checked on what the library computes."""
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention_priors import GeneralizedGaussian, Laplace, Prior, Spectral, attend
+from attention_priors import GeneralizedGaussian, Laplace, Prior, Spectral, Uniform, attend
+from attention_priors.analysis import context_sensitivity
 from attention_priors.attention.problem import make_problem
 from attention_priors.attention.reference import reference
 
@@ -42,7 +44,57 @@ def prior_weights(prior: Prior | None, length: int) -> Tensor:
 @pytest.mark.parametrize("name", PRIORS)
 @examples(5)
 @given(data=st.data(), seed=st.integers(0, 999))
-def test_posterior_is_the_product_of_content_and_position(name: str, data: st.DataObject, seed: int) -> None:
+def test_bam_definition_1_attention_is_the_expectation_of_its_values(name: str, data: st.DataObject, seed: int) -> None:
+    """BAM, Definition 1: ``Σ_j p_ij v_j`` with the probabilities ``p_ij = exp(score_ij) / Σ_z exp(score_iz)``."""
+    query, key = contents(seed)
+    prior = drawn_prior(data, name, seed)
+    value = torch.randn(1, 2, 12, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    positions = torch.arange(12)
+    score = query @ key.mT / math.sqrt(5)
+    if prior is not None:
+        score = score + prior.log_prior(positions, positions, torch.float64)
+    score = score.masked_fill(positions > positions.unsqueeze(-1), float("-inf"))
+    exponentials = (score - score.amax(-1, keepdim=True)).exp()
+    p = exponentials / exponentials.sum(-1, keepdim=True)
+    torch.testing.assert_close(attention_weights(query, key, prior), p, rtol=1e-8, atol=1e-12)
+    expectation = (p.unsqueeze(-1) * value.unsqueeze(-3)).sum(-2)
+    torch.testing.assert_close(attend(query, key, value, prior), expectation, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", PRIORS)
+@examples(5)
+@given(data=st.data(), seed=st.integers(0, 999))
+def test_bam_definition_2_weights_are_a_joint_probability_of_content_and_position(
+    name: str, data: st.DataObject, seed: int
+) -> None:
+    """BAM, Definition 2: ``p_ij = p(content | position) · p(position)``. Where scores add up the content depends on the
+    position by one number for each query, ``p(content | position) = p(content) / Z``; ``p(position)`` depends on no
+    content.
+    """
+    prior = drawn_prior(data, name, seed)
+    position = prior_weights(prior, 12)
+    impossible = position == 0
+    assert impossible[..., torch.ones(12, 12, dtype=torch.bool).triu(1)].all()
+    for drawn in (seed, seed + 1):
+        query, key = contents(drawn)
+        likelihood = (query @ key.mT / math.sqrt(5)).exp()
+        joint, content = attention_weights(query, key, prior), attention_weights(query, key, None)
+        torch.testing.assert_close(joint.sum(-1), torch.ones_like(joint[..., 0]))
+        assert (joint[impossible] == 0).all()
+        conditional = likelihood / (position * likelihood).sum(-1, keepdim=True)
+        torch.testing.assert_close(joint, conditional * position, rtol=1e-8, atol=1e-12)
+        z = (content * position).sum(-1, keepdim=True)
+        seen = content > 0
+        torch.testing.assert_close((content / z)[seen], conditional[seen], rtol=1e-8, atol=1e-12)
+        # The other way round: whatever the content, what it leaves of the joint probability is p(position).
+        rest = joint / likelihood
+        torch.testing.assert_close(rest / rest.sum(-1, keepdim=True), position, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", PRIORS)
+@examples(5)
+@given(data=st.data(), seed=st.integers(0, 999))
+def test_bam_theorem_1_posterior_is_the_product_of_the_marginals(name: str, data: st.DataObject, seed: int) -> None:
     """BAM, Theorem 1: ``p = p_content · p_position / Z`` with ``Z = Σ p_content p_position``, which is
     ``Z_joint / (Z_content Z_position)``.
     """
@@ -60,16 +112,44 @@ def test_posterior_is_the_product_of_content_and_position(name: str, data: st.Da
     _, content_lse = attend(query, key, value, return_lse=True)
     _, position_lse = attend(zero, zero, value, prior, return_lse=True)
     # With a sharply peaked prior, Z is a difference of numbers as large as the log-prior.
-    size = 1 + float(position_lse.abs().max())
+    size = 1 + float(position_lse.detach().abs().max())
     torch.testing.assert_close(
         joint_lse - content_lse - position_lse, z.squeeze(-1).log(), rtol=1e-8, atol=1e-13 * size
     )
 
 
+@examples(20)
+@given(seed=st.integers(0, 999), temperature=st.floats(0.1, 5.0))
+def test_goat_definition_2_1_attention_alone_minimises_the_cost_less_the_entropy(seed: int, temperature: float) -> None:
+    """GOAT, Definition 2.1: ``<p, -s> - τ H(p)`` with unscaled scores ``s`` is least for ``softmax(s / τ)`` alone."""
+    query, key = contents(seed)
+    unit = torch.eye(12, dtype=torch.float64).expand(1, 2, -1, -1)
+    best = attend(query, key, unit, causal=False, softmax_scale=1 / temperature)
+    score = query @ key.mT
+
+    def objective(p: Tensor) -> Tensor:
+        return -(p * score).sum(-1) + temperature * torch.special.xlogy(p, p).sum(-1)
+
+    # Among distributions it is stationary there: the gradient is the same for all keys.
+    gradient = -score + temperature * (best.log() + 1)
+    torch.testing.assert_close(gradient, gradient[..., :1].expand_as(gradient), rtol=0, atol=1e-9)
+    # And all others cost more, by τ KL(p ‖ best): drawn ones, the uniform one and each key for certain, and near ones.
+    drawn = torch.rand(best.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    others = [drawn / drawn.sum(-1, keepdim=True), torch.full_like(best, 1 / 12)]
+    others += [row.expand_as(best) for row in unit[0, 0]]
+    for other, step in product(others, (1.0, 0.01)):
+        p = best.lerp(other, step)
+        excess = objective(p) - objective(best)
+        apart = (p - best).abs().amax(-1) > 1e-4  # some query may look at one key alone
+        assert (excess[apart] > 0).all()
+        divergence = (torch.special.xlogy(p, p) - p * best.log()).sum(-1)
+        torch.testing.assert_close(excess, temperature * divergence, rtol=1e-6, atol=1e-11)
+
+
 @pytest.mark.parametrize("name", PRIORS)
 @examples(5)
 @given(data=st.data(), seed=st.integers(0, 999))
-def test_attention_solves_entropic_transport(name: str, data: st.DataObject, seed: int) -> None:
+def test_goat_propositions_2_2_and_3_1_attention_is_the_minimum(name: str, data: st.DataObject, seed: int) -> None:
     """GOAT, Propositions 2.2 and 3.1: ``softmax(s + log π)`` is the only minimum of ``-<p, s> + KL(p ‖ π)``, and
     the minimum is ``-log Σ π e^s``.
     """
@@ -99,7 +179,7 @@ def test_attention_solves_entropic_transport(name: str, data: st.DataObject, see
 @pytest.mark.parametrize("name", PRIORS)
 @examples(5)
 @given(data=st.data(), seed=st.integers(0, 999), strength=st.sampled_from([0.01, 0.3, 2.0]))
-def test_content_collapse(name: str, data: st.DataObject, seed: int, strength: float) -> None:
+def test_goat_theorem_5_1_collapse_to_the_prior(name: str, data: st.DataObject, seed: int, strength: float) -> None:
     """GOAT, Theorem 5.1: content scores that differ by at most ω leave ``π e^-ω <= p <= π e^ω``."""
     query, key = contents(seed)
     query = query * strength
@@ -118,9 +198,57 @@ def test_content_collapse(name: str, data: st.DataObject, seed: int, strength: f
         assert float((joint - position).abs().max()) > 1e-4
 
 
+@pytest.mark.parametrize("name", PRIORS)
+@examples(5)
+@given(data=st.data(), seed=st.integers(0, 999), sink=st.integers(0, 11), size=st.floats(0.01, 10.0))
+def test_goat_definition_5_3_noise_in_the_context_moves_the_output_by_its_mass_at_most(
+    name: str, data: st.DataObject, seed: int, sink: int, size: float
+) -> None:
+    """GOAT, Definition 5.3: ``Ψ = Σ_k p_ik = 1 - p_ij*`` over all keys ``k`` but the sink ``j*``. Values of theirs that
+    move by ``ε`` at most move the output by ``ε Ψ`` at most (equation 29), and by just that if all move one way.
+    """
+    query, key = contents(seed)
+    prior = drawn_prior(data, name, seed)
+    weights = attention_weights(query, key, prior)
+    context = [k for k in range(12) if k != sink]
+    sensitivity = context_sensitivity(weights, sink)
+    torch.testing.assert_close(sensitivity, weights[..., context].sum(-1), rtol=1e-9, atol=1e-15)
+    torch.testing.assert_close(sensitivity, 1 - weights[..., sink], rtol=1e-9, atol=1e-12)
+
+    value, drawn = torch.randn(2, 1, 2, 12, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    one_way, any_way = torch.zeros_like(value), torch.zeros_like(value)
+    one_way[..., context, 0] = size
+    any_way[..., context, :] = size * (drawn / drawn.norm(dim=-1, keepdim=True).clamp(min=1))[..., context, :]
+    before = attend(query, key, value, prior)
+    found, most = ((attend(query, key, value + noise, prior) - before).norm(dim=-1) for noise in (any_way, one_way))
+    torch.testing.assert_close(most, size * sensitivity, rtol=1e-8, atol=1e-12)
+    assert (found <= most * (1 + 1e-9) + 1e-12).all()
+
+
+@examples(10)
+@given(seed=st.integers(0, 999), sink=st.integers(0, 9))
+def test_goat_theorem_5_4_with_a_uniform_prior_sensitivity_tends_to_1(seed: int, sink: int) -> None:
+    """GOAT, Theorem 5.4, part 1 (equation 30): content that vanishes leaves ``Ψ = (L - 1) / L``, which tends to 1."""
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    for prior in (None, Uniform(1), GeneralizedGaussian(1, init="uniform")):
+        limits = []
+        for length in (10, 100, 1000, 10_000):
+            content = torch.rand(1, 1, length, 1, generator=generator, dtype=torch.float64)
+            is_context = torch.ones(1, 1, length, 1, dtype=torch.float64)
+            is_context[:, :, sink] = 0
+            limit = (length - 1) / length
+            for omega in (1.0, 1e-3, 1e-6, 0.0):  # the range of the content's scores
+                sensitivity = attend(query, omega * content, is_context, prior, softmax_scale=1.0).item()
+                assert abs(sensitivity - limit) <= math.expm1(omega) / length + 1e-12
+            limits.append(sensitivity)
+        assert limits == sorted(limits)
+        assert 1 - limits[-1] == pytest.approx(1e-4)
+
+
 @examples(20)
 @given(seed=st.integers(0, 999), slope=st.floats(0.01, 3.0), num_queries=st.integers(1, 20), causal=st.just(True))
-def test_key_only_slope_is_a_recency_prior(seed: int, slope: float, num_queries: int, causal: bool) -> None:
+def test_goat_proposition_f6_key_only_slope_is_recency(seed: int, slope: float, num_queries: int, causal: bool) -> None:
     """GOAT, Proposition F.6: under a causal mask ``m j`` gives the weights of ``-m |i - j|``."""
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (
@@ -138,7 +266,7 @@ def test_key_only_slope_is_a_recency_prior(seed: int, slope: float, num_queries:
     torch.testing.assert_close(attend(query, key, value, prior, backend="lanes"), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_lanes_without_the_mask_are_another_prior() -> None:
+def test_goat_proposition_f6_lanes_without_the_mask_are_another_prior() -> None:
     """Proposition F.6 needs the mask: both ways, ``m j`` prefers the last key and ``-m |i - j|`` a near one."""
     prior = Laplace(1, slopes=[0.5])
     zero = torch.zeros(1, 1, 8, 2, dtype=torch.float64)

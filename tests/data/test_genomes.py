@@ -4,6 +4,8 @@ import bz2
 import gzip
 import lzma
 import random
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +133,51 @@ def test_a_damaged_gzip_file_is_an_error(bases: int, share: float, tmp_path: Pat
     path.write_bytes(bytes(whole))
     with pytest.raises(FastaError, match="damaged"):
         FastaFile(path).summary()
+
+
+BGZF_END = bytes.fromhex("1f8b08040000000000ff0600424302001b0003000000000000000000")
+
+
+def bgzf(text: str, fields: bytes = b"") -> list[bytes]:
+    """The blocks that bgzip writes before the last, each a gzip member whose header says how long it is.
+
+    ``fields`` are other extra fields of the header, before that one.
+    """
+    blocks = []
+    for start in range(0, len(text), 20_000):
+        part = text[start : start + 20_000].encode()
+        packer = zlib.compressobj(wbits=-15)
+        packed = packer.compress(part) + packer.flush()
+        head = b"\x1f\x8b\x08\x04" + bytes(5) + b"\xff" + struct.pack("<H", len(fields) + 6) + fields
+        length = len(head) + 6 + len(packed) + 8
+        blocks.append(
+            head + b"BC" + struct.pack("<HH", 2, length - 1) + packed + struct.pack("<II", zlib.crc32(part), len(part))
+        )
+    return blocks
+
+
+@pytest.mark.parametrize("fields", [b"", b"XY\x03\x00BCD"], ids=["bgzip's", "and another field"])
+def test_a_bgzf_file_that_is_cut_between_blocks_is_an_error(fields: bytes, tmp_path: Path):
+    text = f">first\n{drawn(50_000)}\n>second\n{drawn(30_000, 1)}\n"
+    blocks = bgzf(text, fields)
+    path = tmp_path / "blocks.fa.gz"
+    path.write_bytes(b"".join([*blocks, BGZF_END]))
+    assert gzip.decompress(path.read_bytes()).decode() == text
+    assert FastaFile(path).summary().bases == 80_000
+    assert len(blocks) == 5
+    for number in range(1, 6):
+        path.write_bytes(b"".join(blocks[:number]))
+        with pytest.raises(FastaError, match=r"blocks\.fa\.gz begins as BGZF and ends without its end-of-file block"):
+            next(FastaFile(path).contigs())
+    # Two whole files are one, with an end in its middle.
+    path.write_bytes(b"".join([*blocks, BGZF_END, *bgzf(">third\nACGT\n"), BGZF_END]))
+    assert FastaFile(path).summary().records == ("first", "second", "third")
+
+
+def test_gzip_files_one_after_the_other_are_one(tmp_path: Path):
+    path = tmp_path / "both.fa.gz"
+    path.write_bytes(gzip.compress(b">a\nAC") + gzip.compress(b"GT\n>b\nTT\n"))
+    assert contigs(path) == {"a:1-4": "ACGT", "b:1-2": "TT"}
 
 
 def test_a_missing_file_is_an_error_at_once(tmp_path: Path):

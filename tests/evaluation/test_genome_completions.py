@@ -110,11 +110,12 @@ def test_goat_figure_4c_one_prompt_cannot_tell_models_apart():
         return float(np.array(found, dtype=float).mean())
 
     draw = random.Random(0)
-    truths = ["".join(draw.choices("ACGT", k=200)) for _ in range(300)]
+    truths = ["".join(draw.choices("ACGT", k=200)) for _ in range(1500)]
     differences = np.array([mean_of_three(truth) - mean_of_three(truth) for truth in truths])
-    assert np.mean(np.abs(differences) > 0.466 - 0.320) > 0.4
-    single = [gc_correlation(drawn(200, seed), drawn(200, 1000 + seed)) for seed in range(300)]
-    assert 0.2 < np.std(np.array(single, dtype=float)) < 0.4
+    share = np.mean(np.abs(differences) > 0.466 - 0.320)
+    assert share - 2 * np.sqrt(0.25 / len(truths)) > 0.5
+    single = [gc_correlation(drawn(200, seed), drawn(200, 10_000 + seed)) for seed in range(1500)]
+    assert np.std(np.array(single, dtype=float)) == pytest.approx(0.30, abs=0.015)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling, 
 
 from attention_priors.data import load_corpus, token_stream, train_tokenizer
 from attention_priors.hub import load_model
-from attention_priors.models import PriorAttention, PriorEncoderConfig, PriorEncoderForMaskedLM
-from attention_priors.priors import GeneralizedGaussian
+from attention_priors.models import PriorEncoderConfig, PriorEncoderForMaskedLM
 
 SMALL: dict[str, Any] = {
     "vocab_size": 50,
@@ -153,20 +152,3 @@ def test_masked_tokens_of_the_embedded_corpus_are_learned(tmp_path: Path) -> Non
     assert losses[-1] < losses[0] - 0.3
     after = model.model.stack.layers[0].self_attn.prior.theta_beta.detach()
     assert float((after - before).abs().max()) > 0.01
-
-
-def test_a_prior_from_one_text_to_another() -> None:
-    """Cross-attention: queries and keys have positions of their own, here of a text that is twice as long."""
-    prior = GeneralizedGaussian(2, init={"beta": [1.0, -0.5], "theta_alpha": 0.0})
-    torch.manual_seed(0)
-    layer = PriorAttention(16, 2, batch_first=True, prior=prior).eval()
-    written, read = torch.randn(1, 5, 16), torch.randn(1, 10, 16)
-    here, there = 2 * torch.arange(5), torch.arange(10)
-    out, weights = layer(written, read, read, query_positions=here, key_positions=there, average_attn_weights=False)
-    q, k, v = layer._project(written, read, read)
-    logits = q @ k.mT / 8**0.5 + prior.log_prior(here, there)
-    torch.testing.assert_close(weights, logits.softmax(-1))
-    expected = layer.out_proj((logits.softmax(-1) @ v).transpose(1, 2).flatten(-2))
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-    fast, _ = layer(written, read, read, query_positions=here, key_positions=there, need_weights=False)
-    torch.testing.assert_close(fast, expected, rtol=1e-4, atol=1e-5)

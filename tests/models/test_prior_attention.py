@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, Prior, PriorAttention, SSMax, Uniform, Window
@@ -312,6 +314,80 @@ def test_positions_and_documents(need_weights: bool) -> None:
     stretched, _ = ours(x, x, x, query_positions=apart, key_positions=apart, **flags)
     ours.prior = Laplace(HEADS, slopes=[3 * float(s) for s in Laplace(HEADS).slope])
     torch.testing.assert_close(stretched, ours(x, x, x, **flags)[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("name", [name for name, prior in CATALOGUE.items() if not prior.over_grid])
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    lengths=st.tuples(st.integers(1, 9), st.integers(1, 20)),
+    unit=st.integers(1, 7),
+    start=st.integers(-30, 30),
+    has_gaps=st.booleans(),
+    per_text=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_cross_attention(
+    name: str, need_weights: bool, lengths: tuple[int, int], unit: int, start: int, has_gaps: bool, per_text: bool,
+    seed: int,
+) -> None:  # fmt: skip
+    """Two texts, each with its own length, width and positions: the dense formula in float64, with all gradients."""
+    torch.manual_seed(seed)
+    prior = catalogue_prior(name)
+    ours = PriorAttention(EMBED, HEADS, kdim=7, vdim=5, batch_first=True, dtype=torch.float64, prior=prior)
+    written = torch.randn(BATCH, lengths[0], EMBED, dtype=torch.float64, requires_grad=True)
+    read, said = (torch.randn(BATCH, lengths[1], n, dtype=torch.float64, requires_grad=True) for n in (7, 5))
+    here, there = start + unit * torch.arange(lengths[0]), torch.arange(lengths[1])
+    if has_gaps:
+        there = there + torch.randint(0, 5, there.shape).cumsum(0)
+    if per_text:
+        here, there = (x + torch.randint(-9, 9, (BATCH, 1)) for x in (here, there))
+
+    out, _ = ours(written, read, said, query_positions=here, key_positions=there, need_weights=need_weights)
+
+    assert ours.in_proj_bias is not None
+    projections = (ours.q_proj_weight, ours.k_proj_weight, ours.v_proj_weight)
+    q, k, v = (
+        (x @ weight.T + bias).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        for x, weight, bias in zip((written, read, said), projections, ours.in_proj_bias.chunk(3), strict=True)
+    )
+    log_prior = prior.log_prior(here, there, torch.float64)
+    hidden = log_prior == -torch.inf  # by a window: all keys, from some queries, which then have nothing
+    logits = q @ k.mT / (EMBED // HEADS) ** 0.5 + log_prior.masked_fill(hidden, -1e9)
+    weights = logits.softmax(-1).masked_fill(hidden, 0)
+    expected = ours.out_proj((weights @ v).transpose(1, 2).flatten(-2))
+    torch.testing.assert_close(out, expected, rtol=1e-7, atol=1e-9)
+
+    cotangent = torch.randn(out.shape, dtype=torch.float64)
+    leaves: dict[str, Tensor] = {"query": written, "key": read, "value": said}
+    leaves |= {leaf: parameter for leaf, parameter in ours.named_parameters() if parameter.requires_grad}
+    found, wanted = (
+        torch.autograd.grad((x * cotangent).sum(), list(leaves.values()), materialize_grads=True)
+        for x in (out, expected)
+    )
+    for leaf, mine, dense in zip(leaves, found, wanted, strict=True):
+        # A prior's parameters, and so their gradients, are float32.
+        tolerance = 3e-6 * max(1.0, float(dense.abs().max())) if leaf.startswith("prior.") else 1e-8
+        torch.testing.assert_close(mine, dense, rtol=1e-7, atol=tolerance, msg=leaf)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("lengths", [(3, 8), (8, 3)])
+def test_without_positions_queries_end_at_the_last_key(lengths: tuple[int, int], need_weights: bool) -> None:
+    """As in decoding, which means nothing from one text to another: the docs tell people to give them there."""
+    ours = PriorAttention(
+        EMBED, HEADS, batch_first=True, dtype=torch.float64, prior=catalogue_prior("generalized_gaussian")
+    )
+    written, read = (torch.randn(BATCH, length, EMBED, dtype=torch.float64) for length in lengths)
+    out, _ = ours(written, read, read, need_weights=need_weights)
+
+    def at(here: Tensor) -> Tensor:
+        there = torch.arange(lengths[1])
+        return ours(written, read, read, query_positions=here, key_positions=there, need_weights=need_weights)[0]
+
+    places = torch.arange(lengths[0])
+    torch.testing.assert_close(out, at(places + lengths[1] - lengths[0]), rtol=1e-9, atol=1e-9)
+    assert ((out - at(places)).abs() > 1e-4).any()
 
 
 @pytest.mark.parametrize("need_weights", [True, False])

@@ -75,14 +75,37 @@ def test_saved_and_loaded_it_is_the_same(name: str, tmp_path: Path) -> None:
     assert learned == {name for name, parameter in again.named_parameters() if parameter.requires_grad}
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if "table" not in name])
+@pytest.mark.parametrize("name", KINDS)
 def test_images_of_different_sizes_are_as_alone(name: str) -> None:
+    """Those of a size together and apart from each other; one has the size of training, where a table is as it is."""
     model = made(**KINDS[name])
-    large, small = images(1, 2, 16, 24), images(1, 2, 12, 8, seed=1)
-    both = images(2, 2, 16, 24, seed=2)  # what is padding may hold anything
-    both[0], both[1, :, :12, :8] = large[0], small[0]
-    found = model(both, image_sizes=torch.tensor([[16, 24], [12, 8]])).logits
-    torch.testing.assert_close(found, torch.cat([model(large).logits, model(small).logits]), rtol=1e-4, atol=1e-5)
+    sizes = [(16, 24), (12, 8), (16, 16), (12, 8), (8, 24)]
+    alone = [images(1, 2, *size, seed=seed) for seed, size in enumerate(sizes)]
+    together = images(5, 2, 16, 24, seed=9)  # what is padding may hold anything
+    for place, image in zip(together, alone, strict=True):
+        place[:, : image.shape[2], : image.shape[3]] = image[0]
+    found = model(together, image_sizes=torch.tensor(sizes)).logits
+    torch.testing.assert_close(found, torch.cat([model(image).logits for image in alone]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["class", "mean"])
+def test_a_tables_gradient_is_that_of_each_image_alone(pooling: str) -> None:
+    model = made(position_table=True, pooling=pooling).double()
+    parameter: Any = model.model.embeddings.table
+    sizes = [(16, 16), (12, 8), (12, 8)]
+    alone = [images(1, 2, *size, seed=seed).double() for seed, size in enumerate(sizes)]
+    together = torch.zeros(3, 2, 16, 16, dtype=torch.float64)
+    for place, image in zip(together, alone, strict=True):
+        place[:, : image.shape[2], : image.shape[3]] = image[0]
+    batched = model(together, image_sizes=torch.tensor(sizes)).logits
+    one_by_one = torch.cat([model(image).logits for image in alone])
+    cotangent = images(3, 5, seed=7).double()
+    found, expected = (
+        torch.autograd.grad((logits * cotangent).sum(), parameter)[0] for logits in (batched, one_by_one)
+    )
+    # The interpolation is in float32.
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert float(expected.abs().max()) > 1e-2
 
 
 def test_a_table_is_interpolated_at_other_sizes() -> None:

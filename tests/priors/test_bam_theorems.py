@@ -1,6 +1,7 @@
 """Statements of BAM, "Bayesian Attention Mechanism", about its priors."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
+from attention_priors import attend
 from attention_priors.priors import GeneralizedGaussian, Laplace, Uniform, generalized_gaussian
 
 thorough = settings(max_examples=100, deadline=None, derandomize=True)
@@ -31,7 +33,7 @@ def causal_weights(log_prior: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("prior", [Uniform(2), GeneralizedGaussian(2, init="uniform")])
-def test_lemma_1_no_position_is_a_uniform_prior_over_the_past(prior: Uniform | GeneralizedGaussian):
+def test_bam_lemma_1_no_position_is_a_uniform_prior_over_the_past(prior: Uniform | GeneralizedGaussian):
     positions = torch.arange(12)
     weights = causal_weights(prior.log_prior(positions, positions))
     for i in range(12):
@@ -39,7 +41,7 @@ def test_lemma_1_no_position_is_a_uniform_prior_over_the_past(prior: Uniform | G
 
 
 @pytest.mark.parametrize("heads", [4, 6])
-def test_lemma_2_alibi_is_a_laplace_prior(heads: int):
+def test_bam_lemma_2_alibi_is_a_laplace_prior(heads: int):
     positions = torch.arange(12)
     alibi = build_alibi_tensor(torch.ones(1, 12, dtype=torch.long), heads, torch.float32).expand(-1, 12, -1)
     torch.testing.assert_close(causal_weights(Laplace(heads).log_prior(positions, positions)), causal_weights(alibi))
@@ -47,7 +49,7 @@ def test_lemma_2_alibi_is_a_laplace_prior(heads: int):
 
 @thorough
 @given(st.floats(-3, 0.9375, width=32), st.floats(1 / 64, 2, width=32), st.integers(2, 2**20))
-def test_theorem_2_below_shape_one_the_penalty_is_smaller_than_alibis(beta: float, slope: float, distance: int):
+def test_bam_theorem_2_below_shape_one_the_penalty_is_smaller_than_alibis(beta: float, slope: float, distance: int):
     # In its corrected form: with α = m^(-1/β), that is e^θα = m, and only for |d| > 1.
     prior, alibi = ggd(math.log(slope), beta), Laplace(1, slopes=[slope])
     for signed in (distance, -distance):
@@ -56,20 +58,36 @@ def test_theorem_2_below_shape_one_the_penalty_is_smaller_than_alibis(beta: floa
         assert ratio == pytest.approx(distance ** (beta - 1), rel=1e-4)
 
 
-@pytest.mark.parametrize("beta", [-2.0, -0.5, -0.05])
-def test_theorem_3_negative_shape_takes_all_mass_from_the_own_position(beta: float, monkeypatch: pytest.MonkeyPatch):
-    prior = ggd(0.0, beta)
-    relative = []
-    for power in (1, 5, 50, 100):
-        monkeypatch.setattr(generalized_gaussian, "EPSILON", 10.0**-power)
-        own, far = k(prior, [0, 1000]).tolist()
-        relative.append(math.exp(own - far))
-    assert relative == sorted(relative, reverse=True)
-    assert relative[0] > 1e-50
-    assert relative[-1] < 1e-40
+@thorough
+@given(
+    st.lists(st.floats(-4, 4), min_size=2, max_size=20),
+    st.floats(-3, -0.0625, width=32),
+    st.floats(-3, 3, width=32),
+)
+def test_bam_theorem_3_negative_shape_takes_all_weight_from_the_own_position(
+    content: list[float], beta: float, theta_alpha: float
+):
+    # p_ij → 0 as |j - i| → 0, whatever the content. What is left of the distance to oneself is ε.
+    prior, key = ggd(theta_alpha, beta), torch.tensor(content, dtype=torch.float64).view(1, 1, -1, 1)
+    query, unit = key.new_ones(1, 1, 1, 1), torch.eye(len(content), dtype=torch.float64)[None, None]
+    amplitude, spread = math.exp(theta_alpha), max(content) - min(content)
+    own = []
+    for share in (0.1, 1e-3, 1e-9, 1e-30):
+        # p_ii ≤ exp(f_i - f_j + K(0) - K(i - j)) with K(i - j) ≥ -e^θα: this ε makes it `share`.
+        epsilon = ((amplitude + spread - math.log(share)) / amplitude) ** (1 / beta)
+        with mock.patch.object(generalized_gaussian, "EPSILON", epsilon):
+            weights = attend(query, key, unit, prior, softmax_scale=1.0)[0, 0, 0].tolist()
+            alone = attend(query, key[:, :, -1:], unit[:, :, :1, :1], prior, softmax_scale=1.0)
+        assert sum(weights) == pytest.approx(1)
+        assert weights[-1] <= share * (1 + 1e-9)
+        own.append(weights[-1])
+        # An erratum: a token that sees nothing but itself keeps all of its weight.
+        assert alone.item() == 1
+    assert own == sorted(own, reverse=True)
+    assert own[0] > 0
 
 
-def test_theorem_3_needs_epsilon_to_vanish():
+def test_bam_theorem_3_needs_epsilon_to_vanish():
     # An erratum: the theorem is about the limit. With the ε that models have, a shape near 0 keeps its own position.
     own, near = k(ggd(0.0, -0.02), [0, 1]).tolist()
     assert own == pytest.approx(-(generalized_gaussian.EPSILON**-0.02)) == pytest.approx(-1.2589, abs=1e-4)
@@ -78,7 +96,7 @@ def test_theorem_3_needs_epsilon_to_vanish():
 
 @thorough
 @given(st.floats(-3, -0.5, width=32), st.floats(-3, 3, width=32))
-def test_theorem_4_negative_shape_leaves_far_keys_untouched(beta: float, theta_alpha: float):
+def test_bam_theorem_4_negative_shape_leaves_far_keys_untouched(beta: float, theta_alpha: float):
     values = k(ggd(theta_alpha, beta), [0, 1, 2, 10, 100, 10_000, 2**20, 2**40])
     assert (values.diff() > 0).all()
     assert (values < 0).all()
@@ -88,7 +106,7 @@ def test_theorem_4_negative_shape_leaves_far_keys_untouched(beta: float, theta_a
 
 @thorough
 @given(st.floats(0.25, 2, width=32), st.floats(-3, 3, width=32))
-def test_lemma_4_positive_shape_has_a_penalty_without_bound(beta: float, theta_alpha: float):
+def test_bam_lemma_4_positive_shape_has_a_penalty_without_bound(beta: float, theta_alpha: float):
     values = k(ggd(theta_alpha, beta), [0, 1, 2, 10, 100, 10_000, 2**20, 2**40])
     assert (values.diff() < 0).all()
     assert values[-1].item() < -50
@@ -103,7 +121,7 @@ bounded_content = st.tuples(st.integers(0, 1000), st.floats(0, 4)).map(
 
 @thorough
 @given(bounded_content, st.sampled_from(["lemma 3", "lemma 4"]), st.floats(0.5, 2, width=32), st.floats(0.25, 2))
-def test_lemmas_3_and_4_a_key_gets_less_than_any_share_from_some_distance_on(
+def test_bam_lemmas_3_and_4_a_key_gets_less_than_any_share_from_some_distance_on(
     content: torch.Tensor, lemma: str, beta: float, slope: float
 ):
     # They need content logits that are bounded, as these are.
@@ -120,7 +138,7 @@ def test_lemmas_3_and_4_a_key_gets_less_than_any_share_from_some_distance_on(
 
 @thorough
 @given(bounded_content, st.floats(-3, -0.125, width=32), st.floats(-2, 2))
-def test_theorem_4_the_prior_takes_nothing_from_far_keys_though_their_number_does(
+def test_bam_theorem_4_the_prior_takes_nothing_from_far_keys_though_their_number_does(
     content: torch.Tensor, beta: float, theta_alpha: float
 ):
     # An erratum: the bias tends to 0 and the weight with it, as that of every key does over ever more keys.

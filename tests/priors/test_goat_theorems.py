@@ -29,7 +29,7 @@ def rank(matrix: Tensor, tolerance: float = 1e-9) -> list[int]:
 # --- Appendix C
 
 
-def test_appendix_c_a_negative_weight_is_a_prior_no_positive_definite_kernel_can_be():
+def test_goat_appendix_c_a_negative_weight_is_a_prior_no_positive_definite_kernel_can_be():
     prior = Spectral(1, 1)
     with torch.no_grad():
         prior.alpha.fill_(-2.0)
@@ -46,7 +46,7 @@ def test_appendix_c_a_negative_weight_is_a_prior_no_positive_definite_kernel_can
 # --- Appendix E
 
 
-def test_appendix_e_1_a_prior_of_finite_dimension_is_an_encoding():
+def test_goat_appendix_e_1_a_prior_of_finite_dimension_is_an_encoding():
     # Equations 60 and 61: queries and keys with the prior's coordinates beside their own give content plus log-prior.
     prior = randomise(Spectral(2, 4), scale=1.0)
     positions = torch.arange(9)
@@ -59,7 +59,7 @@ def test_appendix_e_1_a_prior_of_finite_dimension_is_an_encoding():
 
 @thorough
 @given(st.integers(0, 1000), st.floats(1 / 16, 16))
-def test_appendix_e_2_rotation_is_as_strong_as_the_content_and_a_prior_is_not(seed: int, strength: float):
+def test_goat_appendix_e_2_rotation_is_as_strong_as_the_content_and_a_prior_is_not(seed: int, strength: float):
     query, key = torch.randn(2, 1, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     rotary, prior = Rotary(head_dim=8), randomise(Spectral(1, 4), seed, scale=1.0)
     here, far = torch.tensor([5]), torch.tensor([0])
@@ -82,7 +82,7 @@ def test_appendix_e_2_rotation_is_as_strong_as_the_content_and_a_prior_is_not(se
 
 @thorough
 @given(st.integers(1, 6), st.integers(0, 1000), st.sampled_from([40, 80]))
-def test_theorem_2_a_finite_trigonometric_sum_has_a_rank_that_length_does_not_raise(
+def test_goat_theorem_2_a_finite_trigonometric_sum_has_a_rank_that_length_does_not_raise(
     num_frequencies: int, seed: int, length: int
 ):
     # Frequencies that are far enough apart for 40 positions to tell them from each other.
@@ -91,7 +91,7 @@ def test_theorem_2_a_finite_trigonometric_sum_has_a_rank_that_length_does_not_ra
     assert toeplitz(prior, 1000).abs().max() <= sum(p.abs().sum(-1).max() for p in prior.parameters())
 
 
-def test_theorem_2_one_frequency_may_need_one_dimension_alone():
+def test_goat_theorem_2_one_frequency_may_need_one_dimension_alone():
     # An erratum: the paper has at most d_p / 2 frequencies in d_p dimensions; cos(πd) = (-1)^i (-1)^j needs one.
     positions = torch.arange(30)
     distance = positions[:, None] - positions
@@ -104,7 +104,7 @@ def test_theorem_2_one_frequency_may_need_one_dimension_alone():
     [RelativeBuckets(1, bidirectional=True), GeneralizedGaussian(1, init="uniform")],
     ids=["T5", "GGD with β < 0"],
 )
-def test_theorem_2_bounded_tables_that_are_no_such_sum_have_no_small_rank(prior: Prior):
+def test_goat_theorem_2_bounded_tables_that_are_no_such_sum_have_no_small_rank(prior: Prior):
     # Bounded and translation-equivariant, and not a trigonometric sum: no number of lanes serves every length.
     if isinstance(prior, GeneralizedGaussian):
         with torch.no_grad():
@@ -119,7 +119,7 @@ def test_theorem_2_bounded_tables_that_are_no_such_sum_have_no_small_rank(prior:
 
 
 @pytest.mark.parametrize("power", [2, 4])
-def test_theorem_2_without_a_bound_polynomials_have_lanes_too(power: int):
+def test_goat_theorem_2_without_a_bound_polynomials_have_lanes_too(power: int):
     distance = (torch.arange(12)[:, None] - torch.arange(12)).double()
     assert rank(-(distance**power)) == power + 1
 
@@ -135,7 +135,7 @@ def differences(sequence: list[int], times: int) -> list[int]:
 
 @thorough
 @given(st.lists(st.integers(-50, 50), min_size=1, max_size=6), st.lists(st.integers(-1000, 1000), min_size=7))
-def test_lemma_f4_sequences_whose_kth_difference_vanishes_are_polynomials(coefficients: list[int], drawn: list[int]):
+def test_goat_lemma_f4_where_the_kth_difference_vanishes_are_polynomials(coefficients: list[int], drawn: list[int]):
     k = len(coefficients)
     polynomial = [sum(c * i**power for power, c in enumerate(coefficients)) for i in range(-10, 20)]
     assert not any(differences(polynomial, k))
@@ -152,7 +152,7 @@ def test_lemma_f4_sequences_whose_kth_difference_vanishes_are_polynomials(coeffi
         assert sequence[i] == pytest.approx(lagrange, rel=1e-9, abs=1e-6)
 
 
-def test_lemma_f4_binomials_are_a_triangular_basis():
+def test_goat_lemma_f4_binomials_are_a_triangular_basis():
     # An erratum: with the backward difference of equation 77, Φ does not send them to the standard basis.
     size = 5
 
@@ -170,7 +170,7 @@ def test_lemma_f4_binomials_are_a_triangular_basis():
 # --- Theorem 3: see test_laplace.py for what it says
 
 
-def test_theorem_3_mass_moved_between_two_lags_moves_the_mean():
+def test_goat_theorem_3_mass_moved_between_two_lags_moves_the_mean():
     # An erratum in the proof: it moves mass from one lag to another and keeps the mean; that takes three lags.
     lag = torch.arange(6, dtype=torch.float64)
     for a, b in product(range(6), range(6)):

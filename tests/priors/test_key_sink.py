@@ -60,7 +60,7 @@ def test_float32_is_exact_at_far_positions():
         assert found[head].tolist() == pytest.approx([directly(prior, head, j) for j in keys], abs=1e-4)
 
 
-def test_theorem_4_rank_one_and_every_row_the_same():
+def test_goat_theorem_4_rank_one_and_every_row_the_same():
     prior = randomise(KeySink(3, 32))
     log_prior = prior.log_prior(torch.arange(20), torch.arange(25), torch.float64)
     assert torch.equal(log_prior, log_prior[:, :1].expand_as(log_prior))
@@ -68,7 +68,7 @@ def test_theorem_4_rank_one_and_every_row_the_same():
     torch.testing.assert_close(log_prior[:, 0], prior.log_prior_of_key(torch.arange(25), torch.float64))
 
 
-def test_theorem_4_the_default_of_a_query_does_not_depend_on_how_many_keys_follow():
+def test_goat_theorem_4_the_default_of_a_query_does_not_depend_on_how_many_keys_follow():
     prior = randomise(KeySink(2, 32))
     few = prior.log_prior(torch.tensor([5]), torch.arange(6), torch.float64)
     many = prior.log_prior(torch.tensor([5]), torch.arange(50), torch.float64)
@@ -123,7 +123,7 @@ def test_starts():
 
 
 @pytest.mark.parametrize("arguments", [{"init": "recency"}, {"learn": "slope"}, {"init": "recency", "learn": False}])
-def test_proposition_f6_a_slope_is_an_error_without_a_causal_mask(arguments: dict):
+def test_goat_proposition_f6_a_slope_is_an_error_without_a_causal_mask(arguments: dict):
     prior = KeySink(2, 32, **arguments)
     assert prior.has_slope
     prior.check(causal=True)

@@ -53,7 +53,7 @@ def test_slopes_stay_positive_whatever_is_learned():
     st.integers(1, 20),
     st.integers(0, 3000),
 )
-def test_proposition_f6_slope_and_row_offset_are_the_log_prior_of_the_past(
+def test_goat_proposition_f6_slope_and_row_offset_are_the_log_prior_of_the_past(
     slopes: list[float], queries: int, extra: int, start: int
 ):
     prior = Laplace(3, slopes=slopes)
@@ -90,7 +90,7 @@ def test_lanes_stay_exact_at_far_positions():
 
 @thorough
 @given(means_and_lengths())
-def test_theorem_3_the_maximum_entropy_prior_has_the_mean_it_was_given(mean_and_length: tuple[float, int]):
+def test_goat_theorem_3_the_maximum_entropy_prior_has_the_mean_it_was_given(mean_and_length: tuple[float, int]):
     mean, length = mean_and_length
     prior = Laplace.from_mean_distance(mean, length)
     distance = torch.arange(length)
@@ -102,7 +102,7 @@ def test_theorem_3_the_maximum_entropy_prior_has_the_mean_it_was_given(mean_and_
 
 @thorough
 @given(means_and_lengths())
-def test_theorem_3_the_rate_solves_its_equation(mean_and_length: tuple[float, int]):
+def test_goat_theorem_3_the_rate_solves_its_equation(mean_and_length: tuple[float, int]):
     mean, length = mean_and_length
     slopes = Laplace.from_mean_distance(mean, length).slopes
     assert slopes is not None
@@ -114,7 +114,7 @@ def test_theorem_3_the_rate_solves_its_equation(mean_and_length: tuple[float, in
 
 @thorough
 @given(st.integers(3, 64), st.floats(0.1, 0.95), st.data())
-def test_theorem_3_no_other_prior_of_this_mean_has_more_entropy(length: int, share: float, data: st.DataObject):
+def test_goat_theorem_3_no_other_prior_of_this_mean_has_more_entropy(length: int, share: float, data: st.DataObject):
     mean = share * (length - 1) / 2
     probabilities = max_entropy(Laplace.from_mean_distance(mean, length), length)
     reach = min(length - 1, max(2, math.ceil(4 * mean)))

@@ -1,4 +1,5 @@
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_is_the_direct_sum(num_frequencies: int, base: float, seed: int, distanc
 
 
 @pytest.mark.parametrize("sign", [0, 1, -1], ids=["mixed", "positive", "negative"])
-def test_appendix_c_weights_of_any_sign(sign: int):
+def test_goat_appendix_c_weights_of_any_sign(sign: int):
     prior = random_spectral(sign=sign)
     distances = [-500, -3, 0, 1, 2, 77]
     found = prior.log_prior_at(torch.tensor(distances), torch.float64)
@@ -80,11 +81,39 @@ def test_float32_is_exact_at_far_distances():
 @given(
     st.integers(1, 12),
     st.integers(0, 1000),
+    st.lists(st.integers(0, FAR), min_size=1, max_size=3),
+    st.lists(st.integers(0, FAR), min_size=1, max_size=3),
+)
+def test_goat_appendix_b_each_frequency_is_one_pair_of_lanes(
+    num_frequencies: int, seed: int, queries: list[int], keys: list[int]
+):
+    # Equations 37 and 38, and what their product is, equation 43: for each frequency by itself.
+    prior = random_spectral(num_frequencies, seed=seed)
+    lanes = prior.lanes(torch.tensor(queries), torch.tensor(keys), dtype=torch.float64)
+    for head, r in product(range(2), range(num_frequencies)):
+        omega = prior.base ** (-r / max(num_frequencies - 1, 1))
+        alpha, beta = prior.alpha[head, r].item(), prior.beta[head, r].item()
+        pair = [r, num_frequencies + r]
+        for found, j in zip(lanes.key[:, pair].tolist(), keys, strict=True):
+            assert found == pytest.approx([math.cos(omega * j), math.sin(omega * j)], abs=1e-9)
+        for found, i in zip(lanes.query[head][:, pair].tolist(), queries, strict=True):
+            cos, sin = math.cos(omega * i), math.sin(omega * i)
+            assert found == pytest.approx([alpha * cos + beta * sin, alpha * sin - beta * cos], abs=1e-8)
+        whole = lanes.query[head][:, pair] @ lanes.key[:, pair].T
+        for found, i in zip(whole.tolist(), queries, strict=True):
+            phases = [omega * (i - j) for j in keys]
+            assert found == pytest.approx([alpha * math.cos(x) + beta * math.sin(x) for x in phases], abs=1e-8)
+
+
+@thorough
+@given(
+    st.integers(1, 12),
+    st.integers(0, 1000),
     st.sampled_from([0, 1, -1]),
     st.lists(st.integers(0, FAR), min_size=1, max_size=4),
     st.lists(st.integers(0, FAR), min_size=1, max_size=4),
 )
-def test_proposition_f5_lanes_are_the_log_prior(
+def test_goat_proposition_f5_lanes_are_the_log_prior(
     num_frequencies: int, seed: int, sign: int, queries: list[int], keys: list[int]
 ):
     prior = random_spectral(num_frequencies, seed=seed, sign=sign)

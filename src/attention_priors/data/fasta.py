@@ -24,6 +24,9 @@ _AMBIGUOUS = "RYSWKMBDHVN"
 
 _UNKNOWN = re.compile(b"N{%d,}" % GAP)
 
+_BGZF_END = bytes.fromhex("1f8b08040000000000ff0600424302001b0003000000000000000000")
+"""The empty block that ends a BGZF file (SAM specification, section 4.1.2)."""
+
 
 def _folding() -> bytes:
     """For each byte the base it stands for: A, C, G, T, N, or 0 for none."""
@@ -69,8 +72,11 @@ class FastaFile:
     between contigs that are sequenced: it is left out, and what follows is another document. A contig is named as
     samtools names a region, ``chr1:10001-177417``, first and last base counted from 1.
 
+    Of compressed parts one after the other (``cat a.gz b.gz``) that end just where one of them does, nothing says that
+    there were more: such a file is taken for whole. bgzip's are of many parts, and end with a mark, which is required.
+
     Args:
-        path: the file, plain or compressed (gzip, bzip2, xz, Zstandard).
+        path: the file, plain or compressed (gzip, also bgzip's BGZF; bzip2, xz, Zstandard).
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -95,6 +101,11 @@ class FastaFile:
                 character that is no nucleotide.
         """
         if self._summary is None:
+            if _lacks_bgzf_end(self.path):
+                raise FastaError(
+                    f"{self.path} begins as BGZF and ends without its end-of-file block: it is cut off; expected all "
+                    "of what bgzip wrote"
+                )
             names, contigs, bases, unknown = [], 0, 0, []
             for name, sequence in self._records():
                 spans = list(_contig_spans(sequence))
@@ -141,6 +152,20 @@ class FastaFile:
         except (dnaio.FileFormatError, EOFError, OSError, UnicodeDecodeError, zlib.error, *_isal_errors()) as error:
             # Of a compressed file that is cut off, or damaged, the reader says one of these, whichever the format.
             raise FastaError(f"{self.path} cannot be read further {last}: {error}") from error
+
+
+def _lacks_bgzf_end(path: Path) -> bool:
+    """Whether a file is BGZF, gzip in blocks each of which could be the last, and has none that says so."""
+    with path.open("rb") as file:
+        head = file.read(12)
+        has_extra_fields = len(head) == 12 and head.startswith(b"\x1f\x8b") and head[3] & 4
+        fields = file.read(int.from_bytes(head[10:], "little")) if has_extra_fields else b""
+        while fields and not fields.startswith(b"BC\x02\x00"):
+            fields = fields[4 + int.from_bytes(fields[2:4], "little") :]
+        if not fields:
+            return False
+        file.seek(max(0, path.stat().st_size - len(_BGZF_END)))
+        return file.read() != _BGZF_END
 
 
 def _isal_errors() -> tuple[type[Exception], ...]:

@@ -14,9 +14,12 @@ _SEED = 4
 
 
 def figure_4_prompt(tokenizer: PreTrainedTokenizerBase) -> PasskeySample:
-    """The instruction, the pass key, 768 tokens of filler, the question: 32 + 25 + 768 + 16 with Mistral's tokenizer.
+    """The instruction, the pass key, 768 tokens of filler, the question; the answer follows.
 
-    Source: BAM, Figure 4. With other tokenizers the parts but for the filler have other numbers of tokens.
+    Source: BAM, Figure 4, a prompt of 32 + 25 + 768 + 16 = 841 tokens. With the paper's tokenizer (Mistral-7B v0.3) it
+    is 32 + 28 + 768 + 13 = 841 here: the pass key's sentence has 3 tokens of line ends and the question 2, and the 5
+    of the answer are no part of the prompt. Without the former and with the latter they are 25 and 16. With other
+    tokenizers the parts but for the filler have other numbers of tokens.
 
     Raises:
         ValueError: the tokenizer joins a pass key to the words before it.

@@ -131,7 +131,8 @@ class PriorAttention(nn.Module):
             average_attn_weights: whether the returned weights are averaged over heads.
             is_causal: whether a query sees only keys at positions up to its own. Unlike in
                 ``nn.MultiheadAttention`` it is no hint about ``attn_mask``, and needs none.
-            query_positions: as in :func:`attend`.
+            query_positions: as in :func:`attend`. In cross-attention a prior over distances needs both: without them
+                queries are taken for the last of the keys.
             key_positions: as in :func:`attend`.
             document_ids: as in :func:`attend`.
 

@@ -39,8 +39,8 @@ class PriorVisionConfig(StackConfig):
             is made for it.
         patch_size: side of a patch, in pixels.
         num_channels: of the images.
-        position_table: whether a learned vector is added for each place, as in ViT; at other sizes the table is
-            interpolated.
+        position_table: whether a learned vector is added for each place, as in ViT; to images of other sizes the
+            table is interpolated, to each of a batch on its own.
         position_units: what the prior's distances are counted in: ``patch``, from one patch to the next at any
             resolution, or ``image``, patches of the training grid, so that the same parts of an image are as far apart
             at every resolution and a patch weighs as much as its area (:func:`at_spacing`); without a logit scale.
@@ -123,8 +123,13 @@ class PatchEmbedding(nn.Module):
             if parameter is not None:
                 parameter.normal_(std=self.std)
 
-    def forward(self, pixel_values: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """``(B, C, rows, columns)`` to ``(B, L, hidden_size)``, and the rows and columns of patches."""
+    def forward(self, pixel_values: Tensor, image_sizes: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
+        """``(B, C, rows, columns)`` to ``(B, L, hidden_size)``, and the rows and columns of patches.
+
+        Args:
+            pixel_values: and
+            image_sizes: as in :meth:`PriorVisionModel.forward`; the table is interpolated to each image alone.
+        """
         if pixel_values.dim() != 4 or pixel_values.shape[1] != self.projection.in_channels:
             raise ValueError(
                 f"pixel_values must have shape (B, {self.projection.in_channels}, rows, columns), got "
@@ -136,14 +141,36 @@ class PatchEmbedding(nn.Module):
                     f"pixel_values must be whole patches of {self.patch_size} pixels on both sides, got "
                     f"{tuple(pixel_values.shape[2:])}"
                 )
+        grid = (pixel_values.shape[2] // self.patch_size, pixel_values.shape[3] // self.patch_size)
+        if image_sizes is not None:
+            self._check_sizes(image_sizes, grid, len(pixel_values))
         patches = self.projection(pixel_values.to(self.projection.weight.dtype))
-        grid = (patches.shape[2], patches.shape[3])
         if self.table is not None:
-            patches = patches + self._table_of(grid)
+            patches = patches + (self._table_of(grid) if image_sizes is None else self._tables_of(image_sizes, grid))
         hidden = patches.flatten(2).mT
         if self.class_token is not None:
             hidden = torch.cat([self.class_token.expand(len(hidden), 1, -1), hidden], 1)
         return hidden, grid
+
+    def _check_sizes(self, image_sizes: Tensor, grid: tuple[int, int], batch: int) -> None:
+        size = self.patch_size
+        if tuple(image_sizes.shape) != (batch, 2):
+            raise ValueError(f"image_sizes must have shape ({batch}, 2), got {tuple(image_sizes.shape)}")
+        room = torch.tensor(grid, device=image_sizes.device) * size
+        if bool((image_sizes % size != 0).any() | (image_sizes < 1).any() | (image_sizes > room).any()):
+            raise ValueError(
+                f"image_sizes must be whole patches of {size} pixels, at most {tuple(room.tolist())}, got "
+                f"{image_sizes.tolist()}"
+            )
+
+    def _tables_of(self, image_sizes: Tensor, grid: tuple[int, int]) -> Tensor:
+        """``(B, hidden_size, rows, columns)``: to each image the table of its own grid, and 0 to its padding."""
+        own_grids, of_image = (image_sizes // self.patch_size).long().unique(dim=0, return_inverse=True)
+        tables = [
+            nn.functional.pad(self._table_of((rows, columns)), (0, grid[1] - columns, 0, grid[0] - rows))
+            for rows, columns in own_grids.tolist()
+        ]
+        return torch.stack(tables)[of_image]
 
     def _table_of(self, grid: tuple[int, int]) -> Tensor:
         assert self.table is not None
@@ -192,10 +219,10 @@ class PriorVisionModel(PriorVisionPreTrainedModel):
             kwargs: ``output_attentions`` and ``output_hidden_states``.
         """
         refuse_unknown(kwargs, "the vision transformer")
-        hidden, grid = self.embeddings(pixel_values)
+        hidden, grid = self.embeddings(pixel_values, image_sizes)
         outside = hidden.shape[1] - grid[0] * grid[1]
         positions = grid_positions(*grid, outside=outside, device=hidden.device)
-        padding = None if image_sizes is None else self._padding(image_sizes, grid, outside, len(hidden))
+        padding = None if image_sizes is None else self._padding(image_sizes, grid, outside)
         wants_weights = bool(kwargs.get("output_attentions", self.config.output_attentions))
         places = EncoderPlaces(positions, padding, spacing=self._spacing(grid, padding is not None))
         hidden = self.stack(hidden, places, wants_weights)
@@ -220,19 +247,10 @@ class PriorVisionModel(PriorVisionPreTrainedModel):
         trained = self.config.grid
         return None if grid == trained else (trained[0] / grid[0], trained[1] / grid[1])
 
-    def _padding(self, image_sizes: Tensor, grid: tuple[int, int], outside: int, batch: int) -> Tensor:
+    def _padding(self, image_sizes: Tensor, grid: tuple[int, int], outside: int) -> Tensor:
         """``(B, L)``, True where a patch is none of its image."""
-        size = self.config.patch_size
-        if tuple(image_sizes.shape) != (batch, 2):
-            raise ValueError(f"image_sizes must have shape ({batch}, 2), got {tuple(image_sizes.shape)}")
-        room = torch.tensor(grid, device=image_sizes.device) * size
-        if bool((image_sizes % size != 0).any() | (image_sizes < 1).any() | (image_sizes > room).any()):
-            raise ValueError(
-                f"image_sizes must be whole patches of {size} pixels, at most {tuple(room.tolist())}, got "
-                f"{image_sizes.tolist()}"
-            )
         rows, columns = (torch.arange(side, device=image_sizes.device) for side in grid)
-        sizes = image_sizes // size
+        sizes = image_sizes // self.config.patch_size
         inside = (rows < sizes[:, :1]).unsqueeze(2) & (columns < sizes[:, 1:]).unsqueeze(1)
         return nn.functional.pad(~inside.flatten(1), (outside, 0), value=False)
 
