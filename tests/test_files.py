@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from attention_priors.files import read_json, writable_folder, write_bytes, write_json
+from attention_priors.files import read_json, with_nulls, writable_folder, write_bytes, write_json
 
 
 def _names(folder: Path) -> list[str]:
@@ -69,6 +69,11 @@ def test_numbers_that_json_has_not_are_refused_and_the_old_file_stays(tmp_path, 
         write_json(path, {"a": [number]})
     assert read_json(path) == {"a": 1}
     assert _names(tmp_path) == ["x.json"]
+
+
+def test_numbers_that_json_has_not_can_be_made_null():
+    content = {"a": [1, math.nan, (2.5, -math.inf)], "b": {"c": math.inf, "d": "nan"}, "e": True}
+    assert with_nulls(content) == {"a": [1, None, [2.5, None]], "b": {"c": None, "d": "nan"}, "e": True}
 
 
 def test_json_that_is_cut_off_is_named(tmp_path):

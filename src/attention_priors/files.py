@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON; a number that is not finite is an error, since JSON has none."""
+    """Write JSON; a number that is not finite is an error, since JSON has none (:func:`with_nulls`)."""
     text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     write_bytes(path, text.encode())
 
@@ -50,7 +51,7 @@ def append_json_line(path: Path, content: Any) -> None:
 
     Args:
         path: the file; it and its folder are made if they are not there.
-        content: plain JSON, without numbers that are not finite.
+        content: plain JSON, without numbers that are not finite (:func:`with_nulls`).
     """
     line = json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,6 +59,18 @@ def append_json_line(path: Path, content: Any) -> None:
         file.write(line.encode())
         file.flush()
         os.fsync(file.fileno())
+
+
+def with_nulls(content: Any) -> Any:
+    """The same with None, JSON's null, in the place of every number that is not finite.
+
+    For what was measured, such as a loss that has overflowed: that is a result too.
+    """
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {key: with_nulls(value) for key, value in content.items()}
+    return [with_nulls(value) for value in content] if isinstance(content, (list, tuple)) else content
 
 
 def read_json(path: Path) -> Any:

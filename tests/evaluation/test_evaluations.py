@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from attention_priors.evaluation import TASKS, EvaluationPlan, Observer, Subject
 from attention_priors.evaluation.records import Records
 from attention_priors.evaluation.retrieval import Answer
 from attention_priors.intervals import mean_interval, wilson_interval
+from attention_priors.report import evaluation_markdown, write_evaluation_figures
 
 KINDS = pytest.mark.parametrize("kind", model_folders.KINDS)
 OF_TEXT = [task for task in TASKS if task != "genome_completion"]
@@ -87,7 +89,11 @@ def test_every_task(kind: str, subjects: dict[str, Subject], plan: Any, tmp_path
             assert (line["tokens"] == 600) == line["task"].startswith("passkey")
             assert 0 <= line["score"] <= 1
             assert all(line["expected"])
-            assert ("token_accuracy" in line) == line["task"].startswith("passkey")
+            assert ("token_accuracy" in line) == ("tokens_right" in line) == line["task"].startswith("passkey")
+            if "tokens_right" in line:
+                assert len(line["tokens_right"]) == len(line["expected"][0])  # a token for each digit
+                assert line["token_accuracy"] == pytest.approx(sum(line["tokens_right"]) / len(line["tokens_right"]))
+                assert line["score"] == all(line["tokens_right"])
     assert {len(line["expected"][0]) for line in results(tmp_path) if line["task"] == "passkey_8"} == {8}
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [entry["task"] for entry in log] == [task for task in OF_TEXT if task != "timing"]
@@ -260,6 +266,37 @@ def test_sums_of_losses(subjects: dict[str, Subject], plan: Any, tmp_path: Path)
         place, loss, _ = one.by_position[2]
         assert place == pytest.approx((4 * 7) ** 0.5)
         assert loss == pytest.approx(sum(bins[2][2] for bins in texts) / 4 / len(texts))
+
+
+def test_losses_that_are_not_finite_are_results(
+    subjects: dict[str, Subject], plan: Any, tmp_path: Path, monkeypatch: Any
+):
+    """As in half precision, where logits overflow: what comes after them is measured all the same."""
+    module = importlib.import_module("attention_priors.evaluation.evaluate")
+    measure = module.token_losses
+
+    def overflowed(model: Any, tokens: Any, **options: Any) -> Any:
+        losses = measure(model, tokens, **options)
+        losses[100] = torch.inf
+        return losses
+
+    monkeypatch.setattr(module, "token_losses", overflowed)
+    monkeypatch.setattr(module, "needle_weights", lambda *_, **__: [[0.5, float("nan")], [0.25, 1.0]])
+    asked = plan("perplexity", "passkey_weight", "passkey", lengths=(200,))
+    found = evaluate(subjects["ours"], asked, tmp_path)
+    (loss,) = found.losses
+    assert math.isnan(loss.nll)
+    assert math.isnan(loss.perplexity)
+    assert [place.position for place in loss.by_position if math.isnan(place.nll)] == [pytest.approx((64 * 127) ** 0.5)]
+    assert [math.isnan(one.weight) for one in found.weights] == [False, True, False, False]
+    assert len(found.accuracies) == 1
+    assert "not finite" in evaluation_markdown(found)
+    assert write_evaluation_figures(found, tmp_path / "figures")
+    before = (tmp_path / "results.jsonl").read_bytes()
+    assert b"null" in before
+    again = evaluate(subjects["ours"], asked, tmp_path)
+    assert (tmp_path / "results.jsonl").read_bytes() == before
+    assert repr(again) == repr(found)
 
 
 def test_windows_are_pieces_from_all_over_the_documents(subjects: dict[str, Subject], plan: Any, tmp_path: Path):

@@ -197,6 +197,7 @@ def test_a_finished_run_keeps_its_model_and_no_checkpoints(finished):
     for name in ("ALiBi", "BAM_+_SSMax"):
         folder = finished.folder / "runs" / name / "seed-3"
         assert {path.name for path in folder.iterdir()} == {
+            ".lock",
             "identity.json",
             "log.txt",
             "model",

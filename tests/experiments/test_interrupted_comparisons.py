@@ -18,8 +18,11 @@ from attention_priors import attend
 from attention_priors.data import PasskeyTask
 from attention_priors.experiments import Recipe, compare
 from attention_priors.experiments.compare import cuda_devices, least_taken
+from attention_priors.experiments.folders import run_folder
 from attention_priors.experiments.materials import Materials
 from attention_priors.experiments.run import execute
+from attention_priors.files import write_json
+from attention_priors.output_folder import sole_writer
 
 
 def _json(path: Path) -> Any:
@@ -34,19 +37,24 @@ def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is another thing there")
-def test_ctrl_c_in_training_ends_all_processes_and_loses_nothing(finished, tiny, tmp_path, quiet):
-    recipe, output = tmp_path / "tiny.yaml", tmp_path / "out"
-    recipe.write_text(json.dumps(changed({"corpus.source": tiny().corpus.source})))
+def _begin(source: str, folder: Path) -> subprocess.Popen[str]:
+    """Start the command for one scheme, with the output folder ``out``."""
+    recipe = folder / "tiny.yaml"
+    recipe.write_text(json.dumps(changed({"corpus.source": source})))
     start = [sys.executable, "-c", "from attention_priors.cli import main; main()"]
-    process = subprocess.Popen(
-        [*start, "compare", str(recipe), "--output", str(output), "--only", "ALiBi", "--processes", "1"],
+    return subprocess.Popen(
+        [*start, "compare", str(recipe), "--output", str(folder / "out"), "--only", "ALiBi", "--processes", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         # Whoever started the tests may have chosen to ignore Ctrl-C, which is inherited.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is another thing there")
+def test_ctrl_c_in_training_ends_all_processes_and_loses_nothing(finished, tiny, tmp_path, quiet):
+    process, output = _begin(tiny().corpus.source, tmp_path), tmp_path / "out"
     run = output / "runs" / "ALiBi" / "seed-3"
     try:
         # The last file of the first checkpoint, at a third of the training.
@@ -71,6 +79,40 @@ def test_ctrl_c_in_training_ends_all_processes_and_loses_nothing(finished, tiny,
         rows = [row for row in finished.results[section] if row["scheme"] == "ALiBi"]
         assert results[section] == rows, section
     assert results["wall_seconds"] >= results["runs"][0]["train_seconds"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no such signal there")
+def test_workers_do_not_outlive_a_parent_that_is_killed(tiny, tmp_path):
+    """They would write to the files of those that the next call starts."""
+    process = _begin(tiny().corpus.source, tmp_path)
+    try:
+        _wait_for(tmp_path / "out" / "runs" / "ALiBi" / "seed-3" / "checkpoints" / "checkpoint-40", process)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        assert workers
+    finally:
+        process.kill()
+    process.communicate()
+    # Of those that nobody waits for, what is left may be a name in a table.
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_two_processes_do_not_carry_out_the_same_run(tiny, tmp_path):
+    output, recipe = tmp_path / "out", tiny()
+    write_json(output / "recipe.json", recipe.model_dump(mode="json"))
+    folder = run_folder(output, "ALiBi", 3)
+    folder.mkdir(parents=True)
+    worker = [sys.executable, "-m", "attention_priors.experiments.worker"]
+    with sole_writer(folder):
+        process = subprocess.Popen(
+            [*worker, output / "recipe.json", output, "ALiBi", "3"],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.wait(timeout=120) == 1
+    assert f"{folder} is being written by another call" in process.communicate()[1]
+    assert not (folder / "identity.json").exists()
 
 
 # ---- single runs, in this process

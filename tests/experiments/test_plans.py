@@ -11,6 +11,7 @@ from rich.console import Console
 
 from attention_priors.evaluation import EvaluationPlan, Subject, evaluate
 from attention_priors.experiments import Recipe, RunFailedError, compare
+from attention_priors.files import read_json, write_json
 from attention_priors.report import write_figures, write_report, write_tables
 from attention_priors.results_format import PLAN_SECTIONS
 from attention_priors.strict_yaml import RecipeError
@@ -44,7 +45,10 @@ def test_rows_are_what_an_evaluation_of_the_model_finds(asked: Any, tiny: Any, p
     for name in plans:
         found = evaluate(subject, EvaluationPlan.model_validate(plans[name]), tmp_path / name, chunk=64)
         for section, expected in (
-            ("retrieval", [(a.task, a.length, d, *v) for a in found.accuracies for d, v in a.by_depth.items()]),
+            (
+                "retrieval",
+                [(a.task, a.length, d, *v, a.stopped) for a in found.accuracies for d, v in a.by_depth.items()],
+            ),
             ("losses", [(loss.task, loss.length, *place) for loss in found.losses for place in loss.by_position]),
         ):
             mine = [row for row in results[section] if (row["scheme"], row["plan"]) == ("ALiBi", name)]
@@ -122,6 +126,40 @@ def test_impossible_texts_are_found_before_any_work(
     with pytest.raises(RecipeError, match=complaint):
         compare(tiny({"evaluation.plans": {"more": plan}}), tmp_path / "new", console=Console(quiet=True))
     assert not (tmp_path / "new" / "runs").exists()
+
+
+def test_models_that_read_other_texts_are_not_compared(asked: Any, tiny: Any, plans: dict[str, Any], tmp_path: Path):
+    """As when the files of a package have changed since some seeds were measured."""
+    folder = tmp_path / "comparison"
+    shutil.copytree(asked[0], folder)
+    recipe = tiny({"evaluation.plans": plans})
+    path = folder / "runs" / "ALiBi" / "seed-3" / "plans" / "reading.json"
+    found = read_json(path)
+    assert set(found["texts"]) == {"perplexity"}  # times are no matter of texts
+    assert set(read_json(path.with_name("eight_digits.json"))["texts"]) == {"passkey_8", "niah_single_1"}
+    write_json(path, found | {"texts": {"perplexity": "of last year"}})
+    with pytest.raises(RecipeError, match=r"plans\.reading: the texts of its task 'perplexity' have changed"):
+        compare(recipe, folder, console=Console(quiet=True))
+    # A file of before this was kept says nothing.
+    write_json(path, {key: value for key, value in found.items() if key not in ("texts", "versions", "machine")})
+    assert compare(recipe, folder, console=Console(quiet=True))["losses"] == asked[1]["losses"]
+
+
+def test_versions_are_also_those_of_plans(asked: Any, tiny: Any, plans: dict[str, Any], tmp_path: Path):
+    folder = tmp_path / "comparison"
+    shutil.copytree(asked[0], folder)
+    path = folder / "runs" / "ALiBi" / "seed-3" / "plans" / "reading.json"
+    found = read_json(path)
+    found["versions"]["torch"] = "9.9"
+    write_json(path, found)
+    results = compare(tiny({"evaluation.plans": plans}), folder, console=Console(quiet=True))
+    assert results["versions"]["torch"] == f"{asked[1]['versions']['torch']}, 9.9"
+
+
+def test_plans_have_folders_of_their_own(tiny: Any):
+    plan = {"tasks": ["timing"], "lengths": [64]}
+    with pytest.raises(ValueError, match="plans 'a b' and 'a_b' would share the folder 'a_b'"):
+        tiny({"evaluation.plans": {"a b": plan, "a_b": plan}})
 
 
 def test_a_learned_table_must_hold_the_texts_of_plans(tiny: Any):

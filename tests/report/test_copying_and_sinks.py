@@ -123,6 +123,31 @@ def test_summands_are_drawn_below_their_maximum(results):
         prior_parts.prior_terms(results, "RoPE")
 
 
+def test_maps_are_of_the_prior_as_it_is_multiplied(results):
+    """Two keys are ``e^Δ`` apart by the log-prior, and ``e^(c Δ)`` by the product."""
+    scale = [0.0, 0.5, 1.0, -1.0, 2.0, 3.0]
+    for row in results["prior_terms"]:
+        row["scale"] = scale
+        row["log_prior"] = [None if place == 5 else value for place, value in enumerate(row["log_prior"])]
+    axes = _panel(prior_parts.prior_weights(results, "GOAT"), "layer 0, head 1\nfirst 70 %, previous 50 %")
+    weights = np.ma.filled(np.ma.asarray(axes.images[0].get_array()).astype(float), math.nan)
+    # K(1) - K(0) = 3 between neighbours, and key 0 has 2 more.
+    for query in range(2, 5):
+        assert weights[query, query - 1] / weights[query, query] == pytest.approx(math.exp(3 * scale[query]))
+    assert weights[1, 0] / weights[1, 1] == pytest.approx(math.exp(5 * scale[1]))
+    assert weights[5, 5] == 0  # hidden by the sink that ends there
+    assert np.nansum(weights, 1) == pytest.approx(1)
+
+
+def test_the_table_of_masses_says_what_is_multiplied(results):
+    (before,) = (grid.caption for grid in result_grids(results) if grid.stem == "prior_mass")
+    for row in results["prior_mass"]:
+        row["scaled"] = True
+    (after,) = (grid.caption for grid in result_grids(results) if grid.stem == "prior_mass")
+    assert "logit scale" not in before
+    assert "the prior alone, multiplied by the logit scale where attention does so, gives to the first key" in after
+
+
 def test_maps_are_causal_probabilities(results):
     axes = _panel(prior_parts.prior_weights(results, "GOAT"), "layer 0, head 1\nfirst 70 %, previous 50 %")
     weights = np.ma.filled(np.ma.asarray(axes.images[0].get_array()).astype(float), math.nan)

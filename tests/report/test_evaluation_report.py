@@ -13,7 +13,7 @@ from attention_priors.report.figures.evaluation import accuracy_by_length, depth
 
 
 def _accuracy(task: str, length: int, found: dict[float, tuple[float, int]], **changes: Any) -> Accuracy:
-    by_depth = {depth: AtDepth(*values, None) for depth, values in found.items()}
+    by_depth = {depth: AtDepth(*values, None, None) for depth, values in found.items()}
     trials = sum(one.trials for one in by_depth.values()) or 4
     total = sum(one.mean * one.trials for one in by_depth.values())
     values: dict[str, Any] = {
@@ -23,6 +23,7 @@ def _accuracy(task: str, length: int, found: dict[float, tuple[float, int]], **c
         "mean": total / trials,
         "interval": wilson_interval(total, trials),
         "token_accuracy": None,
+        "tokens_right": None,
         "by_depth": by_depth,
         "stopped": None,
     }

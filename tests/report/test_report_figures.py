@@ -127,12 +127,13 @@ def test_many_schemes_all_look_different(results):
     assert len({(look.color, look.linestyle) for look in seen}) == 28
 
 
-def test_heatmap_cells_and_means(results):
-    figure = comparison.passkey_heatmap(results, "NoPE")
+@pytest.mark.parametrize(("scheme", "stopped"), [("NoPE", True), ("BAM <SSMax>", False)])
+def test_heatmap_cells_and_means(results, scheme, stopped):
+    figure = comparison.passkey_heatmap(results, scheme)
     (axes,) = figure.axes
     # Cells lie at (column, line); the means are a third of a cell away from them.
     numbers = {(round(x - 0.5, 2), round(y - 0.5, 2)): t.get_text() for t in axes.texts for x, y in [t.get_position()]}
-    mine = [row for row in results["passkey"] if row["scheme"] == "NoPE"]
+    mine = [row for row in results["passkey"] if row["scheme"] == scheme]
     depths = sorted({row["depth"] for row in mine})
     evaluated = sorted({row["length"] for row in mine})
 
@@ -145,11 +146,26 @@ def test_heatmap_cells_and_means(results):
             cell = [row for row in mine if (row["length"], row["depth"]) == (length, depth)]
             assert numbers[column, line] == percent(cell)
     for line, depth in enumerate(depths):
-        assert numbers[len(LENGTHS) + 0.33, line] == percent([row for row in mine if row["depth"] == depth])
+        # The mean of the lengths before it stopped would flatter it.
+        mean = "–" if stopped else percent([row for row in mine if row["depth"] == depth])
+        assert numbers[len(LENGTHS) + 0.33, line] == mean
     assert len(numbers) == (len(depths) + 1) * len(evaluated) + len(depths)
     hatched = [p for p in axes.patches if isinstance(p, Rectangle) and p.get_hatch()]
-    assert len(hatched) == (len(LENGTHS) - len(evaluated)) * (len(depths) + 1) > 0
+    assert len(hatched) == (len(LENGTHS) - len(evaluated)) * (len(depths) + 1)
+    assert bool(hatched) == stopped
     assert axes.yaxis_inverted()
+
+
+def test_a_heatmap_tells_lengths_that_lack_seeds(results):
+    last, seed = LENGTHS[-1], SEEDS[0]
+    whole = comparison.passkey_heatmap(results, "BAM <SSMax>").axes[0]
+    assert [tick.get_text() for tick in whole.get_xticklabels()] == [*map(str, LENGTHS), "mean"]
+    results["passkey"] = [
+        row for row in results["passkey"] if (row["scheme"], row["seed"], row["length"]) != ("BAM <SSMax>", seed, last)
+    ]
+    axes = comparison.passkey_heatmap(results, "BAM <SSMax>").axes[0]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == [*map(str, LENGTHS[:-1]), f"{last}†", "mean"]
+    assert sum(text.get_text() == "–" for text in axes.texts) == 20
 
 
 def test_heatmaps_share_one_scale(results):

@@ -2,9 +2,10 @@ import math
 
 import pytest
 
+from attention_priors.report.figures.comparison import theta_scatter
 from attention_priors.report.numbers import duration, listing, moment, multiple, percent, quantity
 from attention_priors.report.pages.summary import reach, summarize
-from attention_priors.report.selections.heads import role
+from attention_priors.report.selections.heads import gaussian_heads, role
 from attention_priors.report.tables.heads import head_table
 from attention_priors.results_format import SECTIONS
 
@@ -144,3 +145,30 @@ def test_several_kinds_of_prior_are_told_apart(results):
 )
 def test_numbers_are_written_for_people(write, value, expected):
     assert write(value) == expected
+
+
+def test_gaussians_within_sums_are_heads_of_their_own(results):
+    def of(lead: str, theta_alpha: float, beta: float | None) -> dict[str, float | None]:
+        return {f"{lead}beta": beta, f"{lead}theta_alpha": theta_alpha, f"{lead}mu": 0.0}
+
+    common = {"scheme": "BAM", "seed": 0, "layer": 1, "distance": [0], "log_prior": [0.0]}
+    first, second = of("generalized_gaussian.", 0.5, 0.7), of("generalized_gaussian_2.", -1.0, -0.3)
+    results["priors"] = [
+        common | {"head": 0, "prior": "generalized_gaussian + window", "parameters": first},
+        common
+        | {"head": 1, "prior": "generalized_gaussian + key_sink + generalized_gaussian"}
+        | {"parameters": {**first, "key_sink.bump": 3.0, **second}},
+        common | {"head": 2, "prior": "generalized_gaussian", "parameters": of("", 0.1, 0.2)},
+        # Heads that have none, and results from before summands had their θα.
+        common | {"head": 3, "prior": "generalized_gaussian", "parameters": of("", 0.1, None)},
+        common
+        | {"head": 4, "prior": "generalized_gaussian + window", "parameters": {"generalized_gaussian.beta": 0.7}},
+        common | {"head": 5, "prior": "spectral + key_sink", "parameters": {"key_sink.bump": 3.0}},
+    ]
+    found = gaussian_heads(results, "BAM")
+    assert [(row["head"], row["parameters"]["theta_alpha"], row["parameters"]["beta"]) for row in found] == [
+        (0, 0.5, 0.7), (1, 0.5, 0.7), (1, -1.0, -0.3), (2, 0.1, 0.2),
+    ]  # fmt: skip
+    assert all(row["layer"] == 1 for row in found)
+    dots = [line for line in theta_scatter(results).axes[0].lines if line.get_gid() == "theta:BAM"]
+    assert {(dot.get_xdata()[0], dot.get_ydata()[0]) for dot in dots} == {(0.5, 0.7), (-1.0, -0.3), (0.1, 0.2)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -187,8 +188,7 @@ class _Session:
                     if not found.keys() >= set(block):
                         for place, line in self._ask(task, run, length, block, done, total):
                             if place not in found:
-                                self.records.append(line)
-                                found[place] = line
+                                found[place] = self.records.append(line)
                         log["texts"] += len(block)
                     done += len(block) * _cost(length)
                     self.observer.on_work(task.name, done, total)
@@ -239,8 +239,9 @@ class _Session:
             question, answer = questions[place], answers[place]
             line = self._line(task, run, length, index, trial, question)
             line |= {"score": answer.score, "expected": list(question.expected), "output": answer.output}
-            if answer.token_accuracy is not None:
-                line["token_accuracy"] = answer.token_accuracy
+            if answer.tokens_right is not None:
+                line["token_accuracy"] = round(statistics.fmean(answer.tokens_right), 7)
+                line["tokens_right"] = list(answer.tokens_right)
             lines.append(((index, trial), line))
         return lines
 
@@ -258,8 +259,7 @@ class _Session:
     def _stop(self, task: str, run: str, length: int, reason: str) -> None:
         there = self.records.of(run, stopped_before=length, reason=reason)
         if not there:
-            there = [{"run": run, "task": task, "stopped_before": length, "reason": reason}]
-            self.records.append(there[0])
+            there = [self.records.append({"run": run, "task": task, "stopped_before": length, "reason": reason})]
         self.gathered.append(there[0])
         self.observer.on_message(f"{task}: {reason}; longer texts are left out")
 
@@ -296,8 +296,7 @@ class _Session:
                         )
                         line = self._line(task, run, length, index, trial, question)
                         line["weights"] = [[round(weight, 7) for weight in layer] for layer in weights]
-                        self.records.append(line)
-                        found[index, trial] = line
+                        found[index, trial] = self.records.append(line)
                         log["texts"] += 1
                     self.gathered.append(found[index, trial])
                     done += _cost(length)
@@ -319,8 +318,7 @@ class _Session:
                         losses = token_losses(self.subject.model, text, chunk=self.chunk, on_tokens=on_tokens)
                         bins = [list(entry) for entry in binned(losses)]
                         line = {"run": run, "task": name, "length": length, "document": document, "losses": bins}
-                        self.records.append(line)
-                        found[document] = line
+                        found[document] = self.records.append(line)
                         log["texts"] += 1
                     self.gathered.append(found[document])
                     done += _cost(len(text))
@@ -360,8 +358,7 @@ class _Session:
                                 continue
                             line = {"run": run, "task": COMPLETION, "length": length, "document": document}
                             line |= {"trial": trial, "expected": expected, "continuation": output}
-                            self.records.append(line)
-                            found[document, trial] = line
+                            found[document, trial] = self.records.append(line)
                         log["texts"] += len(missing)
                     self.gathered += [found[document, trial] for trial in range(plan.trials)]
                     done += _cost(length)
@@ -395,8 +392,7 @@ class _Session:
                 found = time_model(
                     model, length, passes=self.plan.passes, learns=learns, seed=self.plan.seed, on_pass=on_pass
                 )
-                there = [{"run": run, "task": "timing", "length": length, "pass": kind} | found]
-                self.records.append(there[0])
+                there = [self.records.append({"run": run, "task": "timing", "length": length, "pass": kind} | found)]
             self.gathered.append(there[0])
             done += self.plan.passes * _cost(length)
             self.observer.on_work("timing", done, total)

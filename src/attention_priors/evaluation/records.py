@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from attention_priors.files import append_json_line
+from attention_priors.files import append_json_line, with_nulls
 
 Record = dict[str, Any]
 
@@ -64,10 +64,12 @@ class Records:
             if line["run"] == run and "identity" not in line and values.items() <= line.items()
         ]
 
-    def append(self, record: Record) -> None:
-        """Write one line, at once."""
+    def append(self, record: Record) -> Record:
+        """Write one line, at once, numbers that are not finite as null; what it will be read as."""
+        record = json.loads(json.dumps(with_nulls(record)))
         append_json_line(self.path, record)
-        self._lines.append(json.loads(json.dumps(record)))
+        self._lines.append(record)
+        return record
 
     def _read(self) -> list[Record]:
         content = self.path.read_bytes()

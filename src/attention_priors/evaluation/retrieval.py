@@ -123,9 +123,9 @@ class Answer:
     score: float
     """From 0 to 1."""
     output: str
-    token_accuracy: float | None
-    """Share of the answer's tokens that are predicted right, each with the true ones before it; None where there is no
-    one right answer."""
+    tokens_right: tuple[bool, ...] | None
+    """Which of the answer's tokens are predicted right, each with the true ones before it; None where there is no one
+    right answer."""
 
 
 def ask(
@@ -147,7 +147,7 @@ def ask(
         found = forced_predictions(subject.model, prompts, expected, chunk=chunk, on_tokens=on_tokens)
         right = found == expected
         return [
-            Answer(float(ok.all()), _decoded(subject, tokens), float(ok.float().mean()))
+            Answer(float(ok.all()), _decoded(subject, tokens), tuple(ok.tolist()))
             for ok, tokens in zip(right, found.tolist(), strict=True)
         ]
     longest = max(question.new_tokens for question in questions)

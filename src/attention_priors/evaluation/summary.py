@@ -19,6 +19,9 @@ class AtDepth(NamedTuple):
     mean: float
     trials: int
     token_accuracy: float | None
+    tokens_right: list[int] | None
+    """How often each of the answer's tokens was predicted right, from the first to the last; None where there is no
+    one right answer, and in results of before this was kept."""
 
 
 class AtPosition(NamedTuple):
@@ -44,6 +47,8 @@ class Accuracy:
     """95 %, Wilson's."""
     token_accuracy: float | None
     """Share of the answers' tokens predicted right; None where there is no one right answer."""
+    tokens_right: list[int] | None
+    """As :attr:`AtDepth.tokens_right`."""
     by_depth: dict[float, AtDepth]
     """Empty where a text has no one depth."""
     stopped: str | None
@@ -59,15 +64,18 @@ class Loss:
     documents: int
     tokens: int
     nll: float
-    """In nats per token, over all tokens."""
+    """In nats per token, over all tokens; nan if one of them was not finite."""
     interval: Interval | None
     """95 %, over documents; None for a single one."""
     by_position: list[AtPosition]
 
     @property
     def perplexity(self) -> float:
-        """``exp(nll)``."""
-        return math.exp(self.nll)
+        """``exp(nll)``; infinite where that overflows."""
+        try:
+            return math.exp(self.nll)
+        except OverflowError:
+            return math.inf
 
     @property
     def bits(self) -> float:
@@ -181,8 +189,14 @@ def _accuracy(lines: Sequence[Record], stopped: str | None) -> Accuracy:
         mean=statistics.fmean(scores),
         interval=wilson_interval(math.fsum(scores), len(scores)),
         token_accuracy=_token_accuracy(lines),
+        tokens_right=_tokens_right(lines),
         by_depth={
-            place: AtDepth(statistics.fmean(line["score"] for line in found), len(found), _token_accuracy(found))
+            place: AtDepth(
+                statistics.fmean(line["score"] for line in found),
+                len(found),
+                _token_accuracy(found),
+                _tokens_right(found),
+            )
             for place, found in of_depth.items()
         },
         stopped=stopped,
@@ -194,17 +208,26 @@ def _token_accuracy(lines: Sequence[Record]) -> float | None:
     return statistics.fmean(shares) if shares else None
 
 
+def _tokens_right(lines: Sequence[Record]) -> list[int] | None:
+    if not all("tokens_right" in line for line in lines):
+        return None
+    # Where numbers are joined into tokens, their count differs, and so do the places.
+    if len({len(line["tokens_right"]) for line in lines}) > 1:
+        return None
+    return [sum(place) for place in zip(*(line["tokens_right"] for line in lines), strict=True)]
+
+
 def _loss(lines: Sequence[Record]) -> Loss:
     sums: dict[int, tuple[float, int]] = {}
     ends: dict[int, int] = {}
     of_text: list[tuple[float, int]] = []
     for line in lines:
-        for first, last, loss in line["losses"]:
+        for first, last, loss in _losses_of(line):
             total, number = sums.get(first, (0.0, 0))
             sums[first] = (total + loss, number + last - first + 1)
             ends[first] = max(last, ends.get(first, 0))
         size = sum(last - first + 1 for first, last, _ in line["losses"])
-        of_text.append((math.fsum(loss for _, _, loss in line["losses"]), size))
+        of_text.append((math.fsum(loss for _, _, loss in _losses_of(line)), size))
     tokens = sum(size for _, size in of_text)
     mean = math.fsum(loss for loss, _ in of_text) / tokens
     # Of texts of different sizes the mean over tokens is a ratio of sums: these values have it as their mean, and the
@@ -224,11 +247,20 @@ def _loss(lines: Sequence[Record]) -> Loss:
     )
 
 
+def _losses_of(line: Record) -> list[tuple[int, int, float]]:
+    """Ranges of positions and the loss in each; nan where it was not finite."""
+    return [(first, last, _number(loss)) for first, last, loss in line["losses"]]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
 def _weights(lines: Sequence[Record]) -> list[HeadWeight]:
     found = []
     for layer, heads in enumerate(lines[0]["weights"]):
         for head in range(len(heads)):
-            values = [line["weights"][layer][head] for line in lines]
+            values = [_number(line["weights"][layer][head]) for line in lines]
             mean = statistics.fmean(values)
             found.append(HeadWeight(lines[0]["length"], layer, head, len(lines), mean, mean_interval(values)))
     return found

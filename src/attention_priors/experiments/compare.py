@@ -256,7 +256,7 @@ def _start(
                 scheme,
                 str(seed),
             ],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
@@ -284,6 +284,8 @@ def _listen(worker: _Worker, lines: IO[str], events: queue.Queue[tuple[_Worker, 
             continue
         events.put((worker, event))
     worker.process.wait()
+    assert worker.process.stdin is not None
+    worker.process.stdin.close()
     events.put((worker, None))
 
 

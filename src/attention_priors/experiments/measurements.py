@@ -26,11 +26,12 @@ from attention_priors.evaluation import (
     passkey_rows,
     perplexity_rows,
 )
+from attention_priors.experiments.environment import environment
 from attention_priors.experiments.materials import Materials
 from attention_priors.experiments.plans import carry_out, unfinished
 from attention_priors.experiments.recipe import EvaluationChanges
 from attention_priors.experiments.study import Progress
-from attention_priors.files import append_json_line, read_json, write_json
+from attention_priors.files import append_json_line, read_json, with_nulls, write_json
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 from attention_priors.priors import Window
 from attention_priors.training import PositionSettings
@@ -79,7 +80,8 @@ def measure(materials: Materials, scheme: str, positions: PositionSettings, fold
                     progress(stage, done, total)
 
                 stopped = _Measurements(model, materials, evaluation, folder, tell).take()
-                write_json(folder / "done.json", {"evaluate_seconds": round(clock.seconds, 1), "stopped": stopped})
+                done = {"evaluate_seconds": round(clock.seconds, 1), "stopped": stopped}
+                write_json(folder / "done.json", done | environment())
                 clock.forget()
         for stage in KINDS[:-1]:
             progress(stage, 1, 1)
@@ -206,7 +208,7 @@ class _Measurements:
             chunk=self.evaluation.chunk,
             on_text=lambda count: self.progress("perplexity", count, len(texts)),
         )
-        write_json(path, rows)
+        write_json(path, with_nulls(rows))
 
     def _copying(self) -> None:
         """Write the losses of each length as soon as they are known."""
@@ -221,14 +223,14 @@ class _Measurements:
             if length not in done:
                 samples = self.materials.copying_samples(settings, length)
                 rows += copying_rows(self.model, self.materials.copying_task(), samples, chunk=self.evaluation.chunk)
-                write_json(path, rows)
+                write_json(path, with_nulls(rows))
         self.progress("copying", len(settings.lengths), len(settings.lengths))
 
     def _sink_mass(self) -> None:
         settings, path = self.evaluation.sink_mass, self.folder / "sink_mass.json"
         if settings is not None and not path.exists():
             texts = self.materials.texts(settings.length, settings.texts)
-            write_json(path, sink_mass_rows(self.model, texts, factors=settings.factors))
+            write_json(path, with_nulls(sink_mass_rows(self.model, texts, factors=settings.factors)))
 
 
 def _read_rows(path: Path) -> list[PasskeyRow]:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from attention_priors.evaluation import (
+    Accuracy,
     AtDepth,
     EvaluationPlan,
     EvaluationSettings,
     Observer,
+    Records,
     Subject,
     Summary,
     evaluate,
 )
+from attention_priors.experiments.environment import environment
 from attention_priors.experiments.folders import folder_name
-from attention_priors.files import read_json, write_json
+from attention_priors.files import read_json, with_nulls, write_json
 from attention_priors.results_format import PLAN_SECTIONS
+from attention_priors.strict_yaml import RecipeError
 
 Row = dict[str, Any]
 
@@ -54,26 +60,37 @@ def carry_out(
         def on_plan(_: str, done: float, total: float, index: int = index) -> None:
             on_work(index + done / max(total, 1e-9), len(left))
 
+        lines = folder / "plans" / folder_name(name)
         found = evaluate(
             subject,
             plan,
-            folder / "plans" / folder_name(name),
+            lines,
             chunk=evaluation.chunk,
             observer=Observer(on_work=on_plan),
         )
-        write_json(_file(folder, name), {"plan": plan.model_dump(mode="json")} | _rows(found))
+        asked = {"plan": plan.model_dump(mode="json"), "texts": _texts_of(plan, subject, lines), **environment()}
+        write_json(_file(folder, name), with_nulls(asked | _rows(found)))
 
 
-def plan_rows(evaluation: EvaluationSettings, folder: Path) -> dict[str, list[Row]]:
-    """What the plans have found of one model, in the lists of :data:`PLAN_SECTIONS`; every row names its ``plan``.
+def found_of_plans(evaluation: EvaluationSettings, folder: Path) -> dict[str, Row]:
+    """What the plans have found of one model, by their names; of those that have been carried out as they stand.
 
     Args:
         evaluation: holds the plans.
         folder: of the trained model.
     """
+    found = {name: _found(folder, name, plan) for name, plan in evaluation.plans.items()}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def plan_rows(plans: Mapping[str, Row]) -> dict[str, list[Row]]:
+    """What plans have found of one model, in the lists of :data:`PLAN_SECTIONS`; every row names its ``plan``.
+
+    Args:
+        plans: as :func:`found_of_plans` gives them.
+    """
     sections: dict[str, list[Row]] = {section: [] for section in PLAN_SECTIONS}
-    for name, plan in evaluation.plans.items():
-        found = _found(folder, name, plan) or {}
+    for name, found in plans.items():
         for section, rows in sections.items():
             rows += [{"plan": name} | row for row in found.get(section, ())]
     return sections
@@ -90,12 +107,50 @@ def _found(folder: Path, name: str, plan: EvaluationPlan) -> dict[str, Any] | No
     return found if found is not None and found["plan"] == plan.model_dump(mode="json") else None
 
 
+def check_texts(models: Iterable[tuple[Path, Mapping[str, Row]]]) -> None:
+    """Make sure that all models of a comparison read the same texts for each plan.
+
+    They are the held-out part of the recipe's corpus, or what a plan names: a folder, or the files of a package, which
+    may have changed since others were measured.
+
+    Args:
+        models: the folder of each, and what plans have found of it (:func:`found_of_plans`).
+
+    Raises:
+        RecipeError: two have read different ones.
+    """
+    first: dict[tuple[str, str], tuple[str, Path]] = {}
+    for folder, plans in models:
+        for name, found in plans.items():
+            for task, texts in found.get("texts", {}).items():
+                other, where = first.setdefault((name, task), (texts, folder))
+                if texts != other:
+                    raise RecipeError(
+                        f"evaluation.plans.{name}: the texts of its task {task!r} have changed between "
+                        f"{_file(where, name)} and {_file(folder, name)}; to measure anew what is not up to date, "
+                        "remove those files of it"
+                    )
+
+
+def _texts_of(plan: EvaluationPlan, subject: Subject, lines: Path) -> dict[str, str]:
+    """For each task, a hash of all that determines its texts: whoever has the same hash has read the same texts."""
+    own = subject.identity()
+    found: dict[str, str] = {}
+    for line in Records(lines / "results.jsonl"):
+        said = line.get("identity", {})
+        if own.items() <= said.items() and said["task"] in plan.tasks and said["task"] != "timing":
+            determined = {key: value for key, value in said.items() if key != "model"}
+            # The last one is of this evaluation: a text that has changed is another run.
+            found[said["task"]] = hashlib.sha256(json.dumps(determined, sort_keys=True).encode()).hexdigest()[:16]
+    return found
+
+
 def _rows(summary: Summary) -> dict[str, list[Row]]:
     return {
         "retrieval": [
-            {"task": cell.task, "length": cell.length, "depth": depth, **found._asdict()}
+            {"task": cell.task, "length": cell.length, "depth": depth, **at._asdict(), "stopped": cell.stopped}
             for cell in summary.accuracies
-            for depth, found in (cell.by_depth or {None: AtDepth(cell.mean, cell.trials, cell.token_accuracy)}).items()
+            for depth, at in (cell.by_depth or {None: _at_no_depth(cell)}).items()
         ],
         "losses": [
             {"task": loss.task, "length": loss.length, **place._asdict()}
@@ -113,3 +168,7 @@ def _rows(summary: Summary) -> dict[str, list[Row]]:
         ],
         "timing": [{key: one.record[key] for key in _TIMES} for one in summary.durations],
     }
+
+
+def _at_no_depth(cell: Accuracy) -> AtDepth:
+    return AtDepth(cell.mean, cell.trials, cell.token_accuracy, cell.tokens_right)

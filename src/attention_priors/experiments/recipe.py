@@ -239,6 +239,10 @@ class Recipe(Strict):
                     make(name)
                 except ValidationError as error:
                     raise ValueError(f"{self._place(name)}.{section}: {explain(error, settings)}") from error
+            try:
+                check_folders("plans", self.evaluation_of(name).plans)
+            except ValueError as error:
+                raise ValueError(f"{self._place(name)}.evaluation: {error}") from error
             for extension in self.extensions_of(name).values():
                 if extension.name in self.schemes:
                     raise ValueError(f"schemes.{extension.name}: {name!r} will be called so once it is extended")

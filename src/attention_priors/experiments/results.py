@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attention_priors.experiments.environment import environment_of, united
 from attention_priors.experiments.folders import extended_folder, run_folder
-from attention_priors.experiments.plans import plan_rows
+from attention_priors.experiments.plans import check_texts, found_of_plans, plan_rows
 from attention_priors.experiments.recipe import MixtureSettings, Recipe, Scheme
 from attention_priors.experiments.study import AnyRecipe
 from attention_priors.experiments.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS
@@ -34,19 +35,26 @@ def collect(
         runs: scheme and seed of every finished run.
         wall_seconds: how long the comparison has taken, all sessions together.
         corpus: what the runs read: name, fingerprint, sizes.
+
+    Raises:
+        RecipeError: the texts of a plan have changed between two of the runs.
     """
     schemes: dict[str, dict[str, Any]] = {}
     sections: dict[str, list[dict[str, Any]]] = {name: [] for name in SECTIONS}
+    environments: list[dict[str, Any]] = []
     models = [model for scheme, seed in runs for model in _models(recipe, output, scheme, seed)]
-    for model in models:
+    answers = [found_of_plans(recipe.evaluation_of(model.scheme), model.folder) for model in models]
+    check_texts((model.folder, plans) for model, plans in zip(models, answers, strict=True))
+    for model, plans in zip(models, answers, strict=True):
         training, done = read_json(model.folder / "training.json"), read_json(model.folder / "done.json")
+        environments += [environment_of(one) for one in (training, done, *plans.values())]
         schemes.setdefault(model.name, _scheme_entry(model, training))
         sections["runs"].append(
             model.row
-            | {key: training[key] for key in ("train_seconds", "steps", "versions", "machine")}
+            | {key: training[key] for key in ("train_seconds", "steps")}
             | {"final_loss": training["history"][-1]["loss"] if training["history"] else None}
             | {"history": training["history"]}
-            | done
+            | {key: done[key] for key in ("evaluate_seconds", "stopped")}
         )
         if (model.folder / "passkey.jsonl").exists():
             lines = (model.folder / "passkey.jsonl").read_text(encoding="utf-8").splitlines()
@@ -54,7 +62,7 @@ def collect(
         for name in ("perplexity", "copying", "sink_mass"):
             if (model.folder / f"{name}.json").exists():
                 sections[name] += [model.row | row for row in read_json(model.folder / f"{name}.json")]
-        for name, found in plan_rows(recipe.evaluation_of(model.scheme), model.folder).items():
+        for name, found in plan_rows(plans).items():
             sections[name] += [model.row | row for row in found]
         for name, learned in read_json(model.folder / "priors.json").items():
             sections[name] += [model.row | row for row in learned]
@@ -65,7 +73,7 @@ def collect(
                 for when, one in (("before", model.extended_from), ("after", model))
             }
             sections["extensions"].append(model.row | lengths | {"steps": training["steps"], "loss": losses})
-    results = header(recipe, sections["runs"], wall_seconds) | {"corpus": corpus}
+    results = header(recipe, sections["runs"], environments, wall_seconds) | {"corpus": corpus}
     names = [
         name
         for scheme in recipe.schemes
@@ -74,16 +82,18 @@ def collect(
     return results | {"schemes": [schemes[name] for name in names if name in schemes]} | sections
 
 
-def header(recipe: AnyRecipe, runs: list[dict[str, Any]], wall_seconds: float) -> dict[str, Any]:
+def header(
+    recipe: AnyRecipe, runs: Sequence[dict[str, Any]], environments: Sequence[dict[str, Any]], wall_seconds: float
+) -> dict[str, Any]:
     """What all results begin with: the recipe, and on what, when and how long its runs were made.
 
     Args:
         recipe: the recipe.
-        runs: a row for each finished run; ``versions`` and ``machine`` are taken out of them.
+        runs: a row for each finished run.
+        environments: those in which they were trained, and in which they were measured.
         wall_seconds: how long the comparison has taken, all sessions together.
     """
-    # Runs may have been made on several machines; results are collected on any.
-    made = {key: _united([row.pop(key) for row in runs]) for key in ("versions", "machine")}
+    made = united(environments)
     made["machine"]["threads_per_run"] = str(recipe.threads_per_run)
     return {
         "format": FORMAT,
@@ -93,12 +103,6 @@ def header(recipe: AnyRecipe, runs: list[dict[str, Any]], wall_seconds: float) -
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "wall_seconds": round(wall_seconds, 1),
     }
-
-
-def _united(found: Sequence[dict[str, str | None]]) -> dict[str, str]:
-    """What each thing was in any of the runs, listed where they differ."""
-    keys = dict.fromkeys(key for one in found for key in one)
-    return {key: ", ".join(dict.fromkeys(str(one.get(key)) for one in found)) for key in keys}
 
 
 @dataclass(frozen=True)

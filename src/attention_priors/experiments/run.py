@@ -18,15 +18,12 @@ from attention_priors.experiments.plans import unfinished
 from attention_priors.experiments.recipe import Extension, MixtureSettings, Recipe
 from attention_priors.experiments.study import Progress
 from attention_priors.experiments.training_record import write_training
-from attention_priors.files import read_json, synchronise, write_json
+from attention_priors.files import read_json, synchronise, with_nulls, write_json
 from attention_priors.hub.loading import load_model
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 from attention_priors.models.repositioning import with_positions
 from attention_priors.training import PositionSettings, mean_loss, train
 from attention_priors.wall_clock import WallClock
-
-SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelerate")
-"""The libraries that a run's numbers depend on, whose versions are recorded."""
 
 STAGES = ("train", *KINDS)
 """What a run goes through; with each extension of its context once more, as ``WAY: train`` and so on."""
@@ -138,7 +135,7 @@ def _train(
 
         trained = train(model, rows, settings, folder / "checkpoints", seed=seed, on_step=on_step)
         seconds = clock.seconds
-        write_training(folder, model, SOFTWARE, steps=settings.total_steps, seconds=seconds, history=trained.history)
+        write_training(folder, model, steps=settings.total_steps, seconds=seconds, history=trained.history)
         clock.forget()
     trained.save(folder / "model", materials.saved_tokenizer)
     shutil.rmtree(folder / "checkpoints")
@@ -186,7 +183,7 @@ def _save_untrained(model: PriorDecoderForCausalLM, materials: Materials, folder
     """Save a model that is not trained on, as one that is."""
     unfinished = folder / "model.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
-    write_training(folder, model, SOFTWARE, steps=0, seconds=0.0, history=[])
+    write_training(folder, model, steps=0, seconds=0.0, history=[])
     model.save_pretrained(unfinished)
     if materials.saved_tokenizer is not None:
         materials.saved_tokenizer.save_pretrained(unfinished)
@@ -204,7 +201,7 @@ def _measure_losses(folder: Path, materials: Materials, lengths: list[int]) -> N
     if missing:
         model = on_device(_load(folder / "model"))
         known |= {str(length): mean_loss(model, materials.held_out_rows(length)) for length in missing}
-        write_json(path, known)
+        write_json(path, with_nulls(known))
 
 
 def _load(saved: Path) -> PriorDecoderForCausalLM:

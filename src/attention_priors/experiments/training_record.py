@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Iterable
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from attention_priors.experiments.environment import SOFTWARE, environment
 from attention_priors.files import write_json
-from attention_priors.machine import processor, versions
 
 
 def write_training(
     folder: Path,
     model: PreTrainedModel,
-    software: Iterable[str],
     *,
     steps: int,
     seconds: float,
     history: list[dict[str, float]],
+    software: Iterable[str] = SOFTWARE,
 ) -> None:
     """Write it.
 
     Args:
         folder: the run's.
         model: as it was trained.
-        software: the libraries that the run's numbers depend on, whose versions are recorded.
         steps: of the training.
         seconds: that it took.
         history: its losses, as :class:`~attention_priors.training.Trained` has them.
+        software: the libraries that the run's numbers depend on, whose versions are recorded.
     """
     write_json(
         folder / "training.json",
@@ -40,8 +38,7 @@ def write_training(
             "history": history,
             "parameters": model.num_parameters(),
             "prior_parameters": _positional_parameters(model),
-            "versions": versions(software),
-            "machine": {"platform": platform.platform(), "processor": processor(), "cores": str(os.cpu_count())},
+            **environment(software),
         },
     )
 

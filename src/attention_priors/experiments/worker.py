@@ -1,20 +1,25 @@
 """The process that carries out one run and tells its parent how far it is.
 
 ``python -m attention_priors.experiments.worker RECIPE.json OUTPUT SCHEME SEED`` writes a line of JSON per step
-to standard output: ``{"stage": ..., "done": ..., "total": ...}``.
+to standard output: ``{"stage": ..., "done": ..., "total": ...}``. Its standard input must be a pipe that stays open:
+when it ends, so does the process.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 from pathlib import Path
 
 import torch
 from transformers.utils import logging
 
+from attention_priors.experiments.folders import run_folder
 from attention_priors.experiments.studies import load_study, recipe_of
 from attention_priors.files import read_json
+from attention_priors.output_folder import sole_writer
 
 
 def main(recipe_file: str, output: str, scheme: str, seed: str) -> None:
@@ -29,7 +34,25 @@ def main(recipe_file: str, output: str, scheme: str, seed: str) -> None:
     def progress(stage: str, done: int, total: int) -> None:
         print(json.dumps({"stage": stage, "done": done, "total": total}), file=channel, flush=True)
 
-    load_study(recipe, Path(output) / "cache").execute(Path(output), scheme, int(seed), progress)
+    _end_with_the_parent()
+    # A killed parent's lock is gone at once, its workers a moment later: two must not append to the same files.
+    with sole_writer(run_folder(Path(output), scheme, int(seed))):
+        load_study(recipe, Path(output) / "cache").execute(Path(output), scheme, int(seed), progress)
+
+
+def _end_with_the_parent() -> None:
+    """End this process when standard input ends: the parent holds its other end, and is gone, however it died.
+
+    What is written is whole or appended line by line, so any moment will do.
+    """
+
+    def wait() -> None:
+        # Not through a buffer, whose lock would be in the way when this process ends by itself.
+        while os.read(0, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 if __name__ == "__main__":

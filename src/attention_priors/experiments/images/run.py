@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import set_seed
 
+from attention_priors.experiments.environment import environment
 from attention_priors.experiments.images.augmentation import Collate, PictureRows, normalised
 from attention_priors.experiments.images.pictures import Pictures, resized
 from attention_priors.experiments.images.recipe import ImageRecipe
@@ -79,7 +80,12 @@ def _train(recipe: ImageRecipe, pictures: Pictures, scheme: str, seed: int, fold
             on_step=on_step,
         )
         write_training(
-            folder, model, SOFTWARE, steps=settings.total_steps, seconds=clock.seconds, history=trained.history
+            folder,
+            model,
+            steps=settings.total_steps,
+            seconds=clock.seconds,
+            history=trained.history,
+            software=SOFTWARE,
         )
         clock.forget()
     trained.save(folder / "model", None)
@@ -107,7 +113,7 @@ def _test(recipe: ImageRecipe, pictures: Pictures, folder: Path, progress: Progr
         rows.append({"size": size, "correct": right, "trials": len(pictures.test)})
         write_json(path, rows)
     progress("test", len(settings.sizes), len(settings.sizes))
-    write_json(folder / "done.json", {})
+    write_json(folder / "done.json", environment(SOFTWARE))
 
 
 def _batches(pictures: Pictures, size: int, interpolation: str, batch: int) -> Iterator[tuple[Tensor, Tensor]]:

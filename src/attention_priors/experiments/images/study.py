@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from attention_priors.experiments.environment import environment_of
 from attention_priors.experiments.folders import run_folder
 from attention_priors.experiments.images.augmentation import Collate, PictureRows
 from attention_priors.experiments.images.pictures import load_pictures
@@ -79,9 +80,12 @@ class ImageStudy(Study):
         """``results_format.py`` says what they hold."""
         schemes: dict[str, dict[str, Any]] = {}
         sections: dict[str, list[dict[str, Any]]] = {name: [] for name in IMAGE_SECTIONS}
+        environments: list[dict[str, Any]] = []
         for scheme, seed in runs:
             folder = run_folder(output, scheme, seed)
-            training, row = read_json(folder / "training.json"), {"scheme": scheme, "seed": seed}
+            training, done = read_json(folder / "training.json"), read_json(folder / "done.json")
+            environments += [environment_of(training), environment_of(done)]
+            row = {"scheme": scheme, "seed": seed}
             schemes.setdefault(
                 scheme,
                 {
@@ -91,12 +95,12 @@ class ImageStudy(Study):
                     "prior_parameters": training["prior_parameters"],
                 },
             )
-            kept = ("train_seconds", "steps", "history", "versions", "machine")
+            kept = ("train_seconds", "steps", "history")
             loss = training["history"][-1]["loss"] if training["history"] else None
             sections["runs"].append(row | {key: training[key] for key in kept} | {"final_loss": loss})
             sections["accuracy"] += [row | one for one in read_json(folder / "accuracy.json")]
             sections["prior_maps"] += [row | one for one in read_json(folder / "priors.json")]
-        results = header(self._recipe, sections["runs"], wall_seconds)
+        results = header(self._recipe, sections["runs"], environments, wall_seconds)
         pictures = self.pictures
         results["images"] = {
             "name": pictures.name,

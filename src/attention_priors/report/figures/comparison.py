@@ -47,43 +47,54 @@ from attention_priors.report.selections.results import Results, Row, count_passk
 _CHARACTERS_PER_INCH = 8.5  # of a bold title
 
 
-def passkey_by_length(results: Results, title: str = "") -> Figure:
-    """The share of pass keys retrieved against context length, with intervals; with a title, the score of that task.
+def passkey_by_length(results: Results, title: str = "", measure: str = "pass keys retrieved") -> Figure:
+    """The share of pass keys retrieved against context length, with intervals; or what stands in their place.
 
     Shares are pooled over depths and seeds; where there are several seeds, each is a thin line as well.
     Points are moved sideways a little, so that intervals do not hide each other. Where the recipe has panels, so has
     the figure.
     """
     if compared := panels(results):
-        figure = passkey_panels(results, compared, "score" if title else "pass keys retrieved")
+        figure = passkey_panels(results, compared, measure)
         return _titled(figure, title)
     look = looks(results)
     shown = {scheme: look[scheme] for scheme in require(results, "passkey", overview(results))}
     figure, axes = start(height=4.5)
     marks = draw_passkeys(axes, results, shown)
-    axes.set_ylabel(f"{'score' if title else 'pass keys retrieved'}, % (bars: 95 % interval)")
+    axes.set_ylabel(f"{measure}, % (bars: 95 % interval)")
     axes.set_xlabel("context length, tokens")
     legend_below(figure, [*(line_key(look[scheme], scheme) for scheme in shown), *marks])
     return _titled(figure, title)
 
 
-def passkey_heatmap(results: Results, scheme: str) -> Figure:
-    """The share retrieved at each depth and length, in percent, pooled over seeds; means at the edges."""
-    selected = require_rows(rows(results, "passkey", scheme), "passkey", scheme)
+def passkey_heatmap(results: Results, scheme: str, what: str = "pass keys retrieved") -> Figure:
+    """The share retrieved at each depth and length, in percent, pooled over seeds; means at the edges.
+
+    A mean over lengths is of all of them or is not there: that of the shorter ones alone would flatter who stopped.
+    """
+    selected = require_rows(
+        [row for row in rows(results, "passkey", scheme) if row["depth"] is not None], "passkey", scheme
+    )
     # The lengths and depths of all schemes, so that heatmaps can be laid side by side.
     lengths = distinct(rows(results, "passkey"), "length")
-    depths = distinct(rows(results, "passkey"), "depth")
+    depths = distinct((row for row in rows(results, "passkey") if row["depth"] is not None), "depth")
+    seeds = distinct(selected, "seed")
+    partly = [length for length in lengths if 0 < len(_seeds_at(selected, length)) < len(seeds)]
+    everywhere = all(len(_seeds_at(selected, length)) == len(seeds) for length in lengths)
     counts = count_passkeys(selected, "depth", "length")
     shares = np.full((len(depths) + 1, len(lengths) + 1), np.nan)
     for (depth, length), count in counts.items():
         shares[depths.index(depth), lengths.index(length)] = 100 * count.share
     for edge, key, values in (((-1, slice(-1)), "length", lengths), ((slice(-1), -1), "depth", depths)):
         means = count_passkeys(selected, key)
-        shares[edge] = [100 * means[value,].share if (value,) in means else np.nan for value in values]
+        shares[edge] = [
+            100 * means[value,].share if (value,) in means and (key == "length" or everywhere) else np.nan
+            for value in values
+        ]
 
     # Cells keep their size whatever their number.
     width = 1.2 + 0.4 * (len(lengths) + 1)
-    title = f"{label(scheme)}: pass keys retrieved, %"
+    title = f"{label(scheme)}: {what}, %"
     lines_of_title = textwrap.wrap(title, round(_CHARACTERS_PER_INCH * width))
     figure, axes = start(width=width, height=1.4 + 0.21 * (len(depths) + 1) + 0.17 * (len(lines_of_title) - 1))
     # A gap of a third of a cell sets the means apart.
@@ -108,7 +119,10 @@ def passkey_heatmap(results: Results, scheme: str) -> Figure:
                 columns[j], lines[i], percent(share / 100), ha="center", va="center", fontsize=8,
                 color="white" if share > 55 else "black",
             )  # fmt: skip
-        elif (i, j) != (len(depths), len(lengths)):  # every cell but the corner where the means meet
+        elif j == len(lengths):
+            if i < len(depths):  # but for the corner where the means meet
+                axes.text(columns[j], lines[i], "–", ha="center", va="center", fontsize=8, color="black")
+        else:
             axes.add_patch(
                 Rectangle(
                     (columns[j] - 0.5, lines[i] - 0.5), 1, 1, facecolor="#e6e6e6", edgecolor="#b5b5b5",
@@ -120,7 +134,8 @@ def passkey_heatmap(results: Results, scheme: str) -> Figure:
     for colour, width, dashes in (("white", 4.0, "-"), ("black", 1.4, (0, (5, 3)))):
         axes.plot([within, within], [0, len(depths)], color=colour, linewidth=width, linestyle=dashes)
     axes.set_ylim(row_edges[-1], 0)
-    axes.set_xticks(columns, [*map(str, lengths), "mean"], fontsize=8)
+    axes.set_xticks(columns, [*(f"{length}†" if length in partly else str(length) for length in lengths), "mean"])
+    axes.tick_params(axis="x", labelsize=8)
     if lengths[-1] > 9999:  # five digits are wider than a cell
         axes.tick_params(axis="x", rotation=90)
     axes.set_yticks(lines, [*(f"{100 * depth:.0f}" for depth in depths), "mean"], fontsize=8)
@@ -133,8 +148,14 @@ def passkey_heatmap(results: Results, scheme: str) -> Figure:
     keys: list[Artist] = [Line2D([], [], color="black", linestyle="--", label=f"training length, {trained} tokens")]
     if np.isnan(shares[:-1, :-1]).any():
         keys.append(Patch(facecolor="#e6e6e6", edgecolor="#b5b5b5", hatch="////", label="not evaluated"))
+    if partly:
+        keys.append(Line2D([], [], linestyle="none", label="†: without seeds that had stopped"))
     legend_below(figure, keys)
     return figure
+
+
+def _seeds_at(selected: Iterable[Row], length: int) -> set[int]:
+    return {row["seed"] for row in selected if row["length"] == length}
 
 
 def perplexity_by_position(results: Results, title: str = "") -> Figure:

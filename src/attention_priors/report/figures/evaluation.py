@@ -46,7 +46,11 @@ def write_evaluation_figures(summary: Summary, folder: Path) -> list[Path]:
         figures["accuracy_by_length"] = accuracy_by_length(summary.accuracies)
     for task in dict.fromkeys(one.task for one in summary.accuracies if one.by_depth):
         figures[f"heatmap_{task}"] = depth_heatmap([one for one in summary.accuracies if one.task == task])
-    curves = [one for one in summary.losses if one.task == "perplexity"]
+    curves = [
+        one
+        for one in summary.losses
+        if one.task == "perplexity" and any(math.isfinite(place.nll) for place in one.by_position)
+    ]
     if curves:
         figures["perplexity_by_position"] = perplexity_by_position(curves)
     if summary.completions:
@@ -116,9 +120,9 @@ def depth_heatmap(accuracies: Sequence[Accuracy]) -> Figure:
         row_of = {place: index for index, place in enumerate(places)}
     sums, counts = np.zeros((2, len(names), len(lengths)))
     for column, one in enumerate(accuracies):
-        for place, (mean, trials, _) in one.by_depth.items():
-            sums[row_of[place], column] += mean * trials
-            counts[row_of[place], column] += trials
+        for place, found in one.by_depth.items():
+            sums[row_of[place], column] += found.mean * found.trials
+            counts[row_of[place], column] += found.trials
 
     shares = np.full((len(names) + 1, len(lengths) + 1), np.nan)
     shares[:-1, :-1] = _ratio(sums, counts)

@@ -16,7 +16,7 @@ from attention_priors.report.figures.needle_weights import needle_weight_by_leng
 from attention_priors.report.figures.style import png
 from attention_priors.report.numbers import listing
 from attention_priors.report.selections.needle_weights import plans_with_weights
-from attention_priors.report.selections.plans import loss_views, retrieval_views
+from attention_priors.report.selections.plans import loss_views, retrieval_views, token_views
 from attention_priors.report.selections.results import Results, check_results, scheme_names, schemes_with
 
 _BY_AXIS = {
@@ -65,15 +65,23 @@ def illustrations(results: Results) -> Iterator[Illustration]:
     yield from _for_all(
         copying.copying_by_length, results, f"Loss above the optimum in the copy-mixture task against length: {copied}."
     )
-    for kind, draw, views in (
-        ("retrieval", comparison.passkey_by_length, retrieval_views),
-        ("losses", comparison.perplexity_by_position, loss_views),
-    ):
-        for view in views(results):
-            words = f"{'Score' if kind == 'retrieval' else 'Perplexity'} by scheme: {view.title}."
-            yield from _drawn(
-                partial(draw, view.results, view.title), kind, None, _plain(f"{kind}_{view.title}"), words
-            )
+    for view in (*retrieval_views(results), *token_views(results)):
+        draw = partial(comparison.passkey_by_length, view.results, view.title, view.measure)
+        words = f"{view.measure.capitalize()}, % of them, by scheme and context length: {view.title}."
+        yield from _drawn(draw, "retrieval", None, _plain(f"retrieval_{view.title}"), words)
+    for view in retrieval_views(results):
+        words = f"Score at each depth and context length, {view.title}: {{}}."
+        yield from _for_each(
+            partial(comparison.passkey_heatmap, what=f"score in {view.title}"),
+            view.results,
+            words,
+            "retrieval_heatmap",
+            f"retrieval_heatmap_{_plain(view.title)}",
+        )
+    for view in loss_views(results):
+        draw = partial(comparison.perplexity_by_position, view.results, view.title)
+        stem = _plain(f"losses_{view.title}")
+        yield from _drawn(draw, "losses", None, stem, f"Perplexity by scheme: {view.title}.")
     for plan in plans_with_weights(results):
         words = f"Attention on the pass key when it is asked for, against length: {plan}."
         stem = _plain(f"needle_weights_{plan}")
@@ -120,11 +128,15 @@ def _for_all(draw: Callable[[Results], Figure], results: Results, alt: str) -> I
     yield from _drawn(partial(draw, results), draw.__name__, None, draw.__name__, alt)
 
 
-def _for_each(draw: Callable[[Results, str], Figure], results: Results, alt: str) -> Iterator[Illustration]:
+def _for_each(
+    draw: Callable[..., Figure], results: Results, alt: str, kind: str | None = None, stem: str | None = None
+) -> Iterator[Illustration]:
+    kind = draw.__name__ if kind is None else kind
+    beginning = kind if stem is None else stem
     for place, scheme in enumerate(scheme_names(results), start=1):
         # The place keeps the names of schemes apart that differ only in what a file name cannot hold.
-        stem = f"{draw.__name__}_{place:02d}_{_plain(scheme)}"
-        yield from _drawn(partial(draw, results, scheme), draw.__name__, scheme, stem, alt.format(scheme))
+        name = f"{beginning}_{place:02d}_{_plain(scheme)}"
+        yield from _drawn(partial(draw, results, scheme), kind, scheme, name, alt.format(scheme))
 
 
 def _plain(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attention_priors.intervals import Estimate, over_seeds
-from attention_priors.report.selections.results import Results, distinct, rows
+from attention_priors.report.selections.results import Results, Row, distinct, number, rows
 
 
 def plans_with_weights(results: Results) -> list[str]:
@@ -18,10 +18,14 @@ def looking_heads(results: Results, plan: str, scheme: str) -> dict[int, dict[in
     for seed in distinct(mine, "seed"):
         own = [row for row in mine if row["seed"] == seed]
         shortest = min(row["length"] for row in own)
-        most = max((row for row in own if row["length"] == shortest), key=lambda row: row["weight"])
+        most = max((row for row in own if row["length"] == shortest), key=_weight)
         followed = [row for row in own if (row["layer"], row["head"]) == (most["layer"], most["head"])]
-        found[seed] = {row["length"]: row["weight"] for row in sorted(followed, key=lambda row: row["length"])}
+        found[seed] = {row["length"]: number(row["weight"]) for row in sorted(followed, key=lambda row: row["length"])}
     return found
+
+
+def _weight(row: Row) -> float:
+    return -1.0 if row["weight"] is None else row["weight"]
 
 
 def mean_weights(results: Results, plan: str, scheme: str) -> dict[int, Estimate]:

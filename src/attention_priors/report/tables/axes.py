@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from attention_priors.intervals import over_seeds
 from attention_priors.report.selections.axes import comparisons
-from attention_priors.report.selections.results import Results, Row, rows
+from attention_priors.report.selections.results import Results, Row, number, rows
 from attention_priors.report.tables.cells import ABSENT, PERPLEXITIES, SHARES, Losses, Shares, estimate_cell, with_first
 from attention_priors.report.tables.grid import Grid, Line
 
@@ -58,7 +58,7 @@ def extension_grid(results: Results) -> Grid:
         group: list[Line] = []
         for place, (name, way, steps, made, when) in zip(places, lines, strict=True):
             losses_there = [
-                estimate_cell(over_seeds([row["loss"][when][str(row[size])] for row in made]), "{:.3f}".format)
+                estimate_cell(over_seeds([number(row["loss"][when][str(row[size])]) for row in made]), "{:.3f}".format)
                 for size in ("from", "to")
             ]
             group.append(

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from attention_priors.intervals import Estimate, over_seeds
+from attention_priors.intervals import Estimate, over_seeds, wilson_interval
 from attention_priors.report.numbers import percent, quantity
 from attention_priors.report.selections.passkeys import PasskeyCell, passkey_table
 from attention_priors.report.selections.results import (
@@ -123,6 +123,11 @@ class Losses:
         if not losses or not all(map(math.isfinite, losses)):
             return Cell(ABSENT)
         return estimate_cell(perplexity_of(over_seeds(losses)), _perplexity_text)
+
+
+def share_of_texts(correct: float, trials: int) -> Cell:
+    """A share of texts, in percent, with Wilson's interval."""
+    return Cell(percent(correct / trials), interval_text(*wilson_interval(correct, trials), _bound))
 
 
 def share_over_seeds(shares: Sequence[float], mark: str = "") -> Cell:

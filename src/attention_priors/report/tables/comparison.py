@@ -11,15 +11,15 @@ from attention_priors.report.tables.grid import Grid, write_grids
 from attention_priors.report.tables.heads import head_count_grid, prior_mass_grid
 from attention_priors.report.tables.losses import completion_grid, copying_grid, loss_grid, perplexity_grid
 from attention_priors.report.tables.runs import timing_grid, training_grid
-from attention_priors.report.tables.scores import needle_weight_grid, passkey_grid, retrieval_grid
+from attention_priors.report.tables.scores import answer_token_grid, needle_weight_grid, passkey_grid, retrieval_grid
 
 
 def result_grids(results: Results) -> Iterator[Grid]:
     """Every table that the results have data for."""
     check_results(results)
     makers = (
-        passkey_grid, perplexity_grid, copying_grid, retrieval_grid, loss_grid, completion_grid, needle_weight_grid,
-        timing_grid, axis_grid, extension_grid, head_count_grid, prior_mass_grid, training_grid,
+        passkey_grid, perplexity_grid, copying_grid, retrieval_grid, answer_token_grid, loss_grid, completion_grid,
+        needle_weight_grid, timing_grid, axis_grid, extension_grid, head_count_grid, prior_mass_grid, training_grid,
     )  # fmt: skip
     for make in makers:
         grid = make(results)

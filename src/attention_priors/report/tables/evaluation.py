@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from rich.table import Table
@@ -74,16 +75,11 @@ def _of_accuracy(one: Accuracy) -> list[str]:
 
 
 def _of_loss(one: Loss) -> list[str]:
+    of_what = [one.task, str(one.length), str(one.documents)]
+    if math.isnan(one.nll):
+        return [*of_what, "not finite", "–", "–", "–"]
     interval = "–" if one.interval is None else f"{one.interval.low:.3f}–{one.interval.high:.3f}"
-    return [
-        one.task,
-        str(one.length),
-        str(one.documents),
-        f"{one.nll:.3f}",
-        interval,
-        quantity(one.perplexity),
-        f"{one.bits:.3f}",
-    ]
+    return [*of_what, f"{one.nll:.3f}", interval, quantity(one.perplexity), f"{one.bits:.3f}"]
 
 
 def _of_completion(one: Completion) -> list[str]:
