@@ -30,9 +30,10 @@ demo: $(VENV)/lab
 	$(BIN)/attention-priors compare recipes/demo.yaml --output runs/demo
 
 results: $(VENV)/lab
-	set -e; for recipe in $(RECIPES); do \
-		$(BIN)/attention-priors compare $$recipe --output $(RESULTS)/$$(basename $$recipe .yaml); \
-	done
+	@failed=; for recipe in $(RECIPES); do \
+		$(BIN)/attention-priors compare $$recipe --output $(RESULTS)/$$(basename $$recipe .yaml) \
+			|| { status=$$?; [ $$status -ne 130 ] || exit 130; failed="$$failed $$recipe"; }; \
+	done; [ -z "$$failed" ] || { echo "not made:$$failed"; exit 1; }
 
 test: $(VENV)/dev
 	$(BIN)/ruff format --check .

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import typer
 from typer.testing import CliRunner
 
 from attention_priors.cli import app
 from attention_priors.cli.arguments import name_of_model
+from attention_priors.cli.terminal import errors
 from processes import run_command
 
 RECIPE: dict[str, Any] = {
@@ -149,3 +152,24 @@ def test_an_output_folder_that_cannot_be_made_is_one_message(fail, tmp_path):
     message = fail("small.yaml", "--output", "mine", corpus={"source": "nowhere"})
     assert "cannot write to the output folder mine" in message
     assert (tmp_path / "mine").read_text() == "a file in the way"
+
+
+def _allocate() -> None:
+    torch.empty(2**50)
+
+
+def _accelerator() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+@pytest.mark.parametrize("use_up", [_allocate, _accelerator])
+def test_memory_that_does_not_suffice_is_one_message(use_up, capsys):
+    with pytest.raises(typer.Exit) as ended, errors():
+        use_up()
+    assert ended.value.exit_code == 1
+    assert "error: out of memory; expected: less at a time" in " ".join(capsys.readouterr().out.split())
+
+
+def test_other_errors_in_our_code_keep_their_traceback():
+    with pytest.raises(RuntimeError, match="shapes"), errors():
+        raise RuntimeError("shapes do not fit")

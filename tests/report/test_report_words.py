@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 
@@ -170,5 +171,5 @@ def test_gaussians_within_sums_are_heads_of_their_own(results):
         (0, 0.5, 0.7), (1, 0.5, 0.7), (1, -1.0, -0.3), (2, 0.1, 0.2),
     ]  # fmt: skip
     assert all(row["layer"] == 1 for row in found)
-    dots = [line for line in theta_scatter(results).axes[0].lines if line.get_gid() == "theta:BAM"]
+    dots: list[Any] = [line for line in theta_scatter(results).axes[0].lines if line.get_gid() == "theta:BAM"]
     assert {(dot.get_xdata()[0], dot.get_ydata()[0]) for dot in dots} == {(0.5, 0.7), (-1.0, -0.3), (0.1, 0.2)}

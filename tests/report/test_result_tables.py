@@ -11,6 +11,7 @@ from swept_results import EXTENDED, FIRST, LENGTHS, LONGER, SEEDS, SHIFTED, TRAI
 from attention_priors.intervals import over_seeds, wilson_interval
 from attention_priors.report import write_tables
 from attention_priors.report.selections.axes import comparisons
+from attention_priors.report.tables.cells import Losses
 from attention_priors.report.tables.comparison import result_grids
 from attention_priors.report.tables.grid import Cell, Grid, latex, latex_text, markdown
 
@@ -96,6 +97,16 @@ def test_perplexities_are_over_seeds_of_the_mean_loss(swept, grids):
     there = [row["nll"] for row in swept["perplexity"] if row["scheme"] == "BAM" and 180 < row["position"] < 182]
     mean, low, high = (math.exp(value) for value in over_seeds(there))
     assert line[4] == Cell(f"{mean:.3g}", f"[{low:.3g}, {high:.3g}]")
+
+
+def test_a_range_that_ends_with_the_training_length_is_within_training(swept):
+    """As where texts of 160 tokens, the training length, were read: the last range is 128-159."""
+    last = {"position": math.sqrt(128 * 159), "nll": 9.0, "tokens": 32}
+    full = [row for row in swept["perplexity"] if row["position"] < 128]
+    partial = [row | last for row in swept["perplexity"] if 128 < row["position"] < 256]
+    whole, without = (Losses(swept | {"perplexity": read}) for read in (full + partial, full))
+    assert whole.within_training("BAM") == whole.everywhere("BAM")
+    assert whole.within_training("BAM") != without.within_training("BAM")
 
 
 def test_schemes_are_compared_where_they_differ_along_one_axis_alone(swept):

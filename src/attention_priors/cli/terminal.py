@@ -119,8 +119,26 @@ def errors(*expected: type[Exception]) -> Iterator[None]:
         console.print("\nInterrupted. What is done is kept; the same command goes on from here.")
         raise typer.Exit(130) from None
     except (ValueError, OSError, *expected) as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        _print_error(console, str(error))
         raise typer.Exit(1) from None
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        _print_error(console, f"out of memory; expected: less at a time (chunk, batch), or shorter texts. {error}")
+        raise typer.Exit(1) from None
+
+
+def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Whether an error says that memory does not suffice: Python's, or PyTorch's of an accelerator or the CPU."""
+    # By name, as PyTorch is not imported here; of the CPU, its allocator has no class of its own.
+    named = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+    return (
+        isinstance(error, MemoryError) or named or "not enough memory" in str(error) or "allocate memory" in str(error)
+    )
+
+
+def _print_error(console: Console, message: str) -> None:
+    console.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
 
 
 def _bars(console: Console, done: str) -> Progress:

@@ -40,7 +40,8 @@ def time_model(
         with gradients if it learns; None where that cannot be measured.
     """
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(int(model.config.vocab_size), (1, length), generator=generator).to(model.device)
+    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
+    tokens = torch.randint(vocabulary, (1, length), generator=generator).to(model.device)
     was_training = model.training
 
     def one_pass() -> None:

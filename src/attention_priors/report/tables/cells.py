@@ -32,8 +32,9 @@ _POSITIONS = 6
 PASSKEYS = "Pass keys retrieved, % of texts, by context length in tokens. "
 
 SHARES = (
-    f"{PASSKEYS}Texts: of the texts of all seeds together, with the "
-    "95 % Wilson interval, which is for the chance in the texts. Seeds: the mean of the seeds' shares, with Student's "
+    f"{PASSKEYS}Texts: of the answers of all seeds together, with the "
+    "95 % Wilson interval, which is for the chance in the texts; all seeds read the same, so that it is too narrow where "
+    "they fail at the same ones. Seeds: the mean of the seeds' shares, with Student's "
     "95 % interval, which is for models trained with other seeds; where all seeds agree it is a point, and tells "
     "nothing of the chance in the texts. –: not evaluated. †: without the seeds that had stopped at a shorter length, "
     "which flatters the scheme."
@@ -110,9 +111,10 @@ class Losses:
 
     def within_training(self, scheme: str) -> Cell:
         """Over the ranges of positions that end within the training length."""
-        # Ranges double, so that one ends at the square root of 2 times its middle.
-        end = training_length(self._results, scheme) / math.sqrt(2)
-        return self._cell(row for row in rows(self._results, "perplexity", scheme) if row["position"] <= end)
+        length = training_length(self._results, scheme)
+        return self._cell(
+            row for row in rows(self._results, "perplexity", scheme) if _end_of_range(row["position"]) < length
+        )
 
     def _cell(self, selected: Iterable[Row]) -> Cell:
         sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -123,6 +125,11 @@ class Losses:
         if not losses or not all(map(math.isfinite, losses)):
             return Cell(ABSENT)
         return estimate_cell(perplexity_of(over_seeds(losses)), _perplexity_text)
+
+
+def _end_of_range(middle: float) -> int:
+    """The last position of a range: it begins at a power of two, and ends before the next or with the text."""
+    return round(middle**2 / 2 ** math.floor(math.log2(middle)))
 
 
 def share_of_texts(correct: float, trials: int) -> Cell:
