@@ -131,10 +131,8 @@ def errors(*expected: type[Exception]) -> Iterator[None]:
 def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
     """Whether an error says that memory does not suffice: Python's, or PyTorch's of an accelerator or the CPU."""
     # By name, as PyTorch is not imported here; of the CPU, its allocator has no class of its own.
-    named = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
-    return (
-        isinstance(error, MemoryError) or named or "not enough memory" in str(error) or "allocate memory" in str(error)
-    )
+    named = isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+    return named or "not enough memory" in str(error) or "allocate memory" in str(error)
 
 
 def _print_error(console: Console, message: str) -> None:

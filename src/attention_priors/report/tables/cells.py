@@ -32,11 +32,11 @@ _POSITIONS = 6
 PASSKEYS = "Pass keys retrieved, % of texts, by context length in tokens. "
 
 SHARES = (
-    f"{PASSKEYS}Texts: of the answers of all seeds together, with the 95 % Wilson interval, which is for the chance in "
-    "the texts; all seeds read the same, so that it is too narrow where they fail at the same ones. Seeds: the mean of "
-    "the seeds' shares, with Student's 95 % interval, which is for models trained with other seeds; where all seeds "
-    "agree it is a point, and tells nothing of the chance in the texts. –: not evaluated. †: without the seeds that had "
-    "stopped at a shorter length, which flatters the scheme."
+    f"{PASSKEYS}Texts: of the answers of all seeds together, with the 95 % Wilson interval, which is for the chance "
+    "in the texts; all seeds read the same, so that it is too narrow where they fail at the same ones. Seeds: the mean "
+    "of the seeds' shares, with Student's 95 % interval, which is for models trained with other seeds; where all seeds "
+    "agree it is a point, and tells nothing of the chance in the texts. –: not evaluated. †: without the seeds that "
+    "had stopped at a shorter length, which flatters the scheme."
 )
 
 PERPLEXITIES = (
