@@ -29,6 +29,11 @@ def test_a_scheme_is_described_as_code_would_make_it(scheme, words):
     assert describe(Scheme.model_validate(scheme)) == words
 
 
+def test_long_values_are_shortened():
+    scheme = Scheme(prior={"name": "clipped_offsets", "max_offset": 16, "init": {"bias": [[-0.25] * 33] * 4}})
+    assert describe(scheme) == "clipped_offsets(max_offset=16, init={'bias': [[-0.25, -0.25, -0.2…)"
+
+
 @pytest.mark.parametrize(
     ("scheme", "folder"),
     [

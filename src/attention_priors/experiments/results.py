@@ -105,6 +105,10 @@ def header(
     }
 
 
+_LONGEST_VALUE = 60
+"""Characters of an argument in a description."""
+
+
 @dataclass(frozen=True)
 class _Model:
     """A trained and tested model: a scheme's, or the same after one extension of its context."""
@@ -195,5 +199,10 @@ def described(descriptions: Sequence[Any]) -> list[str]:
 def _call(part: dict[str, Any] | str) -> str:
     if isinstance(part, str):
         return part
-    arguments = ", ".join(f"{key}={value!r}" for key, value in part.items() if key != "name")
+    arguments = ", ".join(f"{key}={_shortened(repr(value))}" for key, value in part.items() if key != "name")
     return f"{part['name']}({arguments})" if arguments else part["name"]
+
+
+def _shortened(value: str) -> str:
+    """A value that a line has room for; the recipe has the whole, such as the table that a prior starts from."""
+    return value if len(value) <= _LONGEST_VALUE else f"{value[: _LONGEST_VALUE // 2]}…"
