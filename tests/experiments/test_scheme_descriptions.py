@@ -31,7 +31,7 @@ def test_a_scheme_is_described_as_code_would_make_it(scheme, words):
 
 def test_long_values_are_shortened():
     scheme = Scheme(prior={"name": "clipped_offsets", "max_offset": 16, "init": {"bias": [[-0.25] * 33] * 4}})
-    assert describe(scheme) == "clipped_offsets(max_offset=16, init={'bias': [[-0.25, -0.25, -0.2…)"
+    assert describe(scheme) == "clipped_offsets(max_offset=16, init={'bias': [[-0.25, -0.25, -0.25…)"
 
 
 @pytest.mark.parametrize(
