@@ -94,6 +94,51 @@ def test_skew_and_where_the_quadratic_term_takes_over() -> None:
     assert torch.isinf(never.quadratic_from).all()
 
 
+def test_position_and_content_in_subspaces_of_their_own_are_case_iv() -> None:
+    """``Q 1`` and ``K 1`` meet each other and no content: only the quadratic summand tells of them."""
+    query_content, key_content = (torch.nn.functional.pad(x, (0, 2)) for x in numbers(0, (12, 2), (12, 2)))
+    one = torch.tensor([0.0, 0.0, 0.3, 0.4], dtype=torch.float64)
+    found = linear_audit(query_content, one, key_content, one, CAUSAL)
+    assert found.query_share == found.key_share == 0
+    places = torch.arange(12, dtype=torch.float64)
+    quadratic = (0.25 / 2 * torch.outer(places, places)).tril().norm()
+    whole = (query_content @ key_content.mT / 2).tril().norm()
+    assert float(found.quadratic_share) == pytest.approx(float(quadratic / whole))
+    assert found.cases == ["iv"]
+    assert (found.quadratic_from == 0).all()  # from the start, there being no other part
+    assert found.skewed[-1]
+    # Orthogonal to each other as well, they do nothing.
+    apart = linear_audit(
+        query_content, one * torch.tensor([1, 1, 1, 0]), key_content, one - one * torch.tensor([1, 1, 1, 0]), CAUSAL
+    )
+    assert apart.cases == ["i"]
+    assert torch.isinf(apart.quadratic_from).all()
+
+
+@pytest.mark.parametrize(
+    ("of_query", "of_key", "case"), [(0.0, 0.0, "i"), (1.0, 0.0, "i"), (0.0, 1.0, "i"), (1.0, 1.0, "iv")]
+)
+def test_without_content_the_position_is_all_there_is(of_query: float, of_key: float, case: str) -> None:
+    nothing, one = torch.zeros(12, 4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    found = linear_audit(nothing, of_query * one, nothing, of_key * one, CAUSAL)
+    assert found.cases == [case]
+    for name in ("query_share", "key_share", "quadratic_share", "slope", "drift", "quadratic_from"):
+        assert not getattr(found, name).isnan().any(), name
+    assert float(found.quadratic_share) == (torch.inf if case == "iv" else 0.0)
+    assert torch.isinf(found.quadratic_from).all() == (case == "i")
+
+
+def test_places_may_be_others_than_whole_numbers() -> None:
+    """As a normalisation leaves them: the summands are then those of such places."""
+    e, query_one, key_one, query_places, key_places = numbers(0, (12, 4), (4,), (4,), (12,), (12,))
+    found = linear_audit(e, query_one, e, key_one, CAUSAL, query_places=query_places, key_places=key_places)
+    query, key = e + torch.outer(query_places, query_one), e + torch.outer(key_places, key_one)
+    torch.testing.assert_close(found.logits.total, query @ key.mT / 2)
+    torch.testing.assert_close(found.slope, query @ key_one / 2)
+    apart = [float(key_places[: i + 1].max() - key_places[: i + 1].min()) for i in range(12)]
+    torch.testing.assert_close(found.drift, found.slope * torch.tensor(apart, dtype=torch.float64))
+
+
 def test_mistakes_are_named() -> None:
     x, one = numbers(0, (12, 3), (3,))
     with pytest.raises(ValueError, match="threshold must be"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoConfig, LlamaConfig, OPTConfig
 
-from attention_priors.analysis import first_layer_logits
+from attention_priors.analysis import first_layer_linear_audit, first_layer_logits
 from attention_priors.models import PriorDecoderConfig
 
 TEXT = torch.tensor([3, 14, 15, 9, 2, 6, 5, 35, 8, 9])
@@ -23,10 +23,10 @@ def made(config: Any) -> Any:
     return model
 
 
-def ours(encoding: Any) -> Any:
+def ours(encoding: Any, **options: Any) -> Any:
     return made(
         PriorDecoderConfig(vocab_size=50, hidden_size=24, intermediate_size=32, num_hidden_layers=2,
-                           num_attention_heads=3, encoding=encoding)
+                           num_attention_heads=3, encoding=encoding, **options)
     )  # fmt: skip
 
 
@@ -38,6 +38,7 @@ MODELS = {
     ),
     **{f"ours, {name}": partial(ours, encoding) for name, encoding in
        (("sinusoidal", "sinusoidal"), ("learned", {"name": "learned", "max_length": 32}), ("linear", "linear"))},
+    "ours, SSMax": lambda: ours("sinusoidal", logit_scale="ssmax"),
 }  # fmt: skip
 
 
@@ -93,6 +94,10 @@ def test_gpt_2_as_it_starts_has_little_but_content() -> None:
                      num_key_value_heads=3), "adds no positions"),
         (GPTNeoConfig(vocab_size=50, hidden_size=24, num_layers=1, num_heads=3, attention_types=[[["global"], 1]],
                       max_position_embeddings=32), "attention interface"),
+        # As OPT-350m: positions are added to embeddings of another width.
+        (OPTConfig(vocab_size=50, hidden_size=24, ffn_dim=32, num_hidden_layers=1, num_attention_heads=3,
+                   max_position_embeddings=32, word_embed_proj_dim=12, do_layer_norm_before=False),
+         "brings its embeddings from a width of 12 to 24 before its first layer"),
     ],
 )  # fmt: skip
 def test_models_that_cannot_be_split_are_refused(config: Any, message: str) -> None:
@@ -104,3 +109,35 @@ def test_models_that_cannot_be_split_are_refused(config: Any, message: str) -> N
 def test_a_text_is_one_row_of_tokens() -> None:
     with pytest.raises(ValueError, match="text must be the tokens of one text"):
         first_layer_logits(MODELS["GPT-2"](), TEXT[None])
+
+
+@pytest.mark.parametrize("logit_scale", [None, "ssmax"])
+def test_the_audit_of_the_linear_toy_is_of_the_same_logits(logit_scale: str | None) -> None:
+    model = ours("linear", logit_scale=logit_scale, num_key_value_heads=1)
+    audit, split = first_layer_linear_audit(model, TEXT), first_layer_logits(model, TEXT)
+    for part in ("content_content", "content_position", "position_content", "position_position"):
+        torch.testing.assert_close(getattr(audit.logits, part), getattr(split, part), rtol=1e-6, atol=1e-9)
+    assert len(audit.cases) == 3
+    # Of places that are no whole numbers the slope times the difference is still what the logits differ by.
+    embedding = model.get_input_embeddings().weight[TEXT]
+    places = torch.arange(10.0, dtype=torch.float64).unsqueeze(-1)
+    places = (places / ((embedding + places).square().mean(-1, keepdim=True) + 1e-6).sqrt()).squeeze(-1)
+    by_position = split.content_position + split.position_position
+    expected = audit.slope[..., 9] * (places[9] - places[4])
+    torch.testing.assert_close(by_position[:, 9, 9] - by_position[:, 9, 4], expected, rtol=1e-5, atol=1e-8)
+
+
+def test_heads_that_are_blind_to_ones_are_case_i() -> None:
+    model = ours("linear")
+    attention = model.model.layers[0].self_attn
+    norm = model.model.layers[0].input_layernorm.weight
+    with torch.no_grad():
+        for projection in (attention.q_proj, attention.k_proj):
+            # Nothing is left of a vector of ones, which the norm has multiplied by its weight.
+            projection.weight -= torch.outer(projection.weight @ norm, norm) / norm.square().sum()
+    assert first_layer_linear_audit(model, TEXT).cases == ["i"] * 3
+
+
+def test_the_audit_is_of_the_linear_toy_alone() -> None:
+    with pytest.raises(ValueError, match="does not add each token's position, as a number"):
+        first_layer_linear_audit(ours("sinusoidal"), TEXT)

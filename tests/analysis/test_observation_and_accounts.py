@@ -12,6 +12,7 @@ from transformers import (
     GPT2Config,
     GPTNeoConfig,
     LlamaConfig,
+    MistralConfig,
     MptConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -20,6 +21,7 @@ from transformers import (
 from attention_priors.analysis import (
     AttentionLogits,
     decompose,
+    effective_reach,
     head_accounts,
     head_roles,
     observed_attention,
@@ -150,6 +152,9 @@ def test_accounts_are_means_over_the_queries(name: str) -> None:
             assert row["position_share"] == pytest.approx(mean(expected.position_share, head), abs=1e-4)
             assert row["agreement"] == pytest.approx(mean(expected.agreement, head), abs=1e-4)
             assert row["first"] == pytest.approx(mean(expected.posterior[..., 0], head), abs=1e-5)
+            scale = layer.problem.row_scale
+            temperature = 1.0 if scale is None else mean(scale, head)
+            assert row["inverse_temperature"] == pytest.approx(temperature, rel=1e-6)
             assert row["distance"] == pytest.approx(mean((expected.posterior * away).sum(-1), head), rel=1e-4)
             leads = expected.posterior[0, head, 1:].argmax(-1) == 0
             assert row["sink"] == pytest.approx(float(leads.double().mean()))
@@ -241,3 +246,23 @@ def test_decoders_of_ours_are_seen_with_their_scales() -> None:
     )
     layers = seen(PriorDecoderForCausalLM(config).eval(), input_ids=TEXT[None])
     assert all(layer.problem.row_scale is not None and layer.problem.scales_prior for layer in layers)
+
+
+def test_the_inverse_temperature_is_the_logit_scale() -> None:
+    layer = seen(attached(), input_ids=TEXT[None])[1]
+    n = torch.arange(2, len(TEXT) + 1).double()
+    for row in head_accounts(layer.problem):
+        assert row["inverse_temperature"] == pytest.approx(float(n.log().mean()), rel=1e-6)  # SSMax starts at s = 1
+    with pytest.raises(ValueError, match=r"inverse_temperature must .* without its keys, \(3,\), got \(2,\)"):
+        AttentionLogits(torch.zeros(3, 4), torch.zeros(4), torch.ones(4, dtype=torch.bool), torch.ones(2))
+
+
+def test_a_sliding_window_ends_the_growth_of_the_logit_scale() -> None:
+    """What is seen makes the scale of texts of other lengths as the layer would."""
+    config = MistralConfig(**SMALL, intermediate_size=32, num_hidden_layers=1, num_key_value_heads=2, sliding_window=8)
+    (layer,) = seen(attach(made(config), "laplace", logit_scale="ssmax"), input_ids=TEXT[None])
+    scale = layer.problem.logit_scale
+    visible = torch.arange(1, len(TEXT) + 1)
+    torch.testing.assert_close(scale(visible[None], torch.float32), layer.problem.row_scale[0])
+    assert scale(torch.tensor([[4096]]), torch.float64).flatten().tolist() == pytest.approx([math.log(8)] * 4)
+    assert effective_reach(layer.problem.prior, 4096, (0.5,), logit_scale=scale).max() < 8

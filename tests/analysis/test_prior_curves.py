@@ -21,7 +21,8 @@ from attention_priors import (
     Uniform,
     Window,
 )
-from attention_priors.analysis import curve_distances, logit_scale_rows, prior_rows
+from attention_priors.analysis import curve_distances, logit_scale_rows, prior_rows, prior_term_rows
+from attention_priors.hub.heads import ScaleOnHeads, on_heads
 from attention_priors.models import PriorDecoderConfig, PriorDecoderModel
 
 PRIORS: dict[str, Prior] = {
@@ -34,6 +35,7 @@ PRIORS: dict[str, Prior] = {
     "clipped_offsets": ClippedOffsets(3, init="normal"),
     "window": Window(3, size=5),
     "laplace + window": Laplace(3) + Window(3, size=5),
+    "generalized_gaussian + window": GeneralizedGaussian(3, init="linear") + Window(3, size=5),
     "key_sink + laplace + spectral": KeySink(3, train_length=20) + Laplace(3) + Spectral(3, init="recency"),
 }
 
@@ -91,6 +93,10 @@ def test_a_window_hides_keys_as_none():
         ("clipped_offsets", set()),
         ("window", set()),
         ("laplace + window", {"laplace.slope"}),
+        (
+            "generalized_gaussian + window",
+            {f"generalized_gaussian.{each}" for each in ("alpha", "beta", "mu", "amplitude", "theta_alpha")},
+        ),
         (
             "key_sink + laplace + spectral",
             {"key_sink.slope", "key_sink.gain", "key_sink.bump", "laplace.slope"},
@@ -178,3 +184,36 @@ def test_logit_scales_are_listed_by_layer_and_head():
     ]
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
     assert logit_scale_rows(list(_decoder().layers)) == []
+
+
+def test_a_prior_of_some_heads_has_parameters_on_those_alone():
+    inner = GeneralizedGaussian(2, init={"theta_alpha": [0.5, -1.0], "beta": [0.7, -0.2]})
+    rows = prior_rows([on_heads(4, inner, [3, 1])], length=9)
+    whole = prior_rows([inner], length=9)
+    assert [row["head"] for row in rows] == [0, 1, 2, 3]
+    for head in (0, 2):
+        assert set(rows[head]["parameters"].values()) == {None}
+        assert set(rows[head]["log_prior"]) == {0.0}
+    for head, place in ((3, 0), (1, 1)):
+        assert rows[head]["parameters"] == whole[place]["parameters"]
+        assert rows[head]["log_prior"] == whole[place]["log_prior"]
+    assert rows[3]["parameters"]["theta_alpha"] == 0.5
+    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+
+
+def test_a_logit_scale_of_some_heads_has_their_numbers():
+    scale = SSMax(2)
+    with torch.no_grad():
+        scale.s.copy_(torch.tensor([0.25, 4.0]))
+    rows = logit_scale_rows([nn.ModuleList([ScaleOnHeads(4, scale, [3, 2])])])
+    assert rows == [{"layer": 0, "head": 2, "s": 4.0}, {"layer": 0, "head": 3, "s": 0.25}]
+
+
+def test_summands_of_some_heads_are_0_on_the_others():
+    sink = KeySink(2, train_length=9, init="recency")
+    rows = prior_term_rows([on_heads(4, Laplace(2) + sink, [1, 2])], length=9)
+    assert [(row["prior"], row["head"]) for row in rows] == [
+        (name, head) for name in ("laplace", "key_sink") for head in range(4)
+    ]
+    expected = sink.log_prior_of_key(torch.arange(9), torch.float64).tolist()
+    assert [row["log_prior"] for row in rows[4:]] == [[0.0] * 9, *expected, [0.0] * 9]

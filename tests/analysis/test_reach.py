@@ -7,8 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_priors import GeneralizedGaussian, KeySink, Laplace, Uniform, Window, attend
-from attention_priors.analysis import effective_reach, window_for
+from attention_priors import GeneralizedGaussian, KeySink, Laplace, Prior, SSMax, Uniform, Window, attend
+from attention_priors.analysis import effective_reach, head_roles, window_for
+from attention_priors.analysis.reach import last_prior
+from attention_priors.attention.attend import attend_with_weights
+from attention_priors.attention.logit_scale import ResidualSSMax
 
 
 def test_of_a_slope_it_is_logarithmic() -> None:
@@ -76,6 +79,7 @@ def test_a_window_loses_no_more_than_it_is_allowed(seed: int, tolerance: float, 
         (lambda prior: window_for(prior, 9, 1.0), "tolerance must be in"),
         (lambda prior: window_for(prior, 9, 0.1, -1.0), "content_range must be"),
         (lambda prior: window_for(prior, 9, 0.1, math.inf), "content_range must be"),
+        (lambda prior: effective_reach(prior, 9, logit_scale=SSMax(3)), "logit_scale has num_heads=3, but the prior 2"),
     ],
 )
 def test_mistakes_are_named(call, message: str) -> None:
@@ -95,3 +99,40 @@ def test_a_prior_that_hides_everything_has_no_reach() -> None:
 
     with pytest.raises(ValueError, match="hides every key of 3"):
         effective_reach(Blind(1, 5), 3)
+
+
+def test_the_logit_scale_sharpens_the_prior_that_it_multiplies() -> None:
+    """``c K`` of a slope ``m`` is the slope ``c m``, and ``c = s ln n``."""
+    slopes, length, s = [0.001, 0.02], 1000, 0.5
+    scaled = Laplace(2, slopes=[slope * s * math.log(length) for slope in slopes])
+    prior, scale = Laplace(2, slopes=slopes), SSMax(2, init=s)
+    torch.testing.assert_close(
+        effective_reach(prior, length, logit_scale=scale), effective_reach(scaled, length), rtol=0, atol=0
+    )
+    assert (
+        window_for(prior, length, 0.1, 2.0, logit_scale=scale).tolist() == window_for(scaled, length, 0.1, 2.0).tolist()
+    )
+    assert head_roles(prior, length, logit_scale=scale) == head_roles(scaled, length) == ["long-tailed", "local"]
+    assert effective_reach(prior, length)[1, 0] > effective_reach(scaled, length)[1, 0]
+    # One that leaves the prior out changes nothing.
+    content_alone = SSMax(2, init=s, include_prior=False)
+    assert effective_reach(prior, length, logit_scale=content_alone).equal(effective_reach(prior, length))
+    assert head_roles(prior, length, logit_scale=SSMax(2, init=0.0)) == ["uniform"] * 2
+
+
+@pytest.mark.parametrize(
+    ("prior", "scale"),
+    [
+        (Laplace(2), SSMax(2, init=0.7)),
+        (Laplace(2), SSMax(2, init=-0.3)),
+        (Laplace(2) + Window(2, 9), SSMax(2, init=-0.3)),
+        (Window(2, 9), SSMax(2, init=0.0)),
+        (KeySink(2, train_length=40, init="recency"), ResidualSSMax(2, init=0.5, train_length=16)),
+        (GeneralizedGaussian(2, init="neighbours"), SSMax(2, init=0.7, include_prior=False)),
+    ],
+    ids=["slope", "negative", "window, negative", "window, zero", "sink, residual", "content alone"],
+)
+def test_the_last_querys_prior_is_what_attention_does_without_content(prior: Prior, scale: SSMax) -> None:
+    nothing = torch.zeros(1, 2, 40, 4, dtype=torch.float64)
+    weights = attend_with_weights(nothing, nothing, nothing, prior, logit_scale=scale)[1]
+    torch.testing.assert_close(last_prior(prior, 40, scale), weights[0, :, -1].detach(), rtol=1e-9, atol=1e-12)

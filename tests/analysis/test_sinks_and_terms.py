@@ -2,12 +2,21 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from attention_priors import SSMax
-from attention_priors.analysis import prior_mass_rows, prior_rows, prior_term_rows, sink_mass, sink_mass_rows
+from attention_priors.analysis import (
+    observed_attention,
+    prior_mass_rows,
+    prior_rows,
+    prior_term_rows,
+    sink_mass,
+    sink_mass_rows,
+)
+from attention_priors.analysis.logits import problem_logits
 from attention_priors.attention.attend import attend_with_weights
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
 from attention_priors.priors import KeySink, Laplace, Prior, Spectral, Uniform, Window
@@ -77,12 +86,23 @@ def test_at_factor_one_it_is_the_attention_itself(content):
     assert (sink_mass(query, key, factors=[1.0], sink=5)[0, :, :, :5] == 0).all()
 
 
+SCALES = {
+    "no scale": None,
+    "ssmax": SSMax(HEADS, init=2.0),
+    "ssmax of the content": SSMax(HEADS, init=2.0, include_prior=False),
+}
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 @pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS)
-def test_the_mass_stays_within_the_bounds_of_theorem_5_1(content, prior):
+def test_goat_theorem_5_1_the_mass_stays_within_its_bounds(content, prior, scale):
     query, key = content
     factors = [0.0, 0.1, 0.5, 1.0, 3.0]
-    mass = sink_mass(query, key, prior(), factors=factors)
-    scores = query @ key.repeat_interleave(2, 1).mT / math.sqrt(8)
+    mass = sink_mass(query, key, prior(), factors=factors, logit_scale=scale)
+    visible = torch.arange(1, LENGTH + 1)
+    # Of what enters the softmax: times c = 2 ln n.
+    c = 1.0 if scale is None else 2 * visible.double().log().unsqueeze(-1)
+    scores = c * (query @ key.repeat_interleave(2, 1).mT) / math.sqrt(8)
     hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     ranges = scores.masked_fill(hidden, -math.inf).amax(-1) - scores.masked_fill(hidden, math.inf).amin(-1)
     for factor, there in zip(factors, mass, strict=True):
@@ -154,6 +174,23 @@ POSITIONS = {
 }
 
 
+def _range(model, texts: list[Tensor], layer: int, head: int) -> float:
+    """The mean range of the content logits, scaled as they enter the softmax."""
+    seen: list[Tensor] = []
+
+    def see(one) -> None:
+        if one.index % 2 == layer:
+            logits = problem_logits(one.problem)
+            shown = logits.content[0, head].masked_fill(~logits.visible[0, head], math.nan)[1:].double().numpy()
+            seen.append(torch.from_numpy(np.nanmax(shown, -1) - np.nanmin(shown, -1)))
+
+    with torch.no_grad():
+        for text in texts:
+            with observed_attention(model, see):
+                model(text[None])
+    return float(torch.cat(seen).mean())
+
+
 @pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
 def test_rows_at_factor_one_are_the_models_own_attention(positions):
     model = _model(**positions)
@@ -168,7 +205,7 @@ def test_rows_at_factor_one_are_the_models_own_attention(positions):
         own = torch.cat([layers[row["layer"]][0, row["head"], 1:, 0] for layers in weights])
         if row["factor"] == 1:
             assert row["mass"] == pytest.approx(float(own.mean()), rel=1e-5)
-            assert row["signal"] > 0
+            assert row["signal"] == pytest.approx(_range(model, texts, row["layer"], row["head"]), rel=1e-5)
         else:
             assert row["signal"] == 0
 
@@ -195,6 +232,12 @@ def test_terms_add_up_to_the_prior():
         relative, sink = (torch.tensor(row["log_prior"]) for row in rows if row["head"] == head)
         for query, key in ((0, 0), (7, 3), (11, 0), (11, 11)):
             assert float(relative[query - key] + sink[key]) == pytest.approx(float(whole[head, query, key]), abs=1e-4)
+        ahead, none = (row["ahead"] for row in rows if row["head"] == head)
+        assert none is None
+        assert ahead is not None
+        for query, key in ((0, 0), (3, 7), (0, 11)):
+            value = torch.tensor(ahead[key - query]) + sink[key]
+            assert float(value) == pytest.approx(float(whole[head, query, key]), abs=1e-4)
 
 
 def test_only_sums_have_terms_and_windows_hide():
@@ -207,7 +250,8 @@ def test_only_sums_have_terms_and_windows_hide():
 def test_masses_of_known_priors():
     uniform, bump = (prior_mass_rows([nn.ModuleList([prior])], length=4)[0] for prior in (Uniform(2), _bump(40.0)))
     mean = (1 / 3 + 1 / 4) / 2  # of the queries 2 and 3
-    assert uniform == {"layer": 0, "head": 0, **dict.fromkeys(("first", "previous", "itself"), pytest.approx(mean))}
+    same = dict.fromkeys(("first", "previous", "itself"), pytest.approx(mean))
+    assert uniform == {"layer": 0, "head": 0, **same, "scaled": False}
     assert bump["first"] == pytest.approx(1.0)
     steep = prior_mass_rows([nn.ModuleList([Laplace(1, slopes=[math.log(2)])])], length=3)[0]
     assert (steep["itself"], steep["previous"], steep["first"]) == pytest.approx((4 / 7, 2 / 7, 1 / 7))
@@ -218,3 +262,45 @@ def test_masses_of_known_priors():
 def test_a_sum_is_still_one_curve_among_the_priors():
     (row, *_) = prior_rows([nn.ModuleList([_goat()])], length=LENGTH)
     assert row["prior"] == "spectral + key_sink"
+
+
+def test_the_mass_of_a_sink_is_differentiable(content):
+    query, key = (x.requires_grad_() for x in content)
+    prior = _bump(1.0)
+    sink_mass(query, key, prior, factors=[0.0, 1.0])[1].sum().backward()
+    for x in (query.grad, key.grad, prior.bump.grad):
+        assert x is not None
+        assert float(x.abs().max()) > 1e-3
+
+
+def _without_content(prior: Prior, scale: SSMax, length: int) -> Tensor:
+    """The attention weights of queries that ask for nothing, ``(H, L, L)``."""
+    nothing = torch.zeros(1, HEADS, length, 4, dtype=torch.float64)
+    return attend_with_weights(nothing, nothing, nothing, prior, logit_scale=scale)[1][0].detach()
+
+
+@pytest.mark.parametrize("include_prior", [True, False])
+def test_masses_are_of_the_prior_as_attention_applies_it(include_prior):
+    prior, scale = _goat(), SSMax(HEADS, init=0.8, include_prior=include_prior)
+    weights = _without_content(prior, scale, LENGTH)
+    rows = prior_mass_rows([nn.ModuleList([prior, scale])], length=LENGTH)
+    assert [row["scaled"] for row in rows] == [include_prior] * HEADS
+    for row in rows:
+        mine = weights[row["head"], 2:]
+        assert row["first"] == pytest.approx(float(mine[:, 0].mean()), rel=1e-9)
+        assert row["previous"] == pytest.approx(float(mine.diagonal(1).mean()), rel=1e-9)
+        assert row["itself"] == pytest.approx(float(mine.diagonal(2).mean()), rel=1e-9)
+    terms = prior_term_rows([nn.ModuleList([prior, scale])], length=LENGTH)
+    expected = (0.8 * torch.arange(1, LENGTH + 1).double().log()).tolist()
+    for row in terms:
+        assert row["scale"] == (pytest.approx(expected) if include_prior else None)
+
+
+def test_a_shared_prior_is_another_one_in_each_layer_that_scales_it():
+    prior = Laplace(HEADS)
+    scales = [SSMax(HEADS, init=init) for init in (0.5, 2.0)]
+    rows = prior_mass_rows([nn.ModuleList([prior, *scales])], length=LENGTH)
+    assert [(row["layer"], row["head"]) for row in rows] == [(layer, head) for layer in (0, 1) for head in range(HEADS)]
+    for layer, scale in enumerate(scales):
+        alone = prior_mass_rows([nn.ModuleList([prior, scale])], length=LENGTH)
+        assert [row | {"layer": 0} for row in rows if row["layer"] == layer] == alone

@@ -1,6 +1,7 @@
 """Priors attached to models of transformers: at the identity, away from it, with caches, padding and packing."""
 
 import copy
+import math
 import warnings
 from typing import Any
 
@@ -11,6 +12,7 @@ from tiny_models import FAMILIES, HEADS, LAYERS, WINDOW, tiny, tokens
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
+from attention_priors import Laplace
 from attention_priors.hub import attach, attached_priors, detach
 
 UNIFORM: dict[str, Any] = {"prior": "generalized_gaussian", "logit_scale": "residual_ssmax"}
@@ -340,7 +342,10 @@ def test_parameters_of_some_heads_are_named_after_their_priors() -> None:
     assert prior is not None
     found = prior.natural_parameters()
     assert {name.split(".")[0] for name in found} == {"laplace", "key_sink"}
-    assert found["laplace.slope"].shape == (2,)
+    slopes = found["laplace.slope"].tolist()
+    # Of the heads that have the prior, in the order of the layer; the others have none.
+    assert [math.isnan(slope) for slope in slopes] == [True, False, True, False]
+    assert (slopes[3], slopes[1]) == pytest.approx(Laplace(2).slope.tolist())
     with pytest.raises(TypeError, match="no description of its own"):
         prior.to_config()
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,17 @@ from transformers import (
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from typer.testing import CliRunner
 
-from attention_priors.analysis import curve_distances
+from attention_priors.analysis import curve_distances, first_layer_linear_audit
 from attention_priors.cli import app
 from attention_priors.data import load_corpus, train_tokenizer
 from attention_priors.data.passkey import PasskeyTask
 from attention_priors.hub import attach
 from attention_priors.inspection import InspectionPlan, inspect_model, load_inspected, text_to_read
+from attention_priors.inspection.inspect import _tokens
 from attention_priors.inspection.prompt import figure_4_prompt
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
 from attention_priors.report import inspection_summary, write_inspection
+from attention_priors.report.tables.inspection import inspection_head_grid
 from browsing import Opened, in_a_browser
 from html_pages import Page
 
@@ -57,8 +60,30 @@ def goat_on_llama() -> Any:
     )
 
 
+def on_some_heads() -> Any:
+    config = LlamaConfig(**SMALL, intermediate_size=32, num_hidden_layers=2, num_key_value_heads=2)
+    prior = {"name": "generalized_gaussian", "init": {"beta": [1.0, -0.5], "theta_alpha": [-1.0, 0.5]}}
+    return attach(AutoModelForCausalLM.from_config(config), prior, logit_scale="ssmax", heads=[2, 3])
+
+
+def scale_on_some_heads() -> Any:
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=24, n_layer=2, n_head=4, n_positions=1024)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    return attach(model, logit_scale="ssmax", heads=[2, 3], drop_positions=True)
+
+
+def linear() -> Any:
+    config = PriorDecoderConfig(
+        **SMALL, intermediate_size=32, num_hidden_layers=2, encoding="linear", initializer_range=0.3
+    )
+    return PriorDecoderForCausalLM(config)
+
+
 MODELS = {
     "ours": ours,
+    "linear": linear,
+    "some heads": on_some_heads,
+    "a scale on some heads": scale_on_some_heads,
     "GPT-2": lambda: AutoModelForCausalLM.from_config(
         GPT2Config(vocab_size=VOCABULARY, n_embd=24, n_layer=2, n_head=4, n_positions=1024)
     ),
@@ -115,8 +140,55 @@ def test_our_heads_are_named(findings: dict[str, dict[str, Any]]) -> None:
     found = findings["ours"]
     assert [row["role"] for row in found["priors"]] == ["retrieval", "retrieval", "local", "local"] * 2
     assert [row["s"] for row in found["logit_scales"]] == pytest.approx([0.43] * 8, abs=0.6)
+    for row in found["text"]["heads"]:  # SSMax starts at s = 1; the first query sees nothing else
+        assert row["inverse_temperature"] == pytest.approx(sum(math.log(n) for n in range(2, 97)) / 95)
     assert found["positions"] == "none"
     assert "8 heads in 2 layers: 4 retrieval and 4 local, for texts of 512 tokens" in inspection_summary(found)
+
+
+def test_reach_and_words_are_of_the_prior_that_attention_applies(
+    findings: dict[str, dict[str, Any]], folders: dict[str, Path]
+) -> None:
+    """And the curve is the prior as it was learned."""
+    model: Any = PriorDecoderForCausalLM.from_pretrained(folders["ours"]).eval()
+    attention = model.model.layers[1].self_attn
+    places = torch.arange(1024)
+    log_prior = attention.prior.log_prior(places[-1:], places, torch.float64)[:, 0].detach()
+    applied = (math.log(1024) * log_prior).softmax(-1)  # SSMax starts at s = 1
+    differ = 0
+    for row, curve, weights in zip(findings["ours"]["priors"][4:], log_prior, applied, strict=True):
+        for reach, share in zip(row["reach"]["1024"], (0.5, 0.9, 0.99), strict=True):
+            nearest = weights.flip(0).cumsum(0)
+            assert reach == int((nearest < share).sum())
+            differ += reach != int((curve.softmax(0).flip(0).cumsum(0) < share).sum())
+        assert row["log_prior"][:17] == pytest.approx(curve.flip(0)[:17].tolist(), rel=1e-9)
+    assert differ > 2
+    assert all(layer["scales_prior"] for layer in findings["ours"]["layers"])
+    assert not any(layer["scales_prior"] for layer in findings["goat on Llama"]["layers"])
+
+
+def test_heads_without_what_is_attached_to_others(findings: dict[str, dict[str, Any]]) -> None:
+    found = findings["some heads"]
+    for row in found["priors"]:
+        has = row["head"] in (2, 3)
+        assert (row["parameters"]["beta"] is not None) == (row["parameters"]["theta_alpha"] is not None) == has
+        assert (row["role"] == "uniform") == (not has)
+    assert [row["parameters"]["theta_alpha"] for row in found["priors"][2:4]] == [-1.0, 0.5]
+    for name in ("some heads", "a scale on some heads"):
+        places = [(row["layer"], row["head"]) for row in findings[name]["logit_scales"]]
+        assert places == [(0, 2), (0, 3), (1, 2), (1, 3)]
+        for row in findings[name]["text"]["heads"]:
+            assert (row["inverse_temperature"] == 1) == (row["head"] < 2)
+
+
+def test_positions_that_were_dropped_are_not_there(findings: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    assert findings["a scale on some heads"]["positions"] == "none (a learned table, dropped)"
+    assert findings["some heads"]["positions"] == "rotary"
+    llama = LlamaConfig(**SMALL, intermediate_size=32, num_hidden_layers=2)
+    for layers, words in ((None, "none (rotary, dropped)"), ([1], "rotary, dropped in 1 of 2 layers")):
+        model: Any = AutoModelForCausalLM.from_config(llama)
+        attach(model, "laplace", drop_positions=True, layers=layers).save_pretrained(tmp_path / words)
+        assert load_inspected(tmp_path / words).positions() == words
 
 
 def test_bloom_has_the_biases_that_are_published(findings: dict[str, dict[str, Any]]) -> None:
@@ -151,6 +223,22 @@ def test_gpt_2_has_an_additive_split_and_others_say_why_not(findings: dict[str, 
     assert findings["GPT-2"]["positions"] == "a learned table"
     assert "adds no positions" in findings["ours"]["additive"]["reason"]
     assert findings["goat on Llama"]["positions"] == "rotary"
+
+
+def test_the_linear_toy_has_cases_and_slopes(
+    findings: dict[str, dict[str, Any]], folders: dict[str, Path], tokenizer: Any
+) -> None:
+    audit = first_layer_linear_audit(
+        PriorDecoderForCausalLM.from_pretrained(folders["linear"]).eval(), torch.tensor(tokenizer.encode(TEXT)[:96])
+    )
+    rows = findings["linear"]["additive"]["heads"]
+    assert [row["case"] for row in rows] == audit.cases
+    for row, drift, skewed, drowned in zip(rows, audit.drift, audit.skewed, audit.drowned, strict=True):
+        by_token = [float(drift[query]) / query for query in range(1, 96)]
+        assert row["slope"] == pytest.approx(sum(by_token) / 95, rel=1e-4)
+        assert row["skewed"] == pytest.approx(float(skewed[1:].double().mean()))
+        assert row["drowned"] == pytest.approx(float(drowned[1:].double().mean()))
+    assert "case" not in findings["GPT-2"]["additive"]["heads"][0]
 
 
 def test_parts_of_the_prompt(tokenizer: Any) -> None:
@@ -242,6 +330,67 @@ def test_without_a_tokenizer_only_the_priors_are_described(tmp_path: Path) -> No
         assert "no tokenizer" in found[part]["reason"]
     write_inspection(found, tmp_path / "page.html")
     assert "Not looked at" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_without_a_text_no_additive_split_is_shown(tmp_path: Path) -> None:
+    """Of tokens that nobody wrote it would say nothing; where there is none, that is still said."""
+    for name, reason in (("GPT-2", "no tokenizer"), ("goat on Llama", "adds no positions")):
+        MODELS[name]().save_pretrained(tmp_path / name)
+        found = inspect_model(load_inspected(tmp_path / name), InspectionPlan(length=64, text=TEXT))
+        assert found["additive"].keys() == {"reason"}
+        assert reason in found["additive"]["reason"]
+
+
+def test_no_more_of_a_text_is_split_into_tokens_than_is_read(
+    folders: dict[str, Path], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = load_inspected(folders["ours"])
+    assert given.tokenizer is not None
+    whole, sizes = given.tokenizer.encode, list[int]()
+
+    def encode(text: str) -> list[int]:
+        """Of one that takes any number of spaces for one."""
+        return whole(re.sub(" +", " ", text))
+
+    def counted(text: str) -> list[int]:
+        sizes.append(len(text))
+        return encode(text)
+
+    monkeypatch.setattr(given.tokenizer, "encode", counted)
+    texts = {"words": TEXT * 500, "few tokens": "e" + " " * 3000 + TEXT * 50, "short": TEXT}
+    for name, text in texts.items():
+        expected = encode(text)[:64]
+        assert _tokens(given, InspectionPlan(text=text, text_tokens=64))[0].tolist() == expected, name
+    assert max(sizes) < 10_000 < len(texts["words"])
+
+
+def test_the_page_says_what_it_shows(findings: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    pages = {}
+    for name in ("ours", "linear", "GPT-2"):
+        write_inspection(findings[name], tmp_path / f"{name}.html")
+        pages[name] = Page((tmp_path / f"{name}.html").read_text(encoding="utf-8")).text
+    scaled = ("The curves are the priors as they were learned", "multiplied by the logit scale as in attention")
+    assert all((words in pages["ours"], words in pages["GPT-2"]) == (True, False) for words in scaled)
+    assert "γ" in pages["ours"]
+    for name, page in pages.items():
+        assert "on the first key, and e times as much as on the second" in " ".join(page.split())
+        assert ("Case i: neither" in page) == (name == "linear")
+        assert re.search(r"it named .* of .*, each after the right ones before it;", inspection_summary(findings[name]))
+
+
+def test_gaussians_within_sums_are_in_the_scatter(tokenizer: Any, tmp_path: Path) -> None:
+    config = PriorDecoderConfig(
+        **SMALL, intermediate_size=32, num_hidden_layers=1,
+        prior=[{"name": "generalized_gaussian", "init": "spread"}, {"name": "key_sink", "train_length": 64}],
+    )  # fmt: skip
+    PriorDecoderForCausalLM(config).save_pretrained(tmp_path / "model")
+    found = inspect_model(load_inspected(tmp_path / "model"), InspectionPlan(length=64))
+    write_inspection(found, tmp_path / "page.html")
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert [picture for picture in page.all("img") if picture["alt"].startswith("Shape β against θα")]
+    heads = inspection_head_grid(found).header
+    assert {"generalized gaussian β", "generalized gaussian θα", "key sink bump"} <= {*heads}
+    assert "generalized gaussian amplitude" not in heads
 
 
 def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:

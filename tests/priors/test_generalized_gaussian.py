@@ -60,7 +60,8 @@ def test_is_the_generalized_normal_density_of_its_natural_parameters(
 @given(MODERATE, MODERATE)
 def test_natural_parameters(theta_alpha: float, theta_beta: float):
     natural = ggd(theta_alpha, theta_beta, 0.7).natural_parameters()
-    assert set(natural) == {"alpha", "beta", "mu", "amplitude"}
+    assert set(natural) == {"alpha", "beta", "mu", "amplitude", "theta_alpha"}
+    assert natural["theta_alpha"].item() == pytest.approx(theta_alpha)
     assert natural["beta"].item() == pytest.approx(theta_beta)
     assert natural["mu"].item() == pytest.approx(2 * math.sinh(0.7), rel=1e-6)
     assert natural["amplitude"].item() == pytest.approx(math.exp(theta_alpha), rel=1e-5)

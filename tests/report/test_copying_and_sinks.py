@@ -52,7 +52,9 @@ def results() -> dict[str, Any]:
                     here = own | {"layer": 0, "head": head, "places": list(range(6))}
                     near = [-3.0, 0.0, *(-5.0 - head for _ in range(4))]
                     made["prior_terms"] += [
-                        here | {"prior": "spectral", "over": "distance", "log_prior": near},
+                        here
+                        | {"prior": "spectral", "over": "distance", "log_prior": near}
+                        | {"ahead": [-3.0, 1.0, 2.0, 3.0, 4.0, None]},
                         here | {"prior": "key_sink", "over": "key", "log_prior": [2.0 + seed, 0.0, 0.0, 0.0, 0.0, 0.0]},
                     ]
                     made["prior_mass"].append(
@@ -137,6 +139,19 @@ def test_maps_are_of_the_prior_as_it_is_multiplied(results):
     assert weights[1, 0] / weights[1, 1] == pytest.approx(math.exp(5 * scale[1]))
     assert weights[5, 5] == 0  # hidden by the sink that ends there
     assert np.nansum(weights, 1) == pytest.approx(1)
+
+
+def test_maps_before_the_mask_show_what_it_hides(results):
+    axes = _panel(prior_parts.prior_logits(results, "GOAT"), "layer 0, head 1\nfirst 70 %, previous 50 %")
+    shown = np.ma.filled(np.ma.asarray(axes.images[0].get_array()).astype(float), math.nan)
+    row = np.array([2.0 + 0, -3.0, 1.0, 2.0, 3.0, 4.0])  # of query 1, first seed: the key before, its own, four ahead
+    assert shown[1] == pytest.approx(row - row.mean())
+    assert np.isnan(shown[0]).tolist() == [False] * 5 + [True]  # five ahead: hidden by the prior itself
+    assert np.nanmean(shown, 1) == pytest.approx(0, abs=1e-9)
+    for term in results["prior_terms"]:
+        term.pop("ahead", None)
+    with pytest.raises(NothingToShowError, match="prior_terms"):
+        prior_parts.prior_logits(results, "GOAT")  # of before this was kept
 
 
 def test_the_table_of_masses_says_what_is_multiplied(results):

@@ -10,7 +10,7 @@ from attention_priors.analysis.curves import (
     prior_rows,
 )
 from attention_priors.analysis.decomposition import Decomposition, decompose, decompose_attention
-from attention_priors.analysis.first_layer import first_layer_logits
+from attention_priors.analysis.first_layer import first_layer_linear_audit, first_layer_logits
 from attention_priors.analysis.logits import AttentionLogits, attention_logits
 from attention_priors.analysis.margins import (
     Margin,
@@ -51,6 +51,7 @@ __all__ = [
     "decompose",
     "decompose_attention",
     "effective_reach",
+    "first_layer_linear_audit",
     "first_layer_logits",
     "head_accounts",
     "head_roles",

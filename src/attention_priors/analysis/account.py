@@ -29,6 +29,8 @@ class HeadAccount(TypedDict):
     """``KL(p ‖ p_content)``, in nats: what the prior adds."""
     content_range: float
     """``ω``, in nats."""
+    inverse_temperature: float
+    """``γ``, the logit scale that multiplies content and, unless it leaves it out, the prior; 1 without one."""
     entropy: float
     """Of the weights, in nats."""
     distance: float
@@ -69,6 +71,7 @@ def head_accounts(problem: Problem) -> list[HeadAccount]:
             "divergence_from_position": parts.divergence_from_position,
             "divergence_from_content": parts.divergence_from_content,
             "content_range": content_range(logits),
+            "inverse_temperature": logits.inverse_temperature.double(),
             "entropy": -torch.special.xlogy(parts.posterior, parts.posterior).sum(-1),
             "distance": (parts.posterior * away).sum(-1),
             "first": parts.posterior[..., 0],
@@ -96,4 +99,5 @@ def head_accounts(problem: Problem) -> list[HeadAccount]:
 def _first_text(problem: Problem) -> AttentionLogits:
     """In float64, ``(H, Lq, Lk)``."""
     logits = problem_logits(problem)
-    return AttentionLogits(logits.content[0].double(), logits.position[0].double(), logits.visible[0])
+    content, position = logits.content[0].double(), logits.position[0].double()
+    return AttentionLogits(content, position, logits.visible[0], logits.inverse_temperature[0])

@@ -109,26 +109,33 @@ def additive_logits(query: Projected, key: Projected, softmax_scale: float | Non
 class LinearAudit:
     """What positions ``p_i = i · 1`` do to the logits of one head, or of several, ``(...)``.
 
-    The four summands are ``(Q e_i)ᵀ K e_j``, ``j (Q e_i)ᵀ K 1``, ``i (Q 1)ᵀ K e_j`` and ``i j (Q 1)ᵀ K 1``.
+    The four summands are ``(Q e_i)ᵀ K e_j``, ``j (Q e_i)ᵀ K 1``, ``i (Q 1)ᵀ K e_j`` and ``i j (Q 1)ᵀ K 1``. After a
+    normalisation the places ``i`` and ``j`` are no longer whole numbers, but rise with them.
     """
 
     logits: AdditiveLogits
     query_share: Tensor
-    """Root mean square of ``i (Q 1)ᵀ K e_j`` over that of the content's summand, over visible pairs, ``(...)``."""
+    """Root mean square of ``i (Q 1)ᵀ K e_j`` over that of the content's summand, over visible pairs, ``(...)``; 0 where
+    neither is there, inf where the content's is not."""
     key_share: Tensor
     """Likewise of ``j (Q e_i)ᵀ K 1``."""
+    quadratic_share: Tensor
+    """Likewise of ``i j (Q 1)ᵀ K 1``, for which both must matter: content may be blind to them, and they not to each
+    other."""
     threshold: float
     """Share up to which ``Q 1`` or ``K 1`` counts as 0."""
     slope: Tensor
-    """``(Q e_i)ᵀ K 1 + i (Q 1)ᵀ K 1``: nats by which the logit drifts with each token of the key, ``(..., Lq)``."""
+    """``(Q e_i)ᵀ K 1 + i (Q 1)ᵀ K 1``: nats by which the logit drifts with each place of the key, ``(..., Lq)``."""
+    drift: Tensor
+    """The slope times the places between the keys that the query sees, in nats, ``(..., Lq)``."""
     skewed: Tensor
-    """Whether that drift, over all keys that the query sees, exceeds the range of the content's summand, ``(..., Lq)``:
-    then either end of the text is favoured, whatever stands there."""
+    """Whether that drift exceeds the range of the content's summand, ``(..., Lq)``: then either end of the text is
+    favoured, whatever stands there."""
     drowned: Tensor
     """Whether the range of ``i (Q 1)ᵀ K e_j`` over those keys exceeds that of the content's summand, ``(..., Lq)``."""
     quadratic_from: Tensor
-    """``|(Q e_i)ᵀ K 1| / |(Q 1)ᵀ K 1|``: the position from which the part of the slope that grows with the query's own
-    position is the larger one, ``(..., Lq)``; inf where it never is."""
+    """``|(Q e_i)ᵀ K 1| / |(Q 1)ᵀ K 1|``: the place from which the part of the slope that grows with the query's own
+    is the larger one, ``(..., Lq)``; inf where it never is."""
 
     @property
     def cases(self) -> list[Case]:
@@ -136,8 +143,9 @@ class LinearAudit:
         names: dict[tuple[bool, bool], Case] = {
             (False, False): "i", (False, True): "ii", (True, False): "iii", (True, True): "iv"
         }  # fmt: skip
-        shares = (self.query_share.flatten().tolist(), self.key_share.flatten().tolist())
-        return [names[q > self.threshold, k > self.threshold] for q, k in zip(*shares, strict=True)]
+        matters = (share > self.threshold for share in (self.query_share, self.key_share, self.quadratic_share))
+        query, key, both = (found.flatten().tolist() for found in matters)
+        return [names[q or b, k or b] for q, k, b in zip(query, key, both, strict=True)]
 
 
 def linear_audit(
@@ -147,14 +155,15 @@ def linear_audit(
     key_one: Tensor,
     visible: Tensor,
     *,
+    query_places: Tensor | None = None,
+    key_places: Tensor | None = None,
     softmax_scale: float | None = None,
     threshold: float = 0.05,
 ) -> LinearAudit:
     """What becomes of attention when each token's position, as a number, is added to every feature of its embedding.
 
-    Queries and keys stand at the positions ``0, 1, 2, ...``. Source: the analysis of the toy encoding ``p_i = i · 1``,
-    whose four cases turn on whether ``Q 1 ≈ 0`` and ``K 1 ≈ 0``. It leaves open how near; here the summands that they
-    make are held against the content's.
+    Source: the analysis of the toy encoding ``p_i = i · 1``, whose four cases turn on whether ``Q 1 ≈ 0`` and
+    ``K 1 ≈ 0``. It leaves open how near; here the summands that they make are held against the content's.
 
     Args:
         query_content: ``Q e_i``, ``(..., L, D)``.
@@ -162,6 +171,8 @@ def linear_audit(
         key_content: ``K e_j``, ``(..., L, D)``.
         key_one: ``K 1``, ``(..., D)``.
         visible: boolean, which expands to ``(..., L, L)``.
+        query_places: what multiplies ``Q 1``, which expands to ``(..., L)``; ``0, 1, 2, ...`` by default.
+        key_places: what multiplies ``K 1``, likewise.
         softmax_scale: ``1/sqrt(D)`` by default.
         threshold: share of the content's root mean square up to which a summand counts as 0.
 
@@ -173,17 +184,18 @@ def linear_audit(
     if not bool(visible.any()):
         raise ValueError("visible: no query sees a key")
     scale = query_content.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    length = query_content.shape[-2]
-    places = torch.arange(length, dtype=query_content.dtype, device=query_content.device)
+    places = torch.arange(query_content.shape[-2], dtype=query_content.dtype, device=query_content.device)
+    query_places, key_places = (places if given is None else given for given in (query_places, key_places))
     query, key = (
-        Projected(content, places.unsqueeze(-1) * one.unsqueeze(-2))
-        for content, one in ((query_content, query_one), (key_content, key_one))
+        Projected(content, at.unsqueeze(-1) * one.unsqueeze(-2))
+        for content, at, one in ((query_content, query_places, query_one), (key_content, key_places, key_one))
     )
     logits = additive_logits(query, key, scale)
     visible = visible.expand(logits.content_content.shape)
 
-    def size(term: Tensor) -> Tensor:
-        return term.masked_fill(~visible, 0.0).square().sum((-2, -1)).sqrt()
+    def share(term: Tensor) -> Tensor:
+        size, whole = (x.masked_fill(~visible, 0.0).square().sum((-2, -1)) for x in (term, logits.content_content))
+        return torch.where(size == 0, 0.0, size / whole).sqrt()
 
     def extent(term: Tensor) -> Tensor:
         """The largest less the smallest over the keys that a query sees."""
@@ -192,15 +204,18 @@ def linear_audit(
 
     of_content = scale * (query_content @ key_one.unsqueeze(-1)).squeeze(-1)
     of_position = scale * (query_one * key_one).sum(-1, keepdim=True)
-    slope = of_content + places * of_position
+    slope = of_content + query_places * of_position
+    drift = slope * extent(key_places.unsqueeze(-2).expand_as(visible))
     own = extent(logits.content_content)
     return LinearAudit(
         logits=logits,
-        query_share=size(logits.position_content) / size(logits.content_content),
-        key_share=size(logits.content_position) / size(logits.content_content),
+        query_share=share(logits.position_content),
+        key_share=share(logits.content_position),
+        quadratic_share=share(logits.position_position),
         threshold=threshold,
         slope=slope,
-        skewed=slope.abs() * extent(places.expand_as(visible)) > own,
+        drift=drift,
+        skewed=drift.abs() > own,
         drowned=extent(logits.position_content) > own,
-        quadratic_from=of_content.abs() / of_position.abs(),
+        quadratic_from=torch.where(of_position == 0, torch.inf, of_content.abs() / of_position.abs()),
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from attention_priors.attention import SSMax
-from attention_priors.priors import GeneralizedGaussian, Prior
+from attention_priors.hub.heads import ScaleOnHeads
+from attention_priors.priors import Prior
 
 
 class PriorRow(TypedDict):
@@ -21,11 +22,11 @@ class PriorRow(TypedDict):
     prior: str
     """Its name in the catalogue; ``a + b`` for sums."""
     parameters: dict[str, float | None]
-    """Natural parameters that are one number per head; None where undefined."""
+    """Natural parameters that are one number per head; None where undefined, and for heads without a prior."""
     distance: list[int]
     """Tokens between query and key."""
     log_prior: list[float | None]
-    """In nats; None where the prior hides the key."""
+    """``K``, in nats, as it was learned: no logit scale is in it. None where the prior hides the key."""
 
 
 class LogitScaleRow(TypedDict):
@@ -47,7 +48,7 @@ def curve_distances(length: int, every: int = 16) -> list[int]:
 
 @torch.no_grad()
 def prior_rows(layers: list[nn.Module], *, length: int) -> list[PriorRow]:
-    """The prior of every head, as seen by the last query of a text.
+    """The prior of every head, as seen by the last query of a text, before any logit scale.
 
     Args:
         layers: one module per layer; the first :class:`Prior` in each is described. A prior that is shared
@@ -76,14 +77,22 @@ def prior_rows(layers: list[nn.Module], *, length: int) -> list[PriorRow]:
 
 @torch.no_grad()
 def logit_scale_rows(layers: list[nn.Module]) -> list[LogitScaleRow]:
-    """SSMax's ``s`` of every head; ``layers`` as in :func:`prior_rows`."""
-    return [
-        {"layer": layer, "head": head, "s": float(value)}
-        for layer, module in enumerate(layers)
-        for part in module.modules()
-        if isinstance(part, SSMax)
-        for head, value in enumerate(part.s)
-    ]
+    """SSMax's ``s`` of every head that has one; ``layers`` as in :func:`prior_rows`."""
+    rows: list[LogitScaleRow] = []
+    for layer, module in enumerate(layers):
+        for scale in logit_scales_of(module):
+            some = isinstance(scale, ScaleOnHeads)
+            values = (scale.scale if some else scale).s
+            heads = scale.heads if some else range(len(values))
+            for head, value in sorted(zip(heads, values.tolist(), strict=True)):
+                rows.append({"layer": layer, "head": head, "s": value})
+    return rows
+
+
+def logit_scales_of(module: nn.Module) -> list[SSMax | ScaleOnHeads]:
+    """The logit scales in a module; one of some heads as the whole layer has it."""
+    within = {part.scale for part in module.modules() if isinstance(part, ScaleOnHeads)}
+    return [part for part in module.modules() if isinstance(part, SSMax | ScaleOnHeads) and part not in within]
 
 
 def priors_of(layers: list[nn.Module]) -> Iterator[tuple[int, Prior, torch.device]]:
@@ -95,10 +104,9 @@ def priors_of(layers: list[nn.Module]) -> Iterator[tuple[int, Prior, torch.devic
 
 
 def _scalars(prior: Prior) -> dict[str, Tensor]:
-    values: dict[str, Any] = {name: x for name, x in prior.natural_parameters().items() if x.dim() == 1}
-    if isinstance(prior, GeneralizedGaussian):
-        # The coordinates that BAM's figures show.
-        values |= {"theta_alpha": prior.theta_alpha, "theta_beta": prior.beta}
+    values = {name: x for name, x in prior.natural_parameters().items() if x.dim() == 1}
+    if "theta_alpha" in values:
+        values["theta_beta"] = values["beta"]  # BAM's name for it
     return values
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention_priors.analysis.additive import AdditiveLogits, Projected, additive_logits
+from attention_priors.analysis.additive import AdditiveLogits, LinearAudit, Projected, additive_logits, linear_audit
 from attention_priors.hub.observation import LayerAttention, observed_attention
 
 
@@ -17,8 +17,28 @@ class _SeenError(Exception):
 
     def __init__(self, layer: LayerAttention) -> None:
         super().__init__()
-        self.query, self.key = layer.problem.query, layer.problem.key
-        self.softmax_scale = layer.problem.softmax_scale
+        problem = layer.problem
+        # The logit scale belongs to the query, so that the summands are those that the softmax sees.
+        self.row_scale = problem.row_scale
+        self.query = problem.query
+        if self.row_scale is not None:
+            self.query = (self.query * self.row_scale.unsqueeze(-1)).to(self.query.dtype)
+        self.key = problem.key
+        self.softmax_scale = problem.softmax_scale
+
+
+class _Split(NamedTuple):
+    """The first layer's queries and keys by where they come from, ``(H, L, D)`` each."""
+
+    query: Projected
+    key: Projected
+    softmax_scale: float
+    added: Tensor
+    """What was added to the embeddings, ``(L, W)``."""
+    scales: list[Tensor]
+    """What each normalisation before the attention multiplies each token by, ``(1, L, 1)``."""
+    row_scale: Tensor | None
+    """The logit scale, which is in the queries, ``(H, L)``; None for 1."""
 
 
 @torch.no_grad()
@@ -34,12 +54,56 @@ def first_layer_logits(model: PreTrainedModel, text: Tensor) -> AdditiveLogits:
         text: tokens, ``(L,)``, at least 2.
 
     Returns:
-        Summands ``(H, L, L)``; ``H`` query heads.
+        Summands ``(H, L, L)``; ``H`` query heads. A logit scale is in them.
 
     Raises:
-        ValueError: nothing is added to the embeddings, or queries and keys are no linear function of the sum, as with
-            rotary positions.
+        ValueError: nothing is added to the embeddings, something else happens to them before the first layer, or
+            queries and keys are no linear function of the sum, as with rotary positions.
     """
+    split = _split(model, text)
+    return additive_logits(split.query, split.key, split.softmax_scale)
+
+
+@torch.no_grad()
+def first_layer_linear_audit(model: PreTrainedModel, text: Tensor) -> LinearAudit:
+    """:func:`linear_audit` of every head of the first layer, of a model whose positions are the linear toy's.
+
+    The layer normalises what it reads, so the place of a token is its position times the normaliser's scale: the places
+    ``i / rms(e_i + i 1)`` rise towards 1. The queries' have the logit scale too.
+
+    Args:
+        model: as for :func:`first_layer_logits`.
+        text: likewise.
+
+    Raises:
+        ValueError: as :func:`first_layer_logits`, or what is added is not ``i`` at position ``i``, for all features.
+    """
+    split = _split(model, text)
+    positions = torch.arange(len(text), dtype=split.added.dtype, device=split.added.device)
+    rounding = 16 * torch.finfo(split.added.dtype).eps
+    if not torch.allclose(split.added, positions.unsqueeze(-1), rtol=rounding, atol=rounding):
+        raise ValueError(f"{type(model).__name__} does not add each token's position, as a number, to its embedding")
+    key_places = positions * split.scales[0][0, :, 0] if split.scales else positions
+    query_places = key_places if split.row_scale is None else (key_places * split.row_scale).to(key_places.dtype)
+    # The first token stands at 0, and says nothing of ones.
+    query_one, key_one = (
+        part.position[:, -1] / places[..., -1:]
+        for part, places in ((split.query, query_places), (split.key, key_places))
+    )
+    visible = torch.ones(len(text), len(text), dtype=torch.bool, device=positions.device).tril()
+    return linear_audit(
+        split.query.content,
+        query_one,
+        split.key.content,
+        key_one,
+        visible,
+        query_places=query_places,
+        key_places=key_places,
+        softmax_scale=split.softmax_scale,
+    )
+
+
+def _split(model: PreTrainedModel, text: Tensor) -> _Split:
     if text.dim() != 1 or len(text) < 2:
         raise ValueError(f"text must be the tokens of one text, at least 2, got shape {tuple(text.shape)}")
     kind = type(model).__name__
@@ -49,7 +113,12 @@ def first_layer_logits(model: PreTrainedModel, text: Tensor) -> AdditiveLogits:
     try:
         embedded = model.get_input_embeddings()(text[None].to(model.device))
         inputs, scales = _observed(first_layer, model, text)
-        if inputs.shape != embedded.shape or torch.equal(inputs, embedded):
+        if inputs.shape != embedded.shape:
+            raise ValueError(
+                f"{kind} brings its embeddings from a width of {embedded.shape[-1]} to {inputs.shape[-1]} before its "
+                "first layer: that has no part in this split"
+            )
+        if torch.equal(inputs, embedded):
             raise ValueError(f"{kind} adds no positions to its embeddings: there is nothing to split")
         whole, content, position, bias = (
             _projected(first_layer, scales, model, text, part)
@@ -72,7 +141,14 @@ def first_layer_logits(model: PreTrainedModel, text: Tensor) -> AdditiveLogits:
     group = len(query.content) // len(key.content)
     assert key.bias is not None
     key = Projected(*(part.repeat_interleave(group, dim=0) for part in (key.content, key.position, key.bias)))
-    return additive_logits(query, key, whole.softmax_scale)
+    return _Split(
+        query,
+        key,
+        whole.softmax_scale,
+        added=(inputs - embedded)[0],
+        scales=[*scales.values()],
+        row_scale=None if whole.row_scale is None else whole.row_scale[0],
+    )
 
 
 def _first_layer(model: PreTrainedModel) -> nn.Module:

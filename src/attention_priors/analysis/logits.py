@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,16 +28,20 @@ class AttentionLogits:
     """``g``, which expands to the shape of ``f``, finite: ``c K_ij``, up to a constant for each query."""
     visible: Tensor
     """True where a query sees a key, which expands to the shape of ``f``."""
+    inverse_temperature: Tensor = field(default_factory=lambda: torch.ones(()))
+    """``γ``, which expands to ``(..., Lq)``: the logit scale ``c`` that is in ``f``, and in ``g`` unless it leaves the
+    prior out."""
 
     def __post_init__(self) -> None:
         shape = self.content.shape
-        for name in ("position", "visible"):
+        for name, wanted in (("position", shape), ("visible", shape), ("inverse_temperature", shape[:-1])):
             tensor = getattr(self, name)
             try:
-                object.__setattr__(self, name, tensor.expand(shape))
+                object.__setattr__(self, name, tensor.expand(wanted))
             except RuntimeError:
+                of = "content" if wanted == shape else "content without its keys"
                 raise ValueError(
-                    f"{name} must expand to the shape of content, {tuple(shape)}, got {tuple(tensor.shape)}"
+                    f"{name} must expand to the shape of {of}, {tuple(wanted)}, got {tuple(tensor.shape)}"
                 ) from None
         if self.visible.dtype != torch.bool:
             raise ValueError(f"visible must be boolean, got {self.visible.dtype}")
@@ -110,4 +114,5 @@ def problem_logits(problem: Problem) -> AttentionLogits:
     content, position, _, hidden = dense_logits(problem)
     position = content.new_zeros(()) if position is None else position
     visible = torch.ones((), dtype=torch.bool, device=content.device) if hidden is None else ~hidden
-    return AttentionLogits(content, position, visible)
+    scale = content.new_ones(()) if problem.row_scale is None else problem.row_scale
+    return AttentionLogits(content, position, visible, scale)

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from attention_priors.attention import SSMax
 from attention_priors.priors import Prior
 
 ROUNDING = 1e-12
@@ -20,7 +21,9 @@ _KEYS_AT_A_TIME = 2**16
 
 
 @torch.no_grad()
-def effective_reach(prior: Prior, length: int, shares: Sequence[float] = (0.5, 0.9, 0.99)) -> Tensor:
+def effective_reach(
+    prior: Prior, length: int, shares: Sequence[float] = (0.5, 0.9, 0.99), *, logit_scale: SSMax | None = None
+) -> Tensor:
     """How far back the last query of a text must look for shares of its prior.
 
     ``r(share) = min { r : Σ_{d ≤ r} π(d) ≥ share }`` with ``π`` the prior alone, normalised over all keys of the text:
@@ -30,24 +33,28 @@ def effective_reach(prior: Prior, length: int, shares: Sequence[float] = (0.5, 0
         prior: whose heads are asked.
         length: of the text, in tokens.
         shares: of the mass, above 0 and at most 1.
+        logit_scale: what attention multiplies the prior by, as in :func:`attention_priors.attend`.
 
     Returns:
         Distances in tokens, int64, ``(len(shares), H)``.
 
     Raises:
-        ValueError: the length is not positive, a share is out of range, or the prior hides every key.
+        ValueError: the length is not positive, a share is out of range, the prior hides every key, or the logit scale
+            is of another number of heads.
     """
     for share in shares:
         if not 0 < share <= 1:
             raise ValueError(f"shares must be above 0 and at most 1, got {share}")
-    outside = _mass_beyond(prior, length)
+    outside = _mass_beyond(prior, length, logit_scale)
     # The mass beyond distance r falls with r; what may be left out is 1 - share, and what rounding makes of it.
     allowed = torch.tensor([1 - share + ROUNDING for share in shares], dtype=torch.float64, device=outside.device)
     return (outside[None] > allowed[:, None, None]).sum(-1)
 
 
 @torch.no_grad()
-def window_for(prior: Prior, length: int, tolerance: float, content_range: float = 0.0) -> Tensor:
+def window_for(
+    prior: Prior, length: int, tolerance: float, content_range: float = 0.0, *, logit_scale: SSMax | None = None
+) -> Tensor:
     """How many keys before its own a query must see, so that all others together have at most a share of its weight.
 
     Of keys whose prior is ``π_out`` together, content logits of range ``ω`` make at most
@@ -59,42 +66,87 @@ def window_for(prior: Prior, length: int, tolerance: float, content_range: float
         length: of the text, in tokens.
         tolerance: ``τ``, from 0 to below 1.
         content_range: ``ω``, in nats: the largest less the smallest content logit, scaled as it enters.
+        logit_scale: what attention multiplies the prior by, as in :func:`attention_priors.attend`.
 
     Returns:
         Distances in tokens, int64, ``(H,)``: the ``Window(num_heads, size)`` of each is one more.
 
     Raises:
-        ValueError: an argument is out of range, or the prior hides every key.
+        ValueError: an argument is out of range, the prior hides every key, or the logit scale is of another number of
+            heads.
     """
     if not 0 <= tolerance < 1:
         raise ValueError(f"tolerance must be in [0, 1), got {tolerance!r}")
     if not 0 <= content_range < math.inf:
         raise ValueError(f"content_range must be a finite number of nats, at least 0, got {content_range!r}")
     spared = tolerance / (tolerance + (1 - tolerance) * math.exp(content_range)) if tolerance else 0.0
-    return (_mass_beyond(prior, length) > spared).sum(-1)
+    return (_mass_beyond(prior, length, logit_scale) > spared).sum(-1)
 
 
 @torch.no_grad()
-def last_prior(prior: Prior, length: int) -> Tensor:
+def last_prior(prior: Prior, length: int, logit_scale: SSMax | None = None) -> Tensor:
     """The prior alone of the last query of a text, over its keys from the first to its own: ``(H, length)``, float64.
 
+    It is ``softmax(c K)`` with ``c`` the logit scale for ``length`` visible keys, if that multiplies the prior, else
+    ``softmax(K)``.
+
     Raises:
-        ValueError: the length is not positive, or the prior hides every key.
+        ValueError: the length is not positive, the prior hides every key, or the logit scale is of another number of
+            heads.
     """
     if length < 1:
         raise ValueError(f"length must be a positive number of tokens, got {length}")
-    device = next((parameter.device for parameter in prior.parameters()), torch.device("cpu"))
+    scale = prior_scale(prior, logit_scale)
+    device = place_of(prior, scale)
     last = torch.tensor([length - 1], device=device)
     # A part at a time: some priors need several numbers for each key.
     parts = torch.arange(length, device=device).split(_KEYS_AT_A_TIME)
-    log_prior = torch.cat([prior.log_prior(last, keys, torch.float64)[:, 0] for keys in parts], -1)
+    log_prior = torch.cat([scaled_log_prior(prior, last, keys, scale, last + 1)[:, 0] for keys in parts], -1)
     if bool(torch.isneginf(log_prior).all(-1).any()):
         raise ValueError(f"prior hides every key of {length} from the last query: it has no reach")
     return log_prior.softmax(-1)
 
 
-def _mass_beyond(prior: Prior, length: int) -> Tensor:
+def prior_scale(prior: Prior, logit_scale: SSMax | None) -> SSMax | None:
+    """What multiplies the prior, if anything does.
+
+    Raises:
+        ValueError: the logit scale is of another number of heads.
+    """
+    if logit_scale is None:
+        return None
+    if logit_scale.num_heads != prior.num_heads:
+        raise ValueError(f"logit_scale has num_heads={logit_scale.num_heads}, but the prior {prior.num_heads}")
+    return logit_scale if logit_scale.include_prior else None
+
+
+def place_of(prior: Prior, scale: SSMax | None) -> torch.device:
+    """Where the positions must be that both are given."""
+    # The scale of a sliding window is no module; it has one.
+    parts = [part for part in (prior, scale, getattr(scale, "scale", None)) if isinstance(part, nn.Module)]
+    return next((parameter.device for part in parts for parameter in part.parameters()), torch.device("cpu"))
+
+
+def scaled_log_prior(
+    prior: Prior, query_positions: Tensor, key_positions: Tensor, scale: SSMax | None, visible_keys: Tensor
+) -> Tensor:
+    """``c K`` as attention applies it, ``(H, Lq, Lk)``, float64; ``-inf`` where hidden, whatever ``c`` is.
+
+    Args:
+        prior: ``K``.
+        query_positions: integers ``(Lq,)``.
+        key_positions: integers ``(Lk,)``.
+        scale: what makes ``c``; None for 1.
+        visible_keys: of each query, ``(Lq,)``.
+    """
+    bias, visible = prior.bias_and_visibility(query_positions, key_positions, torch.float64)
+    if scale is not None:
+        bias = bias * scale(visible_keys.unsqueeze(0), torch.float64).unsqueeze(-1)
+    return bias if visible is None else bias.masked_fill(~visible, -torch.inf)
+
+
+def _mass_beyond(prior: Prior, length: int, logit_scale: SSMax | None) -> Tensor:
     """The share of the last query's prior beyond each distance ``0 ... length - 1``, ``(H, length)``, in float64."""
     # Summed from the farthest key on: small numbers first, so that what is far and faint is not lost.
-    from_farthest = last_prior(prior, length).cumsum(-1)
+    from_farthest = last_prior(prior, length, logit_scale).cumsum(-1)
     return torch.nn.functional.pad(from_farthest[:, :-1].flip(-1), (0, 1))

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from attention_priors.analysis.reach import last_prior
+from attention_priors.attention import SSMax
 from attention_priors.priors import Prior
 
 Role = Literal["uniform", "sink", "retrieval", "local", "long-tailed"]
@@ -22,7 +23,7 @@ LOCAL = 1 / 4
 
 
 @torch.no_grad()
-def head_roles(prior: Prior, length: int) -> list[Role]:
+def head_roles(prior: Prior, length: int, *, logit_scale: SSMax | None = None) -> list[Role]:
     """What each head's prior does for the last query of a text, the first of these that is true.
 
     - **uniform**: it does not tell keys apart: their log-priors differ by at most 0.1 nats;
@@ -37,13 +38,15 @@ def head_roles(prior: Prior, length: int) -> list[Role]:
     Args:
         prior: whose heads are asked.
         length: of the text, in tokens: what is local in a long text is uniform in a short one.
+        logit_scale: what attention multiplies the prior by, as in :func:`attention_priors.attend`: ``c K`` is asked
+            where it does.
 
     Raises:
-        ValueError: the length is below 2, or the prior hides every key.
+        ValueError: the length is below 2, the prior hides every key, or the logit scale is of another number of heads.
     """
     if length < 2:
         raise ValueError(f"length must be at least 2 tokens, got {length}")
-    weights = last_prior(prior, length)  # by key: the nearest stands last
+    weights = last_prior(prior, length, logit_scale)  # by key: the nearest stands last
     near = max(1, round(NEAR * length))
     roles: list[Role] = []
     for head in weights:

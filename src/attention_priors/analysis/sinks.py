@@ -28,12 +28,12 @@ class SinkMassRow(TypedDict):
     head: int
     factor: float
     signal: float
-    """``ω``, the range of the content logits over the keys that a query sees, in nats; mean over queries."""
+    """``ω``, the range of the content logits over the keys that a query sees, in nats; mean over queries. A logit scale
+    is in them: ``ω`` of ``c · content``."""
     mass: float
     """Attention weight of the first token; mean over queries, but for the first one, which sees nothing else."""
 
 
-@torch.no_grad()
 def sink_mass(
     query: Tensor,
     key: Tensor,
@@ -46,10 +46,11 @@ def sink_mass(
 ) -> Tensor:
     """The attention weight of one key, while the content logits are multiplied by rising factors.
 
-    ``p_i(sink; f) = softmax_j(f · <q_i, k_j> / sqrt(D) + K_ij)[sink]`` under the causal mask. At ``f = 0`` it is the
-    prior's own mass, ``exp(K_i,sink) / Σ_{j ≤ i} exp(K_ij)``, whatever the content: ``1 / (i + 1)`` for the uniform
-    prior, ``e^b / (e^b + i)`` for a :class:`KeySink` that is a bump ``b``. With ``ω_i`` the range of the content
-    ``<q_i, k_j> / sqrt(D)`` over the visible keys, ``π exp(-f ω_i) ≤ p_i ≤ π exp(f ω_i)``, ``π`` being the mass at 0.
+    ``p_i(sink; f) = softmax_j(c_i (f · <q_i, k_j> / sqrt(D) + K_ij))[sink]`` under the causal mask, with the logit
+    scale ``c_i``, 1 without one. At ``f = 0`` it is the prior's own mass, whatever the content:
+    ``exp(c_i K_i,sink) / Σ_{j ≤ i} exp(c_i K_ij)``, which without a logit scale is ``1 / (i + 1)`` for the uniform
+    prior, ``e^b / (e^b + i)`` for a :class:`KeySink` that is a bump ``b``. With ``π`` that mass and ``ω_i`` the range
+    of ``c_i <q_i, k_j> / sqrt(D)`` over the visible keys, ``π exp(-f ω_i) ≤ p_i ≤ π exp(f ω_i)``.
 
     Source: GOAT, Theorem 5.1 (equation 25) and Figure 2c. The paper does not say how its signal was varied; here the
     content of given queries and keys is.
@@ -60,7 +61,7 @@ def sink_mass(
         prior: the log-prior; None is the uniform one.
         factors: what content logits are multiplied by, 0 or more.
         sink: which key, from 0. Queries before it do not see it.
-        logit_scale: SSMax; it multiplies what it always multiplies.
+        logit_scale: SSMax; one that leaves the prior out multiplies the content alone.
         relative: Shaw's vectors.
 
     Returns:
@@ -107,8 +108,7 @@ def sink_mass_rows(model: PreTrainedModel, texts: Sequence[Tensor], *, factors: 
     def see(layer: LayerAttention) -> None:
         problem = layer.problem
         mass = _masses(problem, factors, sink=0)
-        plain = replace(problem, row_scale=None)
-        sums = torch.cat([mass[:, 0], content_range(problem_logits(plain))], 0)[..., 1:].double().sum(-1).cpu()
+        sums = torch.cat([mass[:, 0], content_range(problem_logits(problem))], 0)[..., 1:].double().sum(-1).cpu()
         totals[layer.index % number] = totals.get(layer.index % number, 0.0) + sums
 
     with observed_attention(model, see):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypedDict, cast
 
 import torch
 from torch import nn
 
-from attention_priors.analysis.curves import curve_distances, finite, priors_of
-from attention_priors.priors import KeySink, Structure
+from attention_priors.analysis.curves import curve_distances, finite, logit_scales_of, priors_of
+from attention_priors.analysis.reach import place_of, prior_scale, scaled_log_prior
+from attention_priors.attention import SSMax
+from attention_priors.hub.heads import OnHeads
+from attention_priors.priors import KeySink, Prior, Structure
 
 EVERY_PLACE = 128
 """Distances and keys that are all in a curve; beyond them it grows sparse."""
@@ -28,11 +32,18 @@ class PriorTermRow(TypedDict):
     places: list[int]
     """Distances or positions."""
     log_prior: list[float | None]
-    """In nats; None where it hides the key."""
+    """In nats, as it was learned; None where it hides the key."""
+    ahead: list[float | None] | None
+    """Likewise of keys so far ahead of the query, which a causal mask hides; None of what depends on the key alone."""
+    scale: list[float] | None
+    """``c`` of the query at each of the places, by which attention multiplies the prior; None for 1."""
 
 
 class PriorMassRow(TypedDict):
-    """Where one head looks before it has read anything: mean over the queries that have three keys at least."""
+    """Where one head looks before it has read anything: mean over the queries that have three keys at least.
+
+    That is ``softmax(c K)`` where a logit scale ``c`` multiplies the prior, and ``softmax(K)`` elsewhere.
+    """
 
     layer: int
     head: int
@@ -42,29 +53,39 @@ class PriorMassRow(TypedDict):
     """Weight of the key before the query's own."""
     itself: float
     """Weight of the query's own key."""
+    scaled: bool
+    """Whether a logit scale multiplied the prior."""
 
 
 @torch.no_grad()
-def prior_term_rows(layers: list[nn.Module], *, length: int) -> list[PriorTermRow]:
+def prior_term_rows(
+    layers: list[nn.Module], *, length: int, logit_scales: Sequence[SSMax | None] | None = None
+) -> list[PriorTermRow]:
     """The summands of every head's prior, as GOAT's Figure 1 shows them: ``K(d)`` and ``u(j)``.
 
     Priors that are no sums are left out, as :func:`prior_rows` has them whole; so are summands that depend on both
     positions otherwise than through their distance.
 
     Args:
-        layers: as for :func:`prior_rows`.
+        layers: as for :func:`prior_mass_rows`.
         length: of the text, in tokens.
+        logit_scales: each layer's; None for those that stand in the layers.
     """
     places = curve_distances(length, EVERY_PLACE)
     rows: list[PriorTermRow] = []
-    for layer, prior, device in priors_of(layers):
+    for layer, prior, scale in _applied(layers, logit_scales):
         terms = list(prior.terms())
-        at = torch.tensor(places, device=device)
+        at = torch.tensor(places, device=place_of(prior, scale))
+        scales = None if scale is None else scale((at + 1).unsqueeze(0), torch.float64).tolist()
         for term in terms if len(terms) > 1 else []:
-            if isinstance(term, KeySink):
-                over, curves = "key", term.log_prior_of_key(at, torch.float64)
+            whole = term.prior if isinstance(term, OnHeads) else term
+            ahead = None
+            if isinstance(whole, KeySink):
+                over, curves = "key", whole.log_prior_of_key(at, torch.float64)
+                curves = term.spread(curves, 0) if isinstance(term, OnHeads) else curves
             elif Structure.STATIONARY in term.structure:
                 over, curves = "distance", term.log_prior(at, at[:1], torch.float64)[..., 0]
+                ahead = term.log_prior(at[:1], at, torch.float64)[..., 0, :]
             else:
                 continue
             for head in range(prior.num_heads):
@@ -76,6 +97,8 @@ def prior_term_rows(layers: list[nn.Module], *, length: int) -> list[PriorTermRo
                         "over": over,
                         "places": places,
                         "log_prior": [finite(value) for value in curves[head]],
+                        "ahead": None if ahead is None else [finite(value) for value in ahead[head]],
+                        "scale": None if scales is None else scales[head],
                     }
                 )
     return rows
@@ -83,10 +106,11 @@ def prior_term_rows(layers: list[nn.Module], *, length: int) -> list[PriorTermRo
 
 @torch.no_grad()
 def prior_mass_rows(layers: list[nn.Module], *, length: int) -> list[PriorMassRow]:
-    """How much of its mass each head's prior, normalised over the visible keys, puts on which key.
+    """How much of its mass each head's prior, as attention applies it, puts on which of the keys that a query sees.
 
     Args:
-        layers: as for :func:`prior_rows`.
+        layers: as for :func:`prior_rows`. A prior that layers with logit scales of their own share is another one in
+            each of them, and has rows for each.
         length: of the text, in tokens, at least 3.
 
     Raises:
@@ -95,14 +119,33 @@ def prior_mass_rows(layers: list[nn.Module], *, length: int) -> list[PriorMassRo
     if length < 3:
         raise ValueError(f"length must be at least 3 tokens, got {length}")
     rows: list[PriorMassRow] = []
-    for layer, prior, device in priors_of(layers):
-        sums = torch.zeros(3, prior.num_heads, dtype=torch.float64, device=device)
-        keys = torch.arange(length, device=device)
+    for layer, prior, scale in _applied(layers, None):
+        keys = torch.arange(length, device=place_of(prior, scale))
+        sums = torch.zeros(3, prior.num_heads, dtype=torch.float64, device=keys.device)
         for queries in keys[2:].split(_QUERIES_AT_A_TIME):
-            log_prior = prior.log_prior(queries, keys, torch.float64)
+            log_prior = scaled_log_prior(prior, queries, keys, scale, queries + 1)
             weights = log_prior.masked_fill(keys > queries[:, None], -torch.inf).softmax(-1)
             for place, looked_at in enumerate((torch.zeros_like(queries), queries - 1, queries)):
                 sums[place] += weights.gather(-1, looked_at[:, None].expand(prior.num_heads, -1, 1)).sum((-2, -1))
         for head, (first, previous, itself) in enumerate((sums / (length - 2)).T.tolist()):
-            rows.append({"layer": layer, "head": head, "first": first, "previous": previous, "itself": itself})
+            rows.append(
+                {
+                    "layer": layer,
+                    "head": head,
+                    "first": first,
+                    "previous": previous,
+                    "itself": itself,
+                    "scaled": scale is not None,
+                }
+            )
     return rows
+
+
+def _applied(
+    layers: list[nn.Module], logit_scales: Sequence[SSMax | None] | None
+) -> Iterator[tuple[int, Prior, SSMax | None]]:
+    """The number of each layer, its prior, and what multiplies that."""
+    for layer, prior, _ in priors_of(layers):
+        found = logit_scales_of(layers[layer]) if logit_scales is None else [logit_scales[layer]]
+        for place, scale in enumerate(found or [None]):
+            yield layer + place, prior, prior_scale(prior, cast("SSMax | None", scale))

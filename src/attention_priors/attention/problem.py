@@ -46,6 +46,8 @@ class Problem:
     known to weigh nothing; None for all."""
     near: bool = False
     """Whether the log-prior of all that is looked at is known to be exact in float32."""
+    logit_scale: SSMax | None = None
+    """What ``row_scale`` comes from: it has one for every other length too."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -142,6 +144,7 @@ def make_problem(
         dropout_p=dropout_p,
         tolerance=float(tolerance),
         key_bounds=key_bounds,
+        logit_scale=logit_scale,
     )
 
 

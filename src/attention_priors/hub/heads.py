@@ -45,24 +45,25 @@ class OnHeads(Prior):
         self.structure = prior.structure
         self.name, self.over_grid = prior.name, prior.over_grid  # parameters of a sum are named after its terms
 
-    def _spread(self, numbers: Tensor, dim: int) -> Tensor:
+    def spread(self, numbers: Tensor, dim: int, others: float = 0.0) -> Tensor:
+        """Numbers of the prior's heads, which stand along ``dim``, among those of the whole layer."""
         shape = list(numbers.shape)
         shape[dim] = self.num_heads
         index = torch.tensor(self.heads, device=numbers.device)
-        return numbers.new_zeros(shape).index_copy(dim, index, numbers)
+        return numbers.new_full(shape, others).index_copy(dim, index, numbers)
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The prior's, and 0 on the other heads."""
-        return self._spread(self.prior.log_prior_at(distance, dtype), 0)
+        return self.spread(self.prior.log_prior_at(distance, dtype), 0)
 
     def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
         """The prior's, with features of 0 on the other heads."""
         found = self.prior.lanes(query_positions, key_positions, dtype=dtype)
         return Lanes(
-            self._spread(found.query, -3),
+            self.spread(found.query, -3),
             found.key,
-            None if found.row_offset is None else self._spread(found.row_offset, -2),
-            None if found.slope is None else self._spread(found.slope, 0),
+            None if found.row_offset is None else self.spread(found.row_offset, -2),
+            None if found.slope is None else self.spread(found.slope, 0),
         )
 
     def check(self, *, causal: bool) -> None:
@@ -74,8 +75,8 @@ class OnHeads(Prior):
         self.prior.reset_parameters()
 
     def natural_parameters(self) -> dict[str, Tensor]:
-        """The prior's, of its heads alone."""
-        return self.prior.natural_parameters()
+        """The prior's, and nan on the other heads, which have none."""
+        return {name: self.spread(x, 0, torch.nan) for name, x in self.prior.natural_parameters().items()}
 
     def to_config(self) -> dict[str, Any]:
         """None: an error."""

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from attention_priors.analysis import (
+    LinearAudit,
     curve_distances,
     effective_reach,
+    first_layer_linear_audit,
     first_layer_logits,
     head_accounts,
     head_roles,
@@ -21,9 +23,11 @@ from attention_priors.analysis import (
     prior_term_rows,
 )
 from attention_priors.analysis.reach import REACH_LENGTHS
+from attention_priors.attention import SSMax
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.reference import reference
 from attention_priors.data.passkey import PasskeySample
+from attention_priors.encodings import LinearToy
 from attention_priors.hub.loading import check_positions
 from attention_priors.hub.observation import LayerAttention, observed_attention
 from attention_priors.inspection.load import Inspected
@@ -37,6 +41,8 @@ MAPS = 6
 """Attention maps that are shown, unless heads are named."""
 _AUDITED = 256
 """Tokens of a text that the additive split is measured on."""
+_CHARACTERS = 16
+"""For each token that is wanted, so many of a text are split into tokens at first: nobody waits for a whole book."""
 _UNREAD = 16
 """Tokens of a text that is read where there is no tokenizer: they are only there for attention to happen."""
 
@@ -78,9 +84,10 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
 
     Returns:
         ``format``, ``model``, ``title``, ``kind``, ``positions``, ``parameters``, ``length``, ``layers`` (name and
-        heads of each), ``priors`` (a row per head: curve, role, reach), ``prior_terms``, ``logit_scales``, and
-        ``text``, ``passkey`` and ``additive``, each with ``reason`` instead where it could not be done. The maps of
-        ``passkey`` have ``weights`` as tensors; all else is for JSON.
+        heads of each), ``priors`` (a row per head: its curve as it was learned; role and reach as attention applies
+        it, multiplied by a logit scale where there is one), ``prior_terms``, ``logit_scales``, and ``text``,
+        ``passkey`` and ``additive``, each with ``reason`` instead where it could not be done. The maps of ``passkey``
+        have ``weights`` as tensors; all else is for JSON.
 
     Raises:
         ValueError: the model's attention cannot be seen, or a head is named that it does not have; it says which.
@@ -109,7 +116,8 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
         )
     say("Priors")
     own = [_prior_of(layer) for layer in layers]
-    priors = _priors(own, plan.length)
+    scales = [layer.problem.logit_scale for layer in layers]
+    priors = _priors(own, scales, plan.length)
     for row, layer in zip(priors, (layers[row["layer"]] for row in priors), strict=True):
         if not layer.problem.geometry.causal:
             row["log_prior_ahead"] = _ahead(own[row["layer"]], row["head"], plan.length)
@@ -127,11 +135,12 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
                 "heads": layer.problem.query.shape[1],
                 "causal": layer.problem.geometry.causal,
                 "has_prior": layer.problem.prior is not None,
+                "scales_prior": layer.problem.prior is not None and layer.problem.scales_prior,
             }
             for layer in layers
         ],
         "priors": priors,
-        "prior_terms": prior_term_rows([*own], length=plan.length),
+        "prior_terms": prior_term_rows([*own], length=plan.length, logit_scales=scales),
         "logit_scales": _logit_scales(layers),
         "text": {"reason": why_no_text}
         if why_no_text
@@ -140,7 +149,7 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
     say("The passkey prompt")
     found["passkey"] = _passkey(given, plan, {(row["layer"], row["head"]): row["role"] for row in priors})
     say("The additive split")
-    found["additive"] = _additive(given, tokens)
+    found["additive"] = _additive(given, tokens, why_no_text)
     found |= {
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(("attention-priors", "torch", "transformers")),
@@ -158,7 +167,10 @@ def _tokens(given: Inspected, plan: InspectionPlan) -> tuple[Tensor, str | None]
         why = given.without_tokenizer if given.tokenizer is None else "no text was given"
         embedding: Any = given.model.get_input_embeddings()
         return torch.arange(_UNREAD) % len(embedding.weight), why
-    tokens = torch.tensor(given.tokenizer.encode(plan.text)[: plan.text_tokens], dtype=torch.int64)
+    end = _CHARACTERS * plan.text_tokens
+    while len(read := given.tokenizer.encode(plan.text[:end])) < 2 * plan.text_tokens and end < len(plan.text):
+        end *= 2  # where a text is cut, its last tokens may be others
+    tokens = torch.tensor(read[: plan.text_tokens], dtype=torch.int64)
     if len(tokens) < 4:
         raise ValueError(f"text has {len(tokens)} tokens; there must be 4 at least")
     check_positions(given.model, len(tokens))
@@ -175,10 +187,12 @@ def _prior_of(layer: LayerAttention) -> Prior:
     return Uniform(layer.problem.query.shape[1]) if prior is None else prior
 
 
-def _priors(priors: Sequence[Prior], length: int) -> list[dict[str, Any]]:
-    roles = [head_roles(prior, length) for prior in priors]
+def _priors(priors: Sequence[Prior], scales: Sequence[SSMax | None], length: int) -> list[dict[str, Any]]:
+    applied = [*zip(priors, scales, strict=True)]
+    roles = [head_roles(prior, length, logit_scale=scale) for prior, scale in applied]
     reaches = [
-        {size: effective_reach(prior, size, REACH_SHARES).tolist() for size in REACH_LENGTHS} for prior in priors
+        {size: effective_reach(prior, size, REACH_SHARES, logit_scale=scale).tolist() for size in REACH_LENGTHS}
+        for prior, scale in applied
     ]
     rows: list[dict[str, Any]] = [dict(row) for row in prior_rows([*priors], length=length)]
     for row in rows:
@@ -290,7 +304,7 @@ def _maps(given: Inspected, sample: PasskeySample, chosen: Sequence[tuple[int, i
     return [{"layer": layer, "head": head, "weights": maps[layer, head]} for layer, head in chosen]
 
 
-def _additive(given: Inspected, tokens: Tensor) -> dict[str, Any]:
+def _additive(given: Inspected, tokens: Tensor, why_no_text: str | None) -> dict[str, Any]:
     """How much each summand of the first layer's logits varies over the keys, per head, in nats."""
     if given.is_encoder_decoder:
         return {"reason": "a model with an encoder adds nothing to its embeddings that this splits"}
@@ -299,12 +313,30 @@ def _additive(given: Inspected, tokens: Tensor) -> dict[str, Any]:
         split = first_layer_logits(given.model, tokens)
     except ValueError as error:
         return {"reason": str(error)}
+    if why_no_text is not None:
+        return {"reason": why_no_text}  # of tokens that nobody wrote it would say nothing
     visible = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=split.bias.device).tril()
-    spreads = {name: values.tolist() for name, values in split.spreads(visible).items()}
+    numbers = {name: values.tolist() for name, values in split.spreads(visible).items()}
+    audit = first_layer_linear_audit(given.model, tokens) if given.positions() == LinearToy.name else None
+    if audit is not None:
+        numbers |= _linear(audit)
     return {
         "tokens": len(tokens),
+        **({} if audit is None else {"threshold": audit.threshold}),
         "heads": [
-            {"head": head, **{name: values[head] for name, values in spreads.items()}}
-            for head in range(len(spreads["bias"]))
+            {"head": head, **{name: values[head] for name, values in numbers.items()}}
+            for head in range(len(numbers["bias"]))
         ],
+    }
+
+
+def _linear(audit: LinearAudit) -> dict[str, list[Any]]:
+    """Of the toy that adds positions as numbers: each head's case, its slope, and how many queries they spoil."""
+    # Of the queries that see two keys at least.
+    before = torch.arange(1, audit.drift.shape[-1], device=audit.drift.device)
+    return {
+        "case": audit.cases,
+        "slope": (audit.drift[..., 1:] / before).mean(-1).tolist(),
+        "skewed": audit.skewed[..., 1:].double().mean(-1).tolist(),
+        "drowned": audit.drowned[..., 1:].double().mean(-1).tolist(),
     }

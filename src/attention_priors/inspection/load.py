@@ -15,7 +15,7 @@ from attention_priors.data.corpora import read_documents
 from attention_priors.data.fasta import is_fasta
 from attention_priors.data.tokenizer import pretrained_tokenizer
 from attention_priors.evaluation.subject import check_vocabulary, device_named
-from attention_priors.hub.attach import LEARNED_POSITIONS
+from attention_priors.hub.attach import CONFIG_KEY, LEARNED_POSITIONS
 from attention_priors.hub.loading import load_config, load_model, load_whole
 from attention_priors.models.decoder import PriorDecoderConfig
 
@@ -59,10 +59,16 @@ class Inspected:
         if isinstance(config, PriorDecoderConfig):
             encoding = config.encoding
             return "none" if encoding is None else str(encoding if isinstance(encoding, str) else encoding["name"])
-        if getattr(config, "rope_parameters", None):
-            return "rotary"
         names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
-        return "a learned table" if names & set(LEARNED_POSITIONS) else "none"
+        rotary = bool(getattr(config, "rope_parameters", None))
+        own = "rotary" if rotary else "a learned table" if names & set(LEARNED_POSITIONS) else "none"
+        attached = getattr(config, CONFIG_KEY, None)
+        if attached is None or not attached["drop_positions"]:
+            return own
+        layers = attached["layers"]
+        if len(layers) < config.num_hidden_layers:
+            return f"{own}, dropped in {len(layers)} of {config.num_hidden_layers} layers"
+        return f"none ({own}, dropped)"
 
 
 def load_inspected(name: str | Path, *, device: str = "cpu") -> Inspected:

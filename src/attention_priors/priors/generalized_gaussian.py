@@ -158,12 +158,13 @@ class GeneralizedGaussian(Prior):
 
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
-        """``alpha`` (tokens), ``beta``, ``mu`` (tokens), ``amplitude`` (nats)."""
+        """``alpha`` (tokens), ``beta``, ``mu`` (tokens), ``amplitude`` (nats), ``theta_alpha`` (its logarithm)."""
         return {
             "alpha": self.alpha,
             "beta": self.beta.clone(),  # it may be the parameter itself
             "mu": self.mu,
             "amplitude": self.amplitude,
+            "theta_alpha": self.theta_alpha.clone(),
         }
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

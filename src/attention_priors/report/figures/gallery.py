@@ -90,6 +90,9 @@ def illustrations(results: Results) -> Iterator[Illustration]:
     yield from _for_each(
         prior_parts.prior_terms, results, "Summands of each head's log-prior, against distance or key: {}."
     )
+    yield from _for_each(
+        prior_parts.prior_logits, results, "Each head's log-prior of every query and key before the causal mask: {}."
+    )
     yield from _for_each(prior_parts.prior_weights, results, "Weights that each head's prior gives alone: {}.")
     yield from _for_all(
         prior_parts.sink_mass, results, f"Weight of the first token against the range of the content logits: {sunk}."

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from matplotlib.colors import PowerNorm
+from matplotlib.colors import Normalize, PowerNorm, SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
@@ -66,12 +67,49 @@ def prior_terms(results: Results, scheme: str) -> Figure:
 
 
 def prior_weights(results: Results, scheme: str) -> Figure:
-    """The weights that each head's prior alone gives, as in GOAT's Figure 1 (d): a map per head, of the first seed.
+    """The weights that each head's prior alone gives, as in GOAT's Figures 1 (d) and 3 (b, right): a map per head.
 
-    Maps are made of the summands, so there are none of schemes whose prior is not a sum of what depends on the distance
-    and what depends on the key.
+    Of the first seed. Maps are made of the summands, so there are none of schemes whose prior is not a sum of what
+    depends on the distance and what depends on the key.
     """
     selected = require_rows(rows(results, "prior_terms", scheme), "prior_terms", scheme)
+    figure, image, grid = _maps(results, scheme, selected, _weights, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
+    bar = figure.colorbar(image, ax=grid, shrink=0.8, ticks=[0, 0.01, 0.1, 0.25, 0.5, 1])
+    bar.set_label("weight that the prior alone gives", fontsize=9)
+    bar.ax.tick_params(labelsize=8)
+    return figure
+
+
+def prior_logits(results: Results, scheme: str) -> Figure:
+    """Each head's log-prior before the causal mask, as in GOAT's Figures 1 (c) and 3 (b, left): a map per head.
+
+    Of each row its mean is taken away, which changes no weight. The dashed line is the causal mask's: what is above it
+    is never seen. Otherwise as :func:`prior_weights`.
+    """
+    selected = rows(results, "prior_terms", scheme)
+    # Results of before these were kept have none.
+    told = [row for row in selected if row["over"] == "key" or row.get("ahead") is not None]
+    require_rows(told if len(told) == len(selected) else [], "prior_terms", scheme)
+    largest = max(float(np.abs(found[np.isfinite(found)]).max()) for found in map(_row_centred, _of_heads(told)))
+    norm = SymLogNorm(max(largest / 100, 1e-6), vmin=-max(largest, 1e-6), vmax=max(largest, 1e-6))
+    figure, image, grid = _maps(results, scheme, told, _row_centred, cmap="RdBu_r", norm=norm, masked=True)
+    bar = figure.colorbar(image, ax=grid, shrink=0.8)
+    bar.set_label("log-prior less its row's mean, nats", fontsize=9)
+    bar.ax.tick_params(labelsize=8)
+    return figure
+
+
+def _maps(
+    results: Results,
+    scheme: str,
+    selected: list[Row],
+    made: Callable[[list[Row]], np.ndarray],
+    *,
+    cmap: str,
+    norm: Normalize,
+    masked: bool = False,
+) -> tuple[Figure, Any, Any]:
+    """A map of keys against queries for each head of the first seed; the figure, one of the maps, and their axes."""
     seeds = distinct(selected, "seed")
     selected = [row for row in selected if row["seed"] == seeds[0]]
     layers, heads = distinct(selected, "layer"), distinct(selected, "head")
@@ -86,19 +124,19 @@ def prior_weights(results: Results, scheme: str) -> Figure:
         if not mine:
             axes.set_visible(False)
             continue
-        weights = _weights(mine)
-        image = axes.imshow(weights, cmap="Blues", norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
+        found = made(mine)
+        image = axes.imshow(found, cmap=cmap, norm=norm, interpolation="nearest")
+        if masked:
+            end = len(found) - 0.5
+            axes.plot([-0.5, end], [-0.5, end], color="black", linewidth=0.8, linestyle="--")
         axes.set_title(f"layer {layer}, head {head}\n{_masses(results, scheme, seeds[0], layer, head)}", fontsize=8)
         axes.tick_params(labelsize=7.5)
     assert image is not None
     figure.supxlabel("position of the key, tokens", fontsize=9.5)
     figure.supylabel("position of the query, tokens", fontsize=9.5)
-    bar = figure.colorbar(image, ax=grid, shrink=0.8, ticks=[0, 0.01, 0.1, 0.25, 0.5, 1])
-    bar.set_label("weight that the prior alone gives", fontsize=9)
-    bar.ax.tick_params(labelsize=8)
     which = f", seed {seeds[0]}" if len(seeds) > 1 else ""
     figure.suptitle(label(f"{scheme}{which}"), x=0.01, ha="left", fontweight="bold", fontsize=12)
-    return figure
+    return figure, image, grid
 
 
 def sink_mass(results: Results) -> Figure:
@@ -158,19 +196,55 @@ def _signal_axis(axes: Any, largest: float) -> None:
     axes.set_xlabel("signal ω: range of the content logits that a query sees, nats")
 
 
-def _weights(summands: list[Row]) -> np.ndarray:
-    """Causal probabilities of a prior that is the sum of some curves; those above the diagonal are nan."""
+def _of_heads(selected: list[Row]) -> list[list[Row]]:
+    """The summands of each head of the first seed."""
+    first = [row for row in selected if row["seed"] == distinct(selected, "seed")[0]]
+    heads = dict.fromkeys((row["layer"], row["head"]) for row in first)
+    return [[row for row in first if (row["layer"], row["head"]) == head] for head in heads]
+
+
+def _log_prior(summands: list[Row]) -> np.ndarray:
+    """``(query, key)``: the sum of some curves as it is applied, in nats; ``-inf`` where it hides the key.
+
+    Of keys ahead of the query it is meant only where the summands say what it is there.
+    """
     size = min(_LARGEST_MAP, *(_contiguous(row["places"]) for row in summands))
     query, key = np.indices((size, size))
     total = np.zeros((size, size))
     for row in summands:
-        curve = np.array([number(value) for value in row["log_prior"][:size]])
-        curve[np.isnan(curve)] = -np.inf
-        total = total + curve[np.maximum(query - key, 0) if row["over"] == "distance" else key]
-    total = np.where(key <= query, total, -np.inf)
+        curve = _curve(row["log_prior"], size)
+        if row["over"] == "key":
+            total = total + curve[key]
+            continue
+        ahead = curve if row.get("ahead") is None else _curve(row["ahead"], size)
+        total = total + np.where(key <= query, curve[np.abs(query - key)], ahead[np.abs(query - key)])
+    if summands[0].get("scale") is not None:
+        # Not what is hidden: 0 · ∞ is no number.
+        np.multiply(total, np.array(summands[0]["scale"][:size])[:, None], out=total, where=~np.isneginf(total))
+    return total
+
+
+def _curve(values: list[float | None], size: int) -> np.ndarray:
+    curve = np.array([number(value) for value in values[:size]])
+    curve[np.isnan(curve)] = -np.inf
+    return curve
+
+
+def _weights(summands: list[Row]) -> np.ndarray:
+    """Causal probabilities of a prior that is the sum of some curves, as it is applied; those of the future are nan."""
+    total = _log_prior(summands)
+    past = np.tri(len(total), dtype=bool)
+    total = np.where(past, total, -np.inf)
     weights = np.exp(total - total.max(axis=1, keepdims=True))
     weights = weights / weights.sum(axis=1, keepdims=True)
-    return np.where(key <= query, weights, np.nan)
+    return np.where(past, weights, np.nan)
+
+
+def _row_centred(summands: list[Row]) -> np.ndarray:
+    """The log-prior less the mean of its row, before any causal mask; nan where it hides the key."""
+    total = _log_prior(summands)
+    total = np.where(np.isneginf(total), np.nan, total)
+    return total - np.nanmean(total, axis=1, keepdims=True)
 
 
 def _contiguous(places: list[int]) -> int:

@@ -17,7 +17,13 @@ from attention_priors.report.figures.prior_parts import prior_terms
 from attention_priors.report.numbers import listing, percent
 from attention_priors.report.pages.rendering import embedded_figure, render
 from attention_priors.report.selections.heads import head_name
-from attention_priors.report.tables.inspection import additive_grid, inspection_head_grid, layer_grid, reach_grid
+from attention_priors.report.tables.inspection import (
+    additive_grid,
+    inspection_head_grid,
+    layer_grid,
+    prior_is_scaled,
+    reach_grid,
+)
 from attention_priors.results_format import FORMAT, INSPECTION_FORMAT
 
 _MOST_HEADS = 48
@@ -46,6 +52,8 @@ def write_inspection(found: Mapping[str, Any], path: Path) -> None:
         reach=reach_grid(found),
         additive=additive_grid(found),
         layers=layer_grid(found),
+        scaled=prior_is_scaled(found),
+        linear="threshold" in found["additive"],
         figures=_figures(found),
     )
     write_bytes(Path(path), page.encode())
@@ -72,9 +80,10 @@ def inspection_summary(found: Mapping[str, Any]) -> str:
         digits, (start, stop) = len(passkey["key"]), passkey["filler"]
         sentences += [
             f"Asked for a pass key that stands before {stop - start} tokens of filler,",
-            f"it gave {percent(passkey['answered'])} % of its answer's tokens;"
+            f"it named {percent(passkey['answered'])} % of its answer's tokens,"
             if digits != len(passkey["answer_tokens"])
-            else f"it gave {round(passkey['answered'] * digits)} of {digits} digits;",
+            else f"it named {round(passkey['answered'] * digits)} of {digits} digits,",
+            "each after the right ones before it;",
             f"head {head_name(best)} looked at it most, with {percent(best['needle'])} % of its weight.",
         ]
     return " ".join(sentences)

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 
 from attention_priors.report.selections.results import Results, Row, number, rows
 
+GAUSSIAN = "generalized_gaussian"
+"""Its name among the priors."""
+
 STRONG_RETRIEVAL = -0.6
 """Below this shape β, a retrieval head is called strong."""
 
@@ -20,7 +23,7 @@ ROLES = {"retrieval": "retrieval (β < 0)", "local": "local (β > 0)", "uniform"
 def role(row: Row) -> str | None:
     """One of :data:`ROLES` for a Generalized Gaussian head; None for other priors."""
     beta = number(row["parameters"].get("beta"))
-    if row["prior"] != "generalized_gaussian" or beta != beta:
+    if row["prior"] != GAUSSIAN or beta != beta:
         return None
     if abs(beta) < UNIFORM_BELOW:
         return "uniform"
@@ -28,12 +31,26 @@ def role(row: Row) -> str | None:
 
 
 def gaussian_heads(results: Results, scheme: str) -> list[Row]:
-    """The heads of a scheme whose prior is a Generalized Gaussian with a shape."""
-    return [
-        row
+    """The Generalized Gaussians of a scheme that have a shape, each as if it were its head's whole prior."""
+    found = [
+        {**row, "prior": GAUSSIAN, "parameters": parameters}
         for row in rows(results, "priors", scheme)
-        if row["prior"] == "generalized_gaussian" and math.isfinite(number(row["parameters"]["beta"]))
+        for parameters in _gaussian_terms(row)
     ]
+    return [row for row in found if math.isfinite(number(row["parameters"]["beta"]))]
+
+
+def _gaussian_terms(row: Row) -> list[dict[str, float | None]]:
+    """The parameters of the Generalized Gaussians that a head's prior is, or is a sum of."""
+    kinds = row["prior"].split(" + ")
+    # Sums number the further ones of a kind.
+    leads = [f"{GAUSSIAN}_{place}." if place > 1 else f"{GAUSSIAN}." for place in range(1, 1 + kinds.count(GAUSSIAN))]
+    terms = [
+        {name.removeprefix(lead): value for name, value in row["parameters"].items() if name.startswith(lead)}
+        for lead in ([""] if kinds == [GAUSSIAN] else leads)
+    ]
+    # Earlier results have no θα of summands.
+    return [parameters for parameters in terms if "theta_alpha" in parameters]
 
 
 def logit_scales(results: Results, schemes: Iterable[str]) -> dict[str, list[float]]:

@@ -119,11 +119,14 @@ def prior_mass_grid(results: Results) -> Grid:
                 for first, (words, among) in with_first(lines)
             ]
         )
+    # Earlier results do not say so, and have no scale in them.
+    scaled = any(row.get("scaled") for row in rows(results, "prior_mass"))
     caption = (
-        "Where priors look before anything is read: the weight that the prior alone gives to the first key, to the key "
-        "before the query's own, and to that itself, %, mean over the queries of a text of the training length; of the "
-        "head of each layer that gives most, and of any layer. Mean over seeds with Student's 95 % interval (where "
-        "there are two seeds at least), cut to 0–100 %."
+        "Where priors look before anything is read: the weight that the prior alone"
+        + (", multiplied by the logit scale where attention does so," if scaled else "")
+        + " gives to the first key, to the key before the query's own, and to that itself, %, mean over the queries of "
+        "a text of the training length; of the head of each layer that gives most, and of any layer. Mean over seeds "
+        "with Student's 95 % interval (where there are two seeds at least), cut to 0–100 %."
     )
     return Grid("prior_mass", caption, ["scheme", "layer", "seeds", *places], groups, words=2)
 

@@ -20,15 +20,25 @@ _SUMMANDS = {
 }
 
 
+def prior_is_scaled(found: Mapping[str, Any]) -> bool:
+    """Whether a logit scale multiplies the prior of a layer."""
+    return any(layer["scales_prior"] for layer in found["layers"])
+
+
 def inspection_head_grid(found: Mapping[str, Any]) -> Grid:
     """Each head: in words, in parameters, and by what it does on the texts."""
     scales = {head_name(row): row["s"] for row in found["logit_scales"]}
     texts = {head_name(row): row for row in found["text"].get("heads", ())}
     asked = {head_name(row): row for row in found["passkey"].get("heads", ())}
     parameters: list[str] = list(dict.fromkeys(name for row in found["priors"] for name in row["parameters"]))
-    if "theta_alpha" in parameters:
-        # The others say the same of a Generalized Gaussian in other words.
-        parameters = [name for name in parameters if name not in ("alpha", "amplitude", "theta_beta")]
+    # The others say the same of a Generalized Gaussian in other words.
+    same = {
+        name.removesuffix("theta_alpha") + other
+        for name in parameters
+        if name.endswith("theta_alpha")
+        for other in ("alpha", "amplitude", "theta_beta")
+    }
+    parameters = [name for name in parameters if name not in same]
     columns: dict[str, Callable[[Row], str]] = {
         "head": head_name,
         "in words": lambda row: row["role"],
@@ -37,10 +47,12 @@ def inspection_head_grid(found: Mapping[str, Any]) -> Grid:
         columns["prior"] = lambda row: row["prior"].replace("_", " ")
     words = len(columns)
     for parameter in parameters:
-        columns[_HEADINGS.get(parameter, parameter)] = lambda row, key=parameter: quantity(row["parameters"].get(key))
+        columns[_heading(parameter)] = lambda row, key=parameter: quantity(row["parameters"].get(key))
     if scales:
         columns["s"] = lambda row: quantity(scales.get(head_name(row)))
     columns["90 % within, tokens"] = lambda row: str(_reach(row, found["length"]))
+    if texts and scales:
+        columns["γ"] = lambda row: quantity(texts[head_name(row)]["inverse_temperature"])
     if texts:
         columns["prior's share, %"] = lambda row: percent(texts[head_name(row)]["position_share"])
         columns["agreement, nats"] = lambda row: quantity(texts[head_name(row)]["agreement"])
@@ -51,9 +63,15 @@ def inspection_head_grid(found: Mapping[str, Any]) -> Grid:
     return Grid(
         stem="heads",
         caption=(
-            "Heads are named layer.head, both from 0. In words, and 90 % within: of the prior alone, for the last "
-            f"query of {found['length']} tokens."
-            + (f" Share, agreement, distance and first token: on {found['text']['tokens']} tokens." if texts else "")
+            "Heads are named layer.head, both from 0. In words, and 90 % within: of the prior alone"
+            + (", multiplied by the logit scale as in attention" if prior_is_scaled(found) else "")
+            + f", for the last query of {found['length']} tokens."
+            + (
+                f" {'γ, share' if scales else 'Share'}, agreement, distance and first token: on "
+                f"{found['text']['tokens']} tokens."
+                if texts
+                else ""
+            )
             + (
                 " Pass key: weight that the last token of the question gives to the sentence with the key."
                 if asked
@@ -73,6 +91,12 @@ _HEADINGS: dict[str, str] = {
 }
 
 
+def _heading(parameter: str) -> str:
+    """A parameter's; of a sum's, with the summand's name."""
+    summand, _, name = parameter.rpartition(".")
+    return f"{summand.replace('_', ' ')} {_HEADINGS.get(name, name)}".lstrip()
+
+
 def _reach(row: Row, length: int) -> int:
     """Within how many tokens nine tenths of a head's prior lie, at the length nearest to the described one."""
     nearest = min(row["reach"], key=lambda size: abs(math.log(int(size) / length)))
@@ -87,6 +111,11 @@ def reach_grid(found: Mapping[str, Any]) -> Grid:
         caption=(
             "How far back the last query must look for 50, 90 and 99 % of its prior, in tokens, by the length of the "
             "text. A reach that does not grow is a window; one that grows with the text is none."
+            + (
+                " Priors are multiplied by the logit scale, which depends on the length too."
+                if prior_is_scaled(found)
+                else ""
+            )
         ),
         header=["head", "in words", *(f"{int(size):,}".replace(",", " ") for size in sizes)],
         groups=_by_layer(
@@ -102,15 +131,27 @@ def additive_grid(found: Mapping[str, Any]) -> Grid | None:
     rows = found["additive"].get("heads")
     if rows is None:
         return None
+    columns: dict[str, Callable[[Row], str]] = {
+        words: lambda row, key=name: quantity(row[key]) for name, words in _SUMMANDS.items()
+    }
+    linear = "threshold" in found["additive"]
+    if linear:
+        columns |= {
+            "case": lambda row: row["case"],
+            "slope, nats per token": lambda row: quantity(row["slope"]),
+            "skewed, %": lambda row: percent(row["skewed"]),
+            "drowned, %": lambda row: percent(row["drowned"]),
+        }
     return Grid(
         stem="additive",
         caption=(
             "How much each summand of the first layer's logits varies over the keys that a query sees: standard "
             f"deviation, in nats, mean over the queries of {found['additive']['tokens']} tokens. A summand that varies "
             "little has little to say in a softmax."
+            + (" What the case, the slope, skewed and drowned mean is said below." if linear else "")
         ),
-        header=["head", *_SUMMANDS.values()],
-        groups=[[[str(row["head"]), *(quantity(row[name]) for name in _SUMMANDS)] for row in rows]],
+        header=["head", *columns],
+        groups=[[[str(row["head"]), *(write(row) for write in columns.values())] for row in rows]],
         words=1,
     )
 
