@@ -83,8 +83,7 @@ def test_a_foreign_file_is_named_and_left_as_it_is(path: Path, content: bytes, c
     assert path.read_bytes() == content
 
 
-def test_a_number_that_is_not_finite_is_not_written(path: Path):
-    records = Records(path)
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        records.append({"run": "a", "score": float("nan")})
-    assert not path.exists()
+def test_a_number_that_is_not_finite_is_null(path: Path):
+    record = Records(path).append({"run": "a", "losses": [[1, 1, float("nan")], [2, 3, 1.5]]})
+    assert record == {"run": "a", "losses": [[1, 1, None], [2, 3, 1.5]]}
+    assert list(Records(path)) == [record]

@@ -61,7 +61,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"shemes": 1},
         [
             "shemes: unknown key (value 1); allowed here are name, description, corpus, tokenizer, model, training"
-            ", evaluation, seeds, threads_per_run, schemes"
+            ", evaluation, seeds, threads_per_run, processes, schemes"
         ],
     ),
     "string for a number in a prior": (
