@@ -12,6 +12,7 @@ from attention_priors.report.figures import by_axis, comparison, gallery
 from attention_priors.report.figures.drawing import NothingToShowError
 from attention_priors.report.figures.style import look
 from attention_priors.report.pages.comparison import write_report
+from attention_priors.report.selections import axes as selections
 from attention_priors.report.selections.passkeys import passkey_table
 
 
@@ -154,12 +155,16 @@ def test_a_recipe_says_what_stands_together(swept):
     told = swept | {"recipe": recipe}
     starts = ["BAM · init=laplace", "BAM · init=sampled", "BAM"]
     for draw in (comparison.passkey_by_length, comparison.perplexity_by_position):
-        panels = _panels(draw(told))
-        assert {title: _keys(axes)[: 3 if title == "Starts" else 2] for title, axes in panels.items()} == {
+        shown = _panels(draw(told))
+        assert {title: _keys(axes)[: 3 if title == "Starts" else 2] for title, axes in shown.items()} == {
             "Starts": starts,
-            "Longer": [LONGER, SHIFTED],
+            "Longer": ["trained on", "another prior"],  # of one scheme
         }
     assert comparison.passkey_by_length(told, "a task").get_suptitle() == "a task"
+    # Of two schemes, the ways do not say which.
+    others = [entry | {"extended_from": "BAM"} if entry["name"] == SHIFTED else entry for entry in swept["schemes"]]
+    (longer,) = (one for one in selections.panels(told | {"schemes": others}) if one.title == "Longer")
+    assert list(longer.values.values()) == [LONGER, SHIFTED]
     none = swept | {"recipe": swept["recipe"] | {"panels": {"Sinks": ["GOAT"]}}}
     assert len(_panels(comparison.passkey_by_length(none))) == 1
 

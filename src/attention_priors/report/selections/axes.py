@@ -61,14 +61,22 @@ def comparisons(results: Results) -> list[Comparison]:
 
 
 def panels(results: Results) -> list[Comparison]:
-    """What the recipe wants to be shown together: schemes by patterns of their names, a comparison for each panel."""
-    names = [entry["name"] for entry in results["schemes"]]
+    """What the recipe wants to be shown together: schemes by patterns of their names, a comparison for each panel.
+
+    Where all that were extended in a panel were one scheme before, they are called by the ways alone.
+    """
+    entries = {entry["name"]: entry for entry in results["schemes"]}
     found = []
     for title, patterns in results["recipe"].get("panels", {}).items():
-        shown = dict.fromkeys(name for pattern in patterns for name in fnmatch.filter(names, pattern))
+        shown = dict.fromkeys(name for pattern in patterns for name in fnmatch.filter(entries, pattern))
         if shown:
-            found.append(Comparison(title, {name: name for name in shown}, {}))
+            origins = {entries[name]["extended_from"] for name in shown if entries[name].get("extended_from")}
+            found.append(Comparison(title, {name: _called(entries[name], len(origins) == 1) for name in shown}, {}))
     return found
+
+
+def _called(entry: dict[str, Any], by_its_way: bool) -> str:
+    return str(entry["axes"]["extension"]) if by_its_way and entry.get("extended_from") else entry["name"]
 
 
 def overview(results: Results) -> list[str]:
