@@ -121,6 +121,19 @@ def test_a_scheme_has_one_colour_in_every_figure(results):
     assert to_hex(histogram.patches[0].get_facecolor()) == look["BAM <SSMax>"].color.lower()
 
 
+def test_dots_of_schemes_have_different_colours(results):
+    """Also where lines of one colour would be told apart by their style."""
+    (heads,) = [[row for row in results["priors"] if row["scheme"] == "BAM"]]
+    names = ["BAM", *(f"scheme {index}" for index in range(6)), "another"]
+    results["schemes"] = [{"name": name} for name in names]
+    results["priors"] = [row | {"scheme": name} for row in heads for name in ("BAM", "another")]
+    assert looks(results)["BAM"].color == looks(results)["another"].color
+    for section in ("runs", "passkey", "perplexity", "logit_scales"):
+        results[section] = []
+    colours = legend_colours(comparison.theta_scatter(results))
+    assert colours["BAM"] != colours["another"]
+
+
 def test_many_schemes_all_look_different(results):
     results["schemes"] = [{"name": f"scheme {index}"} for index in range(28)]
     seen = looks(results).values()

@@ -39,6 +39,7 @@ from attention_priors.report.figures.drawing import (
     start,
 )
 from attention_priors.report.figures.style import GREY, MARKERS, blank, label, looks, tidy
+from attention_priors.report.figures.style import look as look_at
 from attention_priors.report.numbers import listing, percent
 from attention_priors.report.selections.axes import overview, panels
 from attention_priors.report.selections.heads import gaussian_heads, logit_scales
@@ -234,6 +235,9 @@ def theta_scatter(results: Results) -> Figure:
         raise NothingToShowError(
             "results must hold priors rows of a generalized_gaussian with a finite β; there is none"
         )
+    if len({one.color for one in look.values()}) < len(look):
+        # Dots have no line style that would tell schemes of one colour apart.
+        look = {scheme: look_at(index) for index, scheme in enumerate(look)}
     layers = distinct((row for found in heads.values() for row in found), "layer")
     figure, axes = start(height=4.8)
     markers = {layer: MARKERS[index % len(MARKERS)] for index, layer in enumerate(layers)}
