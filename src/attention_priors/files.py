@@ -73,6 +73,11 @@ def with_nulls(content: Any) -> Any:
     return [with_nulls(value) for value in content] if isinstance(content, (list, tuple)) else content
 
 
+def number(value: float | None) -> float:
+    """A number that :func:`with_nulls` may have replaced; nan where it has."""
+    return math.nan if value is None else float(value)
+
+
 def read_json(path: Path) -> Any:
     """Read JSON.
 

@@ -52,7 +52,7 @@ def _begin(source: str, folder: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is another thing there")
+@pytest.mark.skipif(sys.platform == "win32", reason="Popen has no preexec_fn there")
 def test_ctrl_c_in_training_ends_all_processes_and_loses_nothing(finished, tiny, tmp_path, quiet):
     process, output = _begin(tiny().corpus.source, tmp_path), tmp_path / "out"
     run = output / "runs" / "ALiBi" / "seed-3"
@@ -81,7 +81,7 @@ def test_ctrl_c_in_training_ends_all_processes_and_loses_nothing(finished, tiny,
     assert results["wall_seconds"] >= results["runs"][0]["train_seconds"]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no such signal there")
+@pytest.mark.skipif(sys.platform == "win32", reason="Popen has no preexec_fn there")
 def test_workers_do_not_outlive_a_parent_that_is_killed(tiny, tmp_path):
     """They would write to the files of those that the next call starts."""
     process = _begin(tiny().corpus.source, tmp_path)

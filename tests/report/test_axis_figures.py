@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from artists import by_gid
 from matplotlib.colors import to_hex
 from swept_results import FIRST, LONGER, SEEDS, SHIFTED, make_swept_results
 
@@ -23,10 +24,6 @@ def swept() -> dict:
 
 def _panels(figure) -> dict:
     return {axes.get_title(loc="left"): axes for axes in figure.axes if axes.get_visible()}
-
-
-def _by_gid(axes, gid) -> list:
-    return [artist for artist in axes.findobj() if artist.get_gid() == gid]
 
 
 def _keys(axes) -> list[str]:
@@ -51,9 +48,9 @@ def test_each_axis_has_a_panel_with_its_values(swept):
 
 def test_training_lengths_that_differ_have_their_schemes_colours(swept):
     panels = _panels(by_axis.passkey_by_axis(swept))
-    lines = {line.get_xdata()[0]: line.get_color() for line in _by_gid(panels["length"], "training length")}
+    lines = {line.get_xdata()[0]: line.get_color() for line in by_gid(panels["length"], "training length")}
     assert lines == {80: look(0).color, 160: look(1).color, 320: look(2).color}
-    (line,) = _by_gid(panels["init"], "training length")
+    (line,) = by_gid(panels["init"], "training length")
     assert (line.get_xdata()[0], line.get_color()) == (160, "#444444")
 
 
@@ -67,7 +64,7 @@ def test_one_axis_alone_and_one_that_is_not_there(swept):
 
 def test_bands_are_students_intervals_of_the_mean_loss(swept):
     figure = comparison.perplexity_by_position(swept)
-    (band,) = _by_gid(figure.axes[0], "interval:BAM")
+    (band,) = by_gid(figure.axes[0], "interval:BAM")
     found = band.get_paths()[0].vertices
     for position in {row["position"] for row in swept["perplexity"]}:
         losses = [r["nll"] for r in swept["perplexity"] if (r["scheme"], r["position"]) == ("BAM", position)]
@@ -79,13 +76,13 @@ def test_bands_are_students_intervals_of_the_mean_loss(swept):
 
 def test_one_seed_has_no_band(swept):
     alone = swept | {"perplexity": [row for row in swept["perplexity"] if row["seed"] == 0]}
-    assert not _by_gid(comparison.perplexity_by_position(alone).axes[0], "interval:BAM")
+    assert not by_gid(comparison.perplexity_by_position(alone).axes[0], "interval:BAM")
 
 
 def test_every_gaussian_head_of_a_comparison_is_in_its_panel(swept):
     panel = _panels(by_axis.theta_by_axis(swept))["length"]
     for index, scheme in enumerate(("BAM · length=80", "BAM", "BAM · length=320")):
-        dots = _by_gid(panel, f"theta:{scheme}")
+        dots = by_gid(panel, f"theta:{scheme}")
         expected = {
             (row["parameters"]["theta_alpha"], row["parameters"]["beta"])
             for row in swept["priors"]
@@ -101,7 +98,7 @@ def test_logit_scales_are_shares_of_heads(swept):
     ((title, panel),) = _panels(by_axis.logit_scales_by_axis(swept)).items()
     assert title == "extension"
     for index, scheme in enumerate((FIRST, LONGER, SHIFTED)):
-        (outline,) = _by_gid(panel, f"s:{scheme}")
+        (outline,) = by_gid(panel, f"s:{scheme}")
         assert to_hex(outline.get_edgecolor()) == look(index).color.lower()
         # Up and down once for every bin.
         y = outline.get_xy()[:, 1]
@@ -173,8 +170,8 @@ def test_many_schemes_have_lines_for_seeds_in_place_of_bands(swept):
     told = swept | {"recipe": swept["recipe"] | {"panels": {"All": ["*"]}}}
     (axes,) = _panels(comparison.perplexity_by_position(told)).values()
     assert "thin: single seeds" in axes.get_ylabel()
-    assert not _by_gid(axes, "interval:BAM")
+    assert not by_gid(axes, "interval:BAM")
     for seed in SEEDS:
-        (line,) = _by_gid(axes, f"seed:BAM:{seed}")
+        (line,) = by_gid(axes, f"seed:BAM:{seed}")
         rows = [row for row in swept["perplexity"] if (row["scheme"], row["seed"]) == ("BAM", seed)]
         assert list(line.get_ydata()) == pytest.approx([math.exp(row["nll"]) for row in rows])

@@ -1,17 +1,13 @@
 """What plans have found, in the figures and tables that pass keys have."""
 
 import pytest
+from artists import by_gid
 
 from attention_priors.report.figures import comparison
 from attention_priors.report.figures.gallery import illustrations
 from attention_priors.report.selections.plans import retrieval_views, token_views
 from attention_priors.report.tables.comparison import result_grids
 from attention_priors.report.tables.grid import Cell, markdown
-
-
-def by_gid(figure, gid) -> list:
-    return [artist for artist in figure.findobj() if artist.get_gid() == gid]
-
 
 REASON = "nothing right at 2 lengths running (240, 512 tokens)"
 

@@ -3,6 +3,7 @@ from io import BytesIO
 
 import numpy as np
 import pytest
+from artists import by_gid
 from matplotlib import pyplot
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
@@ -15,10 +16,6 @@ from attention_priors.report.figures.drawing import PERPLEXITY_RANGE
 from attention_priors.report.figures.style import label, looks
 from attention_priors.report.selections.passkeys import passkey_table
 from attention_priors.results_format import SECTIONS
-
-
-def by_gid(figure, gid) -> list:
-    return [artist for artist in figure.findobj() if artist.get_gid() == gid]
 
 
 def points(line) -> dict[float, float]:

@@ -122,13 +122,13 @@ def errors(*expected: type[Exception]) -> Iterator[None]:
         _print_error(console, str(error))
         raise typer.Exit(1) from None
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        if not _is_out_of_memory(error):
             raise
         _print_error(console, f"out of memory; expected: less at a time (chunk, batch), or shorter texts. {error}")
         raise typer.Exit(1) from None
 
 
-def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
     """Whether an error says that memory does not suffice: Python's, or PyTorch's of an accelerator or the CPU."""
     # By name, as PyTorch is not imported here; of the CPU, its allocator has no class of its own.
     named = isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)

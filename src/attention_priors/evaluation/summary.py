@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from attention_priors.evaluation.completion import chance_identity, gc_correlation, identity
 from attention_priors.evaluation.records import Record
+from attention_priors.files import number
 from attention_priors.intervals import Interval, mean_interval, wilson_interval
 
 
@@ -179,27 +180,28 @@ def _stop_after(stops: dict[int, str], length: int, results: Sequence[Record]) -
 
 
 def _accuracy(lines: Sequence[Record], stopped: str | None) -> Accuracy:
-    scores = [line["score"] for line in lines]
+    whole = _scores(lines)
     places = sorted({line["depth"] for line in lines if line["depth"] is not None})
     of_depth = {place: [line for line in lines if line["depth"] == place] for place in places}
     return Accuracy(
         task=lines[0]["task"],
         length=lines[0]["length"],
-        trials=len(scores),
-        mean=statistics.fmean(scores),
-        interval=wilson_interval(math.fsum(scores), len(scores)),
+        trials=whole.trials,
+        mean=whole.mean,
+        interval=wilson_interval(math.fsum(line["score"] for line in lines), whole.trials),
+        token_accuracy=whole.token_accuracy,
+        tokens_right=whole.tokens_right,
+        by_depth={place: _scores(found) for place, found in of_depth.items()},
+        stopped=stopped,
+    )
+
+
+def _scores(lines: Sequence[Record]) -> AtDepth:
+    return AtDepth(
+        mean=statistics.fmean(line["score"] for line in lines),
+        trials=len(lines),
         token_accuracy=_token_accuracy(lines),
         tokens_right=_tokens_right(lines),
-        by_depth={
-            place: AtDepth(
-                statistics.fmean(line["score"] for line in found),
-                len(found),
-                _token_accuracy(found),
-                _tokens_right(found),
-            )
-            for place, found in of_depth.items()
-        },
-        stopped=stopped,
     )
 
 
@@ -249,18 +251,14 @@ def _loss(lines: Sequence[Record]) -> Loss:
 
 def _losses_of(line: Record) -> list[tuple[int, int, float]]:
     """Ranges of positions and the loss in each; nan where it was not finite."""
-    return [(first, last, _number(loss)) for first, last, loss in line["losses"]]
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
+    return [(first, last, number(loss)) for first, last, loss in line["losses"]]
 
 
 def _weights(lines: Sequence[Record]) -> list[HeadWeight]:
     found = []
     for layer, heads in enumerate(lines[0]["weights"]):
         for head in range(len(heads)):
-            values = [_number(line["weights"][layer][head]) for line in lines]
+            values = [number(line["weights"][layer][head]) for line in lines]
             mean = statistics.fmean(values)
             found.append(HeadWeight(lines[0]["length"], layer, head, len(lines), mean, mean_interval(values)))
     return found

@@ -73,15 +73,16 @@ def passkey_heatmap(results: Results, scheme: str, what: str = "pass keys retrie
 
     A mean over lengths is of all of them or is not there: that of the shorter ones alone would flatter who stopped.
     """
-    selected = require_rows(
-        [row for row in rows(results, "passkey", scheme) if row["depth"] is not None], "passkey", scheme
+    selected, everyone = (
+        [row for row in rows(results, "passkey", whose) if row["depth"] is not None] for whose in (scheme, None)
     )
+    require_rows(selected, "passkey", scheme)
     # The lengths and depths of all schemes, so that heatmaps can be laid side by side.
-    lengths = distinct(rows(results, "passkey"), "length")
-    depths = distinct((row for row in rows(results, "passkey") if row["depth"] is not None), "depth")
+    lengths, depths = distinct(everyone, "length"), distinct(everyone, "depth")
     seeds = distinct(selected, "seed")
-    partly = [length for length in lengths if 0 < len(_seeds_at(selected, length)) < len(seeds)]
-    everywhere = all(len(_seeds_at(selected, length)) == len(seeds) for length in lengths)
+    seeds_at = {length: {row["seed"] for row in selected if row["length"] == length} for length in lengths}
+    partly = [length for length, found in seeds_at.items() if 0 < len(found) < len(seeds)]
+    everywhere = all(len(found) == len(seeds) for found in seeds_at.values())
     counts = count_passkeys(selected, "depth", "length")
     shares = np.full((len(depths) + 1, len(lengths) + 1), np.nan)
     for (depth, length), count in counts.items():
@@ -153,10 +154,6 @@ def passkey_heatmap(results: Results, scheme: str, what: str = "pass keys retrie
         keys.append(Line2D([], [], linestyle="none", label="†: without seeds that had stopped"))
     legend_below(figure, keys)
     return figure
-
-
-def _seeds_at(selected: Iterable[Row], length: int) -> set[int]:
-    return {row["seed"] for row in selected if row["length"] == length}
 
 
 def perplexity_by_position(results: Results, title: str = "") -> Figure:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from attention_priors.files import number
 from attention_priors.intervals import over_seeds
 from attention_priors.report.figures.drawing import (
     DEPTH_OF_CUT,
@@ -27,7 +28,7 @@ from attention_priors.report.figures.drawing import (
 from attention_priors.report.figures.style import blank, label, looks, thin
 from attention_priors.report.numbers import percent
 from attention_priors.report.selections.axes import overview
-from attention_priors.report.selections.results import Results, Row, distinct, number, rows
+from attention_priors.report.selections.results import Results, Row, distinct, rows
 
 _AXIS = {"distance": "distance d between query and key, tokens", "key": "position j of the key, tokens"}
 _LARGEST_SIGNAL = 256.0
@@ -73,7 +74,8 @@ def prior_weights(results: Results, scheme: str) -> Figure:
     depends on the distance and what depends on the key.
     """
     selected = require_rows(rows(results, "prior_terms", scheme), "prior_terms", scheme)
-    figure, image, grid = _maps(results, scheme, selected, _weights, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
+    maps = {head: _weights(summands) for head, summands in _of_heads(selected).items()}
+    figure, image, grid = _maps(results, scheme, maps, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
     bar = figure.colorbar(image, ax=grid, shrink=0.8, ticks=[0, 0.01, 0.1, 0.25, 0.5, 1])
     bar.set_label("weight that the prior alone gives", fontsize=9)
     bar.ax.tick_params(labelsize=8)
@@ -90,9 +92,10 @@ def prior_logits(results: Results, scheme: str) -> Figure:
     # Results of before these were kept have none.
     told = [row for row in selected if row["over"] == "key" or row.get("ahead") is not None]
     require_rows(told if len(told) == len(selected) else [], "prior_terms", scheme)
-    largest = max(float(np.abs(found[np.isfinite(found)]).max()) for found in map(_row_centred, _of_heads(told)))
-    norm = SymLogNorm(max(largest / 100, 1e-6), vmin=-max(largest, 1e-6), vmax=max(largest, 1e-6))
-    figure, image, grid = _maps(results, scheme, told, _row_centred, cmap="RdBu_r", norm=norm, masked=True)
+    maps = {head: _row_centred(summands) for head, summands in _of_heads(told).items()}
+    largest = max(1e-6, *(float(np.abs(found[np.isfinite(found)]).max()) for found in maps.values()))
+    norm = SymLogNorm(max(largest / 100, 1e-6), vmin=-largest, vmax=largest)
+    figure, image, grid = _maps(results, scheme, maps, cmap="RdBu_r", norm=norm, masked=True)
     bar = figure.colorbar(image, ax=grid, shrink=0.8)
     bar.set_label("log-prior less its row's mean, nats", fontsize=9)
     bar.ax.tick_params(labelsize=8)
@@ -102,17 +105,15 @@ def prior_logits(results: Results, scheme: str) -> Figure:
 def _maps(
     results: Results,
     scheme: str,
-    selected: list[Row],
-    made: Callable[[list[Row]], np.ndarray],
+    maps: Mapping[tuple[int, int], np.ndarray],
     *,
     cmap: str,
     norm: Normalize,
     masked: bool = False,
 ) -> tuple[Figure, Any, Any]:
-    """A map of keys against queries for each head of the first seed; the figure, one of the maps, and their axes."""
-    seeds = distinct(selected, "seed")
-    selected = [row for row in selected if row["seed"] == seeds[0]]
-    layers, heads = distinct(selected, "layer"), distinct(selected, "head")
+    """A map of keys against queries for each layer and head of the first seed; the figure, one image, and the axes."""
+    seeds = distinct(rows(results, "prior_terms", scheme), "seed")
+    layers, heads = (sorted(set(places)) for places in zip(*maps, strict=True))
     columns = min(len(heads), 4)
     lines = math.ceil(len(heads) / columns)
     figure = blank(0.9 + 2.0 * lines * len(layers))
@@ -120,11 +121,10 @@ def _maps(
     image = None
     for place, (layer, head) in enumerate((layer, head) for layer in layers for head in range(lines * columns)):
         axes = grid.flat[place]
-        mine = [row for row in selected if (row["layer"], row["head"]) == (layer, head)]
-        if not mine:
+        found = maps.get((layer, head))
+        if found is None:
             axes.set_visible(False)
             continue
-        found = made(mine)
         image = axes.imshow(found, cmap=cmap, norm=norm, interpolation="nearest")
         if masked:
             end = len(found) - 0.5
@@ -196,11 +196,14 @@ def _signal_axis(axes: Any, largest: float) -> None:
     axes.set_xlabel("signal ω: range of the content logits that a query sees, nats")
 
 
-def _of_heads(selected: list[Row]) -> list[list[Row]]:
-    """The summands of each head of the first seed."""
-    first = [row for row in selected if row["seed"] == distinct(selected, "seed")[0]]
-    heads = dict.fromkeys((row["layer"], row["head"]) for row in first)
-    return [[row for row in first if (row["layer"], row["head"]) == head] for head in heads]
+def _of_heads(selected: list[Row]) -> dict[tuple[int, int], list[Row]]:
+    """The summands of each layer and head of the first seed."""
+    seed = distinct(selected, "seed")[0]
+    found: dict[tuple[int, int], list[Row]] = {}
+    for row in selected:
+        if row["seed"] == seed:
+            found.setdefault((row["layer"], row["head"]), []).append(row)
+    return found
 
 
 def _log_prior(summands: list[Row]) -> np.ndarray:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from attention_priors.files import number
 from attention_priors.intervals import Estimate, over_seeds
-from attention_priors.report.selections.results import Results, number, rows
+from attention_priors.report.selections.results import Results, rows
 
 KINDS = {
     "all": "all tokens",

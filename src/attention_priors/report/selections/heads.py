@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from attention_priors.report.selections.results import Results, Row, number, rows
+from attention_priors.files import number
+from attention_priors.report.selections.results import Results, Row, rows
 
 GAUSSIAN = "generalized_gaussian"
 """Its name among the priors."""

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
+from attention_priors.files import number
 from attention_priors.intervals import Estimate, over_seeds
 from attention_priors.results_format import FORMAT, SECTIONS
 
@@ -122,11 +123,6 @@ def perplexity_estimates(selected: Iterable[Row]) -> dict[float, Estimate]:
 def perplexity_of(loss: Estimate) -> Estimate:
     """E to a mean loss, and to the ends of its interval."""
     return Estimate(*(math.exp(min(value, _LARGEST_LOSS)) for value in loss))
-
-
-def number(value: float | None) -> float:
-    """A number of the results; nan where there is none."""
-    return math.nan if value is None else float(value)
 
 
 def _check_scheme(results: Results, scheme: str, what: str) -> None:

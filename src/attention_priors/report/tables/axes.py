@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from attention_priors.files import number
 from attention_priors.intervals import over_seeds
 from attention_priors.report.selections.axes import comparisons
-from attention_priors.report.selections.results import Results, Row, number, rows
+from attention_priors.report.selections.results import Results, Row, rows
 from attention_priors.report.tables.cells import ABSENT, PERPLEXITIES, SHARES, Losses, Shares, estimate_cell, with_first
 from attention_priors.report.tables.grid import Grid, Line
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from attention_priors.files import number
 from attention_priors.report.numbers import listing, quantity
 from attention_priors.report.selections.heads import ROLES, STRONG_RETRIEVAL, gaussian_heads, logit_scales, role
-from attention_priors.report.selections.results import Results, Row, distinct, number, rows, scheme_names, schemes_with
+from attention_priors.report.selections.results import Results, Row, distinct, rows, scheme_names, schemes_with
 from attention_priors.report.tables.cells import ABSENT, interval_text, share_over_seeds, with_first
 from attention_priors.report.tables.grid import Cell, Grid
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from attention_priors.files import number
 from attention_priors.intervals import over_seeds
 from attention_priors.report.selections.copying import KINDS, excess_losses
 from attention_priors.report.selections.plans import loss_views
-from attention_priors.report.selections.results import Results, distinct, number, rows, schemes_with
+from attention_priors.report.selections.results import Results, distinct, rows, schemes_with
 from attention_priors.report.tables.cells import (
     ABSENT,
     PERPLEXITIES,
