@@ -195,20 +195,27 @@ def test_a_corpus_is_known_by_its_text(
     subjects: dict[str, Subject], folders: dict[str, Path], plan: Any, tmp_path: Path
 ):
     tasks = ("passkey_corpus", "niah_single_2", "perplexity")
-    evaluate(subjects["llama"], plan(*tasks, lengths=(380,)), tmp_path / "out")
-    shutil.copytree(folders["texts"], tmp_path / "moved" / "texts")
+    moved, changed = tmp_path / "moved/texts", tmp_path / "changed/texts"
+
+    def texts(corpus: Path, subject: Subject = subjects["llama"]) -> dict[str, str]:
+        return evaluate(subject, plan(*tasks, lengths=(380,), corpus=str(corpus)), tmp_path / "out").texts
+
+    before = texts(folders["texts"])
+    assert set(before) == set(tasks)
+    for folder in (moved, changed):
+        shutil.copytree(folders["texts"], folder)
+    with (changed / "03.txt").open("a") as file:
+        file.write("Another line.\n")
     with counted(subjects["llama"]) as passes:
-        evaluate(
-            subjects["llama"], plan(*tasks, lengths=(380,), corpus=str(tmp_path / "moved/texts")), tmp_path / "out"
-        )
+        assert texts(moved) == before
         assert passes == []
-        with (tmp_path / "moved/texts/03.txt").open("a") as file:
-            file.write("Another line.\n")
-        evaluate(
-            subjects["llama"], plan(*tasks, lengths=(380,), corpus=str(tmp_path / "moved/texts")), tmp_path / "out"
-        )
+        after = texts(changed)
     assert passes
+    assert all(after[task] != before[task] for task in tasks)
     assert len([line for line in lines(tmp_path / "out") if "identity" in line]) == 6
+    # What is said is of this call's texts, whatever the file holds and in which order; and not of the weights.
+    assert texts(folders["texts"]) == before
+    assert texts(folders["texts"], subjects["ours"]) == before
 
 
 def test_a_task_stops_where_nothing_is_right(subjects: dict[str, Subject], plan: Any, tmp_path: Path):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
@@ -85,7 +87,7 @@ def evaluate(
     session.check()
     with sole_writer(writable_folder(output)):
         session.run()
-    return summarize(session.gathered)
+    return replace(summarize(session.gathered), texts=session.texts)
 
 
 def check_plan(subject: Subject, plan: EvaluationPlan) -> None:
@@ -109,13 +111,15 @@ class _Session:
     observer: Observer
     gathered: list[Record] = field(default_factory=list)
     """The lines that the plan asks for, those that were there and those that are new."""
+    texts: dict[str, str] = field(default_factory=dict)
+    """As :attr:`Summary.texts`."""
 
     def __post_init__(self) -> None:
-        self._texts = PlanTexts(self.subject, self.plan)
+        self._sources = PlanTexts(self.subject, self.plan)
 
     def check(self) -> None:
         """Raise a ValueError if something that the plan asks for is impossible; nothing is written."""
-        self.tasks = {name: self._texts.retrieval(name) for name in self.plan.tasks if not name.startswith(_OTHERS)}
+        self.tasks = {name: self._sources.retrieval(name) for name in self.plan.tasks if not name.startswith(_OTHERS)}
         for task, length in product(self.tasks.values(), self.plan.lengths):
             task.check(length)
         for name in self.plan.tasks:
@@ -133,14 +137,14 @@ class _Session:
                 if not is_nucleotide_tokenizer(self.subject.tokenizer):
                     raise ValueError(f"tasks: {name!r} needs a model with the tokenizer {NUCLEOTIDES!r}")
                 for length in self.plan.lengths:
-                    if not self._texts.unfinished(length):
+                    if not self._sources.unfinished(length):
                         raise ValueError(
                             f"lengths: {self.plan.corpus!r} has no {length} tokens and {COMPLETED} known bases after "
                             f"them in one document, for the task {name!r}"
                         )
             if name in PERPLEXITIES:
                 for length in self.plan.lengths:
-                    if not self._texts.to_read(name, length):
+                    if not self._sources.to_read(name, length):
                         kind = "between 2 and" if name == "perplexity_short" else "at least"
                         raise ValueError(
                             f"lengths: no document of {self.plan.corpus!r} has {kind} {length} tokens, for the task "
@@ -163,7 +167,12 @@ class _Session:
                 self._read(name)
 
     def _begin(self, description: dict[str, Any]) -> str:
-        return self.records.begin({"format": FORMAT} | self.identity | description)
+        whole = {"format": FORMAT} | self.identity | description
+        if description["task"] != "timing":
+            # All but the model's weights: its tokenizer and its kind of tokens determine the texts too.
+            determined = json.dumps({key: value for key, value in whole.items() if key != "model"}, sort_keys=True)
+            self.texts[description["task"]] = hashlib.sha256(determined.encode()).hexdigest()[:16]
+        return self.records.begin(whole)
 
     # ---- retrieval
 
@@ -305,8 +314,8 @@ class _Session:
     # ---- perplexity
 
     def _read(self, name: str) -> None:
-        run = self._begin({"task": name} | self._texts.corpus.description())
-        texts = {length: self._texts.to_read(name, length) for length in self.plan.lengths}
+        run = self._begin({"task": name} | self._sources.corpus.description())
+        texts = {length: self._sources.to_read(name, length) for length in self.plan.lengths}
         total = float(sum(_cost(len(text)) for of_length in texts.values() for _, text in of_length))
         done = 0.0
         for length, of_length in texts.items():
@@ -329,9 +338,9 @@ class _Session:
     def _complete(self) -> None:
         subject, plan = self.subject, self.plan
         run = self._begin(
-            {"task": COMPLETION, "seed": plan.seed, "bases": COMPLETED} | self._texts.corpus.description()
+            {"task": COMPLETION, "seed": plan.seed, "bases": COMPLETED} | self._sources.corpus.description()
         )
-        pieces = {length: self._texts.unfinished(length) for length in plan.lengths}
+        pieces = {length: self._sources.unfinished(length) for length in plan.lengths}
         total = float(sum(_cost(length) * len(of_length) for length, of_length in pieces.items()))
         done = 0.0
         for length, of_length in pieces.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from attention_priors.evaluation.completion import chance_identity, gc_correlation, identity
@@ -139,6 +139,9 @@ class Summary:
     completions: list[Completion]
     weights: list[HeadWeight]
     durations: list[Duration]
+    texts: dict[str, str] = field(default_factory=dict)
+    """For each task that an evaluation has just read texts for, or found them read, a hash of all that determines them:
+    whoever has the same hash has read the same texts. Empty where a file alone was read."""
 
 
 def summarize(records: Iterable[Record]) -> Summary:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from attention_priors.evaluation import (
     EvaluationPlan,
     EvaluationSettings,
     Observer,
-    Records,
     Subject,
     Summary,
     evaluate,
@@ -60,15 +57,14 @@ def carry_out(
         def on_plan(_: str, done: float, total: float, index: int = index) -> None:
             on_work(index + done / max(total, 1e-9), len(left))
 
-        lines = folder / "plans" / folder_name(name)
         found = evaluate(
             subject,
             plan,
-            lines,
+            folder / "plans" / folder_name(name),
             chunk=evaluation.chunk,
             observer=Observer(on_work=on_plan),
         )
-        asked = {"plan": plan.model_dump(mode="json"), "texts": _texts_of(plan, subject, lines), **environment()}
+        asked = {"plan": plan.model_dump(mode="json"), "texts": found.texts, **environment()}
         write_json(_file(folder, name), with_nulls(asked | _rows(found)))
 
 
@@ -130,19 +126,6 @@ def check_texts(models: Iterable[tuple[Path, Mapping[str, Row]]]) -> None:
                         f"{_file(where, name)} and {_file(folder, name)}; to measure anew what is not up to date, "
                         "remove those files of it"
                     )
-
-
-def _texts_of(plan: EvaluationPlan, subject: Subject, lines: Path) -> dict[str, str]:
-    """For each task, a hash of all that determines its texts: whoever has the same hash has read the same texts."""
-    own = subject.identity()
-    found: dict[str, str] = {}
-    for line in Records(lines / "results.jsonl"):
-        said = line.get("identity", {})
-        if own.items() <= said.items() and said["task"] in plan.tasks and said["task"] != "timing":
-            determined = {key: value for key, value in said.items() if key != "model"}
-            # The last one is of this evaluation: a text that has changed is another run.
-            found[said["task"]] = hashlib.sha256(json.dumps(determined, sort_keys=True).encode()).hexdigest()[:16]
-    return found
 
 
 def _rows(summary: Summary) -> dict[str, list[Row]]:
