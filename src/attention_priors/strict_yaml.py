@@ -27,14 +27,23 @@ _KINDS = ("constrained-int", "constrained-str", "constrained-float", "int", "flo
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML, but a key that stands twice is an error: the first of two schemes would be lost without a word."""
+    """YAML, but a key that stands twice is an error: the first of two schemes would be lost without a word.
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+    A key of a mapping that is merged (``<<``) may stand again, where it is changed.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # As it stands in the file: later, merged keys are among the others.
+        node = super().compose_mapping_node(anchor)
+        scalars = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE]
+        keys = [self.construct_object(key) for key in scalars]
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
+        return node
+
+
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 def read_strictly(path: Path, model: type[Model]) -> Model:

@@ -7,6 +7,7 @@ import yaml
 from recipe_cases import RECIPE, changed, decoder_recipe
 
 from attention_priors.experiments import Recipe, RecipeError
+from attention_priors.strict_yaml import read_yaml
 
 TRAINING_KEYS = "optimizer, learning_rate, betas, epsilon, weight_decay, gradient_clip, warmup_steps"
 PRIORS = "uniform, laplace, generalized_gaussian, spectral, key_sink, relative_buckets, clipped_offsets, window"
@@ -326,3 +327,13 @@ def test_a_key_that_stands_twice_is_an_error(tmp_path):
     path.write_text("name: A\nschemes:\n  BAM: {}\n  BAM: {}\n")
     with pytest.raises(RecipeError, match="the key 'BAM' stands twice"):
         decoder_recipe(path)
+
+
+def test_what_is_merged_may_be_changed(tmp_path):
+    path = tmp_path / "merged.yaml"
+    # The innermost is merged further out before it is read itself.
+    path.write_text("a: {b: {c: &c {<<: &d {x: 1, y: 2}, y: 3}}}\ne: {<<: *c, x: 4}\nf: *d\n")
+    assert read_yaml(path) == {"a": {"b": {"c": {"x": 1, "y": 3}}}, "e": {"x": 4, "y": 3}, "f": {"x": 1, "y": 2}}
+    path.write_text("c: &c {x: 1}\ne: {<<: *c, x: 4, x: 5}\n")
+    with pytest.raises(RecipeError, match="the key 'x' stands twice"):
+        read_yaml(path)
