@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest, t
 
-from attention_priors.intervals import mean_interval, wilson_interval
+from attention_priors.intervals import Interval, cut_to_share, mean_interval, over_seeds, wilson_interval
 
 
 @given(trials=st.integers(1, 10_000), share=st.floats(0, 1))
@@ -52,3 +52,11 @@ def test_the_interval_of_a_mean_is_scipys(values: list[float]):
 def test_one_value_has_no_interval():
     assert mean_interval([1.0]) is None
     assert mean_interval([]) is None
+
+
+def test_an_interval_of_shares_ends_where_shares_do():
+    assert cut_to_share(over_seeds([0.99, 1.0, 0.2])).high == 1
+    assert cut_to_share(Interval(-0.3, 0.4)) == (0.0, 0.4)
+    low, high = cut_to_share(over_seeds([0.5]))[1:]
+    assert math.isnan(low)
+    assert math.isnan(high)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from attention_priors.attention import (
     KeyBounds,
     PruningReport,
+    ResidualSSMax,
     ShardedSequence,
     SSMax,
     attend,
@@ -51,6 +52,7 @@ __all__ = [
     "PriorAttention",
     "PruningReport",
     "RelativeBuckets",
+    "ResidualSSMax",
     "Rotary",
     "SSMax",
     "ShardedSequence",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from scipy.stats import norm, t
@@ -26,6 +26,9 @@ class Estimate(NamedTuple):
     mean: float
     low: float
     high: float
+
+
+_Found = TypeVar("_Found", Interval, Estimate)
 
 
 def wilson_interval(correct: float, trials: int) -> Interval:
@@ -77,3 +80,11 @@ def over_seeds(values: Sequence[float]) -> Estimate:
         raise ValueError("values must hold the value of one seed at least, got none")
     interval = mean_interval(values) or Interval(math.nan, math.nan)
     return Estimate(float(np.mean(values)), *interval)
+
+
+def cut_to_share(found: _Found) -> _Found:
+    """The same with the interval's ends cut to what a share can be, 0 to 1; nan stays nan.
+
+    Student's interval knows nothing of such bounds.
+    """
+    return found._replace(low=float(np.clip(found.low, 0, 1)), high=float(np.clip(found.high, 0, 1)))

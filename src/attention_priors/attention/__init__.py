@@ -5,13 +5,14 @@ from attention_priors.attention.context_parallel import attend_across
 from attention_priors.attention.flex_mods import flex_mask_mod, flex_score_mod
 from attention_priors.attention.key_bounds import KeyBounds
 from attention_priors.attention.key_eviction import unneeded_keys
-from attention_priors.attention.logit_scale import SSMax, logit_scale_from_config
+from attention_priors.attention.logit_scale import ResidualSSMax, SSMax, logit_scale_from_config
 from attention_priors.attention.pruning_effects import PruningReport, pruning_report
 from attention_priors.attention.sequence_shards import ShardedSequence, shard_index
 
 __all__ = [
     "KeyBounds",
     "PruningReport",
+    "ResidualSSMax",
     "SSMax",
     "ShardedSequence",
     "attend",

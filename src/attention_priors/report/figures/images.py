@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from attention_priors.intervals import over_seeds
+from attention_priors.intervals import cut_to_share, over_seeds
 from attention_priors.report.figures.style import blank, label, look, tidy
 from attention_priors.report.numbers import multiple
 from attention_priors.report.selections.images import image_sizes, maps_of_first_seed, shares_right
@@ -25,9 +25,8 @@ def accuracy_by_size(results: Results) -> Figure:
     axes = figure.add_subplot()
     tidy(axes)
     for index, entry in enumerate(results["schemes"]):
-        found = [over_seeds([100 * share for share in shares_right(results, entry["name"], size)]) for size in sizes]
-        means = np.array([one.mean for one in found])
-        low, high = (np.array([getattr(one, end) for one in found]).clip(0, 100) for end in ("low", "high"))
+        found = [cut_to_share(over_seeds(shares_right(results, entry["name"], size))) for size in sizes]
+        means, low, high = 100 * np.array(found).T
         bars = None if np.isnan(low).any() else np.maximum(0, [means - low, high - means])
         nudged = [size * 1.02 ** (index - (len(results["schemes"]) - 1) / 2) for size in sizes]
         axes.errorbar(

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from attention_priors.files import number
-from attention_priors.intervals import over_seeds
+from attention_priors.intervals import cut_to_share, over_seeds
 from attention_priors.report.figures.drawing import (
     DEPTH_OF_CUT,
     below_maximum,
@@ -155,12 +155,12 @@ def sink_mass(results: Results) -> Figure:
         factors = [row["factor"] for row in heads[0]]
         points = list(zip(*heads, strict=True))
         signal = [over_seeds([number(row["signal"]) for row in point]).mean for point in points]
-        mass = [over_seeds([number(row["mass"]) for row in point]) for point in points]
+        mass = [cut_to_share(over_seeds([number(row["mass"]) for row in point])) for point in points]
         mean, low, high = (100 * np.array(values) for values in zip(*mass, strict=True))
         one = look[scheme]
         axes.plot(signal, mean, **one._asdict(), markersize=5, linewidth=1.8, gid=f"sink:{scheme}")
         if np.isfinite(low).any():
-            axes.fill_between(signal, low.clip(0, 100), high.clip(0, 100), color=one.color, alpha=0.13, linewidth=0)
+            axes.fill_between(signal, low, high, color=one.color, alpha=0.13, linewidth=0)
         for x, y in ((x, y) for factor, x, y in zip(factors, signal, mean, strict=True) if factor == 1):
             axes.plot(x, y, marker="o", markersize=11, markerfacecolor="none", color="black", linestyle="none")
         largest = max(largest, *signal)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from attention_priors.evaluation import Accuracy, Completion, Duration, HeadWeight, Loss, Summary
-from attention_priors.intervals import Interval
+from attention_priors.intervals import Interval, cut_to_share
 from attention_priors.report.numbers import percent, quantity
 
 MIB = 2**20
@@ -111,8 +111,7 @@ def _of_weight(one: HeadWeight | None) -> str:
         return "–"
     if one.interval is None:
         return f"{100 * one.weight:.1f}"
-    within = Interval(max(0.0, one.interval.low), min(1.0, one.interval.high))
-    return f"{100 * one.weight:.1f} ({_range(within, 100, 1)})"
+    return f"{100 * one.weight:.1f} ({_range(cut_to_share(one.interval), 100, 1)})"
 
 
 def _range(interval: Interval | None, factor: float, digits: int) -> str:

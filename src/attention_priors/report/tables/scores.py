@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from attention_priors.intervals import Estimate
+from attention_priors.intervals import Estimate, cut_to_share
 from attention_priors.report.selections.needle_weights import mean_weights, plans_with_weights
 from attention_priors.report.selections.plans import retrieval_views, token_views
 from attention_priors.report.selections.results import Results, Row, count_passkeys, distinct, rows, schemes_with
@@ -110,6 +108,4 @@ def needle_weight_grid(results: Results) -> Grid:
 
 
 def _percent(share: Estimate) -> Estimate:
-    """In percent, the interval cut to what a share can be; nan stays nan."""
-    ends = (float(np.clip(100 * end, 0, 100)) for end in (share.low, share.high))
-    return Estimate(100 * share.mean, *ends)
+    return Estimate(*(100 * value for value in cut_to_share(share)))
