@@ -390,3 +390,15 @@ def test_without_positions_of_its_own_a_model_sees_a_set(family: str) -> None:
     assert float(dropped.abs().max().detach()) <= 1e-5
     if family != "smollm3":
         assert float(kept.abs().max().detach()) > 1e-4
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+
+
+def test_without_positions_of_its_own_a_model_keeps_yarns_attention_factor() -> None:
+    """As if every token were at position 0; the factor multiplies the logits, wherever their tokens are."""
+    model = tiny("llama", rope_parameters=YARN)
+    assert model.model.rotary_emb.attention_scaling == pytest.approx(1 + 0.1 * math.log(4))
+    at_no_place = model(IDS, position_ids=torch.zeros_like(IDS), attention_mask=torch.ones_like(IDS)).logits
+    attach(model, "uniform", drop_positions=True)
+    assert float((model(IDS).logits - at_no_place).abs().max().detach()) <= 1e-5

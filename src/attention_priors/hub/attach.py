@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -69,7 +70,8 @@ def attach(
         heads: which query heads of them; None for all. A prior that is not a description has as many heads.
         share_prior: whether all layers have one prior, as in T5, rather than each its own.
         drop_positions: whether the layers' rotary positions, or the model's learned ones, are taken away (DroPE).
-            The model then knows positions by its prior alone. Learned ones are frozen: nothing depends on them.
+            The model then knows positions by its prior alone. Where a scaling of rotary positions also multiplies the
+            logits, as YaRN's attention factor does, that stays. Learned ones are frozen: nothing depends on them.
         freeze_model: whether nothing else learns.
 
     Returns:
@@ -353,10 +355,29 @@ def _described(part: Any) -> Any:
 # ---- the model's own positions
 
 
-def _unrotated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Rotary positions of angle 0."""
+def _unrotated(
+    factor: float, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Rotary positions of angle 0; they keep the factor that some scalings, as YaRN's, put on cosines and sines."""
     cos, sin = kwargs["position_embeddings"]
-    return args, kwargs | {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
+    return args, kwargs | {"position_embeddings": (torch.full_like(cos, factor), torch.zeros_like(sin))}
+
+
+def _rotary_factor(model: nn.Module) -> float:
+    """What cosines and sines are multiplied by, in all layers."""
+    found = {
+        float(value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        # transformers' name; where types of layers have rotary positions of their own, it ends so.
+        if name.endswith("attention_scaling") and isinstance(value, int | float)
+    }
+    if len(found) > 1:
+        raise ValueError(
+            "drop_positions needs rotary positions with the same attention factor in all layers; "
+            f"{type(model).__name__} has {', '.join(map(str, sorted(found)))}"
+        )
+    return found.pop() if found else 1.0
 
 
 def _nowhere(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -389,9 +410,10 @@ def _drop_positions(model: PreTrainedModel, layers: Mapping[int, nn.Module], who
             f"drop_positions: {type(model).__name__} has neither learned positions nor, in layer {without[0]}, rotary "
             "ones that are handed to its attention"
         )
+    unrotated = partial(_unrotated, _rotary_factor(model))
     handles = [table.register_forward_hook(_nowhere) for table in tables]
     handles += [
-        module.register_forward_pre_hook(_unrotated, with_kwargs=True)
+        module.register_forward_pre_hook(unrotated, with_kwargs=True)
         for index, module in layers.items()
         if rotary[index]
     ]
