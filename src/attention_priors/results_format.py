@@ -31,6 +31,7 @@ SECTIONS = (
     "priors",
     "prior_terms",
     "prior_mass",
+    "prior_reach",
     "logit_scales",
     "extensions",
     *PLAN_SECTIONS,

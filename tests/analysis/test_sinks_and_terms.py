@@ -11,6 +11,7 @@ from attention_priors import SSMax
 from attention_priors.analysis import (
     observed_attention,
     prior_mass_rows,
+    prior_reach_rows,
     prior_rows,
     prior_term_rows,
     sink_mass,
@@ -304,3 +305,20 @@ def test_a_shared_prior_is_another_one_in_each_layer_that_scales_it():
     for layer, scale in enumerate(scales):
         alone = prior_mass_rows([nn.ModuleList([prior, scale])], length=LENGTH)
         assert [row | {"layer": 0} for row in rows if row["layer"] == layer] == alone
+
+
+@pytest.mark.parametrize("include_prior", [True, False])
+def test_reaches_hold_half_of_the_prior_as_attention_applies_it(include_prior):
+    prior, scale = _goat(), SSMax(HEADS, init=0.8, include_prior=include_prior)
+    rows = prior_reach_rows([nn.ModuleList([prior, scale])], lengths=[LENGTH, 1, 5])
+    assert [(row["layer"], row["head"]) for row in rows] == [(0, head) for head in range(HEADS)]
+    for row in rows:
+        assert list(row["half"]) == ["1", "5", str(LENGTH)]
+        for size, half in row["half"].items():
+            from_the_last = _without_content(prior, scale, int(size))[row["head"], -1].flip(0).cumsum(0)
+            assert float(from_the_last[half]) >= 0.5 - 1e-9
+            assert half == 0 or float(from_the_last[half - 1]) < 0.5 + 1e-9
+    scales = [SSMax(HEADS, init=init) for init in (0.5, 2.0)]
+    shared = prior_reach_rows([nn.ModuleList([Laplace(HEADS), *scales])], lengths=[LENGTH])
+    assert [row["layer"] for row in shared] == [0] * HEADS + [1] * HEADS
+    assert shared[0]["half"][str(LENGTH)] > shared[HEADS]["half"][str(LENGTH)]  # steeper where the scale is larger

@@ -81,6 +81,7 @@ def test_results_have_every_section(finished):
         "priors",
         "prior_terms",
         "prior_mass",
+        "prior_reach",
         "logit_scales",
         "extensions",
         "retrieval",

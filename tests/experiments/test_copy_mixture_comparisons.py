@@ -165,7 +165,11 @@ def test_sinks_and_priors_have_their_rows(results):
         terms = [r["log_prior"] for r in results["prior_terms"] if _is(r, "GOAT", 1, row["layer"], row["head"])]
         second = torch.tensor([terms[0][1] + terms[1][0], terms[0][0] + terms[1][1]]).softmax(0)[0]
         assert sunk == pytest.approx((10 * row["first"] + float(second)) / 11, rel=1e-4)
-    assert not [row for row in results["prior_mass"] + results["prior_terms"] if row["scheme"] == "RoPE"]
+    assert len(results["prior_reach"]) == len(results["prior_mass"])
+    assert [*results["prior_reach"][0]["half"]] == ["12", "24"]
+    assert not [
+        row for name in ("prior_mass", "prior_terms", "prior_reach") for row in results[name] if row["scheme"] == "RoPE"
+    ]
 
 
 def _is(row: dict[str, Any], scheme: str, seed: int, layer: int, head: int) -> bool:

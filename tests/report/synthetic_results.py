@@ -52,6 +52,7 @@ def make_results() -> dict:
         "priors": [],
         "prior_terms": [],
         "prior_mass": [],
+        "prior_reach": [],
         "logit_scales": [],
         "extensions": [],
         "retrieval": [],

@@ -23,7 +23,14 @@ from attention_priors.analysis.margins import (
 from attention_priors.analysis.reach import effective_reach, window_for
 from attention_priors.analysis.roles import Role, head_roles
 from attention_priors.analysis.sinks import SinkMassRow, sink_mass, sink_mass_rows
-from attention_priors.analysis.terms import PriorMassRow, PriorTermRow, prior_mass_rows, prior_term_rows
+from attention_priors.analysis.terms import (
+    PriorMassRow,
+    PriorReachRow,
+    PriorTermRow,
+    prior_mass_rows,
+    prior_reach_rows,
+    prior_term_rows,
+)
 from attention_priors.analysis.transport import transport_minimum, transport_objective, transport_plan
 from attention_priors.hub.observation import LayerAttention, observed_attention
 
@@ -37,6 +44,7 @@ __all__ = [
     "LogitScaleRow",
     "Margin",
     "PriorMassRow",
+    "PriorReachRow",
     "PriorRow",
     "PriorTermRow",
     "Projected",
@@ -59,6 +67,7 @@ __all__ = [
     "logit_scale_rows",
     "observed_attention",
     "prior_mass_rows",
+    "prior_reach_rows",
     "prior_rows",
     "prior_term_rows",
     "sensitivity_bound",

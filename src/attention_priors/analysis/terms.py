@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, TypedDict, cast
 
 import torch
 from torch import nn
 
 from attention_priors.analysis.curves import curve_distances, finite, logit_scales_of, priors_of
-from attention_priors.analysis.reach import place_of, prior_scale, scaled_log_prior
+from attention_priors.analysis.reach import effective_reach, place_of, prior_scale, scaled_log_prior
 from attention_priors.attention import SSMax
 from attention_priors.hub.heads import OnHeads
 from attention_priors.priors import KeySink, Prior, Structure
@@ -55,6 +55,16 @@ class PriorMassRow(TypedDict):
     """Weight of the query's own key."""
     scaled: bool
     """Whether a logit scale multiplied the prior."""
+
+
+class PriorReachRow(TypedDict):
+    """How far one head's prior looks as texts grow."""
+
+    layer: int
+    head: int
+    half: dict[str, int]
+    """By length of the text in tokens: the distance from the last query that holds half of its prior, as attention
+    applies that. Lengths are written out, as JSON has no other keys; they rise."""
 
 
 @torch.no_grad()
@@ -138,6 +148,26 @@ def prior_mass_rows(layers: list[nn.Module], *, length: int) -> list[PriorMassRo
                     "scaled": scale is not None,
                 }
             )
+    return rows
+
+
+@torch.no_grad()
+def prior_reach_rows(layers: list[nn.Module], *, lengths: Iterable[int]) -> list[PriorReachRow]:
+    """How far every head's prior looks as texts grow: :func:`effective_reach` of half of it.
+
+    Args:
+        layers: as for :func:`prior_mass_rows`.
+        lengths: of texts, in tokens.
+
+    Raises:
+        ValueError: a length is not positive, or a prior hides every key.
+    """
+    sizes = sorted(lengths)
+    rows: list[PriorReachRow] = []
+    for layer, prior, scale in _applied(layers, None):
+        found = {size: effective_reach(prior, size, (0.5,), logit_scale=scale)[0].tolist() for size in sizes}
+        for head in range(prior.num_heads):
+            rows.append({"layer": layer, "head": head, "half": {str(size): found[size][head] for size in sizes}})
     return rows
 
 

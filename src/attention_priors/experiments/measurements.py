@@ -13,6 +13,7 @@ from torch import nn
 from attention_priors.analysis import (
     logit_scale_rows,
     prior_mass_rows,
+    prior_reach_rows,
     prior_rows,
     prior_term_rows,
     sink_mass_rows,
@@ -130,8 +131,17 @@ def _write_priors(
             "logit_scales": logit_scale_rows(list(model.model.layers)),
             "prior_terms": prior_term_rows(layers, length=length),
             "prior_mass": prior_mass_rows(layers, length=length),
+            "prior_reach": prior_reach_rows(layers, lengths=_doubled(length, recipe.longest_text)),
         },
     )
+
+
+def _doubled(length: int, longest: int) -> list[int]:
+    """A length, and twice it again and again, as long as texts are asked for."""
+    lengths = [length]
+    while 2 * lengths[-1] <= longest:
+        lengths.append(2 * lengths[-1])
+    return lengths
 
 
 def _add_window(model: PriorDecoderForCausalLM, size: int | None) -> None:

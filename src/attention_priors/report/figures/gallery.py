@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from attention_priors.files import write_bytes
 from attention_priors.report.figures import by_axis, comparison, copying, prior_parts
 from attention_priors.report.figures.needle_weights import needle_weight_by_length
+from attention_priors.report.figures.prior_reach import prior_reach
 from attention_priors.report.figures.style import png
 from attention_priors.report.numbers import listing
 from attention_priors.report.selections.needle_weights import plans_with_weights
@@ -94,6 +95,10 @@ def illustrations(results: Results) -> Iterator[Illustration]:
         prior_parts.prior_logits, results, "Each head's log-prior of every query and key before the causal mask: {}."
     )
     yield from _for_each(prior_parts.prior_weights, results, "Weights that each head's prior gives alone: {}.")
+    looking = listing(schemes_with(results, "prior_reach"))
+    yield from _for_all(
+        prior_reach, results, f"How far each head's prior looks, against the length of the text: {looking}."
+    )
     yield from _for_all(
         prior_parts.sink_mass, results, f"Weight of the first token against the range of the content logits: {sunk}."
     )

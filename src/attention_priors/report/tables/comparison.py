@@ -8,7 +8,7 @@ from pathlib import Path
 from attention_priors.report.selections.results import Results, check_results
 from attention_priors.report.tables.axes import axis_grid, extension_grid
 from attention_priors.report.tables.grid import Grid, write_grids
-from attention_priors.report.tables.heads import head_count_grid, prior_mass_grid
+from attention_priors.report.tables.heads import head_count_grid, prior_mass_grid, prior_reach_grid
 from attention_priors.report.tables.losses import completion_grid, copying_grid, loss_grid, perplexity_grid
 from attention_priors.report.tables.runs import timing_grid, training_grid
 from attention_priors.report.tables.scores import answer_token_grid, needle_weight_grid, passkey_grid, retrieval_grid
@@ -19,7 +19,8 @@ def result_grids(results: Results) -> Iterator[Grid]:
     check_results(results)
     makers = (
         passkey_grid, perplexity_grid, copying_grid, retrieval_grid, answer_token_grid, loss_grid, completion_grid,
-        needle_weight_grid, timing_grid, axis_grid, extension_grid, head_count_grid, prior_mass_grid, training_grid,
+        needle_weight_grid, timing_grid, axis_grid, extension_grid, head_count_grid, prior_mass_grid,
+        prior_reach_grid, training_grid,
     )  # fmt: skip
     for make in makers:
         grid = make(results)

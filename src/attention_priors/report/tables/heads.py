@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from attention_priors.files import number
 from attention_priors.report.numbers import listing, quantity
 from attention_priors.report.selections.heads import ROLES, STRONG_RETRIEVAL, gaussian_heads, logit_scales, role
+from attention_priors.report.selections.reach import NEAR, Reach, Sight, lengths_of, reaches, still
 from attention_priors.report.selections.results import Results, Row, distinct, rows, scheme_names, schemes_with
 from attention_priors.report.tables.cells import ABSENT, interval_text, share_over_seeds, with_first
 from attention_priors.report.tables.grid import Cell, Grid
@@ -130,6 +131,34 @@ def prior_mass_grid(results: Results) -> Grid:
         "with Student's 95 % interval (where there are two seeds at least), cut to 0–100 %."
     )
     return Grid("prior_mass", caption, ["scheme", "layer", "seeds", *places], groups, words=2)
+
+
+def prior_reach_grid(results: Results) -> Grid:
+    """How many heads look near and far, and go on to do so as texts grow."""
+    lengths = lengths_of(results)
+    groups = []
+    for name in schemes_with(results, "prior_reach"):
+        heads = reaches(results, name)
+        sights: tuple[Sight, ...] = ("near-sighted", "far-sighted")
+        groups.append(
+            [
+                [name if first else "", sight, str(len(heads)), *_counts(heads, sight, lengths)]
+                for first, sight in with_first(sights)
+            ]
+        )
+    caption = (
+        "Heads by how far their priors look before anything is read, by length of the text in tokens. Near-sighted: "
+        f"half of the prior's mass, as attention applies it to the last query, is at most {NEAR} tokens away; "
+        "far-sighted: half of it is at least an eighth of the text away. Counted are heads that are so at the "
+        "training length, each scheme's first number, and still are at the other lengths; of those of all layers and "
+        "seeds. –: not asked for."
+    )
+    return Grid("prior_reach", caption, ["scheme", "heads", "of", *map(str, lengths)], groups, words=2)
+
+
+def _counts(heads: list[Reach], sight: Sight, lengths: list[int]) -> list[str]:
+    measured = heads[0].halves
+    return [str(still(heads, sight, length)) if length in measured else ABSENT for length in lengths]
 
 
 def _largest(selected: Iterable[Row], layers: Collection[int], key: str) -> list[float]:
