@@ -1,23 +1,15 @@
 """The Python of docs/grids.md runs as it stands there, from top to bottom."""
 
-import re
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "grids.md"
+from written_pages import run_page
 
 
 def test_blocks_run(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 3
-    names: dict[str, Any] = {}
     torch.manual_seed(0)
     with torch.no_grad():
-        for block in blocks:
-            exec(compile(block, "docs/grids.md", "exec"), names)
+        names = run_page("docs/grids.md")
     assert capsys.readouterr().out == "torch.Size([6, 3073])\n"
     assert names["out"].shape == (2, 20, 512)
     # What is said of cross-attention without positions.

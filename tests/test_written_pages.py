@@ -1,0 +1,35 @@
+"""The Python of pages that need nothing but this package runs as it stands there."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention_priors.analysis import effective_reach
+from attention_priors.priors import Laplace
+from written_pages import python_of, run_page
+
+
+@pytest.mark.parametrize("name", ["attention", "copy-mixture", "evaluate", "inspect", "pruning"])
+def test_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    assert run_page(f"docs/{name}.md")
+
+
+def test_the_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_page("README.md", python_of("README.md")[:1])
+    assert capsys.readouterr().out.endswith("torch.Size([8, 1, 4096])\n")
+    assert names["q"].grad.isfinite().all()
+
+
+def test_slopes_reach_as_far_as_they_did_and_not_as_large_a_part(capsys: pytest.CaptureFixture[str]) -> None:
+    run_page("docs/choosing.md")
+    printed = capsys.readouterr().out.splitlines()
+    expected = {n: effective_reach(Laplace(4), n, [0.5])[0].tolist() for n in (128, 1024, 8192)}
+    assert printed == [f"{length} {halves}" for length, halves in expected.items()]
+    near, *_, far = zip(*expected.values(), strict=True)
+    assert len(set(near)) == 1
+    assert [half / length for half, length in zip(far, expected, strict=True)] == sorted(
+        (half / length for half, length in zip(far, expected, strict=True)), reverse=True
+    )
