@@ -131,7 +131,7 @@ def test_maps_are_of_the_prior_as_it_is_multiplied(results):
     for row in results["prior_terms"]:
         row["scale"] = scale
         row["log_prior"] = [None if place == 5 else value for place, value in enumerate(row["log_prior"])]
-    axes = _panel(prior_parts.prior_weights(results, "GOAT"), "layer 0, head 1\nfirst 70 %, previous 50 %")
+    axes = _panel(prior_parts.prior_weights(results, "GOAT"), "layer 0, head 1\nfirst 70 %,\nprevious 50 %")
     weights = np.ma.filled(np.ma.asarray(axes.images[0].get_array()).astype(float), math.nan)
     # K(1) - K(0) = 3 between neighbours, and key 0 has 2 more.
     for query in range(2, 5):
@@ -142,7 +142,7 @@ def test_maps_are_of_the_prior_as_it_is_multiplied(results):
 
 
 def test_maps_before_the_mask_show_what_it_hides(results):
-    axes = _panel(prior_parts.prior_logits(results, "GOAT"), "layer 0, head 1\nfirst 70 %, previous 50 %")
+    axes = _panel(prior_parts.prior_logits(results, "GOAT"), "layer 0, head 1\nfirst 70 %,\nprevious 50 %")
     shown = np.ma.filled(np.ma.asarray(axes.images[0].get_array()).astype(float), math.nan)
     row = np.array([2.0 + 0, -3.0, 1.0, 2.0, 3.0, 4.0])  # of query 1, first seed: the key before, its own, four ahead
     assert shown[1] == pytest.approx(row - row.mean())
@@ -164,7 +164,7 @@ def test_the_table_of_masses_says_what_is_multiplied(results):
 
 
 def test_maps_are_causal_probabilities(results):
-    axes = _panel(prior_parts.prior_weights(results, "GOAT"), "layer 0, head 1\nfirst 70 %, previous 50 %")
+    axes = _panel(prior_parts.prior_weights(results, "GOAT"), "layer 0, head 1\nfirst 70 %,\nprevious 50 %")
     weights = np.ma.filled(np.ma.asarray(axes.images[0].get_array()).astype(float), math.nan)
     assert weights.shape == (6, 6)
     assert np.isnan(weights[np.triu_indices(6, 1)]).all()

@@ -116,7 +116,8 @@ def _maps(
     layers, heads = (sorted(set(places)) for places in zip(*maps, strict=True))
     columns = min(len(heads), 4)
     lines = math.ceil(len(heads) / columns)
-    figure = blank(0.9 + 2.0 * lines * len(layers))
+    # Maps are square, each with a title of three lines.
+    figure = blank(0.9 + (0.8 + 4.2 / max(columns, 2)) * lines * len(layers))
     grid: Any = figure.subplots(lines * len(layers), columns, sharex=True, sharey=True, squeeze=False)
     image = None
     for place, (layer, head) in enumerate((layer, head) for layer in layers for head in range(lines * columns)):
@@ -129,7 +130,7 @@ def _maps(
         if masked:
             end = len(found) - 0.5
             axes.plot([-0.5, end], [-0.5, end], color="black", linewidth=0.8, linestyle="--")
-        axes.set_title(f"layer {layer}, head {head}\n{_masses(results, scheme, seeds[0], layer, head)}", fontsize=8)
+        axes.set_title(f"layer {layer}, head {head}{_masses(results, scheme, seeds[0], layer, head)}", fontsize=8)
         axes.tick_params(labelsize=7.5)
     assert image is not None
     figure.supxlabel("position of the key, tokens", fontsize=9.5)
@@ -258,5 +259,5 @@ def _contiguous(places: list[int]) -> int:
 def _masses(results: Results, scheme: str, seed: int, layer: int, head: int) -> str:
     for row in rows(results, "prior_mass", scheme):
         if (row["seed"], row["layer"], row["head"]) == (seed, layer, head):
-            return f"first {percent(row['first'])} %, previous {percent(row['previous'])} %"
+            return f"\nfirst {percent(row['first'])} %,\nprevious {percent(row['previous'])} %"
     return ""

@@ -22,15 +22,15 @@ _LOOKS: dict[Sight, dict[str, Any]] = {
     "far-sighted": {"color": COLOURS[1]},
 }
 """Of a head's line, by what it is called at the training length."""
-_TITLE = 26
-"""Characters that fit above a panel."""
+_LINE = 78
+"""Characters of titles that fit beside each other."""
 
 
 def prior_reach(results: Results) -> Figure:
     """The distance that holds half of each head's prior, against the length of the text: a panel per scheme."""
     shown = require(results, "prior_reach", overview(results))
     lengths = lengths_of(results)
-    columns = min(3, len(shown))
+    columns = 2 if len(shown) == 4 else min(3, len(shown))  # none left alone in a line
     lines = math.ceil(len(shown) / columns)
     figure = blank(0.8 + 2.0 * lines)
     grid: Any = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
@@ -48,7 +48,7 @@ def prior_reach(results: Results) -> Figure:
                 gid=f"reach:{scheme}:{head.trained}",
             )  # fmt: skip
         axes.plot(lengths, [length / 2 for length in lengths], color="black", linestyle=":", linewidth=1, zorder=1)
-        axes.set_title(textwrap.fill(label(scheme), _TITLE), loc="left", fontsize=8.5)
+        axes.set_title(textwrap.fill(label(scheme), _LINE // columns), loc="left", fontsize=8.5)
         _tokens_away(axes, lengths)
     figure.supylabel("distance that holds half of the prior, tokens", fontsize=9.5)
     keys = [
