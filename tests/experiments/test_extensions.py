@@ -246,7 +246,7 @@ def test_a_sweep_with_extensions_is_compared_and_reported(copy, tiny, quiet, mon
     assert "perplexity_by_axis_01_init.png" in [path.name for path in write_figures(results, copy / "figures")]
     assert [path.name for path in write_tables(results, copy / "tables")] == [
         f"{stem}.{ending}"
-        for stem in ("passkey", "perplexity", "axes", "extension", "heads", "prior_mass", "training")
+        for stem in ("passkey", "perplexity", "axes", "extension", "heads", "prior_mass", "prior_reach", "training")
         for ending in ("md", "tex")
     ]
 
