@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from dense_attention import dense_logits
-from tiny_models import FAMILIES, HEADS, LAYERS, WINDOW, tiny, tokens
+from tiny_models import FAMILIES, HEADS, LAYERS, WINDOW, YARN, tiny, tokens
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
@@ -390,9 +390,6 @@ def test_without_positions_of_its_own_a_model_sees_a_set(family: str) -> None:
     assert float(dropped.abs().max().detach()) <= 1e-5
     if family != "smollm3":
         assert float(kept.abs().max().detach()) > 1e-4
-
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 
 
 def test_without_positions_of_its_own_a_model_keeps_yarns_attention_factor() -> None:

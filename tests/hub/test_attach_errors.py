@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from tiny_models import tiny, tokens
+from tiny_models import YARN, tiny, tokens
 from torch import nn
 
 from attention_priors import GeneralizedGaussian, Window
@@ -78,8 +78,7 @@ def test_positions_that_cannot_be_dropped() -> None:
     refused(tiny("gpt2"), "layers must be all", drop_positions=True, layers=[0])
     attach(tiny("gpt2"), "laplace", drop_positions=True, layers=[0, 1])
     attach(tiny("llama"), "laplace", drop_positions=True, layers=[0])
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
-    of_types = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": yarn}
+    of_types = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": YARN}
     refused(tiny("gemma3", rope_parameters=of_types), r"same attention factor.* 1\.0, 1\.138", drop_positions=True)
 
 

@@ -51,6 +51,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "opt": ("OPTForCausalLM", "OPTConfig", _OPT | {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2}),
 }
 """Classes of model and configuration, and the configuration's arguments."""
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+"""Rotary positions whose scaling multiplies the logits too."""
 LAYERS = 2
 HEADS = 4
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from written_pages import run_page
+from written_pages import python_of, run_page
 
 
 def test_blocks_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(python_of("docs/grids.md")) == 3
     torch.manual_seed(0)
     with torch.no_grad():
         names = run_page("docs/grids.md")
