@@ -125,13 +125,19 @@ def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[
 
 
 def differences(found: Any, wanted: Any, key: str = "") -> list[str]:
-    """Where two plain descriptions differ, one line for each key."""
+    """Where two plain descriptions differ, one line for each key; what is not set is the same as what is not there."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         keys = [*found, *(name for name in wanted if name not in found)]
         return [
             line for name in keys for line in differences(found.get(name), wanted.get(name), f"{key}.{name}".strip("."))
         ]
-    return [] if found == wanted else [f"{key} (there {found!r}, here {wanted!r})"]
+    same = found == wanted or (_says_nothing(found) and _says_nothing(wanted))
+    return [] if same else [f"{key} (there {found!r}, here {wanted!r})"]
+
+
+def _says_nothing(value: Any) -> bool:
+    """Whether nothing is set in a description."""
+    return value is None or (isinstance(value, dict) and all(map(_says_nothing, value.values())))
 
 
 def check_same_recipe(path: Path, wanted: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ RECIPE: dict[str, Any] = {
             "prior": {"name": "generalized_gaussian", "init": "roles"},
             "logit_scale": "ssmax",
             "training": {"steps": 3},
-            "at_evaluation": {"window": 40},
+            "evaluation": {"tolerance": 0.01},
         },
     },
 }

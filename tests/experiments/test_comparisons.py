@@ -121,7 +121,7 @@ def test_schemes_are_described(finished):
     # θα and β of BAM train, θμ does not; s trains.
     assert bam == {
         "name": "BAM + SSMax",
-        "description": "generalized_gaussian(init='roles') · ssmax · window=40 at evaluation · training(steps=3)",
+        "description": "generalized_gaussian(init='roles') · ssmax · tolerance=0.01 at evaluation · training(steps=3)",
         "context_length": 150,
         "parameters": weights + 2 * (3 * 2 + 2),
         "prior_parameters": 2 * (2 * 2 + 2),

@@ -224,7 +224,8 @@ def test_a_sweep_with_extensions_is_compared_and_reported(copy, tiny, quiet, mon
     assert not any(row["scheme"] == bare for row in results["priors"])
     assert not any(row["scheme"] == fresh for row in results["logit_scales"])
     assert entries[bare]["description"] == (
-        "ssmax · window=40 at evaluation · training(steps=3) · for 300 tokens without more training, from " + uniform
+        "ssmax · tolerance=0.01 at evaluation · training(steps=3) · for 300 tokens without more training, from "
+        + uniform
     )
     assert (entries[bare]["prior_parameters"], entries[on]["prior_parameters"]) == (4, 4 + 8)
     assert [row["final_loss"] for row in results["runs"] if row["scheme"] == bare] == [None]

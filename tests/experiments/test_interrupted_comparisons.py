@@ -269,16 +269,21 @@ def _first_difference(one: list[dict[str, float]], other: list[dict[str, float]]
 @pytest.mark.parametrize(
     "scheme",
     [
-        {"at_evaluation": {"window": 40}},
-        {"prior": "laplace", "share_prior": True, "at_evaluation": {"window": 40}},
-        {"encoding": {"name": "rotary", "base": 100}, "at_evaluation": {"base_multiplier": 0.02}},
-        {"encoding": "rotary", "at_evaluation": {"base_multiplier": 50}},
+        {"change": {"prior": {"name": "window", "size": 40}}},
+        {"prior": "laplace", "share_prior": True, "change": {"prior": ["laplace", {"name": "window", "size": 40}]}},
+        {
+            "encoding": {"name": "rotary", "base": 100},
+            "change": {"encoding": {"name": "rotary", "base": 100, "base_multiplier": 0.02}},
+        },
+        {"encoding": "rotary", "change": {"encoding": {"name": "rotary", "base_multiplier": 50}}},
     ],
     ids=["a window alone", "a window with a shared prior", "a smaller base", "a larger base"],
 )
-def test_changes_at_evaluation_are_made_after_training(tiny, finished, tmp_path, scheme):
+def test_positions_that_change_without_steps_change_after_training(tiny, finished, tmp_path, scheme):
+    way = scheme["change"] | {"context_length": 160, "steps": 0}
+    first = {key: value for key, value in scheme.items() if key != "change"}
     changes = {
-        "schemes": {"new": scheme},
+        "schemes": {"new": first | {"extensions": {"changed": way}}},
         "training.steps": 1,
         "training.passkey_ratio": 0,
         "model.initializer_range": 0.5,
@@ -287,19 +292,15 @@ def test_changes_at_evaluation_are_made_after_training(tiny, finished, tmp_path,
     run = tmp_path / "run"
     run.mkdir()
     _execute(tiny(changes), "new", run, finished.folder / "cache")
-    with_changes = _json(run / "perplexity.json")
-    for name in ("perplexity.json", "done.json"):
-        (run / name).unlink()
-    unchanged = {key: value for key, value in scheme.items() if key != "at_evaluation"}
-    _execute(tiny(changes | {"schemes": {"new": unchanged}}), "new", run, finished.folder / "cache")
-    first = _first_difference(with_changes, _json(run / "perplexity.json"))
-    if "window" in scheme["at_evaluation"]:
+    changed = run / "extended" / "changed"
+    position = _first_difference(_json(changed / "perplexity.json"), _json(run / "perplexity.json"))
+    if "prior" in way:
         # A query sees 40 tokens, itself included: the 41st is the first to miss one.
-        assert first == pytest.approx((32 * 63) ** 0.5)
+        assert position == pytest.approx((32 * 63) ** 0.5)
     else:
-        assert first < 16
-    layers = {row["layer"] for row in _json(run / "priors.json")["priors"]}
-    assert layers == ({0} if scheme.get("share_prior") else set())
+        assert position < 16
+    layers = {row["layer"] for row in _json(changed / "priors.json")["priors"]}
+    assert layers == ({0} if scheme.get("share_prior") else {0, 1} if "prior" in way else set())
 
 
 def test_a_tolerance_at_evaluation_is_not_one_in_training(tiny, finished, tmp_path, monkeypatch):
@@ -310,7 +311,7 @@ def test_a_tolerance_at_evaluation_is_not_one_in_training(tiny, finished, tmp_pa
         return attend(query, *arguments, tolerance=tolerance, **options)
 
     monkeypatch.setattr("attention_priors.models.decoder.attend", watched)
-    scheme = {"prior": "laplace", "at_evaluation": {"tolerance": 0.25}}
+    scheme = {"prior": "laplace", "evaluation": {"tolerance": 0.25}}
     run = tmp_path / "run"
     run.mkdir()
     changes = {"schemes": {"new": scheme}, "training.steps": 1, "evaluation.passkey": ...}

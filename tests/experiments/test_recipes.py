@@ -108,16 +108,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"schemes.ALiBi.priors": "laplace"},
         [
             "schemes.ALiBi.priors: unknown key (value 'laplace'); allowed here are prior, share_prior, encoding"
-            ", logit_scale, extends, model, training, evaluation, at_evaluation, extensions, axes"
+            ", logit_scale, extends, model, training, evaluation, extensions, axes"
         ],
     ),
     "unknown key of a scheme's training": (
         {"schemes.ALiBi.training.step": 3},
         ["schemes.ALiBi.training: step: unknown key (value 3)", f"allowed here are {TRAINING_KEYS}"],
-    ),
-    "unknown change at evaluation": (
-        {"schemes.ALiBi.at_evaluation.windows": 3},
-        ["schemes.ALiBi.at_evaluation.windows: unknown key (value 3); allowed here are window, base_multiplier, tol"],
     ),
     "unknown prior": (
         {"schemes.ALiBi.prior": "alibi"},
@@ -212,9 +208,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["evaluation.passkey.lengths.1:", "greater than 0, got 0"],
     ),
     "no chunk": ({"evaluation.chunk": 0}, ["evaluation.chunk:", "greater than 0, got 0"]),
-    "no window": (
-        {"schemes.ALiBi.at_evaluation": {"window": 0}},
-        ["schemes.ALiBi.at_evaluation.window:", "greater than 0, got 0"],
+    "a tolerance that leaves nothing": (
+        {"schemes.ALiBi.evaluation": {"tolerance": 1}},
+        ["schemes.ALiBi.evaluation: tolerance:", "less than 1, got 1"],
     ),
     "heads that do not divide the width": (
         {"model.num_attention_heads": 3},
@@ -235,14 +231,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a panel without a scheme": (
         {"panels": {"All": ["*"], "Sinks": ["GOAT*"]}},
         ["panels.Sinks: no scheme is like 'GOAT*'; there are ALiBi, BAM + SSMax"],
-    ),
-    "a base multiplier with another encoding": (
-        {"schemes.ALiBi": {"encoding": "sinusoidal", "at_evaluation": {"base_multiplier": 50}}},
-        ["schemes.ALiBi.at_evaluation.base_multiplier needs the encoding 'rotary', got 'sinusoidal'"],
-    ),
-    "a base multiplier without an encoding": (
-        {"schemes.ALiBi.at_evaluation": {"base_multiplier": 50}},
-        ["schemes.ALiBi.at_evaluation.base_multiplier needs the encoding 'rotary', got None"],
     ),
     "schemes that share a folder": (
         {"schemes": {"a b": {}, "a/b": {}}},
@@ -308,7 +296,7 @@ def test_a_file_that_is_missing_is_named(tmp_path):
     "changes",
     [
         {"schemes.table": {"encoding": {"name": "learned", "max_length": 175}}},
-        {"schemes.rope": {"encoding": "rotary", "at_evaluation": {"base_multiplier": 50}}},
+        {"schemes.rope": {"encoding": {"name": "rotary", "base_multiplier": 50}}},
         {"schemes.sum": {"prior": [{"name": "laplace"}, {"name": "window", "size": 4}], "share_prior": True}},
         {"schemes.sum": {"prior": ["spectral", {"name": "key_sink", "train_length": 4}]}},
         {"schemes": {"NoPE": {}}},

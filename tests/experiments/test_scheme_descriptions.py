@@ -19,9 +19,9 @@ from attention_priors.experiments.results import describe
             {
                 "encoding": {"name": "rotary", "base": 500.0},
                 "logit_scale": {"name": "ssmax", "init": 0.2},
-                "at_evaluation": {"window": 16, "base_multiplier": 50},
+                "evaluation": {"tolerance": 0.01, "chunk": 64},
             },
-            "rotary(base=500.0) · ssmax(init=0.2) · window=16 at evaluation · base_multiplier=50.0 at evaluation",
+            "rotary(base=500.0) · ssmax(init=0.2) · tolerance=0.01 at evaluation",
         ),
     ],
 )

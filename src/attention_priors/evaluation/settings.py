@@ -77,3 +77,5 @@ class EvaluationSettings(BaseModel):
     """What ``attention-priors evaluate`` is to measure beside these, by any name."""
     chunk: int = Field(default=512, gt=0)
     """Tokens per forward pass."""
+    tolerance: float | None = Field(default=None, ge=0, lt=1)
+    """Leave out keys that weigh no more than this together, which is faster; the model's own where none is given."""

@@ -30,11 +30,9 @@ from attention_priors.evaluation import (
 from attention_priors.experiments.environment import environment
 from attention_priors.experiments.materials import Materials
 from attention_priors.experiments.plans import carry_out, unfinished
-from attention_priors.experiments.recipe import EvaluationChanges
 from attention_priors.experiments.study import Progress
 from attention_priors.files import append_json_line, read_json, with_nulls, write_json
 from attention_priors.models.decoder import PriorDecoderForCausalLM
-from attention_priors.priors import Window
 from attention_priors.training import PositionSettings
 from attention_priors.wall_clock import WallClock
 
@@ -61,7 +59,7 @@ def measure(materials: Materials, scheme: str, positions: PositionSettings, fold
     Raises:
         FileNotFoundError: something is left to measure, and the model is not there any more.
     """
-    evaluation, changes = materials.recipe.evaluation_of(scheme), materials.recipe.schemes[scheme].at_evaluation
+    evaluation = materials.recipe.evaluation_of(scheme)
     measured, asked = (folder / "done.json").exists(), not unfinished(evaluation, folder)
     if not (measured and asked):
         if not (folder / "model").exists():
@@ -69,11 +67,10 @@ def measure(materials: Materials, scheme: str, positions: PositionSettings, fold
                 f"{folder / 'model'} is gone, and has not been asked all that evaluation.plans ask; remove {folder} to "
                 "train it again"
             )
-        model = on_device(_changed(changes, positions, folder / "model"))
+        own: dict[str, Any] = {} if evaluation.tolerance is None else {"tolerance": evaluation.tolerance}
+        model = on_device(PriorDecoderForCausalLM.from_pretrained(folder / "model", **own))
         if not measured:
             _write_priors(model, materials, scheme, positions, folder)
-        _add_window(model, changes.window)
-        if not measured:
             with WallClock(folder / "evaluate_seconds.json") as clock:
 
                 def tell(stage: str, done: int, total: int) -> None:
@@ -105,18 +102,6 @@ def on_device(model: PriorDecoderForCausalLM) -> PriorDecoderForCausalLM:
     return model
 
 
-def _changed(changes: EvaluationChanges, positions: PositionSettings, saved: Path) -> PriorDecoderForCausalLM:
-    """A saved model, with another base of its rotary positions or another tolerance if that is to be changed."""
-    options: dict[str, Any] = {}
-    if changes.base_multiplier is not None:
-        encoding = positions.encoding
-        described = {"name": encoding} if isinstance(encoding, str) else dict(encoding or {})
-        options["encoding"] = described | {"base_multiplier": changes.base_multiplier}
-    if changes.tolerance is not None:
-        options["tolerance"] = changes.tolerance
-    return PriorDecoderForCausalLM.from_pretrained(saved, **options)
-
-
 def _write_priors(
     model: PriorDecoderForCausalLM, materials: Materials, scheme: str, positions: PositionSettings, folder: Path
 ) -> None:
@@ -142,18 +127,6 @@ def _doubled(length: int, longest: int) -> list[int]:
     while 2 * lengths[-1] <= longest:
         lengths.append(2 * lengths[-1])
     return lengths
-
-
-def _add_window(model: PriorDecoderForCausalLM, size: int | None) -> None:
-    if size is None:
-        return
-    window = Window(model.config.num_attention_heads, size)
-    if model.model.prior is not None:
-        model.model.prior = model.model.prior + window
-        return
-    for layer in model.model.layers:
-        attention: Any = layer.self_attn
-        attention.prior = window if attention.prior is None else attention.prior + window
 
 
 @dataclass(frozen=True)

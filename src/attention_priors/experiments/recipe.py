@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from attention_priors.data import ANSWER_LENGTH, EMBEDDED, NEEDLE_TASKS, CopyMixture
-from attention_priors.encodings import LearnedTable, Rotary
+from attention_priors.encodings import LearnedTable
 from attention_priors.evaluation import EvaluationSettings
 from attention_priors.experiments.folders import check_folders
 from attention_priors.experiments.study import Seeds
@@ -120,17 +120,6 @@ class MixtureSettings(TrainingSettings):
         return self
 
 
-class EvaluationChanges(Strict):
-    """What is changed in a trained model before it is tested."""
-
-    window: int | None = Field(default=None, gt=0)
-    """Add a window of so many tokens to every layer ("RoPE local")."""
-    base_multiplier: float | None = Field(default=None, gt=0)
-    """Multiply the base of rotary positions."""
-    tolerance: float | None = Field(default=None, ge=0, lt=1)
-    """Leave out keys that weigh no more than this together, which is faster: ``tolerance`` of the model's config."""
-
-
 class Scheme(PositionSettings):
     """One way to put positions into the model. What it does not say is the same for all schemes of a recipe."""
 
@@ -142,7 +131,6 @@ class Scheme(PositionSettings):
     """Settings of the training that differ for this scheme."""
     evaluation: dict[str, Any] = Field(default_factory=dict)
     """What is measured differently for this scheme."""
-    at_evaluation: EvaluationChanges = EvaluationChanges()
     extensions: dict[Annotated[str, Field(min_length=1)], dict[str, Any] | None] = Field(default_factory=dict)
     """Ways to extend the context of the trained model, each by itself, and followed by another evaluation: for each its
     ``context_length``, ``steps``, and whatever else differs from the first training or in how positions come in."""
@@ -273,11 +261,6 @@ class Recipe(Strict):
             raise ValueError(
                 f"{place}.encoding: the learned table has max_length={encoding.max_length} positions, "
                 f"but it reads texts of {longest} tokens"
-            )
-        if self.schemes[name].at_evaluation.base_multiplier is not None and not isinstance(encoding, Rotary):
-            raise ValueError(
-                f"{self._place(name)}.at_evaluation.base_multiplier needs the encoding 'rotary', got "
-                f"{positions.encoding!r}" + (f" in {section[1:]}" if section else "")
             )
 
     def _place(self, name: str) -> str:

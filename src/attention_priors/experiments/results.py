@@ -182,8 +182,8 @@ def _scheme_entry(model: _Model, training: dict[str, Any]) -> dict[str, Any]:
 def describe(scheme: Scheme) -> str:
     """A scheme in one line, as code would make it: ``generalized_gaussian(init='roles') · ssmax``."""
     words = described([scheme.encoding, scheme.prior, scheme.logit_scale])
-    changes = {k: v for k, v in scheme.at_evaluation.model_dump().items() if v is not None}
-    words += [f"{key}={value} at evaluation" for key, value in changes.items()]
+    if (tolerance := scheme.evaluation.get("tolerance")) is not None:
+        words.append(f"tolerance={tolerance} at evaluation")
     words += [_call({"name": key} | own) for key in ("model", "training") if (own := getattr(scheme, key))]
     return " · ".join(words) or "no position but the causal mask"
 

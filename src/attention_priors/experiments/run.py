@@ -46,14 +46,13 @@ def identity(materials: Materials, scheme: str, seed: int) -> dict[str, Any]:
         seed: the seed.
     """
     recipe = materials.recipe
-    own = {*PositionSettings.model_fields, "at_evaluation"}
     return {
         "corpus": recipe.corpus.model_dump(mode="json"),
         "tokenizer": recipe.tokenizer,
         "model": recipe.model_of(scheme).model_dump(mode="json"),
         "evaluation": recipe.evaluation_of(scheme).model_dump(mode="json", exclude={"plans"}),
         "threads_per_run": recipe.threads_per_run,
-        "scheme": recipe.schemes[scheme].model_dump(mode="json", include=own),
+        "scheme": recipe.schemes[scheme].model_dump(mode="json", include=set(PositionSettings.model_fields)),
         "training": recipe.training_of(scheme).model_dump(mode="json"),
         "seed": seed,
         **materials.fingerprints,

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from attention_priors.strict_yaml import Strict
 
-SECTIONS = ("training", "model", "evaluation", "at_evaluation", "extensions", "axes")
+SECTIONS = ("training", "model", "evaluation", "extensions", "axes")
 """Keys of a scheme that are inherited key by key; the others are inherited whole."""
 
 POSITIONS = ("prior", "share_prior", "encoding", "logit_scale")

@@ -1,0 +1,30 @@
+"""Descriptions that are compared with those that a folder holds."""
+
+from typing import Any
+
+import pytest
+
+from attention_priors.strict_yaml import differences
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        ({"a": None}, {}),
+        ({"a": {"b": None, "c": {"d": None}}}, {}),
+        ({}, {"a": {"b": None}}),
+        ({"a": {}}, {"a": None}),
+    ],
+)
+def test_what_is_not_set_is_the_same_as_what_is_not_there(there: Any, here: Any):
+    assert not differences(there, here)
+
+
+def test_each_key_that_differs_is_named():
+    there = {"a": {"b": None, "c": 1}, "same": [1], "gone": {"d": 0}}
+    here = {"a": {"b": 2, "c": 1}, "same": [1], "new": False}
+    assert differences(there, here) == [
+        "a.b (there None, here 2)",
+        "gone (there {'d': 0}, here None)",
+        "new (there None, here False)",
+    ]
