@@ -73,6 +73,9 @@ def test_help_is_there_without_the_laboratory():
         ("runs/BAM/seed-0/model", "BAM/seed-0"),
         ("runs/ALiBi/seed-1/model", "ALiBi/seed-1"),
         ("runs/tiny/model", "tiny"),
+        ("runs/tiny/extended-2x/model", "tiny/extended-2x"),
+        ("runs/tiny/extended-2x/extended-4x/model", "tiny/extended-2x/extended-4x"),
+        ("runs/RoPE/seed-1/extended/YaRN/model", "RoPE/seed-1/YaRN"),
         ("gpt2-mine", "gpt2-mine"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeGuard, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -115,13 +115,21 @@ def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[
     for part in location:
         if isinstance(part, int):
             continue  # an entry of a list, whose kind is known already
-        if isinstance(current, type) and issubclass(current, BaseModel):
-            current = current.model_fields[str(part)].annotation
-            inner = [kind for kind in get_args(current) if isinstance(kind, type) and issubclass(kind, BaseModel)]
-            current = inner[0] if inner and part != "schemes" else current
-        else:
-            current = get_args(current)[-1]
+        # A name of the user's own, such as a scheme's, stands between a mapping and its values.
+        current = _section(current.model_fields[part].annotation if _is_model(current) else get_args(current)[-1])
     return list(current.model_fields)
+
+
+def _section(annotation: Any) -> Any:
+    """What of an annotation has keys, a model or a mapping; None if nothing has."""
+    if _is_model(annotation) or get_origin(annotation) is dict:
+        return annotation
+    found = (_section(part) for part in get_args(annotation))
+    return next((part for part in found if part is not None), None)
+
+
+def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def differences(found: Any, wanted: Any, key: str = "") -> list[str]:

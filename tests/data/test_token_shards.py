@@ -273,6 +273,33 @@ def test_data_have_one_source(given):
         DataSettings.model_validate(given)
 
 
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (
+            {"shards": "x", "max_tokens": 5, "held_out_tokens": 1_000_000, "shard_tokens": 7},
+            "prepared already: leave out what changes nothing, got max_tokens=5 and held_out_tokens=1000000 and shard_",
+        ),
+        ({"text": "x", "held_out_tokens": 5}, "a text has a held-out part of its own: .* got held_out_tokens=5"),
+        ({"fasta": {"path": "x", "held_out": ["a"]}, "held_out_tokens": 5}, "fasta.held_out names what is held out"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(given, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        DataSettings.model_validate(given)
+
+
+def test_what_changes_something_is_not_refused():
+    for given in (
+        {"shards": "x", "max_tokens": None, "order": "as_read"},
+        {"text": "x", "max_tokens": 5, "shard_tokens": 7},
+        {"dataset": {"path": "x"}, "max_tokens": 5, "held_out_tokens": 5, "shard_tokens": 7},
+        {"fasta": {"path": "x"}, "max_tokens": 5, "held_out_tokens": 5, "shard_tokens": 7},
+    ):
+        settings = DataSettings.model_validate(given)
+        assert DataSettings.model_validate(settings.model_dump(exclude_defaults=True)) == settings
+
+
 def test_a_dataset_goes_on_after_any_text(json_lines, texts):
     documents = HubDocuments(HubDataset(path="json", data_files=str(json_lines / "*.jsonl")))
     places: list[Place] = list(documents.read("train"))

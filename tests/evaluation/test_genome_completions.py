@@ -24,7 +24,8 @@ from attention_priors.evaluation import (
     summarize,
 )
 from attention_priors.evaluation.answering import sampled
-from attention_priors.evaluation.completion import COMPLETED, chance_identity
+from attention_priors.evaluation.completion import chance_identity
+from attention_priors.evaluation.plan import COMPLETED
 from attention_priors.intervals import mean_interval
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
 from attention_priors.report import evaluation_markdown, write_evaluation_figures

@@ -13,6 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from attention_priors.evaluation import Subject, model_fingerprint
+from attention_priors.evaluation.subject import device_named
 from attention_priors.hub import attached_priors
 
 
@@ -133,3 +134,11 @@ def test_a_model_without_a_tokenizer_is_refused(folders: dict[str, Path], tmp_pa
         assert json.loads((folder / "config.json").read_text())["vocab_size"] == 400
         with pytest.raises(OSError, match=r"model .* cannot be loaded: tokenizer .* cannot be loaded"):
             Subject.load(str(folder))
+
+
+@pytest.mark.parametrize(("there", "name"), [(True, "cuda"), (False, "cpu")])
+def test_a_gpu_is_used_where_there_is_one(there: bool, name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: there)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: int(there))
+    assert device_named(None).type == name
+    assert device_named("cpu").type == "cpu"

@@ -26,7 +26,7 @@ from attention_priors.experiments.images.study import ImageStudy
 from attention_priors.models import PriorVisionConfig, PriorVisionForImageClassification
 from attention_priors.priors import grid_positions
 from attention_priors.report import are_of_images, image_table, write_image_results
-from attention_priors.training import RunningSettings, SealedTrainer, fit
+from attention_priors.training import RunningSettings, SealedTrainer, Trained, fit
 
 ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {
@@ -95,6 +95,8 @@ def test_every_scheme_is_tested_at_every_size(compared: tuple[Path, dict[str, An
 
 def test_what_is_shown(compared: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     _, results = compared
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "prior_maps_07.png").write_bytes(b"of a scheme that there was")
     page = write_image_results(results, tmp_path)
     text = page.read_text()
     assert "At other resolutions than in training" in text
@@ -143,6 +145,22 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(
     assert json.loads((tmp_path / run / "accuracy.json").read_text()) == json.loads(
         (compared[0] / run / "accuracy.json").read_text()
     )
+
+
+def test_the_time_of_a_training_survives_a_failure_to_save_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError("No space left on device")
+
+    study, run = ImageStudy(recipe()), tmp_path / "runs" / "none" / "seed-0"
+    with monkeypatch.context() as patch:
+        patch.setattr(Trained, "save", full)
+        with pytest.raises(OSError, match="No space left"):
+            study.execute(tmp_path, "none", 0, lambda *arguments: None)
+    seconds = run / "train_seconds.json"
+    seconds.write_text(str(1000 + json.loads(seconds.read_text())))
+    study.execute(tmp_path, "none", 0, lambda *arguments: None)
+    assert json.loads((run / "training.json").read_text())["train_seconds"] >= 1000
+    assert not seconds.exists()
 
 
 @pytest.mark.parametrize("rows_at_a_time", [8, 4, 2])

@@ -23,6 +23,7 @@ from attention_priors.experiments.materials import Materials
 from attention_priors.experiments.run import execute
 from attention_priors.files import write_json
 from attention_priors.output_folder import sole_writer
+from attention_priors.training import Trained
 
 
 def _json(path: Path) -> Any:
@@ -258,6 +259,23 @@ def test_every_scheme_is_tested_on_the_same_texts(tiny, finished, monkeypatch, t
         texts.clear()
     assert len(read[0]) == 6
     assert read[0] == read[1]
+
+
+def test_the_time_of_a_training_survives_a_failure_to_save_it(tiny, finished, tmp_path, monkeypatch):
+    def full(*arguments: Any) -> None:
+        raise OSError("No space left on device")
+
+    changes = {"training.steps": 2, "evaluation.passkey": ..., "evaluation.perplexity": ...}
+    recipe, run = tiny(changes), tmp_path / "run"
+    run.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Trained, "save", full)
+        with pytest.raises(OSError, match="No space left"):
+            _execute(recipe, "ALiBi", run, finished.folder / "cache")
+    write_json(run / "train_seconds.json", 1000 + _json(run / "train_seconds.json"))
+    _execute(recipe, "ALiBi", run, finished.folder / "cache")
+    assert _json(run / "training.json")["train_seconds"] >= 1000
+    assert not (run / "train_seconds.json").exists()
 
 
 def _first_difference(one: list[dict[str, float]], other: list[dict[str, float]]) -> float:

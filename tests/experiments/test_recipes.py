@@ -41,6 +41,8 @@ def test_a_recipe_survives_json(tmp_path):
         ({"schemes.BAM + SSMax.training": {"context_length": 400}}, 400),
         ({"evaluation.perplexity.length": 300}, 300),
         ({"evaluation.passkey.lengths": [20, 900]}, 905),
+        ({"evaluation.plans": {"far": {"tasks": ["perplexity", "passkey"], "lengths": [900]}}}, 908),
+        ({"evaluation.plans": {"far": {"tasks": ["genome_completion"], "lengths": [900]}}}, 1099),
     ],
 )
 def test_the_longest_text_is_over_all_that_is_read(tmp_path, changes, longest):
@@ -114,6 +116,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown key of a scheme's training": (
         {"schemes.ALiBi.training.step": 3},
         ["schemes.ALiBi.training: step: unknown key (value 3)", f"allowed here are {TRAINING_KEYS}"],
+    ),
+    "an overlap of no decoys": (
+        {"training.passkey_decoy_overlap": 0.5},
+        ["training: passkey_decoy_overlap=0.5 is a share of passkey_decoys, and there are none"],
+    ),
+    "unknown key of a plan": (
+        {"evaluation.plans": {"far": {"tasks": ["passkey"], "lengths": [128], "trial": 2}}},
+        ["evaluation.plans.far.trial: unknown key (value 2); allowed here are tasks, lengths, depths, trials"],
+    ),
+    "unknown key of a scheme's plan": (
+        {"schemes.ALiBi.evaluation": {"plans": {"far": {"tasks": ["passkey"], "lengths": [128], "trial": 2}}}},
+        ["schemes.ALiBi.evaluation: plans.far.trial: unknown key (value 2); allowed here are tasks, lengths"],
     ),
     "unknown prior": (
         {"schemes.ALiBi.prior": "alibi"},

@@ -11,6 +11,7 @@ from attention_priors.experiments.results import describe
         ({}, "no position but the causal mask"),
         ({"prior": "laplace"}, "laplace"),
         ({"prior": {"name": "laplace", "learn": True}}, "laplace(learn=True)"),
+        ({"prior": "laplace", "share_prior": True}, "laplace · one prior for all layers"),
         (
             {"prior": [{"name": "laplace"}, {"name": "window", "size": 8}], "encoding": "rotary"},
             "rotary · laplace · window(size=8)",

@@ -167,6 +167,18 @@ def test_reach_and_words_are_of_the_prior_that_attention_applies(
     assert not any(layer["scales_prior"] for layer in findings["goat on Llama"]["layers"])
 
 
+def test_the_reach_in_the_table_of_heads_is_at_the_length_that_its_caption_names(
+    findings: dict[str, dict[str, Any]],
+) -> None:
+    found = findings["some heads"]
+    grid = inspection_head_grid(found)
+    assert "for the last query of 512 tokens" in grid.caption
+    column = [*grid.header].index("90 % within, tokens")
+    shown = [line[column] for group in grid.groups for line in group]
+    assert shown == [str(row["reach_at_length"][1]) for row in found["priors"]]
+    assert [row["reach_at_length"] for row in found["priors"] if row["role"] == "uniform"] == [[255, 460, 506]] * 4
+
+
 def test_heads_without_what_is_attached_to_others(findings: dict[str, dict[str, Any]]) -> None:
     found = findings["some heads"]
     for row in found["priors"]:

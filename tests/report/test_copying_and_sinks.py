@@ -98,6 +98,12 @@ def test_wide_bands_do_not_squash_the_curves(results):
     assert axes.get_ylim()[1] < 2
 
 
+def test_bands_are_named_only_where_there_are_any(results):
+    assert "bands: 95 % interval" in copying.copying_by_length(results).axes[0].get_ylabel()
+    results["copying"] = [row for row in results["copying"] if row["seed"] == 0]
+    assert "bands" not in copying.copying_by_length(results).axes[0].get_ylabel()
+
+
 def test_the_table_has_the_optimum_and_intervals(results):
     (grid,) = (grid for grid in result_grids(results) if grid.stem == "copying")
     optimum, goat, rope = grid.groups

@@ -81,6 +81,15 @@ def test_figures_are_those_that_there_are_results_for(summary: Summary, tmp_path
     assert not (tmp_path / "none").exists()
 
 
+def test_figures_of_what_is_no_longer_asked_for_are_removed(summary: Summary, tmp_path: Path):
+    write_evaluation_figures(summary, tmp_path)
+    for name in ("photo.png", "table.md"):
+        (tmp_path / name).write_bytes(b"someone's own")
+    asked = [one for one in summary.accuracies if one.task != "passkey"]
+    (kept,) = write_evaluation_figures(Summary(asked, [], [], [], []), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {kept.name, "photo.png", "table.md"}
+
+
 def test_bars_are_wilson_intervals(summary: Summary):
     axes = accuracy_by_length(summary.accuracies).axes[0]
     assert len(axes.containers) == 2
@@ -127,3 +136,14 @@ def test_perplexity_is_drawn_against_position():
     assert list(lines[0].get_ydata()) == pytest.approx([math.exp(loss) for loss in (5.0, 4.0, 3.5)])
     assert [line.get_label() for line in axes.lines] == ["3 texts of 64 tokens", "1 text of 128 tokens"]
     assert axes.get_xlim()[1] > math.sqrt(28)
+
+
+def test_a_perplexity_too_large_for_a_number_is_drawn(tmp_path: Path):
+    found = _loss(64)
+    found.by_position.append(AtPosition(math.sqrt(8 * 15), 800.0, 24))
+    axes = perplexity_by_position([found]).axes[0]
+    line: Any = axes.lines[0]
+    assert list(line.get_ydata())[:3] == pytest.approx([math.exp(loss) for loss in (5.0, 4.0, 3.5)])
+    assert 1e200 < line.get_ydata()[3] < math.inf
+    assert 4 < len(axes.get_yticks()) < 12  # no more than can be read
+    assert write_evaluation_figures(Summary([], [found], [], [], []), tmp_path)

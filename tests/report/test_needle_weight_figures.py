@@ -58,6 +58,15 @@ def test_a_line_for_each_seed_and_a_panel_for_each_group() -> None:
     assert [axes.get_title(loc="left") for axes in needle_weight_by_length(told, "drowning").axes] == ["One"]
 
 
+def test_single_seeds_are_named_only_where_there_are_several() -> None:
+    for panels in ({}, {"One": ["ALiBi"]}):
+        told = results()
+        told["recipe"] = told["recipe"] | {"panels": panels}
+        assert "thin: single seeds" in needle_weight_by_length(told, "drowning").axes[0].get_ylabel()
+        told["needle_weights"] = [row for row in told["needle_weights"] if row["seed"] == told["seeds"][0]]
+        assert needle_weight_by_length(told, "drowning").axes[0].get_ylabel() == "attention on the pass key, %"
+
+
 def test_without_weights_there_is_nothing_to_show() -> None:
     with pytest.raises(NothingToShowError):
         needle_weight_by_length(make_results(), "drowning")

@@ -41,6 +41,14 @@ def test_tables_are_put_in_and_words_stay(results: Results, tmp_path: Path) -> N
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == fresh
 
 
+def test_a_table_of_earlier_results_is_not_taken_for_theirs(results: Results, tmp_path: Path) -> None:
+    write_tables(results, tmp_path / "tables")
+    write_tables({**results, "passkey": []}, tmp_path / "tables")
+    (tmp_path / "README.md").write_text(PAGE, encoding="utf-8")
+    with pytest.raises(ValueError, match="'passkey'; there are"):
+        refresh_page(tmp_path)
+
+
 def test_no_page_is_made(results: Results, tmp_path: Path) -> None:
     write_tables(results, tmp_path / "tables")
     assert refresh_page(tmp_path) is None

@@ -3,11 +3,13 @@
 import pytest
 from artists import by_gid
 
+from attention_priors.report import write_figures
 from attention_priors.report.figures import comparison
 from attention_priors.report.figures.gallery import illustrations
 from attention_priors.report.selections.plans import retrieval_views, token_views
 from attention_priors.report.tables.comparison import result_grids
 from attention_priors.report.tables.grid import Cell, markdown
+from attention_priors.results_format import SECTIONS
 
 REASON = "nothing right at 2 lengths running (240, 512 tokens)"
 
@@ -72,6 +74,58 @@ def test_answers_are_also_shown_by_their_tokens(asked):
     assert [cell.text for cell in cells] == ["75", *["100"] * 6, *["0"] * 2]
     assert cells[1].interval == "[68, 100]"  # Wilson's of 8 of 8
     assert second.replace("<", r"\<").replace(">", r"\>") in markdown(grid)
+
+
+def test_depths_that_a_task_draws_are_put_together_by_tenths(asked):
+    first, second = (scheme["name"] for scheme in asked["schemes"][:2])
+    # Read at each length: two texts of the fourth tenth, of which one is right, and one that is alone in its tenth.
+    drawn = {240: (0.3, 0.37, 0.02), 512: (0.31, 0.36, 0.6), 1024: (0.32, 0.39, 0.7)}
+    asked["retrieval"] = [
+        {
+            "scheme": scheme, "seed": 0, "plan": "needles", "task": "niah_single_1", "length": length, "depth": depth,
+            "mean": float(place == 0), "trials": 1, "token_accuracy": None, "tokens_right": None, "stopped": None,
+        }
+        for scheme in (first, second)
+        for length, depths in drawn.items()
+        for place, depth in enumerate(depths)
+    ]  # fmt: skip
+    (view,) = retrieval_views(asked)
+    (axes,) = comparison.passkey_heatmap(view.results, first).axes
+    names = [tick.get_text() for tick in axes.get_yticklabels()]
+    assert names == [f"{start}–{start + 10}" for start in range(0, 100, 10)] + ["mean"]
+    shown = {(round(x - 0.5), round(y - 0.5)): t.get_text() for t in axes.texts for x, y in [t.get_position()]}
+    cells = {place: text for place, text in shown.items() if place[0] < 3 and place[1] < 10}
+    assert cells == {**dict.fromkeys([(0, 3), (1, 3), (2, 3)], "50"), (0, 0): "0", (1, 6): "0", (2, 7): "0"}
+    assert shown[3, 3] == "50"
+    assert {shown[column, 10] for column in range(3)} == {"33"}
+    assert len(by_gid(axes, "not evaluated")) == 3 * 10 - 6
+
+
+def test_plans_whose_names_look_alike_in_files_have_files_of_their_own(asked, tmp_path):
+    rows = [row for row in asked["retrieval"] if row["task"] == "passkey_8"]
+    asked["retrieval"] = [row | {"plan": plan} for plan in ("n_1", "n-1") for row in rows]
+    asked["passkey"] = asked["priors"] = asked["perplexity"] = asked["logit_scales"] = []
+    stems = [one.stem for one in illustrations(asked)]
+    assert stems[:4] == [
+        "retrieval-n-1-passkey-8",
+        "retrieval-n-1-passkey-8-2",
+        "retrieval-n-1-passkey-8-answer-s-tokens",
+        "retrieval-n-1-passkey-8-answer-s-tokens-2",
+    ]
+    assert stems[4] == "retrieval_heatmap_n-1-passkey-8_01_NoPE"
+    assert len(stems) == len({*stems}) == 8
+    assert len(write_figures(asked, tmp_path)) == len([*tmp_path.iterdir()]) == 8
+
+
+def test_braces_in_names_are_shown_as_they_are(asked):
+    first = asked["schemes"][0]["name"]
+    for section in SECTIONS:
+        asked[section] = [row | {"scheme": "{s}"} for row in asked[section] if row["scheme"] == first]
+    asked["schemes"] = [asked["schemes"][0] | {"name": "{s}"}]
+    asked["retrieval"] = [row | {"plan": "{plan}"} for row in asked["retrieval"]]
+    words = {one.kind: one.alt for one in illustrations(asked)}
+    assert words["passkey_heatmap"] == "Share of pass keys retrieved at each depth and context length: {s}."
+    assert words["retrieval_heatmap"] == "Score at each depth and context length, {plan}: passkey_8: {s}."
 
 
 def test_a_heatmap_for_each_task_whose_texts_have_a_depth(asked):

@@ -1,5 +1,7 @@
 import math
+import re
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ from matplotlib.patches import Rectangle
 from synthetic_results import LENGTHS, SEEDS, THETA_BETA, TRAINED
 
 from attention_priors.report import write_figures
-from attention_priors.report.figures import comparison
+from attention_priors.report.figures import comparison, gallery
 from attention_priors.report.figures.drawing import PERPLEXITY_RANGE
 from attention_priors.report.figures.style import label, looks
+from attention_priors.report.pages import images
 from attention_priors.report.selections.passkeys import passkey_table
 from attention_priors.results_format import SECTIONS
 
@@ -312,6 +315,30 @@ def test_write_figures_names_each_file_safely_and_leaves_nothing_else(results, t
     assert sorted((tmp_path / "new").iterdir()) == sorted(written)
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
     assert pyplot.get_fignums() == []
+
+
+def test_figures_that_are_not_drawn_any_more_are_removed(results, tmp_path):
+    """As where a scheme comes first, so that the others have other numbers."""
+    for section in SECTIONS:
+        results[section] = [row for row in results[section] if row["scheme"] == "BAM"]
+    results["passkey"] = []
+    results["schemes"] = [{"name": "BAM"}]
+    write_figures(results, tmp_path)
+    for name in ("photo.png", "notes.md"):
+        (tmp_path / name).write_bytes(b"someone's own")
+    results["schemes"] = [{"name": "ALiBi"}, {"name": "BAM"}]
+    results["perplexity"] = []
+    written = write_figures(results, tmp_path)
+    assert {path.name for path in written} == {"prior_curves_02_BAM.png", "theta_scatter.png"}
+    assert {path.name for path in tmp_path.iterdir()} - {path.name for path in written} == {"photo.png", "notes.md"}
+
+
+def test_all_figures_are_known_by_their_names(results):
+    """So that they are removed when they are not drawn any more."""
+    kept = Path(__file__).parents[2] / "docs" / "results"
+    names = [path.stem for path in kept.glob("*/figures/*.png")] + [one.stem for one in gallery.illustrations(results)]
+    of_images = re.compile(images._NAMES)
+    assert [name for name in names if not (re.fullmatch(gallery._NAMES, name) or of_images.fullmatch(name))] == []
 
 
 def test_write_figures_of_nothing_writes_nothing(results, tmp_path):

@@ -63,6 +63,17 @@ def test_summary_of_one_scheme_and_one_seed_is_in_the_singular(results):
     assert summarize(results) == "1 scheme was trained on contexts of 160 tokens, each with 1 seed."
 
 
+def test_summary_counts_the_seeds_of_each_scheme(results):
+    """The seeds of all together would be those of none, where schemes have others."""
+    runs = results["runs"]
+    results["runs"] = [row for row in runs if row["seed"] == (row["scheme"] == "BAM")]
+    assert "each with 1 seed." in summarize(results)
+    results["runs"] = [row for row in runs if row["scheme"] != "BAM" or row["seed"] == 0]
+    assert "each with 1 to 2 seeds." in summarize(results)
+    results["runs"] = runs
+    assert "each with 2 seeds." in summarize(results)
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [

@@ -10,7 +10,7 @@ from swept_results import EXTENDED, FIRST, LENGTHS, LONGER, SEEDS, SHIFTED, TRAI
 
 from attention_priors.intervals import over_seeds, wilson_interval
 from attention_priors.report import write_tables
-from attention_priors.report.selections.axes import comparisons
+from attention_priors.report.selections.axes import comparisons, overview
 from attention_priors.report.tables.cells import Losses
 from attention_priors.report.tables.comparison import result_grids
 from attention_priors.report.tables.grid import Cell, Grid, latex, latex_text, markdown
@@ -93,10 +93,21 @@ def test_perplexities_are_over_seeds_of_the_mean_loss(swept, grids):
         within[seed] = sum(row["nll"] * row["tokens"] for row in inside) / tokens
     mean, low, high = (math.exp(value) for value in over_seeds(list(within.values())))
     assert line[1:3] == [str(len(SEEDS)), Cell(f"{mean:.3g}", f"[{low:.3g}, {high:.3g}]")]
-    assert grid.header[3:5] == ["90", "181"]  # beyond the shortest training length, 80
+    assert grid.header[3] == "181"  # the first range that begins beyond the shortest training length, 80
     there = [row["nll"] for row in swept["perplexity"] if row["scheme"] == "BAM" and 180 < row["position"] < 182]
     mean, low, high = (math.exp(value) for value in over_seeds(there))
-    assert line[4] == Cell(f"{mean:.3g}", f"[{low:.3g}, {high:.3g}]")
+    assert line[3] == Cell(f"{mean:.3g}", f"[{low:.3g}, {high:.3g}]")
+
+
+@pytest.mark.parametrize(("trained", "first"), [(128, "181"), (160, "362"), (256, "362"), (257, "724")])
+def test_ranges_beyond_training_begin_there(results, trained, first):
+    """The range 128-255 is neither within 160 tokens nor beyond them, although its middle is."""
+    results["recipe"]["training"]["context_length"] = trained
+    row = {"scheme": "BAM", "seed": 0, "nll": 3.0, "tokens": 9}
+    results["perplexity"] = [row | {"position": math.sqrt(2**k * (2 ** (k + 1) - 1))} for k in range(13)]
+    (grid,) = (grid for grid in result_grids(results) if grid.stem == "perplexity")
+    assert grid.header[3] == first
+    assert ("is in neither" in grid.caption) == (trained in (160, 257))
 
 
 def test_a_range_that_ends_with_the_training_length_is_within_training(swept):
@@ -134,6 +145,24 @@ def test_comparisons_of_a_product_say_where_they_stand(swept):
     assert [list(comparison.values.values()) for comparison in comparisons(swept)] == [["a", "b"]] * 2 + [
         ["1", "2"]
     ] * 2
+
+
+def test_axes_that_an_author_wrote_have_no_base(results):
+    """There is no sweep, and so no scheme that it varied one axis at a time."""
+    for size, entry in zip((64, 128), results["schemes"], strict=False):
+        entry["axes"] = {"size": size}
+    (found,) = comparisons(results)
+    assert [*found.values.values()] == ["64", "128"]
+    assert overview(results) == [entry["name"] for entry in results["schemes"]]
+
+
+def test_schemes_without_pass_keys_keep_the_columns(swept, grids):
+    asked = [row for row in swept["passkey"] if row["scheme"] != "BAM"]
+    (grid,) = (grid for grid in result_grids(swept | {"passkey": asked}) if grid.stem == "axes")
+    assert all(len(line) == len(grid.header) for group in grid.groups for line in group)
+    line = _line(grid, "init", "uniform (base)")
+    assert line[2:7] == ["", *["–"] * len(LENGTHS)]
+    assert line[7] == _line(grids["perplexity"], "BAM")[2]
 
 
 def test_axes_stand_side_by_side(grids):
@@ -292,6 +321,16 @@ def test_latex_is_balanced_and_plain(swept, tmp_path):
         lines = [line for line in body.splitlines() if "&" in line]
         assert {line.count("&") + 1 for line in lines} == {len(columns[1])}
         assert "%" not in body
+
+
+def test_tables_that_there_is_no_data_for_any_more_are_removed(swept, tmp_path):
+    write_tables(swept, tmp_path)
+    for name in ("README.md", "main.tex", "heads.txt"):
+        (tmp_path / name).write_text("someone's own")
+    written = write_tables(swept | {"perplexity": [], "priors": [], "logit_scales": []}, tmp_path)
+    assert {path.stem for path in written} == {"passkey", "axes", "extension", "training"}
+    others = {path.name for path in tmp_path.iterdir()} - {path.name for path in written}
+    assert others == {"README.md", "main.tex", "heads.txt"}
 
 
 def test_tables_are_written_in_both_forms(swept, tmp_path):

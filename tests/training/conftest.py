@@ -50,7 +50,8 @@ def recipe_of(texts: Path) -> Callable[..., dict[str, Any]]:
             "running": {"rows_at_a_time": 2},
         }
         for key, value in changes.items():
-            sections = isinstance(value, dict) and key != "model"
+            # Prepared tokens leave nothing to say of how text becomes tokens.
+            sections = isinstance(value, dict) and key != "model" and "shards" not in value
             recipe[key] = recipe.get(key, {}) | value if sections else value
         return recipe
 

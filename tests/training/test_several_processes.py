@@ -64,7 +64,7 @@ def recipe(folder: Path) -> dict[str, Any]:
     return {
         "name": "alone",
         "model": {"decoder": SIZES | POSITIONS},
-        "data": {"text": str(folder / "text"), "held_out_tokens": 200},
+        "data": {"text": str(folder / "text")},
         "tokenizer": 300,
         "training": TRAINING,
         "running": {"log_every": 1},

@@ -1,5 +1,7 @@
 """``train`` and ``extend``: what they write, how they go on, and which models they take."""
 
+import importlib
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -7,18 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, GPT2Config, LlamaConfig
 from typer.testing import CliRunner
 
 from attention_priors.cli import app
+from attention_priors.data.preparation import prepare
 from attention_priors.data.shards import ShardError
-from attention_priors.files import read_json
+from attention_priors.files import read_json, write_json
 from attention_priors.hub import attach, attached_priors, load_model
 from attention_priors.models import PriorDecoderForCausalLM
 from attention_priors.strict_yaml import RecipeError
-from attention_priors.training import Observer, TrainRecipe, default_output, extend, run_recipe
+from attention_priors.training import Observer, Trained, TrainRecipe, default_output, extend, run_recipe
 from attention_priors.training.packed import check_documents_apart, packed_inputs
+
+# Its function has its name in the package.
+extend_module = importlib.import_module("attention_priors.training.extend")
 
 
 class _StopError(Exception):
@@ -52,7 +58,8 @@ def test_everything_is_written_beside_the_model(finished: Path):
     assert [entry["step"] for entry in training["history"]] == list(range(1, 13))
     assert [entry["step"] for entry in training["validation"]] == [5, 10, 12]
     assert training["history"][-1]["loss"] < training["history"][0]["loss"]
-    assert {"torch", "transformers", "python"} <= set(read_json(finished / "machine.json")["versions"])
+    (session,) = read_json(finished / "machine.json")
+    assert {"torch", "transformers", "python"} <= set(session["versions"])
     assert not (finished / "model" / "training_args.bin").exists()
     assert isinstance(load_model(finished / "model"), PriorDecoderForCausalLM)
 
@@ -102,6 +109,109 @@ def test_an_interrupted_run_goes_on_on_other_machinery(finished, make_recipe, tm
     assert _furthest(_weights(tmp_path), _weights(finished)) < 1e-5
 
 
+def _elsewhere(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
+    monkeypatch.setattr("attention_priors.training.run.machine", lambda: {"versions": {}, "processor": machine})
+
+
+def test_a_finished_run_keeps_its_machine_and_prepares_nothing(finished, make_recipe, tmp_path, monkeypatch):
+    output = Path(shutil.copytree(finished, tmp_path / "run"))
+    shutil.rmtree(output / "data")
+    _elsewhere(monkeypatch, "a new one")
+    before = {path: path.stat().st_mtime_ns for path in output.iterdir()}
+    again = run_recipe(make_recipe(validation={"every": 5, "tokens": 200}), output)
+    assert again == read_json(finished / "training.json")
+    assert before == {path: path.stat().st_mtime_ns for path in output.iterdir()}
+
+
+def _interrupt(recipe: TrainRecipe, output: Path, at: int) -> None:
+    def on_step(step: int) -> None:
+        if step == at:
+            raise _StopError
+
+    with pytest.raises(_StopError):
+        run_recipe(recipe, output, Observer(on_step=on_step))
+
+
+def test_every_machine_of_a_run_is_noted_once(make_recipe, tmp_path, monkeypatch):
+    for at, machine in ((2, "one"), (5, "two"), (6, "one")):
+        _elsewhere(monkeypatch, machine)
+        _interrupt(make_recipe(), tmp_path, at)
+    run_recipe(make_recipe(), tmp_path)
+    assert [session["processor"] for session in read_json(tmp_path / "machine.json")] == ["one", "two"]
+
+
+def test_the_time_of_a_training_survives_a_failure_to_save_it(make_recipe, tmp_path, monkeypatch):
+    def full(*arguments: Any) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trained, "save", full)
+        with pytest.raises(OSError, match="No space left"):
+            run_recipe(make_recipe(), tmp_path)
+    seconds = tmp_path / "train_seconds.json"
+    assert read_json(seconds) > 0
+    write_json(seconds, 1000.0)
+    assert run_recipe(make_recipe(), tmp_path)["train_seconds"] >= 1000
+    assert not seconds.exists()
+
+
+def test_a_validation_loss_that_is_not_finite_is_null(make_recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("attention_priors.training.trainer._mean_of_sums", lambda prediction: {"loss": math.nan})
+    recipe = make_recipe(training={"steps": 2}, validation={"every": 1, "tokens": 200})
+    found = run_recipe(recipe, tmp_path)
+    assert [entry["loss"] for entry in found["validation"]] == [None, None]
+    assert found == read_json(tmp_path / "training.json") == run_recipe(recipe, tmp_path)
+
+
+def test_other_tokens_in_the_same_folder_are_another_run(finished, make_recipe, tmp_path):
+    shards = Path(shutil.copytree(finished / "data", tmp_path / "data"))
+    recipe = make_recipe(data={"shards": str(shards)}, tokenizer=None)
+    _interrupt(recipe, tmp_path / "run", 5)
+    for limit in (None, 2000):
+        # The same ones are no others, whenever they were prepared.
+        shutil.rmtree(shards)
+        prepare(make_recipe(data={"max_tokens": limit}).preparation(), shards)
+        manifest = read_json(shards / "manifest.json")
+        write_json(shards / "manifest.json", manifest | {"versions": {"tokenizers": "0"}})
+        if limit is None:
+            _interrupt(recipe, tmp_path / "run", 6)
+    with pytest.raises(RecipeError, match=r"differs in fingerprints\.data\.shards \(there '[0-9a-f]{64}', here"):
+        run_recipe(recipe, tmp_path / "run")
+
+
+def test_tokens_that_are_not_all_prepared_leave_nothing_in_the_way(finished, make_recipe, tmp_path):
+    shards = Path(shutil.copytree(finished / "data", tmp_path / "data"))
+    manifest = read_json(shards / "manifest.json")
+    write_json(shards / "manifest.json", manifest | {"complete": False})
+    (tmp_path / "run").mkdir()
+    recipe = make_recipe(data={"shards": str(shards)}, tokenizer=None)
+    with pytest.raises(ShardError, match="are not all prepared"):
+        run_recipe(recipe, tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir())
+    write_json(shards / "manifest.json", manifest)
+    _interrupt(recipe, tmp_path / "run", 1)
+
+
+@pytest.mark.parametrize(("key", "file"), [("pretrained", "model.safetensors"), ("config", "config.json")])
+def test_another_model_in_the_same_folder_is_another_run(finished, make_recipe, tmp_path, key, file):
+    base = Path(shutil.copytree(finished / "model", tmp_path / "base"))
+    data = {"shards": str(finished / "data")}
+    recipe = make_recipe(model={key: str(base)}, data=data, tokenizer=None, training={"steps": 2})
+    run_recipe(recipe, tmp_path / "run")
+    # What is not read may change, and what a finished run has read may be gone.
+    (base / "README.md").write_text("a word")
+    run_recipe(recipe, tmp_path / "run")
+    shutil.move(base, tmp_path / "aside")
+    run_recipe(recipe, tmp_path / "run")
+    shutil.move(tmp_path / "aside", base)
+    if file == "config.json":
+        write_json(base / file, read_json(base / file) | {"rms_norm_eps": 0.01})
+    else:
+        save_file({name: tensor + 1 for name, tensor in load_file(base / file).items()}, base / file, {"format": "pt"})
+    with pytest.raises(RecipeError, match=rf"differs in fingerprints\.model\.{key} \("):
+        run_recipe(recipe, tmp_path / "run")
+
+
 def test_bfloat16_computes_and_keeps_float32_weights(finished, make_recipe, tmp_path):
     run_recipe(make_recipe(training={"precision": "bfloat16"}), tmp_path)
     weights = _weights(tmp_path)
@@ -110,7 +220,7 @@ def test_bfloat16_computes_and_keeps_float32_weights(finished, make_recipe, tmp_
 
 
 def test_prepared_tokens_serve_several_recipes(finished, make_recipe, tmp_path):
-    recipe = make_recipe(data={"text": None, "shards": str(finished / "data")}, tokenizer=None)
+    recipe = make_recipe(data={"shards": str(finished / "data")}, tokenizer=None)
     run_recipe(recipe, tmp_path)
     assert not (tmp_path / "data").exists()
     assert _furthest(_weights(tmp_path), _weights(finished)) == 0
@@ -120,7 +230,7 @@ def test_a_corrupt_shard_ends_the_training_and_is_named(finished, make_recipe, t
     folder = Path(shutil.copytree(finished / "data", tmp_path / "data"))
     shard = folder / "train-00000.tokens.npy"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    recipe = make_recipe(data={"text": None, "shards": str(folder)}, tokenizer=None)
+    recipe = make_recipe(data={"shards": str(folder)}, tokenizer=None)
     with pytest.raises(ShardError, match=r"train-00000\.tokens\.npy is corrupt.*attention-priors prepare"):
         run_recipe(recipe, tmp_path / "run")
 
@@ -144,7 +254,7 @@ LLAMA: dict[str, Any] = {
 
 
 def test_a_hugging_face_architecture_is_trained_and_then_its_weights_further(make_recipe, finished, tmp_path):
-    data = {"text": None, "shards": str(finished / "data")}
+    data = {"shards": str(finished / "data")}
     name = _hugging_face(tmp_path, LlamaConfig(**LLAMA))
     first = run_recipe(make_recipe(model={"config": name}, data=data, tokenizer=None), tmp_path / "one")
     assert first["prior_parameters"] == 0
@@ -157,7 +267,7 @@ def test_a_hugging_face_architecture_is_trained_and_then_its_weights_further(mak
 
 
 def test_attached_priors_are_trained_and_go_on_with_the_model(make_recipe, finished, tmp_path):
-    data = {"text": None, "shards": str(finished / "data")}
+    data = {"shards": str(finished / "data")}
     name = _hugging_face(tmp_path, LlamaConfig(**LLAMA))
     attached = {"prior": {"name": "generalized_gaussian", "init": "spread"}, "logit_scale": "residual_ssmax"}
     model = {"config": name, "attach": attached | {"drop_positions": True}}
@@ -174,7 +284,7 @@ def test_attached_priors_are_trained_and_go_on_with_the_model(make_recipe, finis
 
 
 def test_a_model_that_was_frozen_stays_frozen_in_its_extension(make_recipe, finished, tmp_path):
-    data = {"text": None, "shards": str(finished / "data")}
+    data = {"shards": str(finished / "data")}
     name = _hugging_face(tmp_path, LlamaConfig(**LLAMA))
     model = {"config": name, "attach": {"prior": "generalized_gaussian", "freeze_model": True}}
     run_recipe(make_recipe(model=model, data=data, tokenizer=None), tmp_path / "one")
@@ -190,14 +300,14 @@ def test_what_a_killed_run_was_saving_is_no_part_of_the_model(make_recipe, finis
     left = tmp_path / "model.unfinished" / "adapter_config.json"
     left.parent.mkdir()
     left.write_bytes(b"half")
-    data = {"text": None, "shards": str(finished / "data")}
+    data = {"shards": str(finished / "data")}
     run_recipe(make_recipe(data=data, tokenizer=None), tmp_path)
     assert not (tmp_path / "model" / left.name).exists()
     assert not left.parent.exists()
 
 
 def test_nothing_attached_that_could_learn_alone(make_recipe, finished, tmp_path):
-    data = {"text": None, "shards": str(finished / "data")}
+    data = {"shards": str(finished / "data")}
     model = {"pretrained": str(finished / "model"), "train_only": "attached"}
     with pytest.raises(ValueError, match=r"model\.train_only: nothing that learns is attached"):
         run_recipe(make_recipe(model=model, data=data, tokenizer=None), tmp_path / "one")
@@ -241,7 +351,7 @@ def test_a_table_of_positions_that_is_too_short_is_an_error(make_recipe, finishe
     config = GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=20)
     recipe = make_recipe(
         model={"config": _hugging_face(tmp_path, config)},
-        data={"text": None, "shards": str(finished / "data")},
+        data={"shards": str(finished / "data")},
         tokenizer=None,
     )
     with pytest.raises(ValueError, match=r"GPT2LMHeadModel has a table of 20 positions; .* rows of 24 tokens"):
@@ -269,7 +379,7 @@ def recipe_decoder(make_recipe: Callable[..., TrainRecipe]) -> dict[str, Any]:
         ({"model": {"decoder": {"hidden_size": 8}}}, "intermediate_size"),
         ({"model": {"config": "a", "train_only": "attached"}}, "train_only is for a trained model"),
         ({"tokenizer": None}, "tokenizer must be given"),
-        ({"data": {"shards": "x", "text": None}}, "tokenizer must be given, except with data.shards"),
+        ({"data": {"shards": "x"}}, "tokenizer must be given, except with data.shards"),
         ({"running": {"report_to": ["paper"]}}, "'tensorboard' or 'wandb'"),
     ],
 )
@@ -311,7 +421,7 @@ def test_a_model_that_cannot_be_is_found_before_any_work(make_recipe, tmp_path, 
     ("changes", "complaint"),
     [
         ({"data": {"text": "nowhere"}}, "source 'nowhere' does not exist"),
-        ({"data": {"text": None, "shards": "nowhere"}, "tokenizer": None}, "nowhere holds no prepared tokens"),
+        ({"data": {"shards": "nowhere"}, "tokenizer": None}, "nowhere holds no prepared tokens"),
         (
             {"data": {"text": None, "dataset": {"path": "json", "data_files": "nope*.jsonl"}}},
             r"no file .*'nope\*.jsonl'",
@@ -345,6 +455,51 @@ def test_a_model_is_extended_and_the_losses_written(finished, tmp_path):
     assert trained["training"]["tokens_per_step"] == 96  # as before
     again = extend(finished / "model", tmp_path / "long", length="48", steps=8, learning_rate=0.003)
     assert again == result
+
+
+def test_a_refused_extension_writes_nothing(finished, make_recipe, tmp_path):
+    options: dict[str, Any] = {"length": "2x", "steps": 2, "learning_rate": 0.003, "test_tokens": 200}
+    _interrupt(make_recipe(), tmp_path, 1)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(RecipeError, match="holds a run of another recipe"):
+        extend(finished, tmp_path, **options)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_numbers_are_those_of_the_training_that_is_there(finished, tmp_path, monkeypatch):
+    base, output = Path(shutil.copytree(finished / "model", tmp_path / "base" / "model")), tmp_path / "long"
+    options: dict[str, Any] = {"length": "48", "steps": 1, "learning_rate": 0.003, "tokens_per_step": 48}
+    options |= {"data": finished / "data", "test_tokens": 200}
+    of_another = {"model": str(base), "from": None, "to": 48, "steps": 1, "loss": {"before": {}}}
+    write_json(output / "extension.json", of_another)
+    result = extend(base, output, **options)
+    assert result["loss"]["before"].keys() == result["loss"]["after"].keys() == {"48"}
+    assert result == read_json(output / "extension.json")
+    # They are not measured again, unless on another part of the text.
+    with monkeypatch.context() as patch:
+        patch.setattr(extend_module, "mean_loss", lambda *arguments: pytest.fail("measured again"))
+        assert extend(base, output, **options) == result
+    less: dict[str, Any] = options | {"test_tokens": 100}
+    assert extend(base, output, **less)["loss"] != result["loss"]
+    # And not answered with those of a model that is gone.
+    weights = {name: tensor + 1 for name, tensor in load_file(base / "model.safetensors").items()}
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RecipeError, match=r"differs in fingerprints\.model\.pretrained"):
+        extend(base, output, **options)
+
+
+def test_rows_at_a_time_of_an_extension_divide_a_step(finished, tmp_path):
+    base = tmp_path / "base"
+    for name in ("model", "data"):
+        shutil.copytree(finished / name, base / name)
+    recipe = read_json(finished / "recipe.json")
+    for rows, fitting in ((5, 1), (10, 5)):
+        recipe["training"]["tokens_per_step"], recipe["running"]["rows_at_a_time"] = 10 * 24, rows
+        write_json(base / "recipe.json", recipe)
+        extend(base, tmp_path / str(rows), length="2x", steps=1, test_tokens=100)
+        found = read_json(tmp_path / str(rows) / "recipe.json")
+        assert found["training"]["tokens_per_step"] == 5 * 48
+        assert found["running"]["rows_at_a_time"] == fitting
 
 
 @pytest.mark.parametrize(
@@ -395,7 +550,7 @@ def test_the_config_says_the_length_that_was_trained_at(make_recipe, finished, t
     rotary = {"rope_type": scaling, "rope_theta": 10000.0} | ({} if scaling == "default" else {"factor": 2.0})
     config = LlamaConfig(**LLAMA, max_position_embeddings=20, rope_parameters=rotary)
     model = {"config": _hugging_face(tmp_path, config), "attach": {"prior": "generalized_gaussian"}}
-    data = {"text": None, "shards": str(finished / "data")}
+    data = {"shards": str(finished / "data")}
     run_recipe(make_recipe(model=model, data=data, tokenizer=None, training={"steps": 2}), tmp_path / "one")
     assert load_model(tmp_path / "one" / "model").config.max_position_embeddings == stated
     if scaling == "default":
@@ -434,6 +589,22 @@ def test_the_commands_prepare_train_and_extend(write_recipe, tmp_path):
         assert said in result.output
     assert (output / "extended-2x" / "model" / "model.safetensors").exists()
     assert list((output / "tensorboard").glob("events.*"))
+
+
+def test_losses_that_are_not_finite_are_shown(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(extend_module, "mean_loss", lambda *arguments: math.nan)
+    arguments = ["extend", str(finished), "--steps", "1", "--output", str(tmp_path / "long")]
+    for _ in range(2):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        assert "48 tokens: loss nan before, nan after" in result.output
+    assert read_json(tmp_path / "long" / "extension.json")["loss"]["after"] == {"24": None, "48": None}
+
+
+def test_a_size_may_be_written_in_quotes(make_recipe):
+    assert make_recipe(tokenizer="300").preparation() == make_recipe(tokenizer=300).preparation()
+    with pytest.raises(ValueError, match="greater than 256"):
+        make_recipe(tokenizer="5")
 
 
 def test_a_key_of_several_kinds_goes_by_its_own_name(write_recipe, tmp_path):

@@ -18,15 +18,23 @@ def head_of_layer(name: str) -> tuple[int, int]:
 
 
 def name_of_model(model: str) -> Path:
-    """What stands for a model in a path; every model's folder is called ``model``, and a seed's after its scheme's."""
+    """What stands for a model in a path: where every model's folder is called ``model``, what it was trained as."""
     folder = Path(model)
     if not folder.exists():
         return Path(model)
     folder = folder.resolve()
-    if folder.name != "model":
-        return Path(folder.name)
-    run = folder.parent
-    return Path(run.parent.name, run.name) if run.name.startswith("seed-") else Path(run.name)
+    return _name_of_run(folder.parent) if folder.name == "model" else Path(folder.name)
+
+
+def _name_of_run(run: Path) -> Path:
+    """A seed's after its scheme's, an extension's after that of what was extended."""
+    if run.name.startswith("seed-"):
+        return Path(run.parent.name, run.name)
+    if run.parent.name == "extended":
+        return _name_of_run(run.parent.parent) / run.name
+    if run.name.startswith("extended-"):
+        return _name_of_run(run.parent) / run.name
+    return Path(run.name)
 
 
 def number_of_tokens(length: str) -> int:

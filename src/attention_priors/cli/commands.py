@@ -153,6 +153,7 @@ def extend(
     Interrupt it when you like: the same command goes on from there.
     """
     from attention_priors import training
+    from attention_priors.files import number
 
     console = Console(quiet=not training.is_first_process())
     output = output or training.default_output(model, length)
@@ -170,7 +171,8 @@ def extend(
             observer=display.observer(),
         )
     for size, loss in result["loss"]["before"].items():
-        console.print(f"{size} tokens: loss {loss:.4f} before, {result['loss']['after'][size]:.4f} after")
+        after = number(result["loss"]["after"][size])
+        console.print(f"{size} tokens: loss {number(loss):.4f} before, {after:.4f} after")
     written(console, "Model", output / "model")
 
 
@@ -198,7 +200,9 @@ def evaluate(
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of one forward pass: it bounds the memory.")] = 1024,
     batch: Annotated[int, typer.Option(min=1, help="Texts of equal length that are read together.")] = 1,
     dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N; CUDA where there is some by default.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Where everything goes; runs/evaluate/NAME-OF-THE-MODEL by default.")
     ] = None,
@@ -261,7 +265,9 @@ def inspect(
     heads: Annotated[
         str | None, typer.Option(help="Whose attention maps are shown, as LAYER.HEAD, with commas between.")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N; CUDA where there is some by default.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Where everything goes; runs/inspect/NAME-OF-THE-MODEL by default.")
     ] = None,

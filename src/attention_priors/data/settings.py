@@ -49,7 +49,8 @@ class DataSettings(Strict):
     max_tokens: int | None = Field(default=None, gt=0)
     """Prepare no more than so many tokens to train on."""
     held_out_tokens: int = Field(default=1_000_000, gt=0)
-    """Of a dataset or a genome, the first documents that have so many tokens together are not trained on."""
+    """Of a dataset, or of a genome without ``held_out``, the first documents that have so many tokens together are not
+    trained on."""
     shard_tokens: int = Field(default=2**25, gt=0)
     """A file of prepared tokens ends with the document that brings it to so many."""
     order: Literal["shuffled", "as_read"] = "shuffled"
@@ -60,4 +61,23 @@ class DataSettings(Strict):
         given = [name for name in ("text", "fasta", "dataset", "shards") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give one of text, fasta, dataset and shards, got {' and '.join(given) or 'none'}")
+        return self
+
+    @model_validator(mode="after")
+    def _all_has_an_effect(self) -> DataSettings:
+        if self.shards is not None:
+            idle, why = ("max_tokens", "held_out_tokens", "shard_tokens"), "the tokens of shards are prepared already"
+        elif self.text is not None:
+            idle, why = ("held_out_tokens",), "a text has a held-out part of its own"
+        elif self.fasta is not None and self.fasta.held_out is not None:
+            idle, why = ("held_out_tokens",), "fasta.held_out names what is held out"
+        else:
+            return self
+        given = [
+            f"{name}={getattr(self, name)}"
+            for name in idle
+            if name in self.model_fields_set and getattr(self, name) is not None
+        ]
+        if given:
+            raise ValueError(f"{why}: leave out what changes nothing, got {' and '.join(given)}")
         return self

@@ -10,7 +10,7 @@ import string
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -77,6 +77,11 @@ def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> PreTraine
     )
 
 
+def tokenizer_spec(given: Any) -> Any:
+    """What describes a tokenizer, as recipes have it; a vocabulary size that is a string of digits becomes a number."""
+    return int(given) if isinstance(given, str) and given.isdecimal() else given
+
+
 def load_tokenizer(spec: int | str | Path, corpus: Corpus, cache_dir: str | Path) -> PreTrainedTokenizerBase:
     """Train a tokenizer on a corpus, or reuse the one trained before, or load one from elsewhere.
 
@@ -92,8 +97,9 @@ def load_tokenizer(spec: int | str | Path, corpus: Corpus, cache_dir: str | Path
         ValueError: the vocabulary size does not suit the corpus (see `train_tokenizer`), or the loaded
             tokenizer lacks an end-of-text token or, if it is not that of nucleotides, single-digit tokens.
     """
-    if isinstance(spec, int) or (isinstance(spec, str) and spec.isdecimal()):
-        return _trained_tokenizer(int(spec), corpus, Path(cache_dir))
+    spec = tokenizer_spec(spec)
+    if isinstance(spec, int):
+        return _trained_tokenizer(spec, corpus, Path(cache_dir))
     tokenizer = pretrained_tokenizer(spec)
     if spec != NUCLEOTIDES:
         digit_token_ids(tokenizer)

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attention_priors.data.nucleotides import BASES
 from attention_priors.evaluation.answering import sampled
+from attention_priors.evaluation.plan import COMPLETED
 
-COMPLETED = 200
-"""Bases that a model is to write (GOAT, Figure 4c)."""
 GC_WINDOW = 25
 """Bases (GOAT, Figure 4c)."""
 

@@ -17,10 +17,10 @@ import torch
 
 from attention_priors.data import depths
 from attention_priors.data.nucleotides import NUCLEOTIDES, is_nucleotide_tokenizer
-from attention_priors.evaluation.completion import COMPLETED, complete, completion_seed
+from attention_priors.evaluation.completion import complete, completion_seed
 from attention_priors.evaluation.needle_weights import needle_weights
 from attention_priors.evaluation.perplexity import binned, token_losses
-from attention_priors.evaluation.plan import COMPLETION, PASSKEY_WEIGHT, PERPLEXITIES, EvaluationPlan
+from attention_priors.evaluation.plan import COMPLETED, COMPLETION, PASSKEY_WEIGHT, PERPLEXITIES, EvaluationPlan
 from attention_priors.evaluation.records import Record, Records
 from attention_priors.evaluation.retrieval import Answer, Question, RetrievalTask, ask, question_seed
 from attention_priors.evaluation.subject import Subject

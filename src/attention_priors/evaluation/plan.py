@@ -33,6 +33,9 @@ PERPLEXITIES = tuple(name for name in TASKS if name.startswith("perplexity"))
 LONGEST_KEY = 8
 """Digits; they stand after a text of the length that is asked for."""
 
+COMPLETED = 200
+"""Bases that a model is to write after a piece of a genome (GOAT, Figure 4c)."""
+
 
 class EvaluationPlan(Strict):
     """Tasks, and all that their texts depend on beside the tokenizer. Lengths are in tokens."""
@@ -59,9 +62,11 @@ class EvaluationPlan(Strict):
 
     @property
     def longest_text(self) -> int:
-        """Tokens that a model must have places for: of the longest text, and of a pass key if one is asked for."""
+        """Tokens that a model must have places for: of the longest text, and of what is asked for after it."""
         reads_alone = (*PERPLEXITIES, PASSKEY_WEIGHT, "timing")
-        return max(self.lengths) + (0 if set(self.tasks) <= set(reads_alone) else LONGEST_KEY)
+        # The last base that is drawn is not read.
+        after = {COMPLETION: COMPLETED - 1} | dict.fromkeys(reads_alone, 0)
+        return max(self.lengths) + max(after.get(task, LONGEST_KEY) for task in self.tasks)
 
     @field_validator("tasks")
     @classmethod

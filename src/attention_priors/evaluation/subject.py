@@ -31,13 +31,13 @@ class Subject:
     tokenizer: PreTrainedTokenizerBase
 
     @classmethod
-    def load(cls, name: str, *, dtype: str = "float32", device: str = "cpu") -> Subject:
+    def load(cls, name: str, *, dtype: str = "float32", device: str | None = None) -> Subject:
         """Load a model of ours, an attached one, or any causal language model of transformers, to be tested.
 
         Args:
             name: its folder, or its name on the Hugging Face Hub.
             dtype: of its weights: float32, bfloat16 or float16.
-            device: where it runs.
+            device: where it runs; CUDA where there is some by default.
 
         Raises:
             ValueError: if ``dtype`` is none of these, ``device`` is none that is there, the tokenizer has no
@@ -120,12 +120,14 @@ def _check_chunks(name: str, model: PreTrainedModel) -> None:
         )
 
 
-def device_named(name: str) -> torch.device:
-    """The device of a name.
+def device_named(name: str | None) -> torch.device:
+    """The device of a name; without one CUDA, where there is some.
 
     Raises:
         ValueError: it is none, or none that is there.
     """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -21,9 +21,8 @@ from attention_priors.data.needles import (
     load_haystack,
 )
 from attention_priors.data.nucleotides import BASES
-from attention_priors.evaluation.completion import COMPLETED
 from attention_priors.evaluation.needles import NeedleRetrieval
-from attention_priors.evaluation.plan import LONGEST_KEY, PASSKEY_WEIGHT, EvaluationPlan
+from attention_priors.evaluation.plan import COMPLETED, LONGEST_KEY, PASSKEY_WEIGHT, EvaluationPlan
 from attention_priors.evaluation.retrieval import PasskeyRetrieval, RetrievalTask
 from attention_priors.evaluation.subject import Subject
 

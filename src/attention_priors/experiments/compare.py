@@ -140,7 +140,10 @@ def _compare(
     with WallClock(output / "wall_seconds.json") as clock:
         failures = _run_all(pending, study, recipe_file, output, processes, console, clock)
     finished = [run for run in runs if (run_folder(output, *run) / "done.json").exists()]
-    results = study.collect(output, finished, clock.seconds)
+    try:
+        results = study.collect(output, finished, clock.seconds)
+    except RecipeError as error:
+        raise RecipeError("\n".join([*failures, str(error)])) from error
     write_json(output / "results.json", results)
     if failures:
         raise RunFailedError("\n".join(failures), results)
@@ -192,7 +195,9 @@ def _run_all(
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as bars:
-        overall = bars.add_task(f"[bold]{study.recipe.name}", total=len(pending), stage=f"0 of {len(pending)} runs")
+        overall = bars.add_task(
+            f"[bold]{escape(study.recipe.name)}", total=len(pending), stage=f"0 of {len(pending)} runs"
+        )
         try:
             while waiting or running:
                 while waiting and len(running) < processes:

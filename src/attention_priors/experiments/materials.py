@@ -386,8 +386,9 @@ class CopyMixtureMaterials(Materials):
 
     def training_rows(self, settings: MixtureSettings, seed: int) -> CopyMixtureRows:
         """Rows of a seed's own."""
-        if settings.passkey_ratio > 0:
-            raise ValueError(f"passkey_ratio={settings.passkey_ratio} needs a corpus of text; it is copy_mixture")
+        for name, share in (("passkey_ratio", settings.passkey_ratio), ("needle_ratio", settings.needle_ratio)):
+            if share:
+                raise ValueError(f"{name}={share} needs a corpus of text; it is copy_mixture")
         return self._rows(settings.context_length, settings.total_rows, seed)
 
     def held_out_rows(self, length: int) -> Iterator[dict[str, Tensor]]:

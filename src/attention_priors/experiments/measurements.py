@@ -46,13 +46,21 @@ FILES = (
 """About a trained model, beside those of its plans."""
 
 
-def measure(materials: Materials, scheme: str, positions: PositionSettings, folder: Path, progress: Progress) -> None:
+def measure(
+    materials: Materials,
+    scheme: str,
+    positions: PositionSettings,
+    trained_length: int,
+    folder: Path,
+    progress: Progress,
+) -> None:
     """Measure what has not been measured yet of a trained model.
 
     Args:
         materials: the recipe's corpus and tokenizer.
         scheme: name of the scheme.
         positions: how they come into the model: the scheme's, or those of an extension.
+        trained_length: tokens of a row of the last training.
         folder: the model's own, in which it is ``model``.
         progress: told of every step.
 
@@ -70,7 +78,7 @@ def measure(materials: Materials, scheme: str, positions: PositionSettings, fold
         own: dict[str, Any] = {} if evaluation.tolerance is None else {"tolerance": evaluation.tolerance}
         model = on_device(PriorDecoderForCausalLM.from_pretrained(folder / "model", **own))
         if not measured:
-            _write_priors(model, materials, scheme, positions, folder)
+            _write_priors(model, materials.recipe.longest_text, positions, trained_length, folder)
             with WallClock(folder / "evaluate_seconds.json") as clock:
 
                 def tell(stage: str, done: int, total: int) -> None:
@@ -103,20 +111,19 @@ def on_device(model: PriorDecoderForCausalLM) -> PriorDecoderForCausalLM:
 
 
 def _write_priors(
-    model: PriorDecoderForCausalLM, materials: Materials, scheme: str, positions: PositionSettings, folder: Path
+    model: PriorDecoderForCausalLM, longest: int, positions: PositionSettings, trained_length: int, folder: Path
 ) -> None:
-    """What the priors became, as they were trained."""
-    recipe = materials.recipe
-    length = max(recipe.training_of(scheme).context_length, 3)
+    """What the priors became, as they were trained, and what they are in texts of up to ``longest`` tokens."""
+    length = max(trained_length, 3)
     layers: list[nn.Module] = [model.model] if positions.share_prior else list(model.model.layers)
     write_json(
         folder / "priors.json",
         {
-            "priors": prior_rows(layers, length=recipe.longest_text),
+            "priors": prior_rows(layers, length=longest),
             "logit_scales": logit_scale_rows(list(model.model.layers)),
             "prior_terms": prior_term_rows(layers, length=length),
             "prior_mass": prior_mass_rows(layers, length=length),
-            "prior_reach": prior_reach_rows(layers, lengths=_doubled(length, recipe.longest_text)),
+            "prior_reach": prior_reach_rows(layers, lengths=_doubled(length, longest)),
         },
     )
 

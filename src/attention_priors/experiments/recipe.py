@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from attention_priors.data import ANSWER_LENGTH, EMBEDDED, NEEDLE_TASKS, CopyMixture
+from attention_priors.data.tokenizer import tokenizer_spec
 from attention_priors.encodings import LearnedTable
 from attention_priors.evaluation import EvaluationSettings
 from attention_priors.experiments.folders import check_folders
@@ -112,6 +113,10 @@ class MixtureSettings(TrainingSettings):
             )
         if self.needle_ratio is None and (self.needle_minimum_length or self.needle_answer_weight):
             raise ValueError("needle_minimum_length and needle_answer_weight need needle_ratio, got none")
+        if self.passkey_decoy_overlap is not None and not self.passkey_decoys:
+            raise ValueError(
+                f"passkey_decoy_overlap={self.passkey_decoy_overlap} is a share of passkey_decoys, and there are none"
+            )
         if self.passkey_ratio + (self.needle_ratio or 0) > 1:
             raise ValueError(
                 f"passkey_ratio and needle_ratio must sum to 1 at most, got {self.passkey_ratio} and "
@@ -206,6 +211,11 @@ class Recipe(Strict):
             return content
         corpus = content.get("corpus")
         return content if _is_synthetic(corpus) else content | {"tokenizer": TOKENIZER_ENTRIES}
+
+    @field_validator("tokenizer", mode="before")
+    @classmethod
+    def _size_or_name(cls, given: Any) -> Any:
+        return tokenizer_spec(given)
 
     @field_validator("schemes")
     @classmethod

@@ -182,6 +182,8 @@ def _scheme_entry(model: _Model, training: dict[str, Any]) -> dict[str, Any]:
 def describe(scheme: Scheme) -> str:
     """A scheme in one line, as code would make it: ``generalized_gaussian(init='roles') · ssmax``."""
     words = described([scheme.encoding, scheme.prior, scheme.logit_scale])
+    if scheme.share_prior:
+        words.append("one prior for all layers")
     if (tolerance := scheme.evaluation.get("tolerance")) is not None:
         words.append(f"tolerance={tolerance} at evaluation")
     words += [_call({"name": key} | own) for key in ("model", "training") if (own := getattr(scheme, key))]

@@ -87,14 +87,16 @@ def execute(materials: Materials, scheme: str, seed: int, folder: Path, progress
     """
     recipe = materials.recipe
     _train_first(materials, scheme, seed, folder, progress)
-    measure(materials, scheme, recipe.schemes[scheme], folder, progress)
+    length = recipe.training_of(scheme).context_length
+    measure(materials, scheme, recipe.schemes[scheme], length, folder, progress)
     for way, extension in recipe.extensions_of(scheme).items():
         extended, tell = extended_folder(folder, way), _named(progress, f"{way}: ")
         if (extended / "done.json").exists():
             tell("train", 1, 1)
         else:
             _extend(materials, scheme, extension, seed, folder, extended, tell)
-        measure(materials, scheme, extension.positions, extended, tell)
+        trained = length if extension.training is None else extension.training.context_length
+        measure(materials, scheme, extension.positions, trained, extended, tell)
 
 
 def _named(progress: Progress, prefix: str) -> Progress:
@@ -135,8 +137,8 @@ def _train(
         trained = train(model, rows, settings, folder / "checkpoints", seed=seed, on_step=on_step)
         seconds = clock.seconds
         write_training(folder, model, steps=settings.total_steps, seconds=seconds, history=trained.history)
-        clock.forget()
     trained.save(folder / "model", materials.saved_tokenizer)
+    clock.forget()  # until the model is there, the next call writes the time anew
     shutil.rmtree(folder / "checkpoints")
 
 

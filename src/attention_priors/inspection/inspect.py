@@ -85,9 +85,9 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
     Returns:
         ``format``, ``model``, ``title``, ``kind``, ``positions``, ``parameters``, ``length``, ``layers`` (name and
         heads of each), ``priors`` (a row per head: its curve as it was learned; role and reach as attention applies
-        it, multiplied by a logit scale where there is one), ``prior_terms``, ``logit_scales``, and ``text``,
-        ``passkey`` and ``additive``, each with ``reason`` instead where it could not be done. The maps of ``passkey``
-        have ``weights`` as tensors; all else is for JSON.
+        it, multiplied by a logit scale where there is one; ``reach`` by the length of the text, ``reach_at_length`` at
+        ``length``), ``prior_terms``, ``logit_scales``, and ``text``, ``passkey`` and ``additive``, each with ``reason``
+        instead where it could not be done. The maps of ``passkey`` have ``weights`` as tensors; all else is for JSON.
 
     Raises:
         ValueError: the model's attention cannot be seen, or a head is named that it does not have; it says which.
@@ -191,14 +191,18 @@ def _priors(priors: Sequence[Prior], scales: Sequence[SSMax | None], length: int
     applied = [*zip(priors, scales, strict=True)]
     roles = [head_roles(prior, length, logit_scale=scale) for prior, scale in applied]
     reaches = [
-        {size: effective_reach(prior, size, REACH_SHARES, logit_scale=scale).tolist() for size in REACH_LENGTHS}
+        {
+            size: effective_reach(prior, size, REACH_SHARES, logit_scale=scale).tolist()
+            for size in {*REACH_LENGTHS, length}
+        }
         for prior, scale in applied
     ]
     rows: list[dict[str, Any]] = [dict(row) for row in prior_rows([*priors], length=length)]
     for row in rows:
         layer, head = row["layer"], row["head"]
         row["role"] = roles[layer][head]
-        row["reach"] = {str(size): [of[head] for of in found] for size, found in reaches[layer].items()}
+        row["reach"] = {str(size): [of[head] for of in reaches[layer][size]] for size in REACH_LENGTHS}
+        row["reach_at_length"] = [of[head] for of in reaches[layer][length]]
     return rows
 
 

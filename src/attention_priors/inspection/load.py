@@ -71,12 +71,12 @@ class Inspected:
         return f"none ({own}, dropped)"
 
 
-def load_inspected(name: str | Path, *, device: str = "cpu") -> Inspected:
+def load_inspected(name: str | Path, *, device: str | None = None) -> Inspected:
     """Load a model of ours, an attached one, or one of transformers: a decoder, or one with an encoder as T5.
 
     Args:
         name: its folder, or its name on the Hugging Face Hub.
-        device: where it runs.
+        device: where it runs; CUDA where there is some by default.
 
     Raises:
         OSError: it cannot be loaded, or lacks weights.

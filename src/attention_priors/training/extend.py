@@ -16,13 +16,13 @@ from attention_priors.data import collate_rows
 from attention_priors.data.preparation import prepared_tokenizer
 from attention_priors.data.shards import PackedRows, TokenShards
 from attention_priors.data.tokenizer import pretrained_tokenizer, tokenizer_fingerprint
-from attention_priors.files import read_json, write_json
-from attention_priors.hub.loading import check_positions, load_model
+from attention_priors.files import checksum, read_json, with_nulls, write_json
+from attention_priors.hub.loading import load_config, load_model
 from attention_priors.strict_yaml import validated
-from attention_priors.training.engine import is_first_process
+from attention_priors.training.engine import is_first_process, processes
 from attention_priors.training.packed import packed_inputs
 from attention_priors.training.recipe import TrainRecipe
-from attention_priors.training.run import Observer, run_recipe
+from attention_priors.training.run import IDENTITY, Observer, run_recipe, writing
 from attention_priors.training.trainer import loss_sums
 
 ROWS_PER_STEP = 16
@@ -62,9 +62,10 @@ def extend(
 
     Returns:
         The content of ``extension.json``: mean losses in nats per token on held-out rows of the old and of the new
-        length, before and after.
+        length, before and after; a loss that is not finite is None.
 
     Raises:
+        RecipeError: before any work, if ``output`` holds another run or is being written by another call.
         ValueError: something that is needed is not known, or does not go together.
         FileNotFoundError: there is no such model, or its training has not finished.
         OSError: something cannot be read or written.
@@ -76,10 +77,9 @@ def extend(
     known = folder.parent / "recipe.json"
     before = validated(read_json(known), TrainRecipe, str(known)) if known.is_file() else None
     shards = _shards(folder, data, before)
-    loaded = load_model(folder)
-    old = before.training.context_length if before else getattr(loaded.config, "max_position_embeddings", None)
+    config = load_config(folder)
+    old = before.training.context_length if before else getattr(config, "max_position_embeddings", None)
     new = _length(length, old)
-    check_positions(loaded, new)
     tokenizer = pretrained_tokenizer(folder)
     if tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(prepared_tokenizer(shards)):
         raise ValueError(f"the tokens in {shards} were made with another tokenizer than that in {folder}")
@@ -93,16 +93,28 @@ def extend(
     lengths = sorted({size for size in (old, new) if size is not None and size <= len(held_out)})
     if not lengths:
         raise ValueError(f"{shards} holds out {len(held_out)} tokens: expected at least one row of {old or new}")
-    result = output / "extension.json"
-    if is_first_process() and not result.exists():
-        measured = {"before": _losses(loaded, held_out, lengths, test_tokens)}
-        write_json(result, {"model": str(folder), "from": old, "to": new, "steps": steps, "loss": measured})
-    del loaded
     run_recipe(recipe, output, observer)
-    content = read_json(result)
-    if is_first_process() and "after" not in content["loss"]:
-        content["loss"]["after"] = _losses(load_model(output / "model"), held_out, lengths, test_tokens)
-        write_json(result, content)
+    with writing(output):
+        described = {
+            "model": str(folder),
+            "from": old,
+            "to": new,
+            "steps": steps,
+            "test_tokens": test_tokens,
+            # With it, what another training has left in the folder is not taken for this one's.
+            "identity": checksum(output / IDENTITY),
+        }
+        result = output / "extension.json"
+        content: dict[str, Any] = read_json(result) if result.exists() else {}
+        if {key: content.get(key) for key in described} != described:
+            # Every process measures: what one of several returns must not depend on which it is.
+            losses = {
+                when: _losses(load_model(saved), held_out, lengths, test_tokens)
+                for when, saved in (("before", folder), ("after", output / "model"))
+            }
+            content = with_nulls(described | {"loss": losses})
+            if is_first_process():
+                write_json(result, content)
     return content
 
 
@@ -190,8 +202,6 @@ def _recipe(
     description: dict[str, Any] = {} if before is None else before.model_dump(mode="json", exclude_defaults=True)
     training = description.get("training", {})
     running = description.get("running", {})
-    if running.get("rows_at_a_time") and old:
-        running["rows_at_a_time"] = max(1, running["rows_at_a_time"] * old // new)  # as many tokens at a time
     pretrained: dict[str, Any] = {"pretrained": str(folder)}
     if before is not None and before.model.trains_attached_alone:
         pretrained["train_only"] = "attached"
@@ -204,6 +214,11 @@ def _recipe(
         tokens_per_step = ROWS_PER_STEP * new if before is None else before.training.step_tokens
     elif tokens_per_step % new:
         raise ValueError(f"tokens_per_step must be a multiple of the new length, {new}; got {tokens_per_step}")
+    if running.get("rows_at_a_time") and old:
+        # About as many tokens at a time, in whole passes.
+        most, together = max(1, running["rows_at_a_time"] * old // new), tokens_per_step // new
+        fitting = (rows for rows in range(most, 0, -1) if together % (rows * processes()) == 0)
+        running["rows_at_a_time"] = next(fitting, None)
     return validated(
         {
             "name": f"{description.get('name', folder.name)}, extended to {new}",

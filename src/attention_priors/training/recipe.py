@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from attention_priors.data import load_corpus
 from attention_priors.data.preparation import Preparation
 from attention_priors.data.settings import DataSettings
 from attention_priors.data.sources import CorpusDocuments, Documents, FastaDocuments, HubDocuments
+from attention_priors.data.tokenizer import tokenizer_spec
 from attention_priors.encodings import LearnedTable
 from attention_priors.strict_yaml import Strict, read_strictly
+from attention_priors.training.fingerprints import CONFIG, MODEL, files_fingerprint, tokens_fingerprint
 from attention_priors.training.model import ModelSettings
 from attention_priors.training.settings import RunningSettings, TrainingSettings
 
@@ -42,6 +44,11 @@ class TrainRecipe(Strict):
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Of new weights, of the order of rows and of dropout."""
 
+    @field_validator("tokenizer", mode="before")
+    @classmethod
+    def _size_or_name(cls, given: Any) -> Any:
+        return tokenizer_spec(given)
+
     @model_validator(mode="after")
     def _possible(self) -> TrainRecipe:
         if (self.tokenizer is None) != (self.data.shards is not None):
@@ -59,10 +66,23 @@ class TrainRecipe(Strict):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """What determines the result, but for the tokens' own fingerprints and the versions of the libraries."""
+        """What determines the result, but for the versions of the libraries and the tokens that a run prepares itself.
+
+        Folders that the recipe names are told by what is in them: weights are read in full.
+
+        Raises:
+            ShardError: the preparation of ``data.shards`` has not finished.
+        """
         kept = self.model_dump(mode="json", exclude={"name", "description", "running"})
         del kept["training"]["checkpoint_steps"]
-        return kept
+        fingerprints: dict[str, str | None] = {}
+        if self.data.shards is not None:
+            fingerprints["data.shards"] = tokens_fingerprint(Path(self.data.shards))
+        if self.model.pretrained is not None:
+            fingerprints["model.pretrained"] = files_fingerprint(self.model.pretrained, MODEL)
+        if self.model.config is not None:
+            fingerprints["model.config"] = files_fingerprint(self.model.config, CONFIG)
+        return kept | {"fingerprints": fingerprints}
 
     def preparation(self) -> Preparation:
         """What ``attention-priors prepare`` makes for this recipe.

@@ -18,7 +18,7 @@ from attention_priors.attention import SSMax
 from attention_priors.data.preparation import prepare, prepared_tokenizer
 from attention_priors.data.shards import PackedRows, TokenShards, read_manifest
 from attention_priors.data.tokenizer import pretrained_tokenizer
-from attention_priors.files import read_json, writable_folder, write_json
+from attention_priors.files import read_json, with_nulls, writable_folder, write_json
 from attention_priors.hub.loading import check_positions, note_length
 from attention_priors.machine import processor, versions
 from attention_priors.output_folder import gone_if_refused, sole_writer
@@ -29,6 +29,7 @@ from attention_priors.training.model import check_model, make_model
 from attention_priors.training.recipe import TrainRecipe
 from attention_priors.wall_clock import WallClock
 
+IDENTITY = "identity.json"
 SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelerate", "numpy")
 
 
@@ -46,9 +47,9 @@ class Observer:
 def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = None) -> dict[str, Any]:
     """Train what a recipe describes; interrupted at any point, the same call goes on from there.
 
-    ``output`` then holds ``recipe.json``, ``machine.json`` (versions and machine), ``data/`` (tokens, unless the recipe
-    names prepared ones), ``checkpoints/``, ``model/`` (weights, config and tokenizer) and ``training.json`` (losses,
-    parameters, time).
+    ``output`` then holds ``recipe.json``, ``machine.json`` (versions and machine, a list of all that there were),
+    ``data/`` (tokens, unless the recipe names prepared ones), ``checkpoints/``, ``model/`` (weights, config and
+    tokenizer) and ``training.json`` (losses, parameters, time). A finished run is left as it is.
 
     Args:
         recipe: what to train.
@@ -56,7 +57,7 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
         observer: is told how far it is.
 
     Returns:
-        The content of ``training.json``.
+        The content of ``training.json``; a validation loss that is not finite is None.
 
     Raises:
         RecipeError: before any work, if ``output`` holds another run or is being written by another call.
@@ -70,18 +71,19 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
     if not _is_finished(output):
         size = _tokenizer_size(recipe, output)
         check_model(recipe.model, length=recipe.training.context_length, tokenizer_size=size)
-    with _writing(output):
-        identity = output / "identity.json"
-        check_same_recipe(identity, recipe.identity())
-        if is_first_process():
-            write_json(identity, recipe.identity())
-            write_json(output / "recipe.json", recipe.model_dump(mode="json", exclude_defaults=True))
-            write_json(output / "machine.json", machine())
-        shards = prepare_data(recipe, output, observer)
-        tokenizer = prepared_tokenizer(shards)
+    identity = _identity(recipe, output)
+    with writing(output):
+        check_same_recipe(output / IDENTITY, identity)
+        if is_first_process() and not (output / IDENTITY).exists():
+            write_json(output / IDENTITY, identity)
         if _is_finished(output):
             observer.on_message(f"{output / 'model'} is there already")
             return read_json(output / "training.json")
+        if is_first_process():
+            write_json(output / "recipe.json", recipe.model_dump(mode="json", exclude_defaults=True))
+            _note_machine(output / "machine.json")
+        shards = prepare_data(recipe, output, observer)
+        tokenizer = prepared_tokenizer(shards)
 
         settings = recipe.training
         length = settings.context_length
@@ -128,22 +130,39 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
                 on_log=observer.on_log,
                 on_message=observer.on_message,
             )
-        results = {
-            "seed": recipe.seed,
-            "steps": settings.total_steps,
-            "tokens": settings.total_steps * settings.step_tokens,
-            "epochs": rows.epochs,
-            **parameters,
-            "processes": processes(),
-            "train_seconds": round(clock.seconds, 1),
-            "history": trained.history,
-            "validation": trained.validation,
-        }
+        results = with_nulls(
+            {
+                "seed": recipe.seed,
+                "steps": settings.total_steps,
+                "tokens": settings.total_steps * settings.step_tokens,
+                "epochs": rows.epochs,
+                **parameters,
+                "processes": processes(),
+                "train_seconds": round(clock.seconds, 1),
+                "history": trained.history,
+                "validation": trained.validation,
+            }
+        )
         if is_first_process():
             write_json(output / "training.json", results)
-        clock.forget()
         trained.save(output / "model", tokenizer)
+        # Until the model is there, the next call writes training.json anew.
+        clock.forget()
         return results
+
+
+def _identity(recipe: TrainRecipe, output: Path) -> dict[str, Any]:
+    """What ``identity.json`` must hold.
+
+    Raises:
+        ShardError: the preparation of the tokens has not finished.
+    """
+    identity = recipe.identity()
+    if _is_finished(output) and (output / IDENTITY).exists():
+        # What a finished run has read may be gone: it says nothing against the run.
+        known = read_json(output / IDENTITY).get("fingerprints") or {}
+        identity["fingerprints"] = {key: here or known.get(key) for key, here in identity["fingerprints"].items()}
+    return identity
 
 
 def _tokenizer_size(recipe: TrainRecipe, output: Path) -> int | None:
@@ -160,8 +179,13 @@ def _is_finished(output: Path) -> bool:
 
 
 @contextmanager
-def _writing(output: Path) -> Iterator[None]:
-    """The processes of one call count as one writer."""
+def writing(output: Path) -> Iterator[None]:
+    """Let no other call write to a run's folder meanwhile; the processes of one call count as one writer.
+
+    Raises:
+        RecipeError: another call is writing to it.
+        OSError: the folder cannot be made, or not be written to.
+    """
     if not is_first_process():
         writable_folder(output)
         yield
@@ -202,6 +226,14 @@ def machine() -> dict[str, Any]:
         "processes": processes(),
         "threads": torch.get_num_threads(),
     }
+
+
+def _note_machine(path: Path) -> None:
+    """Add what this session computes with and on, unless an earlier one had the same."""
+    sessions = read_json(path) if path.exists() else []
+    here = machine()
+    if here not in sessions:
+        write_json(path, [*sessions, here])
 
 
 def _count(model: nn.Module, kind: type[nn.Module]) -> int:

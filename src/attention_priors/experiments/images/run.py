@@ -87,8 +87,8 @@ def _train(recipe: ImageRecipe, pictures: Pictures, scheme: str, seed: int, fold
             history=trained.history,
             software=SOFTWARE,
         )
-        clock.forget()
     trained.save(folder / "model", None)
+    clock.forget()  # until the model is there, the next call writes the time anew
     shutil.rmtree(folder / "checkpoints")
 
 

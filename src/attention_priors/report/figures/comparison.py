@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from attention_priors.report.figures.by_axis import passkey_panels, perplexity_panels
+from attention_priors.report.figures.depths import depth_rows
 from attention_priors.report.figures.drawing import (
     DEPTH_OF_CUT,
     NothingToShowError,
@@ -71,23 +73,28 @@ def passkey_by_length(results: Results, title: str = "", measure: str = "pass ke
 def passkey_heatmap(results: Results, scheme: str, what: str = "pass keys retrieved") -> Figure:
     """The share retrieved at each depth and length, in percent, pooled over seeds; means at the edges.
 
-    A mean over lengths is of all of them or is not there: that of the shorter ones alone would flatter who stopped.
+    Where a task draws its depths, or there are many, rows are tenths of the text.
+
+    A mean over lengths is there if every seed was asked at all of them: that of the shorter ones alone would flatter
+    who stopped.
     """
     selected, everyone = (
         [row for row in rows(results, "passkey", whose) if row["depth"] is not None] for whose in (scheme, None)
     )
     require_rows(selected, "passkey", scheme)
     # The lengths and depths of all schemes, so that heatmaps can be laid side by side.
-    lengths, depths = distinct(everyone, "length"), distinct(everyone, "depth")
+    lengths = distinct(everyone, "length")
+    depths, row_of = depth_rows(_depths_of_texts(everyone))
+    selected = [{**row, "row": row_of[row["depth"]]} for row in selected]
     seeds = distinct(selected, "seed")
     seeds_at = {length: {row["seed"] for row in selected if row["length"] == length} for length in lengths}
     partly = [length for length, found in seeds_at.items() if 0 < len(found) < len(seeds)]
     everywhere = all(len(found) == len(seeds) for found in seeds_at.values())
-    counts = count_passkeys(selected, "depth", "length")
+    counts = count_passkeys(selected, "row", "length")
     shares = np.full((len(depths) + 1, len(lengths) + 1), np.nan)
-    for (depth, length), count in counts.items():
-        shares[depths.index(depth), lengths.index(length)] = 100 * count.share
-    for edge, key, values in (((-1, slice(-1)), "length", lengths), ((slice(-1), -1), "depth", depths)):
+    for (place, length), count in counts.items():
+        shares[place, lengths.index(length)] = 100 * count.share
+    for edge, key, values in (((-1, slice(-1)), "length", lengths), ((slice(-1), -1), "row", range(len(depths)))):
         means = count_passkeys(selected, key)
         shares[edge] = [
             100 * means[value,].share if (value,) in means and (key == "length" or everywhere) else np.nan
@@ -140,7 +147,7 @@ def passkey_heatmap(results: Results, scheme: str, what: str = "pass keys retrie
     axes.tick_params(axis="x", labelsize=8)
     if lengths[-1] > 9999:  # five digits are wider than a cell
         axes.tick_params(axis="x", rotation=90)
-    axes.set_yticks(lines, [*(f"{100 * depth:.0f}" for depth in depths), "mean"], fontsize=8)
+    axes.set_yticks(lines, [*depths, "mean"], fontsize=8)
     axes.set_xlabel("context length, tokens")
     axes.set_ylabel("depth of the key, % of the context")
     axes.tick_params(length=0)
@@ -270,6 +277,14 @@ def logit_scale_histogram(results: Results) -> Figure:
 
 
 # ---- parts of single figures
+
+
+def _depths_of_texts(selected: Iterable[Row]) -> list[set[float]]:
+    """The depths at which each model was asked at each length."""
+    found: dict[tuple[Any, ...], set[float]] = defaultdict(set)
+    for row in selected:
+        found[row["scheme"], row["seed"], row["length"]].add(row["depth"])
+    return [*found.values()]
 
 
 def _shape(panel: Iterable[Row]) -> str:

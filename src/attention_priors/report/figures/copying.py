@@ -23,6 +23,8 @@ def copying_by_length(results: Results) -> Figure:
     look = looks(results)
     shown = {scheme: look[scheme] for scheme in require(results, "copying", overview(results))}
     lengths = distinct(rows(results, "copying"), "length")
+    several = any(len(distinct(rows(results, "copying", scheme), "seed")) > 1 for scheme in shown)
+    spread = " (bands: 95 % interval)" if several else ""
     figure = blank(6.6)
     grid = figure.subplots(2, 2, sharex=True)
     for axes, (kind, words) in zip(grid.flat, KINDS.items(), strict=True):
@@ -31,7 +33,7 @@ def copying_by_length(results: Results) -> Figure:
     for axes in grid[-1]:
         axes.set_xlabel("length of the row, tokens", fontsize=9)
     for axes in grid[:, 0]:
-        axes.set_ylabel("loss above the optimum's,\nnats per token (bands: 95 % interval)", fontsize=9)
+        axes.set_ylabel(f"loss above the optimum's,\nnats per token{spread}", fontsize=9)
     legend_below(figure, [*(line_key(look[scheme], scheme) for scheme in shown), training_key()], columns=4)
     return figure
 

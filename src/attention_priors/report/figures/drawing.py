@@ -46,6 +46,7 @@ Looks = Mapping[str, Look]
 """The schemes that are drawn, in order, and how."""
 
 _LARGEST_LOG_TICK = 30
+_MOST_LOG_TICKS = 15
 _KEY_WIDTH, _CHARACTER_WIDTH = 0.5, 0.072
 """Inches, of a legend's keys and characters."""
 _NARROWEST_THETAS = 0.5
@@ -374,11 +375,13 @@ def _powers_of_two(values: Iterable[float]) -> list[float]:
 
 
 def plain_log_ticks(axes: Axes) -> None:
-    """Ticks at 1, 2, 5, 10, ... in plain numbers; evenly spaced ones where a log axis spans less."""
+    """Ticks at 1, 2, 5, 10, ... in plain numbers; evenly spaced ones where a log axis spans less, powers where more."""
     low, high = axes.get_ylim()
-    ticks = [digit * 10.0**k for k in range(-1, _LARGEST_LOG_TICK) for digit in (1, 2, 5)]
-    ticks = [tick for tick in ticks if low <= tick <= high]
-    if len(ticks) < 3:
+    powers = [10.0**k for k in range(-1, math.floor(math.log10(high)) + 1)]
+    ticks = [tick for power in powers for digit in (1, 2, 5) if low <= (tick := digit * power) <= high]
+    if len(ticks) > _MOST_LOG_TICKS:
+        ticks = thin([power for power in powers if power >= low], 8)
+    elif len(ticks) < 3:
         ticks = [tick for tick in MaxNLocator(nbins=6).tick_values(low, high) if low <= tick <= high]
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -17,14 +17,15 @@ from matplotlib.patches import Patch, Rectangle
 
 from attention_priors.evaluation import Accuracy, Continuation, Loss, Summary, gc_correlation, gc_trajectory
 from attention_priors.evaluation.completion import GC_WINDOW
-from attention_priors.files import write_bytes
+from attention_priors.report.figures.depths import depth_rows
 from attention_priors.report.figures.drawing import legend_below, log_token_axis, nudges, plain_log_ticks
+from attention_priors.report.figures.files import write_pngs
 from attention_priors.report.figures.style import COLOURS, blank, label, look, png, tidy
 from attention_priors.report.numbers import percent
+from attention_priors.report.selections.results import bounded_exp
 
-MOST_DEPTHS = 20
-BAND = 0.1
-"""Where there are more depths than that, or others at each length, a heatmap's rows are tenths of the text."""
+_NAMES = "accuracy_by_length|heatmap_.+|perplexity_by_position|genome_completion"
+"""Of files, without the ending."""
 _BLUES = colormaps["Blues"]
 _RIGHT_OR_WRONG = ListedColormap([COLOURS[1], COLOURS[2]])
 _CROSS: dict[str, Any] = {"color": "black", "marker": "x", "linestyle": "none", "markeredgewidth": 1.3}
@@ -32,7 +33,7 @@ _NOT_MEASURED: dict[str, Any] = {"facecolor": "#e6e6e6", "edgecolor": "#b5b5b5",
 
 
 def write_evaluation_figures(summary: Summary, folder: Path) -> list[Path]:
-    """Write every figure that there are results for as a PNG file.
+    """Write every figure that there are results for as a PNG file; remove those that an earlier call has left.
 
     Args:
         summary: what :func:`~attention_priors.evaluation.evaluate` gives.
@@ -55,12 +56,7 @@ def write_evaluation_figures(summary: Summary, folder: Path) -> list[Path]:
         figures["perplexity_by_position"] = perplexity_by_position(curves)
     if summary.completions:
         figures["genome_completion"] = genome_completion(summary.completions[-1].pieces[0])
-    written = []
-    for name, figure in figures.items():
-        path = folder / f"{name}.png"
-        write_bytes(path, png(figure))
-        written.append(path)
-    return written
+    return write_pngs(((name, png(figure)) for name, figure in figures.items()), folder, _NAMES)
 
 
 def accuracy_by_length(accuracies: Sequence[Accuracy]) -> Figure:
@@ -106,18 +102,13 @@ def accuracy_by_length(accuracies: Sequence[Accuracy]) -> Figure:
 def depth_heatmap(accuracies: Sequence[Accuracy]) -> Figure:
     """Mean score at each depth and length of one task, in percent; means at the edges.
 
+    Where lengths have other depths, or many, rows are tenths of the text.
+
     Args:
         accuracies: of one task at its lengths; some text must have a depth.
     """
     lengths = [one.length for one in accuracies]
-    places = sorted({place for one in accuracies for place in one.by_depth})
-    if len(places) > MOST_DEPTHS or any(len(one.by_depth) < len(places) for one in accuracies):
-        rows = [round(index * BAND, 6) for index in range(round(1 / BAND))]
-        names = [f"{100 * start:.0f}–{100 * (start + BAND):.0f}" for start in rows]
-        row_of = {place: min(int(place / BAND), len(rows) - 1) for place in places}
-    else:
-        names = [f"{100 * place:.0f}" for place in places]
-        row_of = {place: index for index, place in enumerate(places)}
+    names, row_of = depth_rows([one.by_depth for one in accuracies])
     sums, counts = np.zeros((2, len(names), len(lengths)))
     for column, one in enumerate(accuracies):
         for place, found in one.by_depth.items():
@@ -173,7 +164,7 @@ def perplexity_by_position(losses: Sequence[Loss]) -> Figure:
     axes.set_yscale("log")
     keys: list[Artist] = []
     for index, one in enumerate(losses):
-        x, y = zip(*((place.position, math.exp(place.nll)) for place in one.by_position), strict=True)
+        x, y = zip(*((place.position, bounded_exp(place.nll)) for place in one.by_position), strict=True)
         words = f"{one.documents} text{'s' * (one.documents > 1)} of {one.length} tokens"
         keys += axes.plot(x, y, **look(index)._asdict(), markersize=4.5, linewidth=1.8, label=words)
     positions = [place for one in losses for place, *_ in one.by_position]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from attention_priors.files import write_bytes
 from attention_priors.report.figures import by_axis, comparison, copying, prior_parts
+from attention_priors.report.figures.files import write_pngs
 from attention_priors.report.figures.needle_weights import needle_weight_by_length
 from attention_priors.report.figures.prior_reach import prior_reach
 from attention_priors.report.figures.style import png
@@ -26,6 +27,13 @@ _BY_AXIS = {
     by_axis.theta_by_axis: "Shape β against θα of every Generalized Gaussian head",
     by_axis.logit_scales_by_axis: "Histograms of the heads' logit scales s",
 }
+
+_NAMES = (
+    "(passkey_by_length|passkey_heatmap|perplexity_by_position|copying_by_length|retrieval|losses|needle-weights|"
+    "prior_curves|prior_terms|prior_logits|prior_weights|prior_reach|sink_mass|"
+    "(passkey|perplexity|theta|logit_scales)_by_axis|theta_scatter|logit_scale_histogram)([_-].*)?"
+)
+"""Of files, without the ending."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +62,22 @@ class Illustration:
 def illustrations(results: Results) -> Iterator[Illustration]:
     """Every figure that the results have data for, in the order of the report."""
     check_results(results)
+    used: set[str] = set()
+    for one in _illustrations(results):
+        # Plans may differ only in what a file name cannot hold, which for some systems is case: the later has a number.
+        numbered = (f"{one.stem}-{number}" for number in itertools.count(2))
+        stem = next(name for name in itertools.chain([one.stem], numbered) if name.casefold() not in used)
+        used.add(stem.casefold())
+        yield replace(one, stem=stem)
+
+
+def _illustrations(results: Results) -> Iterator[Illustration]:
     asked, read = (listing(schemes_with(results, section)) for section in ("passkey", "perplexity"))
     yield from _for_all(
         comparison.passkey_by_length, results, f"Share of pass keys retrieved against context length: {asked}."
     )
     yield from _for_each(
-        comparison.passkey_heatmap, results, "Share of pass keys retrieved at each depth and context length: {}."
+        comparison.passkey_heatmap, results, "Share of pass keys retrieved at each depth and context length"
     )
     yield from _for_all(comparison.perplexity_by_position, results, f"Perplexity against position: {read}.")
     copied, sunk = (listing(schemes_with(results, section)) for section in ("copying", "sink_mass"))
@@ -71,7 +89,7 @@ def illustrations(results: Results) -> Iterator[Illustration]:
         words = f"{view.measure.capitalize()}, % of them, by scheme and context length: {view.title}."
         yield from _drawn(draw, "retrieval", None, _plain(f"retrieval_{view.title}"), words)
     for view in retrieval_views(results):
-        words = f"Score at each depth and context length, {view.title}: {{}}."
+        words = f"Score at each depth and context length, {view.title}"
         yield from _for_each(
             partial(comparison.passkey_heatmap, what=f"score in {view.title}"),
             view.results,
@@ -87,14 +105,12 @@ def illustrations(results: Results) -> Iterator[Illustration]:
         words = f"Attention on the pass key when it is asked for, against length: {plan}."
         stem = _plain(f"needle_weights_{plan}")
         yield from _drawn(partial(needle_weight_by_length, results, plan), "needle_weights", None, stem, words)
-    yield from _for_each(comparison.prior_curves, results, "Log-prior of each head against distance: {}.")
+    yield from _for_each(comparison.prior_curves, results, "Log-prior of each head against distance")
+    yield from _for_each(prior_parts.prior_terms, results, "Summands of each head's log-prior, against distance or key")
     yield from _for_each(
-        prior_parts.prior_terms, results, "Summands of each head's log-prior, against distance or key: {}."
+        prior_parts.prior_logits, results, "Each head's log-prior of every query and key before the causal mask"
     )
-    yield from _for_each(
-        prior_parts.prior_logits, results, "Each head's log-prior of every query and key before the causal mask: {}."
-    )
-    yield from _for_each(prior_parts.prior_weights, results, "Weights that each head's prior gives alone: {}.")
+    yield from _for_each(prior_parts.prior_weights, results, "Weights that each head's prior gives alone")
     looking = listing(schemes_with(results, "prior_reach"))
     yield from _for_all(
         prior_reach, results, f"How far each head's prior looks, against the length of the text: {looking}."
@@ -112,7 +128,7 @@ def illustrations(results: Results) -> Iterator[Illustration]:
 
 
 def write_figures(results: Results, folder: Path) -> list[Path]:
-    """Write every figure that the results have data for as a PNG file.
+    """Write every figure that the results have data for as a PNG file; remove those that an earlier call has left.
 
     Args:
         results: A results dictionary.
@@ -124,12 +140,7 @@ def write_figures(results: Results, folder: Path) -> list[Path]:
     Raises:
         ValueError: ``results`` is of an unknown format, or one of its rows names an unknown scheme.
     """
-    written = []
-    for illustration in illustrations(results):
-        path = Path(folder) / f"{illustration.stem}.png"
-        write_bytes(path, illustration.png())
-        written.append(path)
-    return written
+    return write_pngs(((one.stem, one.png()) for one in illustrations(results)), Path(folder), _NAMES)
 
 
 def _for_all(draw: Callable[[Results], Figure], results: Results, alt: str) -> Iterator[Illustration]:
@@ -137,14 +148,14 @@ def _for_all(draw: Callable[[Results], Figure], results: Results, alt: str) -> I
 
 
 def _for_each(
-    draw: Callable[..., Figure], results: Results, alt: str, kind: str | None = None, stem: str | None = None
+    draw: Callable[..., Figure], results: Results, what: str, kind: str | None = None, stem: str | None = None
 ) -> Iterator[Illustration]:
     kind = draw.__name__ if kind is None else kind
     beginning = kind if stem is None else stem
     for place, scheme in enumerate(scheme_names(results), start=1):
         # The place keeps the names of schemes apart that differ only in what a file name cannot hold.
         name = f"{beginning}_{place:02d}_{_plain(scheme)}"
-        yield from _drawn(partial(draw, results, scheme), kind, scheme, name, alt.format(scheme))
+        yield from _drawn(partial(draw, results, scheme), kind, scheme, name, f"{what}: {scheme}.")
 
 
 def _plain(name: str) -> str:

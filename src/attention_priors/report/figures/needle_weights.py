@@ -34,7 +34,7 @@ def needle_weight_by_length(results: Results, plan: str) -> Figure:
 
     def draw(axes: Axes, shown: Looks, names: Mapping[str, str]) -> list[Artist]:
         _draw(axes, own, plan, shown, panel=True)
-        axes.set_ylabel("attention on the pass key, %\n(thin: single seeds)", fontsize=9)
+        axes.set_ylabel(_label(own, shown), fontsize=9)
         axes.set_xlabel("length of the text, tokens", fontsize=9)
         return [*(line_key(shown[scheme], names[scheme]) for scheme in shown), training_key()]
 
@@ -46,10 +46,15 @@ def needle_weight_by_length(results: Results, plan: str) -> Figure:
     shown = {scheme: look[scheme] for scheme in require(own, "needle_weights", overview(results))}
     figure, axes = start(4.6)
     _draw(axes, own, plan, shown, panel=False)
-    axes.set_ylabel("attention on the pass key, %\n(thin: single seeds)")
+    axes.set_ylabel(_label(own, shown))
     axes.set_xlabel("length of the text, tokens")
     legend_below(figure, [*(line_key(look[scheme], scheme) for scheme in shown), training_key()])
     return figure
+
+
+def _label(results: Results, shown: Looks) -> str:
+    several = any(len(distinct(rows(results, "needle_weights", scheme), "seed")) > 1 for scheme in shown)
+    return "attention on the pass key, %" + ("\n(thin: single seeds)" if several else "")
 
 
 def _draw(axes: Axes, results: Results, plan: str, shown: Looks, *, panel: bool) -> None:

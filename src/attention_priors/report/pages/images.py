@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from attention_priors.files import write_bytes
+from attention_priors.report.figures.files import write_pngs
 from attention_priors.report.figures.images import accuracy_by_size, prior_maps
 from attention_priors.report.figures.style import png
 from attention_priors.report.pages.rendering import embedded_figure, render
@@ -15,9 +16,14 @@ from attention_priors.report.selections.results import Results
 from attention_priors.report.tables.grid import write_grids
 from attention_priors.report.tables.images import accuracy_grid, image_training_grid
 
+_NAMES = "accuracy_by_size|prior_maps_.+"
+"""Of figures' files, without the ending."""
+
 
 def write_image_results(results: Results, folder: Path) -> Path:
     """Write ``report.html``, and every figure and table under ``figures`` and ``tables``.
+
+    Figures that an earlier call has left are removed.
 
     Args:
         results: of classifiers of images.
@@ -31,8 +37,7 @@ def write_image_results(results: Results, folder: Path) -> Path:
         if maps_of_first_seed(results, entry["name"]):
             words = f"What the prior of each head says around the middle patch: {entry['name']}."
             figures[f"prior_maps_{place:02d}"] = (prior_maps(results, entry["name"]), words)
-    for stem, (figure, _) in figures.items():
-        write_bytes(folder / "figures" / f"{stem}.png", png(figure))
+    write_pngs(((stem, png(figure)) for stem, (figure, _) in figures.items()), folder / "figures", _NAMES)
     grids = [accuracy_grid(results), image_training_grid(results)]
     write_grids(grids, folder / "tables")
     page = folder / "report.html"

@@ -14,6 +14,7 @@ from attention_priors.report.selections.results import (
     perplexity_curve,
     rows,
     scheme_names,
+    schemes_with,
     training_lengths,
 )
 
@@ -52,10 +53,10 @@ def reach(results: Results) -> dict[str, Reach]:
 def summarize(results: Results) -> str:
     """Say what was compared and how far each scheme holds."""
     trained = training_lengths(results)
-    schemes, seeds = scheme_names(results), len(results["seeds"])
+    schemes = scheme_names(results)
     sentences = [
         f"{_counted(len(schemes), 'scheme')} {'was' if len(schemes) == 1 else 'were'} trained on contexts of "
-        f"{listing([str(length) for length in trained])} tokens, each with {_counted(seeds, 'seed')}."
+        f"{listing([str(length) for length in trained])} tokens, each with {_seeds_of_each(results)}."
     ]
     reached = reach(results)
     if reached:
@@ -65,6 +66,13 @@ def summarize(results: Results) -> str:
             sentences.append(f"No pass keys were asked of {listing(missing)}.")
     sentences += _perplexity_sentence(results)
     return " ".join(sentences)
+
+
+def _seeds_of_each(results: Results) -> str:
+    """``3 seeds``, or ``1 to 3 seeds`` where schemes have different numbers of them."""
+    counts = [len(distinct(rows(results, "runs", scheme), "seed")) for scheme in schemes_with(results, "runs")]
+    fewest, most = min(counts, default=len(results["seeds"])), max(counts, default=len(results["seeds"]))
+    return _counted(most, "seed") if fewest == most else f"{fewest} to {_counted(most, 'seed')}"
 
 
 def _passkey_sentences(results: Results, reached: dict[str, Reach], trained: int | None) -> list[str]:

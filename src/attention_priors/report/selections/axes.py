@@ -9,7 +9,9 @@ from typing import Any
 
 from attention_priors.report.selections.results import Results
 
-_NEVER_BASE = ("scheme", "extension")
+_SWEPT = "scheme"
+"""The axis that says which scheme a sweep multiplied, or which model was extended."""
+_NEVER_BASE = (_SWEPT, "extension")
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,11 @@ def _called(entry: dict[str, Any], by_its_way: bool) -> str:
 
 
 def overview(results: Results) -> list[str]:
-    """The schemes that stand on no axis, and those that a sweep varied one axis at a time.
+    """The schemes that no sweep has made, and those that a sweep varied one axis at a time.
 
     The others are shown where they are compared: all of a sweep in one figure could not be read.
     """
-    return [entry["name"] for entry in results["schemes"] if not entry.get("axes") or _is_base(entry)]
+    return [entry["name"] for entry in results["schemes"] if _SWEPT not in entry.get("axes", {}) or _is_base(entry)]
 
 
 def _others(entry: dict[str, Any], axis: str) -> tuple[Any, ...]:
@@ -95,4 +97,5 @@ def _others(entry: dict[str, Any], axis: str) -> tuple[Any, ...]:
 
 def _is_base(entry: dict[str, Any]) -> bool:
     """Whether a sweep varied one axis at a time around this scheme: it keeps the scheme's own name."""
-    return entry["axes"].get("scheme") in (entry["name"], entry.get("extended_from"))
+    # Axes that a recipe's author wrote have no such scheme, and no base.
+    return _SWEPT in entry["axes"] and entry["axes"][_SWEPT] in (entry["name"], entry.get("extended_from"))

@@ -122,7 +122,12 @@ def perplexity_estimates(selected: Iterable[Row]) -> dict[float, Estimate]:
 
 def perplexity_of(loss: Estimate) -> Estimate:
     """E to a mean loss, and to the ends of its interval."""
-    return Estimate(*(math.exp(min(value, _LARGEST_LOSS)) for value in loss))
+    return Estimate(*map(bounded_exp, loss))
+
+
+def bounded_exp(loss: float) -> float:
+    """E to a loss; nan stays nan, and what is too large for a figure is as large as one can show."""
+    return math.exp(min(loss, _LARGEST_LOSS))
 
 
 def _check_scheme(results: Results, scheme: str, what: str) -> None:

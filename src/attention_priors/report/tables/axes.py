@@ -22,7 +22,7 @@ def axis_grid(results: Results) -> Grid:
         for place, (name, value) in enumerate(comparison.values.items()):
             tail = [losses.within_training(name), *(losses.at(name, position) for position in farthest)]
             tail = tail if losses.schemes else []
-            for first, line in with_first(shares.lines(name) or [[""]]):
+            for first, line in with_first(shares.lines(name) or [["", *[ABSENT] * len(shares.lengths)]]):
                 title = comparison.title if first and place == 0 else ""
                 group.append([title, value if first else "", *line, *(tail if first else [""] * len(tail))])
         groups.append(group)

@@ -93,8 +93,10 @@ class Losses:
         self._results = results
         self.schemes = schemes_with(results, "perplexity")
         shortest = min((training_length(results, scheme) for scheme in self.schemes), default=0)
-        beyond = [row for row in rows(results, "perplexity") if row["position"] > shortest]
-        self.beyond: list[float] = _spread(distinct(beyond, "position"))
+        positions = distinct(rows(results, "perplexity"), "position")
+        self.beyond: list[float] = _spread([place for place in positions if _first_of_range(place) >= shortest])
+        # Neither within the shortest training length nor beyond it.
+        self.straddles = any(_first_of_range(place) < shortest <= _end_of_range(place) for place in positions)
 
     def seeds(self, scheme: str) -> int:
         """How many there are."""
@@ -126,9 +128,14 @@ class Losses:
         return estimate_cell(perplexity_of(over_seeds(losses)), _perplexity_text)
 
 
+def _first_of_range(middle: float) -> int:
+    """The first position of a range: the power of two that is no larger than its middle."""
+    return 2 ** math.floor(math.log2(middle))
+
+
 def _end_of_range(middle: float) -> int:
-    """The last position of a range: it begins at a power of two, and ends before the next or with the text."""
-    return round(middle**2 / 2 ** math.floor(math.log2(middle)))
+    """The last position of a range, which ends before the next power of two or with the text."""
+    return round(middle**2 / _first_of_range(middle))
 
 
 def share_of_texts(correct: float, trials: int) -> Cell:

@@ -16,6 +16,11 @@ from attention_priors.report.tables.scores import answer_token_grid, needle_weig
 
 def result_grids(results: Results) -> Iterator[Grid]:
     """Every table that the results have data for."""
+    return (grid for grid in _grids(results) if grid.groups)
+
+
+def _grids(results: Results) -> Iterator[Grid]:
+    """Every table; those that the results have no data for have no lines."""
     check_results(results)
     makers = (
         passkey_grid, perplexity_grid, copying_grid, retrieval_grid, answer_token_grid, loss_grid, completion_grid,
@@ -23,13 +28,13 @@ def result_grids(results: Results) -> Iterator[Grid]:
         prior_reach_grid, training_grid,
     )  # fmt: skip
     for make in makers:
-        grid = make(results)
-        if grid.groups:
-            yield grid
+        yield make(results)
 
 
 def write_tables(results: Results, folder: Path) -> list[Path]:
     """Write every table that the results have data for, as Markdown and as LaTeX.
+
+    Those that an earlier call has left and the results have no data for are removed.
 
     Args:
         results: A results dictionary.
@@ -41,4 +46,4 @@ def write_tables(results: Results, folder: Path) -> list[Path]:
     Raises:
         ValueError: ``results`` is of an unknown format, or one of its rows names an unknown scheme.
     """
-    return write_grids(result_grids(results), Path(folder))
+    return write_grids(_grids(results), Path(folder))

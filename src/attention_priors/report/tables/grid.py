@@ -69,13 +69,22 @@ def latex(grid: Grid) -> str:
 
 
 def write_grids(grids: Iterable[Grid], folder: Path) -> list[Path]:
-    """Write each table in both forms, under its ``stem``; the files."""
-    written = []
+    """Write each table that has lines in both forms, under its ``stem``; the files.
+
+    Those of tables without lines are removed: an earlier call may have left them.
+    """
+    written: list[Path] = []
+    empty: list[Path] = []
     for grid in grids:
-        for ending, content in (("md", markdown(grid)), ("tex", latex(grid))):
+        for ending, form in (("md", markdown), ("tex", latex)):
             path = folder / f"{grid.stem}.{ending}"
-            write_bytes(path, content.encode())
+            if not grid.groups:
+                empty.append(path)
+                continue
+            write_bytes(path, form(grid).encode())
             written.append(path)
+    for path in empty:
+        path.unlink(missing_ok=True)
     return written
 
 

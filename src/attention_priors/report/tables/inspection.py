@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -50,7 +49,7 @@ def inspection_head_grid(found: Mapping[str, Any]) -> Grid:
         columns[_heading(parameter)] = lambda row, key=parameter: quantity(row["parameters"].get(key))
     if scales:
         columns["s"] = lambda row: quantity(scales.get(head_name(row)))
-    columns["90 % within, tokens"] = lambda row: str(_reach(row, found["length"]))
+    columns["90 % within, tokens"] = lambda row: str(row["reach_at_length"][1])
     if texts and scales:
         columns["γ"] = lambda row: quantity(texts[head_name(row)]["inverse_temperature"])
     if texts:
@@ -95,12 +94,6 @@ def _heading(parameter: str) -> str:
     """A parameter's; of a sum's, with the summand's name."""
     summand, _, name = parameter.rpartition(".")
     return f"{summand.replace('_', ' ')} {_HEADINGS.get(name, name)}".lstrip()
-
-
-def _reach(row: Row, length: int) -> int:
-    """Within how many tokens nine tenths of a head's prior lie, at the length nearest to the described one."""
-    nearest = min(row["reach"], key=lambda size: abs(math.log(int(size) / length)))
-    return row["reach"][nearest][1]
 
 
 def reach_grid(found: Mapping[str, Any]) -> Grid:

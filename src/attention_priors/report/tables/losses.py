@@ -30,6 +30,8 @@ def perplexity_grid(results: Results) -> Grid:
         "training length. The other columns are ranges of positions beyond it (of many, some), named by their middle, "
         "in tokens."
     )
+    if losses.straddles:
+        caption += " A range that begins within the training length and ends beyond it is in neither."
     header = ["scheme", "seeds", "within\ntraining", *(f"{position:.0f}" for position in losses.beyond)]
     return Grid("perplexity", caption, header, [lines] if lines else [], words=1)
 

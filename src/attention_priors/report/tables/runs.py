@@ -44,7 +44,7 @@ def training_grid(results: Results) -> Grid:
                 f"{minutes:.1f}" if math.isfinite(minutes) else ABSENT,
             ]
         )
-    header = ["scheme", "made by", "seeds", "tokens", "steps", "parameters", "of the\nprior", "loss", "minutes"]
+    header = ["scheme", "made by", "seeds", "tokens", "steps", "parameters", "of prior\nand scale", "loss", "minutes"]
     return Grid("training", _provenance(results) if lines else "", header, [lines] if lines else [], words=3)
 
 
