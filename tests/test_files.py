@@ -1,11 +1,21 @@
 import json
 import math
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from attention_priors.files import read_json, with_nulls, writable_folder, write_bytes, write_json
+from attention_priors.files import (
+    read_json,
+    remove_temporaries,
+    replacing,
+    with_nulls,
+    writable_folder,
+    write_bytes,
+    write_json,
+)
 
 
 def _names(folder: Path) -> list[str]:
@@ -107,3 +117,31 @@ def test_a_folder_that_takes_no_files_is_an_error_that_names_it(tmp_path, monkey
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     with pytest.raises(OSError, match=f"output folder {tmp_path}: Permission denied"):
         writable_folder(tmp_path)
+
+
+def test_threads_that_write_the_same_file_do_not_meet(tmp_path):
+    path = tmp_path / "file.json"
+    start = threading.Barrier(8)
+
+    def write(number: int) -> None:
+        start.wait()
+        for _ in range(30):
+            write_json(path, {"by": [number] * 100})
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(write, range(8)))
+    content = read_json(path)["by"]
+    assert content == content[:1] * 100
+    assert _names(tmp_path) == ["file.json"]
+
+
+def test_what_killed_writers_left_is_deleted_and_nothing_else(tmp_path):
+    with replacing(tmp_path / "a.bin") as temporary:
+        temporary.write_bytes(b"half")
+    temporary.write_bytes(b"half")  # as if the writer had been killed
+    (tmp_path / ".a.bin.12345.tmp").write_bytes(b"an earlier version's")
+    others = [".hidden.tmp", "a.bin", "a.12345.tmp", ".a.bin.12345.other.tmp"]
+    for name in others:
+        (tmp_path / name).write_bytes(b"")
+    remove_temporaries(tmp_path)
+    assert _names(tmp_path) == sorted(others)

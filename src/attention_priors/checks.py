@@ -25,6 +25,13 @@ def check_above(bound: float, **values: Any) -> None:
             raise ValueError(f"{name} must be a finite number above {bound:g}, got {value!r}")
 
 
+def check_booleans(**values: Any) -> None:
+    """Raise a ValueError unless every value is True or False: ``"no"``, as YAML has it in quotes, counts as true."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Raise a ValueError unless ``value`` is one of the allowed names."""
     if value not in allowed:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,9 +17,12 @@ from typing import Any
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside ``path``; what is written there is moved into place, if no error comes between."""
+    """A temporary name beside ``path``; what is written there is moved into place, if no error comes between.
+
+    Processes and threads that write the same file at the same time have names of their own: the last one is left.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}.tmp")
     try:
         yield temporary
         synchronise(temporary)
@@ -30,7 +34,8 @@ def replacing(path: Path) -> Iterator[Path]:
 def remove_temporaries(folder: Path) -> None:
     """Delete what writers of a folder have left that were killed; nobody may be writing to it."""
     for path in folder.glob(".*.tmp"):
-        if re.fullmatch(r"\..+\.\d+\.tmp", path.name):
+        # Earlier versions wrote no random part.
+        if re.fullmatch(r"\..+\.\d+(\.[0-9a-f]{16})?\.tmp", path.name):
             path.unlink()
 
 

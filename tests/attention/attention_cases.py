@@ -278,6 +278,17 @@ def _padding(draw: st.DrawFn, batch: int, length: int, generator: torch.Generato
 
 
 @st.composite
+def _laid_out(draw: st.DrawFn, tensor: Tensor) -> Tensor:
+    """The same numbers, some other way in memory: heads after tokens, columns before rows, or with gaps."""
+    kind = draw(st.sampled_from(["rows", "rows", "tokens first", "columns", "gaps"]))
+    if kind == "tokens first":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if kind == "columns":
+        return tensor.mT.contiguous().mT
+    return tensor.repeat_interleave(2, dim=-1)[..., ::2] if kind == "gaps" else tensor
+
+
+@st.composite
 def _attn_masks(draw: st.DrawFn, shape: tuple[int, int, int, int], generator: torch.Generator) -> Tensor | None:
     kind = draw(st.sampled_from(["none", "none", "none", "boolean", "float", "float with -inf"]))
     if kind == "none":
@@ -320,10 +331,10 @@ def cases(draw: st.DrawFn, prior_name: str, longest: int = 300, masks: bool = Tr
             logit_scale.s.uniform_(-1.5, 1.5, generator=generator)
     documents = draw(_documents(batch, num_keys, generator)) if num_queries <= num_keys else None
     query_positions, key_positions = draw(_positions(batch, num_queries, num_keys, generator))
-    case = Case(
-        query=normal(batch, heads, num_queries, head_dim),
-        key=normal(batch, kv_heads, num_keys, head_dim),
-        value=normal(batch, kv_heads, num_keys, value_dim),
+    return Case(
+        query=draw(_laid_out(normal(batch, heads, num_queries, head_dim))),
+        key=draw(_laid_out(normal(batch, kv_heads, num_keys, head_dim))),
+        value=draw(_laid_out(normal(batch, kv_heads, num_keys, value_dim))),
         prior=prior,
         causal=causal,
         logit_scale=logit_scale,
@@ -335,14 +346,3 @@ def cases(draw: st.DrawFn, prior_name: str, longest: int = 300, masks: bool = Tr
         attn_mask=draw(_attn_masks((batch, heads, num_queries, num_keys), generator)) if masks else None,
         small_blocks=draw(st.sampled_from([None, 2 + num_queries // 4])),
     )
-    return replace(case, logit_scale=None) if _counts_once(case) else case
-
-
-def _counts_once(case: Case) -> bool:
-    """Whether every query of a head sees the same keys by a mask without a dimension for queries.
-
-    There the number of visible keys has no such dimension either, which the logit scale does not survive.
-    """
-    mask = case.attn_mask
-    per_query = case.causal or case.document_ids is not None or (mask is not None and mask.shape[-2] > 1)
-    return not per_query and (mask is not None or case.key_padding_mask is not None)

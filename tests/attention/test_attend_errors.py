@@ -81,6 +81,8 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "relative value dim": ("relative", {"relative": ShawVectors(D), "value": shaped(B, H, LENGTH, D + 1)}),
     "dropout of 1": ("dropout_p", {"dropout_p": 1.0}),
     "negative dropout": ("dropout_p", {"dropout_p": -0.1}),
+    "a word for dropout": ("dropout_p", {"dropout_p": "a"}),
+    "a list for a mask": ("attn_mask must be a tensor", {"attn_mask": [[True]]}),
     "softmax_scale 0": ("softmax_scale", {"softmax_scale": 0.0}),
     "negative softmax_scale": ("softmax_scale", {"softmax_scale": -1.0}),
     "infinite softmax_scale": ("softmax_scale", {"softmax_scale": float("inf")}),

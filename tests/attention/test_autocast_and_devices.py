@@ -34,6 +34,23 @@ def test_autocast_takes_mixed_dtypes(backend: str) -> None:
         attend(query, key, value, prior)
 
 
+def test_autocast_leaves_float64() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 5, 4, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attend(x, x, x).dtype == torch.nn.functional.scaled_dot_product_attention(x, x, x).dtype == x.dtype
+        with pytest.raises(ValueError, match=r"query must be of one of .* got torch.int64"):
+            attend(x.long(), x.long(), x.long())
+        with pytest.raises(ValueError, match="key must be a tensor, got NoneType"):
+            attend(x, None, x)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("backend", ["auto", "toeplitz", "lanes", "blockwise", "reference"])
+def test_no_texts_give_no_results(backend: str) -> None:
+    out, lse = attend(*torch.randn(3, 0, 2, 5, 4), Laplace(2), return_lse=True, backend=backend)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    assert (out.shape, lse.shape) == ((0, 2, 5, 4), (0, 2, 5))
+
+
 def test_gradients_of_an_autocast_forward_pass() -> None:
     """The backward pass, started outside of autocast as PyTorch advises, is as exact as without it."""
     torch.manual_seed(0)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from sharded_cases import CASES_OF, DOUBLE
 
-from attention_priors import shard_index
+from attention_priors import Laplace, ShardedSequence, SSMax, attend, attend_across, shard_index
+from attention_priors.attention import context_parallel
 from processes import torchrun
 
 WORKER = Path(__file__).with_name("sharded_cases.py")
@@ -138,3 +141,60 @@ def test_zigzag_shares_out_causal_work() -> None:
 def test_impossible_shards(name: str, arguments: Any) -> None:
     with pytest.raises(ValueError, match=name):
         shard_index(*arguments)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_documents_and_padding_go_where_the_queries_are() -> None:
+    """shard_index() makes an index on the CPU, whatever device the model is on."""
+    index = shard_index(6, 0, 1)
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    sequence = ShardedSequence(index, document_ids=documents, key_padding_mask=torch.arange(6).unsqueeze(0) == 1)
+    ring = context_parallel._Ring(
+        sequence, sequence.plan(True, None), None, None, True, None, 0.0, "auto", keys_have_gradients=False
+    )
+    x = torch.zeros(2, 2, 6, 4, device="meta")
+    owns = 0
+    for piece in ring.plan.pieces[0]:
+        rows = context_parallel._cut_rows(x, piece.batches, piece.rows)
+        keys = context_parallel._cut_rows(x, piece.batches, piece.keys)
+        geometry = ring._problem(rows, context_parallel._Shard(keys, keys), 0, piece).geometry
+        given = (
+            geometry.given_query_positions,
+            geometry.given_key_positions,
+            geometry.query_documents,
+            geometry.key_documents,
+            geometry.key_padding_mask,
+        )
+        found = [tensor.device.type for tensor in given if tensor is not None]
+        assert found == ["meta"] * len(found)
+        owns += len(found) == len(given)
+    assert owns, "no piece has documents and padding"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("alone")
+def test_an_index_on_the_cpu_and_queries_on_cuda() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 2, 40, 8, device="cuda", requires_grad=True).unbind()
+    masks: dict[str, Any] = {
+        "document_ids": (torch.arange(40) // 13).expand(2, -1),
+        "key_padding_mask": torch.rand(2, 40) < 0.3,
+    }
+    sequence, scale, prior = ShardedSequence(shard_index(40, 0, 1), **masks), SSMax(2).cuda(), Laplace(2).cuda()
+    found = attend_across(query, key, value, prior, sequence=sequence, logit_scale=scale)
+    of_device = {name: mask.cuda() for name, mask in masks.items()}
+    expected = attend(query, key, value, prior, logit_scale=scale, **of_device)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for one, other in zip(
+        *(torch.autograd.grad(out.square().sum(), (query, key, value)) for out in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

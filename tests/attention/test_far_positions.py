@@ -21,7 +21,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention_priors import GeneralizedGaussian, KeySink, Laplace, Prior, Spectral, SSMax, Window, prior_from_config
+from attention_priors import (
+    GeneralizedGaussian,
+    KeySink,
+    Laplace,
+    Prior,
+    ResidualSSMax,
+    Spectral,
+    SSMax,
+    Window,
+    attend,
+    prior_from_config,
+)
 from attention_priors.attention import recentred
 
 pytestmark = pytest.mark.usefixtures("both_ways")
@@ -263,6 +274,20 @@ def test_prefill(name: str) -> None:
         assert error <= 1e-4, f"{backend}: {error:.2e}"
 
 
+def test_a_logit_scale_of_both_signs() -> None:
+    """It falls with the number of keys: from 1 for a text of one, through 0."""
+    length, generator = 100_000, torch.Generator().manual_seed(0)
+    padding = torch.zeros(2, length, dtype=torch.bool)
+    padding[1, :-1] = True
+    query, key, value = (torch.randn(2, 1, n, 8, generator=generator) for n in (1, length, length))
+    prior, scale = Laplace(1, slopes=[0.5]), ResidualSSMax(1, init=-0.12)
+    with torch.no_grad():
+        options: dict[str, Any] = {"logit_scale": scale, "key_padding_mask": padding}
+        found = attend(query, key, value, prior, **options)
+        expected = attend(query.double(), key.double(), value.double(), prior, backend="reference", **options)
+    assert float((found - expected).abs().max()) < 5e-6
+
+
 # ---- gradients where constants are taken out
 
 
@@ -297,6 +322,10 @@ RECENTRED: dict[str, tuple[Prior, dict[str, Any]]] = {
     "padding": (
         Laplace(2, slopes=[3.0, 40.0], learn=True),
         {"logit_scale": SSMax(2, init=-0.9), "key_padding_mask": torch.arange(60).unsqueeze(0) < 7},
+    ),
+    "logit scale that changes its sign": (
+        Laplace(2, slopes=[3.0, 40.0], learn=True) + Spectral(2),
+        {"logit_scale": ResidualSSMax(2, init=-0.3)},
     ),
     "documents": (
         Laplace(2, slopes=[30.0, 40.0], learn=True),

@@ -13,6 +13,7 @@ from attention_priors import SSMax, attend
 from attention_priors.attention.grids import Grids, Raster
 from attention_priors.attention.problem import make_geometry
 from attention_priors.priors import Axial, KeySink2d, Prior, Radial, Spectral2d, grid_positions, prior_from_config
+from attention_priors.priors.grid import ROW
 
 GGD = {"name": "generalized_gaussian", "init": "spread"}
 PRIORS: dict[str, Any] = {
@@ -84,6 +85,25 @@ def test_the_table_of_a_grid_is_the_formula(
         found = results(prior, inputs, scale, "toeplitz", **options)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("moved", [(0, 4), (0, 9), (3, 0), (-5, 2), (0, -4), (1, 0)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_one_part_of_an_image_looks_at_another(moved: tuple[int, int], causal: bool) -> None:
+    """Both have tokens outside: these are at distance 0, which may lie amid those of the grid, not among them."""
+    keys = grid_positions(4, 4, outside=2)
+    queries = keys.clone()
+    queries[2:] += moved[0] * ROW + moved[1]
+    generator = torch.Generator().manual_seed(0)
+    inputs = tuple(torch.randn(2, heads, len(keys), 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    for name in PRIORS:
+        prior = made(name, 4, 0)
+        options = {"causal": causal, "query_positions": queries, "key_positions": keys}
+        expected = results(prior, inputs, None, "reference", **options)
+        with in_blocks_of(3):
+            found = results(prior, inputs, None, "toeplitz", **options)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
 def test_images_of_different_sizes_in_one_batch() -> None:

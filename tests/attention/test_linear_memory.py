@@ -6,7 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 from attention_priors import GeneralizedGaussian, attend
 
 
-def largest_allocation(length: int, backend: str) -> int:
+def largest_allocation(length: int, backend: str, **options: torch.Tensor) -> int:
     """Bytes of the largest piece of memory that a forward and backward pass asks for."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
@@ -14,7 +14,7 @@ def largest_allocation(length: int, backend: str) -> int:
     )
     prior = GeneralizedGaussian(2, init="spread", learn=True)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        out, lse = attend(query, key, value, prior, return_lse=True, backend=backend)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        out, lse = attend(query, key, value, prior, return_lse=True, backend=backend, **options)  # pyright: ignore[reportArgumentType, reportCallIssue]
         (out.sum() + lse.sum()).backward()
     assert prior.theta_alpha.grad is not None
     assert prior.theta_alpha.grad.abs().min() > 0
@@ -24,6 +24,14 @@ def largest_allocation(length: int, backend: str) -> int:
     assert results.kineto_results is not None
     events = results.kineto_results.events()
     return max(event.nbytes() for event in events if event.name() == "[memory]")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_gaps_at_random() -> None:
+    """Nearly every pair has a distance of its own: a table of them would be a matrix."""
+    length = 4096
+    positions = torch.randint(1, 10**6, (length,), generator=torch.Generator().manual_seed(0)).cumsum(0)
+    options = {"query_positions": positions, "key_positions": positions}
+    assert largest_allocation(length, "toeplitz", **options) < 4 * length * length // 2
 
 
 def test_16k_tokens() -> None:

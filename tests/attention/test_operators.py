@@ -23,6 +23,7 @@ from attention_priors import (
     attend,
 )
 from attention_priors.attention import geometry_operator, operators
+from attention_priors.priors import Axial, grid_positions
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -122,6 +123,14 @@ def test_operator_check(name: str, dtype: torch.dtype, monkeypatch: pytest.Monke
     torch.library.opcheck(torch.ops.attention_priors.block_attention.default, arguments)
 
 
+@pytest.mark.parametrize("name", [n for n in VARIANTS if n not in ("no prior", "lanes")])
+def test_gradients_lie_in_memory_as_compilers_are_told(name: str) -> None:
+    make, options = VARIANTS[name]
+    tensors = inputs()
+    grads = torch.autograd.grad(attend(*tensors, make(), **options).square().sum(), tensors)
+    assert all(grad.is_contiguous() for grad in grads)
+
+
 @pytest.mark.parametrize("options", [{}, {"document_ids": DOCUMENTS}, {"key_padding_mask": PADDING}])
 def test_operator_check_of_the_count(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
@@ -210,6 +219,26 @@ def test_mapped_over_examples(name: str, in_dims: tuple[int | None, ...]) -> Non
             torch.testing.assert_close(found[index], call(*example), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("transform", ["positions", "positions in a gradient", "scaled", "grid"])
+def test_mapped_over_positions(transform: str) -> None:
+    query, key, value = (x.detach() for x in inputs())
+    prior: Prior = Axial(H, {"name": "generalized_gaussian", "init": "spread"}) if transform == "grid" else gaussian()
+    scale = SSMax(H).requires_grad_(False) if transform == "scaled" else None
+    positions = torch.stack([torch.arange(L) - 2, torch.arange(L)])
+    if transform == "grid":
+        positions = torch.stack([grid_positions(4, 5), grid_positions(5, 4)])
+    keys = positions[1]
+
+    def one(query: Tensor, positions: Tensor) -> Tensor:
+        options = {"query_positions": positions, "key_positions": keys, "logit_scale": scale}
+        return attend(query, key, value, prior, **options)
+
+    of_one = grad(lambda query, positions: one(query, positions).square().sum()) if "gradient" in transform else one
+    found = vmap(of_one, in_dims=(None, 0))(query, positions)
+    expected = torch.stack([of_one(query, some) for some in positions])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_mapped_over_priors() -> None:
     query, key, value = (x.detach() for x in inputs())
     prior = gaussian()
@@ -238,6 +267,28 @@ def test_second_derivatives_are_refused() -> None:
         grad(lambda x: grad(total)(x).square().sum())(query.detach())
     with pytest.raises(NotImplementedError, match="no forward-mode derivative; use backend='reference'"):
         torch.func.jvp(total, (query.detach(),), (query.detach(),))
+
+
+def test_forward_mode_by_the_reference() -> None:
+    query, key, value = (x.detach().double() for x in inputs())
+    prior = gaussian()
+    parameters = {name: p.detach().double() + 0.1 for name, p in prior.named_parameters()}
+    step = {name: torch.linspace(-1, 1, H, dtype=torch.float64) for name in parameters}
+
+    class Total(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prior = prior
+
+        def forward(self) -> Tensor:
+            return attend(query, key, value, self.prior, backend="reference").square().sum()
+
+    def total(parameters: dict[str, Tensor]) -> Tensor:
+        return functional_call(Total(), {f"prior.{name}": p for name, p in parameters.items()}, ())
+
+    found = torch.func.jvp(total, (parameters,), (step,))[1]
+    expected = sum((gradient * step[name]).sum() for name, gradient in grad(total)(parameters).items())
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pruning_cases import attend_pruned, prunable_cases, small_blocks, spread
 
-from attention_priors import GeneralizedGaussian, KeyBounds, KeySink, Laplace, Prior, SSMax, attend, pruning_report
+from attention_priors import (
+    GeneralizedGaussian,
+    KeyBounds,
+    KeySink,
+    Laplace,
+    Prior,
+    SSMax,
+    Window,
+    attend,
+    pruning_report,
+)
+from attention_priors.attention import operators, pruning
 
 TOLERANCES = st.sampled_from([1e-9, 1e-6, 1e-3, 0.05, 0.5])
 SIZES = st.sampled_from([2, 4, 8])
@@ -222,3 +234,78 @@ def test_impossible_key_bounds() -> None:
         bounds.update(torch.zeros(1, 2, 7, 4))
     with pytest.raises(ValueError, match="tolerance must be above 0"):
         pruning_report(torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 8, 4), Laplace(2), tolerance=0.0)
+
+
+def test_bounds_of_keys_that_autocast_rounds_later_on() -> None:
+    """2005 becomes 2008 in bfloat16, 3 nats nearer to the best keys: what a block weighs is 20 times what it did."""
+    key = torch.full((1, 1, 2048, 1), 2005.0)
+    key[:, :, -256:] = 2016.0
+    value = (torch.arange(2048) < 256).float().view(1, 1, -1, 1)
+    query, prior, bounds = torch.ones(1, 1, 1, 1), Laplace(1, slopes=[1e-6]), KeyBounds(key)
+    for tolerance in (2.5e-5, 1e-4, 1e-3):
+        options: dict[str, Any] = {"softmax_scale": 1.0, "tolerance": tolerance}
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            exact = attend(query, key, value, prior, softmax_scale=1.0)
+            found = attend(query, key, value, prior, key_bounds=bounds, **options)
+        assert float((found - exact).abs()) <= 2 * tolerance + 2**-8 * float(exact)
+        # Without autocast they are bounds of these very keys.
+        report = pruning_report(query, key, prior, key_bounds=bounds, **options)
+        assert report.dropped.max() <= tolerance
+    report = pruning_report(query, key, prior, tolerance=2.5e-5, softmax_scale=1.0, key_bounds=bounds)
+    assert report.skipped > 0.1, "the bounds of the same keys are no wider than they were"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["generalized_gaussian", "key_sink", "none"])
+def test_the_certificate_holds_for_keys_cast_after_their_bounds_were_made(name: str, dtype: torch.dtype) -> None:
+    """Far from the origin, where a cast moves keys by as much as they differ."""
+    dropped_blocks = 0
+
+    @examples(20, f"{name} {dtype}")
+    @given(prunable_cases(name, TOLERANCES), SIZES, st.sampled_from([0.0, 50.0]))
+    def check(case: Case, size: int, away: float) -> None:
+        nonlocal dropped_blocks
+        source = torch.float64 if dtype == torch.float32 else torch.float32
+        key = case.key.to(source) + away
+        with small_blocks(size):
+            balls = KeyBounds(key).balls
+        case = replace(case, key=key).to(dtype)
+        seen: list[pruning.Pruned] = []
+        prune = pruning.prune
+
+        def with_balls(content: Any, problem: Any, tolerance: float, _: Any) -> pruning.Pruned:
+            seen.append(prune(content, problem, tolerance, balls))
+            return seen[-1]
+
+        with torch.no_grad(), small_blocks(size), mock.patch.object(operators, "prune", with_balls):
+            case.attend("toeplitz")
+        if not seen:
+            return
+        exact = oracle(case)
+        pairs = spread(seen[0].kept, size, *exact.weights.shape[2:])
+        lost = (exact.weights * ~pairs).sum(-1)
+        allowed = seen[0].dropped.repeat_interleave(size, dim=-1)[..., : lost.shape[-1]]
+        assert (lost <= allowed * (1 + 1e-9) + 1e-12).all(), f"lost {lost.max()}, certified {allowed.max()}"
+        dropped_blocks += int((~seen[0].kept).sum())
+
+    check()
+    assert name == "none" or dropped_blocks > 100, "the test has tested nothing"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_pairs_that_a_window_hides_are_not_visible(causal: bool) -> None:
+    query, key, _ = _random(2048, 2, 2, 2)
+    report = pruning_report(query, key, Window(2, 100), tolerance=1e-6, causal=causal)
+    assert report.reach.tolist() == [99, 99]
+    assert report.skipped.tolist() == [0.0, 0.0]
+    both = pruning_report(query, key, Window(2, 600) + Laplace(2, slopes=[1.0, 1e-6]), tolerance=1e-6, causal=causal)
+    assert both.reach.tolist() == [511, 599]
+    assert both.skipped[1] == 0
+    keys_of = [[max(0, i - 599), 2047 if not causal else i] for i in range(2048)]
+    visible = sum(min(last, i + 599) - first + 1 for i, (first, last) in enumerate(keys_of))
+    places = torch.arange(2048)
+    apart = places.unsqueeze(1) - places
+    blocks = (places.unsqueeze(1) // 256 - places // 256).abs() <= 1
+    seen = (apart.abs() < 600) & ((apart >= 0) | (not causal))
+    assert int(seen.sum()) == visible
+    assert both.skipped[0] == pytest.approx(1 - int((seen & blocks).sum()) / visible)

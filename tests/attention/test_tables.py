@@ -9,6 +9,7 @@ import torch
 from attention_cases import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, Spectral, attend
 from attention_priors.attention import tables
@@ -100,6 +101,51 @@ def test_with_gradients_nothing_is_kept(prior) -> None:
     attend(key, key, key, prior, backend="toeplitz").sum().backward()
     assert len(tables._kept) == before
     assert all(parameter.grad is not None for parameter in prior.parameters() if parameter.requires_grad)
+
+
+def test_a_kept_table_is_as_long_as_what_is_asked_for_and_not_as_far() -> None:
+    prior = Laplace(H)
+    key = torch.randn(1, H, 8, 4)
+    for start in (0, 10**7, 40, -(10**7), 0):
+        positions = torch.arange(8)
+        with torch.no_grad():
+            attend(key, key, key, prior, causal=False, query_positions=positions + start, key_positions=positions)
+        assert tables._kept[prior].table.shape[1] <= tables.SPAN * 15 + tables.GROWTH
+
+
+def test_a_kept_table_does_not_creep_away() -> None:
+    """Each of the requests is near the one before."""
+    prior = Laplace(H)
+    for start in range(0, 20_000, 20):
+        with torch.no_grad():
+            found = consecutive_table([prior], start + 20, start, LIKE)
+        assert found is not None
+        assert torch.equal(found, prior.log_prior_at(torch.arange(start + 20, start - 1, -1), torch.float32))
+        assert tables._kept[prior].table.shape[1] <= tables.SPAN * 21 + tables.GROWTH
+
+
+@pytest.mark.parametrize("positions", [None, torch.arange(20)], ids=["", "positions"])
+@pytest.mark.parametrize("first", [False, True])
+def test_tensors_without_numbers_leave_nothing_behind(first: bool, positions: torch.Tensor | None) -> None:
+    prior = GeneralizedGaussian(H, init="spread") + Spectral(H)
+    query, key, value = (torch.randn(1, H, 20, 4) for _ in range(3))
+
+    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        places = None if positions is None else positions[-query.shape[2] :]
+        return attend(query, key, value, prior, query_positions=places, key_positions=positions)
+
+    with torch.no_grad():
+        if not first:
+            call(query, key, value)
+        for number in (1, 20):  # as in decoding, and as in prefill
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                fake = (torch.empty(1, H, n, 4) for n in (number, 20, 20))
+                assert call(*fake).shape == (1, H, number, 4)
+        found, found_last = call(query, key, value), call(query[:, :, -1:], key, value)
+        expected = attend(query, key, value, prior, backend="reference")
+    assert type(found) is torch.Tensor
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found_last, expected[:, :, -1:])
 
 
 def test_a_table_made_in_inference_mode_serves_training() -> None:

@@ -1,5 +1,6 @@
 """What ``backend="triton"`` takes and refuses, and how it gets along with the rest of PyTorch."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -9,12 +10,13 @@ from attention_errors import Cotangents, compute
 from torch import Tensor
 from triton_cases import DEVICES, compute_on, configured, place, same
 
-from attention_priors import GeneralizedGaussian, KeySink, Laplace, ShawVectors, SSMax, attend
+from attention_priors import GeneralizedGaussian, KeySink, Laplace, ShawVectors, SSMax, Window, attend
 from attention_priors.attention import block_attention, triton_backend
 from attention_priors.attention.triton_backend import Blocks, visited
 
 SMALL = same(Blocks(16, 16, 4, 1))
 X = torch.randn(1, 2, 8, 4)
+PLACES = torch.arange(20)
 REFUSED = {
     "relative": ({"relative": ShawVectors(4)}, "relative"),
     "dropout": ({"dropout_p": 0.1}, "dropout_p"),
@@ -154,3 +156,73 @@ def test_true_blocks_on_cuda(head_dim: int, dtype: torch.dtype) -> None:
             assert error <= (1e-4 if "." in part else tolerance), part
         assert (found.out.double() - expected.out.double()).abs().max() <= tolerance
     assert peaks[1] <= 2.2 * peaks[0]
+
+
+FAR_APART: dict[str, tuple[Tensor, Tensor]] = {
+    "keys": (PLACES, PLACES + (PLACES >= 15) * 2**32),
+    "keys, not by a multiple of 2^32": (PLACES, PLACES + (PLACES >= 15) * (2**32 + 3)),
+    "keys of one example": (PLACES, torch.stack([PLACES, PLACES + (PLACES >= 15) * 2**40])),
+    "keys, just too far": (PLACES, PLACES + (PLACES >= 15) * (2**30 - 14)),
+    "a query": (PLACES - (PLACES == 0) * 2**32, PLACES),
+    "queries and keys": (PLACES - (PLACES < 4) * (2**31 + 9), PLACES + (PLACES >= 15) * 2**31),
+    "all keys": (PLACES - 2**40, PLACES),
+    "all keys, with gaps": (PLACES - 2**32 - 2**20, PLACES * 2),
+}
+"""What is far apart lies in the future."""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FAR_APART)
+def test_far_apart_is_refused_and_right_where_it_is_compiled(name: str, device: str) -> None:
+    """A compiled graph looks at no positions; causal masks hide pairs however far apart they are."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, h, 20, 4, device=device, requires_grad=True) for h in (2, 1, 1))
+    queries, keys = (positions.to(device) for positions in FAR_APART[name])
+    prior = Laplace(2, learn=True).to(device)
+    leaves = [query, key, value, *prior.parameters()]
+
+    def call(backend: Any, causal: bool = True) -> Tensor:
+        return attend(
+            query, key, value, prior, query_positions=queries, key_positions=keys, causal=causal, backend=backend
+        )
+
+    for causal in (True, False):
+        with pytest.raises(
+            ValueError, match=r"backend='triton'.*tokens apart, and it takes distances below 1073741824"
+        ):
+            call("triton", causal)
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with configured(SMALL):
+        found = compiled("triton")
+        grads = torch.autograd.grad(found.square().sum(), leaves)
+        with pytest.raises(ValueError, match="tokens apart"):
+            compiled("triton", False)
+    expected = call("reference")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for one, other in zip(grads, torch.autograd.grad(expected.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_queries_far_behind_all_keys_are_refused(device: str) -> None:
+    """A common offset makes few distances of them, but each is one that the kernels take for none."""
+    x = X.to(device)
+    places = torch.arange(8, device=device)
+    for apart in (2**30 - 7, 2**30 + 100, 2**40):
+        with pytest.raises(ValueError, match="it takes distances below 1073741824"):
+            attend(x, x, x, Laplace(2).to(device), query_positions=places + apart, backend="triton")
+        attend(x, x, x, Window(2, 8).to(device), query_positions=places + apart)  # goes elsewhere
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_examples_far_from_each_other(device: str) -> None:
+    """Positions of one example do not matter to another one's."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 2, 20, 4, device=device)
+    places = torch.stack([PLACES, PLACES.flip(0) + 2**40]).to(device)
+    prior = Laplace(2).to(device)
+    with configured(SMALL):
+        found = attend(x, x, x, prior, query_positions=places, key_positions=places, backend="triton")
+    expected = attend(x, x, x, prior, query_positions=places, key_positions=places, backend="reference")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

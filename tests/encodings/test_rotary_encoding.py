@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -160,6 +161,17 @@ def test_may_be_built_without_memory():
     assert frequencies.device.type == "cpu"
     assert not list(encoding.parameters())
     assert not encoding.state_dict()
+
+
+@every_scaling
+def test_tensors_without_numbers_leave_nothing_behind(arguments: dict[str, Any]):
+    x, positions, encoding = torch.randn(1, 1, 4, 8), torch.arange(4), Rotary(8, **arguments)
+    for _ in range(2):
+        with FakeTensorMode():
+            assert encoding(torch.empty(1, 1, 4, 8), torch.arange(4)).shape == x.shape
+        found = encoding(x, positions)
+        assert type(found) is torch.Tensor
+        torch.testing.assert_close(found, Rotary(8, **arguments)(x, positions))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from attention_priors import Laplace
-from attention_priors.hub import attach, attached_priors, detach
+from attention_priors.hub import attach, attached_priors, detach, load_model
+from attention_priors.hub.loading import check_positions, note_length
 
 UNIFORM: dict[str, Any] = {"prior": "generalized_gaussian", "logit_scale": "residual_ssmax"}
 STATIONARY: dict[str, Any] = {
@@ -390,6 +392,51 @@ def test_without_positions_of_its_own_a_model_sees_a_set(family: str) -> None:
     assert float(dropped.abs().max().detach()) <= 1e-5
     if family != "smollm3":
         assert float(kept.abs().max().detach()) > 1e-4
+
+
+def with_a_table_of(family: str, length: int, other: Any = None) -> Any:
+    """A model whose table of learned positions has a length, with the other weights of another model."""
+    name = "n_positions" if family == "gpt2" else "max_position_embeddings"
+    model = tiny(family, **{name: length})
+    if other is not None:
+        same = {key: x for key, x in other.state_dict().items() if "wpe" not in key and "embed_positions" not in key}
+        model.load_state_dict(same, strict=False)
+    return model
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_without_positions_of_its_own_a_text_may_be_longer_than_the_table(family: str, tmp_path: Path) -> None:
+    """All is as with a table that is long enough."""
+    dropped: dict[str, Any] = STATIONARY | {"drop_positions": True}
+    short = with_a_table_of(family, 12)
+    long = attach(with_a_table_of(family, 128, short), **dropped)
+    with pytest.raises(IndexError):
+        short(IDS)
+    with pytest.raises(ValueError, match="a table of 12 positions"):
+        check_positions(short, 20)
+    attach(short, **dropped)
+    check_positions(short, 20)
+    expected = everything(long)
+    assert expected.keys() == everything(short).keys()
+    for name, logits in everything(short).items():
+        assert torch.equal(logits, expected[name]), name
+    for options in ({}, {"attention_mask": PADDED}, {"num_beams": 2}, {"cache_implementation": "static"}):
+        told: dict[str, Any] = {"min_new_tokens": 9, "max_new_tokens": 9, "do_sample": False} | options
+        assert torch.equal(short.generate(IDS, **told), long.generate(IDS, **told)), options
+
+    # A saved model has its table, however long the texts that it has read.
+    note_length(short, 20)
+    short.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    check_positions(loaded, 20)
+    for name, logits in everything(loaded).items():
+        assert torch.equal(logits, expected[name]), name
+    for model in (short, loaded):
+        detach(model)
+        with pytest.raises(IndexError):
+            model(IDS)
+        with pytest.raises(ValueError, match="a table of 12 positions"):
+            check_positions(model, 20)
 
 
 def test_without_positions_of_its_own_a_model_keeps_yarns_attention_factor() -> None:

@@ -9,7 +9,7 @@ import transformers as hf
 from tiny_models import YARN, tiny, tokens
 from torch import nn
 
-from attention_priors import GeneralizedGaussian, Window
+from attention_priors import GeneralizedGaussian, Window, prior_from_config
 from attention_priors.hub import attach, attached_priors, detach
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
 
@@ -43,6 +43,8 @@ def test_arguments() -> None:
     refused(model, "heads must be distinct", heads=[])
     refused(model, r"layer 0 \(LlamaAttention\): unknown prior 'alibi'", prior="alibi")
     refused(model, r"layer 0 \(LlamaAttention\): prior has num_heads=8, but there are 4", prior=GeneralizedGaussian(8))
+    for name in ("share_prior", "drop_positions", "freeze_model"):
+        refused(model, f"{name} must be True or False, got 'no'", **{name: "no"})
     refused(model, "Window hides keys from all heads", prior=Window(2, 4), heads=[0, 1])
     refused(model, "unknown logit scale 'softmax'", logit_scale="softmax")
     attach(model, "laplace")
@@ -50,6 +52,82 @@ def test_arguments() -> None:
         attach(model, "laplace")
     with pytest.raises(ValueError, match="no priors attached"):
         detach(tiny("llama"))
+
+
+@pytest.mark.parametrize("heads", [None, [0, 1, 2]])
+@pytest.mark.parametrize("name", ["axial", "spectral_2d", "radial", "key_sink_2d"])
+def test_priors_over_grids(name: str, heads: list[int] | None) -> None:
+    needed = {"axial": {"rows": "laplace"}, "radial": {"prior": "laplace"}, "key_sink_2d": {"rows": 4, "columns": 4}}
+    prior = {"name": name} | needed.get(name, {})
+    match = rf"layer 0 \(LlamaAttention\): prior must be one over a line, got '{name}', which is one on grids: a text"
+    refused(tiny("llama"), match, prior=prior, heads=heads)
+    refused(tiny("llama"), match, prior=["uniform", prior], heads=heads)
+    refused(tiny("llama"), match, prior=prior_from_config(prior, 3 if heads else 4), heads=heads)
+
+
+def everything_of(model: Any) -> dict[str, Any]:
+    """What attach() changes of a model."""
+    return {
+        "parts": [name for name, module in model.named_modules() if "attached" in name],
+        "hooks": [(name, [*m._forward_pre_hooks], [*m._forward_hooks]) for name, m in model.named_modules()],
+        "learning": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
+        "configs": [id(module.config) for module in model.modules() if hasattr(module, "config")],
+        "implementation": model.config._attn_implementation,
+        "config": model.config.to_dict(),
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("error", [ValueError("kernels"), KeyboardInterrupt()])
+def test_an_error_half_way_leaves_the_model_as_it_was(
+    family: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = tiny(family)
+    next(model.parameters()).requires_grad_(False)
+    before, logits = everything_of(model), model(tokens(1, 8)).logits
+    plain = hf.PreTrainedModel.set_attn_implementation
+
+    def broken(self: Any, name: str) -> None:
+        plain(self, name)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hf.PreTrainedModel, "set_attn_implementation", broken)
+        with pytest.raises(type(error)):
+            attach(model, "laplace", drop_positions=True, freeze_model=True)
+    assert everything_of(model) == before
+    assert torch.equal(model(tokens(1, 8)).logits, logits)
+    attach(model, "laplace", drop_positions=True, freeze_model=True)
+    detach(model)
+    assert everything_of(model) | {"configs": None} == before | {"configs": None}
+
+
+def test_an_error_of_detach_leaves_all_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = attach(tiny("gpt2"), "laplace", drop_positions=True, freeze_model=True)
+    before = everything_of(model)
+
+    def broken(self: Any, name: str) -> None:
+        raise ValueError("kernels")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hf.PreTrainedModel, "set_attn_implementation", broken)
+        with pytest.raises(ValueError, match="kernels"):
+            detach(model)
+    assert everything_of(model) == before
+    detach(model)
+    assert not attached_priors(model)
+
+
+def test_a_model_that_has_lost_layers_since_is_detached() -> None:
+    model: Any = attach(tiny("llama"), "laplace", freeze_model=True)
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    detach(model)
+    assert not attached_priors(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert model.config._attn_implementation == "sdpa"
+    assert len(attached_priors(attach(model, "laplace"))) == 1
 
 
 def test_models_that_bypass_the_interface() -> None:

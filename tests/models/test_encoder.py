@@ -92,6 +92,10 @@ def test_attentions_and_hidden_states() -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="encoding must be one that is added or rotary in an encoder"):
         PriorEncoderConfig(**SMALL, encoding={"name": "shaw", "max_offset": 4})
+    grids: list[Any] = [{"name": "axial", "rows": "laplace"}, ["uniform", "spectral_2d"]]
+    for prior in grids:
+        with pytest.raises(ValueError, match=r"prior must be one over a line, got '(axial|spectral_2d)'"):
+            PriorEncoderConfig(**SMALL, prior=prior)
     with pytest.raises(ValueError, match="slope"):
         PriorEncoderConfig(**SMALL, prior={"name": "key_sink", "train_length": 8, "init": "recency"})
     with pytest.raises(ValueError, match="give either input_ids or inputs_embeds"):

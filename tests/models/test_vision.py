@@ -197,6 +197,7 @@ def test_stochastic_depth_keeps_the_mean() -> None:
         ({"drop_path": 1.0}, r"drop_path must be in \[0, 1\), got 1.0"),
         ({"prior": {"name": "axial", "rows": "window"}}, "rows: unknown prior 'window'"),
         ({"prior": {"name": "key_sink", "train_length": 8, "init": "recency"}}, "slope"),
+        ({"prior": "laplace"}, r"prior must be one on grids \(axial, .*\), got 'laplace'"),
     ],
 )
 def test_mistakes_in_a_config_are_named(options: dict[str, Any], message: str) -> None:

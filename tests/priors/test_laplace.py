@@ -1,5 +1,6 @@
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -173,6 +174,12 @@ def test_mean_that_is_no_recency_is_an_error(mean: float):
         Laplace.from_mean_distance(mean, 10)
     with pytest.raises(ValueError, match="mean="):
         Laplace.from_mean_distance([1.0, mean], 10)
+
+
+@pytest.mark.parametrize("mean", ["12", ["1", "2"], None])
+def test_mean_that_is_no_number_is_an_error(mean: Any):
+    with pytest.raises(ValueError, match="mean must hold numbers"):
+        Laplace.from_mean_distance(mean, 10)
 
 
 def test_no_mean_or_an_impossible_length_is_an_error():

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from prior_samples import SAMPLES, make
 
+from attention_priors.attention import ResidualSSMax, SSMax
+from attention_priors.encodings import ShawVectors
 from attention_priors.priors import (
     ClippedOffsets,
     GeneralizedGaussian,
@@ -27,9 +29,19 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (Laplace, {"slopes": [1.0, -1.0]}),
     (Laplace, {"slopes": [1.0, math.inf]}),
     (Laplace, {"slopes": [1.0, math.nan]}),
+    (Laplace, {"slopes": "12"}),
+    (Laplace, {"slopes": ["1", "2"]}),
+    (Laplace, {"slopes": [True, True]}),
+    (Laplace, {"slopes": {1.0: 0, 2.0: 0}}),
+    (Laplace, {"slopes": 3}),
     (Laplace, {"learn": "slopes"}),
+    (Laplace, {"learn": None}),
+    (Laplace, {"learn": 3}),
     (GeneralizedGaussian, {"init": "alibi"}),
     (GeneralizedGaussian, {"learn": ["beta", "gamma"]}),
+    (GeneralizedGaussian, {"learn": None}),
+    (GeneralizedGaussian, {"init": "roles", "keep_sign": "false"}),
+    (GeneralizedGaussian, {"keep_sign": 0}),
     (Spectral, {"num_frequencies": 0}),
     (Spectral, {"num_frequencies": 2.0}),
     (Spectral, {"base": 1.0}),
@@ -53,6 +65,8 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (RelativeBuckets, {"num_buckets": 32, "max_distance": 16}),
     (RelativeBuckets, {"num_buckets": 32, "bidirectional": True, "max_distance": 8}),
     (RelativeBuckets, {"max_distance": 128.0}),
+    (RelativeBuckets, {"bidirectional": "x"}),
+    (RelativeBuckets, {"bidirectional": None}),
     (RelativeBuckets, {"init": "zeros"}),
     (RelativeBuckets, {"learn": "buckets"}),
     (ClippedOffsets, {"max_offset": 0}),
@@ -94,6 +108,23 @@ def test_smallest_sizes_are_allowed():
 def test_sum_of_nothing_is_an_error():
     with pytest.raises(ValueError, match="priors must hold at least one prior"):
         Sum([])
+
+
+@pytest.mark.parametrize("priors", [None, 3, "laplace", ["laplace"], Laplace(2), {"name": "laplace"}])
+def test_sum_of_what_are_no_priors_is_an_error(priors: Any):
+    with pytest.raises(ValueError, match=re.escape(f"priors must be a list of priors, got {priors!r}")):
+        Sum(priors)
+
+
+@pytest.mark.parametrize("scale", [SSMax, ResidualSSMax])
+def test_whether_a_scale_multiplies_the_prior_is_a_boolean(scale: type[SSMax]):
+    with pytest.raises(ValueError, match="include_prior must be True or False, got 'no'"):
+        scale(2, include_prior="no")  # pyright: ignore[reportArgumentType]
+
+
+def test_whether_values_have_vectors_is_a_boolean():
+    with pytest.raises(ValueError, match="values must be True or False, got 'no'"):
+        ShawVectors(4, values="no")  # pyright: ignore[reportArgumentType]
 
 
 def test_slopes_of_no_head_are_an_error():

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 
@@ -82,6 +84,12 @@ def test_sum_with_another_key_is_an_error():
         prior_from_config({"name": "sum", "priors": [{"name": "laplace"}], "num_heads": 2})
     with pytest.raises(ValueError, match=r"'name' and 'priors' alone"):
         prior_from_config({"name": "sum"})
+
+
+@pytest.mark.parametrize("priors", [None, 3, "laplace", {"name": "laplace"}])
+def test_sum_of_no_list_is_an_error(priors: object):
+    with pytest.raises(ValueError, match=re.escape(f"priors must be a list of descriptions, got {priors!r}")):
+        prior_from_config({"name": "sum", "priors": priors}, 2)
 
 
 def test_empty_list_is_an_error():

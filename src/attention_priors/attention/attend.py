@@ -184,6 +184,8 @@ def solve(problem: Problem, backend: Backend, *, need_lse: bool) -> tuple[Tensor
     """
     if backend == "triton" and (reason := why_not(problem)) is not None:
         raise ValueError(f"backend='triton' cannot compute this: {reason}")
+    if problem.query.shape[0] == 0:
+        backend = "reference"  # no texts, no tiles
     # Each backend states the precision of every step; autocast would change it behind its back.
     with _without_autocast(problem.query.device.type):
         return _compute(problem, _choose(problem) if backend == "auto" else backend, need_lse)
@@ -241,23 +243,31 @@ def attend_with_weights(
 
 def _as_autocast_has_it(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The three in one dtype: rotary positions or a float32 cache may have left them in different ones."""
-    if not isinstance(query, Tensor):
-        return query, key, value  # what is wrong with it is said where arguments are checked
-    device = query.device.type
-    if not torch.is_autocast_enabled(device):
+    if not isinstance(query, Tensor) or not _is_in_autocast(query.device.type):
         return query, key, value
-    wanted = torch.get_autocast_dtype(device)
-    return query.to(wanted), key.to(wanted), value.to(wanted)
+    wanted = torch.get_autocast_dtype(query.device.type)
+
+    def cast(given: Any) -> Any:
+        # As PyTorch's own attention has it. What is wrong with others is said where arguments are checked.
+        return given.to(wanted) if isinstance(given, Tensor) and given.dtype in _AUTOCAST else given
+
+    return cast(query), cast(key), cast(value)
+
+
+_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
+"""What autocast changes."""
+
+
+def _is_in_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
     # To enter one is a tenth of a decoding step, and most callers are in none.
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if _is_in_autocast(device) else nullcontext()
 
 
 def _choose(problem: Problem) -> Backend:
-    if problem.query.shape[0] == 0:
-        return "reference"  # no texts, no tiles
     if _needs_autograd(problem):
         return "blockwise"
     if problem.query.is_cuda and why_not(problem) is None:

@@ -66,13 +66,12 @@ class Distances:
 
     @cached_property
     def _grid(self) -> GridTable | None:
-        """How to read tiles where queries and keys stand on grids."""
+        """How to read tiles where queries and keys stand on grids; None for an index per pair."""
         grids = None if self.listed is None else Grids.of(self.geometry)
         if grids is None or self.listed is None:
             return None
-        start = int(torch.searchsorted(self.listed, grids.lowest))
-        rows, columns = grids.shape
-        return GridTable(grids, start, self.index) if len(self.listed) >= start + rows * columns else None
+        start = grids.start_in(self.listed)
+        return None if start is None else GridTable(grids, start, self.index)
 
     def index(self, tile: Tile) -> Tensor:
         """The entry of every pair of a tile, ``(b or 1, n, e)``."""

@@ -417,8 +417,9 @@ class _Ring:
             self.tolerance,
             query_positions=_cut_rows(sequence.positions, batches, piece.rows),
             key_positions=sequence.positions_of(owner, piece),
-            document_ids=None if documents is None else documents.expand(batch, -1),
-            key_padding_mask=None if padding is None else padding.expand(batch, -1),
+            # The sequence may be on another device: shard_index() makes an index on the CPU.
+            document_ids=None if documents is None else documents.to(query.device).expand(batch, -1),
+            key_padding_mask=None if padding is None else padding.to(query.device).expand(batch, -1),
         )
         if self.logit_scale is None:
             return problem

@@ -91,6 +91,15 @@ class Grids:
         ]
         return torch.cat([inner, *outer]).unique()
 
+    def start_in(self, listed: Tensor) -> int | None:
+        """Where the distances on the grid stand among all that are ``listed``, rising; None if not one after another.
+
+        Two tokens outside are at distance 0, which may lie amid those on the grid without being one of them.
+        """
+        start, number = int(torch.searchsorted(listed, self.lowest)), self.shape[0] * self.shape[1]
+        inner = raster(*self.shape, listed.device) + self.lowest
+        return start if torch.equal(listed[start : start + number], inner) else None
+
 
 class GridTable:
     """Reads tiles of a table over the distances of grids, and adds to them.

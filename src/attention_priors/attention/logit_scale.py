@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention_priors.checks import check_positive_integers
+from attention_priors.checks import check_booleans, check_positive_integers
 from attention_priors.description import Described, build
 from attention_priors.precision import KeepsFloat32
 
@@ -36,6 +36,7 @@ class SSMax(Described, KeepsFloat32):
         check_positive_integers(num_heads=num_heads)
         if not isinstance(init, int | float) or not math.isfinite(init):
             raise ValueError(f"init must be a finite number, got {init!r}")
+        check_booleans(include_prior=include_prior)
         self.num_heads = num_heads
         self.init = float(init)
         self.include_prior = include_prior

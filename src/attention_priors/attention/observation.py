@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,7 +10,21 @@ from attention_priors.attention.problem import Problem
 
 See = Callable[[Problem], None]
 
-OBSERVERS: list[See] = []
+# Dynamo traces and guards a plain thread-local object; it does neither for a ContextVar or a subclass of this one.
+_of_thread = threading.local()
+
+
+class _Observers:
+    """Those of the thread that asks."""
+
+    def here(self) -> tuple[See, ...]:
+        return getattr(_of_thread, "told", ())
+
+    def __bool__(self) -> bool:
+        return bool(self.here())
+
+
+OBSERVERS = _Observers()
 """Those that are told. Whoever computes attention looks whether there are any: that costs nothing."""
 
 
@@ -17,17 +32,21 @@ OBSERVERS: list[See] = []
 def observed(see: See) -> Iterator[None]:
     """Within this block, ``see`` is told every problem that :func:`attend` is asked, before it is computed.
 
+    Only by the thread that entered the block; others compute for themselves.
+
     Args:
         see: what is called, in the order in which attention is computed; its errors end the computation.
     """
-    OBSERVERS.append(see)
+    _of_thread.told = (*OBSERVERS.here(), see)
     try:
         yield
     finally:
-        OBSERVERS.remove(see)
+        remaining = list(OBSERVERS.here())
+        remaining.remove(see)
+        _of_thread.told = tuple(remaining)
 
 
 def tell(problem: Problem) -> None:
     """Tell a problem to all who want to know."""
-    for see in OBSERVERS:
+    for see in OBSERVERS.here():
         see(problem)

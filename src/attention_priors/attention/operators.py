@@ -76,6 +76,7 @@ def read_inputs(
     geometry = geometry_from((batch, heads, num_queries, key.shape[2]), query.device, tuple(arguments))
     if geometry.has_given_positions and listed is None:
         _check_range(geometry, highest, number)
+    query, key, value = (_columns_together(x) for x in (query, key, value))
     content = Content(query, key, value, query_scale, lane_query, lane_key, softmax_scale)
     problem = blocks.BlockProblem(
         geometry=geometry,
@@ -89,6 +90,11 @@ def read_inputs(
         kept=kept,
     )
     return OperatorInputs(content, problem)
+
+
+def _columns_together(tensor: Tensor) -> Tensor:
+    """The same numbers, with those of a row next to each other: the kernels look for them there."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _check_range(geometry: Geometry, highest: int, number: int) -> None:
@@ -162,7 +168,8 @@ def block_attention_backward(
             found = blocks.backward(content, problem, saved, given, wanted)
         query, key, *of_positions = content.gradients(found.query, found.key, wants_query_scale)
     grads = (query, key, found.value, *of_positions, found.table, found.row_scale)
-    return tuple(lse.new_empty(0) if grad is None else grad for grad in grads)
+    # As it is promised to who compiles, below.
+    return tuple(lse.new_empty(0) if grad is None else grad.contiguous() for grad in grads)
 
 
 @block_attention_backward.register_fake

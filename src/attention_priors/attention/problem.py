@@ -106,7 +106,7 @@ def make_problem(
         prior.check(causal=causal)
     if relative is not None and (head_dim != relative.head_dim or value.shape[-1] != head_dim):
         raise ValueError(f"relative has head_dim={relative.head_dim}; query has {head_dim} and value {value.shape[-1]}")
-    if not 0 <= dropout_p < 1:
+    if not (isinstance(dropout_p, int | float) and 0 <= dropout_p < 1):
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
     check_tolerance(tolerance)
     if key_bounds is not None:
@@ -275,6 +275,8 @@ def _check_key_bounds(key_bounds: KeyBounds, key: Tensor) -> None:
 
 
 def _check_attn_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"attn_mask must be a tensor, got {type(mask).__name__}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(f"attn_mask must be boolean (True = forbidden) or floating point, got {mask.dtype}")
     expanded = mask if mask.dim() == 4 else mask[None, None] if mask.dim() == 2 else None

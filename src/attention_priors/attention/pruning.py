@@ -81,7 +81,7 @@ def prune(content: Content, problem: BlockProblem, tolerance: float, balls: Ball
         return everything
     if geometry.causal and geometry.offset + geometry.num_queries <= 0:
         return everything  # all keys are in the future of all queries
-    search = _Search(content, problem, Balls.around(content.key) if balls is None else balls)
+    search = _Search(content, problem, balls)
     pruned = search.run(tolerance)
     if geometry.num_queries == 1:
         return pruned
@@ -215,10 +215,24 @@ class BlockPriors:
 
 
 class _Search:
-    """Bounds for all pairs of blocks of one problem."""
+    """Bounds for all pairs of blocks of one problem.
 
-    def __init__(self, content: Content, problem: BlockProblem, balls: Balls) -> None:
+    Args:
+        content: queries and keys.
+        problem: the rest.
+        balls: around the blocks of the keys, without lanes; None to make them.
+    """
+
+    def __init__(self, content: Content, problem: BlockProblem, balls: Balls | None) -> None:
         geometry, query, key = problem.geometry, content.queries(all_of), content.key
+        self.moved = None
+        """How far keys may lie from those that the balls were made of, ``(B, H, 1)``; None if they are the same."""
+        if balls is None:
+            balls = Balls.around(key)
+        elif (moved := _moved_by_a_cast(balls, key.dtype)) is not None:
+            balls = Balls.of(balls.means.to(problem.dtype), (balls.radii + moved).to(problem.dtype))
+            largest = moved.amax(-1).to(problem.dtype)
+            self.moved = largest.repeat_interleave(query.shape[1] // key.shape[1], dim=1).unsqueeze(-1)
         self.content, self.query, self.problem, self.geometry = content, query, problem, geometry
         if content.lane_key is not None:
             lanes = Balls.around(content.lane_key.unsqueeze(1))
@@ -284,7 +298,9 @@ class _Search:
         lower = self._near_the_peak()
         if self.geometry.num_queries > 1:
             # Not their sum: they may have keys in common.
-            lower = torch.maximum(lower, self._far_away())
+            far = self._far_away()
+            # It was computed with means of keys, which lie no farther from the true ones than the keys do.
+            lower = torch.maximum(lower, far if self.moved is None else far - self.norms * self.moved)
         # Dot products in float32 may be wrong by this much, relative to the norms.
         error = (self.query.shape[-1] + 8) * ROUNDING
         largest = self.fine.reach.amax(-1).repeat_interleave(self.group, dim=1).unsqueeze(-1)
@@ -442,6 +458,29 @@ class _Search:
             queries = pad(queries, (0, 0, 0, extra))
             queries[:, :, -extra:, -1] = -UNKNOWN
         return queries
+
+
+def _moved_by_a_cast(balls: Balls, dtype: torch.dtype) -> Tensor | None:
+    """How far a key may lie from the one that was put in a ball, if that was cast later on; None if none was.
+
+    Autocast is one who casts. The balls of half-precision keys are in float32, as those of float32 ones are, and do
+    not tell which they are: both have room for it.
+
+    Args:
+        balls: around the blocks of the keys as they were.
+        dtype: of the keys as attention has them.
+
+    Returns:
+        ``(B, Hkv, blocks)``.
+    """
+    if dtype == balls.keys.dtype:
+        return None
+    coarser = torch.finfo(torch.float32 if dtype == torch.float64 else dtype)
+    # Half a unit in the last place; in float32 means are rounded as well, by as much.
+    share = coarser.eps if coarser.dtype == "float32" else coarser.eps / 2
+    # Numbers close to 0 have a last place of their own.
+    smallest = math.sqrt(balls.means.shape[-1]) * coarser.smallest_normal * coarser.eps
+    return share * balls.reach + smallest
 
 
 def select(shares: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.operators import read_inputs
 from attention_priors.attention.problem import make_problem
 from attention_priors.attention.pruning import prune
+from attention_priors.attention.recentred import visible_at
 from attention_priors.attention.toeplitz import balls_of, operator_inputs, split, table_for
 from attention_priors.priors import Prior
 
@@ -21,9 +22,12 @@ class PruningReport:
     """What ``attend(..., tolerance=...)`` looks at, per head."""
 
     reach: Tensor
-    """The farthest key that any query looks at, in tokens, ``(H,)``, integers."""
+    """The distance to the farthest key that is visible and looked at, of all queries, in tokens, ``(H,)``, integers."""
     skipped: Tensor
-    """Share of the visible pairs of query and key that are not looked at, ``(H,)``."""
+    """Share of the visible pairs of query and key that are not looked at, ``(H,)``.
+
+    Visible are those that neither masks nor the prior (a :class:`Window`) hide.
+    """
     dropped: Tensor
     """The share of its weight that any query loses, at most (the certificate), ``(H,)``, float64."""
     kept: Tensor
@@ -86,11 +90,12 @@ def pruning_report(
     blocks_of_keys = torch.arange(geometry.num_keys, device=query.device) // BLOCK
     for block in range(kept.shape[2]):
         rows = slice(block * BLOCK, min((block + 1) * BLOCK, geometry.num_queries))
-        distance = (queries[:, rows].unsqueeze(-1) - keys.unsqueeze(-2)).abs().unsqueeze(1)
-        visible = geometry.visible(rows)
-        visible = torch.ones_like(distance, dtype=torch.bool) if visible is None else visible
+        distance = (queries[:, rows].unsqueeze(-1) - keys.unsqueeze(-2)).unsqueeze(1)
+        visible = torch.ones_like(distance, dtype=torch.bool)
+        for seen_pairs in (geometry.visible(rows), visible_at(problem, distance)):
+            visible = visible if seen_pairs is None else visible & seen_pairs
         here = visible & kept[:, :, block].unsqueeze(2)[..., blocks_of_keys]
         seen += visible.expand(geometry.batch, -1, rows.stop - rows.start, -1).sum()
         looked_at += here.sum((0, 2, 3))
-        reach = torch.maximum(reach, torch.where(here, distance, 0).amax((0, 2, 3)))
+        reach = torch.maximum(reach, torch.where(here, distance.abs(), 0).amax((0, 2, 3)))
     return PruningReport(reach, 1 - looked_at / seen.clamp(min=1), dropped.amax((0, 2)), kept)

@@ -49,8 +49,15 @@ def may_look(problem: Problem) -> bool:
     """Whether there is something to look for, and values may be looked at: not while compiling or transforming."""
     if problem.near:
         return False
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    traced = is_traced() or torch._C._are_functorch_transforms_active()
     return problem.compute_dtype != torch.float64 and not traced
+
+
+def is_traced() -> bool:
+    """Whether tensors may have no values: while compiling, and among FakeTensors."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def lanes_are_exact(problem: Problem, augmented: Augmented) -> bool:
@@ -83,26 +90,27 @@ def is_near(
         stands_at_keys = _sees_itself(geometry) and listed is None
         if stands_at_keys and augmented.slope is None and is_known_near(terms, row_scale):
             return True
-        scale = None if row_scale is None else _largest(row_scale)
+        ends = None if row_scale is None else _ends(row_scale)
         occurring = _occurring(geometry, prior)
         seen, inside = table[:, occurring], None if inside is None else inside[occurring]
         seen = seen if inside is None else seen[:, inside]
         if not seen.shape[1]:
             return True
-        seen = seen if scale is None else torch.stack(seen.aminmax(dim=1), dim=1) * scale
+        # Linear in the scale, the worst is at one of its ends.
+        seen = seen if ends is None else torch.stack(seen.aminmax(dim=1), dim=1).unsqueeze(2) * ends.unsqueeze(1)
         if float(seen.amax()) > NEAR:
             return False
         if stands_at_keys:
             # Its own key and the next ones: only a query that sees no other key lacks them.
             near = table[:, max(0, highest - 1) : highest + (1 if geometry.causal else 2)]
-            best = near if scale is None else near * scale
-            return float(best.amax(1).min()) >= -NEAR
+            best = near if ends is None else near.unsqueeze(1) * ends.unsqueeze(2)
+            return float(best.amax(-1).min()) >= -NEAR
         if float(seen.amin()) >= -NEAR:
             return True
         distance, exists = _some_seen(geometry)
         some = table_of(terms, augmented.slope, distance, torch.float32)
         assert some is not None
-        some = some if scale is None else some * scale.view(-1, 1, 1, 1)
+        some = some if ends is None else some.unsqueeze(1) * ends.view(-1, 2, 1, 1, 1)
         within = visible_at(problem, distance)
         best = some.masked_fill(~exists if within is None else ~(exists & within), float("-inf")).amax(-1)
         return bool(((best >= -NEAR) | torch.isneginf(best)).all())
@@ -135,10 +143,9 @@ def _occurring(geometry: Geometry, prior: Table) -> slice:
     return slice(max(0, highest - first), max(0, highest - last + 1))
 
 
-def _largest(scale: Tensor) -> Tensor:
-    """The largest logit scale of each head, by size, ``(H, 1)``: its sign is the same for all queries."""
-    low, high = scale.amin((0, 2)), scale.amax((0, 2))
-    return torch.where(-low > high, low, high).unsqueeze(1)
+def _ends(scale: Tensor) -> Tensor:
+    """The lowest and the highest logit scale of each head, ``(H, 2)``: one that falls with length may change sign."""
+    return torch.stack([scale.amin((0, 2)), scale.amax((0, 2))], dim=1)
 
 
 def _sees_itself(geometry: Geometry) -> bool:
@@ -176,7 +183,8 @@ def attend_recentred(
     """Attention over queries and keys with lanes, with a constant of its own for each block of queries and head.
 
     None where it takes the dense formula, whose rows each have their own: with masks and documents, for positions with
-    gaps, and where the best log-priors of neighbouring queries are far from each other.
+    gaps, where the best log-priors of neighbouring queries are far from each other, and where the logit scale is
+    negative for some queries of a head and positive for others.
     """
     geometry, offset = problem.geometry, problem.geometry.offset
     if offset is None or geometry.has_masks:
@@ -188,8 +196,12 @@ def attend_recentred(
     table = table_of(terms, augmented.slope, distances, torch.float64)
     assert table is not None
     inside = visible_at(problem, distances)
-    scale = problem.row_scale if problem.scales_prior else None
-    sign = table.new_ones(len(table), 1) if scale is None else torch.where(_largest(scale) < 0, -1.0, 1.0).double()
+    scale, sign = problem.row_scale if problem.scales_prior else None, table.new_ones(len(table), 1)
+    if scale is not None:
+        low, high = _ends(scale.detach()).unsqueeze(2).unbind(1)
+        if bool(((low < 0) & (high > 0)).any()):
+            return None
+        sign = torch.where(low < 0, -1.0, 1.0).double()
     best = _best_of_rows(table, distances, inside, sign, geometry)
     rows = _rows_per_block(best, scale)
     if rows is None:

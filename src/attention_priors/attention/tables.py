@@ -9,12 +9,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from attention_priors.attention.geometry import Geometry
 from attention_priors.priors import Lanes, Prior
 
 GROWTH = 1024
 """Distances or positions by which what is kept grows at least: decoding needs one more with every token."""
+SPAN = 4
+"""Distances in a table that serves earlier requests too, at most, per distance of the largest of them: it must not
+reach from one to another that is far away."""
 FARTHEST = 4
 """Positions per key, at most, up to which lanes are kept: with gaps, most would be of positions where no key is."""
 
@@ -27,6 +31,8 @@ class _Kept:
     table: Tensor
     """``(H, N)``; entry 0 is that of the distance ``highest``, and they fall by one."""
     highest: int
+    asked: int
+    """How many distances the largest request was for."""
 
     @cached_property
     def largest(self) -> float:
@@ -120,22 +126,29 @@ def _worst_of_heads(near: Tensor) -> float:
 def _may_keep(term: Prior) -> bool:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    return not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in term.parameters()))
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return False  # what is made now may be made up: a FakeTensor has no numbers
+    learns = torch.is_grad_enabled()
+    return not any(
+        type(parameter) not in (Tensor, Parameter) or (learns and parameter.requires_grad)
+        for parameter in term.parameters()
+    )
 
 
 def _kept_table(term: Prior, highest: int, lowest: int, like: Tensor) -> Tensor:
     kept = _kept.get(term)
     if kept is None or not kept.serves(term, highest, lowest, like):
-        top, bottom = highest, lowest
+        top, bottom, asked = highest, lowest, highest - lowest + 1
         if kept is not None:
-            # It was asked for before: leave room, so that it is not made anew for each token.
-            top = max(kept.highest, highest)
-            bottom = min(kept.highest - kept.table.shape[1] + 1, lowest)
-            top += max(GROWTH, top // 4) if highest > kept.highest else 0
+            first, last = max(kept.highest, highest), min(kept.highest - kept.table.shape[1] + 1, lowest)
+            if first - last < SPAN * max(asked, kept.asked):
+                # It was asked for before: leave room, so that it is not made anew for each token.
+                top, bottom = first + (max(GROWTH, asked // 4) if highest > kept.highest else 0), last
+                asked = max(asked, kept.asked)
         # What inference mode makes could not be saved for a backward pass later.
         with torch.inference_mode(False), torch.no_grad():
             table = term.log_prior_at(torch.arange(top, bottom - 1, -1, device=like.device), like.dtype)
-            kept = _Kept([p.detach().clone() for p in term.parameters()], table, top)
+            kept = _Kept([p.detach().clone() for p in term.parameters()], table, top, asked)
         _kept[term] = kept
     start = kept.highest - highest
     return kept.table[:, start : start + highest - lowest + 1]

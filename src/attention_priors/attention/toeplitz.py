@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 
 from attention_priors.attention.augment import Augmented, augment, slope_term
 from attention_priors.attention.decoding import attend_one_query
@@ -24,6 +25,7 @@ from attention_priors.attention.pruning import may_prune
 from attention_priors.attention.recentred import (
     attend_recentred,
     is_near,
+    is_traced,
     lanes_are_exact,
     lowest_distance,
     may_look,
@@ -34,6 +36,12 @@ from attention_priors.attention.reference import blockwise
 from attention_priors.attention.tables import consecutive_table
 from attention_priors.attention.triton_backend import distance_range
 from attention_priors.priors import Prior, Structure
+
+DISTANCES_PER_TOKEN = 16
+"""Entries of a table, at most, per query and key, where positions do not step by one: gaps at random make a distance of
+each pair."""
+FEW_DISTANCES = 2**16
+"""Entries that are never too many."""
 
 
 def toeplitz(problem: Problem, fused: bool = False, need_lse: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -47,8 +55,8 @@ def toeplitz(problem: Problem, fused: bool = False, need_lse: bool = True) -> tu
     Returns:
         Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``; without ``need_lse`` it may be None.
     """
-    if torch.compiler.is_compiling() and problem.geometry.has_given_positions and _is_on_grids(problem):
-        return blockwise(problem)  # what is compiled does not look at values, and a grid's are far apart
+    if _hides_positions(problem.geometry) and _is_on_grids(problem):
+        return blockwise(problem)  # without a look at them all distances cannot be listed, and a grid's are far apart
     if not need_lse and not fused and (out := attend_one_query(problem)) is not None:
         return out, None
     return attend_in_blocks(problem, *split(problem), fused)
@@ -75,8 +83,10 @@ def attend_in_blocks(
     """
     if not lanes_are_exact(problem, augmented):
         return blockwise(problem)
-    row_offset = augmented.row_offset
-    prior = table_for(problem, augmented, terms, fused)
+    row_offset, distances = augmented.row_offset, _distances(problem.geometry, fused)
+    if distances is None:
+        return blockwise(problem)
+    prior = _table_at(problem, augmented, terms, *distances)
     if may_look(problem) and not is_near(problem, augmented, terms, prior):
         found = attend_recentred(problem, augmented, terms, fused)
         if found is None:
@@ -91,9 +101,16 @@ def attend_in_blocks(
     return out.to(problem.query.dtype), _with_offset(lse, row_offset)
 
 
-def table_for(problem: Problem, augmented: Augmented, terms: Sequence[Prior], fused: bool = False) -> Table:
-    """The stationary ``terms``, and the slope of the lanes, at every distance of the problem."""
-    highest, number, listed = _distances(problem.geometry, fused)
+def table_for(problem: Problem, augmented: Augmented, terms: Sequence[Prior]) -> Table:
+    """The stationary ``terms``, and the slope of the lanes, at all distances of the problem, however many there are."""
+    distances = _distances(problem.geometry, fused=False, limited=False)
+    assert distances is not None
+    return _table_at(problem, augmented, terms, *distances)
+
+
+def _table_at(
+    problem: Problem, augmented: Augmented, terms: Sequence[Prior], highest: int, number: int, listed: Tensor | None
+) -> Table:
     like = problem.query.new_empty(0, dtype=problem.compute_dtype)
     distances = torch.arange(highest, highest - number, -1, device=like.device) if listed is None else listed
     if listed is None:
@@ -126,11 +143,30 @@ def _with_offset(lse: Tensor, row_offset: Tensor | None) -> Tensor:
     return torch.where(lse == float("-inf"), lse, lse + row_offset)
 
 
-def _distances(geometry: Geometry, fused: bool) -> tuple[int, int, Tensor | None]:
-    """A table's distances: the highest, how many fall by one from there, or all of them, rising, if they do not."""
+def _hides_positions(geometry: Geometry) -> bool:
+    """Whether positions are given whose values cannot be looked at."""
+    if not geometry.has_given_positions:
+        return False
+    return is_traced() or _is_mapped(geometry.given_query_positions) or _is_mapped(geometry.given_key_positions)
+
+
+def _is_mapped(positions: Tensor | None) -> bool:
+    """Whether ``vmap`` runs over them."""
+    while positions is not None and is_functorch_wrapped_tensor(positions):
+        if is_batchedtensor(positions):
+            return True
+        positions = get_unwrapped(positions)
+    return False
+
+
+def _distances(geometry: Geometry, fused: bool, limited: bool = True) -> tuple[int, int, Tensor | None] | None:
+    """A table's distances: the highest, how many fall by one from there, or all of them, rising, if they do not.
+
+    None if ``limited`` and there are more of them than linear memory holds.
+    """
     num_queries, num_keys, offset = geometry.num_queries, geometry.num_keys, None
-    if geometry.has_given_positions and torch.compiler.is_compiling():
-        # What is compiled does not look at values: the operator does, and refuses positions beyond these.
+    if _hides_positions(geometry):
+        # What cannot be done here the operator does: it looks, and refuses positions beyond these.
         highest = max(num_queries, num_keys) - 1
         return highest, 2 * highest + 1, None
     if not geometry.has_given_positions:
@@ -145,9 +181,21 @@ def _distances(geometry: Geometry, fused: bool) -> tuple[int, int, Tensor | None
         listed = grids.distances(geometry)
         return 0, len(listed), listed
     if offset is None:
-        keys = geometry.key_positions.unsqueeze(-2)
-        blocks = geometry.query_positions.split(256, dim=-1)
-        listed = torch.cat([(queries.unsqueeze(-1) - keys).unique() for queries in blocks]).unique()
-        return 0, len(listed), listed
+        listed = _list_distances(geometry, limited)
+        return None if listed is None else (0, len(listed), listed)
     highest = num_queries - 1 + offset
     return highest, highest - lowest_distance(geometry, offset) + 1, None
+
+
+def _list_distances(geometry: Geometry, limited: bool) -> Tensor | None:
+    """All that occur, rising; None if ``limited`` and they are far more than there are queries and keys."""
+    keys = geometry.key_positions.unsqueeze(-2)
+    most = max(FEW_DISTANCES, DISTANCES_PER_TOKEN * (geometry.query_positions.numel() + keys.numel()))
+    # Transformed by torch.func, the dense formula cannot be recomputed block by block.
+    limited = limited and not torch._C._are_functorch_transforms_active()
+    listed = keys.new_empty(0)
+    for queries in geometry.query_positions.split(256, dim=-1):
+        listed = torch.cat([listed, (queries.unsqueeze(-1) - keys).unique()]).unique()
+        if limited and len(listed) > most:
+            return None
+    return listed

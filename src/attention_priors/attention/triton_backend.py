@@ -31,7 +31,7 @@ INSTALLED = importlib.util.find_spec("triton") is not None
 SLOT = BLOCK
 """Queries and keys per entry of the blocks that pruning keeps."""
 FAR = 2**30
-"""A distance that no two tokens have."""
+"""A distance that no two tokens have: the kernels compute with 32-bit integers."""
 LARGEST_HEAD_DIM = 256
 MOST_HEADS = 65535
 """Of all examples together: a CUDA grid has no more rows."""
@@ -63,7 +63,13 @@ def why_not(problem: Problem) -> str | None:
     if max(widths) > LARGEST_HEAD_DIM:
         return f"head dimensions with lanes are at most {LARGEST_HEAD_DIM} there, and here {widths[0]} and {widths[1]}"
     if geometry.has_given_positions and not torch.compiler.is_compiling():
-        number = distance_range(geometry)[1]
+        farthest, nearest = geometry.farthest_and_nearest()
+        if max(farthest, -nearest) >= FAR:
+            return (
+                f"query_positions and key_positions lie {nearest} to {farthest} tokens apart, and it takes distances "
+                f"below {FAR}; use 'toeplitz'"
+            )
+        number = _down_to_what_matters(geometry, farthest, nearest)
         if number > LONGEST_TABLE * (geometry.num_queries + geometry.num_keys):
             return f"positions lie too far apart: a table of {number} distances would be needed; use 'toeplitz'"
     return None
@@ -85,11 +91,15 @@ def _lane_number(problem: Problem) -> int:
 
 def distance_range(geometry: Geometry) -> tuple[int, int]:
     """The highest distance between a query and a key, and how many there are down to the lowest that matters."""
-    highest, lowest = geometry.farthest_and_nearest()
-    if geometry.causal:
-        # One distance in the future stands for all of them.
-        lowest = max(lowest, -1)
-    return highest, highest - min(lowest, highest) + 1
+    farthest, nearest = geometry.farthest_and_nearest()
+    return farthest, _down_to_what_matters(geometry, farthest, nearest)
+
+
+def _down_to_what_matters(geometry: Geometry, farthest: int, nearest: int) -> int:
+    """How many distances there are."""
+    # One distance in the future stands for all of them.
+    lowest = max(nearest, -1) if geometry.causal else nearest
+    return farthest - min(lowest, farthest) + 1
 
 
 # ---- sizes of blocks
@@ -148,6 +158,15 @@ class _Launcher:
         """Whether slots tell positions and documents."""
         return self.problem.geometry.offset is not None
 
+    @property
+    def offset(self) -> int:
+        """How far queries lie after the keys of their slots; 0 where slots do not tell that."""
+        geometry = self.problem.geometry
+        if geometry.causal and geometry.offset is not None:
+            # Where all keys are in the future, it does not matter how far, and a kernel's numbers have 32 bits.
+            return max(geometry.offset, -geometry.num_queries)
+        return geometry.offset or 0
+
     @cached_property
     def configuration(self) -> Configuration:
         width = max(self.sizes["BLOCK_D"], self.sizes["BLOCK_DV"])
@@ -173,7 +192,7 @@ class _Launcher:
             "group": geometry.heads // self.key.shape[1],
             "num_queries": geometry.num_queries,
             "num_keys": geometry.num_keys,
-            "offset": geometry.offset or 0,
+            "offset": self.offset,
             "highest": self.problem.distances.highest,
             "lowest": 0 if geometry.causal else -FAR,
             "farthest": FAR,
@@ -206,11 +225,16 @@ class _Launcher:
         names = ("QUERY_POSITIONS", "KEY_POSITIONS", "QUERY_DOCUMENTS", "KEY_DOCUMENTS")
         if self.regular:
             return dict.fromkeys(names)
-        # Only differences matter, and those fit 32 bits.
-        origin = geometry.key_positions.amin()
+        queries, keys = geometry.query_positions, geometry.key_positions
+        # Only differences matter, and those fit 32 bits ...
+        if geometry.causal:
+            # ... but for those of hidden pairs, which a compiled graph has not looked at.
+            keys = keys.minimum(queries.amax(-1, keepdim=True) + 1)
+            queries = queries.maximum(keys.amin(-1, keepdim=True) - 1)
+        origin = keys.amin(-1, keepdim=True)
         found = (
-            self._each_batch(geometry.query_positions - origin),
-            self._each_batch(geometry.key_positions - origin),
+            self._each_batch(queries - origin),
+            self._each_batch(keys - origin),
             *map(self._each_batch, _ranks(geometry)),
         )
         return dict(zip(names, found, strict=True))

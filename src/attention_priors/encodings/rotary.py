@@ -69,15 +69,22 @@ class Rotary(Encoding):
     def frequencies(self) -> tuple[Tensor, float]:
         """``ω`` in radians per token, ``(D/2,)`` in float32, and YaRN's factor on cosines and sines.
 
-        Computed at first use and not in the constructor: models may be built without memory ("meta").
+        Computed at first use and not in the constructor: models may be built without memory ("meta"). Not kept where
+        a mode of PyTorch's dispatcher may make tensors without numbers (FakeTensorMode), and kept ones not mixed with
+        those.
         """
+        if torch._C._len_torch_dispatch_stack() > 0:
+            return self._frequencies_on_cpu()
         if self._frequencies is None:
-            with torch.device("cpu"):
-                self._frequencies = self._compute_frequencies()
+            self._frequencies = self._frequencies_on_cpu()
         return self._frequencies
 
     # What torch.compiler.assume_constant_result does, without its import of the compiler, which takes a second.
     frequencies._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+    def _frequencies_on_cpu(self) -> tuple[Tensor, float]:
+        with torch.device("cpu"):
+            return self._compute_frequencies()
 
     def _compute_frequencies(self) -> tuple[Tensor, float]:
         base = self.base * self.base_multiplier

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from attention_priors.checks import check_positive_integers
+from attention_priors.checks import check_booleans, check_positive_integers
 from attention_priors.encodings.base import Encoding
 
 
@@ -29,6 +29,7 @@ class ShawVectors(Encoding):
     def __init__(self, head_dim: int, max_offset: int = 16, values: bool = True) -> None:
         super().__init__()
         check_positive_integers(head_dim=head_dim, max_offset=max_offset)
+        check_booleans(values=values)
         self.head_dim = head_dim
         self.max_offset = max_offset
         self.values = values

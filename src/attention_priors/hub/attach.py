@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -15,10 +15,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from attention_priors.attention import SSMax, logit_scale_from_config
+from attention_priors.checks import check_booleans
 from attention_priors.hub.heads import ScaleOnHeads, on_heads
 from attention_priors.hub.interface import ATTRIBUTE, IMPLEMENTATION, AttachedPrior, register
 from attention_priors.models.decoder import PriorDecoderConfig
 from attention_priors.priors import Prior, prior_from_config
+from attention_priors.priors.base import check_over_line
 
 CONFIG_KEY = "attached_priors"
 """Where a model's config describes what is attached to it."""
@@ -35,9 +37,13 @@ class _State:
     """What it takes to restore the model."""
 
     implementation: str
-    handles: list[RemovableHandle]
-    frozen: list[str]
-    """Parameters that learned before and were frozen: of the model, or of positions that were dropped."""
+    handles: list[RemovableHandle] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
+    """Parameters that learned before and were frozen: of the model, or of positions that were dropped.
+
+    By name: whoever takes layers out, or lets FSDP split the weights, wants the memory of the parameters back."""
+    positions_dropped: bool = False
+    """Whether no layer is left with positions of the model's own."""
 
 
 def attach(
@@ -71,7 +77,8 @@ def attach(
         share_prior: whether all layers have one prior, as in T5, rather than each its own.
         drop_positions: whether the layers' rotary positions, or the model's learned ones, are taken away (DroPE).
             The model then knows positions by its prior alone. Where a scaling of rotary positions also multiplies the
-            logits, as YaRN's attention factor does, that stays. Learned ones are frozen: nothing depends on them.
+            logits, as YaRN's attention factor does, that stays. Learned ones are frozen: nothing depends on them, and
+            a text may be longer than their table.
         freeze_model: whether nothing else learns.
 
     Returns:
@@ -79,7 +86,7 @@ def attach(
 
     Raises:
         ValueError: if an argument is impossible, or if the model cannot have a prior; it says which layer and why.
-            The model is then as it was.
+            The model is then as it was, as after any other error.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
@@ -87,6 +94,7 @@ def attach(
         raise ValueError("there is nothing to attach: prior, logit_scale and drop_positions are all missing")
     if hasattr(model, STATE):
         raise ValueError(f"this {type(model).__name__} has priors attached; detach(model) first")
+    check_booleans(share_prior=share_prior, drop_positions=drop_positions, freeze_model=freeze_model)
     there_are = attention_layers(model)
     chosen = _chosen(there_are, _numbers("layers", layers))
     some_heads = _numbers("heads", heads)
@@ -110,29 +118,33 @@ def attach(
         except ValueError as error:
             raise ValueError(f"layer {index} ({type(module).__name__}): {error}") from error
         parts[index] = part.to(_device_of(module)).train(module.training)
-    handles = _drop_positions(model, chosen, whole=len(chosen) == len(there_are)) if drop_positions else []
-
-    # DistributedDataParallel waits for a gradient of every parameter that learns.
-    still = {*model.parameters()} if freeze_model else set[nn.Parameter]()
-    if drop_positions:
-        still |= {parameter for table in _learned_positions(model) for parameter in table.parameters()}
-    frozen = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter in still]
-    for name in frozen:
-        model.get_parameter(name).requires_grad_(False)
-    for index, module in chosen.items():
-        setattr(module, ATTRIBUTE, parts[index])
-        handles.append(module.register_forward_pre_hook(_check_in_use))
-    _take_own_config(model)
-    register()
-    implementation = cast(str, model.config._attn_implementation)
-    model.set_attn_implementation(IMPLEMENTATION)
-    setattr(model, STATE, _State(implementation, handles, frozen))
-    setattr(model.config, CONFIG_KEY, description)
+    state = _State(cast(str, model.config._attn_implementation))
+    configs: list[tuple[nn.Module, Any]] = []
+    try:
+        if drop_positions:
+            state.positions_dropped = len(chosen) == len(there_are)
+            _drop_positions(model, chosen, state)
+        _freeze(model, freeze_model, drop_positions, state)
+        for index, module in chosen.items():
+            setattr(module, ATTRIBUTE, parts[index])
+            state.handles.append(module.register_forward_pre_hook(_check_in_use))
+        _take_own_config(model, configs)
+        register()
+        model.set_attn_implementation(IMPLEMENTATION)
+        setattr(model.config, CONFIG_KEY, description)
+        setattr(model, STATE, state)
+    except BaseException:
+        _take_off(model, state)
+        for module, config in configs:
+            cast(Any, module).config = config
+        raise
     return model
 
 
 def detach(model: Model) -> Model:
     """Take off what :func:`attach` put on: the model is exactly what it was, but for what it has learned since.
+
+    Layers and parameters that have been taken out of the model meanwhile are left as they are.
 
     Raises:
         ValueError: if nothing is attached.
@@ -140,17 +152,43 @@ def detach(model: Model) -> Model:
     state: _State | None = getattr(model, STATE, None)
     if state is None:
         raise ValueError(f"this {type(model).__name__} has no priors attached")
+    # First what may fail: the rest does not, and nothing is left half done.
+    model.set_attn_implementation(state.implementation)
+    _take_off(model, state)
+    delattr(model, STATE)
+    if hasattr(model.config, CONFIG_KEY):
+        delattr(model.config, CONFIG_KEY)
+    return model
+
+
+def positions_are_dropped(model: nn.Module) -> bool:
+    """Whether :func:`attach` has taken its own positions away from all layers: a table of them is no limit then."""
+    state: _State | None = getattr(model, STATE, None)
+    return state is not None and state.positions_dropped
+
+
+def _freeze(model: PreTrainedModel, whole: bool, positions: bool, state: _State) -> None:
+    # DistributedDataParallel waits for a gradient of every parameter that learns.
+    still = {*model.parameters()} if whole else set[nn.Parameter]()
+    if positions:
+        still |= {parameter for table in learned_positions(model) for parameter in table.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter in still:
+            state.frozen.append(name)
+            parameter.requires_grad_(False)
+
+
+def _take_off(model: PreTrainedModel, state: _State) -> None:
+    """Undo what :func:`attach` did to the model's modules and parameters, or the part of it that was done."""
     for module in model.modules():
         if hasattr(module, ATTRIBUTE):
             delattr(module, ATTRIBUTE)
     for handle in state.handles:
         handle.remove()
+    there = dict(model.named_parameters())
     for name in state.frozen:
-        model.get_parameter(name).requires_grad_(True)
-    model.set_attn_implementation(state.implementation)
-    delattr(model, STATE)
-    delattr(model.config, CONFIG_KEY)
-    return model
+        if name in there:
+            there[name].requires_grad_(True)
 
 
 def attached_priors(model: nn.Module) -> dict[int, AttachedPrior]:
@@ -188,12 +226,16 @@ def train_attached(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def _take_own_config(model: PreTrainedModel) -> None:
-    """Give a model, and all of its modules, a copy of the config, which other models may have been made from too."""
+def _take_own_config(model: PreTrainedModel, before: list[tuple[nn.Module, Any]]) -> None:
+    """Give a model, and all of its modules, a copy of the config, which other models may have been made from too.
+
+    ``before`` is given the modules and the configs that they had.
+    """
     copies: dict[int, Any] = {}
     own = copy.deepcopy(model.config, copies)
     for module in model.modules():
         if id(getattr(module, "config", None)) in copies:
+            before.append((module, module.config))
             module.config = copies[id(module.config)]
     assert model.config is own
 
@@ -324,6 +366,7 @@ def _make_part(
     for name, part in (("prior", made), ("logit_scale", scale)):
         if part is not None and part.num_heads != number:
             raise ValueError(f"{name} has num_heads={part.num_heads}, but there are {number} heads to attach it to")
+    check_over_line(made)
     if made is not None:
         made.check(causal=True)
     if heads is None:
@@ -380,12 +423,24 @@ def _rotary_factor(model: nn.Module) -> float:
     return found.pop() if found else 1.0
 
 
+def _at_the_first(
+    name: str, place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """A table of learned positions is asked for its first alone: a text may be longer than the table."""
+    if kwargs.get(name) is not None:
+        kwargs = kwargs | {name: torch.zeros_like(kwargs[name])}
+    elif len(args) > place and args[place] is not None:
+        args = (*args[:place], torch.zeros_like(args[place]), *args[place + 1 :])
+    return args, kwargs
+
+
 def _nowhere(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     """Learned positions that add nothing."""
     return torch.zeros_like(output)
 
 
-def _learned_positions(model: nn.Module) -> list[nn.Embedding]:
+def learned_positions(model: nn.Module) -> list[nn.Embedding]:
+    """The model's tables of learned positions."""
     return [
         module
         for name, module in model.named_modules()
@@ -393,13 +448,13 @@ def _learned_positions(model: nn.Module) -> list[nn.Embedding]:
     ]
 
 
-def _drop_positions(model: PreTrainedModel, layers: Mapping[int, nn.Module], whole: bool) -> list[RemovableHandle]:
-    tables = _learned_positions(model)
+def _drop_positions(model: PreTrainedModel, layers: Mapping[int, nn.Module], state: _State) -> None:
+    tables = learned_positions(model)
     rotary = {
         index: "position_embeddings" in inspect.signature(type(module).forward).parameters
         for index, module in layers.items()
     }
-    if tables and not whole:
+    if tables and not state.positions_dropped:
         raise ValueError(
             "drop_positions takes learned positions away from the whole model, as they are added before the first "
             "layer; layers must be all"
@@ -411,10 +466,13 @@ def _drop_positions(model: PreTrainedModel, layers: Mapping[int, nn.Module], who
             "ones that are handed to its attention"
         )
     unrotated = partial(_unrotated, _rotary_factor(model))
-    handles = [table.register_forward_hook(_nowhere) for table in tables]
-    handles += [
-        module.register_forward_pre_hook(unrotated, with_kwargs=True)
-        for index, module in layers.items()
-        if rotary[index]
-    ]
-    return handles
+    for table in tables:
+        names = [*inspect.signature(type(table).forward).parameters][1:]
+        # transformers' own tables are told more than the positions; a plain one is told nothing else.
+        name = "position_ids" if "position_ids" in names else names[0]
+        first = partial(_at_the_first, name, names.index(name))
+        state.handles.append(table.register_forward_pre_hook(first, with_kwargs=True))
+        state.handles.append(table.register_forward_hook(_nowhere))
+    for index, module in layers.items():
+        if rotary[index]:
+            state.handles.append(module.register_forward_pre_hook(unrotated, with_kwargs=True))

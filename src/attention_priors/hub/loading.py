@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from attention_priors.encodings import LearnedTable
 from attention_priors.hub.adapter import load_attached
-from attention_priors.hub.attach import CONFIG_KEY
+from attention_priors.hub.attach import CONFIG_KEY, learned_positions, positions_are_dropped
 from attention_priors.hub.weights import damage_named
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
 from attention_priors.models.encoder import PriorEncoderConfig
@@ -66,7 +66,7 @@ def load_whole(kind: Any, name: str | Path, dtype: torch.dtype = torch.float32) 
 def check_positions(model: PreTrainedModel, length: int) -> None:
     """Make sure that a model has positions for texts of a length.
 
-    Rotary positions, and ours but for learned tables, have no end.
+    Rotary positions, and ours but for learned tables, have no end; nor has a table that ``attach`` has dropped.
 
     Raises:
         ValueError: it has a learned table that is shorter.
@@ -78,7 +78,7 @@ def check_positions(model: PreTrainedModel, length: int) -> None:
         if isinstance(encoding, LearnedTable):
             table = encoding.max_length
     elif getattr(config, "rope_parameters", None) is None and not getattr(config, "alibi", False):
-        table = getattr(config, "max_position_embeddings", None)
+        table = None if positions_are_dropped(model) else getattr(config, "max_position_embeddings", None)
     if table is not None and table < length:
         raise ValueError(
             f"{type(model).__name__} has a table of {table} positions; it cannot read rows of {length} tokens"
@@ -88,11 +88,12 @@ def check_positions(model: PreTrainedModel, length: int) -> None:
 def note_length(model: PreTrainedModel, length: int) -> None:
     """Let a model's config say that it reads texts of a length: lm-evaluation-harness cuts them to what it says.
 
-    Left alone where ``max_position_embeddings`` takes part in what is computed: in some scalings of rotary positions.
+    Left alone where ``max_position_embeddings`` takes part in what is computed, in some scalings of rotary positions,
+    or is the size of a table, which a saved model has whether or not its positions are dropped.
     """
     config: Any = model.config
     stated = getattr(config, "max_position_embeddings", None)
-    if not isinstance(stated, int) or stated >= length:
+    if not isinstance(stated, int) or stated >= length or learned_positions(model):
         return
     rotary = getattr(config, "rope_parameters", None) or {}
     kinds = [rotary, *(each for each in rotary.values() if isinstance(each, dict))]

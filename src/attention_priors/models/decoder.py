@@ -37,6 +37,7 @@ from attention_priors.models.placement import beside
 from attention_priors.models.places import Places
 from attention_priors.models.pretrained import PriorPreTrainedModel
 from attention_priors.priors import Prior
+from attention_priors.priors.base import check_over_line
 
 logger = get_logger(__name__)
 
@@ -116,8 +117,9 @@ class PriorDecoderConfig(PriorConfig):
         super().__post_init__(**kwargs)
         # Build all parts once, without memory, so that a mistake shows here and not after loading weights.
         with torch.device("meta"):
-            for make in (self.make_prior, self.make_encoding, self.make_logit_scale):
-                make()
+            check_over_line(self.make_prior())
+            self.make_encoding()
+            self.make_logit_scale()
 
     def make_encoding(self) -> Encoding | None:
         """The encoding that is described."""

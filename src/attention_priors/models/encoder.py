@@ -26,7 +26,7 @@ from attention_priors.models.inputs import embedded, refuse_unknown
 from attention_priors.models.placement import beside
 from attention_priors.models.pretrained import PriorPreTrainedModel
 from attention_priors.priors import Prior, at_spacing
-from attention_priors.priors.base import check_positions
+from attention_priors.priors.base import check_over_line, check_positions
 
 
 class StackConfig(PriorConfig):
@@ -234,6 +234,7 @@ class PriorEncoderConfig(StackConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         with torch.device("meta"):
+            check_over_line(self.make_prior())
             self.make_encoding()
 
     def make_encoding(self) -> Encoding | None:

@@ -23,6 +23,7 @@ from attention_priors.models.encoder import EncoderAttention, EncoderLayer, Enco
 from attention_priors.models.inputs import refuse_unknown
 from attention_priors.models.pretrained import PriorPreTrainedModel
 from attention_priors.priors import at_spacing, grid_positions
+from attention_priors.priors.base import check_on_grid
 
 POOLINGS = ("class", "mean")
 UNITS = ("patch", "image")
@@ -68,11 +69,7 @@ class PriorVisionConfig(StackConfig):
         check_choice("position_units", self.position_units, UNITS)
         with torch.device("meta"):
             prior = self.make_prior()
-        for term in () if prior is None else prior.terms():
-            if term.over_grid is False:
-                raise ValueError(
-                    f"prior must be one on grids (axial, spectral_2d, radial, key_sink_2d), got {term.name!r}"
-                )
+        check_on_grid(prior)
         if self.position_units == "image":
             if self.logit_scale is not None:
                 raise ValueError(

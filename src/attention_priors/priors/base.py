@@ -188,7 +188,9 @@ class Prior(Described, KeepsFloat32):
         if isinstance(learn, bool):
             chosen = tuple(self.learnable) if learn else ()
         else:
-            chosen = (learn,) if isinstance(learn, str) else tuple(learn)
+            chosen = (learn,) if isinstance(learn, str) else learn
+        if not isinstance(chosen, Collection):
+            raise ValueError(f"learn must be True, False, or some of {', '.join(self.learnable)}; got {learn!r}")
         for name in chosen:
             if name not in self.learnable:
                 raise ValueError(
@@ -212,6 +214,23 @@ class Prior(Described, KeepsFloat32):
         if not isinstance(other, Prior):
             return NotImplemented
         return Sum([*self.terms(), *other.terms()])
+
+
+def check_over_line(prior: Prior | None) -> None:
+    """Raise a ValueError where a prior is over a grid, but positions stand in a line, as those of texts do."""
+    for term in () if prior is None else prior.terms():
+        if term.over_grid:
+            raise ValueError(
+                f"prior must be one over a line, got {term.name!r}, which is one on grids: a text has positions on a "
+                "line, not rows and columns"
+            )
+
+
+def check_on_grid(prior: Prior | None) -> None:
+    """Raise a ValueError where a prior is over a line, but positions are rows and columns, as those of patches are."""
+    for term in () if prior is None else prior.terms():
+        if term.over_grid is False:
+            raise ValueError(f"prior must be one on grids (axial, spectral_2d, radial, key_sink_2d), got {term.name!r}")
 
 
 def check_positions(name: str, positions: Tensor) -> None:

@@ -56,6 +56,8 @@ def prior_from_config(
     if isinstance(config, Mapping) and config.get("name") == Sum.name:
         if set(config) != {"name", "priors"}:
             raise ValueError(f"a sum's description holds 'name' and 'priors' alone, got {sorted(config)}")
+        if not isinstance(config["priors"], Sequence) or isinstance(config["priors"], str):
+            raise ValueError(f"priors must be a list of descriptions, got {config['priors']!r}")
         return Sum([prior_from_config(part, num_heads) for part in config["priors"]])
     known = {} if num_heads is None else {"num_heads": num_heads}
     return build("prior", CATALOGUE, config, **known)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from attention_priors.checks import check_booleans
 from attention_priors.priors.base import LOG_PRIOR_FLOOR, Prior, Structure, per_head
 from attention_priors.priors.slopes import alibi_slopes
 from attention_priors.priors.starts import Init, checked_init, started
@@ -73,6 +74,7 @@ class GeneralizedGaussian(Prior):
     ) -> None:
         super().__init__(num_heads)
         self.init = checked_init(init, self.inits, theta_alpha=(num_heads,), beta=(num_heads,), mu=(num_heads,))
+        check_booleans(keep_sign=keep_sign)
         if keep_sign and not self._starts_signed():
             raise ValueError(
                 f"keep_sign=True needs an init whose heads all have a definite sign of β at a distance from "
@@ -172,7 +174,8 @@ class GeneralizedGaussian(Prior):
         theta_alpha = per_head(self.theta_alpha.double(), distance)
         beta = per_head(self.beta.double(), distance)
         # Within ε of the peak the slope towards θμ is K / ε, which float32 need not hold.
-        theta_mu = _GradientInFloat32Range.apply(self.theta_mu.double())
+        in_range = _GradientInFloat32Range if torch.compiler.is_compiling() else _WithTangents
+        theta_mu = in_range.apply(self.theta_mu.double())
         # sinh overflows near 710; 2 sinh 30 is already beyond any context.
         mu = 2 * torch.sinh(per_head(theta_mu.clamp(-30, 30), distance))
         away = (-distance.double() - mu).abs() + EPSILON
@@ -197,3 +200,11 @@ class _GradientInFloat32Range(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return gradient.clamp(-LARGEST_GRADIENT, LARGEST_GRADIENT)
+
+
+class _WithTangents(_GradientInFloat32Range):
+    """The same with a forward-mode derivative, the identity's; Dynamo compiles no function that has one."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tangent.clone()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ class Laplace(Prior):
     ) -> None:
         super().__init__(num_heads)
         if slopes is not None:
-            slopes = tuple(float(slope) for slope in slopes)
+            slopes = _numbers("slopes", slopes)
             if len(slopes) != num_heads:
                 raise ValueError(f"slopes must hold num_heads={num_heads} numbers, got {len(slopes)}")
             if not all(math.isfinite(slope) and slope > 0 for slope in slopes):
@@ -68,7 +69,7 @@ class Laplace(Prior):
             ValueError: if a mean is not in ``(0, (L - 1) / 2)``. From the middle on the solution has
                 ``λ <= 0`` and prefers far keys: that is no recency prior.
         """
-        means = [float(value) for value in mean] if isinstance(mean, Sequence) else [float(mean)]
+        means = _numbers("mean", mean if isinstance(mean, Sequence) else [mean])
         if not means:
             raise ValueError("mean must hold at least one number, got none")
         slopes = [_max_entropy_rate(value, length) for value in means]
@@ -106,6 +107,20 @@ class Laplace(Prior):
         features = uniform_lanes(self.num_heads, query_positions, key_positions, dtype)
         row_offset = -slope.unsqueeze(-1) * query_positions.double().unsqueeze(-2)
         return features._replace(row_offset=row_offset, slope=slope)
+
+
+def _numbers(name: str, given: Any) -> tuple[float, ...]:
+    """The numbers of a list, an array or a tensor. A string is none of these, although it has digits to go through."""
+    # Elements too: YAML reads 1e-3 as a string.
+    words = str | bytes | bool | Mapping
+    try:
+        values: list[Any] = list(given)
+        numbers = None if any(isinstance(each, words) for each in (given, *values)) else tuple(map(float, values))
+    except (TypeError, ValueError, RuntimeError):
+        numbers = None
+    if numbers is None:
+        raise ValueError(f"{name} must hold numbers, as [0.5, 0.25] does, got {given!r}")
+    return numbers
 
 
 def _max_entropy_rate(mean: float, length: int) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
+from attention_priors.checks import check_booleans
 from attention_priors.priors.base import Prior, Structure
 from attention_priors.priors.starts import Init, checked_init, started
 
@@ -47,6 +48,7 @@ class RelativeBuckets(Prior):
         learn: bool | str | Collection[str] = True,
     ) -> None:
         super().__init__(num_heads)
+        check_booleans(bidirectional=bidirectional)
         least = 4 if bidirectional else 2
         if not isinstance(num_buckets, int) or num_buckets < least or (bidirectional and num_buckets % 2):
             kind = f"an even integer of at least {least}" if bidirectional else f"an integer of at least {least}"

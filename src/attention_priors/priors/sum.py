@@ -22,6 +22,8 @@ class Sum(Prior):
     name = "sum"
 
     def __init__(self, priors: Sequence[Prior]) -> None:
+        if not isinstance(priors, Sequence) or not all(isinstance(prior, Prior) for prior in priors):
+            raise ValueError(f"priors must be a list of priors, got {priors!r}")
         if not priors:
             raise ValueError("priors must hold at least one prior, got none")
         heads = {prior.num_heads for prior in priors}
