@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention_priors import GeneralizedGaussian, KeySink, Laplace, Spectral, attend
+from attention_priors import ClippedOffsets, GeneralizedGaussian, KeySink, Laplace, Spectral, attend
 from attention_priors.attention import tables
 from attention_priors.attention.tables import consecutive_table
 
@@ -229,3 +229,27 @@ def test_lanes_that_learn_are_not_kept() -> None:
     attend(key, key, key, sink).sum().backward()
     assert sink not in tables._kept_lanes
     assert all(parameter.grad is not None for parameter in sink.parameters())
+
+
+def test_what_was_kept_says_nothing_of_numbers_that_learn() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 200, 8)
+    prior = ClippedOffsets(2)
+    with torch.no_grad():
+        attend(x, x, x, prior)
+        prior.bias.normal_().sub_(3e5)
+    out = attend(x, x, x, prior)
+    expected = attend(x.double(), x.double(), x.double(), prior, backend="reference")
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-4)
+
+
+def test_tables_of_summands_that_were_asked_for_elsewhere() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 200, 8)
+    one, other = ClippedOffsets(2, init="normal"), ClippedOffsets(2, init="normal")
+    with torch.no_grad():
+        attend(x, x, x, one)
+        attend(x, x, x, other, query_positions=torch.arange(200) + 10**6, key_positions=torch.arange(200))
+    out = attend(x, x, x, one + other)
+    expected = attend(x.double(), x.double(), x.double(), one + other, backend="reference")
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)

@@ -69,7 +69,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "string for a number in a prior": (
         {"schemes.ALiBi.prior": {"name": "laplace", "slopes": 5}},
-        ["schemes.ALiBi: prior 'laplace':", "'slopes': 5"],
+        ["schemes.ALiBi: slopes must hold numbers, as [0.5, 0.25] does, got 5"],
     ),
     "number that YAML reads as a string": (
         {"schemes.ALiBi.encoding": {"name": "rotary", "base": "1e4"}},

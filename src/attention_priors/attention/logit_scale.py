@@ -65,7 +65,8 @@ class ResidualSSMax(SSMax):
 
     For a model that was trained without: at ``s = 0`` nothing changes. With ``T = 1`` every query moves ``s``; with
     ``T`` the length of that training, texts no longer than it stay as they are, whatever ``s`` becomes (and do not
-    train it).
+    train it). ``s`` may become negative: then ``c`` falls as texts grow, through 0 at ``n = T e^(-1/s)`` keys. Models
+    that begin with it rather take :class:`SSMax`.
 
     Args:
         num_heads: ``H``.
