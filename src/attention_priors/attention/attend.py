@@ -147,7 +147,7 @@ def attend(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
-    query, key, value = _as_autocast_has_it(query, key, value)
+    query, key, value = as_autocast_has_it(query, key, value)
     problem = make_problem(
         query,
         key,
@@ -217,7 +217,7 @@ def attend_with_weights(
     Raises:
         ValueError: as :func:`attend`.
     """
-    query, key, value = _as_autocast_has_it(query, key, value)
+    query, key, value = as_autocast_has_it(query, key, value)
     problem = make_problem(
         query,
         key,
@@ -241,7 +241,7 @@ def attend_with_weights(
     return out, weights.to(query.dtype)
 
 
-def _as_autocast_has_it(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def as_autocast_has_it(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The three in one dtype: rotary positions or a float32 cache may have left them in different ones."""
     if not isinstance(query, Tensor) or not _is_in_autocast(query.device.type):
         return query, key, value

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from attention_priors.attention.attend import BACKENDS, Backend, solve
+from attention_priors.attention.attend import BACKENDS, Backend, as_autocast_has_it, solve
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.key_bounds import BLOCK
 from attention_priors.attention.logit_scale import SSMax
@@ -146,10 +146,7 @@ def _attend_across(
     tolerance: float,
     backend: Backend,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        wanted = torch.get_autocast_dtype(device)
-        query, key, value = query.to(wanted), key.to(wanted), value.to(wanted)
+    query, key, value = as_autocast_has_it(query, key, value)
     parameters = [p for part in (prior, logit_scale) if part is not None for p in part.parameters()]
 
     def check() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from attention_priors.attention import block_attention as blocks
 from attention_priors.attention import matrix_attention as matrix
 from attention_priors.attention import triton_backend
 from attention_priors.attention.bias import Distances
-from attention_priors.attention.content import Content
+from attention_priors.attention.content import Content, columns_together
 from attention_priors.attention.dispatch import nobody_watches, one_by_one
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.geometry_operator import GEOMETRY, geometry_from
@@ -76,7 +76,7 @@ def read_inputs(
     geometry = geometry_from((batch, heads, num_queries, key.shape[2]), query.device, tuple(arguments))
     if geometry.has_given_positions and listed is None:
         _check_range(geometry, highest, number)
-    query, key, value = (_columns_together(x) for x in (query, key, value))
+    query, key, value = map(columns_together, (query, key, value))
     content = Content(query, key, value, query_scale, lane_query, lane_key, softmax_scale)
     problem = blocks.BlockProblem(
         geometry=geometry,
@@ -90,11 +90,6 @@ def read_inputs(
         kept=kept,
     )
     return OperatorInputs(content, problem)
-
-
-def _columns_together(tensor: Tensor) -> Tensor:
-    """The same numbers, with those of a row next to each other: the kernels look for them there."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _check_range(geometry: Geometry, highest: int, number: int) -> None:

@@ -20,7 +20,7 @@ from attention_priors.attention.geometry_operator import geometry_arguments
 from attention_priors.attention.operators import Table, attend_in_tiles
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.sliding import sliding_maximum
-from attention_priors.attention.tables import are_kept, known_range
+from attention_priors.attention.tables import known_range
 from attention_priors.priors import Prior
 
 NEAR = 400.0
@@ -86,12 +86,11 @@ def is_near(
     table, row_scale, inside, listed, highest, _ = prior
     if table is None:
         return True
-    # Of a prior that learns there may be a table of numbers that it had before.
-    kept = are_kept(terms)
+    stands_at_keys = _sees_itself(geometry) and listed is None
+    # Before gradients are off: of a prior that learns there may be a table of numbers that it had before.
+    if stands_at_keys and augmented.slope is None and is_known_near(terms, row_scale):
+        return True
     with torch.no_grad():
-        stands_at_keys = _sees_itself(geometry) and listed is None
-        if stands_at_keys and kept and augmented.slope is None and is_known_near(terms, row_scale):
-            return True
         ends = None if row_scale is None else _ends(row_scale)
         occurring = _occurring(geometry, prior)
         seen, inside = table[:, occurring], None if inside is None else inside[occurring]
@@ -129,7 +128,7 @@ def is_known_near(terms: Sequence[Prior], row_scale: Tensor | None) -> bool:
     if known is None:
         return False
     best, largest = known
-    low, high = (1.0, 1.0) if row_scale is None else (float(end) for end in row_scale.aminmax())
+    low, high = (1.0, 1.0) if row_scale is None else (float(end) for end in row_scale.detach().aminmax())
     return low >= 0 and largest * high <= NEAR and best * high >= -NEAR
 
 

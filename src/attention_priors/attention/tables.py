@@ -101,11 +101,6 @@ def consecutive_table(terms: Sequence[Prior], highest: int, lowest: int, like: T
     return total
 
 
-def are_kept(terms: Sequence[Prior]) -> bool:
-    """Whether :func:`consecutive_table` keeps the tables of all of them now."""
-    return all(map(_may_keep, terms))
-
-
 def known_range(terms: Sequence[Prior]) -> tuple[float, float] | None:
     """Of the sum of kept tables, just asked for, the distance 0 included; None if one of them is not kept.
 

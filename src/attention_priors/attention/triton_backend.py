@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attention_priors.attention import block_attention as blocks
-from attention_priors.attention.content import Content, all_of
+from attention_priors.attention.content import Content, all_of, columns_together
 from attention_priors.attention.geometry import document_bounds
 from attention_priors.attention.key_bounds import BLOCK
 from attention_priors.priors import Structure
@@ -320,10 +320,6 @@ def visited(kept: Tensor) -> tuple[Tensor, Tensor]:
     return kept.sum(-1, dtype=torch.int32).contiguous(), slots.to(torch.int32).contiguous()
 
 
-def _columns_together(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 # ---- forward and backward
 
 
@@ -357,7 +353,7 @@ def forward(content: Content, problem: blocks.BlockProblem) -> tuple[Tensor, Ten
 
 def _joined(content: Content) -> tuple[Tensor, ...]:
     found = content.queries(all_of, content.width), content.keys(all_of, content.width), content.values(all_of)
-    return tuple(map(_columns_together, found))
+    return tuple(map(columns_together, found))
 
 
 def backward(
@@ -380,7 +376,7 @@ def backward(
     geometry = problem.geometry
     heads = geometry.batch * geometry.heads
     lse = saved[1].masked_fill(torch.isneginf(saved[1]), 0.0)
-    out_grad, lse_grad = _columns_together(grads[0].to(query.dtype)), grads[1].to(torch.float32).contiguous()
+    out_grad, lse_grad = columns_together(grads[0].to(query.dtype)), grads[1].to(torch.float32).contiguous()
     constant = torch.linalg.vecdot(saved[0].float(), out_grad.float()) - lse_grad
     rest = torch.empty_like(lse)
     rows = {

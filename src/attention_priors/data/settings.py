@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from attention_priors.data.tokenizer import tokenizer_spec
 from attention_priors.strict_yaml import Strict
+
+TokenizerSpec: TypeAlias = Annotated[Annotated[int, Field(gt=256)] | str | None, BeforeValidator(tokenizer_spec)]
+"""What a recipe says of a tokenizer: entries of one that is trained, which may stand in quotes, or a path or name."""
 
 
 class HubDataset(Strict):

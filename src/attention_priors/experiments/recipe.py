@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from attention_priors.data import ANSWER_LENGTH, EMBEDDED, NEEDLE_TASKS, CopyMixture
-from attention_priors.data.tokenizer import tokenizer_spec
+from attention_priors.data.settings import TokenizerSpec
 from attention_priors.encodings import LearnedTable
 from attention_priors.evaluation import EvaluationSettings
 from attention_priors.experiments.folders import check_folders
@@ -182,7 +182,7 @@ class Recipe(Strict):
     name: str = Field(min_length=1)
     description: str = ""
     corpus: CorpusSettings = CorpusSettings()
-    tokenizer: Annotated[int, Field(gt=256)] | str | None = None
+    tokenizer: TokenizerSpec = None
     """Entries of a byte-level BPE trained on the corpus, 2048 by default, or a tokenizer's path or Hugging Face name;
     none for a synthetic task."""
     model: DecoderSizes
@@ -211,11 +211,6 @@ class Recipe(Strict):
             return content
         corpus = content.get("corpus")
         return content if _is_synthetic(corpus) else content | {"tokenizer": TOKENIZER_ENTRIES}
-
-    @field_validator("tokenizer", mode="before")
-    @classmethod
-    def _size_or_name(cls, given: Any) -> Any:
-        return tokenizer_spec(given)
 
     @field_validator("schemes")
     @classmethod

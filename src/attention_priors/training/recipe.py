@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from attention_priors.data import load_corpus
 from attention_priors.data.preparation import Preparation
-from attention_priors.data.settings import DataSettings
+from attention_priors.data.settings import DataSettings, TokenizerSpec
 from attention_priors.data.sources import CorpusDocuments, Documents, FastaDocuments, HubDocuments
-from attention_priors.data.tokenizer import tokenizer_spec
 from attention_priors.encodings import LearnedTable
 from attention_priors.strict_yaml import Strict, read_strictly
 from attention_priors.training.fingerprints import CONFIG, MODEL, files_fingerprint, tokens_fingerprint
@@ -34,7 +33,7 @@ class TrainRecipe(Strict):
     name: str = Field(min_length=1)
     description: str = ""
     model: ModelSettings
-    tokenizer: Annotated[int, Field(gt=256)] | str | None = None
+    tokenizer: TokenizerSpec = None
     """Entries of a byte-level BPE trained on the text, or a tokenizer's path or Hugging Face name; none with
     ``data.shards``, which have theirs."""
     data: DataSettings
@@ -43,11 +42,6 @@ class TrainRecipe(Strict):
     running: RunningSettings = RunningSettings()
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Of new weights, of the order of rows and of dropout."""
-
-    @field_validator("tokenizer", mode="before")
-    @classmethod
-    def _size_or_name(cls, given: Any) -> Any:
-        return tokenizer_spec(given)
 
     @model_validator(mode="after")
     def _possible(self) -> TrainRecipe:
