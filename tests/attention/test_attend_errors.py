@@ -17,6 +17,7 @@ from attention_priors import (
     attend,
 )
 from attention_priors.attention import logit_scale_from_config
+from attention_priors.priors import KeySink2d, Spectral2d
 
 B, H, LENGTH, D = 2, 4, 6, 3
 
@@ -65,6 +66,8 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "query positions' length": ("query_positions", {"query_positions": shaped(LENGTH + 1, dtype=LONG)}),
     "key positions' batch": ("key_positions", {"key_positions": shaped(B + 1, LENGTH, dtype=LONG)}),
     "scalar positions": ("key_positions", {"key_positions": torch.tensor(1)}),
+    "a grid without places": ("key_positions", {"prior": Spectral2d(H, 2), "causal": False}),
+    "a sum on grids without places": ("key_positions", {"prior": Spectral2d(H) + KeySink2d(H, 2, 3), "causal": False}),
     "a NumPy array": ("query must be a tensor", {"query": np.zeros((B, H, LENGTH, D))}),
     "complex numbers": ("query must be of one of", {"query": shaped(B, H, LENGTH, D, dtype=torch.complex64)}),
     "a prior's name": ("prior must be a Prior", {"prior": "laplace"}),

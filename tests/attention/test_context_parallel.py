@@ -14,6 +14,7 @@ from sharded_cases import CASES_OF, DOUBLE
 
 from attention_priors import Laplace, ShardedSequence, SSMax, attend, attend_across, shard_index
 from attention_priors.attention import context_parallel
+from attention_priors.priors import Spectral2d
 from processes import torchrun
 
 WORKER = Path(__file__).with_name("sharded_cases.py")
@@ -177,6 +178,13 @@ def test_documents_and_padding_go_where_the_queries_are() -> None:
         assert found == ["meta"] * len(found)
         owns += len(found) == len(given)
     assert owns, "no piece has documents and padding"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_prior_on_grids_is_not_for_a_sequence() -> None:
+    x = torch.zeros(1, 2, 6, 4)
+    with pytest.raises(ValueError, match=r"one over a line, got 'spectral_2d'"):
+        attend_across(x, x, x, Spectral2d(2), sequence=ShardedSequence(shard_index(6, 0, 1)), causal=False)
 
 
 @pytest.mark.cuda

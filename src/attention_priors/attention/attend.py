@@ -111,7 +111,8 @@ def attend(
         softmax_scale: of the content; ``1/sqrt(D)`` by default.
         query_positions: integers ``(Lq,)`` or ``(B, Lq)``, in tokens. By default queries end at the last
             key, as in decoding with a KV cache.
-        key_positions: integers ``(Lk,)`` or ``(B, Lk)``; by default ``0..Lk-1``, or from 0 in each document.
+        key_positions: integers ``(Lk,)`` or ``(B, Lk)``; by default ``0..Lk-1``, or from 0 in each document. Priors
+            on grids need those of :func:`grid_positions`.
         document_ids: integers ``(B, Lk)``: packed documents do not see each other. Queries are the last
             ``Lq`` tokens.
         key_padding_mask: boolean ``(B, Lk)``, True = ignore.

@@ -29,6 +29,7 @@ from attention_priors.attention.recentred import NEAR
 from attention_priors.attention.sequence_shards import Piece, Plan, ShardedSequence
 from attention_priors.precision import compute_dtype_of
 from attention_priors.priors import Prior, Structure
+from attention_priors.priors.base import check_over_line
 
 KEYS_HAVE_GRADIENTS = "whether key or value needs a gradient"
 VANISHING = {torch.float32: -104.0, torch.float64: -746.0}
@@ -197,6 +198,8 @@ def _check(
     softmax_scale: float | None,
     tolerance: float,
 ) -> None:
+    if isinstance(prior, Prior):
+        check_over_line(prior)
     _make_problem(query, key, value, prior, causal, softmax_scale, tolerance)
     length = sequence.lengths[sequence.rank]
     if query.shape[2] != length or key.shape[2] != length:

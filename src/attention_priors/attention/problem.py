@@ -14,7 +14,7 @@ from attention_priors.attention.logit_scale import SSMax
 from attention_priors.encodings import ShawVectors
 from attention_priors.precision import compute_dtype_of
 from attention_priors.priors import Prior
-from attention_priors.priors.base import check_positions
+from attention_priors.priors.base import check_has_positions, check_positions
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -104,6 +104,7 @@ def make_problem(
         raise ValueError(f"causal must be True or False, got {causal!r}")
     if prior is not None:
         prior.check(causal=causal)
+        check_has_positions(prior, key_positions)
     if relative is not None and (head_dim != relative.head_dim or value.shape[-1] != head_dim):
         raise ValueError(f"relative has head_dim={relative.head_dim}; query has {head_dim} and value {value.shape[-1]}")
     if not (isinstance(dropout_p, int | float) and 0 <= dropout_p < 1):

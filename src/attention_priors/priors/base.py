@@ -233,6 +233,16 @@ def check_on_grid(prior: Prior | None) -> None:
             raise ValueError(f"prior must be one on grids (axial, spectral_2d, radial, key_sink_2d), got {term.name!r}")
 
 
+def check_has_positions(prior: Prior, key_positions: Tensor | None) -> None:
+    """Raise a ValueError where a prior is over a grid, and nobody says which row and column each key stands at."""
+    for term in prior.terms():
+        if term.over_grid and key_positions is None:
+            raise ValueError(
+                f"key_positions must say where on the grid each key stands (as grid_positions does), for prior is "
+                f"{term.name!r}, one on grids; got None"
+            )
+
+
 def check_positions(name: str, positions: Tensor) -> None:
     """Positions are integer tensors with at least one dimension."""
     if not isinstance(positions, Tensor) or positions.dim() < 1:
