@@ -130,6 +130,12 @@ def priors(draw: st.DrawFn, name: str, heads: int, causal: bool, generator: torc
     return prior
 
 
+def places(prior: Prior | None, num_keys: int) -> dict[str, Tensor]:
+    """Where keys are, one of :func:`attend`'s arguments if the prior is on grids: then side by side in one row."""
+    is_on_grids = prior is not None and any(term.over_grid for term in prior.terms())
+    return {"key_positions": torch.arange(num_keys)} if is_on_grids else {}
+
+
 # ---- problems
 
 
@@ -153,6 +159,11 @@ class Case:
     small_blocks: int | None = None
     """If set, backends work in blocks of so few queries that even short sequences need several; None: as users have it,
     which is one matrix for short sequences."""
+
+    def __post_init__(self) -> None:
+        if self.key_positions is None:
+            for name, positions in places(self.prior, self.key.shape[2]).items():
+                object.__setattr__(self, name, positions)
 
     def __repr__(self) -> str:
         """Shapes in place of numbers."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import PRIORS, examples, priors
+from attention_cases import PRIORS, examples, places, priors
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,7 +22,7 @@ def attention_weights(query: Tensor, key: Tensor, prior: Prior | None, *, causal
     batch, heads = query.shape[:2]
     num_keys = key.shape[2]
     unit = torch.eye(num_keys, dtype=query.dtype).expand(batch, heads, -1, -1)
-    return attend(query, key, unit, prior, causal=causal)
+    return attend(query, key, unit, prior, causal=causal, **places(prior, num_keys))
 
 
 def contents(seed: int, length: int = 12, heads: int = 2) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,9 @@ def test_bam_definition_1_attention_is_the_expectation_of_its_values(name: str, 
     p = exponentials / exponentials.sum(-1, keepdim=True)
     torch.testing.assert_close(attention_weights(query, key, prior), p, rtol=1e-8, atol=1e-12)
     expectation = (p.unsqueeze(-1) * value.unsqueeze(-3)).sum(-2)
-    torch.testing.assert_close(attend(query, key, value, prior), expectation, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(
+        attend(query, key, value, prior, **places(prior, 12)), expectation, rtol=1e-8, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", PRIORS)
@@ -108,9 +110,9 @@ def test_bam_theorem_1_posterior_is_the_product_of_the_marginals(name: str, data
 
     value = torch.zeros(1, 2, 12, 1, dtype=torch.float64)
     zero = torch.zeros_like(query)
-    _, joint_lse = attend(query, key, value, prior, return_lse=True)
+    _, joint_lse = attend(query, key, value, prior, return_lse=True, **places(prior, 12))
     _, content_lse = attend(query, key, value, return_lse=True)
-    _, position_lse = attend(zero, zero, value, prior, return_lse=True)
+    _, position_lse = attend(zero, zero, value, prior, return_lse=True, **places(prior, 12))
     # With a sharply peaked prior, Z is a difference of numbers as large as the log-prior.
     size = 1 + float(position_lse.detach().abs().max())
     torch.testing.assert_close(
@@ -219,8 +221,11 @@ def test_goat_definition_5_3_noise_in_the_context_moves_the_output_by_its_mass_a
     one_way, any_way = torch.zeros_like(value), torch.zeros_like(value)
     one_way[..., context, 0] = size
     any_way[..., context, :] = size * (drawn / drawn.norm(dim=-1, keepdim=True).clamp(min=1))[..., context, :]
-    before = attend(query, key, value, prior)
-    found, most = ((attend(query, key, value + noise, prior) - before).norm(dim=-1) for noise in (any_way, one_way))
+    where = places(prior, 12)
+    before = attend(query, key, value, prior, **where)
+    found, most = (
+        (attend(query, key, value + noise, prior, **where) - before).norm(dim=-1) for noise in (any_way, one_way)
+    )
     torch.testing.assert_close(most, size * sensitivity, rtol=1e-8, atol=1e-12)
     assert (found <= most * (1 + 1e-9) + 1e-12).all()
 

@@ -79,8 +79,8 @@ def test_as_the_reference(name: str, dtype: torch.dtype) -> None:
             ways.extend(answered)
 
     check()
-    if name in ("window", "key_sink", "key_sink_2d"):
-        assert not any(ways)
+    if name in ("window", "key_sink", "axial"):
+        assert not any(ways)  # keys are hidden, or have lanes, or positions
     elif name != "sum":
         assert sum(ways) > len(ways) / 2, "hardly ever taken"
 

@@ -11,6 +11,7 @@ from swept_results import FIRST, LONGER, SEEDS, SHIFTED, make_swept_results
 from attention_priors.intervals import over_seeds
 from attention_priors.report.figures import by_axis, comparison, gallery
 from attention_priors.report.figures.drawing import NothingToShowError
+from attention_priors.report.figures.longest import longest_by_axis
 from attention_priors.report.figures.style import look
 from attention_priors.report.pages.comparison import write_report
 from attention_priors.report.selections import axes as selections
@@ -44,6 +45,47 @@ def test_each_axis_has_a_panel_with_its_values(swept):
         ends = np.array([segment[:, 1] for segment in segments.get_segments()])
         assert ends == pytest.approx(np.array([[100 * cell.low, 100 * cell.high] for cell in cells]))
         assert line.get_color() == look(index).color
+
+
+def test_a_line_of_the_chart_for_each_value_at_the_longest_length(swept):
+    (axes,) = longest_by_axis(swept, "init").axes
+    names = [text.get_text() for text in axes.get_yticklabels()]
+    assert names == ["init", "uniform (base)", "laplace", "sampled"]
+    cells = {cell.scheme: cell for cell in passkey_table(swept) if cell.length == 8192}
+    bars = {bar.get_label(): bar for bar in axes.containers}
+    for line, scheme in enumerate(("BAM", "BAM · init=laplace", "BAM · init=sampled"), start=1):
+        dot, _, (segments,) = bars[scheme]
+        assert (dot.get_xdata()[0], dot.get_ydata()[0]) == pytest.approx((100 * cells[scheme].share, line))
+        (segment,) = segments.get_segments()
+        assert segment[:, 0] == pytest.approx([100 * cells[scheme].low, 100 * cells[scheme].high])
+        for seed in SEEDS:
+            mine = [r for r in swept["passkey"] if (r["scheme"], r["seed"], r["length"]) == (scheme, seed, 8192)]
+            (tick,) = by_gid(axes, f"seed:{scheme}:{seed}")
+            share = sum(r["correct"] for r in mine) / sum(r["trials"] for r in mine)
+            assert tick.get_xdata()[0] == pytest.approx(100 * share)
+            assert round(float(tick.get_ydata()[0])) == line
+    (base,) = by_gid(axes, "base:init")
+    assert set(base.get_xdata()) == {100 * cells["BAM"].share}
+
+
+def test_a_seed_that_stopped_is_a_cross_where_it_was_asked_last(swept):
+    def left_out(row):
+        return (row["scheme"], row["seed"]) == ("BAM · init=laplace", 1) and row["length"] > 512
+
+    halted = swept | {"passkey": [row for row in swept["passkey"] if not left_out(row)]}
+    figure = longest_by_axis(halted, "init")
+    (cross,) = by_gid(figure, "seed:BAM · init=laplace:1")
+    mine = [row for row in halted["passkey"] if (row["scheme"], row["seed"]) == ("BAM · init=laplace", 1)]
+    asked = [row for row in mine if row["length"] == 512]
+    assert cross.get_marker() == "x"
+    assert cross.get_xdata()[0] == pytest.approx(
+        100 * sum(row["correct"] for row in asked) / sum(row["trials"] for row in asked)
+    )
+    bars = {bar.get_label(): bar for bar in figure.axes[0].containers}
+    assert bars["BAM · init=laplace"][0].get_markerfacecolor() == "white"
+    keys = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "one seed, where it was asked last" in keys
+    assert "without stopped seeds" in keys
 
 
 def test_training_lengths_that_differ_have_their_schemes_colours(swept):

@@ -35,7 +35,7 @@ from attention_priors.report.selections.results import Results, rows, schemes_wi
 
 def passkey_by_axis(results: Results, axis: str | None = None) -> Figure:
     """The share of pass keys retrieved against context length, a panel per comparison."""
-    return passkey_panels(results, _along(results, axis))
+    return passkey_panels(results, along(results, axis))
 
 
 def passkey_panels(results: Results, compared: Sequence[Comparison], what: str = "pass keys retrieved") -> Figure:
@@ -47,12 +47,12 @@ def passkey_panels(results: Results, compared: Sequence[Comparison], what: str =
         axes.set_ylabel(f"{what}, %\n(bars: 95 % interval)", fontsize=9)
         return [*(line_key(looks[scheme], names[scheme]) for scheme in looks), *marks, training_key()]
 
-    return draw_panels(_shown(compared, schemes_with(results, "passkey"), "passkey"), draw)
+    return draw_panels(compared_in(compared, schemes_with(results, "passkey"), "passkey"), draw)
 
 
 def perplexity_by_axis(results: Results, axis: str | None = None) -> Figure:
     """Perplexity against position, a panel per comparison."""
-    return perplexity_panels(results, _along(results, axis))
+    return perplexity_panels(results, along(results, axis))
 
 
 def perplexity_panels(results: Results, compared: Sequence[Comparison]) -> Figure:
@@ -70,7 +70,7 @@ def perplexity_panels(results: Results, compared: Sequence[Comparison]) -> Figur
         axes.set_ylabel(words.replace(" (", "\n("), fontsize=8.5)
         return [*(line_key(looks[scheme], names[scheme]) for scheme in looks), training_key()]
 
-    return draw_panels(_shown(compared, finite, "perplexity"), draw)
+    return draw_panels(compared_in(compared, finite, "perplexity"), draw)
 
 
 def theta_by_axis(results: Results, axis: str | None = None) -> Figure:
@@ -86,7 +86,7 @@ def theta_by_axis(results: Results, axis: str | None = None) -> Figure:
             for scheme, one in looks.items()
         ]
 
-    return draw_panels(_shown(_along(results, axis), shown, "priors"), draw)
+    return draw_panels(compared_in(along(results, axis), shown, "priors"), draw)
 
 
 def logit_scales_by_axis(results: Results, axis: str | None = None) -> Figure:
@@ -107,7 +107,7 @@ def logit_scales_by_axis(results: Results, axis: str | None = None) -> Figure:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
         return [line_key(one._replace(marker=""), names[scheme]) for scheme, one in looks.items()]
 
-    return draw_panels(_shown(_along(results, axis), list(values), "logit_scales"), draw)
+    return draw_panels(compared_in(along(results, axis), list(values), "logit_scales"), draw)
 
 
 def axes_of_figures(results: Results) -> list[str | None]:
@@ -116,7 +116,7 @@ def axes_of_figures(results: Results) -> list[str | None]:
     return list(dict.fromkeys(axes)) if len(set(axes)) < len(axes) else [None] if axes else []
 
 
-def _along(results: Results, axis: str | None) -> list[Comparison]:
+def along(results: Results, axis: str | None) -> list[Comparison]:
     """The comparisons along an axis, or along all of them, that are any."""
     found = [comparison for comparison in comparisons(results) if axis in (None, comparison.axis)]
     if not found:
@@ -125,7 +125,9 @@ def _along(results: Results, axis: str | None) -> list[Comparison]:
     return found
 
 
-def _shown(compared: Sequence[Comparison], schemes: Sequence[str], section: str) -> list[tuple[Comparison, list[str]]]:
+def compared_in(
+    compared: Sequence[Comparison], schemes: Sequence[str], section: str
+) -> list[tuple[Comparison, list[str]]]:
     """Of each comparison the schemes that have rows in a section; those of one scheme alone compare nothing."""
     found = [(one, [scheme for scheme in one.values if scheme in schemes]) for one in compared]
     found = [(one, shown) for one, shown in found if len(shown) > 1]

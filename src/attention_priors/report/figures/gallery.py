@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from attention_priors.report.figures import by_axis, comparison, copying, prior_parts
 from attention_priors.report.figures.files import write_pngs
+from attention_priors.report.figures.longest import longest_by_axis
 from attention_priors.report.figures.needle_weights import needle_weight_by_length
 from attention_priors.report.figures.prior_reach import prior_reach
 from attention_priors.report.figures.style import png
@@ -22,6 +23,7 @@ from attention_priors.report.selections.plans import loss_views, retrieval_views
 from attention_priors.report.selections.results import Results, check_results, scheme_names, schemes_with
 
 _BY_AXIS = {
+    longest_by_axis: "Share of pass keys retrieved at the longest length",
     by_axis.passkey_by_axis: "Share of pass keys retrieved against context length",
     by_axis.perplexity_by_axis: "Perplexity against position",
     by_axis.theta_by_axis: "Shape β against θα of every Generalized Gaussian head",
@@ -31,7 +33,7 @@ _BY_AXIS = {
 _NAMES = (
     "(passkey_by_length|passkey_heatmap|perplexity_by_position|copying_by_length|retrieval|losses|needle-weights|"
     "prior_curves|prior_terms|prior_logits|prior_weights|prior_reach|sink_mass|"
-    "(passkey|perplexity|theta|logit_scales)_by_axis|theta_scatter|logit_scale_histogram)([_-].*)?"
+    "(longest|passkey|perplexity|theta|logit_scales)_by_axis|theta_scatter|logit_scale_histogram)([_-].*)?"
 )
 """Of files, without the ending."""
 

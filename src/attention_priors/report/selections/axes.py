@@ -22,11 +22,13 @@ class Comparison:
         axis: The axis.
         values: What the value of each scheme is called; numbers rise, other values are in display order.
         elsewhere: Where the schemes stand on the axes on which other comparisons of this axis stand elsewhere.
+        base: The scheme around which a sweep varied one axis at a time, if it is one of these.
     """
 
     axis: str
     values: dict[str, str]
     elsewhere: dict[str, str]
+    base: str | None = None
 
     @property
     def title(self) -> str:
@@ -51,12 +53,14 @@ def comparisons(results: Results) -> list[Comparison]:
             values = {entry["name"]: entry["axes"][axis] for entry in compared[others]}
             if all(isinstance(value, (int, float)) for value in values.values()):
                 values = dict(sorted(values.items(), key=lambda item: item[1]))
-            bases = {entry["name"] for entry in compared[others] if axis not in _NEVER_BASE and _is_base(entry)}
+            bases = (entry["name"] for entry in compared[others] if axis not in _NEVER_BASE and _is_base(entry))
+            base = next(bases, None)
             found.append(
                 Comparison(
                     axis,
-                    {name: f"{value} (base)" if name in bases else f"{value}" for name, value in values.items()},
+                    {name: f"{value} (base)" if name == base else f"{value}" for name, value in values.items()},
                     {other: str(value) for other, value in others if (other, value) not in shared},
+                    base,
                 )
             )
     return found
