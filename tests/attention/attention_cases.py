@@ -130,7 +130,7 @@ def priors(draw: st.DrawFn, name: str, heads: int, causal: bool, generator: torc
     return prior
 
 
-def places(prior: Prior | None, num_keys: int) -> dict[str, Tensor]:
+def places(prior: Prior | None, num_keys: int) -> dict[str, Any]:
     """Where keys are, one of :func:`attend`'s arguments if the prior is on grids: then side by side in one row."""
     is_on_grids = prior is not None and any(term.over_grid for term in prior.terms())
     return {"key_positions": torch.arange(num_keys)} if is_on_grids else {}
