@@ -225,6 +225,7 @@ def test_base_model_loads_from_a_language_model(tmp_path: Path) -> None:
         ("num_attention_heads", {"num_attention_heads": 4, "num_key_value_heads": 3}),
         ("num_attention_heads", {"num_attention_heads": 0}),
         ("hidden_size", {"hidden_size": 33}),
+        ("share_prior must be True or False, got 'no'", {"share_prior": "no"}),
     ],
 )
 def test_mistakes_show_in_the_config(message: str, changes: dict[str, Any]) -> None:

@@ -98,6 +98,8 @@ def test_mistakes_are_named() -> None:
             PriorEncoderConfig(**SMALL, prior=prior)
     with pytest.raises(ValueError, match="slope"):
         PriorEncoderConfig(**SMALL, prior={"name": "key_sink", "train_length": 8, "init": "recency"})
+    with pytest.raises(ValueError, match="share_prior must be True or False, got 'no'"):
+        PriorEncoderConfig(**SMALL, share_prior="no")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="give either input_ids or inputs_embeds"):
         made("none")()
     for options, words in (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from attention_priors.training import TrainRecipe
+from attention_priors.training import TrainRecipe, run_recipe
 
 DECODER: dict[str, Any] = {
     "hidden_size": 16,
@@ -71,3 +71,11 @@ def write_recipe(recipe_of: Callable[..., dict[str, Any]], tmp_path: Path) -> Ca
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def finished(recipe_of: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished training. Tests leave it as it is."""
+    output = tmp_path_factory.mktemp("runs") / "tiny"
+    run_recipe(TrainRecipe.model_validate(recipe_of(validation={"every": 5, "tokens": 200})), output)
+    return output

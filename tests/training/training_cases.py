@@ -1,14 +1,21 @@
-"""A tiny decoder and rows for it."""
+"""Tiny models, rows for them, and trainings that are interrupted."""
 
+import importlib
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from transformers import PreTrainedConfig
 
 from attention_priors.data import IGNORED_LABEL
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
-from attention_priors.training import TrainingSettings
+from attention_priors.training import Observer, TrainingSettings, TrainRecipe, run_recipe
+
+# Its function has its name in the package.
+extend_module = importlib.import_module("attention_priors.training.extend")
 
 VOCABULARY, LENGTH = 40, 12
 
@@ -57,3 +64,33 @@ class Rows(Dataset[dict[str, Tensor]]):
         labels[1:][documents[1:] != documents[:-1]] = IGNORED_LABEL
         weights = 3 * torch.rand(LENGTH, generator=generator)
         return {"input_ids": tokens, "labels": labels, "document_ids": documents, "loss_weights": weights}
+
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def saved_architecture(config: PreTrainedConfig, folder: Path) -> str:
+    """Where the configuration of a transformers model lies, for a recipe to name."""
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+class InterruptionError(Exception):
+    """Ends a training that a test interrupts."""
+
+
+def interrupt(recipe: TrainRecipe, output: Path, at: int) -> None:
+    """Train as far as a step and no further."""
+
+    def on_step(step: int) -> None:
+        if step == at:
+            raise InterruptionError
+
+    with pytest.raises(InterruptionError):
+        run_recipe(recipe, output, Observer(on_step=on_step))

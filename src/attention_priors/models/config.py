@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from attention_priors.attention import SSMax, logit_scale_from_config
+from attention_priors.checks import check_booleans
 from attention_priors.files import write_bytes
 from attention_priors.priors import Prior, prior_from_config
 
@@ -32,7 +33,12 @@ class PriorConfig(PreTrainedConfig):
 
     num_attention_heads: int = 1
     prior: dict[str, Any] | list[dict[str, Any]] | str | None = None
+    share_prior: bool = False
     logit_scale: dict[str, Any] | str | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        check_booleans(share_prior=self.share_prior)
+        super().__post_init__(**kwargs)
 
     def make_prior(self) -> Prior | None:
         """The prior that is described."""
