@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from attention_priors.files import writable_folder
 from attention_priors.strict_yaml import RecipeError
+
+_LOCK = ".lock"
 
 
 @contextmanager
-def sole_writer(output: Path) -> Iterator[None]:
+def sole_writer(output: Path, *, wait: bool = False) -> Iterator[None]:
     """Let no other call write to a folder meanwhile.
+
+    Args:
+        output: the folder.
+        wait: for a call that is writing to it to end.
 
     Raises:
         RecipeError: another call is writing to it.
     """
-    lock = FileLock(output / ".lock", timeout=0)
+    lock = FileLock(output / _LOCK, timeout=-1 if wait else 0)
     try:
         lock.acquire()
     except Timeout as error:
@@ -31,20 +38,42 @@ def sole_writer(output: Path) -> Iterator[None]:
 
 
 @contextmanager
-def gone_if_refused(folder: Path, *, keep: Callable[[], bool]) -> Iterator[None]:
-    """A folder that is made inside does not outlive bad input: nothing is left in the way of the corrected call.
+def undone_if_refused(folder: Path, *, keep: Callable[[], bool], wait: bool = False) -> Iterator[None]:
+    """Write to a folder, alone; what is made in it does not outlive bad input, which leaves the way free for another.
 
     Args:
-        folder: what was there before stays there.
+        folder: made if it is not there. What was in it before stays.
         keep: whether it holds the fruit of any work.
+        wait: as for :func:`sole_writer`.
+
+    Raises:
+        RecipeError: as :func:`sole_writer`.
+        OSError: as :func:`writable_folder`.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
+    is_undone = False
+    writable_folder(folder)
     try:
-        yield
-    except (ValueError, OSError):
-        if made and not keep():
-            shutil.rmtree(folder, ignore_errors=True)
-            for parent in made[1:]:
-                if parent.is_dir() and not any(parent.iterdir()):
-                    parent.rmdir()
-        raise
+        with sole_writer(folder, wait=wait):
+            before = set(folder.iterdir())
+            try:
+                yield
+            except (ValueError, OSError):
+                is_undone = not keep()
+                if is_undone:
+                    _remove(set(folder.iterdir()) - before)
+                raise
+    finally:
+        if is_undone and made:
+            (folder / _LOCK).unlink(missing_ok=True)
+            for path in made:
+                if path.is_dir() and not any(path.iterdir()):
+                    path.rmdir()
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

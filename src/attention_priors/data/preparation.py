@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import islice
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from filelock import FileLock
 from numpy.lib.format import write_array
 
 from attention_priors.data.document import Document
@@ -19,8 +17,8 @@ from attention_priors.data.shards import FORMAT, MANIFEST, PARTS, Shard, ShardEr
 from attention_priors.data.sources import Documents, Place
 from attention_priors.data.stream import DOCUMENTS_PER_BATCH, encode_documents
 from attention_priors.data.tokenizer import pretrained_tokenizer, tokenizer_fingerprint, train_tokenizer
-from attention_priors.files import checksum, remove_temporaries, replacing, writable_folder, write_json
-from attention_priors.output_folder import gone_if_refused
+from attention_priors.files import checksum, remove_temporaries, replacing, write_json
+from attention_priors.output_folder import undone_if_refused
 from attention_priors.strict_yaml import RecipeError, differences
 
 if TYPE_CHECKING:
@@ -86,7 +84,7 @@ def prepare(
         ValueError: the documents or the tokenizer cannot be read, or there is nothing to train on.
         OSError: ``folder`` cannot be written.
     """
-    with gone_if_refused(folder, keep=lambda: _has_tokens(folder)), _alone_in(folder):
+    with undone_if_refused(folder, keep=lambda: _has_tokens(folder), wait=True):
         remove_temporaries(folder)
         manifest = _begin(preparation, folder)
         if repair:
@@ -105,13 +103,6 @@ def prepare(
             )
         manifest["complete"] = True
         write_json(folder / MANIFEST, manifest)
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    writable_folder(folder)
-    with FileLock(folder / ".lock"):
-        yield
 
 
 def _has_tokens(folder: Path) -> bool:

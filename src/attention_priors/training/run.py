@@ -21,7 +21,7 @@ from attention_priors.data.tokenizer import pretrained_tokenizer
 from attention_priors.files import read_json, with_nulls, writable_folder, write_json
 from attention_priors.hub.loading import check_positions, note_length
 from attention_priors.machine import processor, versions
-from attention_priors.output_folder import gone_if_refused, sole_writer
+from attention_priors.output_folder import undone_if_refused
 from attention_priors.priors import Prior
 from attention_priors.strict_yaml import check_same_recipe
 from attention_priors.training.engine import Validation, check_machinery, is_first_process, processes, train
@@ -194,10 +194,8 @@ def writing(output: Path) -> Iterator[None]:
     def has_work() -> bool:
         return any((output / name).exists() for name in ("data", "checkpoints"))
 
-    with gone_if_refused(output, keep=has_work):
-        writable_folder(output)
-        with sole_writer(output):
-            yield
+    with undone_if_refused(output, keep=has_work):
+        yield
 
 
 def prepare_data(recipe: TrainRecipe, output: Path, observer: Observer, *, repair: bool = False) -> Path:
