@@ -1,4 +1,4 @@
-"""Attention as a posterior: content times position, and how far they agree (BAM, Theorem 1 and Appendices I to K)."""
+"""Attention as a posterior: content times position, and how far they agree (BAM, Theorem 1 and Appendix K / I)."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class SSMax(Described, KeepsFloat32):
     ``n_i`` is the number of keys that query ``i`` may see: causal mask, documents and padding count,
     a :class:`Window` does not. Without it, a softmax over ever more keys flattens. ``s_h`` may go negative.
 
-    Source: Nakanishi, "Scalable-Softmax Is Superior for Attention" (2025); BAM, Appendix H.4.
+    Source: Nakanishi, "Scalable-Softmax Is Superior for Attention" (2025); BAM, Appendix H.4 / F.4.
 
     Args:
         num_heads: ``H``.

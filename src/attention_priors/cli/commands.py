@@ -274,8 +274,8 @@ def inspect(
 ) -> None:
     """Look inside a model: what each head's prior does, and what it explains of the attention.
 
-    Writes one page, inspection.html, and all of its numbers, inspection.json. For models of ours, models with priors
-    attached, and those of transformers: decoders, BLOOM, MPT, T5.
+    Writes one page, inspection.html, and its numbers but for the attention maps, inspection.json. For models of ours,
+    models with priors attached, and those of transformers: decoders, BLOOM, MPT, T5.
     """
     from attention_priors import inspection, report
     from attention_priors.files import write_json

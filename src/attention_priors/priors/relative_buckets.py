@@ -28,7 +28,7 @@ class RelativeBuckets(Prior):
         num_buckets: ``N``, all directions together.
         max_distance: the distance in tokens from which the last bucket begins, at the latest.
         bidirectional: whether keys after the query have buckets of their own.
-        init: ``uniform`` (zeros) or ``normal`` (N(0, 1/512), T5-base's start at width 512);
+        init: ``uniform`` (zeros) or ``normal`` (N(0, 1/512), T5-small's start, whose width is 512);
             or the numbers, ``{"bias": ...}``: ``(num_buckets,)`` for all heads or ``(H, num_buckets)``.
         learn: whether the scalars train.
     """

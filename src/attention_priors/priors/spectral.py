@@ -25,7 +25,7 @@ class Spectral(Prior):
         num_heads: ``H``.
         num_frequencies: ``R``.
         base: ratio of the longest to the shortest period.
-        init: ``uniform`` (all weights 0) or ``recency`` (small α ~ N(0, 0.02) that break the symmetry
+        init: ``uniform`` (all weights 0) or ``recency`` (small α ~ N(0, 0.02²) that break the symmetry
             between heads; GOAT pairs it with ALiBi's slopes, here :class:`KeySink` or :class:`Laplace`);
             or the numbers, ``{"alpha": ..., "beta": ...}``: ``(R,)`` for all heads or ``(H, R)``, 0 if missing.
         learn: which of ``alpha``, ``beta`` train.
