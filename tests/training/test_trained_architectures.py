@@ -1,4 +1,4 @@
-"""``train`` on models of transformers: architectures, weights, attached priors, packed documents."""
+"""``train`` on models of transformers: architectures, weights, attached priors."""
 
 import pytest
 import torch

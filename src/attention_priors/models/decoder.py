@@ -92,10 +92,7 @@ class PriorDecoderConfig(PriorConfig):
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
-    prior: dict[str, Any] | list[dict[str, Any]] | str | None = None
-    share_prior: bool = False
     encoding: dict[str, Any] | str | None = None
-    logit_scale: dict[str, Any] | str | None = None
     tolerance: float = 0.0
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -55,9 +55,6 @@ class StackConfig(PriorConfig):
     initializer_range: float = 0.02
     attention_dropout: float = 0.0
     drop_path: float = 0.0
-    prior: dict[str, Any] | list[dict[str, Any]] | str | None = None
-    share_prior: bool = False
-    logit_scale: dict[str, Any] | str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
