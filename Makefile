@@ -1,6 +1,7 @@
 # make demo: train five schemes short and test them long.   make test: every check.
 # make results: what docs/results shows, from recipes/results. Finished runs there are not computed again; to compute
 # all of them, which takes days on two cores, name an empty folder: make results RESULTS=runs/results
+# make benchmarks: what docs/benchmarks shows, measured anew in runs/benchmarks, on a machine with nothing else to do.
 # All set up what they need in .venv first; the second time that is there already.
 
 PYTHON ?= python3
@@ -8,9 +9,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 RESULTS ?= docs/results
+BENCHMARKS ?= runs/benchmarks
 RECIPES := $(wildcard recipes/results/*.yaml) recipes/digits-tuning.yaml recipes/digits.yaml
 
-.PHONY: demo test results format
+.PHONY: demo test results benchmarks format
 .DELETE_ON_ERROR:
 
 # pip must know dependency groups (25.1); older ones come with many Pythons.
@@ -34,6 +36,16 @@ results: $(VENV)/lab
 		$(BIN)/attention-priors compare $$recipe --output $(RESULTS)/$$(basename $$recipe .yaml) \
 			|| { status=$$?; [ $$status -ne 130 ] || exit 130; failed="$$failed $$recipe"; }; \
 	done; [ -z "$$failed" ] || { echo "not made:$$failed"; exit 1; }
+
+$(VENV)/peers: $(VENV)/lab
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group peers
+	touch $@
+
+benchmarks: $(VENV)/peers
+	for recipe in $(wildcard benchmarks/cpu*.yaml); do \
+		$(BIN)/attention-priors bench $$recipe --output $(BENCHMARKS)/$$(basename $$recipe .yaml) || exit; \
+	done
+	[ -e $(BENCHMARKS)/attached.json ] || $(BIN)/python benchmarks/attached.py --repetitions 15 --output $(BENCHMARKS)/attached.json
 
 test: $(VENV)/dev
 	$(BIN)/ruff format --check .

@@ -9,6 +9,7 @@ are medians, and medians of the ratios within a repetition.
 from __future__ import annotations
 
 import argparse
+import datetime
 import random
 import statistics
 import time
@@ -90,6 +91,7 @@ def main() -> None:
                 "milliseconds": 1e3 * statistics.median(found) / per,
                 "ratio": statistics.median(ratios),
                 "ratios": ratios,
+                "seconds": found,
             }
             results.append(row)
             print(f"{what:14} {name:12} {row['milliseconds']:8.2f} ms  {row['ratio']:.2f}x")
@@ -97,6 +99,7 @@ def main() -> None:
         write_json(
             options.output,
             {
+                "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
                 "settings": vars(options) | {"output": None},
                 "processor": processor(),
                 "memory": memory_bytes(),

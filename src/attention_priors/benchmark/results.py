@@ -29,9 +29,9 @@ MEANT = 2**20
 CODE = (
     "attention/*.py",
     "priors/*.py",
-    *(f"benchmark/{name}.py" for name in ("case", "way", "ways", "peers", "timing")),
+    *(f"benchmark/{name}.py" for name in ("case", "way", "ways", "grid_ways", "peers", "timing", "memory")),
 )
-"""What decides how long something takes."""
+"""What decides how long something takes, and in how much memory."""
 
 Results = dict[str, Any]
 Row = dict[str, Any]
