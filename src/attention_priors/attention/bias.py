@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention_priors.attention.geometry import Geometry
-from attention_priors.attention.grids import Grids, GridTable
+from attention_priors.attention.grids import Grids, GridTable, write_affine
 from attention_priors.attention.tiles import Tile, Tiling
 
 
@@ -87,10 +87,19 @@ class Distances:
         """A tile's part of a table ``(h, N)``: ``(b or 1, h, n, e)``, a view if there is an offset."""
         if self.geometry.offset is None:
             if self._grid is not None:
-                return self._grid.read(table, tile)
+                out = table.new_empty(1, len(table), *tile.shape)
+                self._grid.write(out, table, tile, None, None)
+                return out
             return table[:, self.index(tile)].transpose(0, 1)
         place = table.storage_offset() + self.place(tile) * table.stride(1)
         return table.as_strided((1, table.shape[0], *tile.shape), (0, table.stride(0), 1, 1), place)
+
+    def write(self, out: Tensor, table: Tensor, tile: Tile, row: Tensor | None, scale: Tensor | None) -> None:
+        """Write a tile's part of a table ``(h, N)`` to ``out (b, h, n, e)``, times ``scale``, plus ``row``."""
+        if self.geometry.offset is None and self._grid is not None:
+            self._grid.write(out, table, tile, row, scale)
+        else:
+            write_affine(self.read(table, tile), row, scale, out)
 
     def add(self, table: Tensor, tile: Tile, padded: Tensor) -> None:
         """Add a tile's numbers to their entries of ``table (h, N)``: the transpose of :meth:`read`.
@@ -104,7 +113,7 @@ class Distances:
         if self.geometry.offset is None:
             numbers = padded[..., rows:]
             if self._grid is not None:
-                self._grid.add(table, tile, numbers.sum(0))
+                self._grid.add(table, tile, numbers)
                 return
             index = self.index(tile)
             for part, places in zip(numbers if len(index) > 1 else numbers.sum(0, keepdim=True), index, strict=True):
@@ -216,20 +225,12 @@ class Bias:
             assert bias is not None
             bias = bias.expand_as(out)
             return out.copy_(bias) if row is None else torch.add(bias, row, out=out)
-        bias = self.distances.read(self.table[heads], tile).expand_as(out)
-        mask = self.mask(tile, heads)
-        if self.row_scale is None:
-            other = mask if row is None else row
-            if other is None:
-                return out.copy_(bias)
-            torch.add(bias, other, out=out)
-            return out if row is None or mask is None else out.add_(mask)
-        scale = self.scale(tile, heads)
-        if row is None:
-            torch.mul(bias, scale, out=out)
-        else:
-            torch.addcmul(row, bias, scale, out=out)
         # The mask is added, and not set before the scaling: a scale of 0 times -inf would be nan.
+        mask = self.mask(tile, heads)
+        if row is None:
+            row, mask = mask, None
+        scale = None if self.row_scale is None else self.scale(tile, heads)
+        self.distances.write(out, self.table[heads], tile, row, scale)
         return out if mask is None else out.add_(mask)
 
     def log_prior(self, tile: Tile, heads: slice) -> Tensor:

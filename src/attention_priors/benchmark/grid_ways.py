@@ -124,7 +124,7 @@ GRID_WAYS: tuple[Way, ...] = (
     ),
     Way(
         "grid-ggd",
-        "attend(), GGD on both axes",
+        "attend, GGD on both axes",
         "ours",
         "attend() with Axial over learned generalized Gaussians, from the grid's positions",
         _attend(_gaussian),
@@ -132,7 +132,7 @@ GRID_WAYS: tuple[Way, ...] = (
     ),
     Way(
         "grid-radial",
-        "attend(), GGD of the distance",
+        "attend, GGD of the distance",
         "ours",
         "attend() with Radial over a learned generalized Gaussian",
         _attend(_radial),
@@ -140,7 +140,7 @@ GRID_WAYS: tuple[Way, ...] = (
     ),
     Way(
         "grid-spectral",
-        "attend(), Spectral2d",
+        "attend, Spectral2d",
         "ours",
         "attend() with GOAT's prior for images, in lanes",
         _attend(_spectral),
