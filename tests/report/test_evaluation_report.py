@@ -62,7 +62,7 @@ def test_tables_say_what_was_found(summary: Summary):
     assert "| passkey | nothing \\| right |" in text
     assert "| perplexity | 64 | 3 | 4.000 | 3.500–4.500 | 54.6 |" in text
     assert "| forward | 512 | 3 | 12.3 | – | 12 | 3 MiB |" in text
-    assert "| forward+backward | 512 | 3 | 1.23e+03 | 1 | 12 | 3.00 GiB |" in text
+    assert "| forward+backward | 512 | 3 | 1234 | 1 | 12 | 3.00 GiB |" in text
     assert [str(table.title) for table in evaluation_tables(summary)] == [
         "Retrieval, percent",
         "Stopped",

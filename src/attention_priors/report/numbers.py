@@ -21,12 +21,12 @@ def multiple(ratio: float) -> str:
 
 
 def quantity(value: float | None) -> str:
-    """A number with three significant digits; an en dash where there is none."""
+    """A number with three significant digits, more if it is 1000 or larger; an en dash where there is none."""
     if value is None or math.isnan(value):
         return "–"
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
-    return f"{value:.3g}".replace("-", "−")
+    return (f"{value:.0f}" if 999.5 <= abs(value) < 1e6 else f"{value:.3g}").replace("-", "−")
 
 
 def duration(seconds: float | None) -> str:

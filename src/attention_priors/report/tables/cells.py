@@ -125,7 +125,7 @@ class Losses:
         losses = [total / count for total, count in sums.values()]
         if not losses or not all(map(math.isfinite, losses)):
             return Cell(ABSENT)
-        return estimate_cell(perplexity_of(over_seeds(losses)), _perplexity_text)
+        return estimate_cell(perplexity_of(over_seeds(losses)), quantity)
 
 
 def _first_of_range(middle: float) -> int:
@@ -176,10 +176,6 @@ def cells_at_lengths(
 def interval_text(low: float, high: float, written: Callable[[float], str]) -> str:
     """``[low, high]``."""
     return f"[{written(low)}, {written(high)}]"
-
-
-def _perplexity_text(value: float) -> str:
-    return f"{value:.0f}" if 1000 <= value < 1e5 else quantity(value)
 
 
 def _bound(share: float) -> str:
