@@ -91,9 +91,11 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
     if content.lane_query is not None and content.lane_key is not None and query.shape[2] <= FEW_QUERIES:
         lanes = content.lane_query, content.lane_key
         content = content.without_lanes()
-    # The CPU's kernel wants one width for queries, keys and values.
-    width = max(content.width, content.value.shape[-1])
-    key, value = content.keys(all_of, width), content.values(all_of, width)
+    width, value_width = content.width, content.value.shape[-1]
+    if not is_one_on_cpu(query):
+        # The CPU's kernel wants one width for queries, keys and values.
+        width = value_width = max(width, value_width)
+    key, value = content.keys(all_of, width), content.values(all_of, value_width)
     queries = partial(content.queries, width=width)
     bias_of = problem.bias(lanes=lanes)
     if (
@@ -103,9 +105,9 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
     ):
         return found.out[..., : content.value.shape[-1]].to(dtype).contiguous(), found.lse
     if problem.kept is None:
-        out = query.new_empty(*query.shape[:-1], width, dtype=dtype)
+        out = query.new_empty(*query.shape[:-1], value_width, dtype=dtype)
     else:  # tiles add up in it
-        out = torch.zeros(*query.shape[:-1], width, dtype=problem.dtype, device=query.device)
+        out = torch.zeros(*query.shape[:-1], value_width, dtype=problem.dtype, device=query.device)
     lse = torch.full(query.shape[:-1], -math.inf, dtype=problem.dtype, device=query.device)
     merged = _Found(out, lse)
     whole = range(query.shape[1]) if problem.kept is None else whole_heads(problem.kept)
