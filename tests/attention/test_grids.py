@@ -122,6 +122,26 @@ def test_images_of_different_sizes_in_one_batch() -> None:
     torch.testing.assert_close(found[1:, :, :16], alone)
 
 
+@pytest.mark.parametrize("shape", [(17, 17), (1, 17), (2, 1, 17, 1), (2, 4, 17, 17)])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_masks_are_cut_with_the_grid(shape: tuple[int, ...], scaled: bool) -> None:
+    positions = grid_positions(4, 4, outside=1)
+    generator = torch.Generator().manual_seed(0)
+    inputs = tuple(torch.randn(2, heads, 17, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    mask = torch.randn(shape, generator=generator, dtype=torch.float64)
+    padding = torch.zeros(2, 17, dtype=torch.bool)
+    padding[1, 11:] = True
+    prior, scale = made("axial", 4, 0), SSMax(4, init=0.4) if scaled else None
+    options = {"causal": False, "query_positions": positions, "key_positions": positions}
+    options |= {"attn_mask": mask, "key_padding_mask": padding}
+    expected = results(prior, inputs, scale, "reference", **options)
+    for blocks in (None, 3, 16):
+        with in_blocks_of(blocks):
+            found = results(prior, inputs, scale, "toeplitz", **options)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
 def test_some_patches_of_an_image() -> None:
     kept = torch.tensor([0, 3, 4, 9, 11, 17, 20])
     positions = grid_positions(4, 5, outside=1)[kept]

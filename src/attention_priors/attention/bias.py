@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from attention_priors.attention.geometry import Geometry
-from attention_priors.attention.grids import Grids, GridTable, write_affine
+from attention_priors.attention.grid_table import GridTable, write_affine
+from attention_priors.attention.grids import Grids
 from attention_priors.attention.tiles import Tile, Tiling
 
 
