@@ -9,7 +9,6 @@ are medians, and medians of the ratios within a repetition.
 from __future__ import annotations
 
 import argparse
-import datetime
 import random
 import statistics
 import time
@@ -23,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from attention_priors.files import write_json
 from attention_priors.hub import attach
 from attention_priors.machine import memory_bytes, processor, versions
+from attention_priors.wall_clock import now
 
 WIDTH, LAYERS, HEADS, VOCABULARY = 512, 2, 8, 4096
 GGD = {"name": "generalized_gaussian", "init": "spread", "learn": True}
@@ -99,7 +99,7 @@ def main() -> None:
         write_json(
             options.output,
             {
-                "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                "created": now(),
                 "settings": vars(options) | {"output": None},
                 "processor": processor(),
                 "memory": memory_bytes(),

@@ -1,8 +1,9 @@
-"""Wall time of work that may be interrupted and goes on another day."""
+"""The time of day, and wall time of work that may be interrupted and goes on another day."""
 
 from __future__ import annotations
 
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 
@@ -10,6 +11,11 @@ from attention_priors.files import read_json, write_json
 
 EVERY = 10.0
 """Seconds of work, at most, that a process which is killed leaves uncounted."""
+
+
+def now() -> str:
+    """This moment as results record it: ISO 8601, UTC, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 class WallClock:

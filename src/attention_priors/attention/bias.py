@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from attention_priors.attention.geometry import Geometry
-from attention_priors.attention.grid_table import GridTable, write_affine
+from attention_priors.attention.grid_table import GridTable
 from attention_priors.attention.grids import Grids
+from attention_priors.attention.tile_arithmetic import diagonals, write_affine
 from attention_priors.attention.tiles import Tile, Tiling
 
 
@@ -68,8 +69,7 @@ class Distances:
     @cached_property
     def _grid(self) -> GridTable | None:
         """How to read tiles where queries and keys stand on grids; None for an index per pair."""
-        grids = None if self.listed is None else Grids.of(self.geometry)
-        if grids is None or self.listed is None:
+        if self.geometry.offset is not None or self.listed is None or (grids := Grids.of(self.geometry)) is None:
             return None
         start = grids.start_in(self.listed)
         return None if start is None else GridTable(grids, start, self.index)
@@ -86,18 +86,18 @@ class Distances:
 
     def read(self, table: Tensor, tile: Tile) -> Tensor:
         """A tile's part of a table ``(h, N)``: ``(b or 1, h, n, e)``, a view if there is an offset."""
+        if self._grid is not None:
+            out = table.new_empty(1, len(table), *tile.shape)
+            self._grid.write(out, table, tile, None, None)
+            return out
         if self.geometry.offset is None:
-            if self._grid is not None:
-                out = table.new_empty(1, len(table), *tile.shape)
-                self._grid.write(out, table, tile, None, None)
-                return out
             return table[:, self.index(tile)].transpose(0, 1)
         place = table.storage_offset() + self.place(tile) * table.stride(1)
         return table.as_strided((1, table.shape[0], *tile.shape), (0, table.stride(0), 1, 1), place)
 
     def write(self, out: Tensor, table: Tensor, tile: Tile, row: Tensor | None, scale: Tensor | None) -> None:
         """Write a tile's part of a table ``(h, N)`` to ``out (b, h, n, e)``, times ``scale``, plus ``row``."""
-        if self.geometry.offset is None and self._grid is not None:
+        if self._grid is not None:
             self._grid.write(out, table, tile, row, scale)
         else:
             write_affine(self.read(table, tile), row, scale, out)
@@ -110,23 +110,17 @@ class Distances:
             tile: whose numbers they are.
             padded: ``(b, h, n, n + e)``, contiguous: the numbers, after ``n`` columns of zeros.
         """
-        batch, heads, rows, width = padded.shape
-        if self.geometry.offset is None:
-            numbers = padded[..., rows:]
-            if self._grid is not None:
-                self._grid.add(table, tile, numbers)
-                return
+        rows, width = padded.shape[-2:]
+        numbers = padded[..., rows:]
+        if self._grid is not None:
+            self._grid.add(table, tile, numbers)
+        elif self.geometry.offset is None:
             index = self.index(tile)
             for part, places in zip(numbers if len(index) > 1 else numbers.sum(0, keepdim=True), index, strict=True):
                 table.index_add_(1, places.flatten(), part.flatten(1))
-            return
-        # Row i' starts i' places further to the left when rows are one number shorter than they are: the
-        # diagonals become columns.
-        size = (batch, heads, rows, width - 1)
-        stride = (heads * rows * width, rows * width, width - 1, 1)
-        diagonals = padded.as_strided(size, stride, padded.storage_offset() + rows)
-        place = self.place(tile)
-        table[:, place : place + width - 1] += diagonals.sum((0, 2))
+        else:
+            place = self.place(tile)
+            table[:, place : place + width - 1] += diagonals(padded).sum((0, 2))
 
 
 class Bias:
@@ -219,13 +213,11 @@ class Bias:
             mask = self(tile, heads) if not self.in_memory else self.mask(tile, heads)
             if mask is None:
                 return out.zero_() if row is None else out.copy_(row.expand_as(out))
-            mask = mask.expand_as(out)
-            return out.copy_(mask) if row is None else torch.add(mask, row, out=out)
+            return write_affine(mask, row, None, out)
         if not self.in_memory:
             bias = self(tile, heads)
             assert bias is not None
-            bias = bias.expand_as(out)
-            return out.copy_(bias) if row is None else torch.add(bias, row, out=out)
+            return write_affine(bias, row, None, out)
         # The mask is added, and not set before the scaling: a scale of 0 times -inf would be nan.
         mask = self.mask(tile, heads)
         if row is None:

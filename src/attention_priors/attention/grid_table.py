@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
 from attention_priors.attention.grids import Grids
+from attention_priors.attention.tile_arithmetic import diagonals, write_affine
 from attention_priors.attention.tiles import Tile
 
 
@@ -36,13 +36,14 @@ class GridTable:
         rows, columns = self.grids.shape
         flipped = table[:, self.start : self.start + rows * columns].flip(-1)
         strides = (flipped.stride(0), columns, 1, columns, 1)
+        parts: list[tuple[_Part, Tensor]] = []
         for block in self._blocks(tile):
-            part = flipped.as_strided((len(table), *block.shape), strides, flipped.storage_offset() + block.place)
-            write_affine(part, block.of(row), block.of(scale), block.view(out))
+            parts.append((block, flipped.as_strided((len(table), *block.shape), strides, block.place)))
         for strip in self._strips(tile):
-            entries = table[:, self.index(strip)[0]]
-            cut = _Cut(tile, strip)
-            write_affine(entries, cut.of(row), cut.of(scale), cut.of_all(out))
+            parts.append((_Part(tile, strip), table[:, self.index(strip)[0]]))
+        for part, entries in parts:
+            added, factor = (None if x is None else part.of(x) for x in (row, scale))
+            write_affine(entries, added, factor, part.of(out))
 
     def add(self, table: Tensor, tile: Tile, numbers: Tensor) -> None:
         """Add a tile's ``numbers (b, h, n, e)`` to their entries of ``table (h, N)``: the transpose of reading them."""
@@ -50,12 +51,12 @@ class GridTable:
         # The table rises where the view of it falls.
         into = table[:, self.start : self.start + rows * columns].unflatten(1, (rows, columns))
         for block in self._blocks(tile):
-            both = _sum_by_distance(block.view(numbers)).flip((1, 2))
+            both = _sum_by_distance(block.of(numbers)).flip((1, 2))
             row, column = divmod(block.place, columns)
             bottom, right = rows - row, columns - column
             into[:, bottom - both.shape[1] : bottom, right - both.shape[2] : right] += both
         for strip in self._strips(tile):
-            part = _Cut(tile, strip).of_all(numbers).sum(0)
+            part = _Part(tile, strip).of(numbers).sum(0)
             table.index_add_(1, self.index(strip)[0].flatten(), part.flatten(1))
 
     def _blocks(self, tile: Tile) -> Iterator[_Block]:
@@ -64,50 +65,35 @@ class GridTable:
         for some in queries.rectangles(tile.start, tile.stop):
             for others in keys.rectangles(tile.first, tile.last):
                 # The entry of the last query and the first key.
-                place = (queries.rows - 1 - (some.row + some.rows - 1) + others.row) * self.grids.shape[1]
-                place += queries.columns - 1 - (some.column + some.columns - 1) + others.column
+                row = queries.rows - (some.row + some.rows) + others.row
+                column = queries.columns - (some.column + some.columns) + others.column
                 part = tile._replace(start=some.start, stop=some.stop, first=others.start, last=others.stop)
-                yield _Block(tile, part, (some.rows, some.columns, others.rows, others.columns), place)
+                shape = (some.rows, some.columns, others.rows, others.columns)
+                yield _Block(tile, part, shape, row * self.grids.shape[1] + column)
 
     def _strips(self, tile: Tile) -> Iterator[Tile]:
         """The rest of a tile: queries, and keys, that stand outside."""
-        start, first = max(tile.start, self.grids.queries.outside), max(tile.first, self.grids.keys.outside)
-        inside = min(start, tile.stop)
-        strips = tile._replace(stop=inside), tile._replace(start=inside, last=min(first, tile.last))
+        inside = min(max(tile.start, self.grids.queries.outside), tile.stop)
+        last = min(max(tile.first, self.grids.keys.outside), tile.last)
+        strips = tile._replace(stop=inside), tile._replace(start=inside, last=last)
         return (strip for strip in strips if 0 not in strip.shape)
 
 
-def write_affine(entries: Tensor, row: Tensor | None, scale: Tensor | None, out: Tensor) -> None:
-    """Write ``entries · scale + row`` to ``out`` in one pass; each broadcasts to it, and None changes nothing."""
-    if scale is None:
-        out.copy_(entries) if row is None else torch.add(entries.expand_as(out), row, out=out)
-    elif row is None:
-        torch.mul(entries.expand_as(out), scale, out=out)
-    else:
-        torch.addcmul(row, entries.expand_as(out), scale, out=out)
-
-
-class _Cut:
-    """A part of a tile, whose queries are in reverse order, in tensors that broadcast to ``(b, h, n, e)``."""
+class _Part:
+    """A part of a tile, whose queries are in reverse order."""
 
     def __init__(self, tile: Tile, part: Tile) -> None:
         self.rows = slice(tile.stop - part.stop, tile.stop - part.start)
         self.keys = slice(part.first - tile.first, part.last - tile.first)
 
-    def of_all(self, tensor: Tensor) -> Tensor:
-        """Of one that has an entry for each pair."""
-        return tensor[..., self.rows, self.keys]
-
-    def of(self, tensor: Tensor | None) -> Tensor | None:
-        """Of one that may have one entry for all queries, or for all keys."""
-        if tensor is None:
-            return None
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of what broadcasts to the tile's ``(b, h, n, e)``, maybe with one entry for all queries or keys."""
         every = slice(None)
         return tensor[..., self.rows if tensor.shape[-2] > 1 else every, self.keys if tensor.shape[-1] > 1 else every]
 
 
-class _Block(_Cut):
-    """A part that is a rectangle of queries times one of keys: tensors are cut as ``(b, h, r, w, q, v)``.
+class _Block(_Part):
+    """A part that is a rectangle of queries times one of keys, cut as ``(b, h, r, w, q, v)``.
 
     Args:
         tile: the whole.
@@ -120,16 +106,9 @@ class _Block(_Cut):
         super().__init__(tile, part)
         self.shape, self.place = shape, place
 
-    def view(self, tensor: Tensor) -> Tensor:
-        """Of a tensor that has an entry for each pair."""
-        r, w, q, v = self.shape
-        return self.of_all(tensor).unflatten(-1, (q, v)).unflatten(-3, (r, w))
-
-    def of(self, tensor: Tensor | None) -> Tensor | None:
-        """Of one that may have one entry for all queries, or for all keys."""
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part, a dimension for each of rows and columns."""
         cut = super().of(tensor)
-        if cut is None:
-            return None
         r, w, q, v = self.shape
         cut = cut.unflatten(-1, (q, v) if cut.shape[-1] == q * v else (1, 1))
         return cut.unflatten(-3, (r, w) if cut.shape[-3] == r * w else (1, 1))
@@ -138,12 +117,9 @@ class _Block(_Cut):
 def _sum_by_distance(numbers: Tensor) -> Tensor:
     """The sums ``(h, r + q - 1, w + v - 1)`` of ``(b, h, r, w, q, v)`` where row and column have the same sums."""
     _, heads, r, w, q, v = numbers.shape
-    # After as many columns of zeros as rows of them: a row that starts one place further left makes columns of
-    # diagonals.
     padded = numbers.new_zeros(heads, r + q - 1, w, w + v)
     by_rows = padded[..., w:]
     for text in numbers:
         for row in range(r):
             by_rows[:, row : row + q] += text[:, row].transpose(1, 2)
-    size = (heads, r + q - 1, w, w + v - 1)
-    return padded.as_strided(size, (*padded.stride()[:2], w + v - 1, 1), w).sum(2)
+    return diagonals(padded).sum(2)

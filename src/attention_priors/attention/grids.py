@@ -44,10 +44,12 @@ class Raster:
         start, stop = max(start, self.outside), max(stop, self.outside)
         while start < stop:
             row, column = divmod(start - self.outside, self.columns)
-            rows = (stop - start) // self.columns if column == 0 else 0
-            size = rows * self.columns if rows else min(stop - start, self.columns - column)
-            yield Rectangle(start, start + size, row, column, max(rows, 1), size // max(rows, 1))
-            start += size
+            rows, columns = 1, min(stop - start, self.columns - column)
+            if columns == self.columns:
+                rows = (stop - start) // columns
+            end = start + rows * columns
+            yield Rectangle(start, end, row, column, rows, columns)
+            start = end
 
     @classmethod
     def of(cls, positions: Tensor) -> Raster | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import os
 import platform
@@ -20,6 +19,7 @@ from attention_priors.benchmark.ways import WAYS
 from attention_priors.files import read_json, write_json
 from attention_priors.machine import memory_bytes, processor, versions
 from attention_priors.strict_yaml import RecipeError
+from attention_priors.wall_clock import now
 
 FORMAT = 1
 SOFTWARE = ("attention-priors", "torch", "triton", "transformers", "x-transformers", "goat-attention")
@@ -75,7 +75,7 @@ def check_identity(output: Path, who: Results) -> None:
             raise RecipeError(f"{output} holds measurements of another version of this code; use another folder")
         who = who | {"begun": old["begun"]}
     else:
-        who = who | {"begun": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
+        who = who | {"begun": now()}
     write_json(path, who)
 
 
@@ -93,7 +93,7 @@ def collect(output: Path) -> Results:
     rows = [row for record in records for row in _rows(record)]
     return {
         "format": FORMAT,
-        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "created": now(),
         **read_json(output / IDENTITY),
         "ways": [
             {

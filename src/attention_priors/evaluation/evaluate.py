@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from attention_priors.hub.loading import check_positions
 from attention_priors.hub.observation import observed_attention
 from attention_priors.machine import PeakMemory, memory_bytes, processor, versions
 from attention_priors.output_folder import sole_writer
+from attention_priors.wall_clock import now
 
 FORMAT = 1
 """Of the texts and the records: results of different ones do not stand in for each other."""
@@ -441,7 +441,7 @@ class _LogEntry:
             "batch": session.batch,
             "interrupted": error[0] is not None,
             "model": session.subject.name,
-            "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "ended": now(),
             "device": str(session.subject.model.device),
             "processor": processor(),
             "memory_bytes": memory_bytes(),

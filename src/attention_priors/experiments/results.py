@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from attention_priors.experiments.study import AnyRecipe
 from attention_priors.experiments.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS
 from attention_priors.files import read_json
 from attention_priors.results_format import FORMAT, SECTIONS
+from attention_priors.wall_clock import now
 
 
 def collect(
@@ -100,7 +100,7 @@ def header(
         "recipe": recipe.model_dump(mode="json", exclude_defaults=True),
         **made,
         "seeds": sorted({row["seed"] for row in runs}),
-        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "created": now(),
         "wall_seconds": round(wall_seconds, 1),
     }
 

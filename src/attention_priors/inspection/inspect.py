@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from attention_priors.inspection.prompt import figure_4_prompt
 from attention_priors.machine import processor, versions
 from attention_priors.priors import Prior, Uniform
 from attention_priors.results_format import INSPECTION_FORMAT
+from attention_priors.wall_clock import now
 
 REACH_SHARES = (0.5, 0.9, 0.99)
 MAPS = 6
@@ -151,7 +151,7 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
     say("The additive split")
     found["additive"] = _additive(given, tokens, why_no_text)
     found |= {
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "created": now(),
         "versions": versions(("attention-priors", "torch", "transformers")),
         "processor": processor(),
     }
