@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from attention_priors.data import Corpus, Document, load_corpus
+from attention_priors.data.corpora import read_documents
 
 
 def _size(documents: tuple[Document, ...]) -> int:
@@ -154,6 +155,19 @@ def test_file_is_grouped_by_paragraphs_and_loses_nothing(tmp_path: Path):
     assert all(len(piece.text) >= 2000 for piece in pieces)
     assert all(piece.text.startswith("paragraph") for piece in pieces)
     assert corpus.held_out
+
+
+def test_a_file_is_one_document_where_nothing_is_held_out(tmp_path: Path):
+    text = "\n\n".join("word " * 300 for _ in range(9))
+    (tmp_path / "book.txt").write_text(text)
+    name, documents, skipped = read_documents(tmp_path / "book.txt")
+    assert (name, documents, skipped) == ("book.txt", (Document("book.txt", text),), ())
+    assert len(load_corpus(tmp_path / "book.txt").train) == 1  # its paragraphs are copies of one another
+
+
+def test_no_name_is_no_folder():
+    with pytest.raises(FileNotFoundError, match="source '' does not exist"):
+        load_corpus("")
 
 
 def test_single_document_is_cut_at_a_line_end_near_nine_tenths(tmp_path: Path):

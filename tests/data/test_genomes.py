@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from attention_priors.data import (
     FastaError,
     FastaFile,
+    NeedleTask,
     PasskeyTask,
     is_nucleotide_tokenizer,
     load_corpus,
@@ -246,9 +247,11 @@ def test_a_stream_of_contigs_keeps_them_apart():
     assert stream.document_ids.tolist() == [0, 0, 0, 0, 1, 1, 1]
 
 
-def test_there_are_no_pass_keys_in_nucleotides():
-    with pytest.raises(ValueError, match="cannot write digits"):
+def test_there_are_no_pass_keys_nor_needles_in_nucleotides():
+    with pytest.raises(ValueError, match="cannot write '12345': expected one that can; it makes 'NNNNN' of it"):
         PasskeyTask(nucleotide_tokenizer(), None)
+    with pytest.raises(ValueError, match="cannot write 'What is the special magic number"):
+        NeedleTask(nucleotide_tokenizer(), "niah_single_1")
 
 
 # ---- preparation, as `attention-priors train` does it

@@ -3,6 +3,7 @@ import json
 import re
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import nltk.data
 import pytest
@@ -264,11 +265,39 @@ def test_haystacks_that_cannot_be_read_are_errors(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load_haystack(tmp_path / "nowhere")
     (tmp_path / "blank.txt").write_text(" \n")
-    with pytest.raises(ValueError, match=r"text must hold words.*blank\.txt"):
+    with pytest.raises(ValueError, match=r"source .*blank\.txt. cannot be used: it is empty or blank"):
         load_haystack(tmp_path / "blank.txt")
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ValueError, match="must be a JSON object with a string under 'text'"):
         load_haystack(tmp_path / "list.json")
+    (tmp_path / "half.json").write_text('{"text": ')
+    with pytest.raises(ValueError, match=r"source .*half\.json. is no JSON: Expecting value"):
+        load_haystack(tmp_path / "half.json")
+    (tmp_path / "binary.txt").write_bytes(b"Words.\0")
+    with pytest.raises(ValueError, match=r"binary\.txt. cannot be used: it is binary \(it holds a NUL byte\)"):
+        load_haystack(tmp_path / "binary.txt")
+
+
+def test_a_genome_is_a_haystack_of_its_bases_and_a_folder_says_what_it_leaves_out(tmp_path: Path):
+    (tmp_path / "genome.fa").write_text(">chr1 human\nacgt\nACGT\n")
+    (tmp_path / "latin.txt").write_bytes("Übermut.".encode("latin-1"))
+    assert load_haystack(tmp_path / "genome.fa").words == ("ACGTACGT",)
+    folder = load_haystack(tmp_path)
+    assert folder.words == ("ACGTACGT",)
+    assert folder.skipped == ("latin.txt: it is not UTF-8 (byte 0)",)
+
+
+@pytest.mark.parametrize(("kind", "keys", "lengths"), [("noise", 20, (3500, 3800)), ("needle", 10, (1800, 2100))])
+def test_haystacks_are_shortened_to_room_for_all_needles_at_least(
+    tokenizer: PreTrainedTokenizerFast, kind: Any, keys: int, lengths: tuple[int, ...]
+):
+    task = NeedleTask(tokenizer, NeedleSettings(kind, num_keys=keys))
+    for length in lengths:
+        assert keys < task.haystack_size(length) < 2 * keys  # one step shorter there is no room for all of them
+        for seed in range(12):
+            sample = task.sample(length, seed)
+            assert sample.length <= length
+            assert sample.prompt.count(" is: ") >= keys
 
 
 def test_wrong_arguments_are_errors_that_name_them(

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from attention_priors.data import Document, PasskeyTask, RetrievalShare, token_stream, train_tokenizer
@@ -30,7 +30,13 @@ def _texts() -> list[str]:
 def _joining(kind: str, vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-pair tokenizer that does not split digits."""
     tokenizer = Tokenizer(models.BPE())
+    # Digits in threes from the left, and the space before them alone, as Llama 3 and others have it.
+    threes = pre_tokenizers.Split(Regex(r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[^\r\n\p{L}\p{N}]?\p{L}+|\s+"), "isolated")
     split, decoder = {
+        "threes": (
+            pre_tokenizers.Sequence([threes, pre_tokenizers.ByteLevel(False, use_regex=False)]),
+            decoders.ByteLevel(),
+        ),
         "words": (pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()),
         "words and spaces before texts": (pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()),
         "pieces": (pre_tokenizers.Metaspace(), decoders.Metaspace()),
@@ -43,7 +49,7 @@ def _joining(kind: str, vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("vocab_size", [300, 1500])
-@pytest.mark.parametrize("kind", ["words", "words and spaces before texts", "pieces"])
+@pytest.mark.parametrize("kind", ["words", "words and spaces before texts", "pieces", "threes"])
 @pytest.mark.parametrize("digits", [1, 5, 8])
 def test_lengths_are_exact_where_digits_are_joined(kind: str, vocab_size: int, digits: int):
     tokenizer = _joining(kind, vocab_size)

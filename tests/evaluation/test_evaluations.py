@@ -12,8 +12,10 @@ from typing import Any
 import model_folders
 import pytest
 import torch
+import transformers as hf
 
 from attention_priors.evaluation import TASKS, EvaluationPlan, Observer, Subject, Summary, evaluate, summarize
+from attention_priors.evaluation.perplexity import token_losses
 from attention_priors.evaluation.records import Records
 from attention_priors.evaluation.retrieval import Answer
 from attention_priors.intervals import mean_interval, wilson_interval
@@ -218,6 +220,56 @@ def test_a_corpus_is_known_by_its_text(
     assert texts(folders["texts"], subjects["ours"]) == before
 
 
+def test_files_that_are_left_out_are_told(
+    subjects: dict[str, Subject], folders: dict[str, Path], plan: Any, tmp_path: Path
+):
+    shutil.copytree(folders["texts"], tmp_path / "texts")
+    (tmp_path / "texts/latin.txt").write_bytes("Übermut.".encode("latin-1"))
+    asked = plan("perplexity", "niah_single_2", lengths=(380,), corpus=str(tmp_path / "texts"))
+    told: list[str] = []
+    evaluate(subjects["llama"], asked, tmp_path / "out", observer=Observer(on_message=told.append))
+    assert told[0] == "corpus: left out: latin.txt: it is not UTF-8 (byte 0)"
+    assert sum("left out" in message for message in told) == 1
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_length_are_read_in_one_pass(kind: str, plan: Any, tmp_path: Path):
+    """Their frequencies beyond 128 tokens are those of a whole pass; keys of an earlier chunk would keep others."""
+    subject = Subject.load(str(model_folders.save(length_dependent(kind), model_folders.tokenizer(), tmp_path / kind)))
+    asked = plan("perplexity", "passkey", lengths=(200, 260))
+    with pytest.raises(
+        ValueError, match=rf"chunk must be at least 264, .* kind '{kind}' change beyond 128 .* it is 263"
+    ):
+        evaluate(subject, asked, tmp_path / "out", chunk=263)
+    assert not (tmp_path / "out").exists()
+    text = torch.randint(400, (260,), generator=torch.Generator().manual_seed(0))
+
+    def once(length: int) -> Any:
+        fresh = length_dependent(kind)
+        with torch.no_grad():
+            logits = fresh(text[None, : length - 1]).logits[0]  # the last token is not read
+        return torch.nn.functional.cross_entropy(logits, text[1:length], reduction="none").double()
+
+    # Whatever was read before; and in chunks as far as they are those of the first length.
+    for length, chunk in ((260, 260), (200, 200), (128, 50)):
+        found = token_losses(subject.model, text[:length], chunk=chunk)
+        torch.testing.assert_close(found, once(length), atol=1e-4, rtol=1e-4)
+    evaluate(subject, asked, tmp_path / "out", chunk=264)
+
+
+def length_dependent(kind: str) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    common = {"vocab_size": 400, "initializer_range": 0.3, "rope_theta": 10000.0, **sizes}
+    if kind == "dynamic":
+        rotary = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+        return hf.LlamaForCausalLM(hf.LlamaConfig(max_position_embeddings=128, rope_parameters=rotary, **common)).eval()
+    rotary = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [9.0] * 4, "rope_theta": 10000.0}
+    rotary["original_max_position_embeddings"] = 128
+    config = hf.LlamaConfig(max_position_embeddings=512, rope_parameters=rotary, **common)
+    return hf.LlamaForCausalLM(config).eval()
+
+
 def test_a_task_stops_where_nothing_is_right(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
     subject, lengths = subjects["ours"], (180, 200, 230, 260)
     messages: list[str] = []
@@ -346,7 +398,10 @@ def test_learned_positions_need_room_for_the_answer(subjects: dict[str, Subject]
         evaluate(subjects["gpt2"], plan("passkey", lengths=(fits + 1,)), tmp_path / "new")
     with pytest.raises(ValueError, match="task 'perplexity'"):
         evaluate(subjects["gpt2"], plan("perplexity", lengths=(longest + 1,)), tmp_path / "new")
-    evaluate(subjects["gpt2"], plan("niah_single_1", "perplexity", lengths=(longest,)), tmp_path / "fits")
+    # No answer is read here.
+    evaluate(
+        subjects["gpt2"], plan("niah_single_1", "perplexity", "passkey_weight", lengths=(longest,)), tmp_path / "fits"
+    )
     assert not (tmp_path / "new").exists()
 
 

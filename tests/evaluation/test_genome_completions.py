@@ -213,6 +213,16 @@ def test_what_cannot_be_completed_is_refused_before_any_work(subject: Subject, g
     assert not (tmp_path / "out").exists()
 
 
+def test_there_is_nothing_to_draw_from_where_logits_are_not_finite(subject: Subject, genome: Path, tmp_path: Path):
+    broken = Subject.load(subject.name)
+    head: Any = broken.model.get_output_embeddings()
+    torch.nn.init.constant_(head.weight, torch.inf)
+    with pytest.raises(
+        ValueError, match=r"must give finite logits to draw from; in torch.float32 it gives \[(nan|inf)"
+    ):
+        evaluate(broken, plan(genome), tmp_path / "out")
+
+
 def test_bits_per_base(subject: Subject, genome: Path, tmp_path: Path):
     summary = evaluate(subject, plan(genome, tasks=("perplexity_windows",)), tmp_path)
     (loss,) = summary.losses

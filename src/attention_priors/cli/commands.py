@@ -198,7 +198,7 @@ def evaluate(
     ] = 2,
     seed: Annotated[int, typer.Option(min=0, help="Of the texts.")] = 0,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of one forward pass: it bounds the memory.")] = 1024,
-    batch: Annotated[int, typer.Option(min=1, help="Texts of equal length that are read together.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Questions of equal length that are read together.")] = 1,
     dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = "float32",
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:N; CUDA where there is some by default.")

@@ -94,6 +94,11 @@ def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Cor
     if max_characters is not None and max_characters < 1:
         raise ValueError(f"max_characters must be at least 1, or None for everything; it is {max_characters}")
     name, documents, skipped = read_documents(source)
+    if source != EMBEDDED and _place(source)[1].is_file():
+        # Of one text a part is to be held out. Contigs of a FASTA file have no paragraphs, and stay as they are.
+        copies: list[str] = []
+        documents = tuple(_distinct((part for whole in documents for part in _paragraph_groups(whole)), copies))
+        skipped += tuple(copies)
     train, held_out = _split(documents)
     if max_characters is not None and max_characters < sum(len(document.text) for document in train):
         train = _sample(train, max_characters)
@@ -104,7 +109,7 @@ def read_documents(source: str | Path) -> tuple[str, tuple[Document, ...], tuple
     """Read the documents of a corpus, whole and in order.
 
     Args:
-        source: As for `load_corpus`.
+        source: As for `load_corpus`, but that a text file is one document.
 
     Returns:
         The corpus' name, its documents, and a line for each file that was found but not used.
@@ -127,7 +132,7 @@ def read_documents(source: str | Path) -> tuple[str, tuple[Document, ...], tuple
             skipped += [f"{record}: none of its bases is known" for record in genome.summary().unknown]
             found = (contig for _, contig in genome.contigs())
         else:
-            found = _paragraph_groups(_read_single_file(path))
+            found = [_read_single_file(path)]
         documents = _distinct(found, skipped)
     if not documents:
         found = f"skipped {'; '.join(skipped[:5])}" if skipped else "it has no files"
@@ -155,7 +160,7 @@ def _place(source: str | Path) -> tuple[str, Path]:
     if str(source).startswith(PACKAGE):
         return str(source), _place_in_package(str(source))
     path = Path(source)
-    if not path.exists():
+    if source == "" or not path.exists():  # an empty name would be the folder that the program runs in
         raise FileNotFoundError(
             f"source {str(source)!r} does not exist: expected a folder, a text or FASTA file, {EMBEDDED!r}, or "
             f"'{PACKAGE}NAME' of an installed package"

@@ -187,6 +187,25 @@ def _digit_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...] | None:
     return tuple(token_of[digit] for digit in string.digits)
 
 
+def check_writes(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    """Make sure that a tokenizer can write a text, but for white space and the case of letters.
+
+    Raises:
+        ValueError: the tokens of the text are those of another.
+    """
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    written = str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    if _letters(text) not in _letters(written):
+        raise ValueError(
+            f"tokenizer {tokenizer.name_or_path!r} cannot write {text!r}: expected one that can; it makes {written!r} "
+            "of it"
+        )
+
+
+def _letters(text: str) -> str:
+    return "".join(text.split()).lower()
+
+
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 (64 hex digits) of what turns text into tokens; of the vocabulary alone, if it is a slow tokenizer."""
     backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)

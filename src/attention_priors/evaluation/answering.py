@@ -83,11 +83,19 @@ def sampled(
         among: the tokens.
         chunk: tokens per forward pass.
         on_tokens: called with the number of tokens that each text has been read up to.
+
+    Raises:
+        ValueError: the model gives logits that are not finite, as where half precision overflows.
     """
     tokens = torch.tensor(among)
 
     def draw(logits: Tensor) -> Tensor:
         chances = logits[:, tokens.to(logits.device)].double().softmax(-1).cpu()
+        if not bool(chances.isfinite().all()):
+            raise ValueError(
+                f"model {type(model).__name__} must give finite logits to draw from; in {model.dtype} it gives "
+                f"{logits[:, tokens.to(logits.device)].flatten()[:4].tolist()}"
+            )
         places = [torch.multinomial(row, 1, generator=own) for row, own in zip(chances, generators, strict=True)]
         return tokens[torch.cat(places)].to(logits.device)
 

@@ -27,7 +27,7 @@ from attention_priors.evaluation.summary import Summary, summarize
 from attention_priors.evaluation.texts import PlanTexts
 from attention_priors.evaluation.timing import time_model
 from attention_priors.files import append_json_line, writable_folder
-from attention_priors.hub.loading import check_positions
+from attention_priors.hub.loading import check_chunk, check_positions
 from attention_priors.hub.observation import observed_attention
 from attention_priors.machine import PeakMemory, memory_bytes, processor, versions
 from attention_priors.output_folder import sole_writer
@@ -67,7 +67,7 @@ def evaluate(
         plan: what to measure.
         output: a folder.
         chunk: tokens per forward pass; it bounds the memory and, but for rounding, changes nothing.
-        batch: texts of equal length that are read together.
+        batch: texts of equal length, with a question or to be continued, that are read together.
         observer: told of every step.
 
     Returns:
@@ -90,14 +90,15 @@ def evaluate(
     return replace(summarize(session.gathered), texts=session.texts)
 
 
-def check_plan(subject: Subject, plan: EvaluationPlan) -> None:
+def check_plan(subject: Subject, plan: EvaluationPlan, *, chunk: int) -> None:
     """Raise the ValueError that :func:`evaluate` would raise about a plan before any work, if there is one.
 
     Args:
         subject: a model of the same kind, whatever its weights, and the tokenizer.
         plan: what is to be measured.
+        chunk: tokens per forward pass.
     """
-    _Session(subject, {}, plan, Path(), 1, 1, Observer()).check()
+    _Session(subject, {}, plan, Path(), chunk, 1, Observer()).check()
 
 
 @dataclass
@@ -115,7 +116,7 @@ class _Session:
     """As :attr:`Summary.texts`."""
 
     def __post_init__(self) -> None:
-        self._sources = PlanTexts(self.subject, self.plan)
+        self._sources = PlanTexts(self.subject, self.plan, self.observer.on_message)
 
     def check(self) -> None:
         """Raise a ValueError if something that the plan asks for is impossible; nothing is written."""
@@ -124,12 +125,15 @@ class _Session:
             task.check(length)
         for name in self.plan.tasks:
             longest = max(self.plan.lengths)
-            read = self.tasks[name].tokens_read(longest) if name in self.tasks else longest
+            answers = name in self.tasks and name != PASSKEY_WEIGHT
+            read = self.tasks[name].tokens_read(longest) if answers else longest
             read += COMPLETED - 1 if name == COMPLETION else 0
             try:
                 check_positions(self.subject.model, read)
             except ValueError as error:
                 raise ValueError(f"lengths: {longest} tokens for the task {name!r}: {error}") from error
+            if name != "timing":  # it reads a text in one pass
+                check_chunk(self.subject.model, read, self.chunk)
             if name == PASSKEY_WEIGHT:
                 with observed_attention(self.subject.model, lambda layer: None):
                     pass  # it says if it cannot see it

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from attention_priors.hub.loading import check_chunk, has_growing_frequencies
+
 
 @torch.no_grad()
 def chunked_logits(
@@ -31,8 +33,14 @@ def chunked_logits(
 
     Yields:
         ``(B, n, vocabulary)``; the ``n`` sum to ``min(keep, L)``.
+
+    Raises:
+        ValueError: before any is read, if the model must read a text of this length in one pass.
     """
     length = tokens.shape[1]
+    check_chunk(model, length, chunk)
+    if has_growing_frequencies(model):
+        model(tokens[:, :1].to(model.device), use_cache=False)  # what was read before must not matter
     cache = DynamicCache(config=model.config) if cache is None else cache
     first_kept = max(0, length - keep)
     start = 0

@@ -51,10 +51,12 @@ class PlanTexts:
     Args:
         subject: whose tokenizer they are for.
         plan: says which.
+        on_message: told of files that cannot be read.
     """
 
-    def __init__(self, subject: Subject, plan: EvaluationPlan) -> None:
-        self._subject, self._plan = subject, plan
+    def __init__(self, subject: Subject, plan: EvaluationPlan, on_message: Callable[[str], None]) -> None:
+        self._subject, self._plan, self._on_message = subject, plan, on_message
+        self._told = False
 
     @cached_property
     def corpus(self) -> EvaluationCorpus:
@@ -69,7 +71,8 @@ class PlanTexts:
                 # Of the embedded corpus people train on one part; of their own texts we know nothing.
                 name, documents = f"{EMBEDDED} (held out)", load_corpus(EMBEDDED).held_out
             else:
-                name, documents, _ = read_documents(source)
+                name, documents, skipped = read_documents(source)
+                self._tell(skipped)
         except (ValueError, OSError) as error:
             raise ValueError(f"corpus: {error}") from error
         stream = token_stream(self._subject.tokenizer, documents)
@@ -125,9 +128,18 @@ class PlanTexts:
     @cached_property
     def _haystack(self) -> Haystack:
         try:
-            return load_haystack(self._plan.corpus)
+            haystack = load_haystack(self._plan.corpus)
         except (ValueError, OSError) as error:
             raise ValueError(f"corpus: {error}") from error
+        self._tell(haystack.skipped)
+        return haystack
+
+    def _tell(self, skipped: tuple[str, ...]) -> None:
+        """Say which files of the corpus are left out; once, whatever reads it."""
+        if skipped and not self._told:
+            more = f"; and {len(skipped) - 3} more" if len(skipped) > 3 else ""
+            self._on_message(f"corpus: left out: {'; '.join(skipped[:3])}{more}")
+            self._told = True
 
     @cached_property
     def _splitter(self) -> SentenceSplitter:

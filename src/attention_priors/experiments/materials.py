@@ -179,7 +179,7 @@ class Materials(ABC):
                 with torch.device("meta"):
                     model = PriorDecoderForCausalLM(self.recipe.config_of(scheme, **self.vocabulary))
                 with _at(f"evaluation.plans.{name}"):
-                    check_plan(self.subject(scheme, model), plan)
+                    check_plan(self.subject(scheme, model), plan, chunk=self.recipe.evaluation_of(scheme).chunk)
                 checked.append(plan)
 
     def _check_evaluation(self, place: str, evaluation: EvaluationSettings) -> None:

@@ -85,6 +85,49 @@ def check_positions(model: PreTrainedModel, length: int) -> None:
         )
 
 
+def check_chunk(model: PreTrainedModel, length: int, chunk: int) -> None:
+    """Make sure that a text of a length may be read in chunks.
+
+    Rotary positions of the kinds ``dynamic`` and ``longrope`` take other frequencies for a pass that ends beyond a
+    certain length; the keys of chunks before it keep the ones that they had.
+
+    Args:
+        model: of which only the configuration is looked at.
+        length: of the text, in tokens.
+        chunk: tokens per pass.
+
+    Raises:
+        ValueError: the model would give another answer than in one pass.
+    """
+    config: Any = model.config.get_text_config(decoder=True)
+    for rotary in _rotary_settings(config):
+        kind = rotary.get("rope_type")
+        if chunk < length and kind in _LENGTH_DEPENDENT:
+            stated = (rotary.get("original_max_position_embeddings"), getattr(config, "max_position_embeddings", None))
+            until = min((number for number in stated if number is not None), default=0)
+            if length > until:
+                raise ValueError(
+                    f"chunk must be at least {length}, the tokens that are read: rotary positions of the kind {kind!r} "
+                    f"change beyond {until} tokens, for all of a pass; it is {chunk}"
+                )
+
+
+def has_growing_frequencies(model: PreTrainedModel) -> bool:
+    """Whether rotary frequencies grow with what is read, and stay so until a short text is read."""
+    config: Any = model.config.get_text_config(decoder=True)
+    return any(rotary.get("rope_type") == "dynamic" for rotary in _rotary_settings(config))
+
+
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Kinds of rotary positions of transformers."""
+
+
+def _rotary_settings(config: Any) -> list[dict[str, Any]]:
+    """What a configuration says of rotary positions: of all layers, or of each kind of them."""
+    rotary = getattr(config, "rope_parameters", None) or {}
+    return [rotary, *(each for each in rotary.values() if isinstance(each, dict))]
+
+
 def note_length(model: PreTrainedModel, length: int) -> None:
     """Let a model's config say that it reads texts of a length: lm-evaluation-harness cuts them to what it says.
 
@@ -95,7 +138,5 @@ def note_length(model: PreTrainedModel, length: int) -> None:
     stated = getattr(config, "max_position_embeddings", None)
     if not isinstance(stated, int) or stated >= length or learned_positions(model):
         return
-    rotary = getattr(config, "rope_parameters", None) or {}
-    kinds = [rotary, *(each for each in rotary.values() if isinstance(each, dict))]
-    if all(kind.get("rope_type", "default") in ("default", "linear") for kind in kinds):
+    if all(rotary.get("rope_type", "default") in ("default", "linear") for rotary in _rotary_settings(config)):
         config.max_position_embeddings = length

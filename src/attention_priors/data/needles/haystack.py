@@ -21,6 +21,7 @@ class Haystack:
     Attributes:
         name: What the text is called in results.
         text: The text, in any form.
+        skipped: One line for each file that was found but not used, as ``"NAME: why"``.
 
     Raises:
         ValueError: the text is empty or blank.
@@ -28,6 +29,7 @@ class Haystack:
 
     name: str
     text: str
+    skipped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.text.strip():
@@ -62,8 +64,8 @@ def load_haystack(source: str | Path) -> Haystack:
 
             - the string ``"embedded"``: the held-out part of the embedded corpus (`load_corpus`), which no model here
               has been trained on. It differs between Python versions: results state its fingerprint.
-            - a text file in UTF-8, or a folder: every text file below it, in order. ``"package:NAME"`` is the folder of
-              an installed Python package.
+            - a text or FASTA file, or a folder: every such file below it, in order; or ``"package:NAME"``, as for
+              `load_corpus`.
             - a JSON file that is an object with the key ``"text"``: the form of RULER's ``PaulGrahamEssays.json``.
 
     Raises:
@@ -74,12 +76,17 @@ def load_haystack(source: str | Path) -> Haystack:
         documents = load_corpus(EMBEDDED).held_out
         return Haystack(f"{EMBEDDED} (held out)", " ".join(document.text for document in documents))
     path = Path(source)
-    if not path.is_file():
-        name, documents, _ = read_documents(source)
-        return Haystack(name, " ".join(document.text for document in documents))
-    if path.suffix == ".json":
+    if path.suffix == ".json" and path.is_file():
+        return Haystack(path.name, _text_of_json(path))
+    name, documents, skipped = read_documents(source)
+    return Haystack(name, " ".join(document.text for document in documents), skipped)
+
+
+def _text_of_json(path: Path) -> str:
+    try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or not isinstance(content.get("text"), str):
-            raise ValueError(f"source {str(source)!r} must be a JSON object with a string under 'text'")
-        return Haystack(path.name, content["text"])
-    return Haystack(path.name, path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of the encoding too
+        raise ValueError(f"source {str(path)!r} is no JSON: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("text"), str):
+        raise ValueError(f"source {str(path)!r} must be a JSON object with a string under 'text'")
+    return content["text"]

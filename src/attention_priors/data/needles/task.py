@@ -14,7 +14,7 @@ from attention_priors.data.needles.haystack import Haystack
 from attention_priors.data.needles.prompt import NOISE, Rendered, render
 from attention_priors.data.needles.sentences import RegexSplitter, SentenceSplitter
 from attention_priors.data.needles.settings import NEEDLE_TASKS, NeedleSettings
-from attention_priors.data.tokenizer import TextEncoder
+from attention_priors.data.tokenizer import TextEncoder, check_writes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,8 +78,8 @@ class NeedleTask:
             a download (`PunktSplitter`); the default needs none.
 
     Raises:
-        ValueError: ``task`` is not a known name, an essay task has no ``haystack``, or ``tokens_to_generate`` is below
-            1.
+        ValueError: ``task`` is not a known name, an essay task has no ``haystack``, ``tokens_to_generate`` is below
+            1, or ``tokenizer`` cannot write the question and its answers.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class NeedleTask:
     ) -> None:
         self.settings = checked_task(task, haystack)
         check_positive_integers(tokens_to_generate=tokens_to_generate)
+        check_writes(tokenizer, "What is the special magic number for quick-fox? 1234567890")
         self.haystack = haystack if self.settings.haystack == "essay" else None
         self.tokens_to_generate = tokens_to_generate
         self.split_sentences: SentenceSplitter = split_sentences or RegexSplitter()
@@ -158,7 +159,7 @@ class NeedleTask:
                     depths=draws.expected_depths,
                     length=used,
                 )
-            if size > step:
+            if size - step >= self._smallest:
                 size -= step
             elif redraws == MOST_REDRAWS:
                 raise ValueError(
@@ -167,6 +168,11 @@ class NeedleTask:
                 )
             else:
                 redraws += 1
+
+    @property
+    def _smallest(self) -> int:
+        """Words or lines of a haystack that has room for the needles."""
+        return 1 if self.settings.haystack == "essay" else self.settings.num_needles
 
     def _step(self, length: int) -> int:
         """By how much RULER shortens a haystack, and its smallest one."""
@@ -193,11 +199,10 @@ class NeedleTask:
         tokens_per_unit = count(step) / step
         size = largest_that_fits(step, max(int((length / tokens_per_unit) * 3), step * 2))
         if size is None:
-            smallest = 1 if self.settings.haystack == "essay" else self.settings.num_needles
-            size = largest_that_fits(smallest, step - 1)
+            size = largest_that_fits(self._smallest, step - 1)
             if size is None:
                 raise ValueError(
-                    f"length {length} is too short: with the smallest haystack the prompt has {count(smallest)} "
+                    f"length {length} is too short: with the smallest haystack the prompt has {count(self._smallest)} "
                     f"tokens, and {self.tokens_to_generate} are kept for the answer"
                 )
         return size
