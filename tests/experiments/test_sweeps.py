@@ -260,6 +260,24 @@ def test_a_mistake_in_a_sweep_names_axis_and_value(tmp_path, sweep, complaint):
         decoder_recipe(path)
 
 
+@pytest.mark.parametrize(
+    ("schemes", "complaint"),
+    [
+        ({2024: {"prior": "laplace"}}, r"schemes.*2024.*valid string"),
+        ({"A": {"prior": "laplace", "axes": None}}, r"schemes\.A\.axes: .*valid dictionary"),
+        ({"A": {"prior": "laplace", "axes": ["a"]}}, r"schemes\.A\.axes: .*valid dictionary"),
+        ({"A": {"prior": "laplace", "extensions": ["YaRN"]}}, r"schemes\.A\.extensions: .*valid dictionary"),
+        ({"A": {"prior": "laplace", "extensions": {"YaRN": "abc"}}}, r"schemes\.A\.extensions\.YaRN: "),
+    ],
+)
+def test_a_scheme_that_a_sweep_cannot_change_is_named(tmp_path, schemes, complaint):
+    path = tmp_path / "recipe.yaml"
+    sweep = {"axes": {"way": {"extensions.YaRN.prior.init": ["uniform", "laplace"]}}}
+    path.write_text(yaml.safe_dump(changed({"sweep": sweep}) | {"schemes": schemes}, sort_keys=False))
+    with pytest.raises(RecipeError, match=complaint):
+        decoder_recipe(path)
+
+
 def test_a_scheme_in_the_way_of_a_generated_one_is_named():
     with pytest.raises(ValueError, match=r"the scheme 'BAM \+ SSMax · size=8' is there twice"):
         _recipe({"sweep": {"schemes": [BAM], "axes": {"size": AXES["size"]}}, f"schemes.{BAM} · size=8": {}})

@@ -11,7 +11,7 @@ import torch
 from dense_attention import dense_logits
 from tiny_models import FAMILIES, HEADS, LAYERS, WINDOW, YARN, tiny, tokens
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, Llama4ForCausalLM, Llama4TextConfig, StaticCache
 
 from attention_priors import Laplace
 from attention_priors.hub import attach, attached_priors, detach, load_model
@@ -310,9 +310,59 @@ def test_a_mask_of_ones_own() -> None:
         found = model(IDS, attention_mask=visible, use_cache=False).logits
         expected = dense_logits(model, input_ids=IDS, attention_mask=visible)
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
-        same = model(IDS, attention_mask=added, use_cache=False)
-    # A float mask does not say how many keys are visible to those who scale by it.
-    assert same.logits.shape == found.shape
+        same = model(IDS, attention_mask=added, use_cache=False).logits
+        torch.testing.assert_close(same, found, rtol=0, atol=2e-5)
+        dynamic = DynamicCache(config=model.config)
+        model(IDS[:, :12], attention_mask=visible[:, :, :12, :12], past_key_values=dynamic)
+        rest = model(IDS[:, 12:], attention_mask=visible[:, :, 12:], past_key_values=dynamic).logits
+        torch.testing.assert_close(rest, found[:, 12:], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@torch.no_grad()
+def test_a_mask_that_does_not_say_where_queries_stand_is_refused(dtype: torch.dtype) -> None:
+    model = scatter(attach(tiny("llama"), **STATIONARY))
+    visible = torch.ones(20, 32, dtype=torch.bool).tril().repeat(2, 1, 1, 1)
+    mask = visible if dtype == torch.bool else torch.zeros(visible.shape).masked_fill(~visible, -3.4e38)
+    static = StaticCache(config=model.config, max_cache_len=32)
+    model(IDS[:, :12], past_key_values=static)
+    with pytest.raises(ValueError, match="hides the last of 32 keys from all queries"):
+        model(IDS[:, 12:], attention_mask=mask[:, :, 12:], past_key_values=static)
+    sliding = scatter(attach(tiny("mistral"), **STATIONARY))
+    cache = DynamicCache(config=sliding.config)
+    sliding(IDS[:, :16], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"with 6 keys, got \(2, 1, 1, 17\)"):
+        sliding(IDS[:, 16:17], attention_mask=mask[:, :, 16:17, :17], past_key_values=cache)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@torch.no_grad()
+def test_what_a_window_shows_is_counted_without_padding_inside_a_text(family: str) -> None:
+    """Whether or not a cache has dropped what came before the window."""
+    model = scatter(attach(tiny(family), **STATIONARY))
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, 8:11] = 0
+    mask[1, 3:5] = 0
+    whole = model(IDS, attention_mask=mask, use_cache=False).logits
+    found = in_chunks(model, DynamicCache(config=model.config), mask)
+    seen = mask.bool()
+    torch.testing.assert_close(found[seen], whole[seen], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+@torch.no_grad()
+def test_layers_with_nothing_attached_see_no_future_in_a_static_cache(family: str) -> None:
+    model = tiny(family)
+    expected = model(IDS).logits
+    attach(model, "uniform", layers=[1])
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    torch.testing.assert_close(in_chunks(model, cache, None), expected, rtol=0, atol=2e-5)
+    cache.reset()
+    torch.testing.assert_close(model(IDS, past_key_values=cache).logits, expected, rtol=0, atol=2e-5)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    plain = tiny(family).generate(IDS, **options)
+    found = model.generate(IDS, **options, cache_implementation="static", prefill_chunk_size=4)
+    assert torch.equal(found, plain)  # pyright: ignore[reportArgumentType]
 
 
 # ---- which layers and heads
@@ -392,6 +442,26 @@ def test_without_positions_of_its_own_a_model_sees_a_set(family: str) -> None:
     assert float(dropped.abs().max().detach()) <= 1e-5
     if family != "smollm3":
         assert float(kept.abs().max().detach()) > 1e-4
+
+
+def test_rotary_positions_that_are_complex_numbers_are_dropped_too() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
+    experts = {"intermediate_size_mlp": 48, "num_local_experts": 1, "moe_layers": [], "no_rope_layers": [1]}
+    torch.manual_seed(0)
+    model = Llama4ForCausalLM(Llama4TextConfig(**sizes, **heads, **experts, pad_token_id=0)).eval()
+    order = torch.cat([torch.arange(18, -1, -1), torch.tensor([19])])
+    kept = model(IDS).logits[:, -1] - model(IDS[:, order]).logits[:, -1]
+    attach(model, "uniform", drop_positions=True)
+    dropped = model(IDS).logits[:, -1] - model(IDS[:, order]).logits[:, -1]
+    assert float(dropped.abs().max().detach()) <= 1e-5
+    assert float(kept.abs().max().detach()) > 1e-4
+
+
+def test_rotary_positions_in_a_form_of_their_own_are_refused() -> None:
+    model = attach(tiny("llama"), "laplace", drop_positions=True)
+    with pytest.raises(ValueError, match="LlamaAttention is handed rotary positions in a form that is not known here"):
+        model.model.layers[0].self_attn(torch.zeros(1, 3, 32), position_embeddings=None, attention_mask=None)
 
 
 def with_a_table_of(family: str, length: int, other: Any = None) -> Any:

@@ -266,6 +266,7 @@ def test_their_feed_forward_width_is_ours(width: int, wide: int) -> None:
             {"prior": "generalized_gaussian", "logit_scale": {"name": "ssmax", "include_prior": False}},
             "include_prior is False",
         ),
+        ({"logit_scale": "residual_ssmax"}, "no place for the logit_scale 'residual_ssmax'"),
     ],
 )
 def test_refuses_to_save_what_the_layout_cannot_hold(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

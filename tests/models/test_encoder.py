@@ -58,11 +58,16 @@ def test_padding_changes_nothing(name: str) -> None:
     torch.testing.assert_close(
         model(padded, attention_mask=mask).logits[:, :6], model(TEXT).logits, rtol=1e-4, atol=1e-5
     )
-    # In front of the text too, where positions say so.
+    # In front of the text too, whether or not positions say so.
     front = torch.cat([torch.tensor([[1, 2, 3], [4, 5, 6]]), TEXT], 1)
     positions = torch.arange(-3, 6).clamp(min=0)
-    found = model(front, attention_mask=mask.flip(1), position_ids=positions).logits[:, 3:]
-    torch.testing.assert_close(found, model(TEXT).logits, rtol=1e-4, atol=1e-5)
+    for given in ({"position_ids": positions}, {}):
+        found = model(front, attention_mask=mask.flip(1), **given).logits[:, 3:]
+        torch.testing.assert_close(found, model(TEXT).logits, rtol=1e-4, atol=1e-5)
+    # And a text of each kind in one batch.
+    both = model(torch.cat([front, padded]), attention_mask=torch.cat([mask.flip(1), mask])).logits
+    torch.testing.assert_close(both[:2, 3:], model(TEXT).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(both[2:, :6], model(TEXT).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in ("sinusoidal", "none")])

@@ -192,6 +192,12 @@ def test_stochastic_depth_keeps_the_mean() -> None:
     ("options", "message"),
     [
         ({"image_size": 15}, "image_size=15 must be a multiple of patch_size=4"),
+        ({"image_size": [16]}, r"image_size must be one number, or rows and columns, got \[16\]"),
+        ({"image_size": "16"}, "image_size must be a positive integer, got '16'"),
+        ({"image_size": 16.0}, r"image_size must be a positive integer, got 16\.0"),
+        ({"position_table": "no"}, "position_table must be True or False, got 'no'"),
+        ({"hidden_size": "a"}, "hidden_size must be a positive integer, got 'a'"),
+        ({"drop_path": "a"}, r"drop_path must be in \[0, 1\), got 'a'"),
         ({"pooling": "max"}, "pooling must be one of class, mean; got 'max'"),
         ({"hidden_size": 25}, "hidden_size=25 must be a multiple of num_attention_heads=3"),
         ({"drop_path": 1.0}, r"drop_path must be in \[0, 1\), got 1.0"),

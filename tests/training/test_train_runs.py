@@ -240,6 +240,7 @@ def recipe_decoder(make_recipe: Callable[..., TrainRecipe]) -> dict[str, Any]:
         ({"model": {"decoder": {"hidden_size": 8}}}, "intermediate_size"),
         ({"model": {"config": "a", "train_only": "attached"}}, "train_only is for a trained model"),
         ({"tokenizer": None}, "tokenizer must be given"),
+        ({"data": {"max_tokens": 5}}, "data.max_tokens must be at least training.context_length, 24, .* it is 5"),
         ({"data": {"shards": "x"}}, "tokenizer must be given, except with data.shards"),
         ({"running": {"report_to": ["paper"]}}, "'tensorboard' or 'wandb'"),
     ],

@@ -101,7 +101,7 @@ def expand(content: Content) -> Content:
     if not isinstance(schemes, dict) or not all(isinstance(scheme, dict) for scheme in schemes.values()):
         return content
     schemes = {name: _inherited(schemes, name) for name in schemes}
-    if content.get("sweep") is None:
+    if content.get("sweep") is None or not all(_is_well_formed(*item) for item in schemes.items()):
         return content | {"schemes": schemes}
     try:
         sweep = Sweep.model_validate(content["sweep"])
@@ -109,6 +109,17 @@ def expand(content: Content) -> Content:
         return content  # the field of the recipe says what is wrong
     rest = {key: value for key, value in content.items() if key != "sweep"}
     return rest | {"schemes": _multiplied(schemes, sweep)}
+
+
+def _is_well_formed(name: Any, scheme: Content) -> bool:
+    """Whether a scheme is of the form that a sweep changes."""
+    ways = scheme.get("extensions") or {}
+    return (
+        isinstance(name, str)
+        and isinstance(scheme.get("axes", {}), dict)
+        and isinstance(ways, dict)
+        and all(isinstance(way, dict) for way in ways.values() if way is not None)
+    )
 
 
 # ---- inheritance

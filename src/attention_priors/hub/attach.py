@@ -402,7 +402,15 @@ def _unrotated(
     factor: float, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Rotary positions of angle 0; they keep the factor that some scalings, as YaRN's, put on cosines and sines."""
-    cos, sin = kwargs["position_embeddings"]
+    given = kwargs.get("position_embeddings")
+    if isinstance(given, Tensor) and given.is_complex():  # cosine and sine in one
+        return args, kwargs | {"position_embeddings": torch.full_like(given, factor)}
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise ValueError(
+            f"drop_positions: {type(module).__name__} is handed rotary positions in a form that is not known here: "
+            f"expected cosines and sines, got {type(given).__name__}"
+        )
+    cos, sin = given
     return args, kwargs | {"position_embeddings": (torch.full_like(cos, factor), torch.zeros_like(sin))}
 
 

@@ -123,7 +123,7 @@ def save_bam_checkpoint(model: PriorDecoderForCausalLM, path: str | Path, *, the
     """Save a decoder in the layout of BAM's authors.
 
     Args:
-        model: with a :class:`GeneralizedGaussian`, a uniform prior or none; no encoding; :class:`SSMax` or none.
+        model: with a :class:`GeneralizedGaussian`, a uniform prior or none; no encoding; :class:`SSMax` itself or none.
         path: a folder for ``model.pt`` and ``args.json``, which the authors' code loads; or a ``.safetensors``, ``.pt``
             or ``.pth`` file, for a model with the authors' ``rms_norm_eps``, 1e-5: no weight tells it.
         theta_names: call the prior's parameters ``theta_beta``, ``theta_alpha`` and ``theta_mu``, as the authors'
@@ -147,6 +147,8 @@ def save_bam_checkpoint(model: PriorDecoderForCausalLM, path: str | Path, *, the
         raise ValueError(f"the layout of BAM's authors has no place for the prior {config.prior!r}")
     if config.encoding is not None:
         raise ValueError(f"the layout of BAM's authors has no place for the encoding {config.encoding!r}")
+    if scale is not None and type(scale) is not SSMax:  # a kind of it would be loaded as SSMax
+        raise ValueError(f"the layout of BAM's authors has no place for the logit_scale {config.logit_scale!r}")
     if isinstance(described, GeneralizedGaussian) and scale is not None and not scale.include_prior:
         raise ValueError("BAM's authors' code multiplies content and prior by SSMax's scale; include_prior is False")
     assert config.head_dim is not None

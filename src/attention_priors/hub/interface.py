@@ -63,14 +63,30 @@ class AttachedPrior(nn.Module):
 
 
 class _WithinWindow:
-    """A logit scale that counts no more keys than a sliding window shows: a cache may have dropped the others."""
+    """A logit scale that counts the keys which a sliding window shows: a cache may have dropped the others.
 
-    def __init__(self, scale: SSMax, size: int) -> None:
-        self.scale, self.size = scale, size
+    Args:
+        scale: the scale.
+        size: of the window.
+        shown: how many that are, ``(B, 1, Lq)``, where there is padding; None where no slot is.
+    """
+
+    def __init__(self, scale: SSMax, size: int, shown: Tensor | None) -> None:
+        self.scale, self.size, self.shown = scale, size, shown
         self.num_heads, self.include_prior = scale.num_heads, scale.include_prior
 
     def __call__(self, visible_keys: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.scale(visible_keys.clamp(max=self.size), dtype)
+        return self.scale(visible_keys.clamp(max=self.size) if self.shown is None else self.shown, dtype)
+
+
+def _shown(slots: Slots, size: int, device: torch.device) -> Tensor:
+    """How many slots of a window are no padding, ``(B, 1, Lq)``."""
+    assert slots.attention_mask is not None
+    mask = slots.attention_mask.to(device)
+    until = nn.functional.pad(mask.cumsum(-1), (1, 0))
+    last = torch.arange(1, slots.num_queries + 1, device=device) + slots.query_offset
+    ends = (end.clamp(0, mask.shape[1]).expand(len(mask), -1) for end in (last, last - size))
+    return (until.gather(1, next(ends)) - until.gather(1, next(ends))).unsqueeze(1)
 
 
 def attention_forward(
@@ -160,7 +176,11 @@ def _of_slots(
         options["attn_mask"] = forbidden
     scale = attached.logit_scale
     if scale is not None and visibility.window is not None:
-        scale = _WithinWindow(scale, visibility.window)
+        # Documents have no padding between them.
+        shown = (
+            None if padding is None or visibility.documents is not None else _shown(slots, visibility.window, device)
+        )
+        scale = _WithinWindow(scale, visibility.window, shown)
     return key, value, options | {"prior": prior, "logit_scale": scale}
 
 
@@ -202,13 +222,24 @@ def _of_matrix(
                 "keys: it does not say which of the keys the queries stand at"
             )
         return options | {"causal": causal}
-    if mask.dim() != 4 or mask.shape[-1] < key.shape[2]:
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if mask.dim() != 4 or mask.shape[-1] != num_keys:
         raise ValueError(
-            f"attention_mask must be (B, Lk), or (B, 1 or H, Lq, Lk) with {key.shape[2]} keys, got {tuple(mask.shape)}"
+            f"attention_mask must be (B, Lk), or (B, 1 or H, Lq, Lk) with {num_keys} keys, got {tuple(mask.shape)}"
         )
-    mask = mask[..., : key.shape[2]]
-    # transformers' booleans are True where a key is seen.
-    return options | {"causal": False, "attn_mask": ~mask if mask.dtype == torch.bool else mask}
+    if mask.dtype == torch.bool:  # transformers' are True where a key is seen
+        forbidden = ~mask
+    else:  # transformers writes the least finite number where it means -inf
+        forbidden = mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, float("-inf"))
+    if num_queries != num_keys and not torch.compiler.is_compiling():
+        last = forbidden[..., -1]
+        if bool((last if mask.dtype == torch.bool else torch.isneginf(last)).all()):
+            raise ValueError(
+                f"attention_mask {tuple(mask.shape)} hides the last of {num_keys} keys from all queries, as the empty "
+                "slots of a static cache are hidden, and does not say at which keys the queries stand: expected a mask "
+                "(B, Lk), or a cache that holds no more than was read"
+            )
+    return options | {"causal": False, "attn_mask": forbidden}
 
 
 def _check_packing(module: nn.Module, slots: Slots, position_ids: Tensor | None, length: int) -> None:

@@ -102,14 +102,16 @@ class Slots:
             except _UnknownMaskError:
                 visibility = None
         mask = arguments.get("attention_mask")
+        offsets = {name: _as_it_is_now(arguments.get(name, 0)) for name in ("q_offset", "kv_offset")}
         return cls(
-            query_offset=_as_it_is_now(arguments.get("q_offset", 0)),
-            key_offset=_as_it_is_now(arguments.get("kv_offset", 0)),
+            query_offset=offsets["q_offset"],
+            key_offset=offsets["kv_offset"],
             num_queries=arguments["q_length"],
             num_keys=arguments["kv_length"],
             visibility=visibility,
             attention_mask=None if mask is None else mask.to(torch.bool),
-            arguments=dict(arguments),
+            # The matrix may be made after a static cache has counted on.
+            arguments={**arguments, **offsets},
         )
 
     @cached_property

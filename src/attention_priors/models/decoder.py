@@ -30,6 +30,7 @@ from transformers.utils.output_capturing import capture_outputs
 from attention_priors.attention import ShardedSequence, attend, attend_across
 from attention_priors.attention.attend import attend_with_weights
 from attention_priors.attention.problem import check_tolerance
+from attention_priors.checks import check_positive_integers
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawVectors, encoding_from_config
 from attention_priors.models.config import PriorConfig
 from attention_priors.models.inputs import embedded, refuse_unknown
@@ -98,9 +99,15 @@ class PriorDecoderConfig(PriorConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if self.num_attention_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
+        check_positive_integers(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+        )
+        if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} must be a positive multiple of "
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
         if self.head_dim is None:
@@ -110,6 +117,7 @@ class PriorDecoderConfig(PriorConfig):
                     f"num_attention_heads={self.num_attention_heads}, unless head_dim is given"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
+        check_positive_integers(head_dim=self.head_dim)
         check_tolerance(self.tolerance)
         super().__post_init__(**kwargs)
         # Build all parts once, without memory, so that a mistake shows here and not after loading weights.

@@ -19,13 +19,14 @@ from transformers.utils.output_capturing import capture_outputs
 from attention_priors.attention import attend
 from attention_priors.attention.attend import attend_with_weights
 from attention_priors.attention.geometry import positions_in_documents
+from attention_priors.checks import check_positive_integers
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, encoding_from_config
 from attention_priors.models.config import PriorConfig
 from attention_priors.models.decoder import SwiGLU
 from attention_priors.models.inputs import embedded, refuse_unknown
 from attention_priors.models.placement import beside
 from attention_priors.models.pretrained import PriorPreTrainedModel
-from attention_priors.priors import Prior, at_spacing
+from attention_priors.priors import Prior, Structure, at_spacing
 from attention_priors.priors.base import check_over_line, check_positions
 
 
@@ -57,13 +58,18 @@ class StackConfig(PriorConfig):
     drop_path: float = 0.0
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
+        check_positive_integers(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.num_attention_heads,
+        )
+        if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}"
             )
         for name in ("attention_dropout", "drop_path"):
             value = getattr(self, name)
-            if not 0 <= value < 1:
+            if not isinstance(value, int | float) or not 0 <= value < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {value!r}")
         super().__post_init__(**kwargs)
         # Build all parts once, without memory, so that a mistake shows here and not after loading weights.
@@ -266,6 +272,13 @@ class PriorEncoderModel(PriorEncoderPreTrainedModel):
         encoding = config.make_encoding()
         self.encoding = encoding if isinstance(encoding, AdditiveEncoding) else None
         self.stack = EncoderStack(config, config.make_encoding if isinstance(encoding, Rotary) else None)
+        with torch.device("meta"):
+            prior = config.make_prior()
+        terms = () if prior is None else prior.terms()
+        self._is_absolute = self.encoding is not None or any(
+            Structure.STATIONARY not in term.structure for term in terms
+        )
+        """Whether it matters where a text begins, and not only how far its tokens stand from each other."""
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -285,7 +298,8 @@ class PriorEncoderModel(PriorEncoderPreTrainedModel):
         Args:
             input_ids: tokens, ``(B, L)``.
             attention_mask: ``(B, L)``, 1 where there is a token and 0 where there is padding.
-            position_ids: ``(B, L)`` or ``(L,)``; by default tokens stand one after another, in each document from 0.
+            position_ids: ``(B, L)`` or ``(L,)``; by default tokens stand one after another, in each text from its first
+                token that is no padding, in each document from 0.
             inputs_embeds: ``(B, L, hidden_size)``, instead of ``input_ids``.
             document_ids: ``(B, L)``, integers: packed documents do not see each other.
             kwargs: ``output_attentions`` and ``output_hidden_states``.
@@ -307,6 +321,12 @@ class PriorEncoderModel(PriorEncoderPreTrainedModel):
                 )
         elif document_ids is not None:
             position_ids = positions_in_documents(document_ids)
+        elif attention_mask is not None and self._is_absolute:
+            first_token = (attention_mask != 0).int().argmax(-1, keepdim=True)
+            # What is compiled does not look at values.
+            if torch.compiler.is_compiling() or bool(first_token.any()):
+                # Padding before a text does not matter, and a table has no places below 0.
+                position_ids = (torch.arange(fits[1], device=hidden.device) - first_token).clamp(min=0)
         if self.encoding is not None:
             positions = torch.arange(fits[1], device=hidden.device) if position_ids is None else position_ids
             hidden = hidden + self.encoding(positions).to(hidden.dtype)

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClass
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from attention_priors.checks import check_choice, check_positive_integers
+from attention_priors.checks import check_booleans, check_choice, check_positive_integers
 from attention_priors.models.encoder import EncoderAttention, EncoderLayer, EncoderPlaces, EncoderStack, StackConfig
 from attention_priors.models.inputs import refuse_unknown
 from attention_priors.models.pretrained import PriorPreTrainedModel
@@ -65,6 +65,9 @@ class PriorVisionConfig(StackConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         check_positive_integers(patch_size=self.patch_size, num_channels=self.num_channels)
+        check_booleans(position_table=self.position_table)
+        if isinstance(self.image_size, list | tuple) and len(self.image_size) != 2:
+            raise ValueError(f"image_size must be one number, or rows and columns, got {self.image_size!r}")
         check_choice("pooling", self.pooling, POOLINGS)
         check_choice("position_units", self.position_units, UNITS)
         with torch.device("meta"):
@@ -88,10 +91,10 @@ class PriorVisionConfig(StackConfig):
     @property
     def sides(self) -> tuple[int, int]:
         """Rows and columns of the training images, in pixels."""
-        if isinstance(self.image_size, int):
-            return self.image_size, self.image_size
-        rows, columns = self.image_size
-        return rows, columns
+        if isinstance(self.image_size, list | tuple):
+            rows, columns = self.image_size
+            return rows, columns
+        return self.image_size, self.image_size
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -49,9 +49,13 @@ class TrainRecipe(Strict):
             raise ValueError(
                 f"tokenizer must be given, except with data.shards, which have theirs; got {self.tokenizer!r}"
             )
+        length, most = self.training.context_length, self.data.max_tokens
+        if most is not None and most < length:
+            raise ValueError(
+                f"data.max_tokens must be at least training.context_length, {length}, for a single row; it is {most}"
+            )
         if self.model.decoder is not None:
             encoding = self.model.decoder.config(vocab_size=1).make_encoding()
-            length = self.training.context_length
             if isinstance(encoding, LearnedTable) and encoding.max_length < length:
                 raise ValueError(
                     f"model.decoder.encoding: the learned table has max_length={encoding.max_length} positions, but "
