@@ -75,6 +75,47 @@ def test_divergences_are_what_they_are_called(given: AttentionLogits) -> None:
 
 
 @drawn
+@given(st.integers(0, 2**20), st.floats(-6, 2), st.floats(-6, 2))
+def test_float32_keeps_the_digits_of_weak_logits(seed: int, content: float, position: float) -> None:
+    """Spreads from 1e-6 nats to 100 of content and position, with some keys hidden."""
+    generator = torch.Generator().manual_seed(seed)
+    f, g = (10**size * torch.randn(4, 30, generator=generator) for size in (content, position))
+    visible = torch.rand(4, 30, generator=generator) < 0.9
+    found = decompose(AttentionLogits(f, g, visible))
+    exact = decompose(AttentionLogits(f.double(), g.double(), visible))
+    for name in ("divergence_from_position", "divergence_from_content", "position_share", "agreement"):
+        value = getattr(found, name)
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value.double(), getattr(exact, name), rtol=1e-6, atol=1e-30)
+    assert (found.position_share >= 0).all()
+    assert (found.position_share <= 1).all()
+
+
+def test_divergences_of_weak_logits_are_half_their_variances() -> None:
+    """To leading order: ``KL(p ‖ p_position) = Var(f) / 2``, and likewise; without a digit lost to rounding."""
+    torch.manual_seed(0)
+    f, g = (size * torch.randn(5, 40, dtype=torch.float64) for size in (1e-7, 3e-7))
+    found = decompose(AttentionLogits(f, g, torch.ones(5, 40, dtype=torch.bool)))
+    for value, of in ((found.divergence_from_position, f), (found.divergence_from_content, g)):
+        torch.testing.assert_close(value, of.var(-1, correction=0) / 2, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_keys_without_any_weight_are_no_nan(dtype: torch.dtype) -> None:
+    far = torch.finfo(dtype).min
+    f = torch.tensor([[0.0, -2000.0, 5.0], [3.0, 0.0, -1e-9]], dtype=dtype, requires_grad=True)
+    g = torch.tensor([[0.0, 0.0, -3000.0], [0.0, far, 0.0]], dtype=dtype, requires_grad=True)
+    visible = torch.tensor([[True, True, True], [True, True, False]])
+    found = decompose(AttentionLogits(f, g, visible))
+    parts = torch.stack([found.divergence_from_position, found.divergence_from_content, found.position_share])
+    expected = [[math.log(2), 0.0], [5.0 + math.log1p(math.exp(-5.0)), math.log1p(math.exp(-3.0))], [0.0, 1.0]]
+    expected[2][0] = expected[1][0] / (expected[1][0] + expected[0][0])
+    torch.testing.assert_close(parts, torch.tensor(expected, dtype=dtype))
+    for grad in torch.autograd.grad(parts.sum(), [f, g]):
+        assert torch.isfinite(grad).all()
+
+
+@drawn
 @given(logits(blind=False))
 def test_a_uniform_prior_has_overlap_1_over_n(given: AttentionLogits) -> None:
     """BAM has ``Z = 1`` if and only if content and position are independent; where position says nothing it is 1/n."""

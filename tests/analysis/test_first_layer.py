@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoConfig, LlamaConfig, OPTConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BloomConfig,
+    GPT2Config,
+    GPTNeoConfig,
+    GraniteConfig,
+    LlamaConfig,
+    OPTConfig,
+)
 
 from attention_priors.analysis import first_layer_linear_audit, first_layer_logits
 from attention_priors.models import PriorDecoderConfig
@@ -98,12 +107,29 @@ def test_gpt_2_as_it_starts_has_little_but_content() -> None:
         (OPTConfig(vocab_size=50, hidden_size=24, ffn_dim=32, num_hidden_layers=1, num_attention_heads=3,
                    max_position_embeddings=32, word_embed_proj_dim=12, do_layer_norm_before=False),
          "brings its embeddings from a width of 12 to 24 before its first layer"),
+        # A normalisation of embeddings, a factor, and a normalisation of the sum are no positions.
+        (BloomConfig(vocab_size=50, hidden_size=24, n_layer=1, n_head=3), "something else to its embeddings"),
+        (GraniteConfig(vocab_size=50, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=3,
+                       num_key_value_heads=3, embedding_multiplier=12.0), "something else to its embeddings"),
+        (BertConfig(vocab_size=50, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=3,
+                    is_decoder=True), "something else to its embeddings"),
     ],
 )  # fmt: skip
 def test_models_that_cannot_be_split_are_refused(config: Any, message: str) -> None:
     model = made(config)
     with pytest.raises(ValueError, match=message):
         first_layer_logits(model, TEXT)
+
+
+def test_the_same_token_throughout_hides_no_normalisation() -> None:
+    model = made(BloomConfig(vocab_size=50, hidden_size=24, n_layer=1, n_head=3))
+    with pytest.raises(ValueError, match="something else to its embeddings"):
+        first_layer_logits(model, torch.full((6,), 49))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rounding_is_not_taken_for_something_else(name: str) -> None:
+    assert first_layer_logits(MODELS[name]().float(), TEXT).total.shape == (3, 10, 10)
 
 
 def test_a_text_is_one_row_of_tokens() -> None:

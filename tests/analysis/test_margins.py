@@ -55,6 +55,20 @@ def test_goat_theorem_5_1_bounds_are_approached_by_two_keys() -> None:
         torch.testing.assert_close(bound, decompose(given).posterior)
 
 
+def test_bounds_of_strong_content_are_numbers() -> None:
+    """``e^ω`` overflows in float32 from 88.7 nats on: no hidden key, and none that the prior all but hides, is nan."""
+    content = torch.tensor([[100.0, 0.0, 5.0], [3.0, 2.0, 90.0], [1.0, 2.0, 3.0]], requires_grad=True)
+    position = torch.tensor([[0.0, -150.0, 0.0], [0.0, 0.0, -200.0], [0.0, 0.0, 0.0]])
+    visible = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
+    low, high = collapse_bounds(AttentionLogits(content, position, visible))
+    assert torch.isfinite(torch.autograd.grad(low.sum(), content)[0]).all()
+    low, high = low.detach(), high.detach()
+    assert not (low.isnan() | high.isnan()).any()
+    assert float(high[0, 1]) == pytest.approx(math.exp(-50.0), rel=1e-4)
+    assert float(high[1, 2]) == 0  # e^-112.7
+    assert float(high[2].sum()) == float(low[2].sum()) == float(high[0, 2]) == float(low[0, 2]) == 0
+
+
 @drawn
 @given(logits(), st.integers(0, 8))
 def test_goat_definition_5_2_margin(given: AttentionLogits, key: int) -> None:

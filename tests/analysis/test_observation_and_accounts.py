@@ -11,6 +11,7 @@ from transformers import (
     BloomConfig,
     GPT2Config,
     GPTNeoConfig,
+    JambaConfig,
     LlamaConfig,
     MistralConfig,
     MptConfig,
@@ -31,6 +32,7 @@ from attention_priors.analysis.logits import problem_logits
 from attention_priors.hub import attach
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
 from attention_priors.priors import (
+    Axial,
     GeneralizedGaussian,
     KeySink,
     Laplace,
@@ -188,6 +190,26 @@ def test_sinks_of_other_peoples_models() -> None:
     assert all(row["mass"] == pytest.approx(uniform, rel=1e-5) for row in rows if row["factor"] == 0)
 
 
+def test_sinks_of_a_model_that_computes_attention_in_some_of_its_layers() -> None:
+    config = JambaConfig(
+        **SMALL,
+        intermediate_size=32,
+        num_hidden_layers=8,
+        num_key_value_heads=2,
+        num_experts=2,
+        use_mamba_kernels=False,
+    )
+    model = made(config)
+    rows = sink_mass_rows(model, [TEXT, TEXT.flip(0)], factors=[0.0, 1.0])
+    layers = sum(kind == "attention" for kind in config.layers_block_type)
+    assert 1 <= layers < 8
+    assert [(row["layer"], row["head"], row["factor"]) for row in rows] == [
+        (layer, head, factor) for layer in range(layers) for head in range(4) for factor in (0.0, 1.0)
+    ]
+    uniform = sum(1 / (query + 1) for query in range(1, len(TEXT))) / (len(TEXT) - 1)
+    assert all(row["mass"] == pytest.approx(uniform, rel=1e-5) for row in rows if row["factor"] == 0)
+
+
 # ---- roles
 
 
@@ -197,6 +219,11 @@ def ggd(beta: float, theta_alpha: float = 0.0) -> Prior:
         prior.theta_beta.fill_(beta)
         prior.theta_alpha.fill_(theta_alpha)
     return prior
+
+
+def around(distance: float) -> Prior:
+    """Least near the query but for what is farther still: a bell, 500 tokens wide."""
+    return GeneralizedGaussian(1, init={"beta": 2.0, "theta_alpha": -2 * math.log(500.0), "mu": -distance})
 
 
 def bump(height: float) -> Prior:
@@ -222,6 +249,7 @@ def bump(height: float) -> Prior:
         (bump(9.0), "sink"),
         (Window(1, 8), "local"),
         (Uniform(1) + Window(1, 2000), "long-tailed"),
+        (around(1000.0), "in between"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
@@ -237,6 +265,13 @@ def test_what_is_local_in_a_long_text_is_not_in_a_short_one() -> None:
 def test_a_role_needs_two_keys() -> None:
     with pytest.raises(ValueError, match="length must be at least 2 tokens"):
         head_roles(Uniform(1), 1)
+
+
+def test_roles_are_of_priors_over_a_line() -> None:
+    with pytest.raises(ValueError, match="prior must be one over a line, got 'axial'"):
+        head_roles(Axial(1, "laplace"), 64)
+    with pytest.raises(ValueError, match=r"length must be a positive integer, got 100\.0"):
+        head_roles(Uniform(1), 100.0)  # pyright: ignore[reportArgumentType]
 
 
 def test_decoders_of_ours_are_seen_with_their_scales() -> None:

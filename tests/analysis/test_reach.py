@@ -12,6 +12,7 @@ from attention_priors.analysis import effective_reach, head_roles, window_for
 from attention_priors.analysis.reach import last_prior
 from attention_priors.attention.attend import attend_with_weights
 from attention_priors.attention.logit_scale import ResidualSSMax
+from attention_priors.priors import Axial
 
 
 def test_of_a_slope_it_is_logarithmic() -> None:
@@ -39,6 +40,22 @@ def test_a_sink_is_as_far_as_the_text_is_long() -> None:
     with torch.no_grad():
         prior.bump.fill_(50.0)
     assert int(effective_reach(prior, 5000, (0.5,))) == 4999
+
+
+def test_reach_is_of_priors_over_a_line_and_whole_lengths() -> None:
+    with pytest.raises(ValueError, match="prior must be one over a line, got 'axial'"):
+        effective_reach(Axial(1, "laplace"), 64)
+    for length in (100.0, 0, True):
+        with pytest.raises(ValueError, match=f"^length must be a positive integer, got {length}"):
+            effective_reach(Laplace(1), length)  # pyright: ignore[reportArgumentType]
+
+
+def test_content_of_any_range_has_a_window() -> None:
+    """``e^1000`` is no float; the window is then as long as there is any mass to spare."""
+    prior = Laplace(2, slopes=[1.0, 1e-3])
+    found = window_for(prior, 2000, 0.01, content_range=1000.0)
+    assert found.tolist() == window_for(prior, 2000, 0.0).tolist()
+    assert window_for(prior, 2000, 0.01, content_range=700.0).tolist() == [704, 1999]
 
 
 def test_at_a_million_tokens() -> None:

@@ -1,6 +1,7 @@
 """``attention-priors inspect``: models of all kinds, the numbers that are found, the page, mistakes."""
 
 import base64
+import itertools
 import json
 import math
 import re
@@ -13,7 +14,9 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     GPT2Config,
+    Llama4TextConfig,
     LlamaConfig,
+    MistralConfig,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -31,7 +34,9 @@ from attention_priors.inspection.inspect import _tokens
 from attention_priors.inspection.prompt import figure_4_prompt
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
 from attention_priors.report import inspection_summary, write_inspection
-from attention_priors.report.tables.inspection import inspection_head_grid
+from attention_priors.report.figures.attention_maps import attention_map
+from attention_priors.report.figures.style import png
+from attention_priors.report.tables.inspection import inspection_head_grid, layer_grid, reach_grid
 from browsing import Opened, in_a_browser
 from html_pages import Page
 
@@ -328,6 +333,120 @@ def test_the_page_in_a_browser(
     opened.context.close()
 
 
+@in_a_browser
+@pytest.mark.parametrize("width", [1440, 390])
+def test_maps_are_as_wide_as_their_labels_need_and_scroll_where_the_window_is_not(
+    browser: Any, findings: dict[str, dict[str, Any]], tmp_path: Path, width: int
+) -> None:
+    write_inspection(findings["ours"], tmp_path / "page.html")
+    opened = Opened(browser, tmp_path / "page.html", width)
+    opened.check()
+    maps = len(findings["ours"]["passkey"]["maps"])
+    # 7 points of a figure of 8.4 inches.
+    letters = opened.each(".map img", "7 / (8.4 * 72) * e.getBoundingClientRect().width")
+    assert len(letters) == maps
+    assert min(letters) >= 9
+    scrolls = opened.each(".map", "e.scrollWidth > e.clientWidth")
+    assert scrolls == [width < 800] * maps
+    assert opened.each(".map", "e.tabIndex") == [0] * maps
+    assert all(opened.each(".map", "e.getAttribute('role') === 'region' && e.getAttribute('aria-label') !== null"))
+    opened.context.close()
+
+
+@pytest.mark.parametrize(("across", "down"), [(28, 13), (29, 22), (30, 23), (64, 40)])
+def test_labels_of_tokens_do_not_overlap(across: int, down: int) -> None:
+    ends = list(itertools.accumulate((30, across, 100, down)))
+    passkey = {
+        "instruction": [0, ends[0]], "needle": ends[:2], "filler": ends[1:3], "question": ends[2:],
+        "needle_tokens": ["␣pass"] * across, "question_tokens": ["␣pass"] * down,
+    }  # fmt: skip
+    figure = attention_map(passkey, {"weights": torch.full((ends[-1], ends[-1]), 0.1).tril()}, "head 0.0")
+    png(figure)  # which lays it out
+    closer = figure.axes[1]
+    for number, axis, tokens, room in (
+        (0, closer.xaxis, across, closer.get_window_extent().width),
+        (1, closer.yaxis, down, closer.get_window_extent().height),
+    ):
+        places = axis.get_ticklocs()
+        assert len(places) >= tokens / 3, number
+        apart = (places[1] - places[0]) * room / tokens * 72 / figure.dpi
+        assert apart >= 1.1 * 7, number
+
+
+def test_the_page_says_why_these_heads_have_maps(
+    findings: dict[str, dict[str, Any]], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    def page(found: dict[str, Any]) -> str:
+        write_inspection(found, tmp_path / "page.html")
+        return " ".join(Page((tmp_path / "page.html").read_text(encoding="utf-8")).text.split())
+
+    most = "3 of the heads that look at the pass key most"
+    whys = [shown["why"] for shown in findings["GPT-2"]["passkey"]["maps"]]
+    assert whys == ["most"] * 3 + ["least"] * 3  # all of its heads are of one kind
+    assert f"The maps, in this order: {most} and 3 of the heads that look at it least." in page(findings["GPT-2"])
+    found = findings["some heads"]
+    needle = {(row["layer"], row["head"]): row["needle"] for row in found["passkey"]["heads"]}
+    chosen: dict[str, list[float]] = {}
+    for shown in found["passkey"]["maps"]:
+        chosen.setdefault(shown["why"], []).append(needle.pop((shown["layer"], shown["head"])))
+    assert [*chosen] == ["most", "kind", "least"]
+    assert min(chosen["most"]) >= max(needle.values())
+    assert max(chosen["least"]) <= min(needle.values())
+    assert "of other kinds of heads (of each kind, the one that looks at it most)" in page(found)
+    plan = InspectionPlan(length=64, text=TEXT, text_tokens=16, heads=((1, 0), (0, 2)))
+    found = inspect_model(load_inspected(folders["GPT-2"]), plan)
+    assert [(shown["layer"], shown["head"]) for shown in found["passkey"]["maps"]] == [(1, 0), (0, 2)]
+    assert "The maps, in this order: 2 of heads that were named." in page(found)
+    for shown in found["passkey"]["maps"]:
+        del shown["why"]  # as it was before that was noted
+    assert "in this order" not in page(found)
+
+
+def test_models_without_priors_are_not_said_to_have_some(findings: dict[str, dict[str, Any]]) -> None:
+    without = {"linear", "a scale on some heads", "GPT-2", "short GPT-2"}
+    for name, found in findings.items():
+        assert {layer["has_prior"] for layer in found["layers"]} == {name not in without}, name
+        column = layer_grid(found).header.index("prior")
+        words = {line[column] for group in layer_grid(found).groups for line in group}
+        assert words == {"uniform" if name in without else "yes"}, name
+
+
+def test_a_mask_of_the_models_own_is_seen_for_what_it_is(tokenizer: Any, tmp_path: Path) -> None:
+    """Llama 4's chunks are known as a matrix alone, which is causal."""
+    config = Llama4TextConfig(
+        **SMALL, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=4, num_key_value_heads=2, head_dim=6,
+        num_local_experts=2, attention_chunk_size=16, no_rope_layers=[1, 1, 1, 0],
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    found = inspect_model(
+        load_inspected(tmp_path / "model"), InspectionPlan(length=64, text=TEXT, text_name="a text", text_tokens=48)
+    )
+    assert [layer["causal"] for layer in found["layers"]] == [True] * 4
+    assert [layer["own_mask"] for layer in found["layers"]] == [True] * 3 + [False]
+    assert not any("log_prior_ahead" in row for row in found["priors"])
+    sees = [line[2] for group in layer_grid(found).groups for line in group]
+    assert sees == ["what precedes, within a mask of the model's own"] * 3 + ["what precedes"]
+    for grid in (reach_grid(found), inspection_head_grid(found)):
+        assert "In 3 of 4 layers a mask of the model's own may hide more than this says" in grid.caption
+    for layer in found["layers"]:
+        del layer["own_mask"]  # as it was before that was noted
+    assert "mask" not in reach_grid(found).caption
+    assert {line[2] for group in layer_grid(found).groups for line in group} == {"what precedes"}
+
+
+def test_layers_that_see_one_key_leave_the_rest_to_be_looked_at(tokenizer: Any, tmp_path: Path) -> None:
+    config = MistralConfig(**SMALL, intermediate_size=32, num_hidden_layers=2, num_key_value_heads=2, sliding_window=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    found = inspect_model(load_inspected(tmp_path / "model"), InspectionPlan(length=64, text=TEXT, text_tokens=16))
+    assert found["text"].keys() == {"reason"}
+    assert "in layer 0, model.layers.0.self_attn, no query of the text sees two keys" in found["text"]["reason"]
+    assert len(found["priors"]) == len(found["passkey"]["heads"]) == 8
+    write_inspection(found, tmp_path / "page.html")
+    assert "Not looked at: in layer 0" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 def test_a_page_of_another_format_is_refused(findings: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"found\['format'\] must be 1"):
         write_inspection({**findings["ours"], "format": 2}, tmp_path / "page.html")
@@ -342,6 +461,32 @@ def test_without_a_tokenizer_only_the_priors_are_described(tmp_path: Path) -> No
         assert "no tokenizer" in found[part]["reason"]
     write_inspection(found, tmp_path / "page.html")
     assert "Not looked at" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_without_a_tokenizer_a_model_must_have_positions_for_a_few_tokens(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=24, n_layer=1, n_head=4, n_positions=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="a table of 8 positions; it cannot read rows of 16 tokens"):
+        inspect_model(load_inspected(tmp_path / "model"), InspectionPlan(length=64))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"length": 4096.5}, "length must be a positive integer, got 4096.5"),
+        ({"length": "4k"}, "length must be a positive integer, got '4k'"),
+        ({"length": 1}, "length must be at least 2 tokens, got 1"),
+        ({"text_tokens": 10.5}, "text_tokens must be a positive integer, got 10.5"),
+        ({"text_tokens": 3}, "text_tokens must be at least 4, got 3"),
+        ({"text": 5}, "text must be a string or None, got 5"),
+        ({"heads": "0.1"}, "heads must be a tuple of pairs"),
+        ({"heads": ((0,),)}, "heads must be a tuple of pairs"),
+        ({"heads": ((0, 0.0),)}, "heads must be a tuple of pairs"),
+    ],
+)
+def test_plans_that_make_no_sense_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        InspectionPlan(**wrong)
 
 
 def test_without_a_text_no_additive_split_is_shown(tmp_path: Path) -> None:
@@ -431,7 +576,17 @@ def test_mistakes_are_named(options: list[str], message: str, folders: dict[str,
     done = CliRunner().invoke(app, ["inspect", str(folders["ours"]), "--output", str(tmp_path / "out"), *options])
     assert done.exit_code == 1
     assert message in " ".join(done.output.split())
-    assert not (tmp_path / "out").exists()
+    assert not [*tmp_path.glob("out/*")]
+
+
+def test_an_output_that_cannot_be_written_to_is_named_before_any_work(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").write_text("a file")
+    monkeypatch.setattr("attention_priors.inspection.load_inspected", lambda *_, **__: pytest.fail("it was loaded"))
+    done = CliRunner().invoke(app, ["inspect", str(folders["ours"]), "--output", str(tmp_path / "out")])
+    assert done.exit_code == 1
+    assert "cannot write to the output folder" in " ".join(done.output.split())
 
 
 def test_a_text_that_the_model_has_no_positions_for(folders: dict[str, Path]) -> None:

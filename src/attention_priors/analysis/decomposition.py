@@ -77,28 +77,40 @@ def decompose(logits: AttentionLogits) -> Decomposition:
     blind = ~visible.any(-1, keepdim=True)
     # A row without keys is computed over all of them, and then emptied: no nan enters a gradient.
     hidden = ~visible & ~blind
-    f, g = logits.content, logits.position
+    dtype = logits.content.dtype
+    # In float64: where all logits are small, float32 has no digits left of what three distributions differ by.
+    f, g = logits.content.double(), logits.position.double()
     log_content, log_position, log_posterior = (
         x.masked_fill(hidden, -torch.inf).log_softmax(-1) for x in (f, g, f + g)
     )
     content, position, posterior = (x.exp().masked_fill(blind, 0.0) for x in (log_content, log_position, log_posterior))
     # Not as the difference of three log-sum-exps: those may be as large as the log-prior.
     log_overlap = (log_content + log_position).logsumexp(-1).masked_fill(blind.squeeze(-1), 0.0)
-    number = visible.sum(-1).clamp(min=1).to(f.dtype)
-    divergences = (
-        (posterior * (log_posterior - marginal).masked_fill(hidden, 0.0)).sum(-1)
-        for marginal in (log_position, log_content)
+    number = visible.sum(-1).clamp(min=1).to(torch.float64)
+    from_position, from_content = (
+        _divergence(posterior, marginal, (log_posterior - log_marginal).masked_fill(hidden, 0.0))
+        for marginal, log_marginal in ((position, log_position), (content, log_content))
     )
-    from_position, from_content = divergences
     return Decomposition(
-        content=content,
-        position=position,
-        posterior=posterior,
-        log_overlap=log_overlap,
-        agreement=log_overlap + number.log(),
-        divergence_from_position=from_position,
-        divergence_from_content=from_content,
+        content=content.to(dtype),
+        position=position.to(dtype),
+        posterior=posterior.to(dtype),
+        log_overlap=log_overlap.to(dtype),
+        agreement=(log_overlap + number.log()).to(dtype),
+        divergence_from_position=from_position.to(dtype),
+        divergence_from_content=from_content.to(dtype),
     )
+
+
+def _divergence(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
+    """``KL(p ‖ q)`` in float64, ``(...)``, with ``x = ln p - ln q``, 0 where both are.
+
+    As both sum to 1 it is the sum of ``p x + q - p = p (x + e^-x - 1)``, none of which is negative: nothing of a small
+    divergence is lost between large numbers of both signs.
+    """
+    few = x.clamp(-1e-2, 1e-2)  # beyond, the series may overflow, and so would the gradient of what is not taken
+    series = few.square() * (1 / 2 - few * (1 / 6 - few * (1 / 24 - few * (1 / 120 - few / 720))))
+    return torch.where(x.abs() < 1e-2, p * series, p * x + (q - p)).sum(-1)
 
 
 def decompose_attention(query: Tensor, key: Tensor, prior: Prior | None = None, **options: Any) -> Decomposition:

@@ -111,7 +111,8 @@ def _split(model: PreTrainedModel, text: Tensor) -> _Split:
     was_training = model.training
     model.eval()
     try:
-        embedded = model.get_input_embeddings()(text[None].to(model.device))
+        embedding: Any = model.get_input_embeddings()
+        embedded = embedding(text[None].to(model.device))
         inputs, scales = _observed(first_layer, model, text)
         if inputs.shape != embedded.shape:
             raise ValueError(
@@ -120,6 +121,16 @@ def _split(model: PreTrainedModel, text: Tensor) -> _Split:
             )
         if torch.equal(inputs, embedded):
             raise ValueError(f"{kind} adds no positions to its embeddings: there is nothing to split")
+        # What is added for a place is the same for all tokens there: every place is read with another one.
+        other_text = (text + 1) % len(embedding.weight)
+        others = embedding(other_text[None].to(model.device))
+        other_inputs, _ = _observed(first_layer, model, other_text)
+        rounding = torch.finfo(inputs.dtype).eps * (inputs.abs() + other_inputs.abs() + embedded.abs() + others.abs())
+        if bool(((inputs - embedded) - (other_inputs - others)).abs().gt(4 * rounding).any()):
+            raise ValueError(
+                f"{kind} does something else to its embeddings before its first layer than to add positions, such as "
+                "to normalise or to multiply them: that has no part in this split"
+            )
         whole, content, position, bias = (
             _projected(first_layer, scales, model, text, part)
             for part in (inputs, embedded, inputs - embedded, torch.zeros_like(inputs))

@@ -83,9 +83,11 @@ def collapse_bounds(logits: AttentionLogits) -> tuple[Tensor, Tensor]:
         logits: of content and position.
     """
     blind = ~logits.visible.any(-1, keepdim=True)
-    prior = logits.position.masked_fill(~logits.visible & ~blind, -torch.inf).softmax(-1).masked_fill(blind, 0.0)
+    log_prior = logits.position.masked_fill(~logits.visible & ~blind, -torch.inf).log_softmax(-1)
     spread = content_range(logits).unsqueeze(-1)
-    return prior * (-spread).exp(), prior * spread.exp()
+    # Of the sum: 0 times an exponential that overflows would be nan.
+    low, high = ((log_prior + sign * spread).exp().masked_fill(~logits.visible, 0.0) for sign in (-1, 1))
+    return low, high
 
 
 def context_sensitivity(weights: Tensor, key: int) -> Tensor:

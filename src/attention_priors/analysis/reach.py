@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from attention_priors.attention import SSMax
+from attention_priors.checks import check_positive_integers
 from attention_priors.priors import Prior
+from attention_priors.priors.base import check_over_line
 
 ROUNDING = 1e-12
 """Share of the mass that sums over a million keys may be wrong by."""
@@ -39,8 +41,8 @@ def effective_reach(
         Distances in tokens, int64, ``(len(shares), H)``.
 
     Raises:
-        ValueError: the length is not positive, a share is out of range, the prior hides every key, or the logit scale
-            is of another number of heads.
+        ValueError: the length is no positive integer, a share is out of range, the prior is over a grid or hides every
+            key, or the logit scale is of another number of heads.
     """
     for share in shares:
         if not 0 < share <= 1:
@@ -72,14 +74,15 @@ def window_for(
         Distances in tokens, int64, ``(H,)``: the ``Window(num_heads, size)`` of each is one more.
 
     Raises:
-        ValueError: an argument is out of range, the prior hides every key, or the logit scale is of another number of
-            heads.
+        ValueError: an argument is out of range, the prior is over a grid or hides every key, or the logit scale is of
+            another number of heads.
     """
     if not 0 <= tolerance < 1:
         raise ValueError(f"tolerance must be in [0, 1), got {tolerance!r}")
     if not 0 <= content_range < math.inf:
         raise ValueError(f"content_range must be a finite number of nats, at least 0, got {content_range!r}")
-    spared = tolerance / (tolerance + (1 - tolerance) * math.exp(content_range)) if tolerance else 0.0
+    faintest = tolerance * math.exp(-content_range)  # e^ω itself overflows
+    spared = faintest / (faintest + 1 - tolerance)
     return (_mass_beyond(prior, length, logit_scale) > spared).sum(-1)
 
 
@@ -91,11 +94,11 @@ def last_prior(prior: Prior, length: int, logit_scale: SSMax | None = None) -> T
     ``softmax(K)``.
 
     Raises:
-        ValueError: the length is not positive, the prior hides every key, or the logit scale is of another number of
-            heads.
+        ValueError: the length is no positive integer, the prior is over a grid or hides every key, or the logit scale
+            is of another number of heads.
     """
-    if length < 1:
-        raise ValueError(f"length must be a positive number of tokens, got {length}")
+    check_positive_integers(length=length)
+    check_over_line(prior)
     scale = prior_scale(prior, logit_scale)
     device = place_of(prior, scale)
     last = torch.tensor([length - 1], device=device)

@@ -8,9 +8,10 @@ import torch
 
 from attention_priors.analysis.reach import last_prior
 from attention_priors.attention import SSMax
+from attention_priors.checks import check_positive_integers
 from attention_priors.priors import Prior
 
-Role = Literal["uniform", "sink", "retrieval", "local", "long-tailed"]
+Role = Literal["uniform", "sink", "retrieval", "local", "long-tailed", "in between"]
 
 UNIFORM_WITHIN = 0.1
 """Nats by which the log-prior of a uniform head may vary."""
@@ -30,7 +31,8 @@ def head_roles(prior: Prior, length: int, *, logit_scale: SSMax | None = None) -
     - **sink**: a tenth of it or more is on the first key, and e times as much as on the second;
     - **retrieval**: per key, it gives the nearest sixteenth of the text less than the farther half;
     - **local**: nine tenths of it are within the nearest quarter;
-    - **long-tailed**: it favours what is near, and reaches on.
+    - **long-tailed**: it favours what is near, and reaches on: the nearest sixteenth has more than a sixteenth of it;
+    - **in between**: none of these, as where what is at some distance is favoured.
 
     BAM's clusters of Figures 17 and 18 are by the sign of β alone: there a Generalized Gaussian with β > 0 is local,
     however long its tail, and one with β ≤ 0 a retrieval head.
@@ -42,8 +44,10 @@ def head_roles(prior: Prior, length: int, *, logit_scale: SSMax | None = None) -
             where it does.
 
     Raises:
-        ValueError: the length is below 2, the prior hides every key, or the logit scale is of another number of heads.
+        ValueError: the length is no integer of at least 2, the prior is over a grid or hides every key, or the logit
+            scale is of another number of heads.
     """
+    check_positive_integers(length=length)
     if length < 2:
         raise ValueError(f"length must be at least 2 tokens, got {length}")
     weights = last_prior(prior, length, logit_scale)  # by key: the nearest stands last
@@ -60,6 +64,8 @@ def head_roles(prior: Prior, length: int, *, logit_scale: SSMax | None = None) -
             roles.append("retrieval")
         elif float(head[-max(1, round(LOCAL * length)) :].sum()) >= 0.9:
             roles.append("local")
-        else:
+        elif float(head[-near:].mean()) > 1 / length:
             roles.append("long-tailed")
+        else:
+            roles.append("in between")
     return roles

@@ -25,6 +25,7 @@ class SinkMassRow(TypedDict):
     """One head with its content logits multiplied by one factor."""
 
     layer: int
+    """How many others compute attention before it."""
     head: int
     factor: float
     signal: float
@@ -103,19 +104,19 @@ def sink_mass_rows(model: PreTrainedModel, texts: Sequence[Tensor], *, factors: 
         )
     _check_factors(factors)
     totals: dict[int, Any] = {}
-    number = model.config.num_hidden_layers
 
     def see(layer: LayerAttention) -> None:
         problem = layer.problem
         mass = _masses(problem, factors, sink=0)
         sums = torch.cat([mass[:, 0], content_range(problem_logits(problem))], 0)[..., 1:].double().sum(-1).cpu()
-        totals[layer.index % number] = totals.get(layer.index % number, 0.0) + sums
+        totals[layer.index] = totals.get(layer.index, 0.0) + sums
 
-    with observed_attention(model, see):
-        for text in texts:
+    for text in texts:
+        # Each anew, for layers to be counted from 0: a hybrid computes attention in some of its layers alone.
+        with observed_attention(model, see):
             model(input_ids=text[None].to(model.device), use_cache=False)
     queries = sum(len(text) - 1 for text in texts)
-    means = torch.stack([totals[layer] for layer in range(number)]) / queries
+    means = torch.stack([*totals.values()]) / queries
     return [
         {
             "layer": layer,
@@ -124,7 +125,7 @@ def sink_mass_rows(model: PreTrainedModel, texts: Sequence[Tensor], *, factors: 
             "signal": float(factor * means[layer, -1, head]),
             "mass": float(means[layer, place, head]),
         }
-        for layer in range(number)
+        for layer in range(len(totals))
         for head in range(means.shape[2])
         for place, factor in enumerate(factors)
     ]

@@ -278,7 +278,7 @@ def inspect(
     models with priors attached, and those of transformers: decoders, BLOOM, MPT, T5.
     """
     from attention_priors import inspection, report
-    from attention_priors.files import write_json
+    from attention_priors.files import writable_folder, write_json
 
     console = Console()
     output = output or Path("runs") / "inspect" / name_of_model(model)
@@ -292,6 +292,7 @@ def inspect(
             text_tokens=tokens,
             heads=None if heads is None else tuple(head_of_layer(head) for head in listed(heads)),
         )
+        writable_folder(output)
         with console.status("Loading the model") as status:
             given = inspection.load_inspected(model, device=device)
             found = inspection.inspect_model(given, plan, status.update)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from attention_priors.analysis.reach import REACH_LENGTHS
 from attention_priors.attention import SSMax
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.reference import reference
+from attention_priors.checks import check_positive_integers
 from attention_priors.data.passkey import PasskeySample
 from attention_priors.encodings import LinearToy
 from attention_priors.hub.loading import check_positions
@@ -68,10 +69,21 @@ class InspectionPlan:
     heads: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
+        check_positive_integers(length=self.length, text_tokens=self.text_tokens)
         if self.length < 2:
             raise ValueError(f"length must be at least 2 tokens, got {self.length}")
         if self.text_tokens < 4:
             raise ValueError(f"text_tokens must be at least 4, got {self.text_tokens}")
+        if not isinstance(self.text, str | None):
+            raise ValueError(f"text must be a string or None, got {self.text!r}")
+        if self.heads is None:
+            return
+        if not isinstance(self.heads, tuple) or not all(map(_is_head, self.heads)):
+            raise ValueError(f"heads must be a tuple of pairs (layer, head) of integers, or None, got {self.heads!r}")
+
+
+def _is_head(pair: object) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and all(type(number) is int for number in pair)
 
 
 def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: None) -> dict[str, Any]:
@@ -84,10 +96,11 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
 
     Returns:
         ``format``, ``model``, ``title``, ``kind``, ``positions``, ``parameters``, ``length``, ``layers`` (name and
-        heads of each), ``priors`` (a row per head: its curve as it was learned; role and reach as attention applies
-        it, multiplied by a logit scale where there is one; ``reach`` by the length of the text, ``reach_at_length`` at
-        ``length``), ``prior_terms``, ``logit_scales``, and ``text``, ``passkey`` and ``additive``, each with ``reason``
-        instead where it could not be done. The maps of ``passkey`` have ``weights`` as tensors; all else is for JSON.
+        heads of each, whether it is ``causal``, within a mask of its own, and has a prior), ``priors`` (a row per head:
+        its curve as it was learned; role and reach as attention applies it, multiplied by a logit scale where there is
+        one; ``reach`` by the length of the text, ``reach_at_length`` at ``length``), ``prior_terms``, ``logit_scales``,
+        and ``text``, ``passkey`` and ``additive``, each with ``reason`` instead where it could not be done. The maps of
+        ``passkey`` have ``weights`` as tensors, and why each was chosen; all else is for JSON.
 
     Raises:
         ValueError: the model's attention cannot be seen, or a head is named that it does not have; it says which.
@@ -96,17 +109,22 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
     tokens, why_no_text = _tokens(given, plan)
     layers: list[LayerAttention] = []
     text_heads: list[dict[str, Any]] = []
+    unaccounted: list[str] = []
 
     def see(layer: LayerAttention) -> None:
         problem = layer.problem
         if _is_cross(problem):
             return
         if why_no_text is None:
-            text_heads.extend({"layer": len(layers), **row} for row in head_accounts(problem))
+            try:
+                text_heads.extend({"layer": len(layers), **row} for row in head_accounts(problem))
+            except ValueError as error:  # all else that is looked at can do without
+                unaccounted.append(f"in layer {len(layers)}, {layer.name}, {error}")
         layers.append(layer)
 
     with observed_attention(given.model, see):
         given.read(tokens)
+    why_no_accounts = why_no_text or next(iter(unaccounted), None)
     heads = {(row, head) for row, layer in enumerate(layers) for head in range(layer.problem.query.shape[1])}
     unknown = sorted({*(plan.heads or ())} - heads)
     if unknown:
@@ -118,8 +136,9 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
     own = [_prior_of(layer) for layer in layers]
     scales = [layer.problem.logit_scale for layer in layers]
     priors = _priors(own, scales, plan.length)
-    for row, layer in zip(priors, (layers[row["layer"]] for row in priors), strict=True):
-        if not layer.problem.geometry.causal:
+    described = [_layer(layer) for layer in layers]
+    for row in priors:
+        if not described[row["layer"]]["causal"]:
             row["log_prior_ahead"] = _ahead(own[row["layer"]], row["head"], plan.length)
     found: dict[str, Any] = {
         "format": INSPECTION_FORMAT,
@@ -129,21 +148,12 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
         "positions": given.positions(),
         "parameters": sum(parameter.numel() for parameter in given.model.parameters()),
         "length": plan.length,
-        "layers": [
-            {
-                "name": layer.name,
-                "heads": layer.problem.query.shape[1],
-                "causal": layer.problem.geometry.causal,
-                "has_prior": layer.problem.prior is not None,
-                "scales_prior": layer.problem.prior is not None and layer.problem.scales_prior,
-            }
-            for layer in layers
-        ],
+        "layers": described,
         "priors": priors,
         "prior_terms": prior_term_rows([*own], length=plan.length, logit_scales=scales),
         "logit_scales": _logit_scales(layers),
-        "text": {"reason": why_no_text}
-        if why_no_text
+        "text": {"reason": why_no_accounts}
+        if why_no_accounts
         else {"name": plan.text_name, "tokens": len(tokens), "heads": text_heads},
     }
     say("The passkey prompt")
@@ -166,6 +176,7 @@ def _tokens(given: Inspected, plan: InspectionPlan) -> tuple[Tensor, str | None]
     if plan.text is None or given.tokenizer is None:
         why = given.without_tokenizer if given.tokenizer is None else "no text was given"
         embedding: Any = given.model.get_input_embeddings()
+        check_positions(given.model, _UNREAD)
         return torch.arange(_UNREAD) % len(embedding.weight), why
     end = _CHARACTERS * plan.text_tokens
     while len(read := given.tokenizer.encode(plan.text[:end])) < 2 * plan.text_tokens and end < len(plan.text):
@@ -180,6 +191,30 @@ def _tokens(given: Inspected, plan: InspectionPlan) -> tuple[Tensor, str | None]
 def _is_cross(problem: Problem) -> bool:
     """Whether queries look into another text."""
     return not problem.geometry.causal and problem.query.shape[2] != problem.key.shape[2]
+
+
+def _layer(layer: LayerAttention) -> dict[str, Any]:
+    """What a layer is, for JSON."""
+    problem = layer.problem
+    geometry = problem.geometry
+    causal, own_mask = geometry.causal, False
+    if geometry.attn_mask is not None:
+        # Some models make their masks themselves, causal ones too: what it is shows only in what it lets through.
+        allowed = geometry.allowed(slice(None), slice(None))
+        assert allowed is not None
+        ahead = geometry.key_positions[:, None, None, :] > geometry.query_positions[:, None, :, None]
+        own_mask = not bool(allowed.all())
+        causal = causal or not bool((allowed & ahead).any())
+    # What every layer of a plain model gets, to be seen, is no prior of its own.
+    has_prior = problem.prior is not None and any(term.name != Uniform.name for term in problem.prior.terms())
+    return {
+        "name": layer.name,
+        "heads": problem.query.shape[1],
+        "causal": causal,
+        "own_mask": own_mask,
+        "has_prior": has_prior,
+        "scales_prior": has_prior and problem.scales_prior,
+    }
 
 
 def _prior_of(layer: LayerAttention) -> Prior:
@@ -228,7 +263,7 @@ def _passkey(given: Inspected, plan: InspectionPlan, roles: dict[tuple[int, int]
     except ValueError as error:
         return {"reason": str(error)}
     rows, answered = _needle_weights(given, sample)
-    chosen = _say_most(rows, roles) if plan.heads is None else list(plan.heads)
+    chosen = _say_most(rows, roles) if plan.heads is None else dict.fromkeys(plan.heads, "named")
     return {
         "tokens": len(sample.prompt),
         "instruction": [0, sample.needle_start],
@@ -280,18 +315,21 @@ def _weights(problem: Problem) -> Tensor:
     return reference(problem)[2][0]
 
 
-def _say_most(rows: Sequence[dict[str, Any]], roles: dict[tuple[int, int], str]) -> list[tuple[int, int]]:
-    """The heads that look most at the needle, and the one of each role that does so most, the former first."""
+def _say_most(rows: Sequence[dict[str, Any]], roles: dict[tuple[int, int], str]) -> dict[tuple[int, int], str]:
+    """The heads that look most at the needle, one of each other role, and where these are few those that look least.
+
+    Each with why it was chosen.
+    """
     ranked = [(row["layer"], row["head"]) for row in sorted(rows, key=lambda row: -row["needle"])]
-    chosen = ranked[: MAPS // 2]
+    chosen = dict.fromkeys(ranked[: MAPS // 2], "most")
     for role in dict.fromkeys(roles.values()):
         if role not in {roles[head] for head in chosen}:
-            chosen.append(next(head for head in ranked if roles[head] == role))
-    chosen += [head for head in reversed(ranked) if head not in chosen][: max(0, MAPS - len(chosen))]
-    return chosen
+            chosen[next(head for head in ranked if roles[head] == role)] = "kind"
+    rest = [head for head in reversed(ranked) if head not in chosen]
+    return chosen | dict.fromkeys(rest[: max(0, MAPS - len(chosen))], "least")
 
 
-def _maps(given: Inspected, sample: PasskeySample, chosen: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+def _maps(given: Inspected, sample: PasskeySample, chosen: Mapping[tuple[int, int], str]) -> list[dict[str, Any]]:
     """Attention maps of chosen heads over the prompt, ``weights`` ``(L, L)``, in the order in which they are given."""
     maps: dict[tuple[int, int], Tensor] = {}
 
@@ -305,7 +343,10 @@ def _maps(given: Inspected, sample: PasskeySample, chosen: Sequence[tuple[int, i
     length = len(sample.prompt)
     with observed_attention(given.model, see):
         given.read(sample.prompt)
-    return [{"layer": layer, "head": head, "weights": maps[layer, head]} for layer, head in chosen]
+    return [
+        {"layer": layer, "head": head, "why": why, "weights": maps[layer, head]}
+        for (layer, head), why in chosen.items()
+    ]
 
 
 def _additive(given: Inspected, tokens: Tensor, why_no_text: str | None) -> dict[str, Any]:

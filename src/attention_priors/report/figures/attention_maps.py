@@ -18,6 +18,9 @@ from attention_priors.report.selections.heads import head_name
 _MOST_PIXELS = 430
 """Of an attention map's side: the largest of neighbouring weights stands for them, so that single columns stay lit."""
 
+_MOST_LABELS = (22, 29)
+"""Of tokens, that have room along a map's side and its foot."""
+
 _PARTS = {"instruction": "instruction", "needle": "pass key", "filler": "filler", "question": "question"}
 
 
@@ -60,8 +63,8 @@ def layer_maps(found: Mapping[str, Any]) -> Figure:
 def attention_map(passkey: Mapping[str, Any], shown: Mapping[str, Any], title: str) -> Figure:
     """The weights of one head over the prompt, and those that the question gives to the pass key, token by token."""
     weights = np.asarray(shown["weights"], dtype=np.float32)
-    figure = blank(3.9)
-    whole, closer = figure.subplots(1, 2, width_ratios=(1, 1))
+    figure = blank(3.9, 8.4)  # for the pass key's tokens to have room beside each other
+    whole, closer = figure.subplots(1, 2, width_ratios=(1, 1.35))
     look: dict[str, Any] = {"cmap": "magma", "norm": PowerNorm(0.4, 0, 1), "interpolation": "nearest"}
     pooled, side = _pooled(weights)
     whole.imshow(pooled, extent=(0, side, side, 0), **look)
@@ -77,11 +80,13 @@ def attention_map(passkey: Mapping[str, Any], shown: Mapping[str, Any], title: s
     whole.set_title(f"{title}\nthe whole prompt: query below, key across", loc="left", fontsize=8.5)
     question, needle = slice(*passkey["question"]), slice(*passkey["needle"])
     image = closer.imshow(weights[question, needle], aspect="auto", **look)
-    for axis, tokens in (
-        (closer.yaxis, passkey["question_tokens"]),
-        (closer.xaxis, passkey["needle_tokens"]),
+    for axis, tokens, most in (
+        (closer.yaxis, passkey["question_tokens"], _MOST_LABELS[0]),
+        (closer.xaxis, passkey["needle_tokens"], _MOST_LABELS[1]),
     ):
-        axis.set_ticks(range(len(tokens)), [label(token) for token in tokens], fontsize=6.5)
+        # Where they are many, as with a tokenizer of characters, some are named.
+        named = range(0, len(tokens), math.ceil(len(tokens) / most))
+        axis.set_ticks(named, [label(tokens[place]) for place in named], fontsize=7)
     closer.tick_params(axis="x", rotation=90)
     closer.set_title("the question's tokens,\nand how they look at the pass key's", loc="left", fontsize=8.5)
     bar = figure.colorbar(image, ax=[whole, closer], shrink=0.7, ticks=[0, 0.01, 0.1, 0.3, 1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ def write_inspection(found: Mapping[str, Any], path: Path) -> None:
         layers=layer_grid(found),
         scaled=prior_is_scaled(found),
         linear="threshold" in found["additive"],
+        chosen=_chosen(found["passkey"].get("maps", ())),
         figures=_figures(found),
     )
     write_bytes(Path(path), page.encode())
@@ -87,6 +88,19 @@ def inspection_summary(found: Mapping[str, Any]) -> str:
             f"head {head_name(best)} looked at it most, with {percent(best['needle'])} % of its weight.",
         ]
     return " ".join(sentences)
+
+
+def _chosen(maps: Iterable[Mapping[str, Any]]) -> str:
+    """Whose maps are shown; nothing of those that were chosen before this was noted."""
+    counts = Counter(shown.get("why") for shown in maps)
+    words = {
+        "named": "of heads that were named",
+        "most": "of the heads that look at the pass key most",
+        "kind": "of other kinds of heads (of each kind, the one that looks at it most)",
+        "least": "of the heads that look at it least",
+    }
+    groups = [f"{counts[why]} {what}" for why, what in words.items() if counts[why]]
+    return f"The maps, in this order: {listing(groups)}." if groups else ""
 
 
 def _count(number: int, what: str) -> str:

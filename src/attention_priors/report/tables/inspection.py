@@ -76,10 +76,23 @@ def inspection_head_grid(found: Mapping[str, Any]) -> Grid:
                 if asked
                 else ""
             )
+            + _of_own_masks(found)
         ),
         header=list(columns),
         groups=_by_layer(found["priors"], lambda row: [write(row) for write in columns.values()]),
         words=words,
+    )
+
+
+def _of_own_masks(found: Mapping[str, Any]) -> str:
+    """What words and reach, which are of priors alone, do not know of."""
+    # Inspections of before this was looked at do not say.
+    masked = sum(layer.get("own_mask", False) for layer in found["layers"])
+    if not masked:
+        return ""
+    return (
+        f" In {masked} of {len(found['layers'])} layers a mask of the model's own may hide more than this says: which "
+        "they are is said with the layers."
     )
 
 
@@ -109,6 +122,7 @@ def reach_grid(found: Mapping[str, Any]) -> Grid:
                 if prior_is_scaled(found)
                 else ""
             )
+            + _of_own_masks(found)
         ),
         header=["head", "in words", *(f"{int(size):,}".replace(",", " ") for size in sizes)],
         groups=_by_layer(
@@ -160,7 +174,8 @@ def layer_grid(found: Mapping[str, Any]) -> Grid:
                 [
                     str(number),
                     layer["name"],
-                    "what precedes" if layer["causal"] else "everything",
+                    ("what precedes" if layer["causal"] else "everything")
+                    + (", within a mask of the model's own" if layer.get("own_mask") else ""),
                     "yes" if layer["has_prior"] else "uniform",
                     str(layer["heads"]),
                 ]
