@@ -62,5 +62,5 @@ def test_schemes_are_compared_on_a_genome(genome: Path, tmp_path: Path):
 
 def test_genomes_have_no_pass_keys(genome: Path, tmp_path: Path):
     asked = recipe(genome, evaluation={"passkey": {"lengths": [64], "depths": 2}})
-    with pytest.raises(RecipeError, match="cannot write digits"):
+    with pytest.raises(RecipeError, match="cannot write '12345'"):
         compare(Recipe.model_validate(asked), tmp_path / "out", console=Console(file=io.StringIO()))

@@ -232,7 +232,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "key heads that do not divide the heads": (
         {"model.num_key_value_heads": 3},
-        ["num_attention_heads=2 must be a positive multiple of num_key_value_heads=3"],
+        ["num_attention_heads=2 must be a multiple of num_key_value_heads=3"],
     ),
     "a head too odd for rotary positions": (
         {"model.hidden_size": 6, "schemes.ALiBi.encoding": "rotary"},
