@@ -31,6 +31,13 @@ def test_bytes_are_written_and_replaced_in_folders_that_are_made(tmp_path):
     assert _names(path.parent) == ["file.bin"]
 
 
+def test_a_name_may_be_as_long_as_names_can_be(tmp_path):
+    path = tmp_path / ("n" * 251 + ".png")
+    write_bytes(path, b"whole")
+    assert path.read_bytes() == b"whole"
+    assert _names(tmp_path) == [path.name]
+
+
 def test_a_move_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "file.bin"
     write_bytes(path, b"old")

@@ -54,13 +54,22 @@ def test_sessions_add_up(tmp_path: Path, time: Time):
 
 def test_who_is_killed_loses_little(tmp_path: Path, time: Time):
     path = tmp_path / "seconds.json"
-    killed = WallClock(path)
-    for _ in range(25):
-        time.now += 1
-        killed.tick()
-    assert json.loads(path.read_text()) == 20
-    with WallClock(path) as again:
-        assert again.seconds == 20
+    with WallClock(path) as killed:
+        for _ in range(25):
+            time.now += 1
+            killed.tick()
+        # What the next session finds, if this one never comes to its end.
+        assert json.loads(path.read_text()) == 20
+        with WallClock(path) as again:
+            assert again.seconds == 20
+
+
+def test_what_is_not_worked_is_not_counted(tmp_path: Path, time: Time):
+    path = tmp_path / "seconds.json"
+    with WallClock(path) as first:
+        time.now += 30
+    time.now += 1000
+    assert first.seconds == WallClock(path).seconds == json.loads(path.read_text()) == 30
 
 
 def test_without_a_file_one_session_counts(tmp_path: Path, time: Time):

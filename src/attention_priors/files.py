@@ -22,7 +22,8 @@ def replacing(path: Path) -> Iterator[Path]:
     Processes and threads that write the same file at the same time have names of their own: the last one is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}.tmp")
+    # A name may be as long as names can be.
+    temporary = path.with_name(f".{path.name[:32]}.{os.getpid()}.{secrets.token_hex(8)}.tmp")
     try:
         yield temporary
         synchronise(temporary)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,11 +38,14 @@ def sole_writer(output: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def undone_if_refused(folder: Path, *, keep: Callable[[], bool], wait: bool = False) -> Iterator[None]:
+def undone_if_refused(
+    folder: Path, names: Collection[str], *, keep: Callable[[], bool], wait: bool = False
+) -> Iterator[None]:
     """Write to a folder, alone; what is made in it does not outlive bad input, which leaves the way free for another.
 
     Args:
         folder: made if it is not there. What was in it before stays.
+        names: what is made in it. What has another name is somebody else's, and stays.
         keep: whether it holds the fruit of any work.
         wait: as for :func:`sole_writer`.
 
@@ -61,7 +64,7 @@ def undone_if_refused(folder: Path, *, keep: Callable[[], bool], wait: bool = Fa
             except (ValueError, OSError):
                 is_undone = not keep()
                 if is_undone:
-                    _remove(set(folder.iterdir()) - before)
+                    _remove(path for path in folder.iterdir() if path.name in names and path not in before)
                 raise
     finally:
         if is_undone and made:

@@ -28,12 +28,13 @@ class WallClock:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._before: float = read_json(path) if path is not None and path.exists() else 0.0
-        self._started = self._written = time.monotonic()
+        self._started: float | None = None
+        self._written = time.monotonic()
 
     @property
     def seconds(self) -> float:
         """Of all sessions so far."""
-        return self._before + time.monotonic() - self._started
+        return self._before if self._started is None else self._before + time.monotonic() - self._started
 
     def tick(self) -> None:
         """To be called often while there is progress."""
@@ -47,11 +48,13 @@ class WallClock:
             self._path = None
 
     def __enter__(self) -> WallClock:
+        self._started = self._written = time.monotonic()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._before, self._started = self.seconds, None
         self._write()
 
     def _write(self) -> None:

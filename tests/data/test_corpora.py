@@ -1,10 +1,11 @@
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from attention_priors.data import Corpus, Document, load_corpus
-from attention_priors.data.corpora import read_documents
+from attention_priors.data.corpora import left_out, read_documents
 
 
 def _size(documents: tuple[Document, ...]) -> int:
@@ -127,7 +128,49 @@ def test_small_folders_still_have_both_parts(tmp_path: Path, count: int):
     assert len(corpus.train) + len(corpus.held_out) == count
 
 
-def test_split_of_a_document_depends_on_names_alone(tmp_path: Path):
+@pytest.mark.parametrize("position", range(6))
+def test_no_large_document_is_nearly_all_that_is_held_out_nor_a_small_one_all_of_it(tmp_path: Path, position: int):
+    # Whichever of six names the large one has: a genome with its plasmids, or a training text beside its test text.
+    for index in range(6):
+        size = 3000 if index == position else 10
+        (tmp_path / f"{index}.txt").write_text("".join(f"line {index} {line}\n" for line in range(size)))
+    corpus = load_corpus(tmp_path)
+    (held_out,) = corpus.held_out
+    train, held = sum(len(document.text) for document in corpus.train), len(held_out.text)
+    assert 0.09 < held / (train + held) < 0.11
+    assert held_out.name.startswith(f"{position}.txt[")
+    assert f"line {position} 2999\n" in held_out.text
+    assert len(corpus.train) == 6
+
+
+def test_a_document_that_fits_is_held_out_whole(tmp_path: Path):
+    sizes = {"train.txt": 900, "valid.txt": 40, "test.txt": 60}
+    for name, size in sizes.items():
+        (tmp_path / name).write_text(f"a line of {name}\n" * size)
+    (held_out,) = load_corpus(tmp_path).held_out
+    assert held_out.name in ("valid.txt", "test.txt")
+
+
+def test_names_that_are_no_text_can_be_written_down(tmp_path: Path):
+    _write(tmp_path, 3)
+    try:
+        (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("un mot\n" * 10)
+    except OSError:
+        pytest.skip("this file system takes names in UTF-8 alone")
+    corpus = load_corpus(tmp_path)
+    assert r"caf\xe9.txt" in _names(corpus.train + corpus.held_out)
+    assert corpus.fingerprint
+
+
+def test_what_is_told_of_files_that_are_left_out():
+    lines = [f"{name}: it is empty or blank" for name in "abcd"]
+    assert left_out("texts", ()) is None
+    assert left_out("texts", lines[:1]) == "left out: a: it is empty or blank"
+    assert left_out("texts", lines) == f"left out: {'; '.join(lines[:3])}; and 1 more"
+    assert left_out("embedded", lines) is left_out("package:scipy", lines) is None
+
+
+def test_split_of_many_documents_depends_on_names_alone(tmp_path: Path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         _write(tmp_path / folder, 60)
@@ -158,11 +201,13 @@ def test_file_is_grouped_by_paragraphs_and_loses_nothing(tmp_path: Path):
 
 
 def test_a_file_is_one_document_where_nothing_is_held_out(tmp_path: Path):
-    text = "\n\n".join("word " * 300 for _ in range(9))
+    text = "\n\n".join("word " * 300 for _ in range(10))
     (tmp_path / "book.txt").write_text(text)
     name, documents, skipped = read_documents(tmp_path / "book.txt")
     assert (name, documents, skipped) == ("book.txt", (Document("book.txt", text),), ())
-    assert len(load_corpus(tmp_path / "book.txt").train) == 1  # its paragraphs are copies of one another
+    corpus = load_corpus(tmp_path / "book.txt")
+    copies = [line for line in corpus.skipped if "it is a copy of" in line]
+    assert len(copies) == 3  # of five pairs of paragraphs; the last one has no blank line after it
 
 
 def test_no_name_is_no_folder():

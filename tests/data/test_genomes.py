@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from xopen import xopen
 
 from attention_priors.data import (
     FastaError,
@@ -133,6 +134,20 @@ def test_a_damaged_gzip_file_is_an_error(bases: int, share: float, tmp_path: Pat
     path = tmp_path / "damaged.fa.gz"
     path.write_bytes(bytes(whole))
     with pytest.raises(FastaError, match="damaged"):
+        FastaFile(path).summary()
+
+
+@pytest.mark.parametrize("place", [8, 0.3, 0.6])
+@pytest.mark.parametrize("ending", ["bz2", "xz", "zst"])
+def test_a_damaged_file_of_another_compression_is_an_error(place: float, ending: str, tmp_path: Path):
+    path = tmp_path / f"damaged.fa.{ending}"
+    with xopen(path, "wb") as file:
+        file.write(f">first\n{drawn(100_000)}\n".encode())
+    whole = bytearray(path.read_bytes())
+    start = place if isinstance(place, int) else int(place * len(whole))
+    whole[start : start + 4] = bytes(255 - byte for byte in whole[start : start + 4])
+    path.write_bytes(bytes(whole))
+    with pytest.raises(FastaError, match=r"damaged\.fa"):
         FastaFile(path).summary()
 
 

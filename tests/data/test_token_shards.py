@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from attention_priors.data import IGNORED_LABEL, Corpus, Document, collate_rows, token_stream
+from attention_priors.data import IGNORED_LABEL, Corpus, Document, collate_rows, token_stream, train_tokenizer
 from attention_priors.data.preparation import Preparation, prepare, prepared_tokenizer
 from attention_priors.data.settings import DataSettings, HubDataset
 from attention_priors.data.shards import PackedRows, ShardError, TokenShards, read_manifest, shards_of
@@ -82,6 +82,35 @@ def test_tokens_and_documents_are_those_of_the_text(prepared: Path, texts: list[
     assert 500 <= len(held) < 600
     assert len(read_manifest(prepared)["parts"]["train"]) > 2
     assert prepared_tokenizer(prepared).get_vocab() == tokenizer.get_vocab()
+
+
+def test_tokens_of_other_files_or_of_another_tokenizer_are_others(json_lines: Path, saved_tokenizer: str, tmp_path):
+    rows, tokenizer = (
+        Path(shutil.copytree(source, tmp_path / name))
+        for source, name in ((json_lines, "rows"), (saved_tokenizer, "tok"))
+    )
+    settings = {"held_out_tokens": 500, "max_tokens": None, "shard_tokens": 2000, "tokenizer": str(tokenizer)}
+
+    def again(path: str, files: str | None) -> None:
+        prepare(
+            Preparation(HubDocuments(HubDataset(path=path, data_files=files)), **settings), tmp_path / f"of-{path[-4:]}"
+        )
+
+    for path, files in (("json", str(rows / "*.jsonl")), (str(rows), None)):
+        again(path, files)
+        again(path, files)
+        content = (rows / "a.jsonl").read_text()
+        (rows / "a.jsonl").write_text(content.replace("a", "b"))  # as long as before
+        with pytest.raises(RecipeError, match="they differ in files"):
+            again(path, files)
+        (rows / "a.jsonl").write_text(content)
+    # What is gone says nothing against the tokens; what has changed does.
+    tokenizer.rename(tmp_path / "aside")
+    again(str(rows), None)
+    other = train_tokenizer([Document("x", "other words " * 50)], 260)
+    other.save_pretrained(tokenizer)
+    with pytest.raises(RecipeError, match="they differ in tokenizer_fingerprint"):
+        again(str(rows), None)
 
 
 def test_a_window_may_begin_and_end_anywhere(prepared: Path):

@@ -107,6 +107,10 @@ def test_what_is_shown(compared: tuple[Path, dict[str, Any]], tmp_path: Path) ->
     assert f"| {np.mean(shares):.1f} " in (tmp_path / "tables" / "accuracy.md").read_text()
     assert (tmp_path / "tables" / "training.tex").exists()
     assert image_table(results).row_count == 3
+    named = json.loads(json.dumps(results).replace('"table"', '"table [/16] [class token]"'))
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(image_table(named))
+    assert "table [/16] [class token]" in console.export_text()
 
 
 def test_nothing_is_done_twice(compared: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -317,6 +317,18 @@ def test_write_figures_names_each_file_safely_and_leaves_nothing_else(results, t
     assert pyplot.get_fignums() == []
 
 
+def test_names_of_any_length_have_files(results, tmp_path):
+    names = [f"{'a long name, ' * 30}{place}" for place in range(len(results["schemes"]))]
+    before = [scheme["name"] for scheme in results["schemes"]]
+    for section in ("schemes", *SECTIONS):
+        for row in results[section]:
+            key = "name" if section == "schemes" else "scheme"
+            row[key] = names[before.index(row[key])]
+    paths = write_figures(results, tmp_path)
+    assert len({path.name for path in paths}) == len(paths) > len(names)
+    assert all(len(path.name) < 160 and path.is_file() for path in paths)
+
+
 def test_figures_that_are_not_drawn_any_more_are_removed(results, tmp_path):
     """As where a scheme comes first, so that the others have other numbers."""
     for section in SECTIONS:

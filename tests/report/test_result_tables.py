@@ -2,7 +2,7 @@
 
 import math
 import re
-from statistics import fmean, stdev
+from statistics import fmean, median, pstdev, stdev
 
 import pytest
 from scipy.stats import t
@@ -14,6 +14,7 @@ from attention_priors.report.selections.axes import comparisons, overview
 from attention_priors.report.tables.cells import Losses
 from attention_priors.report.tables.comparison import result_grids
 from attention_priors.report.tables.grid import Cell, Grid, latex, latex_text, markdown
+from attention_priors.report.tables.runs import timing_grid
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +249,25 @@ def test_how_models_were_made(results):
     assert "torch 2.9.0" in grid.caption
     assert "threads per run 1" in grid.caption
     assert "2026-11-20" in grid.caption
+
+
+def test_the_deviation_of_passes_is_over_all_seeds(results):
+    scheme = results["schemes"][0]["name"]
+    passes = {0: [9.0, 10.0, 11.0], 1: [19.0, 20.5, 21.5], 2: [12.0, 14.0, 40.0]}
+    results["timing"] = [
+        {
+            "scheme": scheme, "seed": seed, "plan": "short", "length": 512, "pass": "forward", "peak_bytes": 2**20,
+            "mean_ms": fmean(times), "std_ms": pstdev(times), "median_ms": median(times),
+        }
+        for seed, times in passes.items()
+    ]  # fmt: skip
+    ((line,),) = timing_grid(results).groups
+    everything = [time for times in passes.values() for time in times]
+    assert line[2:4] == [Cell("14.8"), Cell("17.4", f"± {pstdev(everything):.3g}")]
+    for row in results["timing"]:
+        row["std_ms"] = None  # of one pass
+    ((line,),) = timing_grid(results).groups
+    assert line[3] == Cell("17.4")
 
 
 def test_results_without_axes_have_no_tables_of_them(results):

@@ -81,6 +81,7 @@ def test_rows_at_a_time_of_an_extension_divide_a_step(finished, tmp_path):
             "tokens_per_step must be given: the 96 of the model.s own training are no",
         ),
         ({"length": "2x", "tokens_per_step": 50}, "tokens_per_step must be a multiple of the new length, 48; got 50"),
+        ({"length": "9600", "tokens_per_step": 9600}, "holds out [0-9]+ tokens: expected at least one row of the 9600"),
         ({"length": "2x", "learning_rate": -1}, "learning_rate must be a finite number above 0, got -1"),
     ],
 )
@@ -88,6 +89,16 @@ def test_an_extension_that_cannot_be_is_an_error(finished, tmp_path, options, co
     with pytest.raises(ValueError, match=complaint):
         extend(finished, tmp_path / "long", steps=2, **options)
     assert not (tmp_path / "long").exists()
+
+
+def test_the_same_model_may_be_named_otherwise_and_be_moved(finished, tmp_path, monkeypatch):
+    options: dict[str, Any] = {"length": "2x", "steps": 2, "learning_rate": 0.003, "test_tokens": 200}
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    first = extend(run, run / "long", **options)
+    monkeypatch.chdir(tmp_path)
+    assert extend(Path("run"), Path("run/long"), **options) == first
+    run.rename(tmp_path / "renamed")
+    assert extend(Path("renamed"), Path("renamed/long"), **options) == first
 
 
 def test_what_is_no_model_to_extend(finished, tmp_path):

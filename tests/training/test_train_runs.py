@@ -19,6 +19,7 @@ from attention_priors.hub import attach, load_model
 from attention_priors.models import PriorDecoderForCausalLM
 from attention_priors.strict_yaml import RecipeError
 from attention_priors.training import Observer, Trained, TrainRecipe, run_recipe
+from attention_priors.training.run import prepare_data
 
 
 def _weights(output: Path) -> dict[str, torch.Tensor]:
@@ -164,6 +165,25 @@ def test_tokens_that_are_not_all_prepared_leave_nothing_in_the_way(finished, mak
     assert not list((tmp_path / "run").iterdir())
     write_json(shards / "manifest.json", manifest)
     interrupt(recipe, tmp_path / "run", 1)
+
+
+def test_what_others_put_beside_a_refused_run_stays(make_recipe, tmp_path, monkeypatch):
+    def refused(*arguments: object) -> None:
+        (tmp_path / "run" / "thesis.txt").write_text("of another")
+        raise ValueError("cannot be read")
+
+    monkeypatch.setattr("attention_priors.training.run.prepare_data", refused)
+    with pytest.raises(ValueError, match="cannot be read"):
+        run_recipe(make_recipe(), tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
+
+
+def test_files_that_are_left_out_are_told(make_recipe, texts, tmp_path):
+    folder = Path(shutil.copytree(texts, tmp_path / "texts"))
+    (folder / "latin.txt").write_bytes("é".encode("latin-1"))
+    told: list[str] = []
+    prepare_data(make_recipe(data={"text": str(folder)}), tmp_path / "run", Observer(on_message=told.append))
+    assert told == ["data: left out: latin.txt: it is not UTF-8 (byte 0)"]
 
 
 @pytest.mark.parametrize(("key", "file"), [("pretrained", "model.safetensors"), ("config", "config.json")])

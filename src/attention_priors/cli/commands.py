@@ -60,7 +60,6 @@ def compare(
                 report.write_figures(results, output / "figures")
                 report.write_tables(results, output / "tables")
                 report.write_report(results, page)
-            report.refresh_page(output)
     if results["runs"]:
         of_images = report.are_of_images(results)
         if of_images:
@@ -69,6 +68,14 @@ def compare(
             console.print(report.render_text_table(results))
         written(console, "Tables", output / "tables")
         written(console, "Report", page)
+        with errors():
+            missing = report.refresh_page(output)
+            words = f"{output / 'README.md'} has places for tables that there are not: {', '.join(missing)}"
+            plan = results["recipe"]
+            if missing and failed is None and len(results["runs"]) == len(plan["schemes"]) * len(plan["seeds"]):
+                raise ValueError(words)
+            if missing:
+                console.print(escape(f"{words}; not all runs are finished"), highlight=False, soft_wrap=True)
     if failed is not None:
         console.print(f"[bold red]error:[/] {escape(str(failed))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1)

@@ -20,8 +20,11 @@ PACKAGE = "package:"
 """What the name of an installed Python package follows where its files are the text, or one of them is."""
 
 _HELD_OUT_FRACTION = 0.05
-_SINGLE_DOCUMENT_TRAIN_FRACTION = 0.9
-_SINGLE_DOCUMENT_MIN_CHARACTERS = 1000
+# Of few documents of unlike sizes, whole ones may be nearly all of the text, or nearly nothing.
+_HELD_OUT_LEAST, _HELD_OUT_MOST = 0.01, 0.2
+# Of the text, what is trained on where a document is cut in two.
+_UNCUT_FRACTION = 0.9
+_CUT_MIN_CHARACTERS = 1000
 _PARAGRAPH_GROUP_CHARACTERS = 2000
 
 # Left out of the standard library: installed packages and tests; `encodings`, whose character tables are
@@ -62,11 +65,29 @@ class Corpus:
         return digest.hexdigest()
 
 
+def left_out(corpus: str, skipped: Sequence[str]) -> str | None:
+    """What a user should know of files that are not used; None if there is nothing to say.
+
+    Of installed packages and the standard library there is not: what is no text in them is not meant to be.
+
+    Args:
+        corpus: its name.
+        skipped: as :attr:`Corpus.skipped`; the first three are named.
+    """
+    if not skipped or corpus == EMBEDDED or corpus.startswith(PACKAGE):
+        return None
+    more = f"; and {len(skipped) - 3} more" if len(skipped) > 3 else ""
+    return f"left out: {'; '.join(skipped[:3])}{more}"
+
+
 def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Corpus:
     """Read a corpus and split it, by document, into about 95 % to train on and 5 % held out.
 
-    The split depends on the documents' names alone, so it is the same on every run and machine. A corpus of
-    one document is cut in two at about 90 %, at a line end if it has any.
+    The split depends on the documents' names and sizes alone, so it is the same on every run and machine: held out are
+    5 % of the documents, by a hash of their names, and at least one, but none that would make them more than 20 % of
+    the characters. Where that leaves less than 1 % of these (one large document and some small ones), or nothing, the
+    end of the longest document is held out instead, about 10 % of all characters, from a line's end if it has any; of
+    several that are all shorter than 1000 characters one is held out whole.
 
     Args:
         source: One of
@@ -89,7 +110,7 @@ def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Cor
     Raises:
         FileNotFoundError: ``source`` does not exist, or is a package that is not installed.
         ValueError: ``max_characters`` is below 1; the file is empty or binary, or a broken FASTA file; the folder has
-            no text file; or a corpus of one document is too short to split.
+            no text file; or its one document is too short to split.
     """
     if max_characters is not None and max_characters < 1:
         raise ValueError(f"max_characters must be at least 1, or None for everything; it is {max_characters}")
@@ -201,7 +222,8 @@ def _raise(error: OSError) -> None:
 
 def _read_files(root: Path, paths: Iterable[Path], skipped: list[str]) -> Iterator[Document]:
     for path in paths:
-        name = path.relative_to(root).as_posix()
+        # A name on the disk may be no text either; what it is called here can be written anywhere.
+        name = os.fsencode(path.relative_to(root).as_posix()).decode(errors="backslashreplace")
         if is_fasta(path):
             # Its headers and line ends are no text.
             for _, contig in FastaFile(path).contigs():
@@ -271,31 +293,51 @@ def _name_hash(document: Document) -> bytes:
 
 def _split(documents: Sequence[Document]) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
     """Split into training and held-out documents, neither part empty."""
-    if len(documents) == 1:
-        return _split_single(documents[0])
+    total = sum(len(document.text) for document in documents)
+    names = _held_out_names(documents, int(_HELD_OUT_MOST * total))
+    if sum(len(document.text) for document in documents if document.name in names) < _HELD_OUT_LEAST * total:
+        longest = max(documents, key=lambda document: len(document.text))
+        if len(documents) == 1 or len(longest.text) >= _CUT_MIN_CHARACTERS:
+            return _split_longest(documents, longest, total - int(_UNCUT_FRACTION * total))
+        names = frozenset({min(documents, key=_name_hash).name})
+    train = tuple(document for document in documents if document.name not in names)
+    return train, tuple(document for document in documents if document.name in names)
+
+
+def _held_out_names(documents: Sequence[Document], budget: int) -> frozenset[str]:
+    """Of the share of documents that is held out, or of the first one, in the order of their hashes, what fits."""
     threshold = int(_HELD_OUT_FRACTION * 2**64)
-    below = sum(int.from_bytes(_name_hash(document)[:8], "big") < threshold for document in documents)
-    held_out_count = min(max(below, 1), len(documents) - 1)
-    held_out_names = {document.name for document in sorted(documents, key=_name_hash)[:held_out_count]}
-    train = tuple(document for document in documents if document.name not in held_out_names)
-    held_out = tuple(document for document in documents if document.name in held_out_names)
-    return train, held_out
+    wanted = max(1, sum(int.from_bytes(_name_hash(document)[:8], "big") < threshold for document in documents))
+    names: set[str] = set()
+    for document in sorted(documents, key=_name_hash):
+        if len(names) < wanted and len(document.text) <= budget:
+            names.add(document.name)
+            budget -= len(document.text)
+    return frozenset(names)
 
 
-def _split_single(document: Document) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
+def _split_longest(
+    documents: Sequence[Document], longest: Document, size: int
+) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
+    """Hold out about `size` characters from the end of the longest document, half of it at most."""
+    kept, held_out = _cut_in_two(longest, max(len(longest.text) - size, len(longest.text) // 2))
+    return tuple(kept if document is longest else document for document in documents), (held_out,)
+
+
+def _cut_in_two(document: Document, target: int) -> tuple[Document, Document]:
+    """Cut at the line end that is nearest to `target`, if there is any."""
     size = len(document.text)
-    if size < _SINGLE_DOCUMENT_MIN_CHARACTERS:
+    if size < _CUT_MIN_CHARACTERS:
         raise ValueError(
             f"source has one document, {document.name!r}, of {size} characters: too short to split into a "
-            f"training and a held-out part (expected {_SINGLE_DOCUMENT_MIN_CHARACTERS} or more)"
+            f"training and a held-out part (expected {_CUT_MIN_CHARACTERS} or more)"
         )
-    target = int(size * _SINGLE_DOCUMENT_TRAIN_FRACTION)
     first, last = size - len(document.text.lstrip()), len(document.text.rstrip()) - 1  # characters not blank
     line_ends = (line_end.end() for line_end in re.finditer("\n", document.text))
     cuts = [position for position in line_ends if first < position <= last]
     # A genome is one line.
     cut = min(cuts, key=lambda position: abs(position - target)) if cuts else target
-    return (_cut(document, 0, cut),), (_cut(document, cut, size),)
+    return _cut(document, 0, cut), _cut(document, cut, size)
 
 
 def _sample(documents: Sequence[Document], budget: int) -> tuple[Document, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -149,7 +149,7 @@ class FastaFile:
                     names.add(name)
                     yield name, _bases(place, record.sequence)
                     last = f"after record {name!r}"
-        except (dnaio.FileFormatError, EOFError, OSError, UnicodeDecodeError, zlib.error, *_isal_errors()) as error:
+        except (dnaio.FileFormatError, EOFError, OSError, UnicodeDecodeError, *_damages()) as error:
             # Of a compressed file that is cut off, or damaged, the reader says one of these, whichever the format.
             raise FastaError(f"{self.path} cannot be read further {last}: {error}") from error
 
@@ -168,13 +168,23 @@ def _lacks_bgzf_end(path: Path) -> bool:
         return file.read() != _BGZF_END
 
 
-def _isal_errors() -> tuple[type[Exception], ...]:
-    """What ISA-L says of damaged gzip, where the reader has it."""
-    try:
-        from isal.igzip_lib import IsalError
-    except ImportError:
-        return ()
-    return (IsalError,)  # pyright: ignore[reportReturnType]  # its stub says an instance
+def _damages() -> tuple[type[Exception], ...]:
+    """What the decompressors say of a damaged file, of those that the reader has here."""
+    places = (
+        ("zlib", "error"),
+        ("isal.igzip_lib", "IsalError"),
+        ("lzma", "LZMAError"),
+        ("compression.zstd", "ZstdError"),
+        ("backports.zstd", "ZstdError"),
+        ("zstandard", "ZstdError"),
+    )
+    found = []
+    for module, name in places:
+        try:
+            found.append(getattr(importlib.import_module(module), name))
+        except ImportError:
+            continue
+    return tuple(found)
 
 
 def _bases(place: str, sequence: str) -> bytes:

@@ -51,9 +51,17 @@ class Preparation:
     shard_tokens: int
 
     def identity(self) -> dict[str, Any]:
-        """What determines the tokens, but for the versions of the libraries."""
+        """What determines the tokens, but for the versions of the libraries; what cannot be known is None.
+
+        Raises:
+            ValueError: the tokenizer's folder holds none.
+        """
+        fingerprint = None
+        if isinstance(self.tokenizer, str) and Path(self.tokenizer).is_dir():
+            fingerprint = tokenizer_fingerprint(pretrained_tokenizer(self.tokenizer))
         return self.documents.identity() | {
             "tokenizer": self.tokenizer,
+            "tokenizer_fingerprint": fingerprint,
             "held_out_tokens": None if self.documents.has_held_out_part else self.held_out_tokens,
             "max_tokens": self.max_tokens,
             "shard_tokens": self.shard_tokens,
@@ -84,13 +92,16 @@ def prepare(
         ValueError: the documents or the tokenizer cannot be read, or there is nothing to train on.
         OSError: ``folder`` cannot be written.
     """
-    with undone_if_refused(folder, keep=lambda: _has_tokens(folder), wait=True):
+    made = (MANIFEST, TOKENIZER, f"{TOKENIZER}.unfinished")
+    with undone_if_refused(folder, made, keep=lambda: _has_tokens(folder), wait=True):
         remove_temporaries(folder)
         manifest = _begin(preparation, folder)
         if repair:
             _drop_damaged(manifest, folder, on_message)
         if manifest["complete"]:
             return
+        if preparation.documents.left_out is not None:
+            on_message(f"data: {preparation.documents.left_out}")
         tokenizer = _tokenizer(preparation, folder)
         manifest["tokenizer_fingerprint"] = tokenizer_fingerprint(tokenizer)
         for part in PARTS:
@@ -126,7 +137,11 @@ def _begin(preparation: Preparation, folder: Path) -> dict[str, Any]:
     wanted = preparation.identity()
     if (folder / MANIFEST).is_file():
         manifest = read_manifest(folder)
-        differing = differences(manifest["identity"], wanted)
+        known = manifest["identity"]
+        # What is not there any more says nothing against the tokens.
+        gone = {key for key in ("tokenizer_fingerprint", "files") if known.get(key) is None or wanted.get(key) is None}
+        there, here = ({key: x[key] for key in x if key not in gone} for x in (known, wanted))
+        differing = differences(there, here)
         if differing:
             raise RecipeError(
                 f"{folder} holds other tokens; they differ in {'; '.join(differing)}. Use another folder, or delete "

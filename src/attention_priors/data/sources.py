@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from glob import glob
+from pathlib import Path
 from typing import Any, Protocol
 
-from attention_priors.data.corpora import Corpus
+from attention_priors.data.corpora import Corpus, left_out
 from attention_priors.data.fasta import FastaFile
 from attention_priors.data.settings import FastaSettings, HubDataset
+
+_ENDS = 2**20
+"""Bytes of each end of a file that are looked at to tell it from others."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,12 @@ class Documents(Protocol):
     """Texts in an order that is always the same."""
 
     def identity(self) -> dict[str, Any]:
-        """What determines the texts; plain JSON."""
+        """What determines the texts; plain JSON. What cannot be known is None."""
+        ...
+
+    @property
+    def left_out(self) -> str | None:
+        """What a user should know of files or records that are not used (:func:`left_out`)."""
         ...
 
     def read(self, part: str, state: Any = None) -> Iterator[Place]:
@@ -44,6 +56,11 @@ class CorpusDocuments:
 
     corpus: Corpus
     has_held_out_part: bool = True
+
+    @property
+    def left_out(self) -> str | None:
+        """Of the corpus' files."""
+        return left_out(self.corpus.name, self.corpus.skipped)
 
     def identity(self) -> dict[str, Any]:
         """The corpus and its fingerprint."""
@@ -71,6 +88,16 @@ class FastaDocuments:
     def has_held_out_part(self) -> bool:
         """Whether records are named that are held out."""
         return bool(self._settings.held_out)
+
+    @property
+    def left_out(self) -> str | None:
+        """Records without a known base.
+
+        Raises:
+            FastaError: the file is broken.
+        """
+        unknown = [f"{record}: none of its bases is known" for record in self._file.summary().unknown]
+        return left_out(str(self._file.path), unknown)
 
     def identity(self) -> dict[str, Any]:
         """The file's hash, and which records are held out."""
@@ -113,10 +140,11 @@ class HubDocuments:
 
     settings: HubDataset
     has_held_out_part: bool = False
+    left_out: str | None = None
 
     def identity(self) -> dict[str, Any]:
-        """The dataset's description."""
-        return {"dataset": self.settings.model_dump(mode="json")}
+        """The dataset's description, and what tells its files from others, where they are on this machine."""
+        return {"dataset": self.settings.model_dump(mode="json"), "files": _files_fingerprint(self.settings)}
 
     def read(self, part: str, state: Any = None) -> Iterator[Place]:
         """Texts in the dataset's own order; blank ones are left out.
@@ -156,3 +184,25 @@ class HubDocuments:
                 )
             if text.strip():
                 yield Place(text, dataset.state_dict())
+
+
+def _files_fingerprint(source: HubDataset) -> str | None:
+    """SHA-256 (64 hex digits) of the names, sizes, beginnings and ends of a dataset's local files; None without any.
+
+    All of a large dataset is not read for it: what changes neither its size nor its ends is not noticed.
+    """
+    folder = Path(source.path)
+    patterns = (source.data_files,) if isinstance(source.data_files, str) else source.data_files or ()
+    if folder.is_dir():
+        patterns = tuple(str(folder / pattern) for pattern in patterns) or (str(folder / "**"),)
+    elif "/" in source.path:
+        return None  # a repository's; `revision` says which
+    found = sorted({path for pattern in patterns for path in glob(pattern, recursive=True) if os.path.isfile(path)})
+    digest = hashlib.sha256()
+    for path in found:
+        digest.update(f"{os.path.basename(path)}\0{os.path.getsize(path)}\0".encode(errors="surrogateescape"))
+        with open(path, "rb") as file:
+            digest.update(file.read(_ENDS))
+            file.seek(max(0, os.path.getsize(path) - _ENDS))
+            digest.update(file.read(_ENDS))
+    return digest.hexdigest() if found else None

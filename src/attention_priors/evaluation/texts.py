@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attention_priors.data import EMBEDDED, PasskeyTask, TokenStream, load_corpus, token_stream
-from attention_priors.data.corpora import read_documents
+from attention_priors.data.corpora import left_out, read_documents
 from attention_priors.data.needles import (
     NEEDLE_TASKS,
     Haystack,
@@ -72,7 +72,7 @@ class PlanTexts:
                 name, documents = f"{EMBEDDED} (held out)", load_corpus(EMBEDDED).held_out
             else:
                 name, documents, skipped = read_documents(source)
-                self._tell(skipped)
+                self._tell(name, skipped)
         except (ValueError, OSError) as error:
             raise ValueError(f"corpus: {error}") from error
         stream = token_stream(self._subject.tokenizer, documents)
@@ -131,14 +131,14 @@ class PlanTexts:
             haystack = load_haystack(self._plan.corpus)
         except (ValueError, OSError) as error:
             raise ValueError(f"corpus: {error}") from error
-        self._tell(haystack.skipped)
+        self._tell(haystack.name, haystack.skipped)
         return haystack
 
-    def _tell(self, skipped: tuple[str, ...]) -> None:
+    def _tell(self, corpus: str, skipped: tuple[str, ...]) -> None:
         """Say which files of the corpus are left out; once, whatever reads it."""
-        if skipped and not self._told:
-            more = f"; and {len(skipped) - 3} more" if len(skipped) > 3 else ""
-            self._on_message(f"corpus: left out: {'; '.join(skipped[:3])}{more}")
+        words = left_out(corpus, skipped)
+        if words is not None and not self._told:
+            self._on_message(f"corpus: {words}")
             self._told = True
 
     @cached_property

@@ -123,6 +123,8 @@ def _compare(
     with console.status("Making ready what is read"):
         study = load_study(recipe, writable_folder(output / "cache"))
         study.check()
+    if study.left_out is not None:
+        console.print(f"corpus: {escape(study.left_out)}", highlight=False, soft_wrap=True)
     runs = [(name, seed) for seed in recipe.seeds for name in recipe.schemes]
     chosen = [run for run in runs if run[0] in schemes]
     wanted = {run: study.identities(output, *run) for run in runs}
@@ -137,8 +139,10 @@ def _compare(
     write_json(recipe_file, recipe.model_dump(mode="json"))
 
     pending = [run for run in chosen if not study.is_finished(output, *run)]
-    with WallClock(output / "wall_seconds.json") as clock:
-        failures = _run_all(pending, study, recipe_file, output, processes, console, clock)
+    clock, failures = WallClock(output / "wall_seconds.json"), list[str]()
+    if pending:
+        with clock:
+            failures = _run_all(pending, study, recipe_file, output, processes, console, clock)
     finished = [run for run in runs if (run_folder(output, *run) / "done.json").exists()]
     try:
         results = study.collect(output, finished, clock.seconds)
@@ -179,8 +183,6 @@ def _run_all(
     clock: WallClock,
 ) -> list[str]:
     """Carry out runs; return what there is to say of each that failed."""
-    if not pending:
-        return []
     failures: list[str] = []
     events: queue.Queue[tuple[_Worker, dict[str, Any] | None]] = queue.Queue()
     waiting, running, finished = list(pending), list[_Worker](), 0
@@ -215,7 +217,7 @@ def _run_all(
                     bars.remove_task(worker.task)
                 else:
                     worker.done[event["stage"]] = event["done"] / max(1, event["total"])
-                    bars.update(worker.task, completed=worker.share, stage=event["stage"])
+                    bars.update(worker.task, completed=worker.share, stage=escape(event["stage"]))
                 shares = sum(worker.share for worker in running)
                 bars.update(overall, completed=finished + shares, stage=f"{finished} of {len(pending)} runs")
         finally:

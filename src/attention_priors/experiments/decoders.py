@@ -29,6 +29,11 @@ class DecoderStudy(Study):
         """The recipe."""
         return self._recipe
 
+    @property
+    def left_out(self) -> str | None:
+        """Of the corpus' files."""
+        return self.materials.left_out
+
     def check(self) -> None:
         """Make a text, a row and a model without weights of each kind."""
         self.materials.check()

@@ -31,6 +31,7 @@ from attention_priors.data import (
     token_stream,
     tokenizer_fingerprint,
 )
+from attention_priors.data.corpora import left_out
 from attention_priors.data.packing import packed_row
 from attention_priors.evaluation import (
     CopyingSettings,
@@ -89,6 +90,11 @@ class Materials(ABC):
     @abstractmethod
     def saved_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """What is saved with a model; None where tokens stand for nothing."""
+
+    @property
+    def left_out(self) -> str | None:
+        """What a user should know of files that are not used."""
+        return None
 
     # ---- what is read
 
@@ -231,6 +237,11 @@ class TextMaterials(Materials):
     def fingerprints(self) -> Mapping[str, str]:
         """Of the corpus and of the tokenizer."""
         return {"corpus_fingerprint": self.corpus.fingerprint, "tokenizer_fingerprint": self.tokenizer_fingerprint}
+
+    @property
+    def left_out(self) -> str | None:
+        """Of the corpus' files."""
+        return left_out(self.corpus.name, self.corpus.skipped)
 
     @property
     def description(self) -> Mapping[str, Any]:

@@ -64,6 +64,11 @@ class Study(ABC):
     def recipe(self) -> AnyRecipe:
         """What is carried out."""
 
+    @property
+    def left_out(self) -> str | None:
+        """What a user should know of files that are not used."""
+        return None
+
     @abstractmethod
     def check(self) -> None:
         """Raise a RecipeError if something that the recipe asks for cannot be made."""

@@ -90,13 +90,12 @@ def extend(
     recipe = _recipe(before, folder, shards, old, new, steps, learning_rate, tokens_per_step)
 
     held_out = TokenShards(shards, "held_out")
-    lengths = sorted({size for size in (old, new) if size is not None and size <= len(held_out)})
-    if not lengths:
-        raise ValueError(f"{shards} holds out {len(held_out)} tokens: expected at least one row of {old or new}")
+    if len(held_out) < new:
+        raise ValueError(f"{shards} holds out {len(held_out)} tokens: expected at least one row of the {new} of length")
+    lengths = [new] if old is None else [old, new]
     run_recipe(recipe, output, observer)
     with writing(output):
         described = {
-            "model": str(folder),
             "from": old,
             "to": new,
             "steps": steps,
@@ -112,7 +111,7 @@ def extend(
                 when: _losses(load_model(saved), held_out, lengths, test_tokens)
                 for when, saved in (("before", folder), ("after", output / "model"))
             }
-            content = with_nulls(described | {"loss": losses})
+            content = with_nulls({"model": str(folder)} | described | {"loss": losses})
             if is_first_process():
                 write_json(result, content)
     return content

@@ -158,10 +158,18 @@ def _identity(recipe: TrainRecipe, output: Path) -> dict[str, Any]:
         ShardError: the preparation of the tokens has not finished.
     """
     identity = recipe.identity()
-    if _is_finished(output) and (output / IDENTITY).exists():
-        # What a finished run has read may be gone: it says nothing against the run.
-        known = read_json(output / IDENTITY).get("fingerprints") or {}
-        identity["fingerprints"] = {key: here or known.get(key) for key, here in identity["fingerprints"].items()}
+    if not (output / IDENTITY).exists():
+        return identity
+    known = read_json(output / IDENTITY)
+    for key, here in identity["fingerprints"].items():
+        there = known.get("fingerprints", {}).get(key)
+        if here is None and _is_finished(output):
+            # What a finished run has read may be gone: it says nothing against the run.
+            identity["fingerprints"][key] = there
+        elif here is not None and here == there:
+            # The same files are the same, wherever they are, and from wherever they are named.
+            section, name = key.split(".")
+            identity[section][name] = known[section][name]
     return identity
 
 
@@ -194,7 +202,8 @@ def writing(output: Path) -> Iterator[None]:
     def has_work() -> bool:
         return any((output / name).exists() for name in ("data", "checkpoints"))
 
-    with undone_if_refused(output, keep=has_work):
+    made = (IDENTITY, "recipe.json", "machine.json")
+    with undone_if_refused(output, made, keep=has_work):
         yield
 
 

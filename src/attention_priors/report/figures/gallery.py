@@ -161,7 +161,8 @@ def _for_each(
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.")
+    # Of a sweep's long names the beginning: a file's name has 255 bytes at most.
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name)[:100].strip("-.")
 
 
 def _drawn(draw: Callable[[], Figure], kind: str, scheme: str | None, stem: str, alt: str) -> Iterator[Illustration]:

@@ -14,31 +14,32 @@ _TABLE = re.compile(r"(?P<opening><!-- table: (?P<stem>[\w-]+) -->\n).*?(?P<clos
 _MARK = re.compile(r"<!-- (table: [\w-]+|end of table) -->")
 
 
-def refresh_page(folder: Path) -> Path | None:
+def refresh_page(folder: Path) -> list[str]:
     """Put the tables of a comparison into its page, where that has one: ``README.md``.
 
     A table stands between the lines ``<!-- table: NAME -->`` and ``<!-- end of table -->``, where ``NAME.md`` is a file
-    of the folder ``tables``. Nothing else of the page is changed.
+    of the folder ``tables``. Nothing else of the page is changed; where there is no such file, neither is the table.
 
     Args:
         folder: of the comparison.
 
     Returns:
-        The page; None if there is none.
+        The names of tables that the page has a place for, and the results do not have.
 
     Raises:
-        ValueError: a table is named that there is not, or a mark has no other half.
+        ValueError: a mark has no other half.
     """
     page = folder / PAGE
     if not page.exists():
-        return None
+        return []
     text = page.read_text(encoding="utf-8")
-    known = {path.stem: path for path in sorted((folder / "tables").glob("*.md"))}
+    missing: list[str] = []
 
     def filled(match: re.Match[str]) -> str:
-        path = known.get(match["stem"])
-        if path is None:
-            raise ValueError(f"{page} has a place for the table {match['stem']!r}; there are {', '.join(known)}")
+        path = folder / "tables" / f"{match['stem']}.md"
+        if not path.exists():
+            missing.append(match["stem"])
+            return match[0]
         return f"{match['opening']}\n{path.read_text(encoding='utf-8')}\n{match['closing']}"
 
     fresh, count = _TABLE.subn(filled, text)
@@ -46,4 +47,4 @@ def refresh_page(folder: Path) -> Path | None:
         raise ValueError(f"{page}: each '<!-- table: NAME -->' must be followed by one '<!-- end of table -->'")
     if fresh != text:
         write_bytes(page, fresh.encode())
-    return page
+    return missing

@@ -6,6 +6,7 @@ import math
 import statistics
 
 from rich.table import Table
+from rich.text import Text
 
 from attention_priors.intervals import over_seeds
 from attention_priors.report.numbers import multiple
@@ -23,7 +24,8 @@ def image_table(results: Results) -> Table:
     for index, name in enumerate(grid.header):
         table.add_column(name, justify="left" if index < grid.words else "right")
     for line in (line for group in grid.groups for line in group):
-        table.add_row(*(cell if isinstance(cell, str) else f"{cell.text} {cell.interval}".strip() for cell in line))
+        words = (cell if isinstance(cell, str) else f"{cell.text} {cell.interval}".strip() for cell in line)
+        table.add_row(*map(Text, words))
     return table
 
 

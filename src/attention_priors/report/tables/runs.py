@@ -76,7 +76,7 @@ def timing_grid(results: Results) -> Grid:
         groups.append(group)
     caption = (
         "What one pass of a single text takes. Median: of the passes, the mean over seeds, in milliseconds. Mean: of "
-        "the passes, with their standard deviation, over all seeds. Memory: what one pass takes at its peak beside "
+        "the passes of all seeds, with their standard deviation. Memory: what one pass takes at its peak beside "
         "the model, the largest of the seeds, in MiB."
     )
     header = ["plan and pass", "scheme", "median, ms", "mean, ms", "memory, MiB"]
@@ -87,7 +87,11 @@ def _durations(found: Sequence[Row]) -> list[Cell]:
     """Cells of the same pass of several seeds."""
     median, mean = (statistics.fmean(row[key] for row in found) for key in ("median_ms", "mean_ms"))
     deviations = [row["std_ms"] for row in found if row["std_ms"] is not None]
-    spread = f"± {quantity(statistics.fmean(deviations))}" if deviations else ""
+    spread = ""
+    if deviations:
+        # Each seed has as many passes: their variance is that within the seeds, and that between them.
+        within = statistics.fmean(deviation**2 for deviation in deviations)
+        spread = f"± {quantity(math.sqrt(within + statistics.pvariance([row['mean_ms'] for row in found])))}"
     sizes = [row["peak_bytes"] for row in found if row["peak_bytes"] is not None]
     memory = f"{max(sizes) / 2**20:.0f}" if sizes else ABSENT
     return [Cell(quantity(median)), Cell(quantity(mean), spread), Cell(memory)]
