@@ -149,6 +149,7 @@ class Case:
     prior: Prior | None = None
     causal: bool = True
     logit_scale: SSMax | None = None
+    visible_keys: Tensor | None = None
     softmax_scale: float | None = None
     query_positions: Tensor | None = None
     key_positions: Tensor | None = None
@@ -178,7 +179,8 @@ class Case:
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments."""
-        names = ("causal", "logit_scale", "softmax_scale", "query_positions", "key_positions", "document_ids")
+        names = ("causal", "logit_scale", "visible_keys", "softmax_scale", "query_positions", "key_positions")
+        names += ("document_ids",)
         return {name: getattr(self, name) for name in (*names, "key_padding_mask", "attn_mask", "tolerance")}
 
     def to(self, dtype: torch.dtype) -> Case:
@@ -340,6 +342,12 @@ def cases(draw: st.DrawFn, prior_name: str, longest: int = 300, masks: bool = Tr
         logit_scale = SSMax(heads, include_prior=draw(st.booleans()))
         with torch.no_grad():
             logit_scale.s.uniform_(-1.5, 1.5, generator=generator)
+    visible_keys = None
+    if logit_scale is not None:
+        shape = draw(st.sampled_from([None, None, (num_queries,), (batch, num_queries), (batch, heads, num_queries)]))
+        # Queries that see next to nothing, and have next to no scale, leave nothing to prune.
+        fewest = draw(st.sampled_from([0, 200, 200]))
+        visible_keys = None if shape is None else torch.randint(fewest, 500, shape, generator=generator)
     documents = draw(_documents(batch, num_keys, generator)) if num_queries <= num_keys else None
     query_positions, key_positions = draw(_positions(batch, num_queries, num_keys, generator))
     return Case(
@@ -349,6 +357,7 @@ def cases(draw: st.DrawFn, prior_name: str, longest: int = 300, masks: bool = Tr
         prior=prior,
         causal=causal,
         logit_scale=logit_scale,
+        visible_keys=visible_keys,
         softmax_scale=draw(st.sampled_from([None, None, 0.3, 1.5])),
         query_positions=query_positions,
         key_positions=key_positions,

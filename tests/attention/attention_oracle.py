@@ -81,7 +81,11 @@ def oracle(case: Case) -> Dense:
     visible = visibility_of(case)
     scale = torch.ones(*case.query.shape[:3], 1, dtype=torch.float64)
     if case.logit_scale is not None:
-        number = visible.sum(-1, keepdim=True).clamp(min=1).double()
+        number = visible.sum(-1, keepdim=True)
+        if case.visible_keys is not None:
+            counts = case.visible_keys
+            number = counts.unsqueeze(-1) if counts.dim() == 3 else counts.reshape(-1, 1, counts.shape[-1], 1)
+        number = number.clamp(min=1).double()
         scale = case.logit_scale.s.double()[:, None, None] * number.log()
     logits = torch.einsum("bhid,bhjd->bhij", case.query.double(), key) * softmax_scale
     seen = visible

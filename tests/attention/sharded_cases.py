@@ -112,6 +112,15 @@ CASES = {
     "documents, contiguous shards": Case(lambda: Laplace(HEADS, learn=True), documents="runs", layout="contiguous"),
     "documents, bidirectional": Case(lambda: RelativeBuckets(HEADS), documents="runs", causal=False),
     "documents, interleaved": Case(_sum_of_both, documents="interleaved"),
+    "documents, interleaved in one half": Case(
+        lambda: Laplace(HEADS, learn=True), documents="interleaved in one half", layout="contiguous"
+    ),
+    "documents, interleaved, and a window": Case(
+        lambda: Laplace(HEADS, learn=True) + Window(HEADS, 9), documents="interleaved", layout="contiguous"
+    ),
+    "documents, interleaved, and a window, bidirectional": Case(
+        lambda: Laplace(HEADS, learn=True) + Window(HEADS, 9), documents="interleaved", causal=False
+    ),
     "documents shared by the batch": Case(lambda: Laplace(HEADS, learn=True), documents="shared"),
     "padding on the left": Case(lambda: GeneralizedGaussian(HEADS, init="spread"), padding="left"),
     "padding on the right, bidirectional": Case(lambda: Laplace(HEADS, learn=True), padding="right", causal=False),
@@ -154,7 +163,13 @@ def make_whole(case: Case) -> Whole:
             if case.dtype == torch.float64:
                 parameter.data = parameter.data.double()
     ids = torch.randint(0, 3, (batch, length))
-    documents = {"none": None, "runs": ids.sort(-1).values, "interleaved": ids, "shared": ids[:1]}[case.documents]
+    documents = {
+        "none": None,
+        "runs": ids.sort(-1).values,
+        "interleaved": ids,
+        "interleaved in one half": torch.where(torch.arange(length) < length // 2, ids, 0),
+        "shared": ids[:1],
+    }[case.documents]
     slots, number = torch.arange(length), torch.tensor([[5], [17]])[:batch]
     padding = {
         "none": None,

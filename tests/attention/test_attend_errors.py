@@ -48,6 +48,17 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "dtype of key": ("key", {"key": shaped(B, H, LENGTH, D, dtype=torch.bfloat16)}),
     "dtype of value": ("value", {"value": shaped(B, H, LENGTH, D, dtype=torch.float64)}),
     "integer query": ("query", {"query": shaped(B, H, LENGTH, D, dtype=LONG)}),
+    "counts without a scale": ("visible_keys", {"visible_keys": shaped(LENGTH, dtype=LONG)}),
+    "float counts": ("visible_keys", {"visible_keys": shaped(LENGTH), "logit_scale": SSMax(H)}),
+    "counts of other queries": (
+        "visible_keys",
+        {"visible_keys": shaped(LENGTH + 1, dtype=LONG), "logit_scale": SSMax(H)},
+    ),
+    "counts of another batch": (
+        "visible_keys",
+        {"visible_keys": shaped(3, LENGTH, dtype=LONG), "logit_scale": SSMax(H)},
+    ),
+    "a number of counts": ("visible_keys", {"visible_keys": torch.tensor(3), "logit_scale": SSMax(H)}),
     "padding shape": ("key_padding_mask", {"key_padding_mask": shaped(B, LENGTH + 1, dtype=torch.bool)}),
     "padding without batch": ("key_padding_mask", {"key_padding_mask": shaped(LENGTH, dtype=torch.bool)}),
     "float padding": ("key_padding_mask", {"key_padding_mask": shaped(B, LENGTH)}),

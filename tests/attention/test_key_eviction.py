@@ -10,7 +10,7 @@ from attention_cases import examples, prior_descriptions, randomize
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention_priors import KeySink, Laplace, Prior, SSMax, Window, prior_from_config, unneeded_keys
+from attention_priors import KeySink, Laplace, Prior, SSMax, Window, attend, prior_from_config, unneeded_keys
 from attention_priors.attention import key_bounds, key_eviction
 from attention_priors.priors import CATALOGUE, Structure
 
@@ -95,6 +95,32 @@ def test_future_queries_lose_no_more_than_the_tolerance(name: str) -> None:
     check()
     if name != "uniform":
         assert forgotten > 50, "the test has tested nothing"
+
+
+@pytest.mark.parametrize("include_prior", [True, False])
+def test_attention_without_the_forgotten_keys_is_as_close_as_promised(include_prior: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    length, more, tolerance = 2048, 40, 1e-5
+    key, value = (torch.randn(1, 2, length + more, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    prior, scale = Laplace(2, slopes=[0.5, 0.25]), SSMax(2, init=0.4, include_prior=include_prior)
+    forget = unneeded_keys(
+        key[:, :, :length], prior, tolerance=tolerance, query_norm=4.0, final_length=length + more, logit_scale=scale
+    )
+    left = torch.cat([~forget.all(1)[0], torch.ones(more, dtype=torch.bool)]).nonzero().flatten()
+    assert len(left) < length // 2
+    positions = torch.arange(length, length + more)
+    query = 4 * torch.nn.functional.normalize(
+        torch.randn(1, 2, more, 8, generator=generator, dtype=torch.float64), dim=-1
+    )
+    whole = attend(query, key, value, prior, logit_scale=scale)
+    places: dict[str, Any] = {"query_positions": positions, "key_positions": left}
+    rest = attend(
+        query, key[:, :, left], value[:, :, left], prior, logit_scale=scale, visible_keys=positions + 1, **places
+    )
+    bound = 2 * tolerance * float(value.norm(dim=-1).max())
+    assert float((rest - whole).detach().norm(dim=-1).max()) <= bound
+    miscounted = attend(query, key[:, :, left], value[:, :, left], prior, logit_scale=scale, **places)
+    assert float((miscounted - whole).detach().norm(dim=-1).max()) > 10 * bound
 
 
 def test_local_heads_need_few_keys() -> None:

@@ -1,6 +1,7 @@
 """The log-sum-exp makes attention over parts of the keys into attention over all of them."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from attention_oracle import positions_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from attention_priors import GeneralizedGaussian, SSMax, attend
 
 
 def some_keys(case: Case, keys: slice) -> Case:
@@ -30,6 +33,30 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     whole = lse.logsumexp(0)
     shares = (lse - whole.masked_fill(torch.isneginf(whole), 0.0)).exp().unsqueeze(-1)
     return (shares * torch.stack([out for out, _ in parts])).sum(0), whole
+
+
+@pytest.mark.parametrize("include_prior", [True, False])
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "toeplitz", "auto"])
+def test_parts_with_a_logit_scale_merge_where_both_know_how_many_keys_there_are(backend, include_prior) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 40, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    prior, scale = GeneralizedGaussian(4, init="spread"), SSMax(4, 0.7, include_prior=include_prior)
+    places = torch.arange(40)
+
+    def solve(keys: slice, **options: Any) -> tuple[Tensor, Tensor]:
+        positions = {"query_positions": places, "key_positions": places[keys]}
+        part = {"logit_scale": scale, "return_lse": True, "backend": backend}
+        return attend(query, key[:, :, keys], value[:, :, keys], prior, **positions, **part, **options)
+
+    whole, whole_lse = solve(slice(0, None))
+    parts = [solve(keys, visible_keys=places + 1) for keys in (slice(0, 13), slice(13, None))]
+    out, lse = merge(parts)
+    torch.testing.assert_close((out, lse), (whole, whole_lse))
+    (found,), (expected,) = (torch.autograd.grad(x.square().sum(), [scale.s], retain_graph=True) for x in (out, whole))
+    torch.testing.assert_close(found, expected)
+    # Counted each for itself, they are parts of nothing.
+    alone, _ = merge([solve(keys) for keys in (slice(0, 13), slice(13, None))])
+    assert float((alone - whole).detach().abs().max()) > 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -96,6 +96,19 @@ def test_compiled_without_a_graph_break(name: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("prior", [None, Spectral(H, 2), KeySink(H, 64)], ids=["none", "spectral", "sink"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_compiled_with_sizes_that_are_symbols(prior: Prior | None, scaled: bool) -> None:
+    scale = SSMax(H, 0.4) if scaled else None
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (9, 14):
+        query, key = torch.randn(2, H, length, 4), torch.randn(2, H, length, 4)
+        with torch.no_grad():
+            found = compiled(query, key, key, prior, logit_scale=scale)
+            expected = attend(query, key, key, prior, logit_scale=scale, backend="reference")
+        torch.testing.assert_close(found, expected)
+
+
 def test_compiled_it_refuses_positions_with_gaps() -> None:
     query, key, value = inputs()
     torch._dynamo.reset()

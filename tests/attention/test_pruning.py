@@ -24,7 +24,7 @@ from attention_priors import (
     attend,
     pruning_report,
 )
-from attention_priors.attention import operators, pruning
+from attention_priors.attention import operators, pruning, pruning_effects
 
 TOLERANCES = st.sampled_from([1e-9, 1e-6, 1e-3, 0.05, 0.5])
 SIZES = st.sampled_from([2, 4, 8])
@@ -150,6 +150,17 @@ def test_decoding_with_kept_bounds(dtype: torch.dtype, prior: Prior) -> None:
         assert report.skipped[0] > 0.2
 
 
+def test_a_report_of_positions_with_gaps_makes_no_table_of_their_distances(monkeypatch) -> None:
+    monkeypatch.setattr(pruning_effects, "table_for", lambda *x: pytest.fail("a table of all distances"))
+    query, key = torch.randn(1, 2, 600, 4), torch.randn(1, 2, 900, 4)
+    places = torch.randperm(100_000, generator=torch.Generator().manual_seed(0))[:900].sort().values
+    report = pruning_report(query, key, Laplace(2), tolerance=1e-3, query_positions=places[300:], key_positions=places)
+    assert report.kept.all()
+    assert report.kept.shape == (1, 2, 3, 4)
+    assert not report.skipped.any()
+    assert not report.dropped.any()
+
+
 def test_report_counts_pairs() -> None:
     query, key, _ = _random(2048, 2, 2, 2)
     prior = Laplace(2, slopes=[1.0, 1e-6])
@@ -261,7 +272,7 @@ def test_the_certificate_holds_for_keys_cast_after_their_bounds_were_made(name: 
     """Far from the origin, where a cast moves keys by as much as they differ."""
     dropped_blocks = 0
 
-    @examples(20, f"{name} {dtype}")
+    @examples(40, f"{name} {dtype}")
     @given(prunable_cases(name, TOLERANCES), SIZES, st.sampled_from([0.0, 50.0]))
     def check(case: Case, size: int, away: float) -> None:
         nonlocal dropped_blocks

@@ -60,6 +60,10 @@ def test_one_number_at_a_time(case: Case) -> None:
         bias = case.prior.log_prior(*positions_of(case), dtype=torch.float64)
         bias = bias.expand(batch, -1, -1, -1).tolist()
     mask = None if case.attn_mask is None else case.attn_mask.expand(batch, heads, num_queries, num_keys).tolist()
+    counts = None
+    if case.visible_keys is not None:
+        counts = case.visible_keys
+        counts = (counts[:, None] if counts.dim() == 2 else counts).expand(batch, heads, num_queries).tolist()
     softmax_scale = 1 / math.sqrt(head_dim) if case.softmax_scale is None else case.softmax_scale
     for b in range(batch):
         for h in range(heads):
@@ -79,7 +83,8 @@ def test_one_number_at_a_time(case: Case) -> None:
                     seen.append(j)
                 scale = 1.0
                 if case.logit_scale is not None:
-                    scale = float(case.logit_scale.s[h]) * math.log(max(1, len(seen)))
+                    number = len(seen) if counts is None else counts[b][h][i]
+                    scale = float(case.logit_scale.s[h]) * math.log(max(1, number))
                 logits = {}
                 for j in seen:
                     content = sum(

@@ -67,6 +67,60 @@ def _train(prior: GeneralizedGaussian) -> None:
     optimizer.step()
 
 
+class _WithBuffer(GeneralizedGaussian):
+    """A prior of one's own, with a buffer and an attribute that its numbers come from."""
+
+    name = "with_buffer"
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__(num_heads, init="spread")
+        self.shift: torch.Tensor
+        self.register_buffer("shift", torch.zeros(num_heads))
+        self.steps = (1.0, 2.0)
+
+    def log_prior_at(self, distance: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        height = (self.shift + self.steps[1]).view(-1, *[1] * distance.dim())
+        return super().log_prior_at(distance, dtype) + height * (distance % 2).to(dtype)
+
+
+def _fill_buffer(prior: _WithBuffer) -> None:
+    prior.shift.fill_(3.0)
+
+
+def _load_buffer(prior: _WithBuffer) -> None:
+    prior.load_state_dict(prior.state_dict() | {"shift": torch.full((H,), 3.0)})
+
+
+def _set_attribute(prior: _WithBuffer) -> None:
+    prior.steps = (1.0, 5.0)
+
+
+@pytest.mark.parametrize("change", [_fill_buffer, _load_buffer, _set_attribute])
+def test_a_change_of_buffers_and_attributes_is_seen(change) -> None:
+    prior = _WithBuffer(H)
+    query, key = torch.randn(1, H, 1, 4), torch.randn(1, H, 50, 4)
+    with torch.no_grad():
+        before = attend(query, key, key, prior, backend="toeplitz")
+        change(prior)
+        after = attend(query, key, key, prior, backend="toeplitz")
+        expected = attend(query, key, key, prior, backend="reference")
+    torch.testing.assert_close(after, expected)
+    assert float((after - before).abs().max()) > 1e-3
+
+
+def test_a_change_of_attributes_is_seen_by_lanes() -> None:
+    prior = Spectral(H, 3)
+    torch.nn.init.normal_(prior.alpha)
+    query, key = torch.randn(1, H, 9, 4), torch.randn(1, H, 50, 4)
+    with torch.no_grad():
+        before = attend(query, key, key, prior, backend="lanes")
+        prior.base *= 10
+        after = attend(query, key, key, prior, backend="lanes")
+        expected = attend(query, key, key, prior, backend="reference")
+    torch.testing.assert_close(after, expected)
+    assert float((after - before).abs().max()) > 1e-3
+
+
 @pytest.mark.parametrize("change", [_write_data, _replace_data, _load, _train])
 def test_a_change_of_parameters_is_seen_however_it_is_made(change) -> None:
     prior = GeneralizedGaussian(H, init="spread")

@@ -15,7 +15,7 @@ from attention_priors.attention.tiles import Tile, Tiling
 
 
 def geometry_of(case: Case) -> Geometry:
-    options: dict[str, Any] = {**case.options(), "logit_scale": None}
+    options: dict[str, Any] = {**case.options(), "logit_scale": None, "visible_keys": None}
     return make_problem(case.query, case.key, case.value, None, **options, relative=None, dropout_p=0.0).geometry
 
 

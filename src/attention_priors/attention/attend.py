@@ -35,6 +35,7 @@ def attend(
     return_lse: Literal[False] = ...,
     causal: bool = ...,
     logit_scale: SSMax | None = ...,
+    visible_keys: Tensor | None = ...,
     softmax_scale: float | None = ...,
     query_positions: Tensor | None = ...,
     key_positions: Tensor | None = ...,
@@ -59,6 +60,7 @@ def attend(
     return_lse: Literal[True],
     causal: bool = ...,
     logit_scale: SSMax | None = ...,
+    visible_keys: Tensor | None = ...,
     softmax_scale: float | None = ...,
     query_positions: Tensor | None = ...,
     key_positions: Tensor | None = ...,
@@ -81,6 +83,7 @@ def attend(
     *,
     causal: bool = True,
     logit_scale: SSMax | None = None,
+    visible_keys: Tensor | None = None,
     softmax_scale: float | None = None,
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
@@ -108,6 +111,10 @@ def attend(
         prior: a log-prior over positions, or None for the uniform one.
         causal: whether a query sees only keys at positions up to its own.
         logit_scale: :class:`SSMax`, or None.
+        visible_keys: ``n``, how many keys each query may see as ``logit_scale`` counts them, integers ``(Lq,)``,
+            ``(B, Lq)`` or ``(B, H or 1, Lq)``. By default those that are given and not hidden are counted; where
+            others have been left out (keys that were forgotten, or that another call has seen to), say here how
+            many there would be.
         softmax_scale: of the content; ``1/sqrt(D)`` by default.
         query_positions: integers ``(Lq,)`` or ``(B, Lq)``, in tokens. By default queries end at the last
             key, as in decoding with a KV cache.
@@ -121,7 +128,9 @@ def attend(
         relative: Shaw's vectors, which enter content scores and values.
         dropout_p: probability with which attention weights are dropped.
         return_lse: also return the log-sum-exp of each query's logits, which makes partial results over
-            disjoint sets of keys mergeable. Gradients flow through it.
+            disjoint sets of keys mergeable (with a ``logit_scale``, give both the ``visible_keys`` of the whole).
+            Gradients flow through it. A :class:`KeySink` with slopes counts in it from position 0: in float32, merging
+            loses digits as positions grow (1e-3 at 10⁵ tokens).
         tolerance: which share of its weight a query may lose, in [0, 1). Above 0, blocks of keys that provably weigh
             no more than that together are not looked at, so that ``‖o_i - ô_i‖ ≤ 2 tolerance · max_j ‖v_j‖`` and the
             log-sum-exp is low by at most ``-ln(1 - tolerance)``, beside rounding; gradients are exactly those of
@@ -156,6 +165,7 @@ def attend(
         prior,
         causal=causal,
         logit_scale=logit_scale,
+        visible_keys=visible_keys,
         softmax_scale=softmax_scale,
         query_positions=query_positions,
         key_positions=key_positions,
@@ -200,6 +210,7 @@ def attend_with_weights(
     *,
     causal: bool = True,
     logit_scale: SSMax | None = None,
+    visible_keys: Tensor | None = None,
     softmax_scale: float | None = None,
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
@@ -226,6 +237,7 @@ def attend_with_weights(
         prior,
         causal=causal,
         logit_scale=logit_scale,
+        visible_keys=visible_keys,
         softmax_scale=softmax_scale,
         query_positions=query_positions,
         key_positions=key_positions,

@@ -16,10 +16,10 @@ from torch import Tensor
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.geometry_operator import count_visible_keys
 from attention_priors.attention.logit_scale import SSMax
-from attention_priors.attention.problem import make_geometry
+from attention_priors.attention.problem import check_visible_keys, make_geometry
 from attention_priors.attention.tables import consecutive_table
 from attention_priors.priors import Prior, Structure
-from attention_priors.priors.base import check_positions, join_lanes
+from attention_priors.priors.base import join_lanes
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -98,9 +98,11 @@ def flex_score_mod(
     geometry = _geometry((max(heads.values()), num_queries, num_keys), where, causal, *given)
     row_scale = None
     if visible_keys is not None:
-        geometry, visible_keys = _with_counts(geometry, visible_keys)
-        if logit_scale is None:
-            raise ValueError("visible_keys are for a logit_scale, and logit_scale is None")
+        visible_keys = check_visible_keys(visible_keys, logit_scale, geometry.heads, num_queries).to(geometry.device)
+        batch = len(visible_keys) if geometry.batch == 1 else geometry.batch
+        if len(visible_keys) not in (1, batch):
+            raise ValueError(f"visible_keys has a batch of {len(visible_keys)}, and other arguments one of {batch}")
+        geometry = replace(geometry, batch=batch)
     if logit_scale is not None:
         like = torch.empty(0, device=geometry.device)
         row_scale = logit_scale(count_visible_keys(geometry, like) if visible_keys is None else visible_keys)
@@ -188,21 +190,6 @@ def _geometry(
         key_padding_mask=None if key_padding_mask is None else key_padding_mask.to(device),
         attn_mask=None,
     )
-
-
-def _with_counts(geometry: Geometry, visible_keys: Tensor) -> tuple[Geometry, Tensor]:
-    """Numbers of visible keys as ``(1 or B, H or 1, Lq)``, and the geometry with their batch if it has none."""
-    check_positions("visible_keys", visible_keys)
-    shape, heads, length = tuple(visible_keys.shape), geometry.heads, geometry.num_queries
-    if len(shape) > 3 or visible_keys.shape[-1] != length or (len(shape) == 3 and shape[1] not in (1, heads)):
-        raise ValueError(
-            f"visible_keys must have shape ({length},), (B, {length}) or (B, {heads} or 1, {length}), got {shape}"
-        )
-    counts = (visible_keys if len(shape) == 3 else visible_keys.reshape(-1, 1, length)).to(geometry.device)
-    batch = len(counts) if geometry.batch == 1 else geometry.batch
-    if len(counts) not in (1, batch):
-        raise ValueError(f"visible_keys has a batch of {len(counts)}, and other arguments one of {batch}")
-    return replace(geometry, batch=batch), counts
 
 
 # ---- positions and distances

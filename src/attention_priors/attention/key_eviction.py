@@ -52,7 +52,8 @@ def unneeded_keys(
 
     Returns:
         ``(B, H, L)``, boolean, True = not needed by that head of queries; the same for all keys of a block of 256. A
-        cached key can go once all heads that share it agree.
+        cached key can go once all heads that share it agree. With a ``logit_scale``, tell :func:`attend` from then on
+        how many keys there would be (``visible_keys``, ``p + 1``): it would count those that are left.
 
     Raises:
         ValueError: if an argument is impossible; it says which and why.

@@ -41,10 +41,12 @@ def lanes(problem: Problem, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     if not lanes_are_exact(problem, augmented):
         return blockwise(problem)
     content, query, key, value = augmented.content, problem.query, problem.key, problem.value
-    # A branch and not an `and`: where lengths are symbols of a compiled graph, that would be one too.
-    causal = problem.geometry.causal
+    # Branches and no expressions: where sizes are symbols of a compiled graph, these would be symbols too.
+    causal, is_grouped = problem.geometry.causal, False
     if query.shape[2] == 1:
         causal = False
+    if query.shape[1] != key.shape[1]:
+        is_grouped = True
     # One width for all three: kernels for several are slower.
     width = max(content.width, value.shape[-1])
     out = scaled_dot_product_attention(
@@ -53,7 +55,7 @@ def lanes(problem: Problem, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         content.values(all_of, width),
         is_causal=causal,
         scale=problem.softmax_scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=is_grouped,
     )
     return out[..., : value.shape[-1]].to(problem.query.dtype), None
 

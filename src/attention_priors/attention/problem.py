@@ -85,6 +85,7 @@ def make_problem(
     dropout_p: float,
     tolerance: float = 0.0,
     key_bounds: KeyBounds | None = None,
+    visible_keys: Tensor | None = None,
 ) -> Problem:
     """Check every argument of :func:`attend` against the others and fill in the defaults.
 
@@ -130,8 +131,14 @@ def make_problem(
         attn_mask=attn_mask,
     )
     row_scale = None
+    if visible_keys is not None:
+        visible_keys = check_visible_keys(visible_keys, logit_scale, heads, num_queries).to(query.device)
+        if len(visible_keys) not in (1, batch):
+            raise ValueError(f"visible_keys has a batch of {len(visible_keys)}, and query one of {batch}")
+        visible_keys = visible_keys.expand(batch, -1, -1)
     if logit_scale is not None:
-        row_scale = logit_scale(count_visible_keys(geometry, query), compute_dtype_of(query))
+        counts = count_visible_keys(geometry, query) if visible_keys is None else visible_keys
+        row_scale = logit_scale(counts, compute_dtype_of(query))
     return Problem(
         query=query,
         key=key,
@@ -147,6 +154,24 @@ def make_problem(
         key_bounds=key_bounds,
         logit_scale=logit_scale,
     )
+
+
+def check_visible_keys(visible_keys: Tensor, logit_scale: SSMax | None, heads: int, num_queries: int) -> Tensor:
+    """Numbers of visible keys that a caller gives, as ``(1 or B, H or 1, Lq)``.
+
+    Raises:
+        ValueError: they have another shape, are no integers, or there is no logit scale that reads them.
+    """
+    check_positions("visible_keys", visible_keys)
+    shape = tuple(visible_keys.shape)
+    if not 0 < len(shape) <= 3 or shape[-1] != num_queries or (len(shape) == 3 and shape[1] not in (1, heads)):
+        raise ValueError(
+            f"visible_keys must have shape ({num_queries},), (B, {num_queries}) or (B, {heads} or 1, {num_queries}), "
+            f"got {shape}"
+        )
+    if logit_scale is None:
+        raise ValueError("visible_keys are for a logit_scale, and logit_scale is None")
+    return visible_keys if len(shape) == 3 else visible_keys.reshape(-1, 1, num_queries)
 
 
 def make_geometry(

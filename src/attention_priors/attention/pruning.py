@@ -69,12 +69,8 @@ def prune(content: Content, problem: BlockProblem, tolerance: float, balls: Ball
         tolerance: in (0, 1).
         balls: around the blocks of the keys, without lanes; None to make them.
     """
-    geometry, query = problem.geometry, content.query
-    size = (geometry.batch, geometry.heads, -(-geometry.num_queries // BLOCK), -(-geometry.num_keys // BLOCK))
-    everything = Pruned(
-        torch.ones(size, dtype=torch.bool, device=query.device),
-        torch.zeros(size[:3], dtype=torch.float64, device=query.device),
-    )
+    geometry = problem.geometry
+    everything = keep_everything(geometry)
     if not may_prune(geometry) or geometry.offset is None or problem.distances.listed is not None:
         return everything
     if problem.inside is not None and not bool(problem.inside.any()):
@@ -89,6 +85,15 @@ def prune(content: Content, problem: BlockProblem, tolerance: float, balls: Ball
     share = pruned.kept.sum((0, 2, 3)) / visible.expand_as(pruned.kept).sum((0, 2, 3)).clamp(min=1)
     whole = (share > WORTH_PRUNING).view(1, -1, 1, 1)
     return Pruned(pruned.kept | whole, pruned.dropped.masked_fill(whole[..., 0], 0.0))
+
+
+def keep_everything(geometry: Geometry) -> Pruned:
+    """Nothing is dropped."""
+    size = (geometry.batch, geometry.heads, -(-geometry.num_queries // BLOCK), -(-geometry.num_keys // BLOCK))
+    return Pruned(
+        torch.ones(size, dtype=torch.bool, device=geometry.device),
+        torch.zeros(size[:3], dtype=torch.float64, device=geometry.device),
+    )
 
 
 def may_prune(geometry: Geometry) -> bool:

@@ -11,7 +11,7 @@ from attention_priors.attention.key_bounds import BLOCK, KeyBounds
 from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.operators import read_inputs
 from attention_priors.attention.problem import make_problem
-from attention_priors.attention.pruning import prune
+from attention_priors.attention.pruning import keep_everything, prune
 from attention_priors.attention.recentred import visible_at
 from attention_priors.attention.toeplitz import balls_of, operator_inputs, split, table_for
 from attention_priors.priors import Prior
@@ -78,11 +78,14 @@ def pruning_report(
         tolerance=tolerance,
         key_bounds=key_bounds,
     )
-    augmented, terms = split(problem)
-    inputs = operator_inputs(problem, augmented, table_for(problem, augmented, terms))
-    kept, dropped = prune(*read_inputs(*inputs, None, False), tolerance, balls_of(problem))
-
     geometry = problem.geometry
+    if geometry.offset is None:
+        # Positions with gaps are computed in full. A table of all their distances would be as large as a dense bias.
+        kept, dropped = keep_everything(geometry)
+    else:
+        augmented, terms = split(problem)
+        inputs = operator_inputs(problem, augmented, table_for(problem, augmented, terms))
+        kept, dropped = prune(*read_inputs(*inputs, None, False), tolerance, balls_of(problem))
     reach = torch.zeros(geometry.heads, dtype=torch.int64, device=query.device)
     seen = torch.zeros((), dtype=torch.float64, device=query.device)
     looked_at = torch.zeros(geometry.heads, dtype=torch.float64, device=query.device)

@@ -299,7 +299,17 @@ class ShardedSequence:
         nearest, farthest = queries.first - (keys.last - 1), queries.last - 1 - keys.first
         if causal and farthest < 0:
             return False
+        if self._is_interleaved:
+            # Within a document tokens are nearer to each other than their places are, but in the same order.
+            nearest, farthest = min(nearest, 1), max(farthest, -1)
         return reach is None or (nearest <= reach[1] and farthest >= reach[0])
+
+    @cached_property
+    def _is_interleaved(self) -> bool:
+        """Whether some document is no run of places."""
+        return self._documents is not None and any(
+            len(ids.unique_consecutive()) > len(ids.unique()) for ids in self._documents
+        )
 
     def _share_documents(self, queries: Run, keys: Run) -> bool:
         """Whether some example has a document in both, with a key that is no padding."""
@@ -339,7 +349,9 @@ class ShardedSequence:
             found.append(
                 [(_slots(ids, document, queries), _slots(ids, document, keys)) for document in sorted(here & there)]
             )
-        if all(len(parts) == 1 and parts == found[0] and isinstance(parts[0][0], slice) for parts in found):
+        # Tensors of slots are compared with nothing: they are never the same for all.
+        are_runs = all(len(parts) == 1 and all(isinstance(x, slice) for x in parts[0]) for parts in found)
+        if are_runs and all(parts == found[0] for parts in found):
             return [Piece(everyone, *found[0][0])]
         one_by_one = [slice(b, b + 1) for b in range(self.batch)] if self.batch > 1 else [everyone]
         return [Piece(batches, *part) for batches, parts in zip(one_by_one, found, strict=True) for part in parts]

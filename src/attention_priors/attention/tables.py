@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,11 +24,46 @@ FARTHEST = 4
 """Positions per key, at most, up to which lanes are kept: with gaps, most would be of positions where no key is."""
 
 
+class _State(NamedTuple):
+    """What a prior's numbers come from, but for its class."""
+
+    tensors: list[Tensor]
+    """Parameters and buffers."""
+    settings: dict[str, Any]
+    """Attributes that are plain."""
+
+    @classmethod
+    def of(cls, prior: Prior) -> _State:
+        return cls([x.detach().clone() for x in _tensors(prior)], _settings(prior))
+
+    def is_of(self, prior: Prior) -> bool:
+        # By value: whoever writes to `parameter.data` leaves no other trace. They are a few numbers per head.
+        tensors = list(_tensors(prior))
+        return (
+            len(tensors) == len(self.tensors)
+            and all(torch.equal(old, new) for old, new in zip(self.tensors, tensors, strict=True))
+            and self.settings == _settings(prior)
+        )
+
+
+def _tensors(prior: Prior) -> Iterator[Tensor]:
+    yield from prior.parameters()
+    yield from prior.buffers()
+
+
+def _settings(prior: Prior) -> dict[str, Any]:
+    return {name: value for name, value in vars(prior).items() if _is_plain(value) and name != "training"}
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, int | float | str) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+
+
 @dataclass
 class _Kept:
     """A table whose prior has not changed since."""
 
-    parameters: list[Tensor]
+    state: _State
     table: Tensor
     """``(H, N)``; entry 0 is that of the distance ``highest``, and they fall by one."""
     highest: int
@@ -54,7 +90,7 @@ class _Kept:
             same_kind
             and highest <= self.highest
             and lowest > self.highest - self.table.shape[1]
-            and _are_those_of(prior, self.parameters)
+            and self.state.is_of(prior)
         )
 
 
@@ -62,28 +98,24 @@ class _Kept:
 class _KeptLanes:
     """Features of keys' positions, of a prior that has not changed since."""
 
-    parameters: list[Tensor]
+    state: _State
     features: Tensor
     """``(N, R)``, of the positions from 0 on."""
 
     def serves(self, prior: Prior, length: int, like: Tensor) -> bool:
         same_kind = self.features.dtype == like.dtype and self.features.device == like.device
-        return same_kind and length <= len(self.features) and _are_those_of(prior, self.parameters)
+        return same_kind and length <= len(self.features) and self.state.is_of(prior)
 
 
 _kept: WeakKeyDictionary[Prior, _Kept] = WeakKeyDictionary()
 _kept_lanes: WeakKeyDictionary[Prior, _KeptLanes] = WeakKeyDictionary()
 
 
-def _are_those_of(prior: Prior, parameters: Sequence[Tensor]) -> bool:
-    # By value: whoever writes to `parameter.data` leaves no other trace. They are a few numbers per head.
-    return all(torch.equal(old, new) for old, new in zip(parameters, prior.parameters(), strict=True))
-
-
 def consecutive_table(terms: Sequence[Prior], highest: int, lowest: int, like: Tensor) -> Tensor | None:
     """The sum of the priors at ``highest, highest - 1, ..., lowest``, ``(H, N)``; None if there are no terms.
 
-    Where no gradient is wanted, each prior's table is kept until its parameters change, and grows ahead of need.
+    Where no gradient is wanted, each prior's table is kept until the prior changes (parameters, buffers, plain
+    attributes), and grows ahead of need.
 
     Args:
         terms: stationary priors.
@@ -148,7 +180,7 @@ def _kept_table(term: Prior, highest: int, lowest: int, like: Tensor) -> Tensor:
         # What inference mode makes could not be saved for a backward pass later.
         with torch.inference_mode(False), torch.no_grad():
             table = term.log_prior_at(torch.arange(top, bottom - 1, -1, device=like.device), like.dtype)
-            kept = _Kept([p.detach().clone() for p in term.parameters()], table, top, asked)
+            kept = _Kept(_State.of(term), table, top, asked)
         _kept[term] = kept
     start = kept.highest - highest
     return kept.table[:, start : start + highest - lowest + 1]
@@ -157,7 +189,7 @@ def _kept_table(term: Prior, highest: int, lowest: int, like: Tensor) -> Tensor:
 def lanes_of(term: Prior, geometry: Geometry, dtype: torch.dtype) -> Lanes:
     """The lanes of a factored prior for these queries and keys.
 
-    Where no gradient is wanted, those of keys are kept until the prior's parameters change, and grow ahead of need.
+    Where no gradient is wanted, those of keys are kept until the prior changes, and grow ahead of need.
     """
     queries, keys = geometry.query_positions, geometry.key_positions
     length = _length_from_0(geometry, keys) if _may_keep(term) else None
@@ -169,7 +201,7 @@ def lanes_of(term: Prior, geometry: Geometry, dtype: torch.dtype) -> Lanes:
         with torch.inference_mode(False), torch.no_grad():
             positions = torch.arange(grown, device=keys.device)
             features = term.lanes(positions[:1], positions, dtype=dtype).key
-            kept = _KeptLanes([p.detach().clone() for p in term.parameters()], features)
+            kept = _KeptLanes(_State.of(term), features)
         _kept_lanes[term] = kept
     one_after_another = geometry.given_key_positions is None and geometry.key_documents is None
     of_keys = kept.features[:length].unsqueeze(0) if one_after_another else kept.features[keys]
