@@ -1,13 +1,16 @@
 """The Python of pages that need nothing but this package runs as it stands there."""
 
+import inspect
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from attention_priors import attend
 from attention_priors.analysis import effective_reach
 from attention_priors.priors import Laplace
-from written_pages import python_of, run_page
+from written_pages import ROOT, python_of, run_page
 
 
 @pytest.mark.parametrize("name", ["attention", "copy-mixture", "evaluate", "inspect", "pruning"])
@@ -15,6 +18,12 @@ def test_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     assert run_page(f"docs/{name}.md")
+
+
+def test_the_page_of_attend_has_every_argument() -> None:
+    (table,) = re.findall(r"## What it takes\n(.*?)\n## ", (ROOT / "docs/attention.md").read_text(), re.DOTALL)
+    first_column = " ".join(line.split("|")[1] for line in table.splitlines() if line.startswith("|"))
+    assert set(re.findall(r"`(\w+)`", first_column)) == set(inspect.signature(attend).parameters)
 
 
 def test_the_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from synthetic_results import LENGTHS, SEEDS, THETA_BETA, TRAINED
 from attention_priors.report import write_figures
 from attention_priors.report.figures import comparison, gallery
 from attention_priors.report.figures.drawing import PERPLEXITY_RANGE
-from attention_priors.report.figures.style import label, looks
+from attention_priors.report.figures.style import COLOURS, label, looks
 from attention_priors.report.pages import images
 from attention_priors.report.selections.passkeys import passkey_table
 from attention_priors.results_format import SECTIONS
@@ -124,7 +124,7 @@ def test_a_scheme_has_one_colour_in_every_figure(results):
 def test_dots_of_schemes_have_different_colours(results):
     """Also where lines of one colour would be told apart by their style."""
     (heads,) = [[row for row in results["priors"] if row["scheme"] == "BAM"]]
-    names = ["BAM", *(f"scheme {index}" for index in range(6)), "another"]
+    names = ["BAM", *(f"scheme {index}" for index in range(len(COLOURS) - 1)), "another"]
     results["schemes"] = [{"name": name} for name in names]
     results["priors"] = [row | {"scheme": name} for row in heads for name in ("BAM", "another")]
     assert looks(results)["BAM"].color == looks(results)["another"].color
@@ -132,6 +132,16 @@ def test_dots_of_schemes_have_different_colours(results):
         results[section] = []
     colours = legend_colours(comparison.theta_scatter(results))
     assert colours["BAM"] != colours["another"]
+
+
+def test_seeds_are_dashed_as_their_scheme_is(results):
+    first = looks(results)["BAM"].linestyle
+    results["schemes"] = [*({"name": f"scheme {index}"} for index in range(len(COLOURS))), *results["schemes"]]
+    later = looks(results)["BAM"].linestyle
+    figure = comparison.passkey_by_length(results)
+    seeds = [line.get_linestyle() for seed in SEEDS for line in by_gid(figure, f"seed:BAM:{seed}")]
+    assert later != first
+    assert seeds == [later] * len(SEEDS)
 
 
 def test_many_schemes_all_look_different(results):

@@ -88,7 +88,7 @@ def draw_passkeys(axes: Axes, results: Results, looks: Looks, *, panel: bool = F
             x = [length * nudge for (length,), _ in counts]
             y = [100 * count.share for _, count in counts]
             if len(seeds) > 1:
-                axes.plot(x, y, color=looks[scheme].color, linewidth=0.7, alpha=0.5, gid=f"seed:{scheme}:{seed}")
+                _plot_seed(axes, x, y, looks[scheme], f"seed:{scheme}:{seed}")
             if stopped(results, scheme, seed) and counts[-1][0][0] < lengths[-1]:
                 crosses = True
                 axes.plot(
@@ -148,9 +148,11 @@ def _seeds_of_perplexity(axes: Axes, selected: Sequence[Row], look: Look, scheme
     seeds = distinct(selected, "seed")
     for seed in seeds if len(seeds) > 1 else ():
         curve = perplexity_curve(row for row in selected if row["seed"] == seed)
-        axes.plot(
-            list(curve), list(curve.values()), color=look.color, linewidth=0.7, alpha=0.5, gid=f"seed:{scheme}:{seed}"
-        )
+        _plot_seed(axes, list(curve), list(curve.values()), look, f"seed:{scheme}:{seed}")
+
+
+def _plot_seed(axes: Axes, x: Sequence[float], y: Sequence[float], look: Look, gid: str) -> None:
+    axes.plot(x, y, color=look.color, linestyle=look.linestyle, linewidth=0.7, alpha=0.5, gid=gid)
 
 
 def perplexity_label(results: Results, looks: Looks, end: float | None) -> str:
@@ -169,7 +171,7 @@ def perplexity_label(results: Results, looks: Looks, end: float | None) -> str:
 
 
 def training_key() -> Line2D:
-    """Of the line at a training length, or of several, each in its scheme's colour."""
+    """Of the line at a training length, or of several, each in its scheme's colour where it is of one alone."""
     return Line2D([], [], color="#444444", linestyle=(0, (5, 3)), linewidth=1, label="training length")
 
 
@@ -222,9 +224,9 @@ def logit_scale_bins(values: Mapping[str, Sequence[float]]) -> list[float]:
 
 
 def _trained(results: Results, looks: Looks) -> dict[int, str]:
-    """The training lengths of schemes, and the colour of each where they differ."""
+    """The training lengths of schemes, each in its scheme's colour if each is of one alone, and there are several."""
     lengths = {training_length(results, scheme): one.color for scheme, one in looks.items()}
-    return lengths if len(lengths) > 1 else dict.fromkeys(lengths, "#444444")
+    return lengths if 1 < len(lengths) == len(looks) else dict.fromkeys(lengths, "#444444")
 
 
 # ---- log-priors

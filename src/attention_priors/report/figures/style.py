@@ -14,8 +14,10 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from attention_priors.report.selections.axes import overview
 from attention_priors.report.selections.results import Results, scheme_names
 
-# Okabe and Ito's colour-blind-safe colours, without yellow, which is lost on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Okabe and Ito's colour-blind-safe colours, without yellow, which is lost on white; and three of Paul Tol's.
+COLOURS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255", "#999933", "#7F6AB8",
+)  # fmt: skip
 MARKERS = ("o", "s", "^", "D", "v", "P", "<", "X", ">", "h", "p")
 LINE_STYLES = ("-", "--", "-.", ":")
 
@@ -37,7 +39,7 @@ class Look(NamedTuple):
 def look(index: int) -> Look:
     """The look of the line at a place, from 0.
 
-    Seven colours come back with another line style, and eleven markers run alongside, so lines that share a
+    Ten colours come back with another line style, and eleven markers run alongside, so lines that share a
     colour differ in both.
     """
     return Look(
