@@ -224,7 +224,7 @@ def test_every_image_is_read_once_an_epoch() -> None:
 
 AUGMENTATIONS: dict[str, Any] = {
     "none": {},
-    "affine": {"shift": 0.2, "zoom": [0.7, 1.4], "moved": 0.5},
+    "affine": {"shift": 0.2, "zoom": [0.7, 1.4]},
     "flip, erase": {"flip": 0.5, "erase": 0.5},
     "RandAugment": {"rand_augment": [2, 9]},
     "both mixes": {"mixup": 0.8, "cutmix": 1.0},
@@ -249,16 +249,6 @@ def test_a_batch_depends_on_its_rows_alone(name: str) -> None:
     assert -1.001 <= float(first["pixel_values"].min()) <= float(first["pixel_values"].max()) <= 1.001
     torch.testing.assert_close(first["labels"].sum(1), torch.ones(4))
     assert float(first["labels"].min()) >= 0.01 - 1e-6
-
-
-def test_the_share_of_images_that_are_moved() -> None:
-    pictures = load_pictures(PictureSettings(source="digits"))
-    changes = settings(augmentation={"shift": 0.2, "zoom": [0.7, 1.4], "moved": 0.25})
-    rows = PictureRows(pictures.train, 8, 400, seed=0, augmentation=changes.augmentation)
-    given = [rows[index] for index in range(400)]
-    found = Collate(changes, 10, seed=0)(given)["pixel_values"]
-    as_they_were = (found == torch.stack([row["image"] for row in given]) * 2 - 1).flatten(1).all(1)
-    assert 0.65 < float(as_they_were.float().mean()) < 0.85
 
 
 @given(seed=st.integers(0, 1000), parameter=st.floats(0.2, 3))

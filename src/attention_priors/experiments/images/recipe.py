@@ -69,9 +69,6 @@ class Augmentation(Strict):
     """Up to this share of the side, in both directions."""
     zoom: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (1.0, 1.0)
     """Smallest and largest factor."""
-    moved: Share = 1.0
-    """Chance that an image is shifted and zoomed. One that is has been resampled, and is smoother than it was: below 1,
-    a model has seen images as they are, too."""
     crop: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] | None = None
     """Cut out a piece of this share of the area, at least and at most, and scale it to the training size."""
     flip: Share = 0.0
