@@ -1,10 +1,19 @@
 """Descriptions that are compared with those that a folder holds."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attention_priors.strict_yaml import differences
+from attention_priors.strict_yaml import differences, read_yaml
+
+
+def test_numbers_may_have_an_exponent(tmp_path: Path):
+    (tmp_path / "numbers.yaml").write_text('a: [1e-3, 1.e-3, .5E+2, -2e1, 1.0e-3, +1e3]\nb: ["1e-3", 1e, e3, 1e-3x, 1]')
+    assert read_yaml(tmp_path / "numbers.yaml") == {
+        "a": [0.001, 0.001, 50.0, -20.0, 0.001, 1000.0],
+        "b": ["1e-3", "1e", "e3", "1e-3x", 1],
+    }
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar, get_args, get_origin
 
@@ -44,6 +45,11 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 _MERGE = "tag:yaml.org,2002:merge"
+
+# As in YAML 1.2; PyYAML reads 1e-3 as a word, and only 1.0e-3 as a number.
+_UniqueKeyLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 def read_strictly(path: Path, model: type[Model]) -> Model:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from attention_priors.data import Document, PasskeyTask, RetrievalShare, token_stream, train_tokenizer
@@ -40,8 +40,14 @@ def _joining(kind: str, vocab_size: int) -> PreTrainedTokenizerFast:
         "words": (pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()),
         "words and spaces before texts": (pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()),
         "pieces": (pre_tokenizers.Metaspace(), decoders.Metaspace()),
+        "small letters": (
+            pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]),
+            decoders.Metaspace(),
+        ),
         "anything": (pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()),
     }[kind]
+    if kind == "small letters":
+        tokenizer.normalizer = normalizers.Lowercase()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.pre_tokenizer, tokenizer.decoder = split, decoder  # pyright: ignore[reportAttributeAccessIssue]
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<|end|>"], show_progress=False)
     tokenizer.train_from_iterator(_texts(), trainer)
@@ -77,6 +83,19 @@ def test_lengths_are_exact_where_digits_are_joined(kind: str, vocab_size: int, d
                 assert sample.needle_start - first == round(depth * (last - first))
     if digits > 1 and vocab_size > 300:
         assert len(sizes) > 1  # or nothing here is joined
+
+
+@pytest.mark.parametrize("vocab_size", [300, 1500])
+def test_tokenizers_that_keep_neither_case_nor_line_ends(vocab_size: int):
+    tokenizer = _joining("small letters", vocab_size)
+    stream = token_stream(tokenizer, [Document(name, " ".join(_texts()[:20])) for name in "ab"])
+    for filler in (None, stream):
+        task = PasskeyTask(tokenizer, filler)
+        sample = task.sample(task.minimum_length + 60, 0.5, _generator(0))
+        assert int(tokenizer.eos_token_id) not in sample.tokens  # pyright: ignore[reportArgumentType]
+        text = "".join(str(tokenizer.decode(sample.tokens)).split())
+        assert f"thepasskeyis{sample.key}.rememberit." in text
+        assert text.endswith(f"whatisthepasskey?thepasskeyis{sample.key}")
 
 
 def test_a_key_must_not_be_one_token_with_the_words_before_it():

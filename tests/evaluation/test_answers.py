@@ -53,6 +53,19 @@ def test_a_text_ends_before_a_token_that_ends_it(models: dict[str, Any], kind: s
     assert [row[:end] for row, end in zip(generated, ends, strict=True)] == found
 
 
+def test_logits_that_are_not_finite_answer_nothing(folders: dict[str, Path]):
+    model: Any = Subject.load(str(folders["llama"])).model
+    with torch.no_grad():
+        model.lm_head.weight[7] = float("nan")
+    prompts = _prompts(2)
+    for answer in (
+        lambda: greedy(model, prompts, 3, chunk=16),
+        lambda: forced_predictions(model, prompts, prompts, chunk=16),
+    ):
+        with pytest.raises(ValueError, match=r"must give finite logits; in torch.float32 it gives \["):
+            answer()
+
+
 def test_nothing_is_read_after_all_have_ended(models: dict[str, Any]):
     model, prompts = models["llama"], _prompts(2)
     first = {row[0] for row in greedy(model, prompts, 1, chunk=64)}

@@ -68,9 +68,16 @@ def test_results_of_a_trained_model_are_called_after_its_training(run, folders, 
 
 
 def test_the_tasks_are_listed(run):
-    code, said = run("anything", "--task", "list")
-    assert code == 0
-    assert all(f"{name}: {what}" in said for name, what in TASKS.items())
+    for model in (["anything"], []):
+        code, said = run(*model, "--task", "list")
+        assert code == 0
+        assert all(f"{name}: {what}" in said for name, what in TASKS.items())
+
+
+def test_there_must_be_a_model(run):
+    code, said = run("--lengths", "200")
+    assert code == 2
+    assert "expected a saved model" in said
 
 
 @pytest.mark.parametrize(

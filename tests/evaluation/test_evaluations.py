@@ -220,6 +220,18 @@ def test_a_corpus_is_known_by_its_text(
     assert texts(folders["texts"], subjects["ours"]) == before
 
 
+def test_the_same_documents_are_read_at_every_length(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    asked = plan("perplexity", lengths=(100, 200, 900), documents=3)
+    summary = evaluate(subjects["ours"], asked, tmp_path)
+    read: dict[int, set[str]] = {}
+    for line in (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines():
+        found = json.loads(line)
+        if "document" in found:
+            read.setdefault(found["length"], set()).add(found["document"])
+    assert read[100] == read[200] == read[900]
+    assert [one.documents for one in summary.losses] == [len(read[900])] * 3
+
+
 def test_files_that_are_left_out_are_told(
     subjects: dict[str, Subject], folders: dict[str, Path], plan: Any, tmp_path: Path
 ):

@@ -54,6 +54,15 @@ def test_models_that_cannot_be_read_in_chunks_are_refused(kind: str, tmp_path: P
         Subject.load(str(folder))
 
 
+def test_a_model_whose_logits_are_not_numbers_is_refused(tmp_path: Path):
+    model = model_folders.model("llama")
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    folder = model_folders.save(model, model_folders.tokenizer(), tmp_path / "nan")
+    with pytest.raises(ValueError, match="they differ by nan of their standard deviation"):
+        Subject.load(str(folder))
+
+
 def test_the_fingerprint_changes_with_the_configuration(folders: dict[str, Path]):
     model: Any = Subject.load(str(folders["llama"])).model
     before = model_fingerprint(model)

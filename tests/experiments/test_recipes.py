@@ -71,9 +71,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"schemes.ALiBi.prior": {"name": "laplace", "slopes": 5}},
         ["schemes.ALiBi: slopes must hold numbers, as [0.5, 0.25] does, got 5"],
     ),
-    "number that YAML reads as a string": (
-        {"schemes.ALiBi.encoding": {"name": "rotary", "base": "1e4"}},
-        ["schemes.ALiBi: base must be a finite number above 1, got '1e4'"],
+    "a number with a unit": (
+        {"schemes.ALiBi.encoding": {"name": "rotary", "base": "10k"}},
+        ["schemes.ALiBi: base must be a finite number above 1, got '10k'"],
     ),
     "infinite learning rate": ({"training.learning_rate": float("inf")}, ["training.learning_rate", "finite number"]),
     "impossible betas": ({"training.betas": [0.9, 1.0]}, ["training.betas.1", "less than 1"]),
@@ -209,6 +209,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"schemes.BAM + SSMax.training.steps": -1},
         ["schemes.BAM + SSMax.training: steps:", "greater than 0, got -1"],
     ),
+    "a scheme without a name": ({"schemes": {"": {}}}, ["schemes", "at least 1 character"]),
     "no schemes": ({"schemes": {}}, ["schemes:", "at least 1 item", "got {}"]),
     "a scheme that is nothing": ({"schemes.ALiBi": None}, ["schemes.ALiBi:", "dictionary", "got None"]),
     "no seeds": ({"seeds": []}, ["seeds:", "at least 1 item", "got []"]),

@@ -18,6 +18,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from attention_priors.hub import mpt_slopes, restore_attention, use_priors
 from attention_priors.hub.key_masks import prior_for
+from attention_priors.hub.loading import check_positions
 
 Make = Callable[..., Any]
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -362,3 +363,15 @@ def test_refuses_attention_weights_and_wrong_masks(make: Make) -> None:
     logits(model, tokens(), past_key_values=cache)
     with pytest.raises(ValueError, match="covers 1 tokens; with those in the cache there are 10"):
         model(tokens(3, 1), attention_mask=torch.zeros(3, 1), past_key_values=cache)
+
+
+def test_the_table_of_mpt_ends_and_a_prior_does_not() -> None:
+    model = mpt(max_seq_len=32)
+    check_positions(model, 32)
+    with pytest.raises(ValueError, match="has a table of 32 positions; it cannot read rows of 33 tokens"):
+        check_positions(model, 33)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        model(tokens(1, 33))
+    use_priors(model)
+    check_positions(model, 33)
+    assert model(tokens(1, 33)).logits.isfinite().all()

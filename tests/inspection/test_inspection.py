@@ -1,6 +1,7 @@
 """``attention-priors inspect``: models of all kinds, the numbers that are found, the page, mistakes."""
 
 import base64
+import copy
 import itertools
 import json
 import math
@@ -461,6 +462,15 @@ def test_without_a_tokenizer_only_the_priors_are_described(tmp_path: Path) -> No
         assert "no tokenizer" in found[part]["reason"]
     write_inspection(found, tmp_path / "page.html")
     assert "Not looked at" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_tokenizer_that_does_not_end_texts_is_as_none(tokenizer: Any, tmp_path: Path) -> None:
+    ours().save_pretrained(tmp_path / "model")
+    endless = copy.deepcopy(tokenizer)
+    endless.eos_token = None
+    endless.save_pretrained(tmp_path / "model")
+    found = inspect_model(load_inspected(tmp_path / "model"), InspectionPlan(length=64, text=TEXT))
+    assert "has no eos_token" in found["text"]["reason"]
 
 
 def test_without_a_tokenizer_a_model_must_have_positions_for_a_few_tokens(tmp_path: Path) -> None:

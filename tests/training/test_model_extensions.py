@@ -101,6 +101,14 @@ def test_the_same_model_may_be_named_otherwise_and_be_moved(finished, tmp_path, 
     assert extend(Path("renamed"), Path("renamed/long"), **options) == first
 
 
+def test_the_folder_one_stands_in(finished, tmp_path, monkeypatch):
+    options: dict[str, Any] = {"length": "2x", "steps": 2, "test_tokens": 200}
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    first = extend(run, tmp_path / "long", **options)
+    monkeypatch.chdir(run / "model")
+    assert extend(Path("."), tmp_path / "long", **options) == first
+
+
 def test_what_is_no_model_to_extend(finished, tmp_path):
     options: dict[str, Any] = {"length": "2x", "steps": 2}
     (tmp_path / "begun").mkdir()

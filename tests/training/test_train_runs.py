@@ -167,6 +167,13 @@ def test_tokens_that_are_not_all_prepared_leave_nothing_in_the_way(finished, mak
     interrupt(recipe, tmp_path / "run", 1)
 
 
+def test_a_recipe_that_is_refused_after_its_tokens_were_made_leaves_the_way_free(make_recipe, tmp_path):
+    with pytest.raises(ValueError, match="expected at least 100000"):
+        run_recipe(make_recipe(training={"context_length": 100000, "tokens_per_step": 200000}), tmp_path / "run")
+    assert {path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith(".")} == {"data"}
+    interrupt(make_recipe(), tmp_path / "run", 1)
+
+
 def test_what_others_put_beside_a_refused_run_stays(make_recipe, tmp_path, monkeypatch):
     def refused(*arguments: object) -> None:
         (tmp_path / "run" / "thesis.txt").write_text("of another")

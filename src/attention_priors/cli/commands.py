@@ -163,6 +163,8 @@ def extend(
     from attention_priors.files import number
 
     console = Console(quiet=not training.is_first_process())
+    if model.name in ("", ".."):  # `.` has neither a name nor a parent
+        model = model.resolve()
     output = output or training.default_output(model, length)
     name = model.absolute().parent.name if model.name == "model" else model.name
     quiet_transformers()
@@ -185,7 +187,9 @@ def extend(
 
 @app.command()
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A saved model: its folder, or its name on the Hugging Face Hub.")],
+    model: Annotated[
+        str | None, typer.Argument(help="A saved model: its folder, or its name on the Hugging Face Hub.")
+    ] = None,
     task: Annotated[
         str, typer.Option(help="What to measure, with commas between; --task list shows what there is.")
     ] = "passkey",
@@ -231,6 +235,8 @@ def evaluate(
         for name, what in evaluation.TASKS.items():
             console.print(f"[bold]{name}[/]: {escape(what)}.", highlight=False)
         return
+    if model is None:
+        raise typer.BadParameter("expected a saved model: its folder, or its name", param_hint="MODEL")
     output = output or Path("runs") / "evaluate" / name_of_model(model)
     quiet_transformers()
     with errors():
@@ -308,7 +314,7 @@ def inspect(
         for shown in found["passkey"].get("maps", ()):
             del shown["weights"]  # large, and drawn
         write_json(output / "inspection.json", found)
-    console.print(report.inspection_summary(found))
+    console.print(escape(report.inspection_summary(found)))
     written(console, "Page", output / "inspection.html")
 
 

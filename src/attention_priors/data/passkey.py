@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attention_priors.data.retrieval import RetrievalText
 from attention_priors.data.stream import TokenStream
-from attention_priors.data.tokenizer import check_writes, digit_token_ids, joins_digits
+from attention_priors.data.tokenizer import check_writes, digit_token_ids, joins_digits, letters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -128,7 +128,7 @@ class PasskeyTask:
             self._question = questions[0][: _common(questions)]
             before = self._question_text.partition("{key}")[0]
             # Some tokenizers give the space before a number a token of its own.
-            if not str(tokenizer.decode(self._question)).rstrip().endswith(before.rstrip()):
+            if not letters(str(tokenizer.decode(self._question))).endswith(letters(before)):
                 raise ValueError(
                     f"tokenizer {tokenizer.name_or_path!r} joins a pass key to the words before it: expected tokens of "
                     f"their own for {before[-20:]!r}"
@@ -147,10 +147,14 @@ class PasskeyTask:
         if filler is None:
             self._filler = _encode(tokenizer, FILLER_SENTENCE)
         else:
-            # A line end in place of the end-of-text token, which only ever ends a document.
-            line_end = int(_encode(tokenizer, "\n")[-1])
+            # A line end in place of the end-of-text token, which only ever ends a document; or nothing, of a
+            # tokenizer that has no line ends.
+            line_end = _encode(tokenizer, "\n")
             ends = filler.tokens.eq(int(tokenizer.eos_token_id))  # pyright: ignore[reportArgumentType]
-            self._filler = filler.tokens.masked_fill(ends, line_end)
+            if line_end.numel():
+                self._filler = filler.tokens.masked_fill(ends, int(line_end[-1]))
+            else:
+                self._filler = filler.tokens[~ends]
 
     @property
     def minimum_length(self) -> int:

@@ -195,14 +195,15 @@ def check_writes(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     """
     ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     written = str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-    if _letters(text) not in _letters(written):
+    if letters(text) not in letters(written):
         raise ValueError(
             f"tokenizer {tokenizer.name_or_path!r} cannot write {text!r}: expected one that can; it makes {written!r} "
             "of it"
         )
 
 
-def _letters(text: str) -> str:
+def letters(text: str) -> str:
+    """A text without white space and the case of its letters, which some tokenizers do not keep."""
     return "".join(text.split()).lower()
 
 

@@ -31,10 +31,28 @@ def forced_predictions(
         answers: ``(B, A)``.
         chunk: tokens per forward pass.
         on_tokens: called with the number of tokens that each text has been read up to.
+
+    Raises:
+        ValueError: the model gives logits that are not finite, as where half precision overflows.
     """
     tokens = torch.cat([prompts, answers[:, :-1]], dim=1)
     parts = chunked_logits(model, tokens, chunk=chunk, keep=answers.shape[1], on_tokens=on_tokens)
-    return torch.cat([logits.argmax(-1) for logits in parts], dim=1).cpu()
+    return torch.cat([_most_likely(model, logits) for logits in parts], dim=1).cpu()
+
+
+def _most_likely(model: PreTrainedModel, logits: Tensor) -> Tensor:
+    """The most likely tokens; what is not finite has none."""
+    highest, tokens = logits.max(-1)
+    if not bool(highest.isfinite().all()):
+        raise _not_finite(model, logits[~highest.isfinite()])
+    return tokens
+
+
+def _not_finite(model: PreTrainedModel, logits: Tensor) -> ValueError:
+    return ValueError(
+        f"model {type(model).__name__} must give finite logits; in {model.dtype} it gives "
+        f"{logits.flatten()[:4].tolist()}"
+    )
 
 
 @torch.no_grad()
@@ -56,9 +74,18 @@ def greedy(
         chunk: tokens per forward pass.
         stop: tokens that end a text; they are not returned.
         on_tokens: called with the number of tokens that each text has been read up to.
+
+    Raises:
+        ValueError: the model gives logits that are not finite, as where half precision overflows.
     """
     return _continued(
-        model, prompts, new_tokens, lambda logits: logits.argmax(-1), chunk=chunk, stop=stop, on_tokens=on_tokens
+        model,
+        prompts,
+        new_tokens,
+        lambda logits: _most_likely(model, logits),
+        chunk=chunk,
+        stop=stop,
+        on_tokens=on_tokens,
     )
 
 
@@ -92,10 +119,7 @@ def sampled(
     def draw(logits: Tensor) -> Tensor:
         chances = logits[:, tokens.to(logits.device)].double().softmax(-1).cpu()
         if not bool(chances.isfinite().all()):
-            raise ValueError(
-                f"model {type(model).__name__} must give finite logits to draw from; in {model.dtype} it gives "
-                f"{logits[:, tokens.to(logits.device)].flatten()[:4].tolist()}"
-            )
+            raise _not_finite(model, logits[:, tokens.to(logits.device)])
         places = [torch.multinomial(row, 1, generator=own) for row, own in zip(chances, generators, strict=True)]
         return tokens[torch.cat(places)].to(logits.device)
 

@@ -150,8 +150,9 @@ class _Session:
                 for length in self.plan.lengths:
                     if not self._sources.to_read(name, length):
                         kind = "between 2 and" if name == "perplexity_short" else "at least"
+                        size = max(self.plan.lengths) if name == "perplexity" else length
                         raise ValueError(
-                            f"lengths: no document of {self.plan.corpus!r} has {kind} {length} tokens, for the task "
+                            f"lengths: no document of {self.plan.corpus!r} has {kind} {size} tokens, for the task "
                             f"{name!r}"
                         )
 

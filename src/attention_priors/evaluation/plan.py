@@ -53,8 +53,8 @@ class EvaluationPlan(Strict):
     sentences: Literal["regex", "punkt"] = "regex"
     """What finds the places in an essay where a needle may stand; RULER takes NLTK's punkt, which needs its data."""
     documents: int = Field(default=8, gt=0)
-    """At most so many documents for perplexity, or pieces of them, spread evenly over all there are; and pieces of a
-    genome that are to be completed."""
+    """At most so many: of ``perplexity`` the first documents that have as many tokens as the longest length, of
+    ``perplexity_short`` the first that are short enough; of the other tasks pieces, spread over all there are."""
     passes: int = Field(default=100, gt=0)
     """Of the timing."""
     stop_after_zeros: int | None = Field(default=2, gt=0)

@@ -88,7 +88,8 @@ class PlanTexts:
         found: list[tuple[str, torch.Tensor]] = []
         for document, tokens in self.corpus.pieces:
             size = len(begin) + len(tokens)
-            if size >= length if name == "perplexity" else 2 <= size <= length:
+            # The same documents at every length: otherwise curves over lengths would compare documents as well.
+            if size >= max(self._plan.lengths) if name == "perplexity" else 2 <= size <= length:
                 found.append((document, torch.cat([begin, tokens])[:length]))
                 if len(found) == self._plan.documents:
                     break

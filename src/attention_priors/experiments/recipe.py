@@ -192,7 +192,7 @@ class Recipe(Strict):
     threads_per_run: int = Field(default=1, gt=0)
     processes: int | None = Field(default=None, gt=0)
     """Runs at a time at most, however many cores there are: 1 where times are measured."""
-    schemes: dict[str, Scheme] = Field(min_length=1)
+    schemes: dict[Annotated[str, Field(min_length=1)], Scheme] = Field(min_length=1)
     sweep: Sweep | None = None
     """Multiplies schemes over axes; none in a recipe that has been read, whose schemes are those it has made."""
     panels: dict[str, Annotated[list[str], Field(min_length=1)]] = Field(default_factory=dict)

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, MptForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from attention_priors.encodings import LearnedTable
 from attention_priors.hub.adapter import load_attached
 from attention_priors.hub.attach import CONFIG_KEY, learned_positions, positions_are_dropped
+from attention_priors.hub.mpt import MptAttention
 from attention_priors.hub.weights import damage_named
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
 from attention_priors.models.encoder import PriorEncoderConfig
@@ -69,7 +70,7 @@ def check_positions(model: PreTrainedModel, length: int) -> None:
     Rotary positions, and ours but for learned tables, have no end; nor has a table that ``attach`` has dropped.
 
     Raises:
-        ValueError: it has a learned table that is shorter.
+        ValueError: it has a table that is shorter.
     """
     config = model.config
     table: int | None = None
@@ -77,6 +78,9 @@ def check_positions(model: PreTrainedModel, length: int) -> None:
         encoding = config.make_encoding()
         if isinstance(encoding, LearnedTable):
             table = encoding.max_length
+    elif isinstance(model, MptForCausalLM):
+        # transformers computes its ALiBi from a table; `use_priors` does not.
+        table = None if any(isinstance(module, MptAttention) for module in model.modules()) else config.max_seq_len
     elif getattr(config, "rope_parameters", None) is None and not getattr(config, "alibi", False):
         table = None if positions_are_dropped(model) else getattr(config, "max_position_embeddings", None)
     if table is not None and table < length:

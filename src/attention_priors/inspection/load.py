@@ -87,8 +87,8 @@ def load_inspected(name: str | Path, *, device: str | None = None) -> Inspected:
     model = load_whole(AutoModelForSeq2SeqLM, name) if config.is_encoder_decoder else load_model(name)
     try:
         tokenizer, why = pretrained_tokenizer(str(name)), ""
-    except OSError as error:
-        tokenizer, why = None, f"it has no tokenizer: {error}"
+    except (OSError, ValueError) as error:
+        tokenizer, why = None, f"it has no tokenizer that can be used: {error}"
     if tokenizer is not None:
         check_vocabulary(str(name), model, tokenizer)
     return Inspected(str(name), model.to(place).eval(), tokenizer, why)  # pyright: ignore[reportArgumentType]

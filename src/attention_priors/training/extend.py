@@ -73,7 +73,7 @@ def extend(
     observer = observer or Observer()
     if learning_rate is not None:
         check_above(0, learning_rate=learning_rate)
-    folder = _model_folder(model)
+    folder = _model_folder(model).absolute()  # `.` has no parent
     known = folder.parent / "recipe.json"
     before = validated(read_json(known), TrainRecipe, str(known)) if known.is_file() else None
     shards = _shards(folder, data, before)

@@ -90,6 +90,8 @@ class TrainRecipe(Strict):
         """
         data = self.data
         if data.shards is not None:
+            if not Path(data.shards).is_dir():
+                raise FileNotFoundError(f"data.shards: there is no folder {data.shards!r}")
             raise ValueError(f"data.shards: {data.shards!r} is prepared already")
         documents: Documents
         limit = data.max_tokens

@@ -200,7 +200,8 @@ def writing(output: Path) -> Iterator[None]:
         return
 
     def has_work() -> bool:
-        return any((output / name).exists() for name in ("data", "checkpoints"))
+        # Prepared tokens stay as well, but say themselves what they are made of: another recipe may read them.
+        return (output / "checkpoints").exists()
 
     made = (IDENTITY, "recipe.json", "machine.json")
     with undone_if_refused(output, made, keep=has_work):
