@@ -54,6 +54,14 @@ def test_models_that_cannot_be_read_in_chunks_are_refused(kind: str, tmp_path: P
         Subject.load(str(folder))
 
 
+def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path: Path):
+    sizes: dict[str, Any] = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8}
+    model = hf.T5ForConditionalGeneration(hf.T5Config(**sizes, vocab_size=model_folders.VOCABULARY))
+    folder = model_folders.save(model, model_folders.tokenizer(), tmp_path / "t5")
+    with pytest.raises(ValueError, match="t5' is a t5: expected a causal language model"):
+        Subject.load(str(folder))
+
+
 def test_a_model_whose_logits_are_not_numbers_is_refused(tmp_path: Path):
     model = model_folders.model("llama")
     with torch.no_grad():

@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, MptForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    MptForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from attention_priors.encodings import LearnedTable
 from attention_priors.hub.adapter import load_attached
@@ -39,13 +46,16 @@ def load_model(name: str | Path, dtype: torch.dtype = torch.float32) -> PreTrain
 
     Raises:
         OSError: it cannot be loaded, or lacks weights.
-        ValueError: its files are damaged.
+        ValueError: it is none, or its files are damaged.
     """
     config = load_config(name)
     if getattr(config, CONFIG_KEY, None) is not None:
         return load_attached(name, dtype=dtype)
-    kind: Any = PriorDecoderForCausalLM if isinstance(config, PriorDecoderConfig) else AutoModelForCausalLM
-    return load_whole(kind, name, dtype)
+    if isinstance(config, PriorDecoderConfig):
+        return load_whole(PriorDecoderForCausalLM, name, dtype)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"model {str(name)!r} is a {config.model_type}: expected a causal language model")
+    return load_whole(AutoModelForCausalLM, name, dtype)
 
 
 def load_whole(kind: Any, name: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
