@@ -11,7 +11,16 @@ import torch
 from dense_attention import dense_logits
 from tiny_models import FAMILIES, HEADS, LAYERS, WINDOW, YARN, tiny, tokens
 from torch import Tensor
-from transformers import DynamicCache, Llama4ForCausalLM, Llama4TextConfig, StaticCache
+from transformers import (
+    DynamicCache,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    StaticCache,
+)
 
 from attention_priors import Laplace
 from attention_priors.hub import attach, attached_priors, detach, load_model
@@ -461,7 +470,65 @@ def test_rotary_positions_that_are_complex_numbers_are_dropped_too() -> None:
 def test_rotary_positions_in_a_form_of_their_own_are_refused() -> None:
     model = attach(tiny("llama"), "laplace", drop_positions=True)
     with pytest.raises(ValueError, match="LlamaAttention is handed rotary positions in a form that is not known here"):
-        model.model.layers[0].self_attn(torch.zeros(1, 3, 32), position_embeddings=None, attention_mask=None)
+        model.model.layers[0].self_attn(torch.zeros(1, 3, 32), position_embeddings=torch.ones(3, 8))
+
+
+def test_dropping_positions_where_a_layer_is_handed_none() -> None:
+    config = GraniteMoeHybridConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        shared_intermediate_size=16,
+        num_local_experts=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["attention", "attention"],
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        pad_token_id=0,
+    )
+    model = GraniteMoeHybridForCausalLM(config).eval()
+    assert model.config.position_embedding_type is None
+    with torch.no_grad():
+        expected = model(IDS).logits
+        assert torch.allclose(attach(model, "uniform", drop_positions=True)(IDS).logits, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("attached", [STATIONARY, ABSOLUTE], ids=["stationary", "absolute"])
+def test_layers_that_borrow_the_keys_of_others(attached: dict[str, Any]) -> None:
+    """Gemma 4's last layers: they are asked for the last queries alone, with the rows of the mask that are theirs."""
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(
+        vocab_size=64,
+        vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=8,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        global_head_dim=16,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=WINDOW,
+        pad_token_id=0,
+    )
+    model = scatter(attach(Gemma4ForCausalLM(config).eval(), **attached))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and parameter.shape != (1, 1):
+                parameter.normal_(std=0.2)
+        alone = model(IDS[:1, 5:]).logits
+        for keep in (0, 1, 4):
+            padded = model(IDS[:1], attention_mask=PADDED[:1], logits_to_keep=keep, use_cache=False).logits
+            expected = alone[:, -keep:]
+            torch.testing.assert_close(padded[:, -expected.shape[1] :], expected, rtol=0, atol=1e-4)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    plain = model.generate(IDS, attention_mask=PADDED, **options)
+    static = model.generate(IDS, attention_mask=PADDED, cache_implementation="static", **options)
+    assert torch.equal(plain, static)
 
 
 def with_a_table_of(family: str, length: int, other: Any = None) -> Any:

@@ -145,6 +145,9 @@ def test_models_with_numerics_of_their_own() -> None:
     refused(hf.Gemma2ForCausalLM(config), r"layer 0 \(Gemma2Attention\): its logits are capped")
     config = hf.GptOssConfig(**SIZES, intermediate_size=48, num_key_value_heads=2, head_dim=8, num_local_experts=2)
     refused(hf.GptOssForCausalLM(config), r"layer 0 \(GptOssAttention\): it has sinks")
+    some = tiny("llama")  # as MiMo, which has sinks in its sliding windows
+    some.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(4))
+    refused(some, r"layer 1 \(LlamaAttention\), which layers leaves as it is: it has sinks", layers=[0])
 
 
 def test_encoders() -> None:
@@ -170,9 +173,37 @@ def test_a_mask_that_does_not_say_where_queries_stand() -> None:
         attention_forward(module, query, key, key, None)
     with pytest.raises(ValueError, match="softcap="):
         attention_forward(module, query, key, key, None, softcap=30.0)
+    plain = tiny("llama").model.layers[0].self_attn
+    with pytest.raises(ValueError, match="s_aux="):
+        attention_forward(plain, query, key, key, None, s_aux=torch.zeros(4))
     with pytest.raises(ValueError, match="attention_mask must be"):
         attention_forward(module, query, key, key, torch.ones(1, 7))
     assert model(tokens(1, 4)).logits.shape == (1, 4, 64)
+
+
+def test_a_mask_that_does_not_say_where_a_text_starts() -> None:
+    """Of distances it says all there is to say; a key's own position counts from the first that is no padding."""
+    ids = tokens(1, 6)
+    seen = torch.ones(6, 6, dtype=torch.bool).tril().expand(1, 1, 6, 6).clone()
+    padded = seen.clone()
+    padded[..., 0] = False
+    places = torch.tensor([[0, 0, 1, 2, 3, 4]])
+    near = attach(tiny("llama"), "laplace")
+    alone = near(ids[:, 1:]).logits
+    found = near(ids, attention_mask=padded, position_ids=places).logits[:, 1:]
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-5)
+    absolute = attach(tiny("llama"), {"name": "key_sink", "train_length": 16})
+    torch.testing.assert_close(absolute(ids, attention_mask=seen).logits, absolute(ids).logits, rtol=0, atol=1e-5)
+    for mask in (padded, torch.zeros(1, 1, 6, 6).masked_fill(~padded, torch.finfo(torch.float32).min)):
+        with pytest.raises(ValueError, match=r"hides a text's first key from all queries"):
+            absolute(ids, attention_mask=mask, position_ids=places)
+
+
+def test_cross_attention_gets_nothing() -> None:
+    sizes = SIZES | {"num_hidden_layers": 2, "intermediate_size": 48, "num_key_value_heads": 2, "pad_token_id": 0}
+    model = hf.MllamaForCausalLM(hf.MllamaTextConfig(**sizes, cross_attention_layers=[1]))
+    assert sorted(attached_priors(attach(model, "laplace"))) == [0]
+    refused(hf.MllamaForCausalLM(model.config), "layers with attention are 0", layers=[1])
 
 
 @pytest.mark.parametrize("layers", [None, [1]])

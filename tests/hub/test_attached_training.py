@@ -102,6 +102,15 @@ def test_lora_beside_priors(tmp_path: Path) -> None:
     save_adapter(merged, tmp_path / "again")
 
 
+def test_lora_of_all_linear_layers_leaves_priors_as_they_are() -> None:
+    model = attach(tiny("llama"), {"name": "key_sink", "train_length": 16, "init": {"bump": 2.0}})
+    with torch.no_grad():
+        expected = model(IDS).logits
+        changed: Any = get_peft_model(model, LoraConfig(target_modules="all-linear", r=2, task_type="CAUSAL_LM"))
+        assert torch.equal(changed(input_ids=IDS).logits, expected)
+    assert not any("prior" in name for name, _ in changed.named_parameters() if "lora" in name)
+
+
 def test_compiled() -> None:
     model = attach(tiny("llama"), **ATTACHED)
     with torch.no_grad():

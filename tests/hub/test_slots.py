@@ -57,6 +57,32 @@ def test_what_is_read(data: st.DataObject) -> None:
     assert torch.equal(mask.slots.matrix(skip=False), expected)  # pyright: ignore[reportArgumentType]
 
 
+@given(st.data())
+def test_the_last_queries_alone(data: st.DataObject) -> None:
+    """Gemma 4 computes no more of them in layers that borrow their keys."""
+    length, before = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 5))
+    mask = slot_mask(
+        2,
+        "cpu",
+        q_length=length,
+        kv_length=before + length,
+        q_offset=before,
+        attention_mask=torch.rand(2, before + length) < 0.7,
+    )
+    whole = mask.slots.matrix(skip=False)
+    assert whole is not None
+    start = data.draw(st.integers(-length, length - 1))
+    last = mask[:, :, start:, :]
+    expected = whole[:, :, start:]
+    assert isinstance(last, SlotMask)
+    assert last.shape == expected.shape
+    assert torch.equal(matrix_of(last.slots), expected[:, 0])
+    assert torch.equal(last.slots.matrix(skip=False), expected)  # pyright: ignore[reportArgumentType]
+    for other in ((slice(None), 0, slice(start, None)), (slice(None), slice(None), slice(0, length, 2))):
+        assert torch.equal(mask[other], whole[other])
+    assert not isinstance(mask[:, :, : length - 1], SlotMask)
+
+
 @pytest.mark.parametrize("name", ["chunked", "or", "of one's own", "vmapped"])
 def test_other_functions_are_kept_as_matrices(name: str) -> None:
     function = {

@@ -55,6 +55,15 @@ def twins(*args: Any, **changes: Any) -> tuple[Any, Any]:
     return model, use_priors(copy.deepcopy(model))
 
 
+@every_kind
+def test_hidden_states(kind: str) -> None:
+    theirs, ours = (model(**inputs(), output_hidden_states=True) for model in twins(kind))
+    for name in ("encoder_hidden_states", "decoder_hidden_states"):
+        assert len(ours[name]) == len(theirs[name]) == 3
+        for found, expected in zip(ours[name], theirs[name], strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
 def inputs(length: int = 24, target_length: int = 11, padded: bool = True) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, VOCABULARY, (3, length), generator=generator)

@@ -1,6 +1,6 @@
 """How attention with a prior is computed: ``attend()``, its backends and the logit scale."""
 
-from attention_priors.attention.attend import attend
+from attention_priors.attention.attend import attend, attend_with_weights
 from attention_priors.attention.context_parallel import attend_across
 from attention_priors.attention.flex_mods import flex_mask_mod, flex_score_mod
 from attention_priors.attention.key_bounds import KeyBounds
@@ -17,6 +17,7 @@ __all__ = [
     "ShardedSequence",
     "attend",
     "attend_across",
+    "attend_with_weights",
     "flex_mask_mod",
     "flex_score_mod",
     "logit_scale_from_config",

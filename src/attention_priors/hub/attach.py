@@ -97,6 +97,10 @@ def attach(
     check_booleans(share_prior=share_prior, drop_positions=drop_positions, freeze_model=freeze_model)
     there_are = attention_layers(model)
     chosen = _chosen(there_are, _numbers("layers", layers))
+    for index, module in there_are.items():
+        problem = None if index in chosen else _not_computed(module)
+        if problem is not None:
+            raise ValueError(f"layer {index} ({type(module).__name__}), which layers leaves as it is: {problem}")
     some_heads = _numbers("heads", heads)
     description = {
         "prior": _described(prior),
@@ -267,7 +271,7 @@ def attention_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
             continue
         if not _goes_through_interface(module):
             others.append(type(module).__name__)
-        elif not getattr(module, "is_cross_attention", False):
+        elif not (getattr(module, "is_cross_attention", False) or type(module).__name__.endswith("CrossAttention")):
             index = getattr(module, "layer_idx", None)
             if not isinstance(index, int) or index in found:
                 raise ValueError(
@@ -333,13 +337,20 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
-def _check_attention(module: nn.Module) -> None:
-    config = module.config
-    cap = getattr(config, "attn_logit_softcapping", None)
+def _not_computed(module: nn.Module) -> str | None:
+    """What a layer has that neither attend() nor SDPA computes; SDPA would leave it out without a word."""
+    cap = getattr(module.config, "attn_logit_softcapping", None)
     if cap is not None:
-        raise ValueError(f"its logits are capped (attn_logit_softcapping={cap!r}), which attend() does not compute")
+        return f"its logits are capped (attn_logit_softcapping={cap!r}), which attend() does not compute"
     if isinstance(getattr(module, "sinks", None), Tensor):
-        raise ValueError("it has sinks of its own, which attend() does not compute")
+        return "it has sinks of its own, which attend() does not compute"
+    return None
+
+
+def _check_attention(module: nn.Module) -> None:
+    problem = _not_computed(module)
+    if problem is not None:
+        raise ValueError(problem)
     if getattr(module, "is_causal", True) is False:
         raise ValueError("it is bidirectional; attach() is for decoders")
 
@@ -403,6 +414,8 @@ def _unrotated(
 ) -> tuple[Any, dict[str, Any]]:
     """Rotary positions of angle 0; they keep the factor that some scalings, as YaRN's, put on cosines and sines."""
     given = kwargs.get("position_embeddings")
+    if given is None and "position_embeddings" in kwargs:  # a layer without positions, beside ones that have them
+        return args, kwargs
     if isinstance(given, Tensor) and given.is_complex():  # cosine and sine in one
         return args, kwargs | {"position_embeddings": torch.full_like(given, factor)}
     if not isinstance(given, tuple) or len(given) != 2:

@@ -159,14 +159,10 @@ def _sink(state: Mapping[str, Tensor], heads: int, train_length: int, *, causal:
     if not frequencies:
         # KeySink has one frequency at least; nothing looks at it.
         cosines = sines = first.new_zeros(hidden, 1)
-    into, _, out_of = prior.mlp
-    assert isinstance(into, nn.Linear)
-    assert isinstance(out_of, nn.Linear)
+    into = {"0.weight": torch.cat([sines, cosines, others], dim=1), "0.bias": state["key_bias.fc1.bias"]}
+    out_of = {f"2.{name}": state[f"key_bias.fc2.{name}"] for name in ("weight", "bias")}
+    prior.mlp.load_state_dict(into | out_of)
     with torch.no_grad():
-        into.weight.copy_(torch.cat([sines, cosines, others], dim=1))
-        into.bias.copy_(state["key_bias.fc1.bias"])
-        out_of.weight.copy_(state["key_bias.fc2.weight"])
-        out_of.bias.copy_(state["key_bias.fc2.bias"])
         prior.gain.copy_(_per_query_head(state["sink_gain"], heads))
         prior.bump.copy_(_per_query_head(state["sink_bump"], heads))
         if causal:

@@ -107,15 +107,15 @@ def attention_forward(
     """
     attached: AttachedPrior | None = getattr(module, ATTRIBUTE, None)
     wants_weights = _wants_weights(kwargs)
+    for name, what in REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} calls attention with {name}= ({what}), which has no prior form")
     if attached is None and not wants_weights:
         # SDPA, exactly as it is without anything attached.
         mask = attention_mask.slots.matrix(skip=True) if isinstance(attention_mask, SlotMask) else attention_mask
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    for name, what in REFUSED.items():
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} calls attention with {name}= ({what}), which has no prior form")
     attached = AttachedPrior(None, None) if attached is None else attached
     if isinstance(attention_mask, SlotMask):
         slots = attention_mask.slots
@@ -238,6 +238,14 @@ def _of_matrix(
                 f"attention_mask {tuple(mask.shape)} hides the last of {num_keys} keys from all queries, as the empty "
                 "slots of a static cache are hidden, and does not say at which keys the queries stand: expected a mask "
                 "(B, Lk), or a cache that holds no more than was read"
+            )
+    if _is_absolute(attached.prior) and not torch.compiler.is_compiling():
+        first = forbidden[..., 0]
+        if bool((first if mask.dtype == torch.bool else torch.isneginf(first)).flatten(1).all(-1).any()):
+            raise ValueError(
+                f"attention_mask {tuple(mask.shape)} hides a text's first key from all queries, and does not say "
+                "whether that is padding; the prior depends on keys' positions, which count from the first token that "
+                "is none: expected a mask (B, Lk)"
             )
     return options | {"causal": False, "attn_mask": forbidden}
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 
 def check_replaceable(modules: Iterable[nn.Module], replacements: Mapping[type[nn.Module], type[nn.Module]]) -> None:
@@ -42,6 +44,9 @@ def replace(module: nn.Module, replacement: type[nn.Module]) -> None:
     """Give a module the class ``replacement``, whose last base is the class it has."""
     assert replacement.__bases__[-1] is type(module)
     module.__class__ = replacement
+    if isinstance(module, PreTrainedModel):
+        # Which outputs it can record (output_hidden_states) transformers keeps by class, from when a model is made.
+        _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
 
 
 def restore(module: Any) -> None:

@@ -131,6 +131,12 @@ class Slots:
             self._matrices[skip] = sdpa_mask(**arguments)
         return self._matrices[skip]
 
+    def last_queries(self, number: int) -> Slots:
+        """The same of the last queries alone."""
+        offset = self.query_offset + self.num_queries - number
+        arguments = {**self.arguments, "q_offset": offset, "q_length": number}
+        return replace(self, query_offset=offset, num_queries=number, arguments=arguments, _matrices={})
+
     def to(self, device: torch.device) -> Slots:
         """The same on another device."""
 
@@ -210,8 +216,23 @@ class SlotMask(Tensor):
                 return cls.of(itself.slots.to(device), itself.shape[0], device)
         elif itself is not None and func in _SAME_SLOTS:
             return cls.of(itself.slots, itself.shape[0], itself.device)
+        elif itself is not None and func is Tensor.__getitem__:
+            last = _last_rows(args[1], itself.slots.num_queries)
+            if last is not None:
+                return cls.of(itself.slots.last_queries(last), itself.shape[0], itself.device)
         plain = tree_map(_matrix_of, args)
         return func(*plain, **{name: _matrix_of(value) for name, value in kwargs.items()})
+
+
+def _last_rows(index: Any, rows: int) -> int | None:
+    """How many of the last rows an index takes, where it takes nothing else: ``[:, :, -8:, :]`` does."""
+    everything = slice(None)
+    if not isinstance(index, tuple) or len(index) not in (3, 4) or any(not isinstance(each, slice) for each in index):
+        return None
+    if any(each != everything for place, each in enumerate(index) if place != 2):
+        return None
+    start, stop, step = index[2].indices(rows)
+    return stop - start if (stop, step) == (rows, 1) and start < rows else None
 
 
 def _matrix_of(value: Any) -> Any:

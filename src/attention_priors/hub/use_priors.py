@@ -110,6 +110,7 @@ def restore_attention(model: Model) -> Model:
     if type(model) in alibi.WITH_PRIORS.values():
         config: Any = model.config
         del config.prior
+        vars(config).pop("model_type", None)  # which a loaded config has beside its class's
         restore(config)
         restore(model)
     return model

@@ -57,7 +57,7 @@ class PriorAttention(nn.Module):
             raise ValueError(f"embed_dim={embed_dim} must be a positive multiple of num_heads={num_heads}")
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}")
-        if not 0 <= dropout < 1:
+        if not (isinstance(dropout, int | float) and 0 <= dropout < 1):
             raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
         check_modules(prior, logit_scale)
         for name, module in (("prior", prior), ("logit_scale", logit_scale)):
