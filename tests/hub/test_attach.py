@@ -499,6 +499,7 @@ def test_dropping_positions_where_a_layer_is_handed_none() -> None:
 def test_layers_that_borrow_the_keys_of_others(attached: dict[str, Any]) -> None:
     """Gemma 4's last layers: they are asked for the last queries alone, with the rows of the mask that are theirs."""
     torch.manual_seed(0)
+    global_size: Any = {"global_head_dim": 16}
     config = Gemma4TextConfig(
         vocab_size=64,
         vocab_size_per_layer_input=64,
@@ -510,7 +511,7 @@ def test_layers_that_borrow_the_keys_of_others(attached: dict[str, Any]) -> None
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        global_head_dim=16,
+        **global_size,
         layer_types=["sliding_attention", "full_attention"] * 2,
         sliding_window=WINDOW,
         pad_token_id=0,

@@ -200,7 +200,12 @@ def test_a_mask_that_does_not_say_where_a_text_starts() -> None:
 
 
 def test_cross_attention_gets_nothing() -> None:
-    sizes = SIZES | {"num_hidden_layers": 2, "intermediate_size": 48, "num_key_value_heads": 2, "pad_token_id": 0}
+    sizes: dict[str, Any] = SIZES | {
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+    }
     model = hf.MllamaForCausalLM(hf.MllamaTextConfig(**sizes, cross_attention_layers=[1]))
     assert sorted(attached_priors(attach(model, "laplace"))) == [0]
     refused(hf.MllamaForCausalLM(model.config), "layers with attention are 0", layers=[1])
