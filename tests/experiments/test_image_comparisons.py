@@ -331,18 +331,42 @@ def test_datasets_that_cannot_be_read_are_named(folder_of_images: Path, changes:
 def test_images_of_more_bits_are_refused(folder_of_images: Path) -> None:
     for path in folder_of_images.glob("test/*/*.png"):
         Image.fromarray(np.full((8, 8), 1000, dtype=np.uint16)).save(path)
-    with pytest.raises(RecipeError, match=r"'test', has images of mode 'I(;16)?': expected 8 bits a channel"):
-        ImageStudy(recipe(images={"dataset": {"path": "imagefolder", "data_dir": str(folder_of_images)}}))
+    source = {"dataset": {"path": "imagefolder", "data_dir": str(folder_of_images)}}
+    with pytest.raises(RecipeError, match=r"'test', image 0, is of mode 'I(;16)?': expected 8 bits a channel"):
+        ImageStudy(recipe(images=source))
+    last = sorted(folder_of_images.glob("train/*/*.png"))[-1]
+    for path in folder_of_images.glob("test/*/*.png"):
+        Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(path)
+    Image.fromarray(np.full((8, 8), 1000, dtype=np.uint16)).save(last)
+    pictures = load_pictures(PictureSettings.model_validate(source))
+    with pytest.raises(ValueError, match=r"'train', image 11, is of mode 'I(;16)?'"):
+        pictures.train[11]
+
+
+def test_colour_among_grey_images_is_asked_about(folder_of_images: Path) -> None:
+    first = min(folder_of_images.glob("train/*/*.png"))
+    Image.fromarray(np.full((8, 8), 100, dtype=np.uint8)).save(first)
+    source: dict[str, Any] = {"path": "imagefolder", "data_dir": str(folder_of_images)}
+    pictures = load_pictures(PictureSettings.model_validate({"dataset": source}))
+    assert pictures.channels == 1
+    with pytest.raises(ValueError, match=r"image 1, is of mode 'RGB', and the first one of training is grey"):
+        pictures.train[1]
+    for channels in (1, 3):
+        pictures = load_pictures(PictureSettings.model_validate({"dataset": source | {"channels": channels}}))
+        assert {pictures.train[index][0].shape[0] for index in range(12)} == {channels}
 
 
 def test_images_whose_classes_are_hidden_are_refused(tmp_path: Path) -> None:
     features = Features({"image": DatasetImage(), "label": ClassLabel(names=["dark", "light"])})
     picture = Image.fromarray(np.zeros((8, 8), dtype=np.uint8))
-    for split, labels in (("train", [0, 1]), ("test", [-1, -1])):
-        rows = Dataset.from_dict({"image": [picture] * 2, "label": labels}, features=features)
-        rows.to_parquet(str(tmp_path / f"{split}.parquet"))
-    with pytest.raises(RecipeError, match=r"'test', has images without a class \(-1\): expected 0 to 1"):
-        ImageStudy(recipe(images={"dataset": {"path": "parquet", "data_dir": str(tmp_path)}}))
+    for hidden in (-1, None):
+        folder = tmp_path / str(hidden)
+        folder.mkdir()
+        for split, labels in (("train", [0, 1]), ("test", [0, hidden])):
+            rows = Dataset.from_dict({"image": [picture] * 2, "label": labels}, features=features)
+            rows.to_parquet(str(folder / f"{split}.parquet"))
+        with pytest.raises(RecipeError, match=rf"'test', has images without a class \({hidden}\): expected 0 to 1"):
+            ImageStudy(recipe(images={"dataset": {"path": "parquet", "data_dir": str(folder)}}))
 
 
 # ---- recipes

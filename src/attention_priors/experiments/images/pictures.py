@@ -100,11 +100,14 @@ def _digits() -> Pictures:
     return Pictures("digits", digest.hexdigest(), *parts, classes=tuple("0123456789"), channels=1)
 
 
+GREY = ("1", "L", "LA")
+
+
 @dataclass(frozen=True)
 class _HubPart:
     rows: Any
-    image: str
-    label: str
+    split: str
+    settings: HubPictures
     channels: int
 
     def __len__(self) -> int:
@@ -112,9 +115,25 @@ class _HubPart:
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         row = self.rows[index]
-        picture = row[self.image].convert("L" if self.channels == 1 else "RGB")
+        picture = row[self.settings.image]
+        _check_depth(picture, self.settings, self.split, index)
+        if self.settings.channels is None and self.channels == 1 and picture.mode not in GREY:
+            raise ValueError(
+                f"images.dataset: {self.settings.path!r}, {self.split!r}, image {index}, is of mode {picture.mode!r}, "
+                "and the first one of training is grey: give images.dataset.channels, 3 for all in colour, 1 for all "
+                "in grey"
+            )
+        picture = picture.convert("L" if self.channels == 1 else "RGB")
         pixels = torch.from_numpy(np.array(picture, dtype=np.float32)).reshape(*picture.size[::-1], self.channels)
-        return pixels.movedim(-1, 0) / 255, int(row[self.label])
+        return pixels.movedim(-1, 0) / 255, int(row[self.settings.label])
+
+
+def _check_depth(picture: Any, settings: HubPictures, split: str, index: int) -> None:
+    if picture.mode.startswith(("I", "F")):
+        raise ValueError(
+            f"images.dataset: {settings.path!r}, {split!r}, image {index}, is of mode {picture.mode!r}: expected 8 "
+            "bits a channel"
+        )
 
 
 def _from_hub(settings: HubPictures) -> Pictures:
@@ -140,26 +159,24 @@ def _from_hub(settings: HubPictures) -> Pictures:
                     f"images.dataset.{key}: {settings.path!r} has no {kind.__name__} {name!r}; its fields are "
                     f"{dict(part.features)}"
                 )
-        least, classes = min(part[settings.label]), len(part.features[settings.label].names)
-        if least < 0:
+        without = next((label for label in part[settings.label] if label is None or label < 0), 0)
+        if without != 0:
             raise ValueError(
-                f"images.dataset: {settings.path!r}, {split!r}, has images without a class ({least}): expected 0 to "
-                f"{classes - 1}; name another split"
+                f"images.dataset: {settings.path!r}, {split!r}, has images without a class ({without}): expected 0 to "
+                f"{len(part.features[settings.label].names) - 1}; name another split"
             )
-        mode = part[0][settings.image].mode
-        if mode.startswith(("I", "F")):
-            raise ValueError(
-                f"images.dataset: {settings.path!r}, {split!r}, has images of mode {mode!r}: expected 8 bits a channel"
-            )
+        _check_depth(part[0][settings.image], settings, split, 0)
         parts.append(part)
     train = parts[0]
-    first = train[0][settings.image]
-    channels = 1 if first.mode in ("1", "L") else 3
+    channels = settings.channels or (1 if train[0][settings.image].mode in GREY else 3)
     fingerprint = hashlib.sha256("\n".join(part._fingerprint for part in parts).encode()).hexdigest()
     return Pictures(
         settings.path,
         fingerprint,
-        *(_HubPart(part, settings.image, settings.label, channels) for part in parts),
+        *(
+            _HubPart(part, split, settings, channels)
+            for split, part in zip((settings.train, settings.test), parts, strict=True)
+        ),
         classes=tuple(train.features[settings.label].names),
         channels=channels,
     )

@@ -31,6 +31,8 @@ class HubPictures(Strict):
     """The field that holds the image."""
     label: str = "label"
     """The field that holds the class."""
+    channels: Literal[1, 3] | None = None
+    """Grey or colour; None: as the first image of training is, and a colour image among grey ones is an error."""
 
 
 class PictureSettings(Strict):
