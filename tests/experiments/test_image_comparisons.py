@@ -293,6 +293,19 @@ def folder_of_images(tmp_path: Path) -> Path:
     return tmp_path / "pictures"
 
 
+def test_cut_images_are_smoothed_as_the_tested_ones_are() -> None:
+    noise = torch.rand(1, 200, 200, generator=torch.Generator().manual_seed(0))
+    noisy: Any = [(noise, 0)]
+    whole = PictureRows(noisy, 50, 4, 0, Augmentation(crop=(1.0, 1.0)))[0]["image"]
+    torch.testing.assert_close(whole, resized(noise, 50), rtol=0, atol=1e-6)
+    rows = PictureRows(noisy, 50, 8, 0, Augmentation(crop=(0.3, 0.9)))
+    cuts = torch.stack([rows[index]["image"] for index in range(8)])
+    assert cuts.shape == (8, 1, 50, 50)
+    assert len({round(float(cut.mean()), 5) for cut in cuts}) == 8  # of eight places
+    assert float(cuts.std()) < 0.6 * float(noise.std())
+    assert abs(float(cuts.mean()) - 0.5) < 0.02
+
+
 def test_images_of_a_hugging_face_dataset(folder_of_images: Path, tmp_path: Path) -> None:
     source = {"path": "imagefolder", "data_dir": str(folder_of_images)}
     pictures = load_pictures(PictureSettings.model_validate({"dataset": source}))

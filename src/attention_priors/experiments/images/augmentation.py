@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn.functional import interpolate, one_hot
 from torch.utils.data import Dataset
 
 from attention_priors.data.epoch_order import EpochOrder
@@ -43,12 +43,21 @@ class PictureRows(Dataset[dict[str, Any]]):
             raise IndexError(f"index must be from 0 to {self._rows - 1}; it is {index}")
         image, label = self._pictures[self._order[index]]
         with _seeded(row_seed(self._seed, index)):
-            image = resized(image, self._size) if self._crop is None else self._crop(image[None])[0]
+            image = resized(image, self._size) if self._crop is None else self._cut(image)
             if self._change is not None:
                 # Some of its changes are of colours.
                 changed = self._change(image.expand(1, 3, -1, -1) if len(image) == 1 else image[None])[0]
                 image = changed.mean(0, keepdim=True) if len(image) == 1 else changed
         return {"row": index, "image": image, "label": label}
+
+    def _cut(self, image: Tensor) -> Tensor:
+        """The cut that kornia draws, smoothed where it is scaled down, as the images that are tested on are."""
+        assert self._crop is not None
+        corners = self._crop.forward_parameters(image[None].shape)["src"][0].long()
+        (left, top), (right, bottom) = corners[0].tolist(), corners[2].tolist()
+        piece = image[None, :, top : bottom + 1, left : right + 1]
+        size = (self._size, self._size)
+        return interpolate(piece, size=size, mode="bilinear", align_corners=False, antialias=True)[0].clamp(0, 1)
 
 
 class Collate:
