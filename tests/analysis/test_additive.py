@@ -51,6 +51,12 @@ def test_spreads_see_what_a_softmax_sees() -> None:
     assert float(shifted.spreads(visible)["bias"]) == pytest.approx(0, abs=1e-15)
     with pytest.raises(ValueError, match="no query sees two keys"):
         found.spreads(torch.eye(5, dtype=torch.bool))
+    e.requires_grad_(True)
+    p.requires_grad_(True)
+    spreads = additive_logits(Projected(e, zero), Projected(e, p)).spreads(visible)
+    for gradient in torch.autograd.grad(torch.stack([*spreads.values()]).sum(), (e, p)):
+        assert bool(gradient.isfinite().all())
+        assert bool((gradient != 0).any())
 
 
 @pytest.mark.parametrize(

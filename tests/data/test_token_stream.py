@@ -39,6 +39,11 @@ def test_bases_are_not_read_out_of_other_texts():
     assert len(token_stream(tokenizer, [Document("genome", "ACGTNNacgtu")]).tokens) == 12
     with pytest.raises(ValueError, match=r"reads bases; of the text's first 38 characters, .* 42 % are any"):
         token_stream(tokenizer, [Document("source", "def main(): print('A cat in GATTACA')\n")])
+    for text in (">chr1 a b\nACGTACGTACGTACGT\n", "ACGTACGTACGTACGTACGT\n>chr2\nACGT\n"):
+        with pytest.raises(
+            ValueError, match=r"holds a header of FASTA, '>chr(1 a b|2)': expected a file that is read as"
+        ):
+            token_stream(tokenizer, [Document("genome.seq", text)])
 
 
 def test_no_documents_is_an_error(tokenizer: PreTrainedTokenizerFast):

@@ -69,7 +69,10 @@ class AdditiveLogits:
             term = getattr(self, name).masked_fill(~visible, 0.0)
             mean = term.sum(-1) / number.clamp(min=1)
             centred = (term - mean.unsqueeze(-1)).masked_fill(~visible, 0.0)
-            deviation = (centred.square().sum(-1) / number.clamp(min=1)).sqrt()
+            variance = centred.square().sum(-1) / number.clamp(min=1)
+            # The root of 0 has no gradient: where keys do not differ, as where there is one, nothing is to be learned.
+            flat = variance == 0
+            deviation = variance.masked_fill(flat, 1.0).sqrt().masked_fill(flat, 0.0)
             found[name] = deviation.masked_fill(~choosing, 0.0).sum(-1) / choosing.sum(-1)
         return found
 

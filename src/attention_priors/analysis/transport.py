@@ -15,7 +15,8 @@ def transport_objective(plan: Tensor, score: Tensor, log_prior: Tensor, temperat
     Args:
         plan: ``p``, distributions over the last dimension, ``(..., Lk)``; 0 wherever the prior is.
         score: ``s``, ``(..., Lk)``, finite.
-        log_prior: ``K``, in nats, ``(..., Lk)``, normalised or not; ``-inf`` where a key is hidden.
+        log_prior: ``K``, in nats, ``(..., Lk)``, normalised or not; ``-inf`` where a key is hidden. A query that sees
+            none has no plan, and gets nan.
         temperature: ``τ``, positive.
 
     Raises:

@@ -12,7 +12,7 @@ from pathlib import Path
 from attention_priors.data.document import Document
 from attention_priors.files import checksum
 
-SUFFIXES = (".fa", ".fasta", ".fna", ".ffn")
+SUFFIXES = (".fa", ".fasta", ".fas", ".fsa", ".fna", ".ffn", ".frn")
 """What names of FASTA files end with; a compression may follow."""
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from attention_priors.data.fasta import SUFFIXES
 from attention_priors.data.special_tokens import END_OF_TEXT, NO_LENGTH_LIMIT
 
 if TYPE_CHECKING:
@@ -62,9 +64,17 @@ def check_nucleotides(text: str) -> None:
     """Make sure that a text is bases: of any other, half would be read as N, and the rest as bases that are none.
 
     Raises:
-        ValueError: less than half of its first 4096 characters are A, C, G, T, U and N, of either case.
+        ValueError: less than half of its first 4096 characters are A, C, G, T, U and N, of either case; or there are
+            FASTA's headers among them, whose letters would be read as bases too.
     """
     beginning = text[:4096]
+    header = re.search(r"^>.*", beginning, re.MULTILINE)
+    if header is not None:
+        raise ValueError(
+            f"the tokenizer {NUCLEOTIDES!r} reads bases, and the text holds a header of FASTA, {header[0][:40]!r}: "
+            f"expected a file that is read as FASTA, whose name ends with {', '.join(SUFFIXES)} (and .gz or another "
+            "compression)"
+        )
     known = sum(map(beginning.upper().count, "ACGTUN"))
     if known < len(beginning) / 2:
         raise ValueError(
