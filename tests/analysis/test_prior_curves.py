@@ -24,6 +24,7 @@ from attention_priors import (
 from attention_priors.analysis import curve_distances, logit_scale_rows, prior_rows, prior_term_rows
 from attention_priors.hub.heads import ScaleOnHeads, on_heads
 from attention_priors.models import PriorDecoderConfig, PriorDecoderModel
+from attention_priors.priors import Axial
 
 PRIORS: dict[str, Prior] = {
     "uniform": Uniform(3),
@@ -217,3 +218,10 @@ def test_summands_of_some_heads_are_0_on_the_others():
     ]
     expected = sink.log_prior_of_key(torch.arange(9), torch.float64).tolist()
     assert [row["log_prior"] for row in rows[4:]] == [[0.0] * 9, *expected, [0.0] * 9]
+
+
+def test_priors_over_grids_have_no_curve_over_distance() -> None:
+    layers: list[nn.Module] = [nn.ModuleList([Axial(2, "laplace")])]
+    for read in (lambda: prior_rows(layers, length=9), lambda: prior_term_rows(layers, length=9)):
+        with pytest.raises(ValueError, match="prior must be one over a line, got 'axial'"):
+            read()

@@ -24,6 +24,7 @@ from attention_priors import (
     flex_score_mod,
 )
 from attention_priors.attention import flex_mods
+from attention_priors.priors import Axial, grid_positions
 
 
 def mod_options(case: Case) -> dict[str, Any]:
@@ -234,6 +235,16 @@ def test_scores_are_right_under_masks_of_ones_own() -> None:
     torch.testing.assert_close(
         everywhere(mod, (3, 2, 20, 30), torch.zeros(())).double(), expected, rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("function", [flex_score_mod, flex_mask_mod])
+def test_grids_of_several_rows_are_refused(function: Any) -> None:
+    prior = Axial(2, "laplace", "laplace")
+    with pytest.raises(ValueError, match="key_positions must say where on the grid each key stands"):
+        function(prior, 12, 12, causal=False)
+    places = grid_positions(3, 4)
+    with pytest.raises(ValueError, match="or several rows of a grid; FlexAttention's table takes less than"):
+        function(prior, 12, 12, causal=False, query_positions=places, key_positions=places)
 
 
 def test_one_batch_serves_all() -> None:

@@ -53,10 +53,13 @@ def test_results_tables_and_figures(run, folders, tmp_path):
 def test_lengths_may_be_short_and_in_any_order(run, tmp_path):
     code, _ = run("ours", "--lengths", "0k,1K", "--output", "out")
     assert code == 1
-    code, _ = run("ours", "--lengths", "1K,200", "--depths", "2", "--output", "out")
+    code, _ = run("ours", "--lengths", "1K", "--depths", "2", "--output", "out", "--lengths", "200")
     assert code == 0
     lines = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     assert [line["length"] for line in lines if "score" in line] == [200, 200, 1024, 1024]
+    code, said = run("ours", "--task", "passkey", "--lengths", "200", "--task", "none such", "--output", "out")
+    assert code == 1
+    assert "none such" in said
 
 
 def test_results_of_a_trained_model_are_called_after_its_training(run, folders, tmp_path):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
+from attention_priors.data.packing import row_seed
 from attention_priors.experiments import ImageRecipe, Recipe, RecipeError, RunFailedError, compare, load_recipe
 from attention_priors.experiments.images import load_pictures
 from attention_priors.experiments.images.augmentation import Collate, PictureRows, cutmix, mixup
@@ -249,6 +250,23 @@ def test_a_batch_depends_on_its_rows_alone(name: str) -> None:
     assert -1.001 <= float(first["pixel_values"].min()) <= float(first["pixel_values"].max()) <= 1.001
     torch.testing.assert_close(first["labels"].sum(1), torch.ones(4))
     assert float(first["labels"].min()) >= 0.01 - 1e-6
+
+
+def test_what_is_drawn_for_a_batch_has_nothing_to_do_with_the_cuts_of_its_rows() -> None:
+    """Of half white images: how much white the first one's cut has, against whether the batch is flipped."""
+    white, flipped = [], []
+    picture = torch.zeros(1, 1, 8)
+    picture[..., 4:] = 1
+    changes = settings(augmentation={"flip": 0.5}, label_smoothing=0)
+    for seed in range(200):
+        collate = Collate(changes, 2, seed)
+        with torch.random.fork_rng():
+            torch.manual_seed(row_seed(seed, 0))
+            white.append(float(torch.rand(())))  # the first number that the row's own cut would draw
+        batch = collate([{"row": 0, "image": picture, "label": 0}])
+        flipped.append(float(batch["pixel_values"][0, 0, 0, 0] > 0))
+    assert 60 < sum(flipped) < 140
+    assert abs(float(np.corrcoef(white, flipped)[0, 1])) < 0.25
 
 
 @given(seed=st.integers(0, 1000), parameter=st.floats(0.2, 3))

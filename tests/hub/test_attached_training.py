@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import tiny, tokens
@@ -102,13 +103,19 @@ def test_lora_beside_priors(tmp_path: Path) -> None:
     save_adapter(merged, tmp_path / "again")
 
 
-def test_lora_of_all_linear_layers_leaves_priors_as_they_are() -> None:
-    model = attach(tiny("llama"), {"name": "key_sink", "train_length": 16, "init": {"bump": 2.0}})
+def test_lora_of_all_linear_layers() -> None:
+    """The MLP of a key sink has such layers too, and is not one to be changed unseen."""
+    lora: dict[str, Any] = {"target_modules": "all-linear", "r": 2, "task_type": "CAUSAL_LM"}
+    prior = {"name": "key_sink", "train_length": 16, "init": {"bump": 2.0}}
+    changed: Any = get_peft_model(attach(tiny("llama"), prior), LoraConfig(**lora))
+    with pytest.raises(TypeError, match=r"KeySink's mlp has layers of peft\.\S+, expected torch.nn.Linear: .*prior"):
+        changed(input_ids=IDS)
+    model = attach(tiny("llama"), prior)
     with torch.no_grad():
         expected = model(IDS).logits
-        changed: Any = get_peft_model(model, LoraConfig(target_modules="all-linear", r=2, task_type="CAUSAL_LM"))
+        changed = get_peft_model(model, LoraConfig(**lora, exclude_modules=r".*prior.*"))
         assert torch.equal(changed(input_ids=IDS).logits, expected)
-    assert not any("prior" in name for name, _ in changed.named_parameters() if "lora" in name)
+    assert sum("lora_A" in name for name, _ in changed.named_parameters()) == 2 * 7
 
 
 def test_compiled() -> None:

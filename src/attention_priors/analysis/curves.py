@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from attention_priors.attention import SSMax
 from attention_priors.hub.heads import ScaleOnHeads
 from attention_priors.priors import Prior
+from attention_priors.priors.base import check_over_line
 
 
 class PriorRow(TypedDict):
@@ -96,10 +97,15 @@ def logit_scales_of(module: nn.Module) -> list[SSMax | ScaleOnHeads]:
 
 
 def priors_of(layers: list[nn.Module]) -> Iterator[tuple[int, Prior, torch.device]]:
-    """The first :class:`Prior` in each layer that has one: the layer's number, the prior and where it lives."""
+    """The first :class:`Prior` in each layer that has one: the layer's number, the prior and where it lives.
+
+    Raises:
+        ValueError: one is over a grid: what is said of it would be of a line.
+    """
     for layer, module in enumerate(layers):
         prior = next((part for part in module.modules() if isinstance(part, Prior)), None)
         if prior is not None:
+            check_over_line(prior)
             yield layer, prior, next((parameter.device for parameter in prior.parameters()), torch.device("cpu"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +87,11 @@ def collapse_bounds(logits: AttentionLogits) -> tuple[Tensor, Tensor]:
     log_prior = logits.position.masked_fill(~logits.visible & ~blind, -torch.inf).log_softmax(-1)
     spread = content_range(logits).unsqueeze(-1)
     # Of the sum: 0 times an exponential that overflows would be nan.
-    low, high = ((log_prior + sign * spread).exp().masked_fill(~logits.visible, 0.0) for sign in (-1, 1))
+    # An upper one beyond all numbers is the largest of them: an infinite one would have no gradient.
+    largest = math.log(torch.finfo(log_prior.dtype).max)
+    low, high = (
+        (log_prior + sign * spread).clamp(max=largest).exp().masked_fill(~logits.visible, 0.0) for sign in (-1, 1)
+    )
     return low, high
 
 

@@ -19,7 +19,7 @@ from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.problem import check_visible_keys, make_geometry
 from attention_priors.attention.tables import consecutive_table
 from attention_priors.priors import Prior, Structure
-from attention_priors.priors.base import join_lanes
+from attention_priors.priors.base import check_has_positions, join_lanes
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -92,6 +92,7 @@ def flex_score_mod(
     if len(set(heads.values())) > 1:
         raise ValueError(f"prior has num_heads={heads['prior']}, but logit_scale has num_heads={heads['logit_scale']}")
     if prior is not None:
+        check_has_positions(prior, key_positions)
         prior.check(causal=causal)
     given = (query_positions, key_positions, document_ids, key_padding_mask)
     where = _device(device, prior, logit_scale, *given)
@@ -144,6 +145,7 @@ def flex_mask_mod(
         ValueError: if an argument is impossible or does not fit the others.
     """
     if prior is not None:
+        check_has_positions(prior, key_positions)
         prior.check(causal=causal)
     given = (query_positions, key_positions, document_ids, key_padding_mask)
     geometry = _geometry((1, num_queries, num_keys), _device(device, prior, *given), causal, *given)
@@ -207,8 +209,8 @@ def _positions(geometry: Geometry) -> tuple[Tensor, Tensor]:
         span = int(torch.maximum(queries.amax(), keys.amax()) - start)
         if span >= MOST_TOKENS:
             raise ValueError(
-                f"query_positions and key_positions span {span} tokens; FlexAttention's table takes less than "
-                f"{MOST_TOKENS}, backend='toeplitz' any number"
+                f"query_positions and key_positions span {span} tokens, or several rows of a grid; FlexAttention's "
+                f"table takes less than {MOST_TOKENS} tokens, or one row; attend() of itself takes any number"
             )
     queries, keys = _batched(geometry, (queries - start).int(), (keys - start).int())
     return queries, keys

@@ -191,9 +191,9 @@ def evaluate(
         str | None, typer.Argument(help="A saved model: its folder, or its name on the Hugging Face Hub.")
     ] = None,
     task: Annotated[
-        str, typer.Option(help="What to measure, with commas between; --task list shows what there is.")
-    ] = "passkey",
-    lengths: Annotated[str, typer.Option(help="Tokens, with commas between; 64k is 65536.")] = "1k,2k,4k,8k",
+        list[str], typer.Option(help="What to measure, with commas between; --task list shows what there is.")
+    ] = ["passkey"],  # noqa: B006
+    lengths: Annotated[list[str], typer.Option(help="Tokens, with commas between; 64k is 65536.")] = ["1k,2k,4k,8k"],  # noqa: B006
     depths: Annotated[int, typer.Option(min=2, help="Depths, evenly spaced.")] = 20,
     trials: Annotated[int, typer.Option(min=1, help="Texts per length and depth; continuations of a genome.")] = 1,
     corpus: Annotated[
@@ -231,7 +231,8 @@ def evaluate(
     from attention_priors.strict_yaml import explain
 
     console = Console()
-    if task.strip() == "list":
+    tasks = listed(",".join(task))
+    if tasks == ["list"]:
         for name, what in evaluation.TASKS.items():
             console.print(f"[bold]{name}[/]: {escape(what)}.", highlight=False)
         return
@@ -242,8 +243,8 @@ def evaluate(
     with errors():
         try:
             plan = evaluation.EvaluationPlan(
-                tasks=tuple(listed(task)),
-                lengths=tuple(sorted({number_of_tokens(length) for length in listed(lengths)})),
+                tasks=tuple(tasks),
+                lengths=tuple(sorted({number_of_tokens(length) for length in listed(",".join(lengths))})),
                 depths=depths,
                 trials=trials,
                 seed=seed,

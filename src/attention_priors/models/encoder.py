@@ -299,7 +299,9 @@ class PriorEncoderModel(PriorEncoderPreTrainedModel):
             input_ids: tokens, ``(B, L)``.
             attention_mask: ``(B, L)``, 1 where there is a token and 0 where there is padding.
             position_ids: ``(B, L)`` or ``(L,)``; by default tokens stand one after another, in each text from its first
-                token that is no padding, in each document from 0.
+                token that is no padding, in each document from 0. Tokens at equal positions see each other: where texts
+                share a row, ``document_ids`` parts them, and positions that start anew alone do not, as they do in a
+                decoder.
             inputs_embeds: ``(B, L, hidden_size)``, instead of ``input_ids``.
             document_ids: ``(B, L)``, integers: packed documents do not see each other.
             kwargs: ``output_attentions`` and ``output_hidden_states``.

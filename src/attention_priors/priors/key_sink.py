@@ -19,27 +19,6 @@ FLOAT32_LENGTHS = 16
 """Training lengths up to which float32 is exact enough for the MLP."""
 
 
-class _Affine(nn.Module):
-    """``x W' + b``, with the parameters and the start of ``nn.Linear``.
-
-    It is none: what quantises a model's linear layers, or gives them LoRA matrices, leaves a prior as it is.
-    """
-
-    def __init__(self, width: int, out_width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_width, width, dtype=torch.float32))
-        self.bias = nn.Parameter(torch.empty(out_width, dtype=torch.float32))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        bound = self.weight.shape[1] ** -0.5
-        nn.init.uniform_(self.bias, -bound, bound)
-
-    def forward(self, features: Tensor) -> Tensor:
-        return nn.functional.linear(features, self.weight.to(features.dtype), self.bias.to(features.dtype))
-
-
 class KeySink(Prior):
     """A default that does not depend on the query: ``K(i, j) = u(j)``, in nats.
 
@@ -98,7 +77,9 @@ class KeySink(Prior):
         self.gain = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.bump = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.mlp = nn.Sequential(
-            _Affine(self._number_of_features(), hidden_size), self.activations[activation](), _Affine(hidden_size, 1)
+            nn.Linear(self._number_of_features(), hidden_size, dtype=torch.float32),
+            self.activations[activation](),
+            nn.Linear(hidden_size, 1, dtype=torch.float32),
         )
         self.reset_parameters()
         self._set_learned(learn, **{name: name for name in self.learnable})
@@ -130,7 +111,7 @@ class KeySink(Prior):
                 steep = alibi_slopes(self.num_heads) if self.init == "recency" else None
                 self.slope.copy_(started(given, "slope", (self.num_heads,)) if steep is None else steep)
         for layer in self.mlp:
-            if isinstance(layer, _Affine):
+            if isinstance(layer, nn.Linear):
                 layer.reset_parameters()
 
     @torch.no_grad()
@@ -154,8 +135,19 @@ class KeySink(Prior):
         # Features grow with position, and so does what the hidden units cancel out. Compiled code cannot look.
         if torch.compiler.is_compiling() or self._is_far(positions):
             dtype = torch.float64
+        first, activation, last = self.mlp
+        # Whatever stands in for such a layer computes something else from its weight, if it has one.
+        if type(first) is not nn.Linear or type(last) is not nn.Linear:
+            raise TypeError(
+                f"KeySink's mlp has layers of {type(first).__module__}.{type(first).__qualname__}, expected "
+                "torch.nn.Linear: leave priors out of what quantises linear layers or gives them LoRA matrices "
+                "(PEFT: LoraConfig(exclude_modules=r'.*prior.*'))"
+            )
         with torch.autocast(positions.device.type, enabled=False):
-            out = self.mlp(self._features(positions, dtype))
+            hidden = nn.functional.linear(
+                self._features(positions, dtype), first.weight.to(dtype), first.bias.to(dtype)
+            )
+            out = nn.functional.linear(activation(hidden), last.weight.to(dtype), last.bias.to(dtype))
         return out.squeeze(-1).to(out_dtype)
 
     def _is_far(self, positions: Tensor) -> bool:

@@ -72,7 +72,9 @@ class Collate:
     """
 
     def __init__(self, settings: ImageTrainingSettings, classes: int, seed: int) -> None:
-        self._smoothing, self._classes, self._seed = settings.label_smoothing, classes, seed
+        self._smoothing, self._classes = settings.label_smoothing, classes
+        # Rows are cut with numbers drawn from the seed's own: what is drawn for a batch has nothing to do with them.
+        self._seed = row_seed(seed, -1)
         self._changes = _changes(settings.augmentation)
         self._mixes = _mixes(settings.augmentation)
 
