@@ -238,7 +238,7 @@ def test_a_sweep_with_extensions_is_compared_and_reported(copy, tiny, quiet, mon
         "before": _json(run / "losses.json"), "after": _json(extended_folder(run, FRESH) / "losses.json"),
     }  # fmt: skip
 
-    monkeypatch.setattr(gallery.Illustration, "png", lambda _: b"\x89PNG")  # for speed
+    monkeypatch.setattr(gallery, "png", lambda _: b"\x89PNG")  # for speed
     write_report(results, copy / "report.html")
     (grid,) = (grid for grid in result_grids(results) if grid.stem == "extension")
     assert [line[:3] for line in grid.groups[0]] == [

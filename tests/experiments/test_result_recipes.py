@@ -13,7 +13,7 @@ from attention_priors.experiments.materials import Materials
 from attention_priors.experiments.results import collect
 from attention_priors.experiments.run import execute, is_finished, run_folder
 from attention_priors.files import read_json
-from attention_priors.report import refresh_page, write_figures, write_report, write_tables
+from attention_priors.report import illustrations, refresh_page, write_figures, write_report, write_tables
 
 PROJECT = Path(__file__).parents[2]
 RECIPES = sorted((PROJECT / "recipes" / "results").glob("*.yaml"))
@@ -30,7 +30,7 @@ def small(recipe: Recipe) -> Recipe:
     content = recipe.model_dump(mode="json")
     content["seeds"] = [0]
     if content["corpus"]["source"] is not None:
-        content["corpus"]["max_characters"] = 200_000
+        content["corpus"]["max_characters"] = 100_000
     for section in _everywhere(content, "model"):
         section |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     for section in _everywhere(content, "training"):
@@ -74,8 +74,9 @@ def test_a_small_form_runs_from_the_recipe_to_the_report(path: Path, tmp_path: P
     results = collect(recipe, tmp_path, [(scheme, 0) for scheme in chosen], wall_seconds=1.0, corpus={"name": "small"})
     assert {row["scheme"] for row in results["runs"]} >= set(chosen)
     assert write_tables(results, tmp_path / "tables")
-    assert write_figures(results, tmp_path / "figures")
-    write_report(results, tmp_path / "report.html")
+    drawn = [*illustrations(results)]
+    assert len(write_figures(results, tmp_path / "figures", drawn)) == len(drawn) > 0
+    write_report(results, tmp_path / "report.html", drawn)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -177,7 +177,7 @@ def test_axes_with_several_comparisons_have_figures_of_their_own(swept, monkeypa
 
 
 def test_the_report_has_a_section_for_axes_and_extensions(swept, tmp_path, monkeypatch):
-    monkeypatch.setattr(gallery.Illustration, "png", lambda _: b"\x89PNG")
+    monkeypatch.setattr(gallery, "png", lambda _: b"\x89PNG")
     write_report(swept, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Along each axis" in page

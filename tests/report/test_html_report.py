@@ -18,7 +18,7 @@ from html_pages import Page
 def quick(results, monkeypatch):
     """Figures take seconds; where they are not what is tested, they are small and never rendered."""
     results["passkey"] = [row for row in results["passkey"] if row["depth"] in (0, 1)]
-    monkeypatch.setattr(gallery.Illustration, "png", lambda _: b"\x89PNG")
+    monkeypatch.setattr(gallery, "png", lambda _: b"\x89PNG")
 
 
 @pytest.fixture

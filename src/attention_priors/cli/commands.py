@@ -57,9 +57,10 @@ def compare(
             if report.are_of_images(results):
                 report.write_image_results(results, output)
             else:
-                report.write_figures(results, output / "figures")
+                drawn = [*report.illustrations(results)]
+                report.write_figures(results, output / "figures", drawn)
                 report.write_tables(results, output / "tables")
-                report.write_report(results, page)
+                report.write_report(results, page, drawn)
     if results["runs"]:
         of_images = report.are_of_images(results)
         if of_images:

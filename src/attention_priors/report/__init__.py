@@ -1,7 +1,7 @@
 """Figures, tables and a self-contained HTML report from the results of an experiment."""
 
 from attention_priors.report.figures.evaluation import write_evaluation_figures
-from attention_priors.report.figures.gallery import write_figures
+from attention_priors.report.figures.gallery import illustrations, write_figures
 from attention_priors.report.pages.comparison import write_report
 from attention_priors.report.pages.images import write_image_results
 from attention_priors.report.pages.inspection import inspection_summary, write_inspection
@@ -16,6 +16,7 @@ __all__ = [
     "are_of_images",
     "evaluation_markdown",
     "evaluation_tables",
+    "illustrations",
     "image_table",
     "inspection_summary",
     "refresh_page",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,18 +47,14 @@ class Illustration:
         scheme: The scheme it is about; None where it is about all.
         stem: Its file's name, without the ending.
         alt: What it shows, for those who cannot see it.
-        figure: The drawing.
+        png: The drawing, as a PNG file.
     """
 
     kind: str
     scheme: str | None
     stem: str
     alt: str
-    figure: Figure
-
-    def png(self) -> bytes:
-        """The drawing as a PNG file."""
-        return png(self.figure)
+    png: bytes
 
 
 def illustrations(results: Results) -> Iterator[Illustration]:
@@ -129,12 +125,13 @@ def _illustrations(results: Results) -> Iterator[Illustration]:
     yield from _for_all(comparison.logit_scale_histogram, results, "Histograms of the heads' logit scales s.")
 
 
-def write_figures(results: Results, folder: Path) -> list[Path]:
+def write_figures(results: Results, folder: Path, drawn: Iterable[Illustration] | None = None) -> list[Path]:
     """Write every figure that the results have data for as a PNG file; remove those that an earlier call has left.
 
     Args:
         results: A results dictionary.
         folder: Where to; made if it is not there.
+        drawn: The results' :func:`illustrations`, if they are at hand: drawing them is what takes the time.
 
     Returns:
         The files, in the order of the report.
@@ -142,7 +139,8 @@ def write_figures(results: Results, folder: Path) -> list[Path]:
     Raises:
         ValueError: ``results`` is of an unknown format, or one of its rows names an unknown scheme.
     """
-    return write_pngs(((one.stem, one.png()) for one in illustrations(results)), Path(folder), _NAMES)
+    drawn = illustrations(results) if drawn is None else drawn
+    return write_pngs(((one.stem, one.png) for one in drawn), Path(folder), _NAMES)
 
 
 def _for_all(draw: Callable[[Results], Figure], results: Results, alt: str) -> Iterator[Illustration]:
@@ -167,6 +165,6 @@ def _plain(name: str) -> str:
 
 def _drawn(draw: Callable[[], Figure], kind: str, scheme: str | None, stem: str, alt: str) -> Iterator[Illustration]:
     try:
-        yield Illustration(kind, scheme, stem, alt, draw())
+        yield Illustration(kind, scheme, stem, alt, png(draw()))
     except comparison.NothingToShowError:
         return

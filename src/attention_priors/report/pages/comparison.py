@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import yaml
 
 from attention_priors.files import write_bytes
 from attention_priors.report.figures.drawing import DEPTH_OF_CUT
-from attention_priors.report.figures.gallery import illustrations
+from attention_priors.report.figures.gallery import Illustration, illustrations
 from attention_priors.report.figures.style import looks
 from attention_priors.report.pages.rendering import embedded_figure, render
 from attention_priors.report.pages.summary import summarize
@@ -26,22 +27,23 @@ from attention_priors.report.tables.comparison import result_grids
 from attention_priors.report.tables.heads import head_table
 
 
-def write_report(results: Results, path: Path) -> None:
+def write_report(results: Results, path: Path, drawn: Iterable[Illustration] | None = None) -> None:
     """Write the report as one HTML file that needs no other file and no network.
 
     Args:
         results: A results dictionary.
         path: The file; its folder is made if it is not there.
+        drawn: The results' :func:`illustrations`, if they are at hand: drawing them is what takes the time.
 
     Raises:
         ValueError: ``results`` is of an unknown format, lacks the training length, or one of its rows names
             an unknown scheme.
     """
     check_results(results)
-    write_bytes(Path(path), _render(results).encode())
+    write_bytes(Path(path), _render(results, illustrations(results) if drawn is None else drawn).encode())
 
 
-def _render(results: Results) -> str:
+def _render(results: Results, drawn: Iterable[Illustration]) -> str:
     cells = passkey_table(results)
     tables = {scheme: head_table(results, scheme) for scheme in scheme_names(results)}
     return render(
@@ -58,15 +60,15 @@ def _render(results: Results) -> str:
         runs=rows(results, "runs"),
         looks=looks(results),
         head_tables={scheme: table for scheme, table in tables.items() if table is not None},
-        figures=_embedded(results),
+        figures=_embedded(drawn),
         cut=DEPTH_OF_CUT,
     )
 
 
-def _embedded(results: Results) -> dict[str, list[dict[str, Any]]]:
+def _embedded(drawn: Iterable[Illustration]) -> dict[str, list[dict[str, Any]]]:
     """The figures by kind, as data that a page can hold."""
     embedded = defaultdict(list)
-    for illustration in illustrations(results):
-        figure = embedded_figure(illustration.figure, illustration.alt)
+    for illustration in drawn:
+        figure = embedded_figure(illustration.png, illustration.alt)
         embedded[illustration.kind].append(figure | {"scheme": illustration.scheme})
     return embedded

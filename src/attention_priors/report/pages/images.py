@@ -32,16 +32,17 @@ def write_image_results(results: Results, folder: Path) -> Path:
     Returns:
         The page.
     """
-    figures = {"accuracy_by_size": (accuracy_by_size(results), "Share of images classified right against their size.")}
+    words = "Share of images classified right against their size."
+    figures = {"accuracy_by_size": (png(accuracy_by_size(results)), words)}
     for place, entry in enumerate(results["schemes"], start=1):
         if maps_of_first_seed(results, entry["name"]):
             words = f"What the prior of each head says around the middle patch: {entry['name']}."
-            figures[f"prior_maps_{place:02d}"] = (prior_maps(results, entry["name"]), words)
-    write_pngs(((stem, png(figure)) for stem, (figure, _) in figures.items()), folder / "figures", _NAMES)
+            figures[f"prior_maps_{place:02d}"] = (png(prior_maps(results, entry["name"])), words)
+    write_pngs(((stem, drawing) for stem, (drawing, _) in figures.items()), folder / "figures", _NAMES)
     grids = [accuracy_grid(results), image_training_grid(results)]
     write_grids(grids, folder / "tables")
     page = folder / "report.html"
     recipe = yaml.safe_dump(results["recipe"], sort_keys=False, allow_unicode=True, width=88)
-    shown = [embedded_figure(figure, words) for figure, words in figures.values()]
+    shown = [embedded_figure(drawing, words) for drawing, words in figures.values()]
     write_bytes(page, render("images.html", results=results, recipe=recipe, figures=shown, grids=grids).encode())
     return page

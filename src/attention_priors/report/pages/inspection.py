@@ -14,6 +14,7 @@ from attention_priors.report.figures.attention_maps import attention_map, layer_
 from attention_priors.report.figures.comparison import logit_scale_histogram, prior_curves, theta_scatter
 from attention_priors.report.figures.drawing import NothingToShowError
 from attention_priors.report.figures.prior_parts import prior_terms
+from attention_priors.report.figures.style import png
 from attention_priors.report.numbers import listing, percent
 from attention_priors.report.pages.rendering import embedded_figure, render
 from attention_priors.report.selections.heads import head_name
@@ -123,14 +124,14 @@ def _figures(found: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
         ("text", lambda: layer_maps(found), "Maps of layers and heads: what decides where attention lies on the text"),
     ):
         try:
-            figures[kind] = [embedded_figure(draw(), f"{alt}.")]
+            figures[kind] = [embedded_figure(png(draw()), f"{alt}.")]
         except NothingToShowError:
             figures[kind] = []
     roles = {head_name(row): row["role"] for row in found["priors"]}
     weights = {head_name(row): row["needle"] for row in found["passkey"].get("heads", ())}
     figures["maps"] = [
         embedded_figure(
-            attention_map(found["passkey"], shown, f"head {name}, {roles[name]}"),
+            png(attention_map(found["passkey"], shown, f"head {name}, {roles[name]}")),
             f"Attention map of head {name}, {roles[name]}, on the passkey prompt: the question's last token gives "
             f"{percent(weights[name])} % of its weight to the pass key.",
         )

@@ -6,9 +6,7 @@ import base64
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from matplotlib.figure import Figure
 
-from attention_priors.report.figures.style import png
 from attention_priors.report.numbers import duration, moment, multiple, percent, quantity
 
 
@@ -35,6 +33,6 @@ def render(template: str, **content: Any) -> str:
     return environment.get_template(template).render(**content)
 
 
-def embedded_figure(figure: Figure, alt: str) -> dict[str, Any]:
-    """A figure for the macro ``picture``: as data, and in words."""
-    return {"source": f"data:image/png;base64,{base64.b64encode(png(figure)).decode()}", "alt": alt}
+def embedded_figure(drawing: bytes, alt: str) -> dict[str, Any]:
+    """A PNG file for the macro ``picture``: as data, and in words."""
+    return {"source": f"data:image/png;base64,{base64.b64encode(drawing).decode()}", "alt": alt}
