@@ -25,6 +25,13 @@ def check_above(bound: float, **values: Any) -> None:
             raise ValueError(f"{name} must be a finite number above {bound:g}, got {value!r}")
 
 
+def check_share(**values: Any) -> None:
+    """Raise a ValueError unless every value is a number from 0 to below 1."""
+    for name, value in values.items():
+        if not isinstance(value, int | float) or not 0 <= value < 1:
+            raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+
+
 def check_booleans(**values: Any) -> None:
     """Raise a ValueError unless every value is True or False: ``"no"``, as YAML has it in quotes, counts as true."""
     for name, value in values.items():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dense_attention import dense_logits
-from tiny_models import FAMILIES, HEADS, LAYERS, WINDOW, YARN, tiny, tokens
+from tiny_models import FAMILIES, HEADS, LAYERS, LLAMA, WINDOW, YARN, tiny, tokens
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -474,20 +474,14 @@ def test_rotary_positions_in_a_form_of_their_own_are_refused() -> None:
 
 
 def test_dropping_positions_where_a_layer_is_handed_none() -> None:
-    config = GraniteMoeHybridConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        shared_intermediate_size=16,
-        num_local_experts=2,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        layer_types=["attention", "attention"],
-        mamba_n_heads=4,
-        mamba_d_head=16,
-        pad_token_id=0,
-    )
+    experts: dict[str, Any] = {
+        "shared_intermediate_size": 16,
+        "num_local_experts": 2,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+    }
+    experts["layer_types"] = ["attention"] * LAYERS
+    config = GraniteMoeHybridConfig(**LLAMA | experts)
     model = GraniteMoeHybridForCausalLM(config).eval()
     assert model.config.position_embedding_type is None
     with torch.no_grad():
@@ -499,23 +493,15 @@ def test_dropping_positions_where_a_layer_is_handed_none() -> None:
 def test_layers_that_borrow_the_keys_of_others(attached: dict[str, Any]) -> None:
     """Gemma 4's last layers: they are asked for the last queries alone, with the rows of the mask that are theirs."""
     torch.manual_seed(0)
-    global_size: Any = {"global_head_dim": 16}
-    config = Gemma4TextConfig(
-        vocab_size=64,
-        vocab_size_per_layer_input=64,
-        hidden_size_per_layer_input=8,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_kv_shared_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        **global_size,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        sliding_window=WINDOW,
-        pad_token_id=0,
-    )
+    layers: dict[str, Any] = {"num_hidden_layers": 4, "num_kv_shared_layers": 2}
+    types: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
+    widths: dict[str, Any] = {
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 8,
+    }
+    config = Gemma4TextConfig(**LLAMA | layers | types | widths)
     model = scatter(attach(Gemma4ForCausalLM(config).eval(), **attached))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from tiny_models import YARN, tiny, tokens
+from tiny_models import LLAMA, YARN, tiny, tokens
 from torch import nn
 
 from attention_priors import GeneralizedGaussian, Window, prior_from_config
@@ -200,13 +200,7 @@ def test_a_mask_that_does_not_say_where_a_text_starts() -> None:
 
 
 def test_cross_attention_gets_nothing() -> None:
-    sizes: dict[str, Any] = SIZES | {
-        "num_hidden_layers": 2,
-        "intermediate_size": 48,
-        "num_key_value_heads": 2,
-        "pad_token_id": 0,
-    }
-    model = hf.MllamaForCausalLM(hf.MllamaTextConfig(**sizes, cross_attention_layers=[1]))
+    model = hf.MllamaForCausalLM(hf.MllamaTextConfig(**LLAMA, cross_attention_layers=[1]))
     assert sorted(attached_priors(attach(model, "laplace"))) == [0]
     refused(hf.MllamaForCausalLM(model.config), "layers with attention are 0", layers=[1])
 

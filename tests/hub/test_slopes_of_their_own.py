@@ -78,6 +78,7 @@ def test_chosen_slopes_are_saved_in_the_config(make: Make, tmp_path: Path) -> No
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits(model, tokens()), logits(loaded, tokens()))
     assert type(restore_attention(loaded)).__name__ == type(make()).__name__
+    assert loaded.config.model_type == make().config.model_type
     assert torch.equal(logits(loaded, tokens()), expected)
 
 

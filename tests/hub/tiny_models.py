@@ -20,7 +20,7 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "initializer_range": 0.2,
 }
-_LLAMA = _SIZES | {"intermediate_size": 48, "num_key_value_heads": 2}
+LLAMA: dict[str, Any] = _SIZES | {"intermediate_size": 48, "num_key_value_heads": 2}
 _GPT2: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "n_embd": 32,
@@ -35,17 +35,17 @@ _GPT2: dict[str, Any] = {
 _OPT = {key: value for key, value in _SIZES.items() if key != "initializer_range"}
 
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA),
-    "mistral": ("MistralForCausalLM", "MistralConfig", _LLAMA | {"sliding_window": WINDOW}),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _LLAMA | {"head_dim": 8}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA),
+    "mistral": ("MistralForCausalLM", "MistralConfig", LLAMA | {"sliding_window": WINDOW}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", LLAMA | {"head_dim": 8}),
     "gemma3": (
         "Gemma3ForCausalLM",
         "Gemma3TextConfig",
-        _LLAMA
+        LLAMA
         | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW}
         | {"layer_types": ["sliding_attention", "full_attention"]},
     ),
-    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", _LLAMA),
+    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", LLAMA),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _SIZES | {"intermediate_size": 48}),
     "opt": ("OPTForCausalLM", "OPTConfig", _OPT | {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2}),

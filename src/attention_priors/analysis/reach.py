@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_priors.attention import SSMax
-from attention_priors.checks import check_positive_integers
+from attention_priors.checks import check_positive_integers, check_share
 from attention_priors.priors import Prior
 from attention_priors.priors.base import check_over_line
 
@@ -77,8 +77,7 @@ def window_for(
         ValueError: an argument is out of range, the prior is over a grid or hides every key, or the logit scale is of
             another number of heads.
     """
-    if not 0 <= tolerance < 1:
-        raise ValueError(f"tolerance must be in [0, 1), got {tolerance!r}")
+    check_share(tolerance=tolerance)
     if not 0 <= content_range < math.inf:
         raise ValueError(f"content_range must be a finite number of nats, at least 0, got {content_range!r}")
     faintest = tolerance * math.exp(-content_range)  # e^ω itself overflows

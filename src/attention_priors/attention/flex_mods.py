@@ -19,7 +19,7 @@ from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.problem import check_visible_keys, make_geometry
 from attention_priors.attention.tables import consecutive_table
 from attention_priors.priors import Prior, Structure
-from attention_priors.priors.base import check_has_positions, join_lanes
+from attention_priors.priors.base import check_in_use, join_lanes
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -91,9 +91,7 @@ def flex_score_mod(
         raise ValueError("prior and logit_scale are both None: there is no score to modify")
     if len(set(heads.values())) > 1:
         raise ValueError(f"prior has num_heads={heads['prior']}, but logit_scale has num_heads={heads['logit_scale']}")
-    if prior is not None:
-        check_has_positions(prior, key_positions)
-        prior.check(causal=causal)
+    check_in_use(prior, causal=causal, key_positions=key_positions)
     given = (query_positions, key_positions, document_ids, key_padding_mask)
     where = _device(device, prior, logit_scale, *given)
     geometry = _geometry((max(heads.values()), num_queries, num_keys), where, causal, *given)
@@ -144,9 +142,7 @@ def flex_mask_mod(
     Raises:
         ValueError: if an argument is impossible or does not fit the others.
     """
-    if prior is not None:
-        check_has_positions(prior, key_positions)
-        prior.check(causal=causal)
+    check_in_use(prior, causal=causal, key_positions=key_positions)
     given = (query_positions, key_positions, document_ids, key_padding_mask)
     geometry = _geometry((1, num_queries, num_keys), _device(device, prior, *given), causal, *given)
     return Visibility.of(prior, geometry).mod()

@@ -11,10 +11,11 @@ from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.geometry_operator import count_visible_keys
 from attention_priors.attention.key_bounds import KeyBounds
 from attention_priors.attention.logit_scale import SSMax
+from attention_priors.checks import check_share
 from attention_priors.encodings import ShawVectors
 from attention_priors.precision import compute_dtype_of
 from attention_priors.priors import Prior
-from attention_priors.priors.base import check_has_positions, check_positions
+from attention_priors.priors.base import check_in_use, check_positions
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -103,14 +104,10 @@ def make_problem(
         raise ValueError(f"relative must be ShawVectors, got {relative!r}")
     if not isinstance(causal, bool):
         raise ValueError(f"causal must be True or False, got {causal!r}")
-    if prior is not None:
-        prior.check(causal=causal)
-        check_has_positions(prior, key_positions)
+    check_in_use(prior, causal=causal, key_positions=key_positions)
     if relative is not None and (head_dim != relative.head_dim or value.shape[-1] != head_dim):
         raise ValueError(f"relative has head_dim={relative.head_dim}; query has {head_dim} and value {value.shape[-1]}")
-    if not (isinstance(dropout_p, int | float) and 0 <= dropout_p < 1):
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
-    check_tolerance(tolerance)
+    check_share(dropout_p=dropout_p, tolerance=tolerance)
     if key_bounds is not None:
         _check_key_bounds(key_bounds, key)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -237,16 +234,6 @@ def check_modules(prior: object, logit_scale: object) -> None:
         raise ValueError(f"prior must be a Prior, such as prior_from_config makes of a description, got {prior!r}")
     if logit_scale is not None and not hasattr(logit_scale, "num_heads"):
         raise ValueError(f"logit_scale must be a module such as SSMax, got {logit_scale!r}")
-
-
-def check_tolerance(tolerance: object) -> None:
-    """Make sure that it is a share of a query's weight.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not (isinstance(tolerance, int | float) and 0 <= tolerance < 1):
-        raise ValueError(f"tolerance must be in [0, 1), got {tolerance!r}")
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

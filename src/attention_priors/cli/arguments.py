@@ -49,6 +49,6 @@ def number_of_tokens(length: str) -> int:
     return int(number) * {"": 1, "k": 2**10, "m": 2**20}[unit]
 
 
-def listed(text: str) -> list[str]:
-    """What stands between commas."""
-    return [part.strip() for part in text.split(",") if part.strip()]
+def listed(*texts: str) -> list[str]:
+    """What stands between commas, in all of the texts: those of an option that may be repeated."""
+    return [part.strip() for text in texts for part in text.split(",") if part.strip()]

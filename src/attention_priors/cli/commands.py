@@ -232,7 +232,7 @@ def evaluate(
     from attention_priors.strict_yaml import explain
 
     console = Console()
-    tasks = listed(",".join(task))
+    tasks = listed(*task)
     if tasks == ["list"]:
         for name, what in evaluation.TASKS.items():
             console.print(f"[bold]{name}[/]: {escape(what)}.", highlight=False)
@@ -245,7 +245,7 @@ def evaluate(
         try:
             plan = evaluation.EvaluationPlan(
                 tasks=tuple(tasks),
-                lengths=tuple(sorted({number_of_tokens(length) for length in listed(",".join(lengths))})),
+                lengths=tuple(sorted({number_of_tokens(length) for length in listed(*lengths)})),
                 depths=depths,
                 trials=trials,
                 seed=seed,

@@ -231,23 +231,26 @@ def _of_matrix(
         forbidden = ~mask
     else:  # transformers writes the least finite number where it means -inf
         forbidden = mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, float("-inf"))
-    if num_queries != num_keys and not torch.compiler.is_compiling():
-        last = forbidden[..., -1]
-        if bool((last if mask.dtype == torch.bool else torch.isneginf(last)).all()):
-            raise ValueError(
-                f"attention_mask {tuple(mask.shape)} hides the last of {num_keys} keys from all queries, as the empty "
-                "slots of a static cache are hidden, and does not say at which keys the queries stand: expected a mask "
-                "(B, Lk), or a cache that holds no more than was read"
-            )
-    if _is_absolute(attached.prior) and not torch.compiler.is_compiling():
-        first = forbidden[..., 0]
-        if bool((first if mask.dtype == torch.bool else torch.isneginf(first)).flatten(1).all(-1).any()):
-            raise ValueError(
-                f"attention_mask {tuple(mask.shape)} hides a text's first key from all queries, and does not say "
-                "whether that is padding; the prior depends on keys' positions, which count from the first token that "
-                "is none: expected a mask (B, Lk)"
-            )
+    # What is compiled does not look at values.
+    looks = not torch.compiler.is_compiling()
+    if looks and num_queries != num_keys and bool(_hides(forbidden[..., -1]).all()):
+        raise ValueError(
+            f"attention_mask {tuple(mask.shape)} hides the last of {num_keys} keys from all queries, as the empty "
+            "slots of a static cache are hidden, and does not say at which keys the queries stand: expected a mask "
+            "(B, Lk), or a cache that holds no more than was read"
+        )
+    if looks and _is_absolute(attached.prior) and bool(_hides(forbidden[..., 0]).flatten(1).all(-1).any()):
+        raise ValueError(
+            f"attention_mask {tuple(mask.shape)} hides a text's first key from all queries, and does not say whether "
+            "that is padding; the prior depends on keys' positions, which count from the first token that is none: "
+            "expected a mask (B, Lk)"
+        )
     return options | {"causal": False, "attn_mask": forbidden}
+
+
+def _hides(forbidden: Tensor) -> Tensor:
+    """Where a mask of :func:`attend`, boolean or added, lets nothing be seen."""
+    return forbidden if forbidden.dtype == torch.bool else torch.isneginf(forbidden)
 
 
 def _check_packing(module: nn.Module, slots: Slots, position_ids: Tensor | None, length: int) -> None:

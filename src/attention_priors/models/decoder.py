@@ -29,8 +29,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from attention_priors.attention import ShardedSequence, attend, attend_across
 from attention_priors.attention.attend import attend_with_weights
-from attention_priors.attention.problem import check_tolerance
-from attention_priors.checks import check_positive_integers
+from attention_priors.checks import check_positive_integers, check_share
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawVectors, encoding_from_config
 from attention_priors.models.config import PriorConfig
 from attention_priors.models.inputs import embedded, refuse_unknown
@@ -118,7 +117,7 @@ class PriorDecoderConfig(PriorConfig):
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
         check_positive_integers(head_dim=self.head_dim)
-        check_tolerance(self.tolerance)
+        check_share(tolerance=self.tolerance)
         super().__post_init__(**kwargs)
         # Build all parts once, without memory, so that a mistake shows here and not after loading weights.
         with torch.device("meta"):

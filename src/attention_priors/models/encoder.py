@@ -19,7 +19,7 @@ from transformers.utils.output_capturing import capture_outputs
 from attention_priors.attention import attend
 from attention_priors.attention.attend import attend_with_weights
 from attention_priors.attention.geometry import positions_in_documents
-from attention_priors.checks import check_positive_integers
+from attention_priors.checks import check_positive_integers, check_share
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, encoding_from_config
 from attention_priors.models.config import PriorConfig
 from attention_priors.models.decoder import SwiGLU
@@ -67,10 +67,7 @@ class StackConfig(PriorConfig):
             raise ValueError(
                 f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}"
             )
-        for name in ("attention_dropout", "drop_path"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 <= value < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+        check_share(attention_dropout=self.attention_dropout, drop_path=self.drop_path)
         super().__post_init__(**kwargs)
         # Build all parts once, without memory, so that a mistake shows here and not after loading weights.
         with torch.device("meta"):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from attention_priors.attention import SSMax, attend
-from attention_priors.attention.attend import attend_with_weights
+from attention_priors.attention import SSMax, attend, attend_with_weights
 from attention_priors.attention.problem import check_modules
+from attention_priors.checks import check_share
 from attention_priors.priors import Prior
 
 
@@ -57,8 +57,7 @@ class PriorAttention(nn.Module):
             raise ValueError(f"embed_dim={embed_dim} must be a positive multiple of num_heads={num_heads}")
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}")
-        if not (isinstance(dropout, int | float) and 0 <= dropout < 1):
-            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
+        check_share(dropout=dropout)
         check_modules(prior, logit_scale)
         for name, module in (("prior", prior), ("logit_scale", logit_scale)):
             if module is not None and module.num_heads != num_heads:

@@ -233,8 +233,14 @@ def check_on_grid(prior: Prior | None) -> None:
             raise ValueError(f"prior must be one on grids (axial, spectral_2d, radial, key_sink_2d), got {term.name!r}")
 
 
-def check_has_positions(prior: Prior, key_positions: Tensor | None) -> None:
-    """Raise a ValueError where a prior is over a grid, and nobody says which row and column each key stands at."""
+def check_in_use(prior: Prior | None, *, causal: bool, key_positions: Tensor | None) -> None:
+    """Raise a ValueError where a prior does not fit how it is used.
+
+    As :meth:`Prior.check` has it; and where it is over a grid, and nobody says which row and column each key stands at.
+    """
+    if prior is None:
+        return
+    prior.check(causal=causal)
     for term in prior.terms():
         if term.over_grid and key_positions is None:
             raise ValueError(

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate, one_hot
+from torch.nn.functional import one_hot
 from torch.utils.data import Dataset
 
 from attention_priors.data.epoch_order import EpochOrder
 from attention_priors.data.packing import row_seed
-from attention_priors.experiments.images.pictures import Labelled, resized
+from attention_priors.experiments.images.pictures import Labelled, resized, scaled
 from attention_priors.experiments.images.recipe import Augmentation, ImageTrainingSettings
 
 
@@ -55,9 +55,7 @@ class PictureRows(Dataset[dict[str, Any]]):
         assert self._crop is not None
         corners = self._crop.forward_parameters(image[None].shape)["src"][0].long()
         (left, top), (right, bottom) = corners[0].tolist(), corners[2].tolist()
-        piece = image[None, :, top : bottom + 1, left : right + 1]
-        size = (self._size, self._size)
-        return interpolate(piece, size=size, mode="bilinear", align_corners=False, antialias=True)[0].clamp(0, 1)
+        return scaled(image[:, top : bottom + 1, left : right + 1], (self._size, self._size))
 
 
 class Collate:

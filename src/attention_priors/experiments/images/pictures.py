@@ -65,9 +65,14 @@ def resized(image: Tensor, size: int, interpolation: str = "bilinear") -> Tensor
         return image
     factor = size / min(rows, columns)
     shape = (max(size, round(rows * factor)), max(size, round(columns * factor)))
-    scaled = interpolate(image[None], size=shape, mode=interpolation, align_corners=False, antialias=factor < 1)[0]
     top, left = (shape[0] - size) // 2, (shape[1] - size) // 2
-    return scaled[:, top : top + size, left : left + size].clamp(0, 1)
+    return scaled(image, shape, interpolation)[:, top : top + size, left : left + size]
+
+
+def scaled(image: Tensor, shape: tuple[int, int], interpolation: str = "bilinear") -> Tensor:
+    """An image ``(C, rows, columns)`` with other numbers of rows and columns; smoothed first where they are fewer."""
+    fewer = shape[0] < image.shape[1] or shape[1] < image.shape[2]
+    return interpolate(image[None], size=shape, mode=interpolation, align_corners=False, antialias=fewer)[0].clamp(0, 1)
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ def _digits() -> Pictures:
 
 
 GREY = ("1", "L", "LA")
+"""Modes of images that hold no colour."""
 
 
 @dataclass(frozen=True)
