@@ -22,9 +22,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_benchmark_writes_results_tables_and_figures(no_memory):
-    code, output = invoke(
-        "--lengths", "16,32", "--passes", "decode", "--ways", "attend-alibi,bloom", *SMALL, "--output", "out"
-    )
+    ways = ["--ways", "attend-alibi", "--ways", "bloom"]
+    code, output = invoke("--lengths", "16,32", "--passes", "decode", *ways, *SMALL, "--output", "out")
     assert code == 0, output
     assert "Time: decode" in output
     assert "attend, ALiBi" in output
@@ -41,8 +40,8 @@ def test_a_benchmark_writes_results_tables_and_figures(no_memory):
             ["--passes", "sideways"],
             "passes.0: Input should be 'forward', 'forward+backward' or 'decode', got 'sideways'",
         ),
-        (["--lengths", "many"], "lengths.0: Input should be a valid integer"),
-        (["--lengths", "8"], "lengths.0: Input should be greater than or equal to 16, got '8'"),
+        (["--lengths", "many"], "lengths: 'many' is no number of tokens"),
+        (["--lengths", "8"], "lengths.0: Input should be greater than or equal to 16, got 8"),
         (["--lengths", ","], "lengths: "),
         (["--dtype", "int8"], "dtype must be one of float32, bfloat16, float16; got 'int8'"),
         (["--device", "abacus"], "device must be cpu, cuda or cuda:N, got 'abacus'"),

@@ -278,7 +278,7 @@ def inspect(
     tokens: Annotated[int, typer.Option(min=4, help="How much of it is read.")] = 512,
     length: Annotated[str, typer.Option(help="Tokens of the texts that priors are described for; 4k is 4096.")] = "4k",
     heads: Annotated[
-        str | None, typer.Option(help="Whose attention maps are shown, as LAYER.HEAD, with commas between.")
+        list[str] | None, typer.Option(help="Whose attention maps are shown, as LAYER.HEAD, with commas between.")
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:N; CUDA where there is some by default.")
@@ -305,7 +305,7 @@ def inspect(
             text=content,
             text_name=name,
             text_tokens=tokens,
-            heads=None if heads is None else tuple(head_of_layer(head) for head in listed(heads)),
+            heads=None if heads is None else tuple(head_of_layer(head) for head in listed(*heads)),
         )
         writable_folder(output)
         with console.status("Loading the model") as status:
@@ -340,12 +340,15 @@ def bench(
     recipe: Annotated[
         Path | None, typer.Argument(help="A recipe, instead of the options below but --output and --memory-limit.")
     ] = None,
-    lengths: Annotated[str | None, typer.Option(help="Tokens, with commas between; 512,1024 by default.")] = None,
+    lengths: Annotated[
+        list[str] | None, typer.Option(help="Tokens, with commas between; 64k is 65536; 512,1024 by default.")
+    ] = None,
     passes: Annotated[
-        str | None, typer.Option(help="Of forward, forward+backward, decode; with commas between; all by default.")
+        list[str] | None,
+        typer.Option(help="Of forward, forward+backward, decode; with commas between; all by default."),
     ] = None,
     ways: Annotated[
-        str | None, typer.Option(help="Contenders, with commas between; all by default. --ways list shows them.")
+        list[str] | None, typer.Option(help="Contenders, with commas between; all by default. --ways list shows them.")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; PyTorch's choice by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16.")] = None,
@@ -369,14 +372,14 @@ def bench(
     from attention_priors import benchmark
     from attention_priors.files import write_bytes
 
-    if ways is not None and ways.strip() == "list":
+    if ways is not None and listed(*ways) == ["list"]:
         for way in benchmark.WAYS.values():
             console.print(f"[bold]{way.name}[/]: {escape(way.label)}. {escape(way.times)}", highlight=False)
         return
     options = {
-        "lengths": None if lengths is None else listed(lengths),
-        "passes": None if passes is None else listed(passes),
-        "ways": None if ways is None else listed(ways),
+        "lengths": lengths,
+        "passes": None if passes is None else listed(*passes),
+        "ways": None if ways is None else listed(*ways),
         "threads": threads,
         "dtype": dtype,
         "device": device,
@@ -389,7 +392,8 @@ def bench(
     given = {name: value for name, value in options.items() if value is not None}
     with errors():
         if recipe is None:
-            plan = benchmark.make_bench_recipe(**{"lengths": ["512", "1024"], "repetitions": 3} | given)
+            given |= {"lengths": [number_of_tokens(length) for length in listed(*lengths or ("512,1024",))]}
+            plan = benchmark.make_bench_recipe(**{"repetitions": 3} | given)
         elif given:
             raise ValueError(
                 f"with a recipe, {', '.join('--' + name.replace('_', '-') for name in given)} stands in it"
