@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
+from safetensors.torch import load_file
 
 from attention_priors.data.packing import row_seed
 from attention_priors.experiments import ImageRecipe, Recipe, RecipeError, RunFailedError, compare, load_recipe
@@ -24,6 +25,7 @@ from attention_priors.experiments.images.pictures import resized
 from attention_priors.experiments.images.recipe import Augmentation, ImageTrainingSettings, PictureSettings
 from attention_priors.experiments.images.run import prior_maps
 from attention_priors.experiments.images.study import ImageStudy
+from attention_priors.files import read_json
 from attention_priors.models import PriorVisionConfig, PriorVisionForImageClassification
 from attention_priors.priors import grid_positions
 from attention_priors.report import are_of_images, image_table, write_image_results
@@ -152,6 +154,17 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(
     )
 
 
+def test_processes_that_read_ahead_change_nothing(compared: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    running = {"workers": 2, "activation_checkpointing": True}
+    ImageStudy(recipe(running=running)).execute(tmp_path, "GOAT", 1, lambda *arguments: None)
+    run = Path("runs", "GOAT", "seed-1")
+    one, other = (load_file(folder / run / "model" / "model.safetensors") for folder in (tmp_path, compared[0]))
+    for name, weights in one.items():
+        torch.testing.assert_close(weights, other[name], msg=name)
+    found, expected = (read_json(folder / run / "accuracy.json") for folder in (tmp_path, compared[0]))
+    assert found == expected
+
+
 def test_the_time_of_a_training_survives_a_failure_to_save_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any) -> None:
         raise OSError("No space left on device")
@@ -225,7 +238,7 @@ def test_every_image_is_read_once_an_epoch() -> None:
 
 AUGMENTATIONS: dict[str, Any] = {
     "none": {},
-    "affine": {"shift": 0.2, "zoom": [0.7, 1.4]},
+    "affine": {"shift": 0.2, "zoom": [0.7, 1.4], "moved": 0.5},
     "flip, erase": {"flip": 0.5, "erase": 0.5},
     "RandAugment": {"rand_augment": [2, 9]},
     "both mixes": {"mixup": 0.8, "cutmix": 1.0},
@@ -267,6 +280,16 @@ def test_what_is_drawn_for_a_batch_has_nothing_to_do_with_the_cuts_of_its_rows()
         flipped.append(float(batch["pixel_values"][0, 0, 0, 0] > 0))
     assert 60 < sum(flipped) < 140
     assert abs(float(np.corrcoef(white, flipped)[0, 1])) < 0.25
+
+
+def test_the_share_of_images_that_are_moved() -> None:
+    pictures = load_pictures(PictureSettings(source="digits"))
+    changes = settings(augmentation={"shift": 0.2, "zoom": [0.7, 1.4], "moved": 0.25})
+    rows = PictureRows(pictures.train, 8, 400, seed=0, augmentation=changes.augmentation)
+    given = [rows[index] for index in range(400)]
+    found = Collate(changes, 10, seed=0)(given)["pixel_values"]
+    as_they_were = (found == torch.stack([row["image"] for row in given]) * 2 - 1).flatten(1).all(1)
+    assert 0.65 < float(as_they_were.float().mean()) < 0.85
 
 
 @given(seed=st.integers(0, 1000), parameter=st.floats(0.2, 3))

@@ -49,6 +49,24 @@ def test_the_longest_text_is_over_all_that_is_read(tmp_path, changes, longest):
     assert decoder_recipe(_write(tmp_path, changed(changes))).longest_text == longest
 
 
+def test_plans_ask_about_the_recipes_own_corpus(tmp_path: Path):
+    plans = {
+        "here": {"tasks": ["passkey"], "lengths": [64]},
+        "there": {"tasks": ["passkey"], "lengths": [64], "corpus": "embedded"},
+    }
+    own = {"plans": {"here": {"lengths": [32]}, "there": {"trials": 2}, "besides": plans["here"]}}
+    changes = {"corpus": {"source": "texts"}, "evaluation.plans": plans, "schemes.ALiBi.evaluation": own}
+    recipe = decoder_recipe(_write(tmp_path, changed(changes)))
+    recipe = Recipe.model_validate(json.loads(json.dumps(recipe.model_dump(mode="json"))))
+    for scheme, expected in (
+        ("BAM + SSMax", {"here": "texts", "there": "embedded"}),
+        ("ALiBi", {"here": "texts", "there": "embedded", "besides": "texts"}),
+    ):
+        assert {name: plan.corpus for name, plan in recipe.evaluation_of(scheme).plans.items()} == expected
+    embedded = decoder_recipe(_write(tmp_path, changed({"corpus": {}, "evaluation.plans": plans})))
+    assert {plan.corpus for plan in embedded.evaluation.plans.values()} == {"embedded"}
+
+
 @pytest.mark.parametrize("path", ["demo.yaml", "results/headline.yaml", "results/needles.yaml", "results/regime.yaml"])
 def test_the_projects_own_recipes_load(path: str):
     recipes = Path(__file__).parents[2] / "recipes"

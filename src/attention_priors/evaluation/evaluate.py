@@ -143,7 +143,7 @@ class _Session:
                 for length in self.plan.lengths:
                     if not self._sources.unfinished(length):
                         raise ValueError(
-                            f"lengths: {self.plan.corpus!r} has no {length} tokens and {COMPLETED} known bases after "
+                            f"lengths: {self._sources.source} has no {length} tokens and {COMPLETED} known bases after "
                             f"them in one document, for the task {name!r}"
                         )
             if name in PERPLEXITIES:
@@ -152,7 +152,7 @@ class _Session:
                         kind = "between 2 and" if name == "perplexity_short" else "at least"
                         size = max(self.plan.lengths) if name == "perplexity" else length
                         raise ValueError(
-                            f"lengths: no document of {self.plan.corpus!r} has {kind} {size} tokens, for the task "
+                            f"lengths: no document of {self._sources.source} has {kind} {size} tokens, for the task "
                             f"{name!r}"
                         )
 

@@ -49,7 +49,8 @@ class EvaluationPlan(Strict):
     seed: int = Field(default=0, ge=0, lt=2**32)
     corpus: str = EMBEDDED
     """Where filler, essays and documents come from: ``embedded`` (its held-out part), a text file, a folder, or
-    ``package:NAME`` of an installed Python package; or a FASTA file."""
+    ``package:NAME`` of an installed Python package; or a FASTA file. In a recipe, what is trained on unless it is
+    said, and its held-out part."""
     sentences: Literal["regex", "punkt"] = "regex"
     """What finds the places in an essay where a needle may stand; RULER takes NLTK's punkt, which needs its data."""
     documents: int = Field(default=8, gt=0)

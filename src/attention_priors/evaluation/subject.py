@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from attention_priors.data import tokenizer_fingerprint
+from attention_priors.data import EMBEDDED, Corpus, load_corpus, tokenizer_fingerprint
 from attention_priors.data.tokenizer import pretrained_tokenizer
 from attention_priors.evaluation.prefill import chunked_logits
 from attention_priors.hub.loading import load_config, load_model
@@ -29,6 +30,8 @@ class Subject:
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    trained_on: tuple[str, Corpus] | None = None
+    """The source of the corpus that it was trained on, where that is known, and what was held out of it."""
 
     @classmethod
     def load(cls, name: str, *, dtype: str = "float32", device: str | None = None) -> Subject:
@@ -57,6 +60,15 @@ class Subject:
         model.to(place).eval()  # pyright: ignore[reportArgumentType]
         _check_chunks(name, model)
         return cls(name, model, tokenizer)
+
+    def held_out_of(self, source: str) -> Corpus | None:
+        """The corpus of that source if a part of it is known not to have been trained on; None if it is not.
+
+        Of the embedded corpus it is: everybody here leaves out the same.
+        """
+        if self.trained_on is not None and Path(source).resolve() == Path(self.trained_on[0]).resolve():
+            return self.trained_on[1]
+        return load_corpus(EMBEDDED) if source == EMBEDDED else None
 
     def identity(self) -> dict[str, Any]:
         """What its results depend on: hashes of model and tokenizer, the precision, where texts begin and end."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from attention_priors.data import EMBEDDED, PasskeyTask, TokenStream, load_corpus, token_stream
+from attention_priors.data import PasskeyTask, TokenStream, token_stream
 from attention_priors.data.corpora import left_out, read_documents
 from attention_priors.data.needles import (
     NEEDLE_TASKS,
@@ -18,6 +18,7 @@ from attention_priors.data.needles import (
     PunktSplitter,
     RegexSplitter,
     SentenceSplitter,
+    haystack_of,
     load_haystack,
 )
 from attention_priors.data.nucleotides import BASES
@@ -67,9 +68,9 @@ class PlanTexts:
         """
         source = self._plan.corpus
         try:
-            if source == EMBEDDED:
-                # Of the embedded corpus people train on one part; of their own texts we know nothing.
-                name, documents = f"{EMBEDDED} (held out)", load_corpus(EMBEDDED).held_out
+            known = self._subject.held_out_of(source)
+            if known is not None:
+                name, documents = f"{known.name} (held out)", known.held_out
             else:
                 name, documents, skipped = read_documents(source)
                 self._tell(name, skipped)
@@ -79,6 +80,12 @@ class PlanTexts:
         _, sizes = stream.document_ids.unique_consecutive(return_counts=True)
         pieces = stream.tokens.split(sizes.tolist())
         return EvaluationCorpus(name, stream, [(one.name, piece) for one, piece in zip(documents, pieces, strict=True)])
+
+    @property
+    def source(self) -> str:
+        """Where they come from, in words."""
+        source = self._plan.corpus
+        return repr(source) if self._subject.held_out_of(source) is None else f"{source!r} (held out)"
 
     def to_read(self, name: str, length: int) -> list[tuple[str, torch.Tensor]]:
         """Names and tokens of the documents, or pieces of them, that a perplexity is measured on."""
@@ -129,7 +136,8 @@ class PlanTexts:
     @cached_property
     def _haystack(self) -> Haystack:
         try:
-            haystack = load_haystack(self._plan.corpus)
+            known = self._subject.held_out_of(self._plan.corpus)
+            haystack = load_haystack(self._plan.corpus) if known is None else haystack_of(known)
         except (ValueError, OSError) as error:
             raise ValueError(f"corpus: {error}") from error
         self._tell(haystack.name, haystack.skipped)

@@ -333,8 +333,9 @@ class TextMaterials(Materials):
         return PasskeyTask(self.tokenizer, self.held_out_stream if settings.filler == "corpus" else None)
 
     def subject(self, scheme: str, model: PriorDecoderForCausalLM) -> Subject:
-        """The model with its tokenizer."""
-        return Subject(scheme, model, self.tokenizer)
+        """The model with its tokenizer, and the corpus whose held-out part it is asked about."""
+        assert self.recipe.corpus.source is not None
+        return Subject(scheme, model, self.tokenizer, (self.recipe.corpus.source, self.corpus))
 
     def copying_task(self) -> CopyMixture:
         """None: this is text."""

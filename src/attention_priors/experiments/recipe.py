@@ -6,7 +6,7 @@ import fnmatch
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from attention_priors.data import ANSWER_LENGTH, EMBEDDED, NEEDLE_TASKS, CopyMixture
 from attention_priors.data.settings import TokenizerSpec
@@ -212,6 +212,12 @@ class Recipe(Strict):
         corpus = content.get("corpus")
         return content if _is_synthetic(corpus) else content | {"tokenizer": TOKENIZER_ENTRIES}
 
+    @field_validator("evaluation")
+    @classmethod
+    def _of_the_corpus(cls, evaluation: EvaluationSettings, info: ValidationInfo) -> EvaluationSettings:
+        corpus = info.data.get("corpus")  # it is not there if it is wrong itself
+        return evaluation if corpus is None else _with_plans_of(evaluation, corpus)
+
     @field_validator("schemes")
     @classmethod
     def _distinct_folders(cls, schemes: dict[str, Scheme]) -> dict[str, Scheme]:
@@ -309,7 +315,8 @@ class Recipe(Strict):
         own = self.schemes[scheme].evaluation
         if not own:
             return self.evaluation
-        return EvaluationSettings.model_validate(overlaid(self.evaluation.model_dump(), own))
+        together = EvaluationSettings.model_validate(overlaid(self.evaluation.model_dump(), own))
+        return _with_plans_of(together, self.corpus)
 
     def extensions_of(self, scheme: str) -> dict[str, Extension]:
         """The ways to extend one scheme's trained model, by what they are called."""
@@ -365,6 +372,17 @@ class Recipe(Strict):
         return DecoderSettings(**self.model_of(scheme).model_dump(), **described).config(
             vocab_size=vocab_size, eos_token_id=eos_token_id
         )
+
+
+def _with_plans_of(evaluation: EvaluationSettings, corpus: CorpusSettings) -> EvaluationSettings:
+    """Plans that name no corpus ask about the one that is trained on: about what is held out of it."""
+    if corpus.source is None:
+        return evaluation
+    plans = {
+        name: plan if "corpus" in plan.model_fields_set else plan.model_copy(update={"corpus": corpus.source})
+        for name, plan in evaluation.plans.items()
+    }
+    return evaluation.model_copy(update={"plans": plans})
 
 
 def _is_synthetic(corpus: Any) -> bool:

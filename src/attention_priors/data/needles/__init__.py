@@ -1,7 +1,7 @@
 """The eight needle-in-a-haystack tasks of RULER: prompts equal to the reference's, and their score."""
 
 from attention_priors.data.needles.draws import NeedleDraws, draw
-from attention_priors.data.needles.haystack import Haystack, load_haystack
+from attention_priors.data.needles.haystack import Haystack, haystack_of, load_haystack
 from attention_priors.data.needles.prompt import render
 from attention_priors.data.needles.sentences import PunktSplitter, RegexSplitter, SentenceSplitter
 from attention_priors.data.needles.settings import DEPTHS, NEEDLE_TASKS, NeedleSettings
@@ -21,6 +21,7 @@ __all__ = [
     "RegexSplitter",
     "SentenceSplitter",
     "draw",
+    "haystack_of",
     "load_haystack",
     "match_all",
     "render",

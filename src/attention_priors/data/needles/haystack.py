@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from attention_priors.data.corpora import EMBEDDED, load_corpus, read_documents
+from attention_priors.data.corpora import EMBEDDED, Corpus, load_corpus, read_documents
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,17 @@ def load_haystack(source: str | Path) -> Haystack:
         ValueError: there is no text in it.
     """
     if source == EMBEDDED:
-        documents = load_corpus(EMBEDDED).held_out
-        return Haystack(f"{EMBEDDED} (held out)", " ".join(document.text for document in documents))
+        return haystack_of(load_corpus(EMBEDDED))
     path = Path(source)
     if path.suffix == ".json" and path.is_file():
         return Haystack(path.name, _text_of_json(path))
     name, documents, skipped = read_documents(source)
     return Haystack(name, " ".join(document.text for document in documents), skipped)
+
+
+def haystack_of(corpus: Corpus) -> Haystack:
+    """The held-out documents of a corpus, one after another."""
+    return Haystack(f"{corpus.name} (held out)", " ".join(document.text for document in corpus.held_out))
 
 
 def _text_of_json(path: Path) -> str:

@@ -100,7 +100,7 @@ def _changes(settings: Augmentation) -> list[Any]:
     changes: list[Any] = []
     if settings.shift or settings.zoom != (1.0, 1.0):
         shift = (settings.shift, settings.shift)
-        changes.append(_kornia().RandomAffine(0.0, translate=shift, scale=settings.zoom, p=1.0))
+        changes.append(_kornia().RandomAffine(0.0, translate=shift, scale=settings.zoom, p=settings.moved))
     if settings.flip:
         changes.append(_kornia().RandomHorizontalFlip(p=settings.flip))
     if settings.erase:

@@ -71,6 +71,9 @@ class Augmentation(Strict):
     """Up to this share of the side, in both directions."""
     zoom: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (1.0, 1.0)
     """Smallest and largest factor."""
+    moved: Share = 1.0
+    """Chance that an image is shifted and zoomed. One that is has been resampled, and is smoother than it was: below 1,
+    a model has seen images as they are, too."""
     crop: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] | None = None
     """Cut out a piece of this share of the area, at least and at most, and scale it to the training size."""
     flip: Share = 0.0
@@ -134,6 +137,15 @@ class ImageEvaluation(Strict):
         return sizes
 
 
+class ImageRunningSettings(Strict):
+    """On what machinery runs train. Up to the order of floating-point sums, it changes nothing of the results."""
+
+    workers: int = Field(default=0, ge=0)
+    """Processes that read and change images ahead, for each run; 0 reads them in the run's own process."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: about a third more time, far less memory."""
+
+
 class VisionScheme(Strict):
     """One way to put positions into the model, as :class:`PriorVisionConfig` takes it."""
 
@@ -159,6 +171,7 @@ class ImageRecipe(Strict):
     model: VisionSizes
     training: ImageTrainingSettings
     evaluation: ImageEvaluation
+    running: ImageRunningSettings = ImageRunningSettings()
     seeds: Seeds = (0,)
     threads_per_run: int = Field(default=1, gt=0)
     processes: int | None = Field(default=None, gt=0)

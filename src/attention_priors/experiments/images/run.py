@@ -6,24 +6,24 @@ Every step is on disk when it is done.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 from transformers import set_seed
 
 from attention_priors.experiments.environment import environment
 from attention_priors.experiments.images.augmentation import Collate, PictureRows, normalised
-from attention_priors.experiments.images.pictures import Pictures, resized
+from attention_priors.experiments.images.pictures import Labelled, Pictures, resized
 from attention_priors.experiments.images.recipe import ImageRecipe
 from attention_priors.experiments.study import Progress
 from attention_priors.experiments.training_record import write_training
 from attention_priors.files import read_json, write_json
 from attention_priors.models.vision import PriorVisionForImageClassification
 from attention_priors.priors import grid_positions
-from attention_priors.training import SealedTrainer, fit
+from attention_priors.training import RunningSettings, SealedTrainer, fit
 from attention_priors.wall_clock import WallClock
 
 SOFTWARE = ("attention-priors", "torch", "transformers", "accelerate", "kornia")
@@ -76,6 +76,7 @@ def _train(recipe: ImageRecipe, pictures: Pictures, scheme: str, seed: int, fold
             folder / "checkpoints",
             collate=Collate(settings, len(pictures.classes), seed),
             seed=seed,
+            running=RunningSettings(**recipe.running.model_dump()),
             shuffle=False,  # the rows are in the order that the seed gives them
             on_step=on_step,
         )
@@ -101,26 +102,36 @@ def _test(recipe: ImageRecipe, pictures: Pictures, folder: Path, progress: Progr
         model.to(torch.device("cuda"))
     if not (folder / "priors.json").exists():
         write_json(folder / "priors.json", prior_maps(model))
+    trials = len(pictures.test)
+    total = trials * len(settings.sizes)
     for count, size in enumerate(settings.sizes):
-        progress("test", count, len(settings.sizes))
+        progress("test", count * trials, total)
         if any(row["size"] == size for row in rows):
             continue
-        right = 0
-        for images, labels in _batches(pictures, size, settings.interpolation, settings.batch_size):
+        scaled = _Scaled(pictures.test, size, settings.interpolation)
+        right = seen = 0
+        for images, labels in DataLoader(scaled, settings.batch_size, num_workers=recipe.running.workers):
             with torch.no_grad():
                 logits = model(normalised(images).to(model.device)).logits
             right += int((logits.argmax(-1).cpu() == labels).sum())
-        rows.append({"size": size, "correct": right, "trials": len(pictures.test)})
+            seen += len(labels)
+            progress("test", count * trials + seen, total)
+        rows.append({"size": size, "correct": right, "trials": trials})
         write_json(path, rows)
-    progress("test", len(settings.sizes), len(settings.sizes))
+    progress("test", total, total)
     write_json(folder / "done.json", environment(SOFTWARE))
 
 
-def _batches(pictures: Pictures, size: int, interpolation: str, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    for start in range(0, len(pictures.test), batch):
-        found = [pictures.test[index] for index in range(start, min(start + batch, len(pictures.test)))]
-        images = torch.stack([resized(image, size, interpolation) for image, _ in found])
-        yield images, torch.tensor([label for _, label in found])
+class _Scaled(Dataset[tuple[Tensor, int]]):
+    def __init__(self, pictures: Labelled, size: int, interpolation: str) -> None:
+        self._pictures, self._size, self._interpolation = pictures, size, interpolation
+
+    def __len__(self) -> int:
+        return len(self._pictures)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, label = self._pictures[index]
+        return resized(image, self._size, self._interpolation), label
 
 
 @torch.no_grad()
