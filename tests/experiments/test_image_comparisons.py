@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file
+from transformers import AutoImageProcessor, pipeline
 
 from attention_priors.data.packing import row_seed
 from attention_priors.experiments import ImageRecipe, Recipe, RecipeError, RunFailedError, compare, load_recipe
 from attention_priors.experiments.images import load_pictures
-from attention_priors.experiments.images.augmentation import Collate, PictureRows, cutmix, mixup
-from attention_priors.experiments.images.pictures import resized
+from attention_priors.experiments.images.augmentation import Collate, PictureRows, cutmix, mixup, normalised
+from attention_priors.experiments.images.pictures import processor_for, resized
 from attention_priors.experiments.images.recipe import Augmentation, ImageTrainingSettings, PictureSettings
 from attention_priors.experiments.images.run import prior_maps
 from attention_priors.experiments.images.study import ImageStudy
@@ -316,6 +317,47 @@ def test_scaling_keeps_the_middle_and_its_values(rows: int, columns: int, size: 
     # Left half black, right half white: so is the middle.
     image[..., : columns // 2], image[..., columns // 2 :] = 0, 1
     assert float(resized(image, size)[..., 0].mean()) <= float(resized(image, size)[..., -1].mean())
+
+
+@given(rows=st.integers(8, 60), columns=st.integers(8, 60), size=st.integers(4, 24), channels=st.sampled_from([1, 3]))
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_the_processor_of_a_model_makes_what_it_was_tested_on(
+    rows: int, columns: int, size: int, channels: int, interpolation: str
+) -> None:
+    smooth = np.add.outer(np.linspace(0, 3, rows), np.linspace(0, 5, columns))
+    pixels = np.stack([127 + 100 * np.sin(smooth + one) for one in range(channels)], axis=-1).astype(np.uint8)
+    picture = Image.fromarray(pixels if channels == 3 else pixels[..., 0])
+    config = PriorVisionConfig(**TINY["model"] | {"image_size": size, "patch_size": 1, "num_channels": channels})
+    found = processor_for(config, interpolation)(picture, return_tensors="pt")["pixel_values"][0]
+    expected = normalised(resized(torch.from_numpy(pixels).movedim(-1, 0) / 255, size, interpolation))
+    # It rounds to whole numbers of 0 to 255 in between, and PyTorch's bicubic sharpens more where it enlarges.
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02 if interpolation == "bilinear" else 0.1)
+
+
+def test_a_finished_model_has_its_processor(compared: tuple[Path, dict[str, Any]]) -> None:
+    pictures = load_pictures(PictureSettings(source="digits"))
+    model = compared[0] / "runs" / "GOAT" / "seed-1" / "model"
+    processor: Any = AutoImageProcessor.from_pretrained(model)
+    for index in range(3):
+        image, _ = pictures.test[index]
+        picture = Image.fromarray((image[0] * 255).round().to(torch.uint8).numpy())
+        found = processor(picture, return_tensors="pt")["pixel_values"]
+        torch.testing.assert_close(found, normalised(image)[None], rtol=0, atol=1.01 / 255)
+
+
+def test_images_of_any_size_in_a_pipeline(tmp_path: Path) -> None:
+    """By the names of the classes; the pipeline makes colour images of all."""
+    positions = {"prior": "spectral_2d", "id2label": {0: "a", 1: "b", 2: "c"}}
+    config = PriorVisionConfig(**TINY["model"] | positions)
+    PriorVisionForImageClassification(config).save_pretrained(tmp_path)
+    processor_for(config, "bilinear").save_pretrained(tmp_path)
+    classify: Any = pipeline("image-classification", model=str(tmp_path))
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    scores = {one["label"]: one["score"] for one in classify(Image.fromarray(pixels))}
+    image = resized(torch.from_numpy(pixels).movedim(-1, 0) / 255, 8)
+    with torch.no_grad():
+        expected = classify.model(normalised(image)[None]).logits[0].softmax(-1)
+    assert [scores[name] for name in "abc"] == pytest.approx(expected.tolist(), abs=1e-3)
 
 
 # ---- images from elsewhere

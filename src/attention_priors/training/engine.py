@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers.image_processing_base import ImageProcessingMixin
 from transformers.trainer_callback import PrinterCallback
 
 from attention_priors.data import collate_rows
@@ -47,8 +48,8 @@ class Trained:
     validation: list[dict[str, float]]
     """``{"step": ..., "loss": ...}``, the loss on the validation rows."""
 
-    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Write the model, and its tokenizer if it has one: the whole folder, or nothing.
+    def save(self, folder: Path, processor: PreTrainedTokenizerBase | ImageProcessingMixin | None) -> None:
+        """Write the model, and what makes its inputs if it has such: the whole folder, or nothing.
 
         Every process calls it, the first one writes.
         """
@@ -58,8 +59,8 @@ class Trained:
         self.trainer.accelerator.wait_for_everyone()
         self.trainer.save_model(str(unfinished))
         if self.trainer.args.should_save:
-            if tokenizer is not None:
-                tokenizer.save_pretrained(unfinished)
+            if processor is not None:
+                processor.save_pretrained(unfinished)
             # The trainer's own note of its arguments is a pickle, which nobody needs.
             (unfinished / "training_args.bin").unlink(missing_ok=True)
             for path in unfinished.rglob("*"):

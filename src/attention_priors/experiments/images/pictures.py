@@ -11,8 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
+from transformers import CLIPImageProcessor
+from transformers.image_utils import PILImageResampling
 
 from attention_priors.experiments.images.recipe import HubPictures, PictureSettings
+from attention_priors.models.vision import PriorVisionConfig
 
 DIGITS_HELD_OUT = 500
 """Of scikit-learn's 1797."""
@@ -63,10 +66,26 @@ def resized(image: Tensor, size: int, interpolation: str = "bilinear") -> Tensor
     rows, columns = image.shape[1:]
     if rows == columns == size:
         return image
-    factor = size / min(rows, columns)
-    shape = (max(size, round(rows * factor)), max(size, round(columns * factor)))
+    # The longer side is rounded down, as image processors of transformers do it.
+    shape = (rows * size // min(rows, columns), columns * size // min(rows, columns))
     top, left = (shape[0] - size) // 2, (shape[1] - size) // 2
     return scaled(image, shape, interpolation)[:, top : top + size, left : left + size]
+
+
+def processor_for(config: PriorVisionConfig, interpolation: str) -> CLIPImageProcessor:
+    """What makes a model's inputs of images of any size, but for rounding as tested images are made.
+
+    Any of transformers' that scales the shorter side and cuts out the middle would do.
+    """
+    size, channels = config.sides[0], config.num_channels
+    return CLIPImageProcessor(
+        size={"shortest_edge": size},
+        crop_size={"height": size, "width": size},
+        resample=PILImageResampling[interpolation.upper()],
+        image_mean=[0.5] * channels,
+        image_std=[0.5] * channels,
+        do_convert_rgb=channels == 3,
+    )
 
 
 def scaled(image: Tensor, shape: tuple[int, int], interpolation: str = "bilinear") -> Tensor:

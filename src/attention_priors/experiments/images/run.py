@@ -16,7 +16,7 @@ from transformers import set_seed
 
 from attention_priors.experiments.environment import environment
 from attention_priors.experiments.images.augmentation import Collate, PictureRows, normalised
-from attention_priors.experiments.images.pictures import Labelled, Pictures, resized
+from attention_priors.experiments.images.pictures import Labelled, Pictures, processor_for, resized
 from attention_priors.experiments.images.recipe import ImageRecipe
 from attention_priors.experiments.study import Progress
 from attention_priors.experiments.training_record import write_training
@@ -88,7 +88,7 @@ def _train(recipe: ImageRecipe, pictures: Pictures, scheme: str, seed: int, fold
             history=trained.history,
             software=SOFTWARE,
         )
-    trained.save(folder / "model", None)
+    trained.save(folder / "model", processor_for(config, recipe.evaluation.interpolation))
     clock.forget()  # until the model is there, the next call writes the time anew
     shutil.rmtree(folder / "checkpoints")
 
