@@ -479,8 +479,8 @@ def test_dropping_positions_where_a_layer_is_handed_none() -> None:
         "num_local_experts": 2,
         "mamba_n_heads": 4,
         "mamba_d_head": 16,
+        "layer_types": ["attention"] * LAYERS,
     }
-    experts["layer_types"] = ["attention"] * LAYERS
     config = GraniteMoeHybridConfig(**LLAMA | experts)
     model = GraniteMoeHybridForCausalLM(config).eval()
     assert model.config.position_embedding_type is None

@@ -562,18 +562,8 @@ def test_gaussians_within_sums_are_in_the_scatter(tokenizer: Any, tmp_path: Path
 
 def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "text.py").write_text(TEXT, encoding="utf-8")
-    arguments = [
-        "--text",
-        str(tmp_path / "text.py"),
-        "--tokens",
-        "64",
-        "--length",
-        "1k",
-        "--heads",
-        "1.3",
-        "--heads",
-        "0.0",
-    ]
+    heads = ["--heads", "1.3", "--heads", "0.0"]
+    arguments = ["--text", str(tmp_path / "text.py"), "--tokens", "64", "--length", "1k", *heads]
     done = CliRunner().invoke(app, ["inspect", str(folders["ours"]), *arguments, "--output", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     assert "8 heads in 2 layers" in " ".join(done.output.split())

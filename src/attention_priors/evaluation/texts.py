@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from attention_priors.data import PasskeyTask, TokenStream, token_stream
+from attention_priors.data import Corpus, PasskeyTask, TokenStream, token_stream
 from attention_priors.data.corpora import left_out, read_documents
 from attention_priors.data.needles import (
     NEEDLE_TASKS,
@@ -68,9 +68,8 @@ class PlanTexts:
         """
         source = self._plan.corpus
         try:
-            known = self._subject.held_out_of(source)
-            if known is not None:
-                name, documents = f"{known.name} (held out)", known.held_out
+            if self._known is not None:
+                name, documents = f"{self._known.name} (held out)", self._known.held_out
             else:
                 name, documents, skipped = read_documents(source)
                 self._tell(name, skipped)
@@ -84,8 +83,12 @@ class PlanTexts:
     @property
     def source(self) -> str:
         """Where they come from, in words."""
-        source = self._plan.corpus
-        return repr(source) if self._subject.held_out_of(source) is None else f"{source!r} (held out)"
+        return f"{self._plan.corpus!r}{'' if self._known is None else ' (held out)'}"
+
+    @cached_property
+    def _known(self) -> Corpus | None:
+        """The corpus, where it is known what of it was held out."""
+        return self._subject.held_out_of(self._plan.corpus)
 
     def to_read(self, name: str, length: int) -> list[tuple[str, torch.Tensor]]:
         """Names and tokens of the documents, or pieces of them, that a perplexity is measured on."""
@@ -136,8 +139,7 @@ class PlanTexts:
     @cached_property
     def _haystack(self) -> Haystack:
         try:
-            known = self._subject.held_out_of(self._plan.corpus)
-            haystack = load_haystack(self._plan.corpus) if known is None else haystack_of(known)
+            haystack = load_haystack(self._plan.corpus) if self._known is None else haystack_of(self._known)
         except (ValueError, OSError) as error:
             raise ValueError(f"corpus: {error}") from error
         self._tell(haystack.name, haystack.skipped)

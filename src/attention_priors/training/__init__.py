@@ -13,7 +13,7 @@ from attention_priors.training.model import (
 from attention_priors.training.optimizer import make_optimizer, parameter_groups
 from attention_priors.training.recipe import TrainRecipe, load_train_recipe
 from attention_priors.training.run import Observer, prepare_data, run_recipe
-from attention_priors.training.settings import OptimizationSettings, RunningSettings, TrainingSettings
+from attention_priors.training.settings import OptimizationSettings, ProcessSettings, RunningSettings, TrainingSettings
 from attention_priors.training.sharding import shard_priors
 from attention_priors.training.trainer import PriorTrainer, SealedTrainer, weighted_loss
 
@@ -26,6 +26,7 @@ __all__ = [
     "OptimizationSettings",
     "PositionSettings",
     "PriorTrainer",
+    "ProcessSettings",
     "RunningSettings",
     "SealedTrainer",
     "TrainRecipe",

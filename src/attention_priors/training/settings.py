@@ -116,16 +116,21 @@ class TrainingSettings(OptimizationSettings):
         return f"{self.rows_per_step} rows a step ({self.step_tokens} tokens)"
 
 
-class RunningSettings(Strict):
-    """On what machinery a training runs. Up to the order of floating-point sums, it changes nothing of the result."""
+class ProcessSettings(Strict):
+    """How a process trains. Up to the order of floating-point sums, it changes nothing of the result."""
+
+    workers: int = Field(default=0, ge=0)
+    """Processes that read rows ahead, for each training process; 0 reads in the training process itself."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: about a third more time, far less memory."""
+
+
+class RunningSettings(ProcessSettings):
+    """On what machinery a training runs, as one process or many."""
 
     rows_at_a_time: int | None = Field(default=None, gt=0)
     """Rows of one forward pass on one device; by default a step's rows, shared out among the processes. What is missing
     to a step's rows is accumulated."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: about a third more time, far less memory."""
-    workers: int = Field(default=0, ge=0)
-    """Processes that read rows ahead, for each training process; 0 reads in the training process itself."""
     checkpoints_kept: int = Field(default=2, gt=0)
     log_every: int | None = Field(default=None, gt=0)
     """Steps that one logged loss is the mean over; a fiftieth of the training by default."""

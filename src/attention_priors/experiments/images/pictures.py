@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
-from transformers import CLIPImageProcessor
+from transformers import CLIPImageProcessorPil
 from transformers.image_utils import PILImageResampling
 
 from attention_priors.experiments.images.recipe import HubPictures, PictureSettings
@@ -72,13 +72,13 @@ def resized(image: Tensor, size: int, interpolation: str = "bilinear") -> Tensor
     return scaled(image, shape, interpolation)[:, top : top + size, left : left + size]
 
 
-def processor_for(config: PriorVisionConfig, interpolation: str) -> CLIPImageProcessor:
+def processor_for(config: PriorVisionConfig, interpolation: str) -> CLIPImageProcessorPil:
     """What makes a model's inputs of images of any size, but for rounding as tested images are made.
 
     Any of transformers' that scales the shorter side and cuts out the middle would do.
     """
     size, channels = config.sides[0], config.num_channels
-    return CLIPImageProcessor(
+    return CLIPImageProcessorPil(
         size={"shortest_edge": size},
         crop_size={"height": size, "width": size},
         resample=PILImageResampling[interpolation.upper()],

@@ -11,7 +11,7 @@ from attention_priors.experiments.study import Seeds
 from attention_priors.experiments.sweep import overlaid
 from attention_priors.models.vision import PriorVisionConfig
 from attention_priors.strict_yaml import Strict, explain
-from attention_priors.training import OptimizationSettings
+from attention_priors.training import OptimizationSettings, ProcessSettings
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -137,15 +137,6 @@ class ImageEvaluation(Strict):
         return sizes
 
 
-class ImageRunningSettings(Strict):
-    """On what machinery runs train. Up to the order of floating-point sums, it changes nothing of the results."""
-
-    workers: int = Field(default=0, ge=0)
-    """Processes that read and change images ahead, for each run; 0 reads them in the run's own process."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: about a third more time, far less memory."""
-
-
 class VisionScheme(Strict):
     """One way to put positions into the model, as :class:`PriorVisionConfig` takes it."""
 
@@ -171,7 +162,7 @@ class ImageRecipe(Strict):
     model: VisionSizes
     training: ImageTrainingSettings
     evaluation: ImageEvaluation
-    running: ImageRunningSettings = ImageRunningSettings()
+    running: ProcessSettings = ProcessSettings()
     seeds: Seeds = (0,)
     threads_per_run: int = Field(default=1, gt=0)
     processes: int | None = Field(default=None, gt=0)

@@ -14,9 +14,7 @@ from attention_priors.report.numbers import multiple
 from attention_priors.report.selections.images import image_sizes, maps_of_first_seed, shares_right
 from attention_priors.report.selections.results import Results
 
-SHARES = (
-    0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999,
-)  # fmt: skip
+SHARES = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 """Which the axis of accuracies names."""
 LOWEST = -8.0
 """Nats; what is below weighs less than a thousandth."""
@@ -29,14 +27,12 @@ def accuracy_by_size(results: Results) -> Figure:
     """
     sizes = image_sizes(results)
     edge = 0.5 / min(row["trials"] for row in results["accuracy"])
-    reached: list[float] = []
     figure = blank(4.3)
     axes = figure.add_subplot()
     tidy(axes)
     for index, entry in enumerate(results["schemes"]):
         found = [cut_to_share(over_seeds(shares_right(results, entry["name"], size))) for size in sizes]
         means, low, high = np.clip(np.array(found).T, edge, 1 - edge)
-        reached += [*means, *low[~np.isnan(low)], *high[~np.isnan(high)]]
         bars = None if np.isnan(low).any() else np.maximum(0, [means - low, high - means])
         nudged = [size * 1.02 ** (index - (len(results["schemes"]) - 1) / 2) for size in sizes]
         axes.errorbar(
@@ -51,8 +47,9 @@ def accuracy_by_size(results: Results) -> Figure:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_yscale("logit")
     axes.yaxis.set_major_locator(FixedLocator(SHARES))
-    bottom = max((share for share in SHARES if share < min(reached)), default=edge / 2)
-    top = min((share for share in SHARES if share > max(reached)), default=1 - edge / 2)
+    lowest, highest = axes.dataLim.intervaly
+    bottom = max((share for share in SHARES if share < lowest), default=edge / 2)
+    top = min((share for share in SHARES if share > highest), default=1 - edge / 2)
     axes.set_ylim(bottom, top)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
