@@ -31,7 +31,11 @@ $(VENV)/dev: $(VENV)/lab
 demo: $(VENV)/lab
 	$(BIN)/attention-priors compare recipes/demo.yaml --output runs/demo
 
-results: $(VENV)/lab
+$(VENV)/genomes: $(VENV)/lab
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group genomes
+	touch $@
+
+results: $(VENV)/genomes
 	@failed=; for recipe in $(RECIPES); do \
 		$(BIN)/attention-priors compare $$recipe --output $(RESULTS)/$$(basename $$recipe .yaml) \
 			|| { status=$$?; [ $$status -ne 130 ] || exit 130; failed="$$failed $$recipe"; }; \

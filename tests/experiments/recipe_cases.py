@@ -62,6 +62,16 @@ def write_texts(folder: Path) -> Path:
     return folder
 
 
+def write_genome(path: Path) -> Path:
+    """A drawn genome of two records, of which each unit of 20 bases stands there twice, one after the other."""
+    draw = random.Random(0)
+    with path.open("w", encoding="ascii") as file:
+        for name, units in {"chr1": 150, "chr2": 50}.items():
+            bases = "".join(2 * "".join(draw.choices("ACGT", k=20)) for _ in range(units))
+            file.write(f">{name}\n{bases}\n")
+    return path
+
+
 def decoder_recipe(path: Path) -> Recipe:
     """A recipe that trains decoders."""
     recipe = load_recipe(path)

@@ -2,22 +2,15 @@
 
 import io
 import math
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from recipe_cases import write_genome
 from rich.console import Console
 
 from attention_priors.experiments import Recipe, RecipeError, compare
 from attention_priors.report import write_report, write_tables
-
-
-def genome_with_repeats(bases: int, unit: int) -> str:
-    """A drawn genome of which each unit stands there twice, one after the other."""
-    draw = random.Random(0)
-    units = ["".join(draw.choices("ACGT", k=unit)) for _ in range(bases // (2 * unit))]
-    return "".join(2 * one for one in units)
 
 
 def recipe(genome: Path, **changes: Any) -> dict[str, Any]:
@@ -35,9 +28,7 @@ def recipe(genome: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def genome(tmp_path: Path) -> Path:
-    path = tmp_path / "genome.fa"
-    path.write_text(f">chr1\n{genome_with_repeats(6000, 20)}\n>chr2\n{genome_with_repeats(2000, 20)[::-1]}\n")
-    return path
+    return write_genome(tmp_path / "genome.fa")
 
 
 def test_schemes_are_compared_on_a_genome(genome: Path, tmp_path: Path):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_cases import decoder_recipe
+from recipe_cases import decoder_recipe, write_genome
 
 from attention_priors.experiments import Recipe
 from attention_priors.experiments.materials import Materials
@@ -25,12 +25,16 @@ MOST = 3
 """Schemes of a recipe, and ways to extend one; they are spread over all it has."""
 
 
-def small(recipe: Recipe) -> Recipe:
+def small(recipe: Recipe, folder: Path) -> Recipe:
     """The same recipe with little to train, little to read and little to do."""
     content = recipe.model_dump(mode="json")
     content["seeds"] = [0]
     if content["corpus"]["source"] is not None:
         content["corpus"]["max_characters"] = 100_000
+    # A small text in place of a package's; a genome is drawn, as packages that have one need not be there.
+    package = str(write_genome(folder / "genome.fa")) if recipe.tokenizer == "nucleotides" else "package:jinja2"
+    if (content["corpus"]["source"] or "").startswith("package:"):
+        content["corpus"]["source"] = package
     for section in _everywhere(content, "model"):
         section |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     for section in _everywhere(content, "training"):
@@ -53,7 +57,7 @@ def small(recipe: Recipe) -> Recipe:
         for plan in section.get("plans", {}).values():
             plan |= {"lengths": [min(plan["lengths"])], "depths": 2, "trials": 1, "documents": 1, "passes": 1}
             if plan.get("corpus", "").startswith("package:"):
-                plan["corpus"] = "package:jinja2"  # a small one
+                plan["corpus"] = package
     return Recipe.model_validate(content)
 
 
@@ -69,7 +73,7 @@ def _everywhere(recipe: dict[str, Any], section: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_small_form_runs_from_the_recipe_to_the_report(path: Path, tmp_path: Path):
-    recipe = small(decoder_recipe(path))
+    recipe = small(decoder_recipe(path), tmp_path)
     materials = Materials.load(recipe, tmp_path / "cache")
     materials.check()
     chosen = spread([*recipe.schemes])
