@@ -45,7 +45,10 @@ def test_schemes_are_compared_on_a_genome(genome: Path, tmp_path: Path):
     assert {row["nll"] for row in results["perplexity"]}
     assert all(row["nll"] < 2 * math.log(4) for row in results["perplexity"])
     write_report(results, folder / "report.html")
-    assert "How genomes go on" in (folder / "report.html").read_text()
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "How genomes go on" in page
+    assert "Bits per base" in page
+    assert "Perplexity" not in page
     table = next(path for path in write_tables(results, folder) if path.name == "completions.md").read_text()
     first = results["completions"][0]
     assert f"| going on: 3 pieces of 64 tokens | ALiBi | {100 * first['identity']:.1f} " in table

@@ -18,12 +18,12 @@ from matplotlib.ticker import MaxNLocator
 from attention_priors.report.figures.drawing import (
     Looks,
     NothingToShowError,
+    draw_losses,
     draw_passkeys,
-    draw_perplexity,
     draw_thetas,
     line_key,
     logit_scale_bins,
-    perplexity_label,
+    loss_label,
     training_key,
 )
 from attention_priors.report.figures.panels import draw_panels
@@ -51,7 +51,7 @@ def passkey_panels(results: Results, compared: Sequence[Comparison], what: str =
 
 
 def perplexity_by_axis(results: Results, axis: str | None = None) -> Figure:
-    """Perplexity against position, a panel per comparison."""
+    """Perplexity, or bits per base, against position, a panel per comparison."""
     return perplexity_panels(results, along(results, axis))
 
 
@@ -64,9 +64,9 @@ def perplexity_panels(results: Results, compared: Sequence[Comparison]) -> Figur
     ]
 
     def draw(axes: Axes, looks: Looks, names: Mapping[str, str]) -> list[Artist]:
-        beyond = draw_perplexity(axes, results, looks, panel=True)
+        beyond = draw_losses(axes, results, looks, panel=True)
         axes.set_xlabel("position in the text, tokens", fontsize=9)
-        words = perplexity_label(results, looks, axes.get_ylim()[1] if beyond else None)
+        words = loss_label(results, looks, axes.get_ylim()[1] if beyond else None)
         axes.set_ylabel(words.replace(" (", "\n("), fontsize=8.5)
         return [*(line_key(looks[scheme], names[scheme]) for scheme in looks), training_key()]
 

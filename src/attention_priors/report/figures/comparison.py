@@ -26,14 +26,14 @@ from attention_priors.report.figures.drawing import (
     DEPTH_OF_CUT,
     NothingToShowError,
     below_maximum,
+    draw_losses,
     draw_passkeys,
-    draw_perplexity,
     draw_thetas,
     head_look,
     legend_below,
     line_key,
     logit_scale_bins,
-    perplexity_label,
+    loss_label,
     prior_axes,
     require,
     require_rows,
@@ -164,7 +164,7 @@ def passkey_heatmap(results: Results, scheme: str, what: str = "pass keys retrie
 
 
 def perplexity_by_position(results: Results, title: str = "") -> Figure:
-    """Perplexity against position: e to the mean loss over seeds, with its interval where there are several.
+    """Perplexity, or bits per base, against position: of the mean loss over seeds, with its interval if there are more.
 
     Where the recipe has panels, so has the figure.
     """
@@ -174,8 +174,8 @@ def perplexity_by_position(results: Results, title: str = "") -> Figure:
     look = looks(results)
     shown = {scheme: look[scheme] for scheme in require(results, "perplexity", overview(results))}
     figure, axes = start(height=4.5)
-    beyond = draw_perplexity(axes, results, shown)
-    axes.set_ylabel(perplexity_label(results, shown, axes.get_ylim()[1] if beyond else None))
+    beyond = draw_losses(axes, results, shown)
+    axes.set_ylabel(loss_label(results, shown, axes.get_ylim()[1] if beyond else None))
     if beyond:
         names = listing([f"{label(scheme)} (up to {rough(highest)})" for scheme, highest in beyond.items()])
         axes.set_title(textwrap.fill(f"Beyond the axis: {names}", 92), loc="left", fontsize=9)

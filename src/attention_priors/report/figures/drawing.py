@@ -14,18 +14,17 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from attention_priors.files import number
 from attention_priors.report.figures.style import GREY, WIDTH, Look, blank, label, thin, tidy
 from attention_priors.report.numbers import multiple, quantity
 from attention_priors.report.selections.heads import STRONG_RETRIEVAL, gaussian_heads
+from attention_priors.report.selections.losses import LossMeasure, loss_measure
 from attention_priors.report.selections.passkeys import PasskeyCell, passkey_table
 from attention_priors.report.selections.results import (
     Results,
     Row,
     count_passkeys,
     distinct,
-    number,
-    perplexity_curve,
-    perplexity_estimates,
     rows,
     schemes_with,
     stopped,
@@ -33,7 +32,7 @@ from attention_priors.report.selections.results import (
 )
 
 PERPLEXITY_RANGE = 10.0
-"""The perplexity axis ends at this many times the lowest value, so that failures do not squash the rest."""
+"""The axis of losses ends at this many times the lowest perplexity, so that failures do not squash the rest."""
 
 DEPTH_OF_CUT = 30.0
 """Log-priors are drawn down to this many nats below their maximum: e^-30 is no weight at all."""
@@ -107,56 +106,64 @@ def draw_passkeys(axes: Axes, results: Results, looks: Looks, *, panel: bool = F
     return keys
 
 
-def draw_perplexity(axes: Axes, results: Results, looks: Looks, *, panel: bool = False) -> dict[str, float]:
-    """Perplexity against position, with a band that is Student's 95 % interval over seeds, where there are several.
+def draw_losses(axes: Axes, results: Results, looks: Looks, *, panel: bool = False) -> dict[str, float]:
+    """Losses, in their measure, against position; a band is Student's 95 % interval over seeds if there are several.
 
     Of more than :data:`MOST_BANDS` schemes the bands would hide each other: each seed is a thin line then.
 
     Returns:
-        The highest perplexity of each scheme whose curve leaves the axes.
+        The highest value of each scheme whose curve leaves the axes.
 
     Raises:
         NothingToShowError: no scheme has a finite loss.
     """
-    estimates = {scheme: perplexity_estimates(rows(results, "perplexity", scheme)) for scheme in looks}
+    measure = loss_measure(results)
+    estimates = {scheme: measure.by_position(rows(results, "perplexity", scheme)) for scheme in looks}
     estimates = {scheme: curve for scheme, curve in estimates.items() if curve}
     if not estimates:
         raise NothingToShowError("results must hold perplexity rows with a finite nll; there is none")
-    axes.set_yscale("log")
+    if measure.logarithmic:
+        axes.set_yscale("log")
     for scheme, curve in estimates.items():
         x = list(curve)
         mean, low, high = (np.array(values) for values in zip(*curve.values(), strict=True))
         axes.plot(x, mean, **looks[scheme]._asdict(), label=label(scheme), markersize=4.5, linewidth=1.8, zorder=3)
         if len(estimates) > MOST_BANDS:
-            _seeds_of_perplexity(axes, rows(results, "perplexity", scheme), looks[scheme], scheme)
+            _seeds_of_losses(axes, rows(results, "perplexity", scheme), looks[scheme], scheme, measure)
         elif np.isfinite(low).any():
             axes.fill_between(
                 x, low, high, color=looks[scheme].color, alpha=0.13, linewidth=0, zorder=1, gid=f"interval:{scheme}"
             )
     tops = {scheme: max(point.mean for point in curve.values()) for scheme, curve in estimates.items()}
     lowest = min(point.mean for curve in estimates.values() for point in curve.values())
-    cut = PERPLEXITY_RANGE * lowest
-    axes.set_ylim(lowest / 1.1, min(max(tops.values()) * 1.1, cut))
-    plain_log_ticks(axes)
+    highest = max(tops.values())
+    if measure.logarithmic:
+        cut = PERPLEXITY_RANGE * lowest
+        axes.set_ylim(lowest / 1.1, min(highest * 1.1, cut))
+        plain_log_ticks(axes)
+    else:
+        cut = lowest + measure.of(math.log(PERPLEXITY_RANGE))
+        margin = (min(highest, cut) - lowest) / 10
+        axes.set_ylim(lowest - margin, min(highest + margin, cut))
     positions = [position for curve in estimates.values() for position in curve]
     trained = _trained(results, {scheme: looks[scheme] for scheme in estimates})
     token_axis(axes, _powers_of_two(positions), min(positions), max(positions), trained, panel=panel)
     return {scheme: top for scheme, top in tops.items() if top > cut}
 
 
-def _seeds_of_perplexity(axes: Axes, selected: Sequence[Row], look: Look, scheme: str) -> None:
+def _seeds_of_losses(axes: Axes, selected: Sequence[Row], look: Look, scheme: str, measure: LossMeasure) -> None:
     seeds = distinct(selected, "seed")
     for seed in seeds if len(seeds) > 1 else ():
-        curve = perplexity_curve(row for row in selected if row["seed"] == seed)
-        _plot_seed(axes, list(curve), list(curve.values()), look, f"seed:{scheme}:{seed}")
+        curve = measure.by_position(row for row in selected if row["seed"] == seed)
+        _plot_seed(axes, list(curve), [point.mean for point in curve.values()], look, f"seed:{scheme}:{seed}")
 
 
 def _plot_seed(axes: Axes, x: Sequence[float], y: Sequence[float], look: Look, gid: str) -> None:
     axes.plot(x, y, color=look.color, linestyle=look.linestyle, linewidth=0.7, alpha=0.5, gid=gid)
 
 
-def perplexity_label(results: Results, looks: Looks, end: float | None) -> str:
-    """What the axis of :func:`draw_perplexity` shows, in one line.
+def loss_label(results: Results, looks: Looks, end: float | None) -> str:
+    """What the axis of :func:`draw_losses` shows, in one line.
 
     Args:
         results: a results dictionary.
@@ -167,7 +174,8 @@ def perplexity_label(results: Results, looks: Looks, end: float | None) -> str:
     spread = "thin: single seeds" if len(looks) > MOST_BANDS else "bands: 95 % interval"
     notes = [spread] if several else []
     notes += [] if end is None else [f"axis ends at {quantity(end)}"]
-    return f"perplexity, per token ({'; '.join(notes)})" if notes else "perplexity, per token"
+    axis = loss_measure(results).axis
+    return f"{axis} ({'; '.join(notes)})" if notes else axis
 
 
 def training_key() -> Line2D:

@@ -22,7 +22,7 @@ from attention_priors.report.figures.drawing import legend_below, log_token_axis
 from attention_priors.report.figures.files import write_pngs
 from attention_priors.report.figures.style import COLOURS, blank, label, look, png, tidy
 from attention_priors.report.numbers import percent
-from attention_priors.report.selections.results import bounded_exp
+from attention_priors.report.selections.losses import bounded_exp
 
 _NAMES = "accuracy_by_length|heatmap_.+|perplexity_by_position|genome_completion"
 """Of files, without the ending."""

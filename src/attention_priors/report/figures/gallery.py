@@ -18,6 +18,7 @@ from attention_priors.report.figures.needle_weights import needle_weight_by_leng
 from attention_priors.report.figures.prior_reach import prior_reach
 from attention_priors.report.figures.style import png
 from attention_priors.report.numbers import listing
+from attention_priors.report.selections.losses import loss_measure
 from attention_priors.report.selections.needle_weights import plans_with_weights
 from attention_priors.report.selections.plans import loss_views, retrieval_views, token_views
 from attention_priors.report.selections.results import Results, check_results, scheme_names, schemes_with
@@ -25,7 +26,7 @@ from attention_priors.report.selections.results import Results, check_results, s
 _BY_AXIS = {
     longest_by_axis: "Share of pass keys retrieved at the longest length",
     by_axis.passkey_by_axis: "Share of pass keys retrieved against context length",
-    by_axis.perplexity_by_axis: "Perplexity against position",
+    by_axis.perplexity_by_axis: "{losses} against position",
     by_axis.theta_by_axis: "Shape β against θα of every Generalized Gaussian head",
     by_axis.logit_scales_by_axis: "Histograms of the heads' logit scales s",
 }
@@ -70,6 +71,7 @@ def illustrations(results: Results) -> Iterator[Illustration]:
 
 
 def _illustrations(results: Results) -> Iterator[Illustration]:
+    losses = loss_measure(results).name.capitalize()
     asked, read = (listing(schemes_with(results, section)) for section in ("passkey", "perplexity"))
     yield from _for_all(
         comparison.passkey_by_length, results, f"Share of pass keys retrieved against context length: {asked}."
@@ -77,7 +79,7 @@ def _illustrations(results: Results) -> Iterator[Illustration]:
     yield from _for_each(
         comparison.passkey_heatmap, results, "Share of pass keys retrieved at each depth and context length"
     )
-    yield from _for_all(comparison.perplexity_by_position, results, f"Perplexity against position: {read}.")
+    yield from _for_all(comparison.perplexity_by_position, results, f"{losses} against position: {read}.")
     copied, sunk = (listing(schemes_with(results, section)) for section in ("copying", "sink_mass"))
     yield from _for_all(
         copying.copying_by_length, results, f"Loss above the optimum in the copy-mixture task against length: {copied}."
@@ -98,7 +100,7 @@ def _illustrations(results: Results) -> Iterator[Illustration]:
     for view in loss_views(results):
         draw = partial(comparison.perplexity_by_position, view.results, view.title)
         stem = _plain(f"losses_{view.title}")
-        yield from _drawn(draw, "losses", None, stem, f"Perplexity by scheme: {view.title}.")
+        yield from _drawn(draw, "losses", None, stem, f"{view.measure.capitalize()} by scheme: {view.title}.")
     for plan in plans_with_weights(results):
         words = f"Attention on the pass key when it is asked for, against length: {plan}."
         stem = _plain(f"needle_weights_{plan}")
@@ -119,7 +121,9 @@ def _illustrations(results: Results) -> Iterator[Illustration]:
     for place, axis in enumerate(by_axis.axes_of_figures(results), start=1):
         for draw, words in _BY_AXIS.items():
             stem = draw.__name__ if axis is None else f"{draw.__name__}_{place:02d}_{_plain(axis)}"
-            alt = f"{words}, compared along {'each axis' if axis is None else f'the axis {axis}'}."
+            alt = (
+                f"{words.format(losses=losses)}, compared along {'each axis' if axis is None else f'the axis {axis}'}."
+            )
             yield from _drawn(partial(draw, results, axis), draw.__name__, None, stem, alt)
     yield from _for_all(comparison.theta_scatter, results, "Shape β against θα of every Generalized Gaussian head.")
     yield from _for_all(comparison.logit_scale_histogram, results, "Histograms of the heads' logit scales s.")

@@ -15,6 +15,7 @@ from attention_priors.report.figures.gallery import Illustration, illustrations
 from attention_priors.report.figures.style import looks
 from attention_priors.report.pages.rendering import embedded_figure, render
 from attention_priors.report.pages.summary import summarize
+from attention_priors.report.selections.losses import loss_measure
 from attention_priors.report.selections.passkeys import best_shares, passkey_table
 from attention_priors.report.selections.results import (
     Results,
@@ -52,6 +53,7 @@ def _render(results: Results, drawn: Iterable[Illustration]) -> str:
         recipe=yaml.safe_dump(results["recipe"], sort_keys=False, allow_unicode=True, width=88),
         summary=summarize(results),
         trained=common_training_length(results),
+        losses=loss_measure(results),
         grids={grid.stem: grid for grid in result_grids(results)},
         lengths=sorted({cell.length for cell in cells}),
         cells={(cell.scheme, cell.length): cell for cell in cells},

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from attention_priors.report.numbers import listing, multiple, percent, quantity
+from attention_priors.report.numbers import listing, multiple, percent
+from attention_priors.report.selections.losses import loss_measure
 from attention_priors.report.selections.passkeys import PasskeyCell, passkey_table
 from attention_priors.report.selections.results import (
     Results,
     common_training_length,
     distinct,
-    perplexity_curve,
     rows,
     scheme_names,
     schemes_with,
@@ -64,7 +64,7 @@ def summarize(results: Results) -> str:
         missing = [name for name in schemes if name not in reached]
         if missing:
             sentences.append(f"No pass keys were asked of {listing(missing)}.")
-    sentences += _perplexity_sentence(results)
+    sentences += _loss_sentence(results)
     return " ".join(sentences)
 
 
@@ -98,17 +98,18 @@ def _passkey_sentences(results: Results, reached: dict[str, Reach], trained: int
     return sentences
 
 
-def _perplexity_sentence(results: Results) -> list[str]:
-    curves = {name: perplexity_curve(rows(results, "perplexity", name)) for name in scheme_names(results)}
+def _loss_sentence(results: Results) -> list[str]:
+    measure = loss_measure(results)
+    curves = {name: measure.by_position(rows(results, "perplexity", name)) for name in scheme_names(results)}
     positions = [position for curve in curves.values() for position in curve]
     if not positions:
         return []
     farthest = max(positions)
-    there = {name: curve[farthest] for name, curve in curves.items() if farthest in curve}
+    there = {name: curve[farthest].mean for name, curve in curves.items() if farthest in curve}
     best = min(there, key=lambda name: there[name])
     return [
-        f"At the farthest position of the perplexity curves, token {farthest:.0f}, {best} has the lowest "
-        f"perplexity: {quantity(there[best])}."
+        f"At the farthest position that was read, token {farthest:.0f}, {best} has {measure.least}: "
+        f"{measure.written(there[best])}."
     ]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from attention_priors.report.selections.losses import loss_measure
 from attention_priors.report.selections.results import Results, Row, rows
 
 _COMMON = ("format", "recipe", "schemes")
@@ -50,9 +51,10 @@ def token_views(results: Results) -> Iterator[View]:
 
 def loss_views(results: Results) -> Iterator[View]:
     """Every perplexity of every plan at every length; its losses are in the place of perplexity."""
+    measure = loss_measure(results).name
     for plan, task, length in _distinct(results, "losses", "plan", "task", "length"):
         title = f"{plan}: {task}, texts of {'up to ' if task == 'perplexity_short' else ''}{length} tokens"
-        yield _view(results, "losses", "perplexity", title, "perplexity", dict, plan=plan, task=task, length=length)
+        yield _view(results, "losses", "perplexity", title, measure, dict, plan=plan, task=task, length=length)
 
 
 def _distinct(results: Results, section: str, *keys: str) -> list[tuple[Any, ...]]:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from attention_priors.files import number
-from attention_priors.intervals import Estimate, over_seeds
 from attention_priors.results_format import FORMAT, SECTIONS
 
 Results: TypeAlias = Mapping[str, Any]
 Row: TypeAlias = Mapping[str, Any]
-
-_LARGEST_LOSS = 600.0
-"""In nats; the exponential of much more overflows, here or in a figure's margins."""
 
 
 class Count(NamedTuple):
@@ -101,33 +95,6 @@ def count_passkeys(selected: Iterable[Row], *keys: str) -> dict[tuple[Any, ...],
         key = tuple(row[key] for key in keys)
         sums[key] = Count(sums[key].correct + row["correct"], sums[key].trials + row["trials"])
     return dict(sums)
-
-
-def perplexity_curve(selected: Iterable[Row]) -> dict[float, float]:
-    """Perplexity by position: e to the mean loss of the selected rows there, in the order of positions.
-
-    Positions where a loss is missing are left out.
-    """
-    return {position: estimate.mean for position, estimate in perplexity_estimates(selected).items()}
-
-
-def perplexity_estimates(selected: Iterable[Row]) -> dict[float, Estimate]:
-    """As :func:`perplexity_curve`, with the interval over the rows of a position, one for each seed."""
-    losses: dict[float, list[float]] = defaultdict(list)
-    for row in selected:
-        losses[row["position"]].append(number(row["nll"]))
-    means = {position: over_seeds(values) for position, values in sorted(losses.items())}
-    return {position: perplexity_of(mean) for position, mean in means.items() if math.isfinite(mean.mean)}
-
-
-def perplexity_of(loss: Estimate) -> Estimate:
-    """E to a mean loss, and to the ends of its interval."""
-    return Estimate(*map(bounded_exp, loss))
-
-
-def bounded_exp(loss: float) -> float:
-    """E to a loss; nan stays nan, and what is too large for a figure is as large as one can show."""
-    return math.exp(min(loss, _LARGEST_LOSS))
 
 
 def _check_scheme(results: Results, scheme: str, what: str) -> None:

@@ -8,7 +8,7 @@ from attention_priors.files import number
 from attention_priors.intervals import over_seeds
 from attention_priors.report.selections.axes import comparisons
 from attention_priors.report.selections.results import Results, Row, rows
-from attention_priors.report.tables.cells import ABSENT, PERPLEXITIES, SHARES, Losses, Shares, estimate_cell, with_first
+from attention_priors.report.tables.cells import ABSENT, SHARES, Losses, Shares, estimate_cell, with_first
 from attention_priors.report.tables.grid import Grid, Line
 
 
@@ -31,10 +31,11 @@ def axis_grid(results: Results) -> Grid:
     if shares.lengths:
         caption += f" {SHARES}"
     if losses.schemes:
-        header += ["perplexity\nwithin training", *(f"perplexity\nat {position:.0f}" for position in farthest)]
+        name = losses.measure.name
+        header += [f"{name}\nwithin training", *(f"{name}\nat {position:.0f}" for position in farthest)]
         caption += (
-            f" Perplexity per token: {PERPLEXITIES} Within training: over the ranges of positions that end within the "
-            "training length."
+            f" {losses.measure.title}: {losses.measure.definition} Within training: over the ranges of positions that "
+            "end within the training length."
         )
     return Grid("axes", caption, header, groups, words=3)
 
@@ -75,7 +76,7 @@ def extension_grid(results: Results) -> Grid:
         groups.append(group)
     header = ["scheme", "extension", "steps", "loss at\nfirst length", "loss at\nsecond length"]
     header += map(str, shares.lengths)
-    header += [f"perplexity\nat {position:.0f}" for position in farthest]
+    header += [f"{losses.measure.name}\nat {position:.0f}" for position in farthest]
     caption = (
         "Before and after each extension of the context (second line of each scheme: from and to how many tokens). "
         "Steps: of further training; with 0, positions are changed and nothing is trained. Loss: nats per token on "
@@ -87,5 +88,5 @@ def extension_grid(results: Results) -> Grid:
             "the 95 % Wilson interval. –: not evaluated. †: without the seeds that had stopped."
         )
     if farthest:
-        caption += f" Perplexity per token: {PERPLEXITIES}"
+        caption += f" {losses.measure.title}: {losses.measure.definition}"
     return Grid("extension", caption, header, groups, words=2)

@@ -7,8 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from attention_priors.files import number
 from attention_priors.intervals import Estimate, over_seeds, wilson_interval
-from attention_priors.report.numbers import percent, quantity
+from attention_priors.report.numbers import percent
+from attention_priors.report.selections.losses import loss_measure
 from attention_priors.report.selections.passkeys import PasskeyCell, passkey_table
 from attention_priors.report.selections.results import (
     Count,
@@ -16,8 +18,6 @@ from attention_priors.report.selections.results import (
     Row,
     count_passkeys,
     distinct,
-    number,
-    perplexity_of,
     rows,
     schemes_with,
     training_length,
@@ -37,11 +37,6 @@ SHARES = (
     "of the seeds' shares, with Student's 95 % interval, which is for models trained with other seeds; where all seeds "
     "agree it is a point, and tells nothing of the chance in the texts. –: not evaluated. †: without the seeds that "
     "had stopped at a shorter length, which flatters the scheme."
-)
-
-PERPLEXITIES = (
-    "e to the mean loss over seeds, with e to the ends of Student's 95 % interval of that mean (where there are two "
-    "seeds at least)."
 )
 
 
@@ -87,10 +82,11 @@ class Shares:
 
 
 class Losses:
-    """Perplexities, as cells."""
+    """Losses, as cells in their measure."""
 
     def __init__(self, results: Results) -> None:
         self._results = results
+        self.measure = loss_measure(results)
         self.schemes = schemes_with(results, "perplexity")
         shortest = min((training_length(results, scheme) for scheme in self.schemes), default=0)
         positions = distinct(rows(results, "perplexity"), "position")
@@ -125,7 +121,7 @@ class Losses:
         losses = [total / count for total, count in sums.values()]
         if not losses or not all(map(math.isfinite, losses)):
             return Cell(ABSENT)
-        return estimate_cell(perplexity_of(over_seeds(losses)), quantity)
+        return estimate_cell(self.measure.estimate(losses), self.measure.written)
 
 
 def _first_of_range(middle: float) -> int:

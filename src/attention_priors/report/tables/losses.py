@@ -1,15 +1,15 @@
-"""Tables of losses: perplexities, the copy-mixture task, and how genomes go on."""
+"""Tables of losses: perplexity or bits per base, the copy-mixture task, and how genomes go on."""
 
 from __future__ import annotations
 
 from attention_priors.files import number
 from attention_priors.intervals import over_seeds
 from attention_priors.report.selections.copying import KINDS, excess_losses
+from attention_priors.report.selections.losses import loss_measure
 from attention_priors.report.selections.plans import loss_views
 from attention_priors.report.selections.results import Results, distinct, rows, schemes_with
 from attention_priors.report.tables.cells import (
     ABSENT,
-    PERPLEXITIES,
     Losses,
     cells_at_lengths,
     estimate_cell,
@@ -19,16 +19,16 @@ from attention_priors.report.tables.grid import Grid, Line
 
 
 def perplexity_grid(results: Results) -> Grid:
-    """Perplexity within the training length and beyond."""
+    """Losses within the training length and beyond."""
     losses = Losses(results)
     lines = [
         [name, str(losses.seeds(name)), losses.within_training(name), *(losses.at(name, p) for p in losses.beyond)]
         for name in losses.schemes
     ]
     caption = (
-        f"Perplexity per token: {PERPLEXITIES} Within training: over the ranges of positions that end within the "
-        "training length. The other columns are ranges of positions beyond it (of many, some), named by their middle, "
-        "in tokens."
+        f"{losses.measure.title}: {losses.measure.definition} Within training: over the ranges of positions that end "
+        "within the training length. The other columns are ranges of positions beyond it (of many, some), named by "
+        "their middle, in tokens."
     )
     if losses.straddles:
         caption += " A range that begins within the training length and ends beyond it is in neither."
@@ -37,7 +37,8 @@ def perplexity_grid(results: Results) -> Grid:
 
 
 def loss_grid(results: Results) -> Grid:
-    """Perplexity of the texts of each plan."""
+    """Losses on the texts of each plan."""
+    measure = loss_measure(results)
     groups = []
     for view in loss_views(results):
         losses = Losses(view.results)
@@ -47,7 +48,7 @@ def loss_grid(results: Results) -> Grid:
         ]
         groups.append([["" if place else view.title, *line] for place, line in enumerate(lines)])
     caption = (
-        f"Perplexity per token of each plan: {PERPLEXITIES} Within training: over the ranges of positions that end "
+        f"{measure.title} of each plan: {measure.definition} Within training: over the ranges of positions that end "
         "within the training length."
     )
     header = ["plan, task and texts", "scheme", "seeds", "within\ntraining", "all\npositions"]

@@ -6,13 +6,13 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from attention_priors.files import number
 from attention_priors.intervals import over_seeds
 from attention_priors.report.numbers import quantity
 from attention_priors.report.selections.results import (
     Results,
     Row,
     distinct,
-    number,
     rows,
     schemes_with,
     training_length,
