@@ -20,7 +20,7 @@ from attention_priors.analysis import (
 from attention_priors.analysis.logits import problem_logits
 from attention_priors.attention.attend import attend_with_weights
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
-from attention_priors.priors import KeySink, Laplace, Prior, Spectral, Uniform, Window
+from attention_priors.priors import ClippedOffsets, KeySink, Laplace, Prior, Spectral, Uniform, Window
 
 HEADS, LENGTH = 4, 12
 
@@ -241,8 +241,21 @@ def test_terms_add_up_to_the_prior():
             assert float(value) == pytest.approx(float(whole[head, query, key]), abs=1e-4)
 
 
-def test_only_sums_have_terms_and_windows_hide():
+def test_sums_and_tables_have_terms_and_windows_hide():
     assert prior_term_rows([nn.ModuleList([Laplace(2)]), nn.Linear(1, 1)], length=8) == []
+    table = ClippedOffsets(2, max_offset=3)
+    with torch.no_grad():
+        table.bias.copy_(torch.arange(14.0).view(2, 7))
+    for prior in (table, Spectral(2, num_frequencies=2)):
+        places = torch.arange(8)
+        whole = prior.log_prior(places, places, torch.float64).detach()
+        rows = prior_term_rows([nn.ModuleList([prior])], length=8)
+        assert [(row["prior"], row["over"], row["head"]) for row in rows] == [
+            (prior.name, "distance", h) for h in (0, 1)
+        ]
+        for row in rows:
+            assert row["log_prior"] == pytest.approx(whole[row["head"], -1].flip(0).tolist())
+            assert row["ahead"] == pytest.approx(whole[row["head"], 0].tolist())
     rows = prior_term_rows([nn.ModuleList([Laplace(2) + Window(2, 3)])], length=8)
     assert rows[2]["prior"] == "window"
     assert rows[2]["log_prior"] == [0.0, 0.0, 0.0, None, None, None, None, None]

@@ -147,6 +147,16 @@ def test_maps_are_of_the_prior_as_it_is_multiplied(results):
     assert np.nansum(weights, 1) == pytest.approx(1)
 
 
+def test_a_prior_that_is_one_table_has_maps_and_no_summands(results):
+    results["prior_terms"] = [row for row in results["prior_terms"] if row["over"] == "distance"]
+    axes = _panel(prior_parts.prior_weights(results, "GOAT"), "layer 0, head 1\nfirst 70 %,\nprevious 50 %")
+    weights = np.ma.filled(np.ma.asarray(axes.images[0].get_array()).astype(float), math.nan)
+    near = np.exp(np.array([-3.0, 0.0, -6.0, -6.0, -6.0, -6.0]))
+    assert weights[5] == pytest.approx(near[::-1] / near.sum())
+    with pytest.raises(NothingToShowError, match=r"prior_terms.*of the scheme 'GOAT'"):
+        prior_parts.prior_terms(results, "GOAT")
+
+
 def test_maps_before_the_mask_show_what_it_hides(results):
     axes = _panel(prior_parts.prior_logits(results, "GOAT"), "layer 0, head 1\nfirst 70 %,\nprevious 50 %")
     shown = np.ma.filled(np.ma.asarray(axes.images[0].get_array()).astype(float), math.nan)

@@ -73,8 +73,9 @@ def prior_term_rows(
 ) -> list[PriorTermRow]:
     """The summands of every head's prior, as GOAT's Figure 1 shows them: ``K(d)`` and ``u(j)``.
 
-    Priors that are no sums are left out, as :func:`prior_rows` has them whole; so are summands that depend on both
-    positions otherwise than through their distance.
+    A prior that is no sum is its only summand, and is left out if a number or a few describe each head whole, as
+    :func:`prior_rows` has them: it is here if it is a table or a series. Summands that depend on both positions
+    otherwise than through their distance are left out.
 
     Args:
         layers: as for :func:`prior_mass_rows`.
@@ -87,7 +88,7 @@ def prior_term_rows(
         terms = list(prior.terms())
         at = torch.tensor(places, device=place_of(prior, scale))
         scales = None if scale is None else scale((at + 1).unsqueeze(0), torch.float64).tolist()
-        for term in terms if len(terms) > 1 else []:
+        for term in terms if len(terms) > 1 or _is_tabulated(prior) else []:
             whole = term.prior if isinstance(term, OnHeads) else term
             ahead = None
             if isinstance(whole, KeySink):
@@ -169,6 +170,11 @@ def prior_reach_rows(layers: list[nn.Module], *, lengths: Iterable[int]) -> list
         for head in range(prior.num_heads):
             rows.append({"layer": layer, "head": head, "half": {str(size): found[size][head] for size in sizes}})
     return rows
+
+
+def _is_tabulated(prior: Prior) -> bool:
+    """Whether a parameter of each head is many numbers."""
+    return any(values.dim() > 1 for values in prior.natural_parameters().values())
 
 
 def _applied(

@@ -38,9 +38,13 @@ _LARGEST_MAP = 64
 
 
 def prior_terms(results: Results, scheme: str) -> Figure:
-    """The summands of each head's log-prior, as in GOAT's Figure 1 (a, b): a line per layer (and seed)."""
-    selected = require_rows(rows(results, "prior_terms", scheme), "prior_terms", scheme)
+    """The summands of each head's log-prior, as in GOAT's Figure 1 (a, b): a line per layer (and seed).
+
+    Of sums alone: :func:`~attention_priors.report.figures.comparison.prior_curves` shows other priors whole.
+    """
+    selected = rows(results, "prior_terms", scheme)
     terms = list(dict.fromkeys((row["prior"], row["over"]) for row in selected))
+    require_rows(selected if len(terms) > 1 else [], "prior_terms", scheme)
     places = sorted({(row["seed"], row["layer"]) for row in selected})
     heads, seeds = distinct(selected, "head"), distinct(selected, "seed")
     figure = blank(1.0 + 2.2 * len(places))
@@ -70,8 +74,8 @@ def prior_terms(results: Results, scheme: str) -> Figure:
 def prior_weights(results: Results, scheme: str) -> Figure:
     """The weights that each head's prior alone gives, as in GOAT's Figures 1 (d) and 3 (b, right): a map per head.
 
-    Of the first seed. Maps are made of the summands, so there are none of schemes whose prior is not a sum of what
-    depends on the distance and what depends on the key.
+    Of the first seed. Maps are made of the summands, so there are none of schemes whose prior is not made of what
+    depends on the distance and what depends on the key, nor of those that have no summands as a few numbers say it all.
     """
     selected = require_rows(rows(results, "prior_terms", scheme), "prior_terms", scheme)
     maps = {head: _weights(summands) for head, summands in _of_heads(selected).items()}
