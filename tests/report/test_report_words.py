@@ -1,10 +1,11 @@
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 
 from attention_priors.report.figures.comparison import theta_scatter
-from attention_priors.report.numbers import duration, listing, moment, multiple, percent, quantity
+from attention_priors.report.numbers import decimals, duration, listing, moment, multiple, percent, quantity
 from attention_priors.report.pages.summary import reach, summarize
 from attention_priors.report.selections.heads import gaussian_heads, role
 from attention_priors.report.tables.heads import head_table
@@ -144,6 +145,9 @@ def test_several_kinds_of_prior_are_told_apart(results):
         (quantity, math.nan, "–"),
         (quantity, math.inf, "∞"),
         (quantity, -0.12345, "−0.123"),
+        (partial(decimals, digits=2), -0.126, "−0.13"),
+        (partial(decimals, digits=2), -0.004, "0.00"),
+        (partial(decimals, digits=0), 12.3, "12"),
         (duration, None, "–"),
         (duration, 41.4, "41 s"),
         (duration, 59.7, "1 min 0 s"),

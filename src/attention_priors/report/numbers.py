@@ -29,6 +29,12 @@ def quantity(value: float | None) -> str:
     return (f"{value:.0f}" if 999.5 <= abs(value) < 1e6 else f"{value:.3g}").replace("-", "−")
 
 
+def decimals(value: float, digits: int) -> str:
+    """A number with so many decimals, by the sign that typesetters have for less than nothing; 0 has none."""
+    written = f"{value:.{digits}f}"
+    return (written if float(written) else written.lstrip("-")).replace("-", "−")
+
+
 def duration(seconds: float | None) -> str:
     """A time as people say it: ``41 s``, ``6 min 52 s``, ``2 h 5 min``."""
     if seconds is None:

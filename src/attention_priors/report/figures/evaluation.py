@@ -21,7 +21,7 @@ from attention_priors.report.figures.depths import depth_rows
 from attention_priors.report.figures.drawing import legend_below, log_token_axis, nudges, plain_log_ticks
 from attention_priors.report.figures.files import write_pngs
 from attention_priors.report.figures.style import COLOURS, blank, label, look, png, tidy
-from attention_priors.report.numbers import percent
+from attention_priors.report.numbers import decimals, percent
 from attention_priors.report.selections.losses import bounded_exp
 
 _NAMES = "accuracy_by_length|heatmap_.+|perplexity_by_position|genome_completion"
@@ -191,7 +191,7 @@ def genome_completion(piece: Continuation) -> Figure:
     upper.plot(middles, 100 * gc_trajectory(piece.expected), color="black", linewidth=2, label="truth", zorder=3)
     for index, found in enumerate(piece.found):
         r = gc_correlation(found, piece.expected)
-        words = f"continuation {index + 1}" + ("" if r is None else f" (r = {r:.2f})")
+        words = f"continuation {index + 1}" + ("" if r is None else f" (r = {decimals(r, 2)})")
         style = look(index)
         upper.plot(middles, 100 * gc_trajectory(found), color=style.color, linestyle=style.linestyle, label=words)
     upper.set_ylabel(f"GC, % of {GC_WINDOW} bases")

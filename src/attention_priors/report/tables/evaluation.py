@@ -9,7 +9,7 @@ from rich.table import Table
 
 from attention_priors.evaluation import Accuracy, Completion, Duration, HeadWeight, Loss, Summary
 from attention_priors.intervals import Interval, cut_to_share
-from attention_priors.report.numbers import percent, quantity
+from attention_priors.report.numbers import decimals, percent, quantity
 
 MIB = 2**20
 _HEADS = 8
@@ -90,7 +90,7 @@ def _of_completion(one: Completion) -> list[str]:
         f"{100 * one.identity:.1f}",
         _range(one.identity_interval, 100, 1),
         f"{100 * one.chance:.1f}",
-        "–" if one.gc_correlation is None else f"{one.gc_correlation:.2f}",
+        "–" if one.gc_correlation is None else decimals(one.gc_correlation, 2),
         _range(one.gc_correlation_interval, 1, 2),
     ]
 
@@ -117,7 +117,7 @@ def _of_weight(one: HeadWeight | None) -> str:
 def _range(interval: Interval | None, factor: float, digits: int) -> str:
     if interval is None:
         return "–"
-    return f"{factor * interval.low:.{digits}f} to {factor * interval.high:.{digits}f}"
+    return f"{decimals(factor * interval.low, digits)} to {decimals(factor * interval.high, digits)}"
 
 
 def _by_position(curves: list[Loss]) -> list[list[str]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from attention_priors.files import number
 from attention_priors.intervals import over_seeds
+from attention_priors.report.numbers import decimals
 from attention_priors.report.selections.copying import KINDS, excess_losses
 from attention_priors.report.selections.losses import loss_measure
 from attention_priors.report.selections.plans import loss_views
@@ -76,7 +79,7 @@ def copying_grid(results: Results) -> Grid:
                 [
                     name if first else "",
                     words,
-                    *cells_at_lengths(losses, lengths, _signed),
+                    *cells_at_lengths(losses, lengths, partial(decimals, digits=3)),
                 ]
                 for first, (words, losses) in with_first(found)
             ]
@@ -88,10 +91,6 @@ def copying_grid(results: Results) -> Grid:
         "cannot be below 0 but by chance; of one kind it can, at the cost of the others."
     )
     return Grid("copying", caption, ["scheme", "loss of", *map(str, lengths)], groups, words=2)
-
-
-def _signed(value: float) -> str:
-    return f"{value:.3f}".replace("-", "−")
 
 
 def completion_grid(results: Results) -> Grid:
@@ -113,7 +112,9 @@ def completion_grid(results: Results) -> Grid:
                         name,
                         estimate_cell(over_seeds([100 * row["identity"] for row in found]), "{:.1f}".format),
                         f"{100 * found[0]['chance']:.1f}",
-                        estimate_cell(over_seeds(correlations), "{:.2f}".format) if correlations else ABSENT,
+                        estimate_cell(over_seeds(correlations), partial(decimals, digits=2))
+                        if correlations
+                        else ABSENT,
                     ]
                 )
         groups.append(group)
