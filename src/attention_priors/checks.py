@@ -20,9 +20,19 @@ def check_above(bound: float, **values: Any) -> None:
     YAML reads ``1e4`` as a string; it is refused here, by name, rather than wherever it is first used.
     """
     for name, value in values.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not value > bound:
+        if not _is_finite(value) or not value > bound:
             raise ValueError(f"{name} must be a finite number above {bound:g}, got {value!r}")
+
+
+def check_at_least(bound: float, **values: Any) -> None:
+    """Raise a ValueError unless every value is a finite number, ``bound`` or above."""
+    for name, value in values.items():
+        if not _is_finite(value) or not value >= bound:
+            raise ValueError(f"{name} must be a finite number of at least {bound:g}, got {value!r}")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_share(**values: Any) -> None:

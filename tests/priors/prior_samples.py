@@ -13,7 +13,14 @@ AnyPrior = TypeVar("AnyPrior", bound=Prior)
 
 GGD = {"name": "generalized_gaussian", "init": "uniform", "learn": ["alpha", "beta"], "keep_sign": False}
 LAPLACE = {"name": "laplace", "slopes": None, "learn": ["slope"]}
-SPECTRAL = {"name": "spectral", "num_frequencies": 3, "base": 100.0, "init": "uniform", "learn": ["alpha", "beta"]}
+SPECTRAL = {
+    "name": "spectral",
+    "num_frequencies": 3,
+    "base": 100.0,
+    "shortest_period": 4.5,
+    "init": "uniform",
+    "learn": ["alpha", "beta"],
+}
 
 SAMPLES: dict[str, list[dict[str, Any]]] = {
     "uniform": [{}],
@@ -23,7 +30,10 @@ SAMPLES: dict[str, list[dict[str, Any]]] = {
         {"init": "roles", "learn": ["alpha", "mu"], "keep_sign": True},
         {"init": "neighbours", "learn": [], "keep_sign": False},
     ],
-    "spectral": [{}, {"num_frequencies": 5, "base": 500.0, "init": "recency", "learn": ["beta"]}],
+    "spectral": [
+        {},
+        {"num_frequencies": 5, "base": 500.0, "shortest_period": 3.0, "init": "recency", "learn": ["beta"]},
+    ],
     "key_sink": [
         {"train_length": 64},
         {

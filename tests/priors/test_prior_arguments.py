@@ -47,6 +47,9 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (Spectral, {"base": 1.0}),
     (Spectral, {"base": math.inf}),
     (Spectral, {"base": math.nan}),
+    (Spectral, {"shortest_period": 1.99}),
+    (Spectral, {"shortest_period": math.inf}),
+    (Spectral, {"shortest_period": "3"}),
     (Spectral, {"init": "laplace"}),
     (Spectral, {"learn": "gamma"}),
     (KeySink, {"train_length": 0}),
@@ -100,7 +103,7 @@ def test_smallest_sizes_are_allowed():
     RelativeBuckets(1, num_buckets=4, max_distance=2, bidirectional=True)
     RelativeBuckets(1, num_buckets=3, max_distance=2)
     ClippedOffsets(1, max_offset=1)
-    Spectral(1, num_frequencies=1)
+    Spectral(1, num_frequencies=1, shortest_period=2)
     KeySink(1, 1, num_frequencies=1, hidden_size=1)
     Window(1, 1)
 

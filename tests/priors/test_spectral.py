@@ -19,13 +19,15 @@ def directly(prior: Spectral, head: int, distance: int) -> float:
     steps = max(prior.num_frequencies - 1, 1)
     total = 0.0
     for r in range(prior.num_frequencies):
-        phase = prior.base ** (-r / steps) * distance
+        phase = 2 * math.pi / prior.shortest_period * prior.base ** (-r / steps) * distance
         total += prior.alpha[head, r].item() * math.cos(phase) + prior.beta[head, r].item() * math.sin(phase)
     return total
 
 
-def random_spectral(num_frequencies: int = 8, base: float = 10_000.0, seed: int = 0, sign: int = 0) -> Spectral:
-    prior = Spectral(2, num_frequencies, base)
+def random_spectral(
+    num_frequencies: int = 8, base: float = 10_000.0, seed: int = 0, sign: int = 0, period: float = 2 * math.pi
+) -> Spectral:
+    prior = Spectral(2, num_frequencies, base, period)
     randomise(prior, seed, scale=1.0)
     if sign:
         with torch.no_grad():
@@ -45,11 +47,12 @@ def test_frequencies_fall_geometrically_from_one_radian_to_one_over_the_base():
 @given(
     st.integers(1, 12),
     st.floats(2, 1e6),
+    st.floats(2, 20),
     st.integers(0, 1000),
     st.lists(st.integers(-FAR, FAR), min_size=1, max_size=5),
 )
-def test_is_the_direct_sum(num_frequencies: int, base: float, seed: int, distances: list[int]):
-    prior = random_spectral(num_frequencies, base, seed)
+def test_is_the_direct_sum(num_frequencies: int, base: float, period: float, seed: int, distances: list[int]):
+    prior = random_spectral(num_frequencies, base, seed, period=period)
     found = prior.log_prior_at(torch.tensor(distances), torch.float64)
     for head in range(2):
         expected = [directly(prior, head, distance) for distance in distances]
@@ -129,6 +132,18 @@ def test_goat_proposition_f5_lanes_are_the_log_prior(
             torch.testing.assert_close(
                 whole[head].double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=tolerance
             )
+
+
+@thorough
+@given(st.integers(2, 12), st.integers(1, 12), st.integers(0, 1000), st.integers(-FAR, FAR))
+def test_the_fastest_frequency_repeats_itself_after_the_shortest_period(
+    period: int, num_frequencies: int, seed: int, distance: int
+):
+    prior = random_spectral(num_frequencies, seed=seed, period=period)
+    with torch.no_grad():
+        prior.alpha[:, 1:] = prior.beta[:, 1:] = 0
+    here, there = prior.log_prior_at(torch.tensor([distance, distance + 1000 * period]), torch.float64).unbind(-1)
+    torch.testing.assert_close(here, there, rtol=0, atol=1e-8)
 
 
 def test_alpha_is_the_symmetric_and_beta_the_antisymmetric_part():

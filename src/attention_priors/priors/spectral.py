@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
-from attention_priors.checks import check_above, check_positive_integers
+from attention_priors.checks import check_above, check_at_least, check_positive_integers
 from attention_priors.priors.base import Lanes, Prior, Structure
 from attention_priors.priors.starts import Init, checked_init, started
 
@@ -15,9 +16,10 @@ from attention_priors.priors.starts import Init, checked_init, started
 class Spectral(Prior):
     """A trigonometric sum over the distance: ``K(i, j) = Σ_r α_r cos(ω_r d) + β_r sin(ω_r d)``.
 
-    ``d = i - j`` in tokens, ``ω_r = base^(-r / max(R-1, 1))`` in radians per token, ``r = 0..R-1``; ``α_r``
-    is the symmetric and ``β_r`` the antisymmetric weight, in nats and of any sign. The longest period,
-    ``2π · base`` tokens, bounds how far the prior means anything. Both stationary and factored: ``2R`` lanes.
+    ``d = i - j`` in tokens, ``ω_r = (2π / shortest_period) · base^(-r / max(R-1, 1))`` in radians per token,
+    ``r = 0..R-1``; ``α_r`` is the symmetric and ``β_r`` the antisymmetric weight, in nats and of any sign. The longest
+    period, ``base · shortest_period`` tokens, bounds how far the prior means anything. Both stationary and factored:
+    ``2R`` lanes.
 
     Source: GOAT, equations 12 to 18, Appendix B and Proposition F.5.
 
@@ -25,6 +27,8 @@ class Spectral(Prior):
         num_heads: ``H``.
         num_frequencies: ``R``.
         base: ratio of the longest to the shortest period.
+        shortest_period: in tokens, 2 at least, as shorter ones look the same as longer ones; GOAT's by default, of one
+            radian per token. Where the data has a period, such as the three bases of a codon, the series should too.
         init: ``uniform`` (all weights 0) or ``recency`` (small α ~ N(0, 0.02²) that break the symmetry
             between heads; GOAT pairs it with ALiBi's slopes, here :class:`KeySink` or :class:`Laplace`);
             or the numbers, ``{"alpha": ..., "beta": ...}``: ``(R,)`` for all heads or ``(H, R)``, 0 if missing.
@@ -41,14 +45,17 @@ class Spectral(Prior):
         num_heads: int,
         num_frequencies: int = 8,
         base: float = 10000.0,
+        shortest_period: float = 2 * math.pi,
         init: Init = "uniform",
         learn: bool | str | Collection[str] = ("alpha", "beta"),
     ) -> None:
         super().__init__(num_heads)
         check_positive_integers(num_frequencies=num_frequencies)
         check_above(1, base=base)
+        check_at_least(2, shortest_period=shortest_period)
         self.num_frequencies = num_frequencies
         self.base = float(base)
+        self.shortest_period = float(shortest_period)
         shape = (num_heads, num_frequencies)
         self.init = checked_init(init, self.inits, alpha=shape, beta=shape)
         self.alpha = nn.Parameter(torch.empty(num_heads, num_frequencies, dtype=torch.float32))
@@ -73,7 +80,8 @@ class Spectral(Prior):
         return {"alpha": self.alpha.clone(), "beta": self.beta.clone()}
 
     def _phases(self, positions: Tensor) -> Tensor:
-        return angular_frequencies(self.num_frequencies, self.base, positions.device) * positions.double().unsqueeze(-1)
+        geometric = angular_frequencies(self.num_frequencies, self.base, positions.device)
+        return 2 * math.pi / self.shortest_period * geometric * positions.double().unsqueeze(-1)
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """``K`` at each distance, ``(H, *distance.shape)``."""

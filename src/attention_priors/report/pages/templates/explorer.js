@@ -44,6 +44,7 @@ const explorer = (() => {
       words: "Spectral (GOAT)",
       sliders: [
         slider("base", "base: longest over shortest period", 1, 16, 0.5, 8, true),
+        slider("shortest", "shortest period, tokens", 2, 12, 0.1, 6.3),
         ...[0, 1, 2, 3].flatMap((r) => [
           slider(`alpha${r}`, `α of frequency ${r}, nats`, -3, 3, 0.05, r === 2 ? 1.5 : 0),
           slider(`beta${r}`, `β of frequency ${r}, nats`, -3, 3, 0.05, 0),
@@ -52,14 +53,15 @@ const explorer = (() => {
       logPrior: (values) => (distance) => {
         let total = 0;
         for (let r = 0; r < 4; r++) {
-          const phase = values.base ** (-r / 3) * distance;
+          const phase = ((2 * Math.PI) / values.shortest) * values.base ** (-r / 3) * distance;
           total += values[`alpha${r}`] * Math.cos(phase) + values[`beta${r}`] * Math.sin(phase);
         }
         return total;
       },
       python: (values) => {
         const list = (name) => [0, 1, 2, 3].map((r) => written(values[`${name}${r}`])).join(", ");
-        return `Spectral(1, num_frequencies=4, base=${values.base}, init={"alpha": [${list("alpha")}], "beta": [${list("beta")}]})`;
+        const periods = `base=${values.base}, shortest_period=${written(values.shortest)}`;
+        return `Spectral(1, num_frequencies=4, ${periods}, init={"alpha": [${list("alpha")}], "beta": [${list("beta")}]})`;
       },
     },
     key_sink: {
