@@ -57,7 +57,10 @@ SAMPLES: dict[str, list[dict[str, Any]]] = {
         {"rows": LAPLACE, "columns": SPECTRAL},
         {"rows": SPECTRAL},
     ],
-    "spectral_2d": [{}, {"num_frequencies": 3, "base": 30.0, "init": "recency", "learn": ["beta"]}],
+    "spectral_2d": [
+        {},
+        {"num_frequencies": 3, "base": 30.0, "shortest_period": 2.5, "init": "recency", "learn": ["beta"]},
+    ],
     "radial": [{"prior": LAPLACE}, {"prior": GGD}],
     "key_sink_2d": [
         {"rows": 4, "columns": 6},

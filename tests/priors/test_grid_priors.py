@@ -122,11 +122,15 @@ def test_radial_is_a_function_of_the_straight_distance() -> None:
 
 
 def test_spectral_2d_in_lanes() -> None:
-    prior = randomise(Spectral2d(2, 3))
+    prior = randomise(Spectral2d(2, 3, shortest_period=3.0))
     lanes = prior.lanes(POSITIONS, POSITIONS, dtype=torch.float64)
     assert lanes.key.shape == (14, 2 * 2 * 3 + 1)
     torch.testing.assert_close(lanes.query @ lanes.key.mT, prior.log_prior(POSITIONS, POSITIONS, torch.float64))
-    expected = Axial(2, prior.over_rows, prior.over_columns)
+    axes = [
+        Spectral(2, 3, base=100.0, shortest_period=3.0, init=part.natural_parameters())
+        for part in (prior.over_rows, prior.over_columns)
+    ]
+    expected = Axial(2, *axes)
     torch.testing.assert_close(expected.log_prior(POSITIONS, POSITIONS), prior.log_prior(POSITIONS, POSITIONS))
 
 

@@ -1,5 +1,6 @@
 """The prior explorer: its formulas against the library's, and its page in a browser."""
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,6 +172,21 @@ def test_ssmax_sharpens_the_prior_and_another_family_takes_its_place(wide: Opene
     assert wide.page.locator("#sliders-a input").count() == 2
     assert made_by(wide.page.locator("#python-a").inner_text().splitlines()[0]).name == "key_sink"
     assert not wide.complaints
+
+
+@in_a_browser
+def test_goats_prior_starts_at_goats_period(wide: Opened) -> None:
+    count = wide.settled()
+    wide.page.locator("#family-a").select_option("spectral")
+    wide.settle(count)
+    assert wide.page.locator("output[for=a-shortest]").inner_text() == "6.28"
+    line = wide.page.locator("#python-a").inner_text().splitlines()[0]
+    assert made_by(line).to_config()["shortest_period"] == 2 * math.pi
+    wide.page.locator("#a-shortest").focus()
+    wide.page.keyboard.press("ArrowLeft")
+    wide.settle(count + 1)
+    line = wide.page.locator("#python-a").inner_text().splitlines()[0]
+    assert made_by(line).to_config()["shortest_period"] == pytest.approx(6.2)
 
 
 @in_a_browser

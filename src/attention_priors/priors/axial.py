@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
@@ -118,6 +119,7 @@ class Spectral2d(Axial):
         num_heads: ``H``.
         num_frequencies: ``R`` on each axis.
         base: ratio of the longest to the shortest period.
+        shortest_period: in patches;
         init: and
         learn: as for :class:`Spectral`, on both axes.
     """
@@ -130,13 +132,14 @@ class Spectral2d(Axial):
         num_heads: int,
         num_frequencies: int = 8,
         base: float = 100.0,
+        shortest_period: float = 2 * math.pi,
         init: Init = "uniform",
         learn: bool | str | Collection[str] = ("alpha", "beta"),
     ) -> None:
-        axis = {"name": "spectral", "num_frequencies": num_frequencies, "base": base, "init": init, "learn": learn}
+        axis = Spectral(num_heads, num_frequencies, base, shortest_period, init, learn)
         super().__init__(num_heads, axis)
-        self.num_frequencies, self.base, self.init = num_frequencies, float(base), self.over_rows.init
-        self.learn = self.over_rows.learn
+        self.num_frequencies, self.base, self.shortest_period = axis.num_frequencies, axis.base, axis.shortest_period
+        self.init, self.learn = axis.init, axis.learn
 
 
 class Radial(OnGrid):

@@ -6,6 +6,7 @@ const explorer = (() => {
   const EPSILON = 1e-5; // of the Generalized Gaussian, as in the library
   const REACH_LENGTHS = [10, 12, 14, 16, 18, 20].map((power) => 2 ** power);
   const SHARES = [0.5, 0.9, 0.99];
+  const TURN = 2 * Math.PI; // GOAT's shortest period, in tokens
 
   // A slider: name, words, least, most, step, start; `log` ones hold the power of two.
   const slider = (name, words, least, most, step, start, log = false) => ({ name, words, least, most, step, start, log });
@@ -44,7 +45,7 @@ const explorer = (() => {
       words: "Spectral (GOAT)",
       sliders: [
         slider("base", "base: longest over shortest period", 1, 16, 0.5, 8, true),
-        slider("shortest", "shortest period, tokens", 2, 12, 0.1, 6.3),
+        slider("shortest", "shortest period, tokens", 2, 12, 0.1, TURN),
         ...[0, 1, 2, 3].flatMap((r) => [
           slider(`alpha${r}`, `α of frequency ${r}, nats`, -3, 3, 0.05, r === 2 ? 1.5 : 0),
           slider(`beta${r}`, `β of frequency ${r}, nats`, -3, 3, 0.05, 0),
@@ -53,14 +54,14 @@ const explorer = (() => {
       logPrior: (values) => (distance) => {
         let total = 0;
         for (let r = 0; r < 4; r++) {
-          const phase = ((2 * Math.PI) / values.shortest) * values.base ** (-r / 3) * distance;
+          const phase = (TURN / values.shortest) * values.base ** (-r / 3) * distance;
           total += values[`alpha${r}`] * Math.cos(phase) + values[`beta${r}`] * Math.sin(phase);
         }
         return total;
       },
       python: (values) => {
         const list = (name) => [0, 1, 2, 3].map((r) => written(values[`${name}${r}`])).join(", ");
-        const periods = `base=${values.base}, shortest_period=${written(values.shortest)}`;
+        const periods = `base=${values.base}` + (values.shortest === TURN ? "" : `, shortest_period=${written(values.shortest)}`);
         return `Spectral(1, num_frequencies=4, ${periods}, init={"alpha": [${list("alpha")}], "beta": [${list("beta")}]})`;
       },
     },
@@ -210,17 +211,18 @@ const explorer = (() => {
       const label = Object.assign(document.createElement("label"), { htmlFor: id, textContent: words });
       const output = Object.assign(document.createElement("output"), { htmlFor: id });
       const input = Object.assign(document.createElement("input"), { type: "range", id, min: least, max: most, step, value: start });
+      const { positions } = state.sides[side];
       const tell = () => {
-        const value = log ? 2 ** Number(input.value) : Number(input.value);
+        const value = log ? 2 ** positions[name] : positions[name];
         output.textContent = shown(value);
         input.setAttribute("aria-valuetext", `${shown(value)}`);
       };
       input.addEventListener("input", () => {
-        state.sides[side].positions[name] = Number(input.value);
+        positions[name] = Number(input.value);
         tell();
         draw();
       });
-      state.sides[side].positions[name] = start;
+      positions[name] = start; // as it is, where the slider can only come near it
       tell();
       row.append(label, output, input);
       place.append(row);
