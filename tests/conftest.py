@@ -1,7 +1,4 @@
-"""Where there is no CUDA device, the tests run Triton's kernels by its interpreter.
-
-It must be chosen before anything imports triton, hence here: all tests of one process share that import.
-"""
+"""What all tests share: drawn examples that are the same every time, one Chromium a file, and Triton's interpreter."""
 
 import os
 import sys
@@ -10,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
+# The same examples every time, however slow the machine is, here as where CI is set.
+settings.load_profile("ci")
+
+# Where there is no CUDA device, Triton's kernels are run by its interpreter. It must be chosen before anything imports
+# triton, hence here: all tests of one process share that import.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 

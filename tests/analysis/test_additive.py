@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attention_priors.analysis import Projected, additive_logits, linear_audit
 
-drawn = settings(max_examples=40, deadline=None, derandomize=True)
+drawn = settings(max_examples=40)
 CAUSAL = torch.ones(12, 12, dtype=torch.bool).tril()
 
 

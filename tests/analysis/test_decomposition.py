@@ -11,7 +11,7 @@ from torch import Tensor
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, Spectral, SSMax, Window, attend
 from attention_priors.analysis import AttentionLogits, attention_logits, decompose, decompose_attention
 
-drawn = settings(max_examples=60, deadline=None, derandomize=True)
+drawn = settings(max_examples=60)
 
 
 @st.composite
@@ -163,7 +163,7 @@ def test_a_query_without_keys_has_nothing(given: AttentionLogits) -> None:
         assert (grad[~given.visible] == 0).all()
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10)
 @given(logits())
 def test_gradients(given: AttentionLogits) -> None:
     def of(f: Tensor, g: Tensor) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from attention_priors.analysis import (
     sink_margin,
 )
 
-drawn = settings(max_examples=80, deadline=None, derandomize=True)
+drawn = settings(max_examples=80)
 
 
 @st.composite

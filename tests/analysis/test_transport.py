@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attention_priors.analysis import transport_minimum, transport_objective, transport_plan
 
-drawn = settings(max_examples=60, deadline=None, derandomize=True)
+drawn = settings(max_examples=60)
 
 
 @st.composite

@@ -42,8 +42,6 @@ def examples(number: int, salt: str = "") -> Callable[[Test], Test]:
     def decorate(test: Test) -> Test:
         chosen = settings(
             max_examples=number,
-            deadline=None,
-            database=None,
             phases=[Phase.explicit, Phase.generate],
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         )

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from attention_priors.encodings import Rotary
 
 FAR = 2**20
-thorough = settings(max_examples=60, deadline=None, derandomize=True)
+thorough = settings(max_examples=60)
 
 SCALINGS: list[dict[str, Any]] = [
     {},

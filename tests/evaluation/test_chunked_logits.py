@@ -12,7 +12,7 @@ MODELS = {name: tiny_decoder(**scheme).double() for name, scheme in SCHEMES.item
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(length=st.integers(1, 24), chunk=st.integers(1, 30), keep=st.integers(1, 30), seed=st.integers(0, 2**31))
 def test_chunks_give_the_logits_of_one_whole_pass(name, length, chunk, keep, seed):
     tokens = random_text(seed, 2 * length).view(2, length)

@@ -43,7 +43,7 @@ def test_logits_are_those_of_transformers(make: Make) -> None:
 
 @both_families
 @given(heads=st.integers(1, 7), length=st.integers(1, 12), hidden=st.lists(st.integers(0, 11), max_size=6))
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12)
 def test_any_number_of_heads_and_any_padding(make: Make, heads: int, length: int, hidden: list[int]) -> None:
     theirs, ours = twins(make, heads=heads)
     mask = torch.ones(2, length, dtype=torch.long)
@@ -56,7 +56,6 @@ def test_any_number_of_heads_and_any_padding(make: Make, heads: int, length: int
 
 
 @given(heads=st.integers(1, 80), alibi_bias_max=st.integers(1, 20))
-@settings(deadline=None, derandomize=True)
 def test_slopes_of_mpt(heads: int, alibi_bias_max: int) -> None:
     published = build_mpt_alibi_tensor(heads, 2, alibi_bias_max)[:, 0]
     torch.testing.assert_close(-torch.tensor(mpt_slopes(heads, alibi_bias_max)), published[:, 0])

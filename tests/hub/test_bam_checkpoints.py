@@ -53,7 +53,7 @@ def logits(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
     suffix=st.sampled_from([".safetensors", ".pt", ".pth"]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 def test_logits_are_theirs(
     tmp_path_factory: pytest.TempPathFactory,
     heads: int,
@@ -249,7 +249,6 @@ def test_a_single_file_cannot_tell_the_norms_epsilon(tmp_path: Path, name: str) 
 
 
 @given(width=st.integers(1, 300), wide=st.integers(1, 3000))
-@settings(deadline=None, derandomize=True)
 def test_their_feed_forward_width_is_ours(width: int, wide: int) -> None:
     config = PriorDecoderConfig(hidden_size=width, intermediate_size=wide, num_attention_heads=1)
     # As their code computes it.

@@ -57,7 +57,7 @@ def difference(a: Tensor, b: Tensor) -> float:
     length=st.integers(1, 30),
     bases=st.sampled_from([(10000.0, 10000.0), (50.0, 200.0)]),
 )
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 def test_outputs_and_weights_are_the_packages(
     heads: tuple[int, int], head_dim: int, causal: bool, length: int, bases: tuple[float, float], **options: Any
 ) -> None:

@@ -318,7 +318,7 @@ def test_positions_and_documents(need_weights: bool) -> None:
 
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("name", [name for name, prior in CATALOGUE.items() if not prior.over_grid])
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8)
 @given(
     lengths=st.tuples(st.integers(1, 9), st.integers(1, 20)),
     unit=st.integers(1, 7),

@@ -16,7 +16,7 @@ from attention_priors.priors.base import LOG_PRIOR_FLOOR
 FAR = 2**20
 DISTANCES = torch.tensor([0, *(sign * 2**power for power in range(21) for sign in (1, -1)), 3, -3, 999_983])
 
-thorough = settings(max_examples=200, deadline=None, derandomize=True)
+thorough = settings(max_examples=200)
 exponents = st.floats(-1000, 1000, width=32)
 
 
@@ -78,7 +78,7 @@ def test_floor_is_reached_and_not_passed():
 
 
 @every_prior
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15)
 @given(
     scale=st.sampled_from([1e-30, 1e-3, 1.0, 30.0]),
     seed=st.integers(0, 10_000),

@@ -11,7 +11,7 @@ from attention_priors.priors import GeneralizedGaussian, Laplace, alibi_slopes
 EPSILON = 1e-5
 MODERATE = st.floats(-3, 3, width=32)
 DISTANCES = torch.arange(-200, 201)
-thorough = settings(max_examples=100, deadline=None, derandomize=True)
+thorough = settings(max_examples=100)
 
 
 def ggd(theta_alpha: float, theta_beta: float, theta_mu: float = 0.0) -> GeneralizedGaussian:

@@ -13,7 +13,7 @@ from torch import Tensor
 from attention_priors.encodings import Rotary
 from attention_priors.priors import GeneralizedGaussian, Prior, RelativeBuckets, Spectral
 
-thorough = settings(max_examples=60, deadline=None, derandomize=True)
+thorough = settings(max_examples=60)
 
 
 def toeplitz(prior: Prior, length: int) -> Tensor:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attention_priors.priors import Laplace, alibi_slopes
 
-thorough = settings(max_examples=100, deadline=None, derandomize=True)
+thorough = settings(max_examples=100)
 
 
 @st.composite

@@ -11,7 +11,7 @@ from attention_priors.priors import Prior, Spectral
 from attention_priors.priors.spectral import angular_frequencies
 
 FAR = 2**20
-thorough = settings(max_examples=60, deadline=None, derandomize=True)
+thorough = settings(max_examples=60)
 
 
 def directly(prior: Spectral, head: int, distance: int) -> float:

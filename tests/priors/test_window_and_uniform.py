@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from attention_priors.priors import Uniform, Window
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(st.integers(1, 50), st.integers(-60, 60))
 def test_window_shows_distances_below_its_size(size: int, distance: int):
     visible = Window(1, size).visible_at(torch.tensor([distance]))
