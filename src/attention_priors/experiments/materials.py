@@ -276,7 +276,7 @@ class TextMaterials(Materials):
     @cached_property
     def train_haystack(self) -> Haystack:
         """The documents to train on, as the text that needles hide in."""
-        return Haystack(f"{self.corpus.name} (train)", " ".join(document.text for document in self.corpus.train))
+        return Haystack.of(f"{self.corpus.name} (train)", self.corpus.train)
 
     @cached_property
     def _needle_texts(self) -> dict[str, NeedleTexts]:

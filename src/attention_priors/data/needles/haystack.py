@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from attention_priors.data.corpora import EMBEDDED, Corpus, load_corpus, read_documents
+from attention_priors.data.document import Document
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ class Haystack:
     def __post_init__(self) -> None:
         if not self.text.strip():
             raise ValueError(f"text must hold words; that of haystack {self.name!r} is {self.text[:20]!r}")
+
+    @classmethod
+    def of(cls, name: str, documents: Iterable[Document], skipped: tuple[str, ...] = ()) -> Haystack:
+        """The texts of documents, one after another."""
+        return cls(name, " ".join(document.text for document in documents), skipped)
 
     @cached_property
     def words(self) -> tuple[str, ...]:
@@ -78,12 +85,12 @@ def load_haystack(source: str | Path) -> Haystack:
     if path.suffix == ".json" and path.is_file():
         return Haystack(path.name, _text_of_json(path))
     name, documents, skipped = read_documents(source)
-    return Haystack(name, " ".join(document.text for document in documents), skipped)
+    return Haystack.of(name, documents, skipped)
 
 
 def haystack_of(corpus: Corpus) -> Haystack:
     """The held-out documents of a corpus, one after another."""
-    return Haystack(f"{corpus.name} (held out)", " ".join(document.text for document in corpus.held_out))
+    return Haystack.of(f"{corpus.name} (held out)", corpus.held_out)
 
 
 def _text_of_json(path: Path) -> str:
