@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,12 @@ from attention_priors.hub import attach
 from attention_priors.inspection import InspectionPlan, inspect_model, load_inspected, text_to_read
 from attention_priors.inspection.inspect import _tokens
 from attention_priors.inspection.prompt import figure_4_prompt
-from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
+from attention_priors.models import (
+    PriorDecoderConfig,
+    PriorDecoderForCausalLM,
+    PriorEncoderConfig,
+    PriorEncoderForMaskedLM,
+)
 from attention_priors.report import inspection_summary, write_inspection
 from attention_priors.report.figures.attention_maps import attention_map
 from attention_priors.report.figures.style import png
@@ -85,9 +91,18 @@ def linear() -> Any:
     return PriorDecoderForCausalLM(config)
 
 
+def encoder(**positions: Any) -> Any:
+    config = PriorEncoderConfig(**SMALL, intermediate_size=32, num_hidden_layers=2, initializer_range=0.3, **positions)
+    return PriorEncoderForMaskedLM(config)
+
+
+GAUSSIANS = {"name": "generalized_gaussian", "init": {"theta_alpha": -2.0, "beta": [1.0, 1.0, 1.0, -0.5]}}
+
 MODELS = {
     "ours": ours,
     "linear": linear,
+    "an encoder": lambda: encoder(prior=GAUSSIANS, logit_scale="ssmax"),
+    "a linear encoder": lambda: encoder(encoding="linear"),
     "some heads": on_some_heads,
     "a scale on some heads": scale_on_some_heads,
     "GPT-2": lambda: AutoModelForCausalLM.from_config(
@@ -133,7 +148,9 @@ def test_every_head_of_every_layer_is_described(name: str, findings: dict[str, d
         assert "a table of 128 positions" in found["passkey"]["reason"]
     assert [(row["layer"], row["head"]) for row in found["text"]["heads"]] == heads
     assert found["text"]["tokens"] == 96
-    assert [layer["causal"] for layer in found["layers"]] == ([False] * 2 if name == "T5" else []) + [True] * 2
+    directions = {"T5": [False, False, True, True], "an encoder": [False] * 2, "a linear encoder": [False] * 2}
+    assert [layer["causal"] for layer in found["layers"]] == directions.get(name, [True] * 2)
+    assert all(("log_prior_ahead" in row) is not found["layers"][row["layer"]]["causal"] for row in found["priors"])
     for row in found["priors"]:
         assert [*row["reach"]] == [str(2**k) for k in (10, 12, 14, 16, 18, 20)]
         for reach in row["reach"].values():
@@ -243,19 +260,45 @@ def test_gpt_2_has_an_additive_split_and_others_say_why_not(findings: dict[str, 
     assert findings["goat on Llama"]["positions"] == "rotary"
 
 
+def test_an_encoder_sees_what_follows_and_is_not_asked_for_a_pass_key(findings: dict[str, dict[str, Any]]) -> None:
+    found = findings["an encoder"]
+    assert (found["kind"], found["positions"]) == ("PriorEncoderForMaskedLM", "none")
+    assert [row["role"] for row in found["priors"]] == ["local", "local", "local", "retrieval"] * 2
+    for row in found["text"]["heads"]:
+        assert row["inverse_temperature"] == pytest.approx(math.log(96))  # every query sees all tokens
+    for row in found["priors"]:
+        assert row["log_prior_ahead"] == pytest.approx(row["log_prior"])  # μ = 0
+    assert "with an encoder is not asked" in found["passkey"]["reason"]
+    assert "adds no positions" in found["additive"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "before"),
+    [
+        ("linear", PriorDecoderForCausalLM, range(96)),
+        ("a linear encoder", PriorEncoderForMaskedLM, [95] * 96),
+    ],
+)
 def test_the_linear_toy_has_cases_and_slopes(
-    findings: dict[str, dict[str, Any]], folders: dict[str, Path], tokenizer: Any
+    name: str,
+    kind: Any,
+    before: Iterable[int],
+    findings: dict[str, dict[str, Any]],
+    folders: dict[str, Path],
+    tokenizer: Any,
 ) -> None:
-    audit = first_layer_linear_audit(
-        PriorDecoderForCausalLM.from_pretrained(folders["linear"]).eval(), torch.tensor(tokenizer.encode(TEXT)[:96])
-    )
-    rows = findings["linear"]["additive"]["heads"]
+    text = torch.tensor(tokenizer.encode(TEXT)[:96])
+    audit = first_layer_linear_audit(kind.from_pretrained(folders[name]).eval(), text)
+    rows = findings[name]["additive"]["heads"]
     assert [row["case"] for row in rows] == audit.cases
+    places = [(query, tokens) for query, tokens in enumerate(before) if tokens > 0]
     for row, drift, skewed, drowned in zip(rows, audit.drift, audit.skewed, audit.drowned, strict=True):
-        by_token = [float(drift[query]) / query for query in range(1, 96)]
-        assert row["slope"] == pytest.approx(sum(by_token) / 95, rel=1e-4)
-        assert row["skewed"] == pytest.approx(float(skewed[1:].double().mean()))
-        assert row["drowned"] == pytest.approx(float(drowned[1:].double().mean()))
+        slopes, spoilt, lost = zip(
+            *((float(drift[i]) / n, float(skewed[i]), float(drowned[i])) for i, n in places), strict=True
+        )
+        assert row["slope"] == pytest.approx(sum(slopes) / len(places), rel=1e-4)
+        assert row["skewed"] == pytest.approx(sum(spoilt) / len(places))
+        assert row["drowned"] == pytest.approx(sum(lost) / len(places))
     assert "case" not in findings["GPT-2"]["additive"]["heads"][0]
 
 
@@ -404,7 +447,7 @@ def test_the_page_says_why_these_heads_have_maps(
 
 
 def test_models_without_priors_are_not_said_to_have_some(findings: dict[str, dict[str, Any]]) -> None:
-    without = {"linear", "a scale on some heads", "GPT-2", "short GPT-2"}
+    without = {"linear", "a linear encoder", "a scale on some heads", "GPT-2", "short GPT-2"}
     for name, found in findings.items():
         assert {layer["has_prior"] for layer in found["layers"]} == {name not in without}, name
         column = layer_grid(found).header.index("prior")

@@ -145,6 +145,8 @@ def test_several_kinds_of_prior_are_told_apart(results):
         (quantity, math.nan, "–"),
         (quantity, math.inf, "∞"),
         (quantity, -0.12345, "−0.123"),
+        (quantity, -1.7e-16, "0"),
+        (quantity, 1e-9, "1e−09"),
         (partial(decimals, digits=2), -0.126, "−0.13"),
         (partial(decimals, digits=2), -0.004, "0.00"),
         (partial(decimals, digits=0), 12.3, "12"),

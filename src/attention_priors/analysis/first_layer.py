@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention_priors.analysis.additive import AdditiveLogits, LinearAudit, Projected, additive_logits, linear_audit
+from attention_priors.analysis.logits import problem_logits
 from attention_priors.hub.observation import LayerAttention, observed_attention
 
 
@@ -17,14 +18,12 @@ class _SeenError(Exception):
 
     def __init__(self, layer: LayerAttention) -> None:
         super().__init__()
-        problem = layer.problem
+        self.problem = problem = layer.problem
         # The logit scale belongs to the query, so that the summands are those that the softmax sees.
-        self.row_scale = problem.row_scale
         self.query = problem.query
-        if self.row_scale is not None:
-            self.query = (self.query * self.row_scale.unsqueeze(-1)).to(self.query.dtype)
+        if problem.row_scale is not None:
+            self.query = (self.query * problem.row_scale.unsqueeze(-1)).to(self.query.dtype)
         self.key = problem.key
-        self.softmax_scale = problem.softmax_scale
 
 
 class _Split(NamedTuple):
@@ -39,6 +38,8 @@ class _Split(NamedTuple):
     """What each normalisation before the attention multiplies each token by, ``(1, L, 1)``."""
     row_scale: Tensor | None
     """The logit scale, which is in the queries, ``(H, L)``; None for 1."""
+    visible: Tensor
+    """Which keys a query sees, ``(H, L, L)``."""
 
 
 @torch.no_grad()
@@ -50,7 +51,7 @@ def first_layer_logits(model: PreTrainedModel, text: Tensor) -> AdditiveLogits:
     Deeper layers have no such split: content and position are mixed in what they read.
 
     Args:
-        model: a causal language model of transformers that adds positions to embeddings, in evaluation mode.
+        model: a language model of ours, or a causal one of transformers, that adds positions to embeddings.
         text: tokens, ``(L,)``, at least 2.
 
     Returns:
@@ -90,13 +91,12 @@ def first_layer_linear_audit(model: PreTrainedModel, text: Tensor) -> LinearAudi
         part.position[:, -1] / places[..., -1:]
         for part, places in ((split.query, query_places), (split.key, key_places))
     )
-    visible = torch.ones(len(text), len(text), dtype=torch.bool, device=positions.device).tril()
     return linear_audit(
         split.query.content,
         query_one,
         split.key.content,
         key_one,
-        visible,
+        split.visible,
         query_places=query_places,
         key_places=key_places,
         softmax_scale=split.softmax_scale,
@@ -155,10 +155,11 @@ def _split(model: PreTrainedModel, text: Tensor) -> _Split:
     return _Split(
         query,
         key,
-        whole.softmax_scale,
+        whole.problem.softmax_scale,
         added=(inputs - embedded)[0],
         scales=[*scales.values()],
-        row_scale=None if whole.row_scale is None else whole.row_scale[0],
+        row_scale=None if whole.problem.row_scale is None else whole.problem.row_scale[0],
+        visible=problem_logits(whole.problem).visible[0],
     )
 
 
@@ -177,7 +178,7 @@ def _run(model: PreTrainedModel, text: Tensor) -> _SeenError:
 
     try:
         with observed_attention(model, stop):
-            model(text[None].to(model.device), use_cache=False)
+            model(text[None].to(model.device))
     except _SeenError as seen:
         return seen
     raise ValueError(f"{type(model).__name__} computed no attention that can be seen")

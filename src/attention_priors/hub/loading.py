@@ -26,15 +26,22 @@ from attention_priors.models.vision import PriorVisionConfig
 from attention_priors.repositories import folder_or_repository
 
 
-def load_config(name: str | Path) -> PreTrainedConfig:
-    """The configuration of a model, ours or another; ``name`` as for :func:`load_model`."""
+def load_any_config(name: str | Path) -> PreTrainedConfig:
+    """The configuration of a model of any kind, ours or another; ``name`` as for :func:`load_model`."""
     with folder_or_repository("model", name):
         found, _ = PreTrainedConfig.get_config_dict(name)
-        if found.get("model_type") == PriorDecoderConfig.model_type:
-            return PriorDecoderConfig.from_pretrained(name)
-        if found.get("model_type") in (PriorEncoderConfig.model_type, PriorVisionConfig.model_type):
-            raise ValueError(f"model {str(name)!r} is a {found['model_type']}: expected a causal language model")
+        for ours in (PriorDecoderConfig, PriorEncoderConfig, PriorVisionConfig):
+            if found.get("model_type") == ours.model_type:
+                return ours.from_pretrained(name)
         return AutoConfig.from_pretrained(name)
+
+
+def load_config(name: str | Path) -> PreTrainedConfig:
+    """The configuration of a language model that writes, ours or another; ``name`` as for :func:`load_model`."""
+    config = load_any_config(name)
+    if isinstance(config, PriorEncoderConfig | PriorVisionConfig):
+        raise ValueError(f"model {str(name)!r} is a {config.model_type}: expected a causal language model")
+    return config
 
 
 def load_model(name: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

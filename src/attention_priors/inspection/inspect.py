@@ -159,7 +159,7 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
     say("The passkey prompt")
     found["passkey"] = _passkey(given, plan, {(row["layer"], row["head"]): row["role"] for row in priors})
     say("The additive split")
-    found["additive"] = _additive(given, tokens, why_no_text)
+    found["additive"] = _additive(given, tokens, why_no_text, causal=described[0]["causal"])
     found |= {
         "created": now(),
         "versions": versions(("attention-priors", "torch", "transformers")),
@@ -255,7 +255,7 @@ def _passkey(given: Inspected, plan: InspectionPlan, roles: dict[tuple[int, int]
     """Where each head looks when it is asked for a pass key, and maps of some heads."""
     if given.tokenizer is None:
         return {"reason": given.without_tokenizer}
-    if given.is_encoder_decoder:
+    if given.is_encoder_decoder or given.is_encoder:
         return {"reason": "a model with an encoder is not asked so"}
     try:
         sample = figure_4_prompt(given.tokenizer)
@@ -349,10 +349,10 @@ def _maps(given: Inspected, sample: PasskeySample, chosen: Mapping[tuple[int, in
     ]
 
 
-def _additive(given: Inspected, tokens: Tensor, why_no_text: str | None) -> dict[str, Any]:
+def _additive(given: Inspected, tokens: Tensor, why_no_text: str | None, *, causal: bool) -> dict[str, Any]:
     """How much each summand of the first layer's logits varies over the keys, per head, in nats."""
     if given.is_encoder_decoder:
-        return {"reason": "a model with an encoder adds nothing to its embeddings that this splits"}
+        return {"reason": "a model with an encoder and a decoder adds nothing to its embeddings that this splits"}
     tokens = tokens[:_AUDITED]
     try:
         split = first_layer_logits(given.model, tokens)
@@ -360,11 +360,12 @@ def _additive(given: Inspected, tokens: Tensor, why_no_text: str | None) -> dict
         return {"reason": str(error)}
     if why_no_text is not None:
         return {"reason": why_no_text}  # of tokens that nobody wrote it would say nothing
-    visible = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=split.bias.device).tril()
+    visible = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=split.bias.device)
+    visible = visible.tril() if causal else visible
     numbers = {name: values.tolist() for name, values in split.spreads(visible).items()}
     audit = first_layer_linear_audit(given.model, tokens) if given.positions() == LinearToy.name else None
     if audit is not None:
-        numbers |= _linear(audit)
+        numbers |= _linear(audit, visible)
     return {
         "tokens": len(tokens),
         **({} if audit is None else {"threshold": audit.threshold}),
@@ -375,13 +376,13 @@ def _additive(given: Inspected, tokens: Tensor, why_no_text: str | None) -> dict
     }
 
 
-def _linear(audit: LinearAudit) -> dict[str, list[Any]]:
+def _linear(audit: LinearAudit, visible: Tensor) -> dict[str, list[Any]]:
     """Of the toy that adds positions as numbers: each head's case, its slope, and how many queries they spoil."""
-    # Of the queries that see two keys at least.
-    before = torch.arange(1, audit.drift.shape[-1], device=audit.drift.device)
+    apart = visible.sum(-1) - 1  # from the first key that a query sees to the last, in tokens
+    several = apart > 0
     return {
         "case": audit.cases,
-        "slope": (audit.drift[..., 1:] / before).mean(-1).tolist(),
-        "skewed": audit.skewed[..., 1:].double().mean(-1).tolist(),
-        "drowned": audit.drowned[..., 1:].double().mean(-1).tolist(),
+        "slope": (audit.drift[..., several] / apart[several]).mean(-1).tolist(),
+        "skewed": audit.skewed[..., several].double().mean(-1).tolist(),
+        "drowned": audit.drowned[..., several].double().mean(-1).tolist(),
     }

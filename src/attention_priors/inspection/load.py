@@ -16,8 +16,9 @@ from attention_priors.data.fasta import is_fasta
 from attention_priors.data.tokenizer import pretrained_tokenizer
 from attention_priors.evaluation.subject import check_vocabulary, device_named
 from attention_priors.hub.attach import CONFIG_KEY, LEARNED_POSITIONS
-from attention_priors.hub.loading import load_config, load_model, load_whole
+from attention_priors.hub.loading import load_any_config, load_model, load_whole
 from attention_priors.models.decoder import PriorDecoderConfig
+from attention_priors.models.encoder import PriorEncoderConfig, PriorEncoderForMaskedLM
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,16 @@ class Inspected:
         """Whether it reads one text and writes another."""
         return bool(self.model.config.is_encoder_decoder)
 
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it reads in both directions, and writes nothing."""
+        return isinstance(self.model.config, PriorEncoderConfig)
+
     def read(self, tokens: Tensor) -> Any:
         """Let the model read a text ``(L,)``; one with two stacks reads it in both."""
-        given: dict[str, Any] = {"input_ids": tokens[None].to(self.model.device), "use_cache": False}
+        given: dict[str, Any] = {"input_ids": tokens[None].to(self.model.device)}
+        if not self.is_encoder:
+            given["use_cache"] = False
         if self.is_encoder_decoder:
             # One token fewer, so that no attention across has as many queries as keys.
             given["decoder_input_ids"] = given["input_ids"][:, :-1]
@@ -56,7 +64,7 @@ class Inspected:
     def positions(self) -> str:
         """How positions come into the model, besides its priors, in words."""
         config: Any = self.model.config
-        if isinstance(config, PriorDecoderConfig):
+        if isinstance(config, PriorDecoderConfig | PriorEncoderConfig):
             encoding = config.encoding
             return "none" if encoding is None else str(encoding if isinstance(encoding, str) else encoding["name"])
         names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
@@ -72,7 +80,7 @@ class Inspected:
 
 
 def load_inspected(name: str | Path, *, device: str | None = None) -> Inspected:
-    """Load a model of ours, an attached one, or one of transformers: a decoder, or one with an encoder as T5.
+    """Load a decoder or an encoder of ours, an attached model, or one of transformers: a decoder, or with two stacks.
 
     Args:
         name: its folder, or its name on the Hugging Face Hub.
@@ -83,8 +91,13 @@ def load_inspected(name: str | Path, *, device: str | None = None) -> Inspected:
         ValueError: its files are damaged, its tokenizer has more tokens than it, or ``device`` is none that is there.
     """
     place = device_named(device)
-    config = load_config(name)
-    model = load_whole(AutoModelForSeq2SeqLM, name) if config.is_encoder_decoder else load_model(name)
+    config = load_any_config(name)
+    if isinstance(config, PriorEncoderConfig):
+        model = load_whole(PriorEncoderForMaskedLM, name)
+    elif config.is_encoder_decoder:
+        model = load_whole(AutoModelForSeq2SeqLM, name)
+    else:
+        model = load_model(name)
     try:
         tokenizer, why = pretrained_tokenizer(str(name)), ""
     except (OSError, ValueError) as error:

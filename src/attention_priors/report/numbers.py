@@ -21,11 +21,16 @@ def multiple(ratio: float) -> str:
 
 
 def quantity(value: float | None) -> str:
-    """A number with three significant digits, more if it is 1000 or larger; an en dash where there is none."""
+    """A number with three significant digits, more if it is 1000 or larger; an en dash where there is none.
+
+    What is below 1e-12 is a rounding error of something that is 0, in whatever unit.
+    """
     if value is None or math.isnan(value):
         return "–"
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
+    if abs(value) < 1e-12:
+        return "0"
     return (f"{value:.0f}" if 999.5 <= abs(value) < 1e6 else f"{value:.3g}").replace("-", "−")
 
 
