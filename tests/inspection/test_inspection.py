@@ -39,6 +39,8 @@ from attention_priors.models import (
     PriorDecoderForCausalLM,
     PriorEncoderConfig,
     PriorEncoderForMaskedLM,
+    PriorVisionConfig,
+    PriorVisionForImageClassification,
 )
 from attention_priors.report import inspection_summary, write_inspection
 from attention_priors.report.figures.attention_maps import attention_map
@@ -631,6 +633,15 @@ def test_mistakes_are_named(options: list[str], message: str, folders: dict[str,
     assert done.exit_code == 1
     assert message in " ".join(done.output.split())
     assert not [*tmp_path.glob("out/*")]
+
+
+def test_a_classifier_of_images_is_no_language_model(tmp_path: Path) -> None:
+    small = PriorVisionConfig(
+        image_size=8, patch_size=4, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    PriorVisionForImageClassification(small).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is a classifier of images: expected a language model"):
+        load_inspected(tmp_path)
 
 
 def test_an_output_that_cannot_be_written_to_is_named_before_any_work(

@@ -19,6 +19,7 @@ from attention_priors.hub.attach import CONFIG_KEY, LEARNED_POSITIONS
 from attention_priors.hub.loading import load_any_config, load_model, load_whole
 from attention_priors.models.decoder import PriorDecoderConfig
 from attention_priors.models.encoder import PriorEncoderConfig, PriorEncoderForMaskedLM
+from attention_priors.models.vision import PriorVisionConfig
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,16 @@ def load_inspected(name: str | Path, *, device: str | None = None) -> Inspected:
 
     Raises:
         OSError: it cannot be loaded, or lacks weights.
-        ValueError: its files are damaged, its tokenizer has more tokens than it, or ``device`` is none that is there.
+        ValueError: it is no language model, its files are damaged, its tokenizer has more tokens than it, or ``device``
+            is none that is there.
     """
     place = device_named(device)
     config = load_any_config(name)
+    if isinstance(config, PriorVisionConfig):
+        raise ValueError(
+            f"model {str(name)!r} is a classifier of images: expected a language model; what the priors of classifiers "
+            "look at is on the report of their comparison"
+        )
     if isinstance(config, PriorEncoderConfig):
         model = load_whole(PriorEncoderForMaskedLM, name)
     elif config.is_encoder_decoder:
