@@ -18,7 +18,9 @@ class Opened:
     """The page in a browser, and what it complained about or asked the network for."""
 
     def __init__(self, browser: Any, path: Path, width: int) -> None:
-        self.context = browser.new_context(viewport={"width": width, "height": 900}, has_touch=width < 600)
+        phone = width < 600
+        viewport = {"width": width, "height": 900}
+        self.context = browser.new_context(viewport=viewport, has_touch=phone, is_mobile=phone)
         self.page: BrowserPage = self.context.new_page()
         self.complaints: list[str] = []
         self.requests: list[str] = []

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from attention_priors import priors
 from attention_priors.analysis import attention_logits, effective_reach
 from attention_priors.analysis.reach import REACH_LENGTHS
 from attention_priors.attention import SSMax
@@ -19,6 +19,8 @@ from attention_priors.priors import CATALOGUE, Prior
 from attention_priors.report.pages.explorer import write_explorer
 from browsing import Opened, in_a_browser
 from html_pages import Page
+
+QUERIES = torch.ones(1, 1, 3, 4)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def test_the_page_stands_alone(path: Path) -> None:
     page = Page(own.replace("<input", "<meta"))  # neither has an end
     assert page.open == []
     labelled = {label["for"] for label in page.all("label")}
-    assert {"length", "s", "family-a", "family-b"} <= labelled
+    assert {"length", "scaled", "family-a", "family-b"} <= labelled
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -54,10 +56,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert (tmp_path / "here" / "page.html").stat().st_size > 1_000_000
 
 
-def made_by(line: str) -> Prior:
-    """The prior that a line of the page makes."""
-    namespace: dict[str, Any] = {name: getattr(priors, name) for name in priors.__all__}
-    exec(line, namespace)
+def made_by(code: str) -> Prior:
+    """The prior that the page's code makes."""
+    namespace: dict[str, Any] = {"q": QUERIES, "k": QUERIES, "v": QUERIES}
+    exec(code, namespace)
+    assert namespace["out"].shape == QUERIES.shape
     return namespace["prior"]
 
 
@@ -80,7 +83,7 @@ def test_every_prior_over_a_line_of_text_is_there_and_is_the_librarys(wide: Open
                 """([family, positions]) => {
                     const given = explorer.values(family, positions);
                     return {
-                        line: explorer.python(family, given, null).split("\\n")[0],
+                        code: explorer.python(family, given, null),
                         curve: [...explorer.logPriors(family, given, 700)].map((x) => x === -Infinity ? null : x),
                         map: explorer.map(family, given, 0.7, 24),
                         reach: explorer.reach(family, given, null).slice(0, 2),
@@ -88,7 +91,7 @@ def test_every_prior_over_a_line_of_text_is_there_and_is_the_librarys(wide: Open
                 }""",
                 [family, positions],
             )
-            prior = made_by(found["line"])
+            prior = made_by(found["code"])
             last = torch.tensor([699])
             expected = prior.log_prior(last, torch.arange(700), torch.float64)[0, 0].flip(-1).detach()
             curve = torch.tensor(
@@ -129,8 +132,7 @@ def test_a_slider_that_is_dragged_changes_the_curve_and_the_line(wide: Opened) -
     assert 0.5 < beta < 1.5
     assert before != after
     assert wide.curve("log-prior", 1) == wide.page.evaluate("[...document.getElementById('log-prior').data[1].y]")
-    line = wide.page.locator("#python-a").inner_text().splitlines()[0]
-    prior = made_by(line)
+    prior = made_by(wide.page.locator("#python-a").inner_text())
     distances = wide.page.evaluate("[...document.getElementById('log-prior').data[0].x]")
     expected = prior.log_prior_at(torch.tensor([0 if x == 0.5 else x for x in distances]).long(), torch.float64)[0]
     torch.testing.assert_close(
@@ -154,14 +156,15 @@ def test_the_keyboard_reaches_and_moves_everything(wide: Opened) -> None:
     for _ in range(4):
         wide.page.keyboard.press("ArrowRight")
     wide.settle(count)
-    assert wide.page.locator("#python-b").inner_text().startswith("prior = Laplace(1, slopes=[0.125])")
+    assert "prior = Laplace(1, slopes=[0.125])" in wide.page.locator("#python-b").inner_text().splitlines()
     assert wide.curve("mass-linear", 1) != before
 
 
 @in_a_browser
 def test_ssmax_sharpens_the_prior_and_another_family_takes_its_place(wide: Opened) -> None:
     before, count = wide.curve("mass-log", 1), wide.settled()
-    wide.page.locator("#scaled").check()
+    wide.page.get_by_text("SSMax: logits").click()
+    assert wide.page.locator("#scaled").is_checked()
     wide.settle(count)
     after = wide.curve("mass-log", 1)
     assert after[1] > before[1]  # 0.4 ln 4096 is more than 1
@@ -170,7 +173,7 @@ def test_ssmax_sharpens_the_prior_and_another_family_takes_its_place(wide: Opene
     wide.page.locator("#family-a").select_option("key_sink")
     wide.settle(count)
     assert wide.page.locator("#sliders-a input").count() == 2
-    assert made_by(wide.page.locator("#python-a").inner_text().splitlines()[0]).name == "key_sink"
+    assert made_by(wide.page.locator("#python-a").inner_text()).name == "key_sink"
     assert not wide.complaints
 
 
@@ -180,13 +183,56 @@ def test_goats_prior_starts_at_goats_period(wide: Opened) -> None:
     wide.page.locator("#family-a").select_option("spectral")
     wide.settle(count)
     assert wide.page.locator("output[for=a-shortest]").inner_text() == "6.28"
-    line = wide.page.locator("#python-a").inner_text().splitlines()[0]
-    assert made_by(line).to_config()["shortest_period"] == 2 * math.pi
+    code = wide.page.locator("#python-a").inner_text()
+    assert made_by(code).to_config()["shortest_period"] == 2 * math.pi
     wide.page.locator("#a-shortest").focus()
     wide.page.keyboard.press("ArrowLeft")
     wide.settle(count + 1)
-    line = wide.page.locator("#python-a").inner_text().splitlines()[0]
-    assert made_by(line).to_config()["shortest_period"] == pytest.approx(6.2)
+    code = wide.page.locator("#python-a").inner_text()
+    assert made_by(code).to_config()["shortest_period"] == pytest.approx(6.2)
+
+
+@in_a_browser
+def test_what_swings_faster_than_a_plot_has_dots_is_seen_to(wide: Opened) -> None:
+    count = wide.settled()
+    wide.page.locator("#family-a").select_option("spectral")
+    wide.settle(count)
+    prior = made_by(wide.page.locator("#python-a").inner_text())
+    weights = prior.log_prior_at(torch.arange(4096), torch.float64)[0].detach().softmax(0)
+    shown = torch.tensor(wide.curve("mass-linear", 0), dtype=torch.float64)
+    assert len(shown) < 2048
+    # Along the whole axis, the lowest and the highest of each seventh.
+    distances = torch.tensor(wide.page.evaluate("[...document.getElementById('mass-linear').data[0].x]"))
+    edges = [-(-4096 * k // 7) for k in range(8)]
+    for start, stop in pairwise(edges):
+        here = shown[(distances >= start) & (distances < stop)]
+        expected = torch.stack(weights[start:stop].aminmax())
+        torch.testing.assert_close(torch.stack(here.aminmax()), expected, rtol=1e-6, atol=0)
+
+
+@in_a_browser
+def test_a_finger_on_a_plot_scrolls_the_page(browser: Any, path: Path) -> None:
+    opened = Opened(browser, path, 390)
+    opened.settle(0)
+    session = opened.context.new_cdp_session(opened.page)
+
+    def touch(kind: str, *at: dict[str, float]) -> None:
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": [*at]})
+
+    for element in ("h1", "#log-prior", "#map-a"):
+        opened.page.evaluate(
+            "(one) => scrollTo(0, document.querySelector(one).getBoundingClientRect().top + scrollY - 300)", element
+        )
+        box, before = opened.page.locator(element).bounding_box(), opened.page.evaluate("scrollY")
+        assert box is not None
+        x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        touch("touchStart", {"x": x, "y": y})
+        for step in range(1, 11):
+            touch("touchMove", {"x": x, "y": y - 20 * step})
+            opened.page.wait_for_timeout(16)
+        touch("touchEnd")
+        opened.page.wait_for_function(f"scrollY > {before + 100}", timeout=5000)
+    opened.context.close()
 
 
 @in_a_browser
@@ -197,4 +243,5 @@ def test_it_fits_and_asks_nobody(browser: Any, path: Path, width: int) -> None:
     opened.check()
     heights = opened.each("input[type=range]", "e.getBoundingClientRect().height")
     assert min(heights) >= 24  # a finger's
+    assert min(opened.each(".plot text", "parseFloat(getComputedStyle(e).fontSize)")) >= 12
     opened.context.close()

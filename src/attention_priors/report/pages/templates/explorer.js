@@ -178,7 +178,9 @@ const explorer = (() => {
   }
 
   function python(family, given, s) {
-    const lines = [`prior = ${FAMILIES[family].python(given)}`];
+    const made = FAMILIES[family].python(given);
+    const names = [made.match(/^\w+/)[0], ...(s === null ? [] : ["SSMax"]), "attend"];
+    const lines = [`from attention_priors import ${names.join(", ")}`, `prior = ${made}`];
     if (s !== null) lines.push(`scale = SSMax(1, init=${written(s)})`);
     lines.push(`out = attend(q, k, v, prior${s === null ? "" : ", logit_scale=scale"})`);
     return lines.join("\n");
@@ -192,12 +194,12 @@ const explorer = (() => {
 (() => {
   const MAP = 64;
   const SIDES = ["a", "b"];
-  const COLOURS = { a: "#0072B2", b: "#D55E00" };
-  const SHADES = { a: [[0, "#eef4f8"], [0.5, "#4f9cc9"], [1, "#003f63"]], b: [[0, "#fbf1ea"], [0.5, "#e88a4b"], [1, "#7a3500"]] };
-  const LOWEST = -30; // nats; less is no weight at all
+  const CUT = 30; // nats below the highest; less is no weight at all
+  const [LEAST_OF_UNIFORM, LEAST] = [1e-4, 1e-12]; // weights
   const START = { a: "generalized_gaussian", b: "laplace" };
   const state = { length: 4096, s: null, sides: {} };
   const element = (id) => document.getElementById(id);
+  const grouped = (whole) => whole.toLocaleString("en").replaceAll(",", "\u202f");
   const shown = (value) => (Math.abs(value) >= 1000 ? String(Math.round(value)) : String(Number(value.toPrecision(3)))).replace("-", "−");
 
   function makeSliders(side) {
@@ -241,18 +243,28 @@ const explorer = (() => {
   const styles = getComputedStyle(document.documentElement);
   const ink = () => styles.getPropertyValue("--ink").trim();
   const rule = () => styles.getPropertyValue("--rule").trim();
+  const colour = (side) => styles.getPropertyValue(`--${side}`).trim();
+  const shades = (side) => [0, 0.5, 1].map((share, place) => [share, styles.getPropertyValue(`--${side}-${place}`).trim()]);
 
-  // Distances: all that are near, and ever fewer far ones.
-  function places(length) {
-    const found = new Set();
-    for (let d = 0; d < Math.min(length, 64); d++) found.add(d);
-    for (let power = 6; 2 ** power < length; power += 1 / 24) found.add(Math.round(2 ** power));
-    found.add(length - 1);
-    return [...found].filter((d) => d < length).sort((one, other) => one - other);
+  // Of distances that an axis cannot tell apart, those of the lowest and the highest value: what swings is seen to.
+  function sampled(curve, place) {
+    const found = [];
+    let [low, high] = [0, 0];
+    for (let d = 1; d <= curve.length; d++) {
+      if (d === curve.length || place(d) !== place(low)) {
+        found.push(...new Set([Math.min(low, high), Math.max(low, high)]));
+        low = high = d;
+      } else if (curve[d] < curve[low]) low = d;
+      else if (curve[d] > curve[high]) high = d;
+    }
+    return found;
   }
+  const byOrders = (d) => (d < 64 ? d : Math.floor(48 * Math.log2(d)));
+  const evenly = (length) => (d) => Math.floor((700 * d) / length);
 
   function layout(x, y, more = {}) {
-    const axis = { gridcolor: rule(), zerolinecolor: rule(), linecolor: rule(), automargin: true };
+    // Nothing is dragged on a plot: fingers scroll the page.
+    const axis = { gridcolor: rule(), zerolinecolor: rule(), linecolor: rule(), automargin: true, fixedrange: true };
     return {
       margin: { l: 56, r: 12, t: 8, b: 44 },
       height: 300,
@@ -260,6 +272,7 @@ const explorer = (() => {
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: ink(), size: 12 },
       showlegend: false,
+      dragmode: false,
       xaxis: { ...axis, title: { text: x } },
       yaxis: { ...axis, title: { text: y } },
       ...more,
@@ -272,41 +285,46 @@ const explorer = (() => {
       ...of(side),
       name: side.toUpperCase(),
       mode: "lines",
-      line: { color: COLOURS[side], width: 2.2, dash: side === "a" ? "solid" : "dash" },
+      line: { color: colour(side), width: 2.2, dash: side === "a" ? "solid" : "dash" },
       hovertemplate: `${side.toUpperCase()}: %{y:.3g} at %{x}<extra></extra>`,
     }));
     const plan = layout(x, y);
     plan.xaxis.type = across;
     plan.yaxis.type = up;
     if (across === "log") plan.xaxis.dtick = Math.log10(4);
-    if (up === "log") plan.yaxis.exponentformat = "power";
+    if (up === "log") Object.assign(plan.yaxis, { exponentformat: "power", dtick: 1 });
     Plotly.react(id, traces, plan, OPTIONS);
   }
 
   let waiting = null;
   function draw() {
     const { length, s } = state;
-    const at = places(length);
     const curves = {};
     for (const side of SIDES) {
       const { family } = state.sides[side];
       const logPrior = explorer.logPriors(family, given(side), length);
       const factor = explorer.scale(s, length);
-      curves[side] = { logPrior, factor, mass: explorer.weights(logPrior, factor) };
+      const mass = explorer.weights(logPrior, factor);
+      const score = logPrior.map((value) => (value === -Infinity ? value : factor * value));
+      curves[side] = { score, mass, highest: score.reduce((one, other) => Math.max(one, other), -Infinity) };
       element(`python-${side}`).textContent = explorer.python(family, given(side), s);
     }
     // A logarithmic axis has no place for 0: the query's own key stands at one half.
     const far = (d) => (d === 0 ? 0.5 : d);
-    const least = (value, bound) => (value > -Infinity ? Math.max(value, bound) : null);
     lines("log-prior", "distance, tokens (own key at ½)", "nats", ["log", "linear"], (side) => {
-      const { logPrior, factor } = curves[side];
-      return { x: at.map(far), y: at.map((d) => least(factor * logPrior[d], LOWEST)) };
+      const { score, highest } = curves[side];
+      const at = sampled(score, byOrders);
+      return { x: at.map(far), y: at.map((d) => (score[d] > -Infinity ? Math.max(score[d], highest - CUT) : null)) };
     });
-    const weight = (side, times, bound) => at.map((d) => (curves[side].mass[d] > 0 ? Math.max(times * curves[side].mass[d], bound) : null));
-    lines("mass-log", "distance, tokens (own key at ½)", "weight, times the uniform's", ["log", "log"], (side) => ({
-      x: at.map(far), y: weight(side, length, 1e-4),
-    }));
-    lines("mass-linear", "distance, tokens", "weight", ["linear", "log"], (side) => ({ x: at, y: weight(side, 1, 1e-12) }));
+    const weight = (mass, at, times, bound) => at.map((d) => (mass[d] > 0 ? Math.max(times * mass[d], bound) : null));
+    lines("mass-log", "distance, tokens (own key at ½)", "weight, times the uniform's", ["log", "log"], (side) => {
+      const at = sampled(curves[side].mass, byOrders);
+      return { x: at.map(far), y: weight(curves[side].mass, at, length, LEAST_OF_UNIFORM) };
+    });
+    lines("mass-linear", "distance, tokens", "weight", ["linear", "log"], (side) => {
+      const at = sampled(curves[side].mass, evenly(length));
+      return { x: at, y: weight(curves[side].mass, at, 1, LEAST) };
+    });
     for (const side of SIDES) {
       const grid = explorer.map(state.sides[side].family, given(side), s, MAP);
       const plan = layout("key", "query");
@@ -318,7 +336,7 @@ const explorer = (() => {
       plan.height = 360;
       const trace = {
         type: "heatmap", z: grid.map((row) => row.map((value) => (value === null ? null : Math.sqrt(value)))), zmin: 0, zmax: 1,
-        colorscale: SHADES[side], showscale: false, hoverongaps: false,
+        colorscale: shades(side), showscale: false, hoverongaps: false,
         customdata: grid, hovertemplate: "query %{y}, key %{x}: %{customdata:.3g}<extra></extra>",
       };
       Plotly.react(`map-${side}`, [trace], plan, OPTIONS);
@@ -332,8 +350,7 @@ const explorer = (() => {
       const found = explorer.reach(state.sides[side].family, given(side), state.s);
       found.forEach((row, place) => {
         const cell = element(`reach-${side}-${explorer.REACH_LENGTHS[place]}`);
-        cell.textContent = row.map((distance) => (distance < 1e4 ? distance : `${Math.round(distance / 1000)}k`)).join(" · ");
-        cell.title = row.join(", ");
+        cell.textContent = row.map((distance) => (distance < 1e4 ? distance : grouped(distance))).join(" · ");
       });
     }
     document.body.dataset.settled = String(Number(document.body.dataset.settled || 0) + 1);
