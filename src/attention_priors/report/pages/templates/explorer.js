@@ -311,10 +311,10 @@ const explorer = (() => {
     }
     // A logarithmic axis has no place for 0: the query's own key stands at one half.
     const far = (d) => (d === 0 ? 0.5 : d);
-    lines("log-prior", "distance, tokens (own key at ½)", "nats", ["log", "linear"], (side) => {
+    lines("log-prior", "distance, tokens (own key at ½)", "nats below the highest", ["log", "linear"], (side) => {
       const { score, highest } = curves[side];
       const at = sampled(score, byOrders);
-      return { x: at.map(far), y: at.map((d) => (score[d] > -Infinity ? Math.max(score[d], highest - CUT) : null)) };
+      return { x: at.map(far), y: at.map((d) => (score[d] > -Infinity ? Math.max(score[d] - highest, -CUT) : null)) };
     });
     const weight = (mass, at, times, bound) => at.map((d) => (mass[d] > 0 ? Math.max(times * mass[d], bound) : null));
     lines("mass-log", "distance, tokens (own key at ½)", "weight, times the uniform's", ["log", "log"], (side) => {
