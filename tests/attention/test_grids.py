@@ -15,6 +15,7 @@ from attention_priors.attention.problem import make_geometry
 from attention_priors.priors import Axial, KeySink2d, Prior, Radial, Spectral2d, grid_positions, prior_from_config
 from attention_priors.priors.grid import ROW
 
+BACKENDS = ("auto", "toeplitz", "triton")
 GGD = {"name": "generalized_gaussian", "init": "spread"}
 PRIORS: dict[str, Any] = {
     "axial": {"name": "axial", "rows": GGD, "columns": {"name": "laplace", "learn": ["slope"]}},
@@ -189,15 +190,48 @@ def test_a_table_has_a_number_for_each_distance_and_no_more() -> None:
 
 
 @pytest.mark.parametrize(
-    "prior", [Axial(2, GGD), Spectral2d(2), Radial(2, "laplace"), KeySink2d(2, 3, 3)], ids=lambda p: p.name
+    ("prior", "backend"),
+    [
+        *((prior, "auto") for prior in (Axial(2, GGD), Spectral2d(2), Radial(2, "laplace"), KeySink2d(2, 3, 3))),
+        *((prior, backend) for prior in (None, Spectral2d(2) + KeySink2d(2, 3, 3)) for backend in BACKENDS),
+    ],
+    ids=lambda part: getattr(part, "name", str(part)),
 )
-def test_compiled_too(prior: Prior) -> None:
+def test_compiled_too(prior: Prior | None, backend: Any) -> None:
     positions = grid_positions(3, 4, outside=1)
-    randomize(prior, torch.Generator().manual_seed(0))
-    inputs = tuple(torch.randn(1, 2, 13, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    if prior is not None:
+        randomize(prior, torch.Generator().manual_seed(0))
+    inputs = tuple(torch.randn(2, 2, 13, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    padding = torch.zeros(2, 13, dtype=torch.bool)
+    padding[1, 9:] = True
+    places: dict[str, Any] = {"causal": False, "query_positions": positions, "key_positions": positions}
+    several: list[dict[str, Any]] = [
+        {}, {"return_lse": True}, {"key_padding_mask": padding}, {"logit_scale": SSMax(2, init=0.3)}
+    ]  # fmt: skip
+    for options in several:
 
-    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend(query, key, value, prior, causal=False, query_positions=positions, key_positions=positions)
+        def call(query: Tensor, key: Tensor, value: Tensor, options: Any = options) -> Any:
+            return attend(query, key, value, prior, backend=backend, **places, **options)
 
-    compiled = torch.compile(call, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(*inputs), call(*inputs), rtol=1e-4, atol=1e-5)
+        torch._dynamo.reset()
+        found = torch.compile(call, backend="eager", fullgraph=True)(*inputs)
+        expected = attend(*inputs, prior, backend="reference", **places, **options)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("prior", [Spectral2d(2), KeySink2d(2, 3, 3)], ids=lambda prior: prior.name)
+def test_where_no_table_is_read_no_distances_are_listed(prior: Prior, monkeypatch: pytest.MonkeyPatch) -> None:
+    def list_distances(*_: Any) -> Any:
+        raise AssertionError("distances were listed")
+
+    monkeypatch.setattr("attention_priors.attention.toeplitz._list_distances", list_distances)
+    monkeypatch.setattr(Grids, "distances", list_distances)
+    own = torch.stack([grid_positions(3, 4, outside=1), grid_positions(2, 6, outside=1)])
+    query, key, value = torch.randn(3, 2, 2, 13, 8)
+    padding = torch.zeros(2, 13, dtype=torch.bool)
+    padding[1, 9:] = True
+    given: dict[str, Any] = {"causal": False, "query_positions": own, "key_positions": own, "key_padding_mask": padding}
+    out = attend(query, key, value, prior, **given)
+    torch.testing.assert_close(
+        out, attend(query, key, value, prior, **given, backend="reference"), rtol=1e-4, atol=1e-5
+    )

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention_priors import ClippedOffsets, GeneralizedGaussian, KeySink, Laplace, Spectral, attend
+from attention_priors import (
+    Axial,
+    ClippedOffsets,
+    GeneralizedGaussian,
+    KeySink,
+    Laplace,
+    Spectral,
+    attend,
+    grid_positions,
+)
 from attention_priors.attention import tables
 from attention_priors.attention.tables import consecutive_table
 
@@ -117,6 +127,21 @@ def test_a_change_of_attributes_is_seen_by_lanes() -> None:
         prior.base *= 10
         after = attend(query, key, key, prior, backend="lanes")
         expected = attend(query, key, key, prior, backend="reference")
+    torch.testing.assert_close(after, expected)
+    assert float((after - before).abs().max()) > 1e-3
+
+
+def test_a_change_of_attributes_of_a_part_is_seen() -> None:
+    prior = Axial(H, {"name": "spectral", "num_frequencies": 3, "init": {"alpha": [1.0, 2.0, 3.0]}})
+    row = grid_positions(1, 8)
+    query, key = torch.randn(1, H, 8, 4), torch.randn(1, H, 8, 4)
+    places: dict[str, Any] = {"causal": False, "query_positions": row, "key_positions": row}
+    with torch.no_grad():
+        before = attend(query, key, key, prior, **places, backend="toeplitz")
+        columns: Any = prior.over_columns
+        columns.base = 7.0
+        after = attend(query, key, key, prior, **places, backend="toeplitz")
+        expected = attend(query, key, key, prior, **places, backend="reference")
     torch.testing.assert_close(after, expected)
     assert float((after - before).abs().max()) > 1e-3
 

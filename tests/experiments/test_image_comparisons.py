@@ -424,6 +424,20 @@ def test_datasets_that_cannot_be_read_are_named(folder_of_images: Path, changes:
         ImageStudy(recipe(images={"dataset": source}))
 
 
+def test_a_damaged_image_is_named(folder_of_images: Path) -> None:
+    source = {"dataset": {"path": "imagefolder", "data_dir": str(folder_of_images)}}
+    last = sorted(folder_of_images.glob("train/*/*.png"))[-1]
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(last)
+    last.write_bytes(last.read_bytes()[:3000])
+    pictures = load_pictures(PictureSettings.model_validate(source))
+    with pytest.raises(ValueError, match=rf"'train', image 11 \(.*{last.name}\), cannot be read: "):
+        pictures.train[11]
+    first = sorted(folder_of_images.glob("test/*/*.png"))[0]
+    first.write_bytes(b"no image")
+    with pytest.raises(RecipeError, match=rf"'test', image 0 \(.*{first.name}\), cannot be read: "):
+        ImageStudy(recipe(images=source))
+
+
 def test_images_of_more_bits_are_refused(folder_of_images: Path) -> None:
     for path in folder_of_images.glob("test/*/*.png"):
         Image.fromarray(np.full((8, 8), 1000, dtype=np.uint16)).save(path)

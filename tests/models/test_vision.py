@@ -43,6 +43,21 @@ def images(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", KINDS)
+def test_compiled(name: str) -> None:
+    """One graph; where tables are interpolated to each image's size, as many as it takes."""
+    model, pixels = made(**KINDS[name]), images(2, 2, 12, 20)
+    sizes = torch.tensor([[12, 20], [8, 12]])
+    for given in ({}, {"image_sizes": sizes}):
+        whole = not (given and model.config.position_table)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=whole)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                compiled(pixels, **given).logits, model(pixels, **given).logits, rtol=1e-4, atol=1e-5
+            )
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_attention_is_that_of_the_grid(name: str) -> None:
     model, pixels = made(**KINDS[name]), images(2, 2, 12, 20)
     outside = 0 if KINDS[name].get("pooling") == "mean" else 1
@@ -177,6 +192,33 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         model(pixels, labels=torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="bool_masked_pos is no argument of the vision transformer"):
         model(pixels, bool_masked_pos=torch.ones(3, 16))
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (torch.tensor([0, 5, 1]), r"labels must be classes from 0 to 4, or -100 for none; got 5"),
+        (torch.tensor([0, -1, 1]), r"got -1"),
+        (torch.tensor([0.0, 1.0, 2.0]), r"labels of shape \(3,\) must be classes, integers; got torch.float32"),
+        (torch.tensor([True, False, True]), r"got torch.bool"),
+        (
+            torch.ones(3, 5, dtype=torch.int64),
+            r"labels of shape \(3, 5\) must be shares of classes, floats; got torch.int64",
+        ),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused(labels: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made()(images(3, 2, 16, 16), labels=labels)
+
+
+def test_other_losses_are_refused_and_short_integers_are_classes() -> None:
+    pixels, labels = images(3, 2, 16, 16), torch.tensor([0, 4, 2])
+    torch.testing.assert_close(made()(pixels, labels=labels.int()).loss, made()(pixels, labels=labels).loss)
+    with pytest.raises(
+        ValueError, match="problem_type must be 'single_label_classification' or None, got 'regression'"
+    ):
+        made(problem_type="regression")(pixels, labels=labels)
 
 
 def test_stochastic_depth_keeps_the_mean() -> None:

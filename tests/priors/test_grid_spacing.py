@@ -136,3 +136,12 @@ def test_a_prior_at_another_spacing_has_no_description() -> None:
         spaced.to_config()
     assert repr(spaced).startswith("Spectral2d(\n  spacing=(0.5, 0.5)") or "spacing=(0.5, 0.5)" in repr(spaced)
     assert prior.to_config()["num_frequencies"] == 3
+
+
+def test_what_is_spaced_already_is_not_spaced_again() -> None:
+    prior = randomise(Spectral2d(2, 3))
+    spaced = at_spacing(prior, 2, 0.5, 0.5)
+    with pytest.raises(ValueError, match="prior must be at the spacing that it is stated in, got Spectral2d"):
+        at_spacing(spaced, 2, 0.5, 0.5)
+    with pytest.raises(ValueError, match="prior must be at the spacing that it is stated in, got PatchArea"):
+        at_spacing(PatchArea(2, 0.25), 2, 0.5, 0.5)

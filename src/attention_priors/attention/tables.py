@@ -52,7 +52,12 @@ def _tensors(prior: Prior) -> Iterator[Tensor]:
 
 
 def _settings(prior: Prior) -> dict[str, Any]:
-    return {name: value for name, value in vars(prior).items() if _is_plain(value) and name != "training"}
+    return {
+        f"{path}.{name}": value
+        for path, part in prior.named_modules()  # of what it is made of, too
+        for name, value in vars(part).items()
+        if _is_plain(value) and name != "training"
+    }
 
 
 def _is_plain(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,15 +56,17 @@ def toeplitz(problem: Problem, fused: bool = False, need_lse: bool = True) -> tu
     Returns:
         Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``; without ``need_lse`` it may be None.
     """
-    if _hides_positions(problem.geometry) and _is_on_grids(problem):
-        return blockwise(problem)  # without a look at them all distances cannot be listed, and a grid's are far apart
-    if not need_lse and not fused and (out := attend_one_query(problem)) is not None:
-        return out, None
+    if not need_lse and not fused and not _is_on_hidden_grids(problem):
+        out = attend_one_query(problem)
+        if out is not None:
+            return out, None
     return attend_in_blocks(problem, *split(problem), fused)
 
 
-def _is_on_grids(problem: Problem) -> bool:
-    return problem.prior is not None and any(term.over_grid for term in problem.prior.terms())
+def _is_on_hidden_grids(problem: Problem) -> bool:
+    """Whether distances are those of a grid, which are far apart, and cannot be looked at to be listed."""
+    on_grids = problem.prior is not None and any(term.over_grid for term in problem.prior.terms())
+    return on_grids and _hides_positions(problem.geometry)
 
 
 def split(problem: Problem) -> tuple[Augmented, list[Prior]]:
@@ -82,6 +85,12 @@ def attend_in_blocks(
         Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``, in float64 if it holds a constant of the row.
     """
     if not lanes_are_exact(problem, augmented):
+        return blockwise(problem)
+    if not terms and augmented.slope is None and not problem.geometry.causal:
+        # Nothing is read from a table, and no key is hidden for its place: no distance needs to be listed.
+        unplaced = replace(problem.geometry, given_query_positions=None, given_key_positions=None)
+        problem = replace(problem, geometry=unplaced)
+    elif _is_on_hidden_grids(problem):
         return blockwise(problem)
     row_offset, distances = augmented.row_offset, _distances(problem.geometry, fused)
     if distances is None:

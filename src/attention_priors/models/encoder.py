@@ -61,6 +61,7 @@ class StackConfig(PriorConfig):
         check_positive_integers(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_hidden_layers,
             num_attention_heads=self.num_attention_heads,
         )
         if self.hidden_size % self.num_attention_heads:

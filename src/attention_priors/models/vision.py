@@ -156,6 +156,8 @@ class PatchEmbedding(nn.Module):
         size = self.patch_size
         if tuple(image_sizes.shape) != (batch, 2):
             raise ValueError(f"image_sizes must have shape ({batch}, 2), got {tuple(image_sizes.shape)}")
+        if torch.compiler.is_compiling():
+            return  # what is compiled does not look at values
         room = torch.tensor(grid, device=image_sizes.device) * size
         if bool((image_sizes % size != 0).any() | (image_sizes < 1).any() | (image_sizes > room).any()):
             raise ValueError(
@@ -291,15 +293,37 @@ class PriorVisionForImageClassification(PriorVisionPreTrainedModel):
         logits = self.classifier(found.pooler_output)
         loss = None
         if labels is not None:
+            if self.config.problem_type not in (None, "single_label_classification"):
+                raise ValueError(
+                    f"problem_type must be 'single_label_classification' or None, got {self.config.problem_type!r}: "
+                    "the loss is that of one class for each image"
+                )
             if tuple(labels.shape) not in (tuple(logits.shape[:1]), tuple(logits.shape)):
                 raise ValueError(
                     f"labels must have shape {tuple(logits.shape[:1])} or {tuple(logits.shape)}, got "
                     f"{tuple(labels.shape)}"
                 )
-            loss = _cross_entropy(logits.float(), labels, items)
+            loss = _cross_entropy(logits.float(), _checked(labels, logits), items)
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=found.hidden_states, attentions=found.attentions
         )
+
+
+def _checked(labels: Tensor, logits: Tensor) -> Tensor:
+    """Labels as the loss takes them."""
+    classes, shape = logits.shape[-1], tuple(labels.shape)
+    if labels.dim() == 2:
+        if not labels.is_floating_point():
+            raise ValueError(f"labels of shape {shape} must be shares of classes, floats; got {labels.dtype}")
+        return labels
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"labels of shape {shape} must be classes, integers; got {labels.dtype}")
+    # Values of an accelerator are not waited for, and what is compiled does not look at any.
+    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = [label for label in labels.tolist() if not 0 <= label < classes and label != -100]
+        if wrong:
+            raise ValueError(f"labels must be classes from 0 to {classes - 1}, or -100 for none; got {wrong[0]}")
+    return labels.long()
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, items: Tensor | int | None) -> Tensor:

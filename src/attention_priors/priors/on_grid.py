@@ -113,10 +113,12 @@ def at_spacing(prior: Prior | None, num_heads: int, rows: float, columns: float)
         columns: likewise.
 
     Raises:
-        ValueError: as :meth:`OnGrid.spaced`, or ``prior`` is over a line.
+        ValueError: as :meth:`OnGrid.spaced`, or ``prior`` is over a line, or at another spacing than it is stated in.
     """
     terms: list[Prior] = []
     for term in () if prior is None else prior.terms():
+        if isinstance(term, PatchArea) or (isinstance(term, OnGrid) and term.spacing != (1.0, 1.0)):
+            raise ValueError(f"prior must be at the spacing that it is stated in, got {term!r}: give the one it is of")
         if isinstance(term, OnGrid):
             terms.append(term.spaced(rows, columns))
         elif term.over_grid is None:

@@ -139,9 +139,8 @@ class _HubPart:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        row = self.rows[index]
+        row = _row(self.rows, self.settings, self.split, index)
         picture = row[self.settings.image]
-        _check_depth(picture, self.settings, self.split, index)
         if self.settings.channels is None and self.channels == 1 and picture.mode not in GREY:
             raise ValueError(
                 f"images.dataset: {self.settings.path!r}, {self.split!r}, image {index}, is of mode {picture.mode!r}, "
@@ -153,12 +152,21 @@ class _HubPart:
         return pixels.movedim(-1, 0) / 255, int(row[self.settings.label])
 
 
-def _check_depth(picture: Any, settings: HubPictures, split: str, index: int) -> None:
-    if picture.mode.startswith(("I", "F")):
-        raise ValueError(
-            f"images.dataset: {settings.path!r}, {split!r}, image {index}, is of mode {picture.mode!r}: expected 8 "
-            "bits a channel"
-        )
+def _row(rows: Any, settings: HubPictures, split: str, index: int) -> dict[str, Any]:
+    """An image of 8 bits a channel, decoded, with its class."""
+    from datasets import Image
+
+    which = f"images.dataset: {settings.path!r}, {split!r}, image {index}"
+    try:
+        row = rows[index]
+    except Exception as error:
+        # What is raised depends on the format, and on what is wrong.
+        file = rows.cast_column(settings.image, Image(decode=False))[index][settings.image]["path"]
+        raise ValueError(f"{which} ({file}), cannot be read: {error}") from error
+    mode = row[settings.image].mode
+    if mode.startswith(("I", "F")):
+        raise ValueError(f"{which}, is of mode {mode!r}: expected 8 bits a channel")
+    return row
 
 
 def _from_hub(settings: HubPictures) -> Pictures:
@@ -166,6 +174,7 @@ def _from_hub(settings: HubPictures) -> Pictures:
     from datasets import ClassLabel, Image, load_dataset
 
     parts: list[Any] = []
+    channels = settings.channels or 3
     for split in (settings.train, settings.test):
         try:
             part = load_dataset(
@@ -190,10 +199,11 @@ def _from_hub(settings: HubPictures) -> Pictures:
                 f"images.dataset: {settings.path!r}, {split!r}, has images without a class ({without}): expected 0 to "
                 f"{len(part.features[settings.label].names) - 1}; name another split"
             )
-        _check_depth(part[0][settings.image], settings, split, 0)
+        first = _row(part, settings, split, 0)
+        if settings.channels is None and not parts:
+            channels = 1 if first[settings.image].mode in GREY else 3
         parts.append(part)
     train = parts[0]
-    channels = settings.channels or (1 if train[0][settings.image].mode in GREY else 3)
     fingerprint = hashlib.sha256("\n".join(part._fingerprint for part in parts).encode()).hexdigest()
     return Pictures(
         settings.path,
