@@ -201,7 +201,7 @@ def test_compiled_too(prior: Prior | None, backend: Any) -> None:
     positions = grid_positions(3, 4, outside=1)
     if prior is not None:
         randomize(prior, torch.Generator().manual_seed(0))
-    inputs = tuple(torch.randn(2, 2, 13, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    query, key, value = torch.randn(3, 2, 2, 13, 8, generator=torch.Generator().manual_seed(0))
     padding = torch.zeros(2, 13, dtype=torch.bool)
     padding[1, 9:] = True
     places: dict[str, Any] = {"causal": False, "query_positions": positions, "key_positions": positions}
@@ -214,8 +214,8 @@ def test_compiled_too(prior: Prior | None, backend: Any) -> None:
             return attend(query, key, value, prior, backend=backend, **places, **options)
 
         torch._dynamo.reset()
-        found = torch.compile(call, backend="eager", fullgraph=True)(*inputs)
-        expected = attend(*inputs, prior, backend="reference", **places, **options)
+        found = torch.compile(call, backend="eager", fullgraph=True)(query, key, value)
+        expected = attend(query, key, value, prior, backend="reference", **places, **options)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
