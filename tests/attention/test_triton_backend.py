@@ -143,7 +143,9 @@ def test_true_blocks_on_cuda(head_dim: int, dtype: torch.dtype) -> None:
         prior = GeneralizedGaussian(2, init="spread", learn=True)
         case = Case(query, key, value, prior).to(dtype)
         expected = compute(place(case.to(torch.float64), "cuda"), "reference")
-        cotangents = Cotangents(torch.randn_like(expected.out), torch.zeros_like(expected.lse))
+        # What a half-precision output can be given as its gradient.
+        out_grad = torch.randn_like(expected.out).to(dtype).double()
+        cotangents = Cotangents(out_grad, torch.zeros_like(expected.lse))
         expected = compute(place(case.to(torch.float64), "cuda"), "reference", cotangents)
         moved = place(case, "cuda")
         torch.cuda.reset_peak_memory_stats()
@@ -154,7 +156,8 @@ def test_true_blocks_on_cuda(head_dim: int, dtype: torch.dtype) -> None:
         for part, exact in expected.grads.items():
             error = (found.grads[part].double() - exact.double()).abs().max() / exact.double().abs().max()
             assert error <= (1e-4 if "." in part else tolerance), part
-        assert (found.out.double() - expected.out.double()).abs().max() <= tolerance
+        largest = expected.out.double().abs().max()
+        assert (found.out.double() - expected.out.double()).abs().max() <= tolerance * largest
     assert peaks[1] <= 2.2 * peaks[0]
 
 
@@ -188,7 +191,7 @@ def test_far_apart_is_refused_and_right_where_it_is_compiled(name: str, device: 
 
     for causal in (True, False):
         with pytest.raises(
-            ValueError, match=r"backend='triton'.*tokens apart, and it takes distances below 1073741824"
+            ValueError, match=r"backend='triton'.*tokens apart, and it takes distances below 1073741823"
         ):
             call("triton", causal)
     torch._dynamo.reset()
@@ -209,8 +212,8 @@ def test_queries_far_behind_all_keys_are_refused(device: str) -> None:
     """A common offset makes few distances of them, but each is one that the kernels take for none."""
     x = X.to(device)
     places = torch.arange(8, device=device)
-    for apart in (2**30 - 7, 2**30 + 100, 2**40):
-        with pytest.raises(ValueError, match="it takes distances below 1073741824"):
+    for apart in (2**30 - 8, 2**30 + 100, 2**40):
+        with pytest.raises(ValueError, match="it takes distances below 1073741823"):
             attend(x, x, x, Laplace(2).to(device), query_positions=places + apart, backend="triton")
         attend(x, x, x, Window(2, 8).to(device), query_positions=places + apart)  # goes elsewhere
 

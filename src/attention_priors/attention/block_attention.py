@@ -285,7 +285,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scal
         )
         return _Found(out, lse)
     group = query.shape[1] // key.shape[1]
-    logits = (query @ key.repeat_interleave(group, dim=1).mT).to(compute_dtype_of(query)) * scale
+    # Products of half-precision numbers are exact in float32; in half precision logits would be rounded, and the
+    # log-sum-exp with them.
+    compute = compute_dtype_of(query)
+    logits = (query.to(compute) @ key.repeat_interleave(group, dim=1).to(compute).mT) * scale
     if bias is not None:
         logits = logits + bias
     out = logits.softmax(-1).to(value.dtype) @ value.repeat_interleave(group, dim=1)

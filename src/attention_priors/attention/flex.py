@@ -15,6 +15,9 @@ from torch.nn.functional import pad
 from attention_priors.attention.flex_mods import BLOCK, ScoreMod, Scores, Visibility, lengthened
 from attention_priors.attention.problem import Problem
 
+LEAST_WIDTH = 16
+"""Columns of queries, keys and values that FlexAttention takes at least, but on CPUs."""
+
 
 def flex(problem: Problem, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Attention by compiled FlexAttention.
@@ -142,14 +145,16 @@ def _attention(
             "backend='flex' needs torch.compile, which is switched off: uncompiled, FlexAttention is the dense "
             "formula; use backend='toeplitz'"
         )
-    grouped = query.shape[1] != key.shape[1]
+    grouped, width = query.shape[1] != key.shape[1], value.shape[-1]
+    if query.device.type != "cpu":
+        query, key, value = (pad(x, (0, max(0, LEAST_WIDTH - x.shape[-1]))) for x in (query, key, value))
     options = {"score_mod": score_mod, "block_mask": block_mask, "scale": softmax_scale, "enable_gqa": grouped}
     if not need_lse:
         out = flex_attention(query, key, value, **options)
         assert isinstance(out, Tensor)
-        return out, None
+        return out[..., :width], None
     out, aux = flex_attention(query, key, value, **options, return_aux=AuxRequest(lse=True))
-    return out, aux.lse
+    return out[..., :width], aux.lse
 
 
 @cache

@@ -194,8 +194,9 @@ def make_geometry(
         _check_shape("key_padding_mask", key_padding_mask, (batch, num_keys))
         if key_padding_mask.dtype != torch.bool:
             raise ValueError(f"key_padding_mask must be boolean (True = ignore), got {key_padding_mask.dtype}")
+        key_padding_mask = key_padding_mask.to(device)
     if attn_mask is not None:
-        attn_mask = _check_attn_mask(attn_mask, (batch, heads, num_queries, num_keys))
+        attn_mask = _check_attn_mask(attn_mask, (batch, heads, num_queries, num_keys)).to(device)
     query_documents = None
     if document_ids is not None:
         _check_shape("document_ids", document_ids, (batch, num_keys))
@@ -205,6 +206,7 @@ def make_geometry(
                 f"document_ids {tuple(document_ids.shape)} belong to the keys, and queries are the last of "
                 f"them; there are {num_queries} queries for {num_keys} keys"
             )
+        document_ids = document_ids.to(device)
         query_documents = document_ids[:, num_keys - num_queries :]
 
     return Geometry(

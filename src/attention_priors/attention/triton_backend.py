@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 INSTALLED = importlib.util.find_spec("triton") is not None
 SLOT = BLOCK
 """Queries and keys per entry of the blocks that pruning keeps."""
-FAR = 2**30
-"""A distance that no two tokens have: the kernels compute with 32-bit integers."""
+FAR = 2**30 - 1
+"""A distance that no two tokens have: the kernels add two such ones and 1, in 32-bit integers."""
 LARGEST_HEAD_DIM = 256
 MOST_HEADS = 65535
 """Of all examples together: a CUDA grid has no more rows."""
@@ -49,6 +49,8 @@ def why_not(problem: Problem) -> str | None:
         return "triton is not installed"
     if not query.is_cuda and not _interpreted():
         return f"it runs on CUDA devices, and query is on {query.device}"
+    if query.is_cuda and torch.version.hip is not None:
+        return "it is written for CUDA, and this PyTorch is for ROCm"
     if query.is_cuda and torch.cuda.get_device_properties(query.device).major < 8:
         return "it needs a CUDA device of compute capability 8.0 or newer"
     if problem.relative is not None or problem.dropout_p > 0:
