@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,9 @@ from attention_priors.models import (
 )
 from attention_priors.report import inspection_summary, write_inspection
 from attention_priors.report.figures.attention_maps import attention_map
+from attention_priors.report.figures.comparison import prior_curves
 from attention_priors.report.figures.style import png
+from attention_priors.report.pages.inspection import _as_results
 from attention_priors.report.tables.inspection import inspection_head_grid, layer_grid, reach_grid
 from browsing import Opened, in_a_browser
 from html_pages import Page
@@ -399,7 +402,7 @@ def test_maps_are_as_wide_as_their_labels_need_and_scroll_where_the_window_is_no
     opened.context.close()
 
 
-@pytest.mark.parametrize(("across", "down"), [(28, 13), (29, 22), (30, 23), (64, 40)])
+@pytest.mark.parametrize(("across", "down"), [(28, 13), (33, 22), (34, 23), (64, 40)])
 def test_labels_of_tokens_do_not_overlap(across: int, down: int) -> None:
     ends = list(itertools.accumulate((30, across, 100, down)))
     passkey = {
@@ -408,7 +411,7 @@ def test_labels_of_tokens_do_not_overlap(across: int, down: int) -> None:
     }  # fmt: skip
     figure = attention_map(passkey, {"weights": torch.full((ends[-1], ends[-1]), 0.1).tril()}, "head 0.0")
     png(figure)  # which lays it out
-    closer = figure.axes[1]
+    closer = figure.axes[0]
     for number, axis, tokens, room in (
         (0, closer.xaxis, across, closer.get_window_extent().width),
         (1, closer.yaxis, down, closer.get_window_extent().height),
@@ -530,7 +533,8 @@ def test_without_a_tokenizer_a_model_must_have_positions_for_a_few_tokens(tmp_pa
     [
         ({"length": 4096.5}, "length must be a positive integer, got 4096.5"),
         ({"length": "4k"}, "length must be a positive integer, got '4k'"),
-        ({"length": 1}, "length must be at least 2 tokens, got 1"),
+        ({"length": 1}, "length must be from 2 to 16777216 tokens, got 1"),
+        ({"length": 2**24 + 1}, "length must be from 2 to 16777216 tokens, got 16777217"),
         ({"text_tokens": 10.5}, "text_tokens must be a positive integer, got 10.5"),
         ({"text_tokens": 3}, "text_tokens must be at least 4, got 3"),
         ({"text": 5}, "text must be a string or None, got 5"),
@@ -574,6 +578,20 @@ def test_no_more_of_a_text_is_split_into_tokens_than_is_read(
         expected = encode(text)[:64]
         assert _tokens(given, InspectionPlan(text=text, text_tokens=64))[0].tolist() == expected, name
     assert max(sizes) < 10_000 < len(texts["words"])
+
+
+def test_curves_of_keys_that_follow_are_drawn_where_they_are_others(
+    findings: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    for name, layers in (("T5", {0, 1}), ("an encoder", set()), ("ours", set())):
+        found = findings[name]
+        figure = prior_curves(_as_results(found), found["title"])
+        drawn = {
+            layer for layer, axes in enumerate(figure.axes) for line in axes.lines if "ahead" in str(line.get_gid())
+        }
+        assert drawn == layers
+        write_inspection(found, tmp_path / "page.html")
+        assert ("Thin lines" in (tmp_path / "page.html").read_text(encoding="utf-8")) is bool(layers)
 
 
 def test_the_page_says_what_it_shows(findings: dict[str, dict[str, Any]], tmp_path: Path) -> None:
@@ -624,7 +642,9 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
     [
         (["--heads", "9.0"], "there is no head 0 of layer 9"),
         (["--heads", "x"], "'x' is no head"),
-        (["--length", "1"], "length must be at least 2 tokens"),
+        (["--length", "1"], "length must be from 2 to 16777216 tokens, got 1"),
+        (["--length", "100m"], "length must be from 2 to 16777216 tokens, got 104857600"),
+        (["--length", "x"], "length: 'x' is no number of tokens"),
         (["--text", "nowhere.txt"], "nowhere.txt"),
     ],
 )
@@ -658,6 +678,35 @@ def test_a_text_that_the_model_has_no_positions_for(folders: dict[str, Path]) ->
     plan = InspectionPlan(text=TEXT, text_tokens=200)
     with pytest.raises(ValueError, match="a table of 128 positions; it cannot read rows of 200 tokens"):
         inspect_model(load_inspected(folders["short GPT-2"]), plan)
+
+
+def test_a_short_table_is_read_to_its_end_where_nothing_else_is_asked_for(folders: dict[str, Path]) -> None:
+    found = inspect_model(load_inspected(folders["short GPT-2"]), InspectionPlan(length=64, text=TEXT * 4))
+    assert found["text"]["tokens"] == 128
+    assert "a table of 128 positions" in found["passkey"]["reason"]
+
+
+def test_models_without_priors_are_not_said_to_decide_by_them(findings: dict[str, dict[str, Any]]) -> None:
+    assert "the content decides where attention lies (which knows of places by itself: a learned table), as there is " \
+        "no prior;" in inspection_summary(findings["GPT-2"])  # fmt: skip
+    assert "mean over heads, the content the rest" in inspection_summary(findings["ours"])
+    assert "the content (which knows of places by itself: rotary) the rest" in inspection_summary(
+        findings["goat on Llama"]
+    )
+
+
+def test_the_inspection_of_a_namesake_is_not_written_over(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, kind in (("one", "GPT-2"), ("other", "ours")):
+        shutil.copytree(folders[kind], tmp_path / name / "same")
+    arguments = ["inspect", "--tokens", "16", "--length", "64"]
+    for model in ("one/same", str(tmp_path / "one" / "same")):
+        assert CliRunner().invoke(app, [*arguments, model]).exit_code == 0
+    done = CliRunner().invoke(app, [*arguments, "other/same"])
+    assert done.exit_code == 1
+    assert "output: runs/inspect/same holds the inspection of " in " ".join(done.output.split())
 
 
 def test_texts_must_be_text(tmp_path: Path) -> None:

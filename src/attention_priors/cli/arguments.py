@@ -37,15 +37,15 @@ def _name_of_run(run: Path) -> Path:
     return Path(run.name)
 
 
-def number_of_tokens(length: str) -> int:
-    """A number of tokens; ``64k`` is 65536, ``1m`` is 1048576.
+def number_of_tokens(length: str, option: str = "lengths") -> int:
+    """A number of tokens, of an option; ``64k`` is 65536, ``1m`` is 1048576.
 
     Raises:
         ValueError: it is none.
     """
     number, unit = (length[:-1], length[-1].lower()) if length[-1:].lower() in ("k", "m") else (length, "")
     if not number.isdecimal():
-        raise ValueError(f"lengths: {length!r} is no number of tokens; expected one such as 4096, 64k or 1m")
+        raise ValueError(f"{option}: {length!r} is no number of tokens; expected one such as 4096, 64k or 1m")
     return int(number) * {"": 1, "k": 2**10, "m": 2**20}[unit]
 
 

@@ -275,7 +275,10 @@ def inspect(
     text: Annotated[
         str, typer.Option(help="What it is to read: a file, or embedded for a file of Python's standard library.")
     ] = "embedded",
-    tokens: Annotated[int, typer.Option(min=4, help="How much of it is read.")] = 512,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=4, help="How much of it is read; by default 512, or what the model has positions for."),
+    ] = None,
     length: Annotated[str, typer.Option(help="Tokens of the texts that priors are described for; 4k is 4096.")] = "4k",
     heads: Annotated[
         list[str] | None, typer.Option(help="Whose attention maps are shown, as LAYER.HEAD, with commas between.")
@@ -296,12 +299,14 @@ def inspect(
     from attention_priors.files import writable_folder, write_json
 
     console = Console()
-    output = output or Path("runs") / "inspect" / name_of_model(model)
     quiet_transformers()
     with errors():
+        if output is None:
+            output = Path("runs") / "inspect" / name_of_model(model)
+            inspection.check_same_model(output / "inspection.json", model)
         name, content = inspection.text_to_read(text)
         plan = inspection.InspectionPlan(
-            length=number_of_tokens(length),
+            length=number_of_tokens(length, "length"),
             text=content,
             text_name=name,
             text_tokens=tokens,

@@ -215,6 +215,9 @@ def _run_all(
                         bars.console.print(f"[bold red]failed:[/] {escape(failures[-1].splitlines()[0])}")
                     finished += 1
                     bars.remove_task(worker.task)
+                    if not bars.console.is_terminal:  # bars are not drawn there
+                        ended = f"{worker.scheme}, seed {worker.seed}, has ended: {finished} of {len(pending)} runs"
+                        bars.console.print(escape(ended), highlight=False, soft_wrap=True)
                 else:
                     worker.done[event["stage"]] = event["done"] / max(1, event["total"])
                     bars.update(worker.task, completed=worker.share, stage=escape(event["stage"]))

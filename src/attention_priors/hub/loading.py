@@ -81,25 +81,30 @@ def load_whole(kind: Any, name: str | Path, dtype: torch.dtype = torch.float32) 
     return model
 
 
+def number_of_positions(model: PreTrainedModel) -> int | None:
+    """How many positions a model has; None where they have no end.
+
+    Rotary positions, and ours but for learned tables, have none; nor has a table that ``attach`` has dropped.
+    """
+    config = model.config
+    if isinstance(config, PriorDecoderConfig | PriorEncoderConfig):
+        encoding = config.make_encoding()
+        return encoding.max_length if isinstance(encoding, LearnedTable) else None
+    if isinstance(model, MptForCausalLM):
+        # transformers computes its ALiBi from a table; `use_priors` does not.
+        return None if any(isinstance(module, MptAttention) for module in model.modules()) else config.max_seq_len
+    if getattr(config, "rope_parameters", None) is None and not getattr(config, "alibi", False):
+        return None if positions_are_dropped(model) else getattr(config, "max_position_embeddings", None)
+    return None
+
+
 def check_positions(model: PreTrainedModel, length: int) -> None:
     """Make sure that a model has positions for texts of a length.
-
-    Rotary positions, and ours but for learned tables, have no end; nor has a table that ``attach`` has dropped.
 
     Raises:
         ValueError: it has a table that is shorter.
     """
-    config = model.config
-    table: int | None = None
-    if isinstance(config, PriorDecoderConfig):
-        encoding = config.make_encoding()
-        if isinstance(encoding, LearnedTable):
-            table = encoding.max_length
-    elif isinstance(model, MptForCausalLM):
-        # transformers computes its ALiBi from a table; `use_priors` does not.
-        table = None if any(isinstance(module, MptAttention) for module in model.modules()) else config.max_seq_len
-    elif getattr(config, "rope_parameters", None) is None and not getattr(config, "alibi", False):
-        table = None if positions_are_dropped(model) else getattr(config, "max_position_embeddings", None)
+    table = number_of_positions(model)
     if table is not None and table < length:
         raise ValueError(
             f"{type(model).__name__} has a table of {table} positions; it cannot read rows of {length} tokens"

@@ -28,7 +28,7 @@ from attention_priors.attention.reference import reference
 from attention_priors.checks import check_positive_integers
 from attention_priors.data.passkey import PasskeySample
 from attention_priors.encodings import LinearToy
-from attention_priors.hub.loading import check_positions
+from attention_priors.hub.loading import check_positions, number_of_positions
 from attention_priors.hub.observation import LayerAttention, observed_attention
 from attention_priors.inspection.load import Inspected
 from attention_priors.inspection.prompt import figure_4_prompt
@@ -40,6 +40,10 @@ from attention_priors.wall_clock import now
 REACH_SHARES = (0.5, 0.9, 0.99)
 MAPS = 6
 """Attention maps that are shown, unless heads are named."""
+LONGEST = 2**24
+"""Tokens of a text that priors are described for: each head's has a number for each of them."""
+_READ = 512
+"""Tokens of a text that are read, unless it is said."""
 _AUDITED = 256
 """Tokens of a text that the additive split is measured on."""
 _CHARACTERS = 16
@@ -55,24 +59,26 @@ class InspectionPlan:
     """What is looked at.
 
     Attributes:
-        length: of the text that priors are described for, in tokens; at least 2.
+        length: of the text that priors are described for, in tokens; from 2 to 16777216.
         text: what is read; None for none.
         text_name: where it comes from.
-        text_tokens: so much of it is read, in tokens.
+        text_tokens: so much of it is read, in tokens; None for 512, or as many as the model has positions for.
         heads: whose attention maps are shown, ``(layer, head)``; None for those that say most.
     """
 
     length: int = 4096
     text: str | None = None
     text_name: str = ""
-    text_tokens: int = 512
+    text_tokens: int | None = None
     heads: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
-        check_positive_integers(length=self.length, text_tokens=self.text_tokens)
-        if self.length < 2:
-            raise ValueError(f"length must be at least 2 tokens, got {self.length}")
-        if self.text_tokens < 4:
+        check_positive_integers(length=self.length)
+        if self.text_tokens is not None:
+            check_positive_integers(text_tokens=self.text_tokens)
+        if not 2 <= self.length <= LONGEST:
+            raise ValueError(f"length must be from 2 to {LONGEST} tokens, got {self.length}")
+        if self.text_tokens is not None and self.text_tokens < 4:
             raise ValueError(f"text_tokens must be at least 4, got {self.text_tokens}")
         if not isinstance(self.text, str | None):
             raise ValueError(f"text must be a string or None, got {self.text!r}")
@@ -178,10 +184,11 @@ def _tokens(given: Inspected, plan: InspectionPlan) -> tuple[Tensor, str | None]
         embedding: Any = given.model.get_input_embeddings()
         check_positions(given.model, _UNREAD)
         return torch.arange(_UNREAD) % len(embedding.weight), why
-    end = _CHARACTERS * plan.text_tokens
-    while len(read := given.tokenizer.encode(plan.text[:end])) < 2 * plan.text_tokens and end < len(plan.text):
+    wanted = min(_READ, number_of_positions(given.model) or _READ) if plan.text_tokens is None else plan.text_tokens
+    end = _CHARACTERS * wanted
+    while len(read := given.tokenizer.encode(plan.text[:end])) < 2 * wanted and end < len(plan.text):
         end *= 2  # where a text is cut, its last tokens may be others
-    tokens = torch.tensor(read[: plan.text_tokens], dtype=torch.int64)
+    tokens = torch.tensor(read[:wanted], dtype=torch.int64)
     if len(tokens) < 4:
         raise ValueError(f"text has {len(tokens)} tokens; there must be 4 at least")
     check_positions(given.model, len(tokens))

@@ -15,6 +15,7 @@ from attention_priors.data.corpora import read_documents
 from attention_priors.data.fasta import is_fasta
 from attention_priors.data.tokenizer import pretrained_tokenizer
 from attention_priors.evaluation.subject import check_vocabulary, device_named
+from attention_priors.files import read_json
 from attention_priors.hub.attach import CONFIG_KEY, LEARNED_POSITIONS
 from attention_priors.hub.loading import load_any_config, load_model, load_whole
 from attention_priors.models.decoder import PriorDecoderConfig
@@ -112,6 +113,23 @@ def load_inspected(name: str | Path, *, device: str | None = None) -> Inspected:
     if tokenizer is not None:
         check_vocabulary(str(name), model, tokenizer)
     return Inspected(str(name), model.to(place).eval(), tokenizer, why)  # pyright: ignore[reportArgumentType]
+
+
+def check_same_model(inspected: Path, name: str) -> None:
+    """Make sure that an inspection that is there is of this model, where folders of several have the same name.
+
+    Raises:
+        ValueError: it is of another one.
+    """
+    if not inspected.is_file():
+        return
+    before = read_json(inspected)["model"]
+    if _place(before) != _place(name):
+        raise ValueError(f"output: {inspected.parent} holds the inspection of {before}; name another folder")
+
+
+def _place(name: str) -> str:
+    return str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def text_to_read(source: str) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from attention_priors.report.selections.heads import head_name
 _MOST_PIXELS = 430
 """Of an attention map's side: the largest of neighbouring weights stands for them, so that single columns stay lit."""
 
-_MOST_LABELS = (22, 29)
+_MOST_LABELS = (22, 33)
 """Of tokens, that have room along a map's side and its foot."""
 
 _PARTS = {"instruction": "instruction", "needle": "pass key", "filler": "filler", "question": "question"}
@@ -64,7 +64,7 @@ def attention_map(passkey: Mapping[str, Any], shown: Mapping[str, Any], title: s
     """The weights of one head over the prompt, and those that the question gives to the pass key, token by token."""
     weights = np.asarray(shown["weights"], dtype=np.float32)
     figure = blank(3.9, 8.4)  # for the pass key's tokens to have room beside each other
-    whole, closer = figure.subplots(1, 2, width_ratios=(1, 1.35))
+    closer, whole = figure.subplots(1, 2, width_ratios=(1.35, 1))  # a narrow window shows what stands first
     look: dict[str, Any] = {"cmap": "magma", "norm": PowerNorm(0.4, 0, 1), "interpolation": "nearest"}
     pooled, side = _pooled(weights)
     whole.imshow(pooled, extent=(0, side, side, 0), **look)
@@ -89,7 +89,7 @@ def attention_map(passkey: Mapping[str, Any], shown: Mapping[str, Any], title: s
         axis.set_ticks(named, [label(tokens[place]) for place in named], fontsize=7)
     closer.tick_params(axis="x", rotation=90)
     closer.set_title("the question's tokens,\nand how they look at the pass key's", loc="left", fontsize=8.5)
-    bar = figure.colorbar(image, ax=[whole, closer], shrink=0.7, ticks=[0, 0.01, 0.1, 0.3, 1])
+    bar = figure.colorbar(image, ax=[closer, whole], shrink=0.7, ticks=[0, 0.01, 0.1, 0.3, 1])
     bar.set_label("attention weight", fontsize=8)
     bar.ax.tick_params(labelsize=7.5)
     return figure

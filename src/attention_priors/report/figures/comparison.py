@@ -44,7 +44,7 @@ from attention_priors.report.figures.style import GREY, MARKERS, blank, label, l
 from attention_priors.report.figures.style import look as look_at
 from attention_priors.report.numbers import listing, percent
 from attention_priors.report.selections.axes import overview, panels
-from attention_priors.report.selections.heads import gaussian_heads, logit_scales
+from attention_priors.report.selections.heads import gaussian_heads, keys_ahead, logit_scales
 from attention_priors.report.selections.results import Results, Row, count_passkeys, distinct, rows, training_length
 
 _CHARACTERS_PER_INCH = 8.5  # of a bold title
@@ -187,6 +187,8 @@ def perplexity_by_position(results: Results, title: str = "") -> Figure:
 def prior_curves(results: Results, scheme: str) -> Figure:
     """Each head's log-prior against distance, below its maximum: one panel per layer (and seed).
 
+    Where keys that follow the query have another one, it is drawn as a thin line.
+
     A constant added to a head's log-prior changes no attention weight, so each head is measured from its own
     maximum. Panels that would all be the same, as for a prior that is not learned, are drawn once.
     """
@@ -218,7 +220,12 @@ def prior_curves(results: Results, scheme: str) -> Figure:
         used.add(axes)
         for row in lines[seed, layer]:
             shade = head_look(heads.index(row["head"]), len(heads))
-            axes.plot(row["distance"], below_maximum(row["log_prior"]), gid=f"head:{row['head']}", **shade)
+            behind, ahead = row["log_prior"], keys_ahead(row)
+            curves = below_maximum([*behind, *ahead])
+            axes.plot(row["distance"], curves[: len(behind)], gid=f"head:{row['head']}", **shade)
+            if ahead != behind:
+                thin = {**shade, "linewidth": 0.8, "alpha": 0.7}
+                axes.plot(row["distance"], curves[len(behind) :], gid=f"ahead:{row['head']}", **thin)
         prior_axes(axes, farthest, "distance, tokens")
         axes.set_title(title, loc="left", fontsize=10)
         if place % columns == 0:
@@ -289,7 +296,7 @@ def _depths_of_texts(selected: Iterable[Row]) -> list[set[float]]:
 
 def _shape(panel: Iterable[Row]) -> str:
     """What makes two panels look the same."""
-    return json.dumps(sorted([row["head"], row["distance"], row["log_prior"]] for row in panel))
+    return json.dumps(sorted([row["head"], row["distance"], row["log_prior"], keys_ahead(row)] for row in panel))
 
 
 def _titled(figure: Figure, title: str) -> Figure:

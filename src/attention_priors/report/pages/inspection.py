@@ -17,7 +17,7 @@ from attention_priors.report.figures.prior_parts import prior_terms
 from attention_priors.report.figures.style import png
 from attention_priors.report.numbers import listing, percent
 from attention_priors.report.pages.rendering import embedded_figure, render
-from attention_priors.report.selections.heads import head_name
+from attention_priors.report.selections.heads import head_name, keys_ahead
 from attention_priors.report.tables.inspection import (
     additive_grid,
     inspection_head_grid,
@@ -55,6 +55,7 @@ def write_inspection(found: Mapping[str, Any], path: Path) -> None:
         layers=layer_grid(found),
         scaled=prior_is_scaled(found),
         linear="threshold" in found["additive"],
+        ahead=any(keys_ahead(row) != row["log_prior"] for row in found["priors"]),
         chosen=_chosen(found["passkey"].get("maps", ())),
         figures=_figures(found),
     )
@@ -69,12 +70,10 @@ def inspection_summary(found: Mapping[str, Any]) -> str:
     sentences = [f"{heads} in {layers}: {kinds}, for texts of {found['length']} tokens."]
     text = found["text"]
     if "heads" in text:
-        share = float(np.mean([row["position_share"] for row in text["heads"]]))
         sink = max(text["heads"], key=lambda row: row["first"])
         sentences += [
-            f"On {text['tokens']} tokens of {text['name']} the prior decides {percent(share)} % of where",
-            f"attention lies, the content the rest; head {head_name(sink)} gives the first token most,",
-            f"{percent(sink['first'])} %.",
+            f"On {text['tokens']} tokens of {text['name']} {_decided(found)};",
+            f"head {head_name(sink)} gives the first token most, {percent(sink['first'])} %.",
         ]
     passkey = found["passkey"]
     if "heads" in passkey:
@@ -89,6 +88,17 @@ def inspection_summary(found: Mapping[str, Any]) -> str:
             f"head {head_name(best)} looked at it most, with {percent(best['needle'])} % of its weight.",
         ]
     return " ".join(sentences)
+
+
+def _decided(found: Mapping[str, Any]) -> str:
+    """What decides where attention lies, on the text."""
+    others = "" if found["positions"] == "none" else f" (which knows of places by itself: {found['positions']})"
+    if not any(layer["has_prior"] for layer in found["layers"]):
+        return f"the content decides where attention lies{others}, as there is no prior"
+    share = float(np.mean([row["position_share"] for row in found["text"]["heads"]]))
+    return (
+        f"the prior decides {percent(share)} % of where attention lies, mean over heads, the content{others} the rest"
+    )
 
 
 def _chosen(maps: Iterable[Mapping[str, Any]]) -> str:

@@ -108,7 +108,7 @@ def _loss_sentence(results: Results) -> list[str]:
     there = {name: curve[farthest].mean for name, curve in curves.items() if farthest in curve}
     best = min(there, key=lambda name: there[name])
     return [
-        f"At the farthest position that was read, token {farthest:.0f}, {best} has {measure.least}: "
+        f"At the farthest positions that were read, around token {farthest:.0f}, {best} has {measure.least}: "
         f"{measure.written(there[best])}."
     ]
 

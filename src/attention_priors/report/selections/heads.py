@@ -31,6 +31,11 @@ def role(row: Row) -> str | None:
     return "local" if beta > 0 else "retrieval"
 
 
+def keys_ahead(row: Row) -> list[float]:
+    """A head's curve for keys that follow the query; that of those before it where none follow, or they are alike."""
+    return row.get("log_prior_ahead", row["log_prior"])
+
+
 def gaussian_heads(results: Results, scheme: str) -> list[Row]:
     """The Generalized Gaussians of a scheme that have a shape, each as if it were its head's whole prior."""
     found = [

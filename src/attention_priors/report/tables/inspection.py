@@ -45,20 +45,22 @@ def inspection_head_grid(found: Mapping[str, Any]) -> Grid:
     if len({row["prior"] for row in found["priors"]}) > 1:
         columns["prior"] = lambda row: row["prior"].replace("_", " ")
     words = len(columns)
+    # What says most stands first: wide tables are cut off on the right.
+    if asked:
+        columns["pass key, %"] = lambda row: percent(asked[head_name(row)]["needle"])
+    if texts:
+        columns["prior's share, %"] = lambda row: percent(texts[head_name(row)]["position_share"])
+    columns["90 % within, tokens"] = lambda row: str(row["reach_at_length"][1])
     for parameter in parameters:
         columns[_heading(parameter)] = lambda row, key=parameter: quantity(row["parameters"].get(key))
     if scales:
         columns["s"] = lambda row: quantity(scales.get(head_name(row)))
-    columns["90 % within, tokens"] = lambda row: str(row["reach_at_length"][1])
     if texts and scales:
         columns["γ"] = lambda row: quantity(texts[head_name(row)]["inverse_temperature"])
     if texts:
-        columns["prior's share, %"] = lambda row: percent(texts[head_name(row)]["position_share"])
         columns["agreement, nats"] = lambda row: quantity(texts[head_name(row)]["agreement"])
         columns["mean distance, tokens"] = lambda row: quantity(texts[head_name(row)]["distance"])
         columns["first token, %"] = lambda row: percent(texts[head_name(row)]["first"])
-    if asked:
-        columns["pass key, %"] = lambda row: percent(asked[head_name(row)]["needle"])
     return Grid(
         stem="heads",
         caption=(

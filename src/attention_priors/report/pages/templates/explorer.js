@@ -32,7 +32,7 @@ const explorer = (() => {
     generalized_gaussian: {
       words: "Generalized Gaussian (BAM)",
       sliders: [
-        slider("theta_alpha", "θα: ln of the penalty one token away", -6, 4, 0.05, 0),
+        slider("theta_alpha", "θα: ln of the penalty one token away from μ", -6, 4, 0.05, 0),
         slider("beta", "shape β: local above 0, retrieval below", -3, 3, 0.05, -0.5),
         slider("mu", "location μ, tokens along j − i", -16, 4, 0.5, 0),
       ],
