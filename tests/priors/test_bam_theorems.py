@@ -1,4 +1,4 @@
-"""Statements of BAM, "Bayesian Attention Mechanism", about its priors."""
+"""Statements of BAM, "Bayesian Attention Mechanism", about its priors and what they do to the weights."""
 
 import math
 from unittest import mock
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from attention_priors import attend
+from attention_priors.analysis import AttentionLogits, decompose
 from attention_priors.priors import GeneralizedGaussian, Laplace, Uniform, generalized_gaussian
 
 thorough = settings(max_examples=100)
@@ -150,3 +151,46 @@ def test_bam_theorem_4_the_prior_takes_nothing_from_far_keys_though_their_number
         assert weight >= without * penalty[number - 1].exp() * (1 - 1e-9)
         # Of all keys but the query's own, none is penalised more than the nearest.
         assert weight <= (spread - penalty[1]).exp() / (number - 1) * (1 + 1e-9)
+
+
+def seeded(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@thorough
+@given(st.integers(0, 9999), st.integers(2, 9), st.floats(0, 5))
+def test_bam_appendix_k_2_the_overlap_is_at_most_either_largest_weight_and_both_norms(seed: int, n: int, size: float):
+    f, g = size * seeded(seed, 2, 1, n)
+    found = decompose(AttentionLogits(f, g, torch.ones(1, n, dtype=torch.bool)))
+    for most in (found.content.max(), found.position.max(), found.content.norm() * found.position.norm()):
+        assert 0 < float(found.overlap) <= float(most) * (1 + 1e-10)
+
+
+def test_bam_appendix_k_3_the_logit_scale_is_no_z():
+    """An erratum (2.5, H.4): Z moves a row by a constant, which a softmax does not see; s ln n changes the weights."""
+    f, g = seeded(0, 2, 3, 9)
+    p = decompose(AttentionLogits(f, g, torch.ones(3, 9, dtype=torch.bool)))
+    torch.testing.assert_close((f + g - p.log_overlap.unsqueeze(-1)).softmax(-1), p.posterior, rtol=1e-10, atol=1e-10)
+    assert float(((2 * (f + g)).softmax(-1) - p.posterior).abs().amax(-1).min()) > 0.01
+
+
+@thorough
+@given(st.floats(-3, -0.25), st.floats(-1, 1))
+def test_bam_section_2_5_a_negative_shape_is_flat_at_the_far_end(beta: float, theta_alpha: float):
+    """An erratum: not "sharply concentrated at the far end": the farthest tenth of a long text holds a tenth."""
+    log_prior = ggd(theta_alpha, beta).log_prior_at(torch.arange(2**18), torch.float64)[0].detach()
+    assert float(log_prior.softmax(-1)[-(2**18) // 10 :].sum()) == pytest.approx(0.1, rel=0.15)
+
+
+@thorough
+@given(st.floats(-3, -0.0625, width=32), st.floats(-3, 3, width=32))
+def test_bam_theorem_3_ignores_no_neighbour(beta: float, theta_alpha: float):
+    """An erratum: "ignores local context" is of the own token alone; the next one loses ``e^θα`` nats, whatever β."""
+    near, far = ggd(theta_alpha, beta).log_prior_at(torch.tensor([1, 2**40]), torch.float64)[0].tolist()
+    assert near == pytest.approx(-math.exp(theta_alpha), rel=1e-4)
+    assert far - near <= math.exp(theta_alpha)
+
+
+def test_bam_section_3_2_a_shape_of_0_suppresses_nothing():
+    """An erratum: Theorems 3 and 4 are of β < 0; for β ≤ 0, as it is put there, they would hold of no prior at all."""
+    assert len(set(ggd(0.7, 0.0).log_prior_at(torch.arange(100), torch.float64)[0].tolist())) == 1

@@ -1,4 +1,4 @@
-"""Statements of GOAT, "You Need Better Attention Priors", about what a prior can be: its appendices C, E and F."""
+"""Statements of GOAT about what a prior can be and do: equations 20 to 23, section 5, appendices C, E and F."""
 
 import math
 from itertools import pairwise, product
@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from prior_samples import randomise
 from torch import Tensor
 
+from attention_priors.analysis import AttentionLogits, decompose
 from attention_priors.encodings import Rotary
-from attention_priors.priors import GeneralizedGaussian, Prior, RelativeBuckets, Spectral
+from attention_priors.priors import GeneralizedGaussian, KeySink, Laplace, Prior, RelativeBuckets, Spectral
 
 thorough = settings(max_examples=60)
 
@@ -180,3 +181,76 @@ def test_goat_theorem_3_mass_moved_between_two_lags_moves_the_mean():
             assert (move * lag).sum() != 0
     three = torch.tensor([1.0, 0, -2, 0, 1, 0], dtype=torch.float64)  # from lag 2, to 0 and 4
     assert three.sum() == (three * lag).sum() == 0
+
+
+def seeded(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@thorough
+@given(st.integers(0, 999), st.integers(1, 4), st.integers(1, 9))
+def test_goat_equations_20_to_23_the_scaling_trick(seed: int, frequencies: int, content: int):
+    places = torch.arange(7)
+    spectral, sink = Spectral(1, frequencies), KeySink(1, train_length=7)
+    with torch.no_grad():
+        spectral.alpha.copy_(seeded(seed, 1, frequencies))
+        spectral.beta.copy_(seeded(seed + 1, 1, frequencies))
+        sink.bump.fill_(1.5)
+    q, k = seeded(seed, 2, 7, content)
+    lanes = spectral.lanes(places, places, dtype=torch.float64)
+    u = sink.log_prior_of_key(places, torch.float64)[0]
+    width = content + 2 * frequencies + 1
+    ones = torch.ones(7, 1, dtype=torch.float64)
+    wide_q = torch.cat([q * math.sqrt(width / content), lanes.query[0] * math.sqrt(width), ones * math.sqrt(width)], -1)
+    wide_k = torch.cat([k, lanes.key.reshape(7, -1), u[:, None]], -1)
+    expected = q @ k.mT / math.sqrt(content) + (spectral + sink).log_prior(places, places, torch.float64)[0]
+    torch.testing.assert_close(wide_q @ wide_k.mT / math.sqrt(width), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_goat_appendix_c_a_positive_definite_kernel_suppresses_displacements_too():
+    """An erratum: only at displacement 0 it cannot. ``1 + cos πd`` is one, and 0 at every odd displacement."""
+    distance = (torch.arange(20)[:, None] - torch.arange(20)).to(torch.float64)
+    kernel = 1 + torch.cos(math.pi * distance)
+    assert torch.linalg.eigvalsh(kernel).min() > -1e-12
+    assert kernel[0, 1::2].abs().max() < 1e-12
+    # What is inaccessible to it: the prior itself, and not its logarithm alone, of a negative weight.
+    assert torch.linalg.eigvalsh((-2 * torch.cos(distance)).exp()).min() < -1
+    assert torch.linalg.eigvalsh((2 * torch.cos(distance)).exp()).min() > -1e-12
+
+
+@pytest.mark.parametrize("length", [10, 1000, 100_000])
+def test_goat_section_5_content_of_high_entropy_need_not_leave_the_prior(length: int):
+    """An erratum: weak, of small range, is not ambiguous: content may say of one key alone that it is not it."""
+    f, g = torch.zeros(2, 1, length, dtype=torch.float64)
+    f[0, 0], g[0, 0] = -20, 15
+    p = decompose(AttentionLogits(f, g, torch.ones(1, length, dtype=torch.bool)))
+    entropy = -torch.special.xlogy(p.content, p.content).sum()
+    assert float(entropy) > 0.95 * math.log(length)
+    assert float(p.position[0, 0]) > 0.9
+    assert float(p.posterior[0, 0]) < 1e-3
+
+
+def test_goat_theorem_2_a_constant_takes_a_dimension_of_its_own():
+    """An erratum: equation 70 with R frequencies and γ needs 2R + 1, not the 2R of the paragraph after the proof."""
+    distance = (torch.arange(30)[:, None] - torch.arange(30)).to(torch.float64)
+    assert int(torch.linalg.matrix_rank(torch.cos(distance))) == 2
+    assert int(torch.linalg.matrix_rank(0.3 + torch.cos(distance))) == 3
+
+
+@pytest.mark.parametrize("width", [16, 64, 256])
+def test_goat_section_5_a_default_is_no_stronger_gradient_than_a_key(width: int):
+    """An erratum: ``|∂z/∂u| = 1``, and ``|∂z/∂k| = |q| / sqrt(d_c)`` is 1 for queries of unit variance."""
+    norms = seeded(0, 2000, width).norm(dim=-1) / math.sqrt(width)
+    assert float(norms.mean()) == pytest.approx(1, abs=0.05)
+
+
+def test_goat_theorem_3_one_rate_keeps_its_mean_in_the_last_row_alone():
+    """What F.6 makes of it: rows with fewer keys have a smaller mean lag."""
+    prior = Laplace.from_mean_distance(10.0, 100)
+    means = []
+    for last in (5, 20, 50, 99):
+        lag = torch.arange(last + 1)
+        means.append(float((prior.log_prior_at(lag, torch.float64)[0].detach().softmax(-1) * lag).sum()))
+    assert means == sorted(means)
+    assert means[0] < 3
+    assert means[-1] == pytest.approx(10, rel=1e-5)
