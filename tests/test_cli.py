@@ -84,6 +84,13 @@ def test_models_have_output_folders_of_their_own(model, stem, tmp_path):
     assert name_of_model(str(tmp_path / model)).as_posix() == stem
 
 
+@pytest.mark.parametrize(
+    ("model", "stem"), [("user/name", "user/name"), ("/nowhere/typo", "typo"), ("../typo", "typo")]
+)
+def test_what_is_not_there_has_an_output_folder_below_runs(model, stem):
+    assert name_of_model(model).as_posix() == stem
+
+
 def test_a_recipe_that_is_missing_is_named(fail, tmp_path):
     assert "missing.yaml" in fail("missing.yaml")
     assert list(tmp_path.iterdir()) == []
@@ -170,7 +177,7 @@ def test_memory_that_does_not_suffice_is_one_message(use_up, capsys):
     with pytest.raises(typer.Exit) as ended, errors():
         use_up()
     assert ended.value.exit_code == 1
-    assert "error: out of memory; expected: less at a time" in " ".join(capsys.readouterr().out.split())
+    assert "error: out of memory; expected: less at a time" in " ".join(capsys.readouterr().err.split())
 
 
 def test_other_errors_in_our_code_keep_their_traceback():

@@ -1,6 +1,7 @@
 """FASTA files, whole and broken, and the tokenizer of nucleotides."""
 
 import bz2
+import contextlib
 import gzip
 import lzma
 import random
@@ -28,7 +29,7 @@ from attention_priors.data import (
 )
 from attention_priors.data.document import Document
 from attention_priors.data.fasta import is_fasta
-from attention_priors.data.nucleotides import encode_nucleotides
+from attention_priors.data.nucleotides import check_nucleotides, encode_nucleotides
 from attention_priors.data.preparation import Preparation, prepare
 from attention_priors.data.settings import DataSettings, FastaSettings
 from attention_priors.data.shards import TokenShards, read_manifest
@@ -190,6 +191,39 @@ def test_a_bgzf_file_that_is_cut_between_blocks_is_an_error(fields: bytes, tmp_p
     assert FastaFile(path).summary().records == ("first", "second", "third")
 
 
+MANY_STREAMS = [f">r{number}\n{drawn(200, number)}\n" for number in range(4)]
+
+
+@pytest.mark.parametrize(("ending", "compress"), [("bz2", bz2.compress), ("xz", lzma.compress)])
+def test_streams_one_after_the_other_are_one_and_each_must_be_whole(ending: str, compress, tmp_path: Path):
+    streams = [compress(record.encode()) for record in MANY_STREAMS]
+    path = tmp_path / f"x.fa.{ending}"
+    path.write_bytes(b"".join(streams))
+    whole = contigs(path)
+    assert [*whole] == [f"r{number}:1-200" for number in range(4)]
+    generator = random.Random(0)
+    for _ in range(30):
+        damaged = bytearray(b"".join(streams))
+        place = generator.randrange(len(damaged))
+        damaged[place] ^= 1 << generator.randrange(8)
+        path.write_bytes(damaged)
+        with contextlib.suppress(FastaError):
+            assert contigs(path) == whole  # of what no checksum is of, as the padding of xz
+    path.write_bytes(b"".join(streams) + b"rubbish")
+    with pytest.raises(FastaError, match=r"cannot be read further after record 'r[23]'"):
+        contigs(path)
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path):
+    content = "".join(f">r{number}\n{drawn(50_000, number)}\n" for number in range(6))
+    path = fasta(tmp_path / "x.fa", content)
+    genome = FastaFile(path)
+    genome.summary()
+    fasta(path, content[: len(content) // 2])
+    with pytest.raises(FastaError, match="has changed while it was being read"):
+        list(genome.contigs())
+
+
 def test_gzip_files_one_after_the_other_are_one(tmp_path: Path):
     path = tmp_path / "both.fa.gz"
     path.write_bytes(gzip.compress(b">a\nAC") + gzip.compress(b"GT\n>b\nTT\n"))
@@ -349,6 +383,12 @@ def test_a_record_to_hold_out_must_be_there(tmp_path: Path, genome):
         prepare(_preparation(unknown, held_out=("b",)), tmp_path / "shards")
 
 
+def test_a_name_that_looks_like_a_pattern_is_a_name_too(tmp_path: Path):
+    path = fasta(tmp_path / "x.fa", f">seq[1]\n{drawn(900)}\n>b\n{drawn(900, 1)}\n")
+    prepare(_preparation(path, held_out=("seq[1]",)), tmp_path / "shards")
+    assert _text(tmp_path / "shards", "held_out") == drawn(900) + "<|endoftext|>"
+
+
 def test_records_of_a_pattern_are_held_out(tmp_path: Path):
     path = fasta(tmp_path / "x.fa", ">chr1\nAC\n>chr2_alt\nCC\n>chr2\nGG\n")
     prepare(_preparation(path, held_out=("chr2*",)), tmp_path / "shards")
@@ -389,6 +429,17 @@ def test_large_tokenizers_are_not_written_down_to_be_told_apart(monkeypatch: pyt
     large = train_tokenizer([Document("x", "ab " * 200)], 257)
     monkeypatch.setattr("attention_priors.data.nucleotides._meaning", lambda tokenizer: pytest.fail("written down"))
     assert not is_nucleotide_tokenizer(large)
+
+
+def test_records_that_are_left_out_of_a_folder_are_told(tmp_path: Path):
+    fasta(tmp_path / "x.fa", f">a\n{drawn(3000)}\n>b\nNNNNNNNNNNNN\n")
+    assert load_corpus(tmp_path).skipped == ("x.fa/b: none of its bases is known",)
+
+
+def test_bases_in_lines_are_no_text_of_bases():
+    with pytest.raises(ValueError, match="the text holds line ends, which would be read as unknown ones"):
+        check_nucleotides("ACGT\nACGT\n")
+    check_nucleotides("ACGTACGT\n")
 
 
 def test_a_genome_is_one_kind_of_data():

@@ -225,4 +225,8 @@ def test_bits_per_base(subject: Subject, genome: Path, tmp_path: Path):
     summary = evaluate(subject, plan(genome, tasks=("perplexity_windows",)), tmp_path)
     (loss,) = summary.losses
     assert loss.bits == pytest.approx(np.log2(loss.perplexity))
-    assert f"| {loss.bits:.3f} |" in evaluation_markdown(summary)
+    assert summary.of_bases
+    tables = evaluation_markdown(summary)
+    assert f"| {loss.bits:.3f} |" in tables
+    assert "bits per base" in tables
+    assert "perplexity |" not in tables

@@ -10,6 +10,7 @@ from attention_priors.evaluation import Accuracy, AtDepth, AtPosition, Loss, Sum
 from attention_priors.intervals import Interval, wilson_interval
 from attention_priors.report import evaluation_markdown, evaluation_tables, write_evaluation_figures
 from attention_priors.report.figures.evaluation import accuracy_by_length, depth_heatmap, perplexity_by_position
+from attention_priors.report.selections.losses import measure_of_tokens
 
 
 def _accuracy(task: str, length: int, found: dict[float, tuple[float, int]], **changes: Any) -> Accuracy:
@@ -136,6 +137,13 @@ def test_perplexity_is_drawn_against_position():
     assert list(lines[0].get_ydata()) == pytest.approx([math.exp(loss) for loss in (5.0, 4.0, 3.5)])
     assert [line.get_label() for line in axes.lines] == ["3 texts of 64 tokens", "1 text of 128 tokens"]
     assert axes.get_xlim()[1] > math.sqrt(28)
+
+
+def test_of_bases_bits_are_drawn():
+    axes = perplexity_by_position([_loss(64)], measure_of_tokens(are_bases=True)).axes[0]
+    (line,) = axes.lines
+    assert line.get_ydata() == pytest.approx([place.nll / math.log(2) for place in _loss(64).by_position])
+    assert (axes.get_ylabel(), axes.get_yscale()) == ("bits per base", "linear")
 
 
 def test_a_perplexity_too_large_for_a_number_is_drawn(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 try:
@@ -16,4 +17,8 @@ __all__ = ["app", "main"]
 
 def main() -> None:
     """Run the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Results are on the disk when they are shown; that a terminal has no minus sign is no error.
+            stream.reconfigure(errors="backslashreplace")
     app()

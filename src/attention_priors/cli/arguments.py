@@ -21,7 +21,8 @@ def name_of_model(model: str) -> Path:
     """What stands for a model in a path: where every model's folder is called ``model``, what it was trained as."""
     folder = Path(model)
     if not folder.exists():
-        return Path(model)
+        # A repository's; a path that leads nowhere must not become one that does.
+        return folder if not folder.is_absolute() and ".." not in folder.parts else Path(folder.name)
     folder = folder.resolve()
     return _name_of_run(folder.parent) if folder.name == "model" else Path(folder.name)
 

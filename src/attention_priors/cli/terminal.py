@@ -112,7 +112,7 @@ def quiet_transformers() -> None:
 @contextmanager
 def errors(*expected: type[Exception]) -> Iterator[None]:
     """End the command with one message, and without a traceback, where the cause is not in this code."""
-    console = Console()
+    console = Console(stderr=True)
     try:
         yield
     except KeyboardInterrupt:

@@ -150,7 +150,7 @@ def read_documents(source: str | Path) -> tuple[str, tuple[Document, ...], tuple
             found = _read_files(path, _walk(path, excluded), skipped)
         elif is_fasta(path):
             genome = FastaFile(path)
-            skipped += [f"{record}: none of its bases is known" for record in genome.summary().unknown]
+            skipped += genome.summary().left_out
             found = (contig for _, contig in genome.contigs())
         else:
             found = [_read_single_file(path)]
@@ -226,7 +226,9 @@ def _read_files(root: Path, paths: Iterable[Path], skipped: list[str]) -> Iterat
         name = os.fsencode(path.relative_to(root).as_posix()).decode(errors="backslashreplace")
         if is_fasta(path):
             # Its headers and line ends are no text.
-            for _, contig in FastaFile(path).contigs():
+            genome = FastaFile(path)
+            skipped += [f"{name}/{line}" for line in genome.summary().left_out]
+            for _, contig in genome.contigs():
                 yield Document(f"{name}/{contig.name}", contig.text)
             continue
         try:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import bz2
 import importlib
+import io
+import lzma
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, BinaryIO, Literal
 
 from attention_priors.data.document import Document
 from attention_priors.files import checksum
@@ -63,6 +67,11 @@ class FastaSummary:
     unknown: tuple[str, ...]
     """Names of records without a known base, which give no contig."""
 
+    @property
+    def left_out(self) -> list[str]:
+        """A line for each of these."""
+        return [f"{record}: none of its bases is known" for record in self.unknown]
+
 
 class FastaFile:
     """A FASTA file's records as contigs in upper case, each a document of its own.
@@ -87,6 +96,7 @@ class FastaFile:
         if not self.path.is_file():
             raise FileNotFoundError(f"FASTA file {str(path)!r} does not exist")
         self._summary: FastaSummary | None = None
+        self._state = self._state_now()
 
     @cached_property
     def sha256(self) -> str:
@@ -138,7 +148,7 @@ class FastaFile:
         names: set[str] = set()
         last = "at its beginning"
         try:
-            with dnaio.open(self.path, fileformat="fasta") as reader:
+            with dnaio.open(self.path, fileformat="fasta", opener=_opened) as reader:
                 for number, record in enumerate(reader, start=1):
                     name = record.name.split(maxsplit=1)[0] if record.name.strip() else ""
                     place = f"{self.path}: record {name!r}" if name else f"{self.path}: record number {number}"
@@ -147,11 +157,77 @@ class FastaFile:
                     if name in names:
                         raise FastaError(f"{place} stands there twice; expected names to be distinct")
                     names.add(name)
-                    yield name, _bases(place, record.sequence)
+                    bases = _bases(place, record.sequence)
+                    self._check_unchanged()
+                    yield name, bases
                     last = f"after record {name!r}"
         except (dnaio.FileFormatError, EOFError, OSError, UnicodeDecodeError, *_damages()) as error:
             # Of a compressed file that is cut off, or damaged, the reader says one of these, whichever the format.
             raise FastaError(f"{self.path} cannot be read further {last}: {error}") from error
+        self._check_unchanged()
+
+    def _state_now(self) -> tuple[int, int, int]:
+        status = self.path.stat()
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
+    def _check_unchanged(self) -> None:
+        """Make sure that what is used is what was read through: a file may be written while it is read again."""
+        if self._state_now() != self._state:
+            raise FastaError(f"{self.path} has changed while it was being read; expected a file that nobody writes to")
+
+
+def _opened(path: str, mode: Literal["rb"]) -> BinaryIO:
+    """A file to be read, decompressed."""
+    from xopen import xopen
+
+    with open(path, "rb") as file:
+        head = file.read(6)
+    for magic, decompressor in _STREAMS.items():
+        if head.startswith(magic):
+            return io.BufferedReader(_Streams(Path(path), decompressor))
+    return xopen(path, mode, threads=0)
+
+
+_STREAMS: dict[bytes, Any] = {b"BZh": bz2.BZ2Decompressor, b"\xfd7zXZ\0": lzma.LZMADecompressor}
+
+
+class _Streams(io.RawIOBase):
+    """The decompressed bytes of all of a file, which may be of several streams.
+
+    Python's readers of bzip2 and xz take what is no stream after a whole one, or a damaged one, for the file's end.
+    """
+
+    def __init__(self, path: Path, decompressor: Any) -> None:
+        self._file = path.open("rb")
+        self._new = decompressor
+        self._stream = decompressor()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            block = b""
+            if self._stream.eof:
+                block = self._stream.unused_data or self._file.read(_BLOCK)
+                if not block:
+                    return 0
+                self._stream = self._new()
+            elif self._stream.needs_input:
+                block = self._file.read(_BLOCK)
+                if not block:
+                    raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+            data = self._stream.decompress(block, len(buffer))
+            if data:
+                buffer[: len(data)] = data
+                return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+_BLOCK = 2**16
 
 
 def _lacks_bgzf_end(path: Path) -> bool:

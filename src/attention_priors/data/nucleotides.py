@@ -75,6 +75,12 @@ def check_nucleotides(text: str) -> None:
             f"expected a file that is read as FASTA, whose name ends with {', '.join(SUFFIXES)} (and .gz or another "
             "compression)"
         )
+    if "\n" in beginning.rstrip():
+        raise ValueError(
+            f"the tokenizer {NUCLEOTIDES!r} reads bases, and the text holds line ends, which would be read as unknown "
+            f"ones: expected a file that is read as FASTA, whose name ends with {', '.join(SUFFIXES)} (and .gz or "
+            "another compression)"
+        )
     known = sum(map(beginning.upper().count, "ACGTUN"))
     if known < len(beginning) / 2:
         raise ValueError(

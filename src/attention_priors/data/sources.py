@@ -96,8 +96,7 @@ class FastaDocuments:
         Raises:
             FastaError: the file is broken.
         """
-        unknown = [f"{record}: none of its bases is known" for record in self._file.summary().unknown]
-        return left_out(str(self._file.path), unknown)
+        return left_out(str(self._file.path), self._file.summary().left_out)
 
     def identity(self) -> dict[str, Any]:
         """The file's hash, and which records are held out."""
@@ -121,7 +120,8 @@ class FastaDocuments:
         known = [name for name in summary.records if name not in summary.unknown]
         found: set[str] = set()
         for pattern in self._settings.held_out or ():
-            matching = {name for name in known if fnmatchcase(name, pattern)}
+            # A name may itself hold what patterns are made of.
+            matching = {name for name in known if name == pattern or fnmatchcase(name, pattern)}
             if not matching:
                 shown = ", ".join(known[:8]) + (", …" if len(known) > 8 else "")
                 raise ValueError(

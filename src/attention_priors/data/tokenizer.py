@@ -120,7 +120,7 @@ def pretrained_tokenizer(spec: str | Path) -> PreTrainedTokenizerBase:
         return nucleotide_tokenizer()
     from transformers import AutoTokenizer
 
-    with folder_or_repository("tokenizer", spec):
+    with folder_or_repository("tokenizer", spec, first="tokenizer_config.json"):
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(spec))
         except ValueError as error:

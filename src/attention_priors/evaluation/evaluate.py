@@ -87,7 +87,8 @@ def evaluate(
     session.check()
     with sole_writer(writable_folder(output)):
         session.run()
-    return replace(summarize(session.gathered), texts=session.texts)
+    of_bases = is_nucleotide_tokenizer(subject.tokenizer)
+    return replace(summarize(session.gathered), texts=session.texts, of_bases=of_bases)
 
 
 def check_plan(subject: Subject, plan: EvaluationPlan, *, chunk: int) -> None:

@@ -142,6 +142,9 @@ class Summary:
     texts: dict[str, str] = field(default_factory=dict)
     """For each task that an evaluation has just read texts for, or found them read, a hash of all that determines them:
     whoever has the same hash has read the same texts. Empty where a file alone was read."""
+    of_bases: bool = False
+    """Whether the tokens are the bases of genomes. What a file of records says does not tell: False where it alone was
+    read."""
 
 
 def summarize(records: Iterable[Record]) -> Summary:

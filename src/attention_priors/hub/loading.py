@@ -28,7 +28,7 @@ from attention_priors.repositories import folder_or_repository
 
 def load_any_config(name: str | Path) -> PreTrainedConfig:
     """The configuration of a model of any kind, ours or another; ``name`` as for :func:`load_model`."""
-    with folder_or_repository("model", name):
+    with folder_or_repository("model", name, first="config.json"):
         found, _ = PreTrainedConfig.get_config_dict(name)
         for ours in (PriorDecoderConfig, PriorEncoderConfig, PriorVisionConfig):
             if found.get("model_type") == ours.model_type:

@@ -1,4 +1,4 @@
-"""Figures of an evaluation: accuracy by length, length by depth, perplexity by position, how a genome goes on."""
+"""Figures of an evaluation: accuracy by length, length by depth, losses by position, how a genome goes on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attention_priors.report.figures.drawing import legend_below, log_token_axis
 from attention_priors.report.figures.files import write_pngs
 from attention_priors.report.figures.style import COLOURS, blank, label, look, png, tidy
 from attention_priors.report.numbers import decimals, percent
-from attention_priors.report.selections.losses import bounded_exp
+from attention_priors.report.selections.losses import PERPLEXITY, LossMeasure, measure_of_tokens
 
 _NAMES = "accuracy_by_length|heatmap_.+|perplexity_by_position|genome_completion"
 """Of files, without the ending."""
@@ -53,7 +53,9 @@ def write_evaluation_figures(summary: Summary, folder: Path) -> list[Path]:
         if one.task == "perplexity" and any(math.isfinite(place.nll) for place in one.by_position)
     ]
     if curves:
-        figures["perplexity_by_position"] = perplexity_by_position(curves)
+        figures["perplexity_by_position"] = perplexity_by_position(
+            curves, measure_of_tokens(are_bases=summary.of_bases)
+        )
     if summary.completions:
         figures["genome_completion"] = genome_completion(summary.completions[-1].pieces[0])
     return write_pngs(((name, png(figure)) for name, figure in figures.items()), folder, _NAMES)
@@ -152,28 +154,30 @@ def depth_heatmap(accuracies: Sequence[Accuracy]) -> Figure:
     return figure
 
 
-def perplexity_by_position(losses: Sequence[Loss]) -> Figure:
-    """Perplexity of the tokens in ranges of positions, each twice as long as the last; a line for each length of text.
+def perplexity_by_position(losses: Sequence[Loss], measure: LossMeasure = PERPLEXITY) -> Figure:
+    """Perplexity, or bits per base, in ranges of positions, each twice as long as the last; a line for each length.
 
     Args:
         losses: of texts of different lengths, at least one.
+        measure: what is made of them.
     """
     figure = blank(4.5)
     axes = figure.add_subplot()
     tidy(axes)
-    axes.set_yscale("log")
     keys: list[Artist] = []
     for index, one in enumerate(losses):
-        x, y = zip(*((place.position, bounded_exp(place.nll)) for place in one.by_position), strict=True)
+        x, y = zip(*((place.position, measure.of(place.nll)) for place in one.by_position), strict=True)
         words = f"{one.documents} text{'s' * (one.documents > 1)} of {one.length} tokens"
         keys += axes.plot(x, y, **look(index)._asdict(), markersize=4.5, linewidth=1.8, label=words)
     positions = [place for one in losses for place, *_ in one.by_position]
     powers = [2.0**k for k in range(math.ceil(math.log2(max(positions))) + 1)]
     powers = [power for power in powers if power <= max(positions) * 1.15]
     log_token_axis(axes, powers, powers[0], max(positions), at_most=9)
-    plain_log_ticks(axes)
+    if measure.logarithmic:
+        axes.set_yscale("log")
+        plain_log_ticks(axes)
     axes.set_xlabel("position in the text, tokens")
-    axes.set_ylabel("perplexity, per token")
+    axes.set_ylabel(measure.axis)
     legend_below(figure, keys, columns=3)
     return figure
 

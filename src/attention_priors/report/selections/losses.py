@@ -91,6 +91,11 @@ BITS_PER_BASE = LossMeasure(
 )
 
 
+def measure_of_tokens(*, are_bases: bool) -> LossMeasure:
+    """Bits per base of the bases of genomes, of other tokens perplexity."""
+    return BITS_PER_BASE if are_bases else PERPLEXITY
+
+
 def loss_measure(results: Results) -> LossMeasure:
-    """Bits per base where the recipe's tokens are bases, else perplexity."""
-    return BITS_PER_BASE if results["recipe"].get("tokenizer") == NUCLEOTIDES else PERPLEXITY
+    """Of the tokens of the recipe."""
+    return measure_of_tokens(are_bases=results["recipe"].get("tokenizer") == NUCLEOTIDES)

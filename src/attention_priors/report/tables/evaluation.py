@@ -49,8 +49,14 @@ def _contents(summary: Summary) -> Iterator[tuple[str, list[str], list[list[str]
         if stops:
             yield "Stopped", ["task", "why no longer texts"], [[task, str(why)] for task, why in stops]
     if summary.losses:
-        header = ["task", "tokens", "documents", "nats per token", "95 %", "perplexity", "bits per token"]
-        yield "Loss, with a t interval over documents", header, [_of_loss(one) for one in summary.losses]
+        # Of bases, as comparisons have them, bits alone.
+        measures = ["bits per base"] if summary.of_bases else ["perplexity", "bits per token"]
+        header = ["task", "tokens", "documents", "nats per token", "95 %", *measures]
+        yield (
+            "Loss, with a t interval over documents",
+            header,
+            [_of_loss(one, of_bases=summary.of_bases) for one in summary.losses],
+        )
         curves = [one for one in summary.losses if one.task == "perplexity"]
         if curves:
             header = ["position", *(f"texts of {one.length}" for one in curves)]
@@ -74,12 +80,13 @@ def _of_accuracy(one: Accuracy) -> list[str]:
     return [one.task, str(one.length), str(one.trials), percent(one.mean), interval, tokens]
 
 
-def _of_loss(one: Loss) -> list[str]:
+def _of_loss(one: Loss, *, of_bases: bool) -> list[str]:
     of_what = [one.task, str(one.length), str(one.documents)]
+    measures = [f"{one.bits:.3f}"] if of_bases else [quantity(one.perplexity), f"{one.bits:.3f}"]
     if math.isnan(one.nll):
-        return [*of_what, "not finite", "–", "–", "–"]
+        return [*of_what, "not finite", "–", *("–" for _ in measures)]
     interval = "–" if one.interval is None else f"{one.interval.low:.3f}–{one.interval.high:.3f}"
-    return [*of_what, f"{one.nll:.3f}", interval, quantity(one.perplexity), f"{one.bits:.3f}"]
+    return [*of_what, f"{one.nll:.3f}", interval, *measures]
 
 
 def _of_completion(one: Completion) -> list[str]:
