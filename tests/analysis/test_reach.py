@@ -51,11 +51,13 @@ def test_reach_is_of_priors_over_a_line_and_whole_lengths() -> None:
 
 
 def test_content_of_any_range_has_a_window() -> None:
-    """``e^1000`` is no float; the window is then as long as there is any mass to spare."""
+    """``e^1000`` is no float, and neither is what it leaves of a slope of 1 beyond 745 tokens."""
     prior = Laplace(2, slopes=[1.0, 1e-3])
-    found = window_for(prior, 2000, 0.01, content_range=1000.0)
-    assert found.tolist() == window_for(prior, 2000, 0.0).tolist()
-    assert window_for(prior, 2000, 0.01, content_range=700.0).tolist() == [704, 1999]
+    found = [window_for(prior, 2000, 0.01, content_range=omega).tolist() for omega in (700.0, 740.0, 800.0, 1000.0)]
+    assert found == [[704, 1999], [744, 1999], [804, 1999], [1004, 1999]]
+    # With nothing to spare, all keys that have any weight must be seen, however faint: but for those that are hidden.
+    assert window_for(prior, 2000, 0.0).tolist() == [1999, 1999]
+    assert window_for(Window(1, 40), 2000, 0.01, content_range=1000.0).tolist() == [39]
 
 
 def test_at_a_million_tokens() -> None:
@@ -135,6 +137,16 @@ def test_the_logit_scale_sharpens_the_prior_that_it_multiplies() -> None:
     content_alone = SSMax(2, init=s, include_prior=False)
     assert effective_reach(prior, length, logit_scale=content_alone).equal(effective_reach(prior, length))
     assert head_roles(prior, length, logit_scale=SSMax(2, init=0.0)) == ["uniform"] * 2
+
+
+def test_every_head_has_its_own_logit_scale() -> None:
+    prior, scale = Laplace(3, slopes=[0.05, 0.05, 0.05]), SSMax(3)
+    with torch.no_grad():
+        scale.s.copy_(torch.tensor([0.1, 1.0, -0.5]))
+    found = effective_reach(prior, 400, logit_scale=scale)
+    for head, s in enumerate(scale.s.tolist()):
+        alone = effective_reach(Laplace(1, slopes=[0.05]), 400, logit_scale=SSMax(1, init=s))
+        assert found[:, head].tolist() == alone[:, 0].tolist()
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ def effective_reach(
     """How far back the last query of a text must look for shares of its prior.
 
     ``r(share) = min { r : Σ_{d ≤ r} π(d) ≥ share }`` with ``π`` the prior alone, normalised over all keys of the text:
-    where attention lies before content has its say.
+    where attention lies before content has its say. A share is reached up to 1e-12, which is what rounding may make of
+    a sum over many keys: so a share of 1 leaves out keys that have no more than that together.
 
     Args:
         prior: whose heads are asked.
@@ -47,7 +48,8 @@ def effective_reach(
     for share in shares:
         if not 0 < share <= 1:
             raise ValueError(f"shares must be above 0 and at most 1, got {share}")
-    outside = _mass_beyond(prior, length, logit_scale)
+    # Summed from the farthest key on: small numbers first, so that what is far and faint is not lost.
+    outside = _beyond(last_prior(prior, length, logit_scale).cumsum(-1), 0.0)
     # The mass beyond distance r falls with r; what may be left out is 1 - share, and what rounding makes of it.
     allowed = torch.tensor([1 - share + ROUNDING for share in shares], dtype=torch.float64, device=outside.device)
     return (outside[None] > allowed[:, None, None]).sum(-1)
@@ -80,9 +82,13 @@ def window_for(
     check_share(tolerance=tolerance)
     if not 0 <= content_range < math.inf:
         raise ValueError(f"content_range must be a finite number of nats, at least 0, got {content_range!r}")
-    faintest = tolerance * math.exp(-content_range)  # e^ω itself overflows
-    spared = faintest / (faintest + 1 - tolerance)
-    return (_mass_beyond(prior, length, logit_scale) > spared).sum(-1)
+    # In logarithms: beyond some 700 nats neither e^ω nor what it leaves of the prior is a number.
+    log_spared = -math.inf
+    if tolerance > 0:
+        faintest = tolerance * math.exp(-content_range)
+        log_spared = math.log(tolerance) - content_range - math.log(faintest + 1 - tolerance)
+    from_farthest = _last_log_prior(prior, length, logit_scale).log_softmax(-1).logcumsumexp(-1)
+    return (_beyond(from_farthest, -math.inf) > log_spared).sum(-1)
 
 
 @torch.no_grad()
@@ -96,6 +102,11 @@ def last_prior(prior: Prior, length: int, logit_scale: SSMax | None = None) -> T
         ValueError: the length is no positive integer, the prior is over a grid or hides every key, or the logit scale
             is of another number of heads.
     """
+    return _last_log_prior(prior, length, logit_scale).softmax(-1)
+
+
+def _last_log_prior(prior: Prior, length: int, logit_scale: SSMax | None) -> Tensor:
+    """``c K`` of the last query, ``(H, length)``, float64, whose softmax is :func:`last_prior`."""
     check_positive_integers(length=length)
     check_over_line(prior)
     scale = prior_scale(prior, logit_scale)
@@ -106,7 +117,7 @@ def last_prior(prior: Prior, length: int, logit_scale: SSMax | None = None) -> T
     log_prior = torch.cat([scaled_log_prior(prior, last, keys, scale, last + 1)[:, 0] for keys in parts], -1)
     if bool(torch.isneginf(log_prior).all(-1).any()):
         raise ValueError(f"prior hides every key of {length} from the last query: it has no reach")
-    return log_prior.softmax(-1)
+    return log_prior
 
 
 def prior_scale(prior: Prior, logit_scale: SSMax | None) -> SSMax | None:
@@ -147,8 +158,11 @@ def scaled_log_prior(
     return bias if visible is None else bias.masked_fill(~visible, -torch.inf)
 
 
-def _mass_beyond(prior: Prior, length: int, logit_scale: SSMax | None) -> Tensor:
-    """The share of the last query's prior beyond each distance ``0 ... length - 1``, ``(H, length)``, in float64."""
-    # Summed from the farthest key on: small numbers first, so that what is far and faint is not lost.
-    from_farthest = last_prior(prior, length, logit_scale).cumsum(-1)
-    return torch.nn.functional.pad(from_farthest[:, :-1].flip(-1), (0, 1))
+def _beyond(from_farthest: Tensor, nothing: float) -> Tensor:
+    """By distance ``0 ... length - 1``, what the keys beyond it have together, ``(H, length)``.
+
+    Args:
+        from_farthest: by key, what it and the farther ones have together, ``(H, length)``.
+        nothing: what no key has.
+    """
+    return torch.nn.functional.pad(from_farthest[:, :-1].flip(-1), (0, 1), value=nothing)
