@@ -71,6 +71,17 @@ def test_the_summands_are_the_attention_of_the_model(name: str) -> None:
         assert float(getattr(found, part).abs().max()) > 1e-3, part
 
 
+def test_heads_that_share_keys_stand_next_to_each_other() -> None:
+    model = made(
+        PriorDecoderConfig(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                           num_attention_heads=4, num_key_value_heads=2, encoding="sinusoidal")
+    )  # fmt: skip
+    found = first_layer_logits(model, TEXT).total
+    weights = model(TEXT[None], output_attentions=True).attentions[0][0]
+    future = torch.ones(10, 10, dtype=torch.bool).triu(1)
+    torch.testing.assert_close(found.masked_fill(future, -torch.inf).softmax(-1), weights, rtol=1e-9, atol=1e-12)
+
+
 def test_each_summand_depends_on_what_it_is_called_after() -> None:
     """Positions that a LayerNorm takes away leave nothing in the three summands that they have a part in."""
     model: Any = MODELS["GPT-2"]()
@@ -132,9 +143,30 @@ def test_rounding_is_not_taken_for_something_else(name: str) -> None:
     assert first_layer_logits(MODELS[name]().float(), TEXT).total.shape == (3, 10, 10)
 
 
+def test_queries_that_are_no_linear_function_are_refused_and_the_mode_is_kept() -> None:
+    model: Any = MODELS["GPT-2"]().train()
+    first_layer_logits(model, TEXT)
+    assert model.training
+    model.transformer.h[0].attn.c_attn.register_forward_hook(lambda module, args, output: output.tanh())
+    with pytest.raises(ValueError, match="no linear function of its embeddings"):
+        first_layer_logits(model, TEXT)
+    assert model.training
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MODELS)
+def test_half_precision_is_not_taken_for_rotary_positions(name: str, dtype: torch.dtype) -> None:
+    assert first_layer_logits(MODELS[name]().to(dtype), TEXT).total.isfinite().all()
+
+
 def test_a_text_is_one_row_of_tokens() -> None:
     with pytest.raises(ValueError, match="text must be the tokens of one text"):
         first_layer_logits(MODELS["GPT-2"](), TEXT[None])
+
+
+def test_a_text_of_one_token_has_no_split() -> None:
+    with pytest.raises(ValueError, match="at least 2"):
+        first_layer_logits(MODELS["GPT-2"](), TEXT[:1])
 
 
 @pytest.mark.parametrize("logit_scale", [None, "ssmax"])
@@ -151,6 +183,25 @@ def test_the_audit_of_the_linear_toy_is_of_the_same_logits(logit_scale: str | No
     by_position = split.content_position + split.position_position
     expected = audit.slope[..., 9] * (places[9] - places[4])
     torch.testing.assert_close(by_position[:, 9, 9] - by_position[:, 9, 4], expected, rtol=1e-5, atol=1e-8)
+
+
+def test_an_audit_of_a_model_is_of_what_its_queries_see() -> None:
+    audit = first_layer_linear_audit(ours("linear"), TEXT)
+    assert (audit.drift[:, 0] == 0).all()  # the first query sees itself alone
+
+
+def test_a_logit_scale_of_0_has_an_audit() -> None:
+    """What it leaves is nothing; the other heads have theirs."""
+    model = ours("linear", logit_scale="ssmax")
+    plain = first_layer_linear_audit(model, TEXT)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.logit_scale.s[1] = 0.0
+    audit = first_layer_linear_audit(model, TEXT)
+    for name in ("query_share", "key_share", "quadratic_share", "slope", "drift"):
+        found, expected = getattr(audit, name), getattr(plain, name)
+        assert (found[1] == 0).all(), name
+        assert torch.equal(found[[0, 2]], expected[[0, 2]]), name
+    assert audit.cases[1] == "i"
 
 
 def test_heads_that_are_blind_to_ones_are_case_i() -> None:

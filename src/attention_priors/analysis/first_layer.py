@@ -18,18 +18,16 @@ class _SeenError(Exception):
 
     def __init__(self, layer: LayerAttention) -> None:
         super().__init__()
-        self.problem = problem = layer.problem
-        # The logit scale belongs to the query, so that the summands are those that the softmax sees.
-        self.query = problem.query
-        if problem.row_scale is not None:
-            self.query = (self.query * problem.row_scale.unsqueeze(-1)).to(self.query.dtype)
-        self.key = problem.key
+        self.problem = layer.problem
+        self.query = layer.problem.query
+        self.key = layer.problem.key
 
 
 class _Split(NamedTuple):
     """The first layer's queries and keys by where they come from, ``(H, L, D)`` each."""
 
     query: Projected
+    """Without the logit scale, which may be 0 and would then leave nothing to tell queries by."""
     key: Projected
     softmax_scale: float
     added: Tensor
@@ -37,9 +35,18 @@ class _Split(NamedTuple):
     scales: list[Tensor]
     """What each normalisation before the attention multiplies each token by, ``(1, L, 1)``."""
     row_scale: Tensor | None
-    """The logit scale, which is in the queries, ``(H, L)``; None for 1."""
+    """The logit scale of each query, ``(H, L)``; None for 1."""
     visible: Tensor
     """Which keys a query sees, ``(H, L, L)``."""
+
+    def scaled_query(self) -> Projected:
+        """The queries times the logit scale, so that their summands are those that the softmax sees."""
+        if self.row_scale is None:
+            return self.query
+        scale = self.row_scale.unsqueeze(-1)
+        assert self.query.bias is not None
+        parts = (self.query.content, self.query.position, self.query.bias)
+        return Projected(*((part * scale).to(part.dtype) for part in parts))
 
 
 @torch.no_grad()
@@ -62,7 +69,7 @@ def first_layer_logits(model: PreTrainedModel, text: Tensor) -> AdditiveLogits:
             queries and keys are no linear function of the sum, as with rotary positions.
     """
     split = _split(model, text)
-    return additive_logits(split.query, split.key, split.softmax_scale)
+    return additive_logits(split.scaled_query(), split.key, split.softmax_scale)
 
 
 @torch.no_grad()
@@ -87,12 +94,9 @@ def first_layer_linear_audit(model: PreTrainedModel, text: Tensor) -> LinearAudi
     key_places = positions * split.scales[0][0, :, 0] if split.scales else positions
     query_places = key_places if split.row_scale is None else (key_places * split.row_scale).to(key_places.dtype)
     # The first token stands at 0, and says nothing of ones.
-    query_one, key_one = (
-        part.position[:, -1] / places[..., -1:]
-        for part, places in ((split.query, query_places), (split.key, key_places))
-    )
+    query_one, key_one = (part.position[:, -1] / key_places[-1] for part in (split.query, split.key))
     return linear_audit(
-        split.query.content,
+        split.scaled_query().content,
         query_one,
         split.key.content,
         key_one,
@@ -137,12 +141,14 @@ def _split(model: PreTrainedModel, text: Tensor) -> _Split:
         )
     finally:
         model.train(was_training)
+    # What is no linear function differs by as much as there is; parts that are rounded differ by a few roundings.
+    tolerance = max(1e-3, 8 * torch.finfo(inputs.dtype).eps)
     split: list[Projected] = []
     for name in ("query", "key"):
         total, of_content, of_position, of_bias = (getattr(seen, name)[0] for seen in (whole, content, position, bias))
         parts = Projected(of_content - of_bias, of_position - of_bias, of_bias)
         again = parts.content + parts.position + of_bias
-        if float((again - total).abs().max()) > 1e-3 * float(total.abs().max()):
+        if float((again - total).abs().max()) > tolerance * float(total.abs().max()):
             raise ValueError(
                 f"the {name} of {kind}'s first layer is no linear function of its embeddings: rotary positions, or a "
                 "normalisation of queries and keys, have no part in this split"
