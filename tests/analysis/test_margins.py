@@ -70,6 +70,17 @@ def test_bounds_of_strong_content_are_numbers() -> None:
     assert float(high[2].sum()) == float(low[2].sum()) == float(high[0, 2]) == float(low[0, 2]) == 0
 
 
+def test_the_upper_bound_is_a_number_in_float32() -> None:
+    logits = AttentionLogits(torch.tensor([[200.0, 0.0]]), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
+    assert collapse_bounds(logits)[1].isfinite().all()
+
+
+def test_a_query_without_keys_has_no_range() -> None:
+    visible = torch.tensor([[False, False], [True, True], [True, False]])
+    found = content_range(AttentionLogits(torch.tensor([[1.0, 4.0]] * 3), torch.zeros(3, 2), visible))
+    assert found.tolist() == [0, 3, 0]
+
+
 @drawn
 @given(logits(), st.integers(0, 8))
 def test_goat_definition_5_2_margin(given: AttentionLogits, key: int) -> None:
@@ -92,6 +103,15 @@ def test_goat_definition_5_2_margin(given: AttentionLogits, key: int) -> None:
             alone = min(float(g[key] - g[k]) for k in others)
             assert float(found.position_alone[tuple(place)]) == pytest.approx(alone, abs=1e-12)
             assert (margin > 0) == bool(row.argmax() == key) or margin == 0
+
+
+def test_a_split_margin_is_undefined_without_a_runner_up_or_a_sink() -> None:
+    visible = torch.tensor([[True, True, False], [True, False, False], [False, True, True], [False, False, False]])
+    found = sink_margin(AttentionLogits(torch.randn(4, 3), torch.randn(4, 3), visible), 0)
+    for part in (found.content, found.position):
+        assert part.isnan().tolist() == [False, True, True, True]
+    for margin in (found.total, found.position_alone):
+        assert margin[1:].tolist() == [math.inf, -math.inf, -math.inf]
 
 
 @drawn

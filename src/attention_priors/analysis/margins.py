@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -87,8 +86,10 @@ def collapse_bounds(logits: AttentionLogits) -> tuple[Tensor, Tensor]:
     log_prior = logits.position.masked_fill(~logits.visible & ~blind, -torch.inf).log_softmax(-1)
     spread = content_range(logits).unsqueeze(-1)
     # Of the sum: 0 times an exponential that overflows would be nan.
-    # An upper one beyond all numbers is the largest of them: an infinite one would have no gradient.
-    largest = math.log(torch.finfo(log_prior.dtype).max)
+    # An upper one beyond all numbers is nearly the largest of them: an infinite one would have no gradient. Nearly, as
+    # the logarithm of the largest may be rounded up, and its exponential is then infinite.
+    largest = torch.tensor(torch.finfo(log_prior.dtype).max, dtype=log_prior.dtype).log()
+    largest = float(largest.nextafter(torch.zeros_like(largest)))
     low, high = (
         (log_prior + sign * spread).clamp(max=largest).exp().masked_fill(~logits.visible, 0.0) for sign in (-1, 1)
     )
