@@ -59,6 +59,14 @@ def test_spreads_see_what_a_softmax_sees() -> None:
         assert bool((gradient != 0).any())
 
 
+def test_spreads_need_two_keys_in_every_head() -> None:
+    split = additive_logits(Projected(torch.randn(2, 5, 4), torch.zeros(2, 5, 4)),
+                            Projected(torch.randn(2, 5, 4), torch.zeros(2, 5, 4)))  # fmt: skip
+    visible = torch.stack([torch.ones(5, 5).tril().bool(), torch.eye(5).bool()])
+    with pytest.raises(ValueError, match="no query sees two keys"):
+        split.spreads(visible)
+
+
 @pytest.mark.parametrize(
     ("of_query", "of_key", "case"),
     [(0.0, 0.0, "i"), (0.0, 1.0, "ii"), (1.0, 0.0, "iii"), (1.0, 1.0, "iv"), (1e-5, 1e-5, "i")],
@@ -143,6 +151,57 @@ def test_places_may_be_others_than_whole_numbers() -> None:
     torch.testing.assert_close(found.slope, query @ key_one / 2)
     apart = [float(key_places[: i + 1].max() - key_places[: i + 1].min()) for i in range(12)]
     torch.testing.assert_close(found.drift, found.slope * torch.tensor(apart, dtype=torch.float64))
+
+
+def test_a_skew_has_no_sign() -> None:
+    query_content, ones = torch.ones(12, 1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    key_content = torch.tensor([-2.0, 2.0], dtype=torch.float64).repeat(6).unsqueeze(-1)
+    up, down = (linear_audit(query_content, 0 * ones, key_content, s * ones, CAUSAL) for s in (1.0, -1.0))
+    assert up.skewed.any()
+    assert torch.equal(up.skewed, down.skewed)
+    assert torch.equal(up.drift, -down.drift)
+
+
+@pytest.mark.parametrize(("share", "case"), [(0.049, "i"), (0.051, "iii"), (0.09, "iii")])
+def test_the_threshold_is_a_twentieth(share: float, case: str) -> None:
+    # One feature, where all content is 1 and K 1 is 0: Q 1 has that share of it.
+    places = torch.arange(12, dtype=torch.float64)
+    content = torch.ones(12, 1, dtype=torch.float64)
+    spread = (places.square().unsqueeze(-1).expand(12, 12)[CAUSAL].mean()).sqrt()
+    one = torch.ones(1, dtype=torch.float64)
+    found = linear_audit(content, share / spread * one, content, 0 * one, CAUSAL, softmax_scale=1.0)
+    assert float(found.query_share) == pytest.approx(share)
+    assert found.cases == [case]
+
+
+def test_the_softmax_scale_is_in_all_that_is_in_nats() -> None:
+    e, q, k = numbers(0, (12, 4), (4,), (4,))
+    plain, half = (linear_audit(e, q, e, k, CAUSAL, softmax_scale=s) for s in (1.0, 0.5))
+    torch.testing.assert_close(half.logits.total, plain.logits.total / 2)
+    torch.testing.assert_close(half.slope, plain.slope / 2)
+    torch.testing.assert_close(half.drift, plain.drift / 2)
+    assert torch.equal(half.skewed, plain.skewed)
+
+
+def test_queries_that_see_nothing_are_not_skewed() -> None:
+    e, q, k = numbers(0, (12, 4), (4,), (4,))
+    visible = CAUSAL.clone()
+    visible[3] = False
+    found = linear_audit(e, q, e, k, visible)
+    assert float(found.drift[3]) == 0
+    assert not found.skewed[3]
+    assert not found.drowned[3]
+
+
+def test_half_precision_is_audited_in_float32() -> None:
+    """Sums over all pairs of 3000 tokens, and places beyond 2048, are no numbers of float16."""
+    e, q, k = (x.half() for x in numbers(0, (3000, 8), (8,), (8,)))
+    visible = torch.ones(3000, 3000, dtype=torch.bool).tril()
+    found, exact = (linear_audit(e.to(d), q.to(d), e.to(d), k.to(d), visible) for d in (torch.float16, torch.float64))
+    assert found.cases == exact.cases == ["iv"]
+    assert found.slope.dtype == found.logits.total.dtype == torch.float32
+    for name in ("query_share", "key_share", "quadratic_share", "drift"):
+        torch.testing.assert_close(getattr(found, name).double(), getattr(exact, name), rtol=1e-4, atol=1e-1)
 
 
 def test_mistakes_are_named() -> None:

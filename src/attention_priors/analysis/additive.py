@@ -179,6 +179,9 @@ def linear_audit(
         softmax_scale: ``1/sqrt(D)`` by default.
         threshold: share of the content's root mean square up to which a summand counts as 0.
 
+    Returns:
+        Numbers in float32, or float64 if some of what is given are.
+
     Raises:
         ValueError: the threshold is negative, or nothing is visible.
     """
@@ -186,9 +189,16 @@ def linear_audit(
         raise ValueError(f"threshold must be a finite number, at least 0, got {threshold!r}")
     if not bool(visible.any()):
         raise ValueError("visible: no query sees a key")
+    # Half precision has no digits for squares that are summed over all pairs, nor for places beyond some hundreds.
+    dtype = torch.float32
+    for given in (query_content, query_one, key_content, key_one):
+        dtype = torch.promote_types(dtype, given.dtype)
+    query_content, query_one, key_content, key_one = (
+        given.to(dtype) for given in (query_content, query_one, key_content, key_one)
+    )
     scale = query_content.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    places = torch.arange(query_content.shape[-2], dtype=query_content.dtype, device=query_content.device)
-    query_places, key_places = (places if given is None else given for given in (query_places, key_places))
+    places = torch.arange(query_content.shape[-2], dtype=dtype, device=query_content.device)
+    query_places, key_places = (places if given is None else given.to(dtype) for given in (query_places, key_places))
     query, key = (
         Projected(content, at.unsqueeze(-1) * one.unsqueeze(-2))
         for content, at, one in ((query_content, query_places, query_one), (key_content, key_places, key_one))
