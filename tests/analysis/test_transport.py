@@ -68,6 +68,24 @@ def test_a_plan_that_uses_a_hidden_key_costs_infinitely_much() -> None:
     assert transport_objective(torch.tensor([1.0, 0.0], dtype=torch.float64), score, log_prior) == 0
 
 
+def test_a_plan_that_leaves_keys_out_has_a_gradient() -> None:
+    plan = torch.tensor([0.25, 0.75, 0.0], dtype=torch.float64, requires_grad=True)
+    log_prior = torch.tensor([0.0, 0.0, -torch.inf], dtype=torch.float64)
+    cost = transport_objective(plan, torch.zeros(3, dtype=torch.float64), log_prior)
+    (gradient,) = torch.autograd.grad(cost, plan)
+    assert gradient.isfinite().all()
+
+
+def test_a_query_without_keys_has_no_cost() -> None:
+    """Not that of a plan of zeros, which would be 0, and better than many a plan; the other queries have theirs."""
+    score = torch.zeros(2, 2, dtype=torch.float64)
+    log_prior = torch.tensor([[-torch.inf, -torch.inf], [0.0, 0.0]], dtype=torch.float64)
+    for of_blind in (0.0, 0.5, torch.nan):
+        plan = torch.tensor([[of_blind] * 2, [0.5] * 2], dtype=torch.float64)
+        cost = transport_objective(plan, score, log_prior)
+        assert cost.isnan().tolist() == transport_minimum(score, log_prior).isnan().tolist() == [True, False]
+
+
 def test_gradients() -> None:
     score, log_prior = (torch.randn(2, 4, dtype=torch.float64, requires_grad=True) for _ in "sK")
 

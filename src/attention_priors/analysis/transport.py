@@ -16,19 +16,21 @@ def transport_objective(plan: Tensor, score: Tensor, log_prior: Tensor, temperat
         plan: ``p``, distributions over the last dimension, ``(..., Lk)``; 0 wherever the prior is.
         score: ``s``, ``(..., Lk)``, finite.
         log_prior: ``K``, in nats, ``(..., Lk)``, normalised or not; ``-inf`` where a key is hidden. A query that sees
-            none has no plan, and gets nan.
+            none has no plan, and gets nan, whatever is given as one.
         temperature: ``τ``, positive.
 
     Raises:
         ValueError: the temperature is not positive.
     """
     _check_temperature(temperature)
+    blind = torch.isneginf(log_prior).all(-1)
     used = plan > 0
     log_plan = plan.masked_fill(~used, 1.0).log()
     # A plan that uses a hidden key costs infinitely much.
     log_prior = log_prior.log_softmax(-1)
     excess = torch.where(used, log_plan - log_prior, 0.0)
-    return (plan * (temperature * excess - score)).sum(-1)
+    # A plan of zeros would else cost nothing.
+    return (plan * (temperature * excess - score)).sum(-1).masked_fill(blind, torch.nan)
 
 
 def transport_plan(score: Tensor, log_prior: Tensor, temperature: float = 1.0) -> Tensor:
