@@ -21,26 +21,20 @@ from transformers import (
 
 from attention_priors.analysis import (
     AttentionLogits,
+    content_range,
     decompose,
     effective_reach,
     head_accounts,
-    head_roles,
     observed_attention,
+    sink_margin,
     sink_mass_rows,
 )
 from attention_priors.analysis.logits import problem_logits
+from attention_priors.attention import SSMax
+from attention_priors.attention.problem import Problem, make_problem
 from attention_priors.hub import attach
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
-from attention_priors.priors import (
-    Axial,
-    GeneralizedGaussian,
-    KeySink,
-    Laplace,
-    Prior,
-    RelativeBuckets,
-    Uniform,
-    Window,
-)
+from attention_priors.priors import KeySink, Prior, RelativeBuckets
 
 TEXT = torch.tensor([3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7, 9, 3, 2, 3, 8])
 SMALL: dict[str, Any] = {"vocab_size": 50, "hidden_size": 24, "num_attention_heads": 4}
@@ -182,6 +176,66 @@ def test_a_text_of_one_token_has_no_account() -> None:
         head_accounts(layer.problem)
 
 
+def problem(query: Tensor, key: Tensor, prior: Prior | None, **options: Any) -> Problem:
+    """Of causal attention, without any option that is not given."""
+    names = "logit_scale softmax_scale query_positions key_positions document_ids key_padding_mask attn_mask"
+    nothing: dict[str, Any] = dict.fromkeys(names.split())
+    nothing |= {"causal": True, "relative": None, "dropout_p": 0.0}
+    return make_problem(query, key, key, prior, **nothing | options)
+
+
+def test_every_number_of_an_account_is_what_it_is_called() -> None:
+    torch.manual_seed(0)
+    query, key = 2 * torch.randn(2, 2, 40, 8, dtype=torch.float64), torch.randn(2, 2, 40, 8, dtype=torch.float64)
+    sink = KeySink(2, train_length=40)
+    with torch.no_grad():
+        sink.bump.fill_(2.0)
+    places = 3 * torch.arange(40)
+    padding = torch.zeros(2, 40, dtype=torch.bool)
+    padding[1, :20] = True  # of the second text, which is not accounted for
+    scale = SSMax(2, init=0.4)
+    asked = problem(query, key, sink, logit_scale=scale, query_positions=places, key_positions=places,
+                       key_padding_mask=padding)  # fmt: skip
+    logits = problem_logits(asked)
+    parts, margin = decompose(logits), sink_margin(logits, 0)
+    rows = head_accounts(asked)
+    away = (places[:, None] - places).abs()
+    for head, row in enumerate(rows):
+
+        def mean(values: Tensor, head: int = head) -> Any:
+            return pytest.approx(float(values[0, head, 1:].detach().double().mean()), rel=1e-9)
+
+        leads = margin.total[0, head, 1:] > 0
+        assert 0 < int(leads.sum()) < 39
+        p = parts.posterior
+        assert row["position_share"] == mean(parts.position_share)
+        assert row["agreement"] == mean(parts.agreement)
+        assert row["divergence_from_position"] == mean(parts.divergence_from_position)
+        assert row["divergence_from_content"] == mean(parts.divergence_from_content)
+        assert row["content_range"] == mean(content_range(logits))
+        assert row["inverse_temperature"] == mean(logits.inverse_temperature)
+        assert row["entropy"] == mean(-torch.special.xlogy(p, p).sum(-1))
+        assert row["distance"] == mean((p * away).sum(-1))
+        assert row["first"] == mean(p[..., 0])
+        assert row["sink"] == pytest.approx(float(leads.double().mean()))
+        for name, values in (("sink_content", margin.content), ("sink_position", margin.position)):
+            middle = sorted(values[0, head, 1:][leads].tolist())[(int(leads.sum()) - 1) // 2]
+            assert row[name] == pytest.approx(middle, rel=1e-9)
+
+
+def test_a_head_that_sees_one_key_alone_has_no_account() -> None:
+    only_itself = torch.stack([torch.zeros(4, 4), torch.zeros(4, 4).masked_fill(~torch.eye(4).bool(), -torch.inf)])
+    query = torch.randn(1, 2, 4, 4)
+    with pytest.raises(ValueError, match="no query of the text sees two keys"):
+        head_accounts(problem(query, query, None, attn_mask=only_itself[None]))
+
+
+def test_a_tie_is_no_lead() -> None:
+    (row, _) = head_accounts(problem(torch.zeros(1, 2, 4, 4), torch.zeros(1, 2, 4, 4), None))
+    assert row["sink"] == 0
+    assert row["sink_content"] is None
+
+
 def test_sinks_of_other_peoples_models() -> None:
     model = MODELS["GPT-2"]()
     rows = sink_mass_rows(model, [TEXT], factors=[0.0, 1.0])
@@ -208,70 +262,6 @@ def test_sinks_of_a_model_that_computes_attention_in_some_of_its_layers() -> Non
     ]
     uniform = sum(1 / (query + 1) for query in range(1, len(TEXT))) / (len(TEXT) - 1)
     assert all(row["mass"] == pytest.approx(uniform, rel=1e-5) for row in rows if row["factor"] == 0)
-
-
-# ---- roles
-
-
-def ggd(beta: float, theta_alpha: float = 0.0) -> Prior:
-    prior = GeneralizedGaussian(1)
-    with torch.no_grad():
-        prior.theta_beta.fill_(beta)
-        prior.theta_alpha.fill_(theta_alpha)
-    return prior
-
-
-def around(distance: float) -> Prior:
-    """Least near the query but for what is farther still: a bell, 500 tokens wide."""
-    return GeneralizedGaussian(1, init={"beta": 2.0, "theta_alpha": -2 * math.log(500.0), "mu": -distance})
-
-
-def bump(height: float) -> Prior:
-    sink = KeySink(1, 128)
-    with torch.no_grad():
-        sink.bump.fill_(height)
-    return sink
-
-
-@pytest.mark.parametrize(
-    ("prior", "role"),
-    [
-        (Uniform(1), "uniform"),
-        (ggd(0.0), "uniform"),
-        (ggd(0.01, -3.0), "uniform"),
-        (ggd(-0.3), "retrieval"),
-        (ggd(-3.0), "retrieval"),
-        (ggd(1.0), "local"),
-        (ggd(0.5), "local"),
-        (ggd(0.15), "long-tailed"),
-        (Laplace(1, slopes=[1.0]), "local"),
-        (Laplace(1, slopes=[2.0**-12]), "long-tailed"),
-        (bump(9.0), "sink"),
-        (Window(1, 8), "local"),
-        (Uniform(1) + Window(1, 2000), "long-tailed"),
-        (around(1000.0), "in between"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.name,
-)
-def test_roles(prior: Prior, role: str) -> None:
-    assert head_roles(prior, 4096) == [role]
-
-
-def test_what_is_local_in_a_long_text_is_not_in_a_short_one() -> None:
-    prior = Laplace(1, slopes=[1 / 100])
-    assert [head_roles(prior, length)[0] for length in (8, 128, 4096)] == ["uniform", "long-tailed", "local"]
-
-
-def test_a_role_needs_two_keys() -> None:
-    with pytest.raises(ValueError, match="length must be at least 2 tokens"):
-        head_roles(Uniform(1), 1)
-
-
-def test_roles_are_of_priors_over_a_line() -> None:
-    with pytest.raises(ValueError, match="prior must be one over a line, got 'axial'"):
-        head_roles(Axial(1, "laplace"), 64)
-    with pytest.raises(ValueError, match=r"length must be a positive integer, got 100\.0"):
-        head_roles(Uniform(1), 100.0)  # pyright: ignore[reportArgumentType]
 
 
 def test_decoders_of_ours_are_seen_with_their_scales() -> None:

@@ -36,9 +36,10 @@ class HeadAccount(TypedDict):
     distance: float
     """Mean distance that is looked at, in tokens, whichever way."""
     first: float
-    """Weight of the first key."""
+    """Weight of the first key: the one at index 0, though it be padding or of another document."""
     sink: float
-    """Share of the queries for which the first key leads all others, 0 to 1."""
+    """Share of the queries for which that key leads all others, 0 to 1; those that do not see it count as led by
+    others."""
     sink_content: float | None
     """Content's part of that lead, in nats, median over those queries; None if there are none."""
     sink_position: float | None
@@ -48,6 +49,10 @@ class HeadAccount(TypedDict):
 @torch.no_grad()
 def head_accounts(problem: Problem) -> list[HeadAccount]:
     """Account for the attention of every head, over all queries of the first text of a batch.
+
+    The first key is the one at index 0 of the row of keys. Where that is padding, or where a row holds several
+    documents, queries that do not see it give it no weight and lower its shares: text that is to be accounted for by
+    its own first key must stand in a row of its own, from the start.
 
     Memory: a block of queries at a time.
 
