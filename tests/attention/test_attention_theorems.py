@@ -264,11 +264,13 @@ def test_goat_proposition_f6_key_only_slope_is_recency(seed: int, slope: float, 
         by_lanes = attend(query, key, value, prior, backend="lanes", return_lse=return_lse)  # pyright: ignore[reportArgumentType, reportCallIssue]
         by_table = attend(query, key, value, prior, backend="toeplitz", return_lse=return_lse)  # pyright: ignore[reportArgumentType, reportCallIssue]
         torch.testing.assert_close(by_lanes, by_table, rtol=1e-10, atol=1e-10)
-    only_keys = torch.stack([slope * torch.arange(20.0), 2 * slope * torch.arange(20.0)]).double().unsqueeze(-2)
+    # Of the slopes as the prior has them, which float32 has rounded.
+    slopes = prior.log_slope.detach().double().exp()
+    only_keys = (slopes.unsqueeze(-1) * torch.arange(20.0, dtype=torch.float64)).unsqueeze(-2)
     hidden = torch.ones(num_queries, 20, dtype=torch.bool).triu(21 - num_queries)
     mask = only_keys.masked_fill(hidden, float("-inf")).unsqueeze(0)
     expected = attend(query, key, value, causal=False, attn_mask=mask)
-    torch.testing.assert_close(attend(query, key, value, prior, backend="lanes"), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(attend(query, key, value, prior, backend="lanes"), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_goat_proposition_f6_lanes_without_the_mask_are_another_prior() -> None:
