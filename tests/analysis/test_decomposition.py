@@ -1,15 +1,19 @@
 """The Bayesian account of attention, against its closed forms on drawn logits in float64, and against attend()."""
 
 import math
+from decimal import Context, Decimal, localcontext
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, Spectral, SSMax, Window, attend
 from attention_priors.analysis import AttentionLogits, attention_logits, decompose, decompose_attention
+from attention_priors.attention.attend import attend_with_weights
+from attention_priors.encodings import ShawVectors
 
 drawn = settings(max_examples=60)
 
@@ -98,6 +102,48 @@ def test_divergences_of_weak_logits_are_half_their_variances() -> None:
     found = decompose(AttentionLogits(f, g, torch.ones(5, 40, dtype=torch.bool)))
     for value, of in ((found.divergence_from_position, f), (found.divergence_from_content, g)):
         torch.testing.assert_close(value, of.var(-1, correction=0) / 2, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("size", [3e-3, 9.9e-3, 1.01e-2, 3e-2, 1.0])
+def test_divergences_have_all_their_digits_on_both_sides_of_the_series(size: float) -> None:
+    f, g = [0.0, size, -size / 3], [0.4 * size, 0.0, size]
+    of_content, of_position = (torch.tensor([row], dtype=torch.float64) for row in (f, g))
+    found = decompose(AttentionLogits(of_content, of_position, torch.ones(1, 3, dtype=torch.bool)))
+
+    def softmax(x: list[Decimal]) -> list[Decimal]:
+        e = [v.exp() for v in x]
+        return [v / sum(e) for v in e]
+
+    with localcontext(Context(prec=50)):
+        content, position = ([Decimal(v) for v in row] for row in (f, g))
+        p = softmax([a + b for a, b in zip(content, position, strict=True)])
+        marginals = softmax(position), softmax(content)
+        exact = [float(sum(a * (a / b).ln() for a, b in zip(p, q, strict=True))) for q in marginals]
+    parts = (found.divergence_from_position, found.divergence_from_content)
+    assert [float(part) for part in parts] == pytest.approx(exact, rel=1e-12, abs=0)
+
+
+def test_the_share_of_weak_logits_is_that_of_their_variances() -> None:
+    torch.manual_seed(0)
+    f, g = (size * torch.randn(5, 40, dtype=torch.float64) for size in (1e-7, 3e-7))
+    share = decompose(AttentionLogits(f, g, torch.ones(5, 40).bool())).position_share
+    variances = f.var(-1, correction=0), g.var(-1, correction=0)
+    torch.testing.assert_close(share, variances[1] / (variances[0] + variances[1]), rtol=1e-5, atol=0.0)
+
+
+def test_what_all_keys_have_in_common_changes_nothing_however_much() -> None:
+    torch.manual_seed(0)
+    f, g = (torch.randn(4, 9, dtype=torch.float64) for _ in "fg")
+    visible = torch.rand(4, 9) < 0.5
+    plain = decompose(AttentionLogits(f, g, visible))
+    far = decompose(AttentionLogits(f - 2.0**20, g - 2.0**18, visible))
+    for name in ("content", "position", "posterior", "log_overlap", "agreement", "position_share"):
+        torch.testing.assert_close(getattr(far, name), getattr(plain, name), rtol=1e-8, atol=1e-8)
+
+
+def test_all_parts_have_the_dtype_of_the_logits() -> None:
+    found = decompose(AttentionLogits(torch.randn(2, 3), torch.randn(2, 3), torch.ones(2, 3).bool()))
+    assert {value.dtype for value in vars(found).values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -202,6 +248,40 @@ def test_it_is_the_attention_that_is_computed(name: str, scale: SSMax | None) ->
     # The logit scale is an inverse temperature: it depends on nothing but how many keys are seen.
     alone = decompose_attention(0 * query, key, PRIORS[name], **options)
     close(found.position, alone.posterior)
+
+
+def option_sets() -> dict[str, dict[str, Any]]:
+    torch.manual_seed(0)
+    return {
+        "softmax_scale": {"softmax_scale": 0.9},
+        "positions": {"query_positions": torch.tensor([30, 2, 7, 50, 9]), "key_positions": 3 * torch.arange(7)},
+        "query_positions": {"query_positions": torch.tensor([5, 2, 4, 6, 6])},
+        "documents": {"document_ids": torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 1, 1, 1]])},
+        "padding": {"key_padding_mask": torch.tensor([[1, 1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0]]).bool()},
+        "blind": {"key_padding_mask": torch.ones(2, 7).bool()},
+        "mask": {"attn_mask": torch.randn(5, 7, dtype=torch.float64).masked_fill(torch.rand(5, 7) < 0.3, -torch.inf)},
+        "both ways": {"causal": False},
+        "shaw": {"relative": ShawVectors(8, 3)},
+    }
+
+
+@pytest.mark.parametrize("negative", [False, True])
+@pytest.mark.parametrize("name", option_sets())
+def test_every_option_is_that_of_attend(name: str, negative: bool) -> None:
+    scale, options = SSMax(4), option_sets()[name]
+    query, key = torch.randn(2, 4, 5, 8, dtype=torch.float64), torch.randn(2, 2, 7, 8, dtype=torch.float64)
+    with torch.no_grad():
+        scale.s.copy_(torch.tensor([0.5, -0.5, 0.0, 2.0]) if negative else torch.ones(4))
+        for parameter in options.get("relative", nn.Module()).parameters():
+            parameter.normal_()
+    prior = GeneralizedGaussian(4, init="spread")
+    weights = attend_with_weights(query, key, key, prior, logit_scale=scale, **options)[1]
+    logits = attention_logits(query, key, prior, logit_scale=scale, **options)
+    torch.testing.assert_close(decompose(logits).posterior, weights, rtol=1e-10, atol=1e-10)
+    if name == "shaw":
+        del options["relative"]
+        plain = decompose(attention_logits(query, key, prior, logit_scale=scale, **options))
+        assert not torch.allclose(plain.posterior, weights)
 
 
 def test_a_float_mask_counts_as_position() -> None:

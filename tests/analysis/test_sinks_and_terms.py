@@ -19,6 +19,7 @@ from attention_priors.analysis import (
 )
 from attention_priors.analysis.logits import problem_logits
 from attention_priors.attention.attend import attend_with_weights
+from attention_priors.encodings import ShawVectors
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
 from attention_priors.priors import ClippedOffsets, KeySink, Laplace, Prior, Spectral, Uniform, Window
 
@@ -151,6 +152,24 @@ def test_ssmax_is_kept(content):
 def test_impossible_arguments_are_refused(content, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         sink_mass(*content, **options)
+
+
+def test_the_mass_of_a_sink_has_shaws_vectors_in_it(content):
+    query, key = content
+    torch.manual_seed(0)
+    relative = ShawVectors(8, 3)
+    with torch.no_grad():
+        for parameter in relative.parameters():
+            parameter.normal_()
+    found = sink_mass(query, key, factors=[0.0, 1.0], relative=relative)
+    torch.testing.assert_close(found[1], attend_with_weights(query, key, key, relative=relative)[1][..., 0])
+    torch.testing.assert_close(found[0, 0, 0], 1 / torch.arange(1, LENGTH + 1, dtype=torch.float64))
+
+
+def test_keys_must_be_of_a_batch(content):
+    query, key = content
+    with pytest.raises(ValueError, match="key must have shape"):
+        sink_mass(query, key[0], factors=[1.0])
 
 
 # ---- of models
@@ -308,6 +327,31 @@ def test_masses_are_of_the_prior_as_attention_applies_it(include_prior):
     expected = (0.8 * torch.arange(1, LENGTH + 1).double().log()).tolist()
     for row in terms:
         assert row["scale"] == (pytest.approx(expected) if include_prior else None)
+
+
+def test_masses_of_texts_longer_than_a_block(monkeypatch: pytest.MonkeyPatch):
+    from attention_priors.analysis import terms
+
+    whole = prior_mass_rows([nn.ModuleList([Laplace(2)])], length=12)
+    monkeypatch.setattr(terms, "_QUERIES_AT_A_TIME", 4)
+    for found, expected in zip(prior_mass_rows([nn.ModuleList([Laplace(2)])], length=12), whole, strict=True):
+        for name in ("first", "previous", "itself"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-12)
+
+
+def test_summands_have_the_logit_scale_of_their_head():
+    scale = SSMax(3)
+    with torch.no_grad():
+        scale.s.copy_(torch.tensor([0.1, 1.0, -0.5]))
+    for row in prior_term_rows([nn.ModuleList([Laplace(3) + Uniform(3), scale])], length=6):
+        expected = scale.s[row["head"]].item() * torch.arange(1, 7, dtype=torch.float64).log()
+        assert row["scale"] == pytest.approx(expected.tolist(), rel=1e-6)
+
+
+def test_logit_scales_that_are_given_are_those_that_are_used():
+    prior, scale = Laplace(2) + Uniform(2), SSMax(2, init=0.5)
+    rows = prior_term_rows([prior], length=4, logit_scales=[scale])
+    assert rows[0]["scale"] == pytest.approx([0.5 * math.log(n) for n in range(1, 5)], rel=1e-6)
 
 
 def test_a_shared_prior_is_another_one_in_each_layer_that_scales_it():
