@@ -204,6 +204,17 @@ def test_a_logit_scale_of_0_has_an_audit() -> None:
     assert audit.cases[1] == "i"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_audit_of_half_precision_is_that_of_the_model_but_for_rounding(dtype: torch.dtype) -> None:
+    model = ours("linear", logit_scale="ssmax").to(dtype)
+    audit, exact = first_layer_linear_audit(model, TEXT), first_layer_linear_audit(model.double(), TEXT)
+    assert audit.cases == exact.cases
+    for name in ("query_share", "key_share", "quadratic_share", "slope"):
+        found, expected = getattr(audit, name), getattr(exact, name)
+        assert found.dtype == torch.float32
+        assert float((found - expected).abs().max()) < 16 * torch.finfo(dtype).eps * float(expected.abs().max()), name
+
+
 def test_heads_that_are_blind_to_ones_are_case_i() -> None:
     model = ours("linear")
     attention = model.model.layers[0].self_attn

@@ -230,6 +230,20 @@ def test_a_head_that_sees_one_key_alone_has_no_account() -> None:
         head_accounts(problem(query, query, None, attn_mask=only_itself[None]))
 
 
+def test_the_first_key_is_that_at_index_0_though_it_be_padding() -> None:
+    torch.manual_seed(0)
+    query = torch.randn(1, 2, 6, 4)
+    padding = torch.zeros(1, 6, dtype=torch.bool)
+    padding[0, 0] = True
+    for row in head_accounts(problem(query, query, None, key_padding_mask=padding)):
+        assert row["first"] == row["sink"] == 0
+        assert row["sink_content"] is row["sink_position"] is None
+    # Of two documents, the second gives the first one's first key nothing.
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    for row in head_accounts(problem(0 * query, query, None, document_ids=documents)):
+        assert row["first"] == pytest.approx((1 / 2 + 1 / 3 + 0 + 0) / 4)
+
+
 def test_a_tie_is_no_lead() -> None:
     (row, _) = head_accounts(problem(torch.zeros(1, 2, 4, 4), torch.zeros(1, 2, 4, 4), None))
     assert row["sink"] == 0
