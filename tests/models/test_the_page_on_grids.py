@@ -7,12 +7,13 @@ from written_pages import python_of, run_page
 
 
 def test_blocks_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(python_of("docs/grids.md")) == 3
+    assert len(python_of("docs/grids.md")) == 4
     torch.manual_seed(0)
     with torch.no_grad():
         names = run_page("docs/grids.md")
     assert capsys.readouterr().out == "torch.Size([6, 3073])\n"
     assert names["out"].shape == (2, 20, 512)
+    assert 5 < names["loss"] < 7  # ln 401 is 6
     # What is said of cross-attention without positions.
     layer, letters, frames = names["layer"], names["letters"], names["frames"]
     last = names["places"] | {"query_positions": torch.arange(140, 160)}
