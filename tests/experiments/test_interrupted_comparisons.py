@@ -67,7 +67,7 @@ def test_ctrl_c_in_training_ends_all_processes_and_loses_nothing(finished, tiny,
     finally:
         process.kill()
     assert process.returncode == 130, err
-    assert "the same command goes on from here" in " ".join(out.split())
+    assert "the same command goes on from here" in " ".join(err.split())
     assert "Traceback" not in out + err
     assert not any(worker.is_running() for worker in workers)
     assert not (run / "model").exists()
