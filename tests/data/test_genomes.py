@@ -214,6 +214,13 @@ def test_streams_one_after_the_other_are_one_and_each_must_be_whole(ending: str,
         contigs(path)
 
 
+def test_streams_of_xz_may_have_zeros_between_them(tmp_path: Path):
+    streams = [lzma.compress(record.encode()) for record in MANY_STREAMS]
+    path = tmp_path / "x.fa.xz"
+    path.write_bytes((b"\0" * 8).join(streams) + b"\0" * 200_000)
+    assert [*contigs(path)] == [f"r{number}:1-200" for number in range(4)]
+
+
 def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path):
     content = "".join(f">r{number}\n{drawn(50_000, number)}\n" for number in range(6))
     path = fasta(tmp_path / "x.fa", content)

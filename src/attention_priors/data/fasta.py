@@ -209,9 +209,12 @@ class _Streams(io.RawIOBase):
         while True:
             block = b""
             if self._stream.eof:
-                block = self._stream.unused_data or self._file.read(_BLOCK)
-                if not block:
-                    return 0
+                block = self._unpadded(self._stream.unused_data)
+                while not block:
+                    more = self._file.read(_BLOCK)
+                    if not more:
+                        return 0
+                    block = self._unpadded(more)
                 self._stream = self._new()
             elif self._stream.needs_input:
                 block = self._file.read(_BLOCK)
@@ -221,6 +224,10 @@ class _Streams(io.RawIOBase):
             if data:
                 buffer[: len(data)] = data
                 return len(data)
+
+    def _unpadded(self, between: bytes) -> bytes:
+        """What follows a stream, without the zeros that may stand behind one of xz."""
+        return between.lstrip(b"\0") if self._new is lzma.LZMADecompressor else between
 
     def close(self) -> None:
         self._file.close()
