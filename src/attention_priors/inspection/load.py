@@ -98,7 +98,7 @@ def load_inspected(name: str | Path, *, device: str | None = None) -> Inspected:
     if isinstance(config, PriorVisionConfig):
         raise ValueError(
             f"model {str(name)!r} is a classifier of images: expected a language model; what the priors of classifiers "
-            "look at is on the report of their comparison"
+            "look at stands in the report of their comparison"
         )
     if isinstance(config, PriorEncoderConfig):
         model = load_whole(PriorEncoderForMaskedLM, name)

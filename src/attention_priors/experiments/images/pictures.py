@@ -154,13 +154,13 @@ class _HubPart:
 
 def _row(rows: Any, settings: HubPictures, split: str, index: int) -> dict[str, Any]:
     """An image of 8 bits a channel, decoded, with its class."""
-    from datasets import Image
-
     which = f"images.dataset: {settings.path!r}, {split!r}, image {index}"
     try:
         row = rows[index]
     except Exception as error:
         # What is raised depends on the format, and on what is wrong.
+        from datasets import Image
+
         file = rows.cast_column(settings.image, Image(decode=False))[index][settings.image]["path"]
         raise ValueError(f"{which} ({file}), cannot be read: {error}") from error
     mode = row[settings.image].mode
