@@ -54,7 +54,8 @@ def _tensors(prior: Prior) -> Iterator[Tensor]:
 def _settings(prior: Prior) -> dict[str, Any]:
     return {
         f"{path}.{name}": value
-        for path, part in prior.named_modules()  # of what it is made of, too
+        for path, part in prior.named_modules()  # of priors that it is made of, too
+        if isinstance(part, Prior)
         for name, value in vars(part).items()
         if _is_plain(value) and name != "training"
     }

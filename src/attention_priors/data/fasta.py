@@ -28,6 +28,11 @@ _AMBIGUOUS = "RYSWKMBDHVN"
 
 _UNKNOWN = re.compile(b"N{%d,}" % GAP)
 
+_STREAMS: dict[bytes, Any] = {b"BZh": bz2.BZ2Decompressor, b"\xfd7zXZ\0": lzma.LZMADecompressor}
+"""What bzip2's and xz's files begin with, and what reads a stream of theirs."""
+_BLOCK = 2**16
+"""Bytes that are read of these at a time."""
+
 _BGZF_END = bytes.fromhex("1f8b08040000000000ff0600424302001b0003000000000000000000")
 """The empty block that ends a BGZF file (SAM specification, section 4.1.2)."""
 
@@ -188,9 +193,6 @@ def _opened(path: str, mode: Literal["rb"]) -> BinaryIO:
     return xopen(path, mode, threads=0)
 
 
-_STREAMS: dict[bytes, Any] = {b"BZh": bz2.BZ2Decompressor, b"\xfd7zXZ\0": lzma.LZMADecompressor}
-
-
 class _Streams(io.RawIOBase):
     """The decompressed bytes of all of a file, which may be of several streams.
 
@@ -232,9 +234,6 @@ class _Streams(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
-
-
-_BLOCK = 2**16
 
 
 def _lacks_bgzf_end(path: Path) -> bool:

@@ -65,26 +65,25 @@ def check_nucleotides(text: str) -> None:
 
     Raises:
         ValueError: less than half of its first 4096 characters are A, C, G, T, U and N, of either case; or there are
-            FASTA's headers among them, whose letters would be read as bases too.
+            FASTA's headers among them, whose letters would be read as bases too, or line ends, which would be N.
     """
     beginning = text[:4096]
+    reads_bases = f"the tokenizer {NUCLEOTIDES!r} reads bases"
+    expected = (
+        f"expected a file that is read as FASTA, whose name ends with {', '.join(SUFFIXES)} (and .gz or another "
+        "compression)"
+    )
     header = re.search(r"^>.*", beginning, re.MULTILINE)
     if header is not None:
-        raise ValueError(
-            f"the tokenizer {NUCLEOTIDES!r} reads bases, and the text holds a header of FASTA, {header[0][:40]!r}: "
-            f"expected a file that is read as FASTA, whose name ends with {', '.join(SUFFIXES)} (and .gz or another "
-            "compression)"
-        )
+        raise ValueError(f"{reads_bases}, and the text holds a header of FASTA, {header[0][:40]!r}: {expected}")
     if "\n" in beginning.rstrip():
         raise ValueError(
-            f"the tokenizer {NUCLEOTIDES!r} reads bases, and the text holds line ends, which would be read as unknown "
-            f"ones: expected a file that is read as FASTA, whose name ends with {', '.join(SUFFIXES)} (and .gz or "
-            "another compression)"
+            f"{reads_bases}, and the text holds line ends, which would be read as unknown ones: {expected}"
         )
     known = sum(map(beginning.upper().count, "ACGTUN"))
     if known < len(beginning) / 2:
         raise ValueError(
-            f"the tokenizer {NUCLEOTIDES!r} reads bases; of the text's first {len(beginning)} characters, which begin "
+            f"{reads_bases}; of the text's first {len(beginning)} characters, which begin "
             f"{beginning[:40]!r}, {100 * known / len(beginning):.0f} % are any: expected a genome, such as a FASTA file"
         )
 

@@ -74,12 +74,12 @@ class InspectionPlan:
 
     def __post_init__(self) -> None:
         check_positive_integers(length=self.length)
-        if self.text_tokens is not None:
-            check_positive_integers(text_tokens=self.text_tokens)
         if not 2 <= self.length <= LONGEST:
             raise ValueError(f"length must be from 2 to {LONGEST} tokens, got {self.length}")
-        if self.text_tokens is not None and self.text_tokens < 4:
-            raise ValueError(f"text_tokens must be at least 4, got {self.text_tokens}")
+        if self.text_tokens is not None:
+            check_positive_integers(text_tokens=self.text_tokens)
+            if self.text_tokens < 4:
+                raise ValueError(f"text_tokens must be at least 4, got {self.text_tokens}")
         if not isinstance(self.text, str | None):
             raise ValueError(f"text must be a string or None, got {self.text!r}")
         if self.heads is None:
