@@ -1,11 +1,14 @@
 """Needle prompts against lm-evaluation-harness' copy of RULER's generator, run as it is installed."""
 
 import importlib
+import json
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import nltk.data
 import pytest
@@ -14,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from attention_priors.data import NEEDLE_TASKS, Document, Haystack, NeedleTask, match_all
+from attention_priors.data import NEEDLE_TASKS, Document, Haystack, NeedleTask, load_haystack, match_all
 from attention_priors.data.needles import DEPTHS, NeedleSettings, RegexSplitter, draw, render
 from attention_priors.data.needles.draws import CompoundWords, key_words
 from attention_priors.data.needles.prompt import NOISE
@@ -203,6 +206,22 @@ def test_the_harness_own_samples_are_ours_from_its_draws(
     for sample in samples:  # the harness joins question and prefix by its target_delimiter, a space
         prefix = f" {sample['gen_prefix']}"
         assert (sample["input"] + prefix, prefix, tuple(sample["outputs"])) in ours
+
+
+def test_the_files_of_a_folder_are_joined_as_the_reference_joins_essays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for downloader in ("bs4", "html2text", "httpx"):  # the module imports them; joining files needs none of them
+        monkeypatch.setitem(sys.modules, downloader, MagicMock())
+    essays = importlib.import_module("lm_eval.tasks.ruler.essays")
+    for name, text in {"b.txt": "Second one.", "c.txt": "Third\n\none.\n", "a.txt": "\tThe first."}.items():
+        (tmp_path / name).write_text(text)
+    paths = sorted(str(path) for path in tmp_path.glob("*.txt"))
+    (tmp_path / "essays.json").write_text(json.dumps({"text": essays._read_all_text(paths)}))
+    by_the_reference = load_haystack(tmp_path / "essays.json")
+    (tmp_path / "essays.json").unlink()
+    assert load_haystack(tmp_path).words == by_the_reference.words
+    assert by_the_reference.words == ("", "The", "first.Second", "one.Third", "one.", "")
 
 
 def test_tasks_and_depths_are_the_harness_own(reference: ModuleType, monkeypatch: pytest.MonkeyPatch):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from attention_priors.data.corpora import EMBEDDED, Corpus, load_corpus, read_documents
 from attention_priors.data.document import Document
+from attention_priors.data.fasta import is_fasta
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,18 @@ class Haystack:
             raise ValueError(f"text must hold words; that of haystack {self.name!r} is {self.text[:20]!r}")
 
     @classmethod
-    def of(cls, name: str, documents: Iterable[Document], skipped: tuple[str, ...] = ()) -> Haystack:
-        """The texts of documents, one after another."""
-        return cls(name, " ".join(document.text for document in documents), skipped)
+    def of(
+        cls, name: str, documents: Iterable[Document], skipped: tuple[str, ...] = (), *, separator: str = " "
+    ) -> Haystack:
+        """Join the texts of documents.
+
+        Args:
+            name: As the attribute.
+            documents: Their texts follow each other in this order.
+            skipped: As the attribute.
+            separator: Text between two documents.
+        """
+        return cls(name, separator.join(document.text for document in documents), skipped)
 
     @cached_property
     def words(self) -> tuple[str, ...]:
@@ -70,9 +80,13 @@ def load_haystack(source: str | Path) -> Haystack:
         source: One of
 
             - the string ``"embedded"``: the held-out part of the embedded corpus (`load_corpus`), which no model here
-              has been trained on. It differs between Python versions: results state its fingerprint.
-            - a text or FASTA file, or a folder: every such file below it, in order; or ``"package:NAME"``, as for
-              `load_corpus`.
+              has been trained on; a space stands between two documents. The text differs between Python versions:
+              results state its fingerprint.
+            - a folder: its text files, sorted by their paths and joined without anything between them, as RULER's
+              script ``download_paulgraham_essay.py`` joins essays. A file that does not end in white space shares a
+              word with the next file. Blank files and exact copies are left out.
+            - a text file, or ``"package:NAME"``, as for `load_corpus`.
+            - a FASTA file: each contig is a word.
             - a JSON file that is an object with the key ``"text"``: the form of RULER's ``PaulGrahamEssays.json``.
 
     Raises:
@@ -85,11 +99,11 @@ def load_haystack(source: str | Path) -> Haystack:
     if path.suffix == ".json" and path.is_file():
         return Haystack(path.name, _text_of_json(path))
     name, documents, skipped = read_documents(source)
-    return Haystack.of(name, documents, skipped)
+    return Haystack.of(name, documents, skipped, separator=" " if is_fasta(path) else "")
 
 
 def haystack_of(corpus: Corpus) -> Haystack:
-    """The held-out documents of a corpus, one after another."""
+    """Join the held-out documents of a corpus with spaces."""
     return Haystack.of(f"{corpus.name} (held out)", corpus.held_out)
 
 
