@@ -1,7 +1,7 @@
 """A checkpoint in the layout of BAM's authors, with random weights, and a small model of their forward pass.
 
 It reads the state dict itself and shares no code with the library: from BAM, section 2 and Appendix C, and SSMax over
-content and prior.
+content and prior, or over content alone.
 """
 
 import math
@@ -63,10 +63,24 @@ def random_checkpoint(
     }
 
 
+def alibi_slopes(heads: int) -> list[float]:
+    """Slopes of the ALiBi paper: ``2^(-8h/H)``; between powers of two, every second slope of the next power follows."""
+    power = 2 ** math.floor(math.log2(heads))
+    fine = [2 ** (-4 * h / power) for h in range(1, 2 * power + 1, 2)]
+    return [2 ** (-8 * h / power) for h in range(1, power + 1)] + fine[: heads - power]
+
+
 def forward(
-    weights: dict[str, Tensor], ids: Tensor, heads: int, documents: Tensor | None = None, eps: float = 1e-5
+    weights: dict[str, Tensor],
+    ids: Tensor,
+    heads: int,
+    documents: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    scales_prior: bool = True,
+    slopes: list[float] | None = None,
 ) -> Tensor:
-    """Logits ``(B, L, vocabulary)``, in float64."""
+    """Logits ``(B, L, vocabulary)``, in float64; with ``slopes``, those of ALiBi in nats per token."""
     w = {name: tensor.double() for name, tensor in weights.items()}
     batch, length = ids.shape
     place = torch.arange(length)
@@ -102,9 +116,13 @@ def forward(
         )
         k, v = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (k, v))
         scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
-        scores = scores + log_prior("") + log_prior(f"{lead}attention.")
+        bias = log_prior("") + log_prior(f"{lead}attention.")
+        if slopes is not None:
+            bias = bias - torch.tensor(slopes).double().view(heads, 1, 1) * (place - place[:, None]).abs()
+        scale: Any = 1.0
         if f"{lead}attention.seq_scale" in w:
-            scores = scores * n.double().log() * w[f"{lead}attention.seq_scale"].reshape(1, heads, 1, 1)
+            scale = n.double().log() * w[f"{lead}attention.seq_scale"].reshape(1, heads, 1, 1)
+        scores = scale * (scores + bias) if scales_prior else scale * scores + bias
         weights_of_keys = scores.masked_fill(~allowed, -math.inf).softmax(-1)
         out = torch.einsum("bhij,bjhd->bihd", weights_of_keys, v).reshape(batch, length, -1)
         x = x + out @ w[f"{lead}attention.wo.weight"].T

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from bam_layout import forward, random_checkpoint
+from bam_layout import alibi_slopes, forward, random_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -179,6 +179,91 @@ def test_a_training_folder_tells_heads_and_norm(tmp_path: Path) -> None:
         load_bam_checkpoint(tmp_path)
 
 
+def write_folder(folder: Path, weights: dict[str, Tensor], encoding: str, **model_args: Any) -> Path:
+    """A folder as the authors' training writes it."""
+    folder.mkdir(exist_ok=True)
+    write(folder, weights, ".pt")
+    content = {"args": {"position_encoding": encoding}, "model_args": {"dim": 32, "n_heads": 4} | model_args}
+    (folder / "args.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("ssmax_prior", [True, False])
+def test_ssmax_prior_of_args_json_places_the_scale(tmp_path: Path, shared: bool, ssmax_prior: bool) -> None:
+    weights = random_checkpoint(shared=shared)
+    folder = write_folder(tmp_path / "bam", weights, "bam_ssmax", ssmax_prior=ssmax_prior)
+    model = load_bam_checkpoint(folder)
+    expected = forward(weights, tokens(), 4, scales_prior=ssmax_prior)
+    assert difference(expected, forward(weights, tokens(), 4, scales_prior=not ssmax_prior)) > 0.1
+    assert difference(expected, logits(model, tokens())) < TOLERANCE
+    load_bam_checkpoint(folder, ssmax_includes_prior=ssmax_prior)
+    with pytest.raises(ValueError, match=f"ssmax_includes_prior={not ssmax_prior}, but .*args.json has {ssmax_prior}"):
+        load_bam_checkpoint(folder, ssmax_includes_prior=not ssmax_prior)
+    save_bam_checkpoint(model, tmp_path / "again")
+    assert difference(logits(load_bam_checkpoint(tmp_path / "again"), tokens()), logits(model, tokens())) == 0
+
+
+@pytest.mark.parametrize("heads", [4, 3])
+@pytest.mark.parametrize("ssmax", [True, False])
+@pytest.mark.parametrize("kind", ["nope", "alibi"])
+def test_models_without_a_prior_in_their_weights(tmp_path: Path, kind: str, ssmax: bool, heads: int) -> None:
+    """Their ALiBi scales content alone, with or without an ``args.json`` that says what they are."""
+    weights = random_checkpoint(shared=None, ssmax=ssmax, heads=heads, kv_heads=heads, width=8 * heads)
+    encoding, prior = f"{kind}_ssmax" if ssmax else kind, "laplace" if kind == "alibi" else "uniform"
+    folder = write_folder(tmp_path / "model", weights, encoding, dim=8 * heads, n_heads=heads)
+    expected = forward(
+        weights, tokens(), heads, scales_prior=False, slopes=alibi_slopes(heads) if kind == "alibi" else None
+    )
+    alone = write(tmp_path, weights)
+    models = [
+        load_bam_checkpoint(folder),
+        load_bam_checkpoint(folder, prior={"name": prior}),
+        load_bam_checkpoint(alone, prior=prior, num_heads=heads),
+    ]
+    for model in models:
+        assert difference(expected, logits(model.double(), tokens())) < 1e-6
+    other = "uniform" if kind == "alibi" else "laplace"
+    with pytest.raises(ValueError, match=f"prior='{other}', but args.json says position_encoding='{encoding}'"):
+        load_bam_checkpoint(folder, prior=other)
+
+
+@pytest.mark.parametrize(
+    "encoding", ["rotary", "rotary_ssmax", "rotary_local", "sinusoidal", "sinusoidal_ssmax", "laplace", "fourier"]
+)
+@pytest.mark.parametrize("prior", [None, "uniform"])
+def test_refuses_position_encodings_that_it_does_not_compute(tmp_path: Path, encoding: str, prior: str | None) -> None:
+    weights = random_checkpoint(shared=None, ssmax=encoding.endswith("_ssmax"))
+    folder = write_folder(tmp_path, weights, encoding)
+    match = f"position_encoding='{encoding}'.* expected one of bam, bam_ssmax, nope, nope_ssmax, alibi, alibi_ssmax"
+    with pytest.raises(ValueError, match=match):
+        load_bam_checkpoint(folder, prior=prior)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "options", "found"),
+    [
+        ("nope", {"shared": True, "ssmax": False}, "a prior and no seq_scale"),
+        ("bam", {"shared": None, "ssmax": False}, "no prior and no seq_scale"),
+        ("bam", {"shared": False, "ssmax": True}, "a prior and some seq_scale"),
+        ("alibi_ssmax", {"shared": None, "ssmax": False}, "no prior and no seq_scale"),
+    ],
+)
+def test_refuses_a_position_encoding_that_contradicts_the_weights(
+    tmp_path: Path, encoding: str, options: dict[str, Any], found: str
+) -> None:
+    folder = write_folder(tmp_path, random_checkpoint(**options), encoding)
+    with pytest.raises(ValueError, match=f"position_encoding='{encoding}', but there is {found}"):
+        load_bam_checkpoint(folder)
+
+
+def test_refuses_an_ssmax_prior_that_is_no_boolean(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"ssmax_prior of args\.json must be True or False, got 'no'"):
+        load_bam_checkpoint(write_folder(tmp_path, random_checkpoint(), "bam_ssmax", ssmax_prior="no"))
+    with pytest.raises(ValueError, match="ssmax_includes_prior must be True or False, got 0"):
+        load_bam_checkpoint(write(tmp_path, random_checkpoint()), ssmax_includes_prior=0)  # pyright: ignore[reportArgumentType]
+
+
 def test_tied_embeddings(tmp_path: Path) -> None:
     weights = random_checkpoint()
     del weights["output.weight"]
@@ -194,7 +279,7 @@ def test_tied_embeddings(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_saving_is_the_inverse_of_loading(tmp_path: Path, suffix: str, shared: bool) -> None:
-    weights = random_checkpoint(shared=shared, kv_heads=2)
+    weights = random_checkpoint(shared=shared)
     model = load_bam_checkpoint(write(tmp_path, weights))
     path = tmp_path / f"back{suffix}"
     save_bam_checkpoint(model, path)
@@ -221,16 +306,41 @@ def test_our_own_models_in_their_layout(tmp_path: Path) -> None:
     assert difference(forward(weights, tokens(), 4), logits(model, tokens())) < TOLERANCE
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_saving_repeats_key_heads_that_queries_share(tmp_path: Path, kv_heads: int) -> None:
+    """The authors' code never repeats them: it multiplies query and key heads one by one."""
+    model = decoder(prior="generalized_gaussian", num_key_value_heads=kv_heads)
+    save_bam_checkpoint(model, tmp_path / "saved")
+    weights = torch.load(tmp_path / "saved" / "model.pt", weights_only=True)
+    assert {weights[f"layers.0.attention.{name}.weight"].shape for name in ("wq", "wk", "wv")} == {(32, 32)}
+    assert json.loads((tmp_path / "saved" / "args.json").read_text())["model_args"]["n_kv_heads"] == 4
+    assert difference(forward(weights, tokens(), 4), logits(model, tokens())) < TOLERANCE
+    loaded = load_bam_checkpoint(tmp_path / "saved")
+    assert difference(logits(loaded, tokens()), logits(model, tokens())) < TOLERANCE
+
+
+def test_a_single_file_cannot_tell_that_content_alone_is_scaled(tmp_path: Path) -> None:
+    scale = {"name": "ssmax", "init": 0.4, "include_prior": False}
+    model = decoder(prior={"name": "generalized_gaussian", "init": "roles"}, logit_scale=scale)
+    with pytest.raises(ValueError, match=r"no place for the logit_scale's include_prior=False.*give a folder"):
+        save_bam_checkpoint(model, tmp_path / "model.pt")
+    assert not os.listdir(tmp_path)
+    save_bam_checkpoint(model, tmp_path / "folder")
+    assert json.loads((tmp_path / "folder" / "args.json").read_text())["model_args"]["ssmax_prior"] is False
+    assert difference(logits(load_bam_checkpoint(tmp_path / "folder"), tokens()), logits(model, tokens())) == 0
+
+
 def test_a_folder_keeps_what_weights_do_not_tell(tmp_path: Path) -> None:
-    model = decoder(prior="uniform", num_key_value_heads=2, rms_norm_eps=0.1)
+    model = decoder(prior="uniform", rms_norm_eps=0.1)
     save_bam_checkpoint(model, tmp_path / "saved")
     assert sorted(os.listdir(tmp_path / "saved")) == ["args.json", "model.pt"]
-    loaded = load_bam_checkpoint(tmp_path / "saved", prior="uniform")
+    loaded = load_bam_checkpoint(tmp_path / "saved")
     assert difference(logits(loaded, tokens()), logits(model, tokens())) == 0
     save_bam_checkpoint(decoder(prior="generalized_gaussian", share_prior=True, logit_scale="ssmax"), tmp_path / "bam")
     content = json.loads((tmp_path / "bam" / "args.json").read_text())
     assert content["args"] == {"position_encoding": "bam_ssmax"}
     assert content["model_args"]["global_positional_encoding"] is True
+    assert content["model_args"]["ssmax_prior"] is True
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
@@ -261,10 +371,6 @@ def test_their_feed_forward_width_is_ours(width: int, wide: int) -> None:
         ({"prior": "laplace"}, "no place for the prior 'laplace'"),
         ({"encoding": "rotary"}, "no place for the encoding 'rotary'"),
         ({"head_dim": 4}, "4 of 4 in a width of 32"),
-        (
-            {"prior": "generalized_gaussian", "logit_scale": {"name": "ssmax", "include_prior": False}},
-            "include_prior is False",
-        ),
         ({"logit_scale": "residual_ssmax"}, "no place for the logit_scale 'residual_ssmax'"),
     ],
 )

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from attention_priors.attention import SSMax
-from attention_priors.checks import check_above, check_positive_integers
+from attention_priors.checks import check_above, check_booleans, check_positive_integers
 from attention_priors.files import read_json, write_json
 from attention_priors.hub.weights import read_weights, write_weights
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
-from attention_priors.priors import GeneralizedGaussian, Uniform
+from attention_priors.priors import GeneralizedGaussian, Laplace, Uniform
 
 NAMES = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -44,6 +44,8 @@ NAMES_IN_LAYERS = {
     "attention.seq_scale": "self_attn.logit_scale.s",
 }
 PRIOR_NAMES = {"shape": "theta_beta", "scale": "theta_alpha", "loc": "theta_mu"}
+PRIORS = {"bam": GeneralizedGaussian.name, "nope": Uniform.name, "alibi": Laplace.name}
+"""Prior of each ``position_encoding`` of the authors' code that the decoder computes; ``_ssmax`` may follow it."""
 PER_HEAD = re.compile(r"(\.s|\.theta_(alpha|beta|mu))$")
 NORM_EPS = 1e-5
 """What the authors' code adds to the squares in the norms, where nothing says otherwise."""
@@ -56,7 +58,7 @@ def load_bam_checkpoint(
     *,
     num_heads: int | None = None,
     prior: Mapping[str, Any] | str | None = None,
-    ssmax_includes_prior: bool = True,
+    ssmax_includes_prior: bool | None = None,
     rms_norm_eps: float | None = None,
 ) -> PriorDecoderForCausalLM:
     """Load a checkpoint of BAM's authors into our decoder.
@@ -64,17 +66,19 @@ def load_bam_checkpoint(
     Sizes are those of the weights. The number of heads is that of the prior or of SSMax's scales; without either, it
     comes from the ``args.json`` that the authors' training writes beside ``model.pt``, or from ``num_heads``.
 
-    Two things are not in the weights. SSMax multiplies content and prior (``ssmax_includes_prior``) in the authors'
-    code for BAM; for their ALiBi, and in early commits for BAM, content alone. And early commits had the prior's scale
-    inside of the power, ``-(|d| e^scale + ε)^shape``: their files have the same names, cannot be told apart, and would
-    give other logits.
+    ``args.json`` also says ``position_encoding`` (``bam``, ``nope`` and ``alibi``, each with or without ``_ssmax``) and
+    ``ssmax_prior``. Arguments must agree with ``args.json``.
+
+    The prior is that of the authors' training code since May 2025, ``-e^scale (|d| + ε)^shape``. Earlier training code
+    computed ``-(|d| e^scale + ε)^shape`` from weights of the same names, which this function cannot tell apart.
 
     Args:
         path: a ``.safetensors``, ``.pt`` or ``.pth`` file, or a folder with ``model.safetensors`` or ``model.pt``.
-        num_heads: query heads, where they do not follow.
-        prior: a description of the prior for a checkpoint without one of its own: ``"uniform"`` for the authors' NoPE,
-            ``"laplace"`` for their ALiBi.
-        ssmax_includes_prior: whether SSMax scales the prior too.
+        num_heads: query heads, for weights without a prior and without SSMax.
+        prior: description of the prior, for weights without one and without ``args.json``: ``"uniform"`` for the
+            authors' NoPE, ``"laplace"`` for their ALiBi.
+        ssmax_includes_prior: whether SSMax multiplies content and prior, or content alone. None takes the authors'
+            value: ``ssmax_prior`` of ``args.json``, or True for a prior in the weights and False for any other.
         rms_norm_eps: of the norms; by default that of ``args.json``, or the authors' 1e-5.
 
     Returns:
@@ -83,15 +87,20 @@ def load_bam_checkpoint(
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file is something else, or its parts do not fit each other; it says which and why.
+        ValueError: if the file is something else, its parts, ``args.json`` and the arguments contradict each other, or
+            ``position_encoding`` has no form here (rotary, sinusoidal); it says which and why.
     """
     if rms_norm_eps is not None:
         check_above(0, rms_norm_eps=rms_norm_eps)
-    file, arguments = _find(Path(path))
+    file, encoding, arguments = _find(Path(path))
     weights = {WRAPPERS.sub("", name): tensor for name, tensor in read_weights(file).items()}
     state, shared = _our_names(weights, file)
+    if encoding is not None:
+        prior = _prior_of(encoding, state, file, shared, prior)
+    stated = False if encoding == "alibi_ssmax" else arguments.get("ssmax_prior")
+    includes_prior = _place_of_scale(ssmax_includes_prior, stated, shared is not None)
     heads = _number_of_heads(state, num_heads, arguments.get("n_heads"))
-    config = _config(state, file, heads, shared, prior, ssmax_includes_prior)
+    config = _config(state, file, heads, shared, prior, includes_prior)
     config.rms_norm_eps = float(rms_norm_eps or arguments.get("norm_eps") or NORM_EPS)
     given = arguments.get("n_kv_heads")
     if given is not None and given != config.num_key_value_heads:
@@ -122,10 +131,14 @@ def load_bam_checkpoint(
 def save_bam_checkpoint(model: PriorDecoderForCausalLM, path: str | Path, *, theta_names: bool = False) -> None:
     """Save a decoder in the layout of BAM's authors.
 
+    The authors' code cannot run grouped-query attention. Key and value heads are therefore repeated, one for each query
+    head: the file computes the same, and loads into a decoder with as many key heads as query heads.
+
     Args:
         model: with a :class:`GeneralizedGaussian`, a uniform prior or none; no encoding; :class:`SSMax` itself or none.
         path: a folder for ``model.pt`` and ``args.json``, which the authors' code loads; or a ``.safetensors``, ``.pt``
-            or ``.pth`` file, for a model with the authors' ``rms_norm_eps``, 1e-5: no weight tells it.
+            or ``.pth`` file, for a model with the authors' ``rms_norm_eps``, 1e-5, and their ``ssmax_prior``, True: no
+            weight tells them.
         theta_names: call the prior's parameters ``theta_beta``, ``theta_alpha`` and ``theta_mu``, as the authors'
             present code does, and not ``shape``, ``scale`` and ``loc``.
 
@@ -143,14 +156,18 @@ def save_bam_checkpoint(model: PriorDecoderForCausalLM, path: str | Path, *, the
         )
     described = config.make_prior()
     scale = config.make_logit_scale()
+    content_alone = isinstance(described, GeneralizedGaussian) and scale is not None and not scale.include_prior
+    if path.suffix and content_alone:
+        raise ValueError(
+            f"path is the single file {path.name}, which has no place for the logit_scale's include_prior=False: it "
+            "would be loaded with the authors' True, as another model; give a folder, whose args.json says it"
+        )
     if described is not None and not isinstance(described, GeneralizedGaussian | Uniform):
         raise ValueError(f"the layout of BAM's authors has no place for the prior {config.prior!r}")
     if config.encoding is not None:
         raise ValueError(f"the layout of BAM's authors has no place for the encoding {config.encoding!r}")
     if scale is not None and type(scale) is not SSMax:  # a kind of it would be loaded as SSMax
         raise ValueError(f"the layout of BAM's authors has no place for the logit_scale {config.logit_scale!r}")
-    if isinstance(described, GeneralizedGaussian) and scale is not None and not scale.include_prior:
-        raise ValueError("BAM's authors' code multiplies content and prior by SSMax's scale; include_prior is False")
     assert config.head_dim is not None
     if config.head_dim * config.num_attention_heads != config.hidden_size:
         raise ValueError(
@@ -175,7 +192,11 @@ def save_bam_checkpoint(model: PriorDecoderForCausalLM, path: str | Path, *, the
     for owner, lead in ((model.model, ""), *((x.self_attn, f"layers.{i}.attention.") for i, x in _layers(model))):
         if isinstance(owner.prior, GeneralizedGaussian):  # θβ itself, also of a prior that keeps its sign
             weights[f"{lead}prior.{of_prior['theta_beta']}"] = owner.prior.beta
+    assert config.num_key_value_heads is not None
     for name, tensor in weights.items():
+        if name.endswith(("attention.wk.weight", "attention.wv.weight")):
+            heads = tensor.unflatten(0, (config.num_key_value_heads, -1))
+            weights[name] = heads.repeat_interleave(config.num_attention_heads // len(heads), 0).flatten(0, 1)
         if tensor.shape == (config.num_attention_heads,) and ("prior." in name or "seq_scale" in name):
             weights[name] = tensor.view(1, -1, 1, 1)
     if path.suffix:
@@ -193,16 +214,19 @@ def _arguments(config: PriorDecoderConfig) -> dict[str, Any]:
         "dim": width,
         "n_layers": config.num_hidden_layers,
         "n_heads": config.num_attention_heads,
-        "n_kv_heads": config.num_key_value_heads,
+        "n_kv_heads": config.num_attention_heads,
         "vocab_size": config.vocab_size,
         "multiple_of": 1,
         # They round the product down.
         "ffn_dim_multiplier": wide / width if int(wide / width * width) == wide else (wide + 0.5) / width,
         "norm_eps": config.rms_norm_eps,
     }
+    scale = config.make_logit_scale()
     if kind == "bam":
         arguments["global_positional_encoding"] = config.share_prior
-    encoding = kind if config.logit_scale is None else f"{kind}_ssmax"
+    if kind == "bam" and scale is not None:
+        arguments["ssmax_prior"] = scale.include_prior
+    encoding = kind if scale is None else f"{kind}_ssmax"
     return {"args": {"position_encoding": encoding}, "model_args": arguments}
 
 
@@ -210,8 +234,8 @@ def _layers(model: PriorDecoderForCausalLM) -> Any:
     return enumerate(model.model.layers)
 
 
-def _find(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The file of weights, and the model's arguments that the authors' code writes beside it."""
+def _find(path: Path) -> tuple[Path, str | None, dict[str, Any]]:
+    """Return the file of weights; of the ``args.json`` beside it, the position encoding and the model's arguments."""
     if path.is_dir():
         files = [path / name for name in ("model.safetensors", "model.pt") if (path / name).is_file()]
         if not files:
@@ -219,12 +243,49 @@ def _find(path: Path) -> tuple[Path, dict[str, Any]]:
         path = files[0]
     beside = path.with_name("args.json")
     if not beside.is_file():
-        return path, {}
+        return path, None, {}
     content = read_json(beside)
     arguments = content.get("model_args") if isinstance(content, dict) else None
     if not isinstance(arguments, dict):
         raise ValueError(f"{beside} has no model_args, the arguments of the model")
-    return path, arguments
+    training = content.get("args")
+    encoding = training.get("position_encoding") if isinstance(training, dict) else None
+    return path, None if encoding is None else str(encoding), arguments
+
+
+def _prior_of(
+    encoding: str, state: Mapping[str, Tensor], file: Path, shared: bool | None, prior: Mapping[str, Any] | str | None
+) -> Mapping[str, Any] | str | None:
+    """Return the prior of the authors' position encoding: ``prior`` if it agrees, None if the weights hold it."""
+    kind = encoding.removesuffix("_ssmax")
+    if kind not in PRIORS:
+        known = ", ".join(f"{name}, {name}_ssmax" for name in PRIORS)
+        raise ValueError(
+            f"{file} cannot be loaded: args.json says position_encoding={encoding!r}, which the decoder does not "
+            f"compute as the authors' code does; expected one of {known}"
+        )
+    scaled = any(name.endswith("logit_scale.s") for name in state)
+    if (shared is not None, scaled) != (kind == "bam", encoding != kind):
+        found = f"{'no' if shared is None else 'a'} prior and {'some' if scaled else 'no'} seq_scale"
+        raise ValueError(f"{file} does not fit its args.json: position_encoding={encoding!r}, but there is {found}")
+    if shared is not None or prior is None:
+        return prior if shared is not None else PRIORS[kind]
+    if (prior.get("name") if isinstance(prior, Mapping) else prior) != PRIORS[kind]:
+        raise ValueError(
+            f"prior={prior!r}, but args.json says position_encoding={encoding!r}, whose prior is {PRIORS[kind]!r}: "
+            "leave prior out"
+        )
+    return prior
+
+
+def _place_of_scale(given: bool | None, stated: Any, authors_default: bool) -> bool:
+    """Return whether SSMax multiplies the prior too: as the caller or ``args.json`` says, else the authors' default."""
+    said = {"ssmax_includes_prior": given, "ssmax_prior of args.json": stated}
+    said = {name: value for name, value in said.items() if value is not None}
+    check_booleans(**said)
+    if len({*said.values()}) > 1:
+        raise ValueError(f"ssmax_includes_prior={given}, but the model of args.json has {stated}: leave it out")
+    return next(iter(said.values()), authors_default)
 
 
 def _our_names(weights: Mapping[str, Tensor], file: Path) -> tuple[dict[str, Tensor], bool | None]:
