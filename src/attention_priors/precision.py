@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,10 @@ def compute_dtype_of(query: Tensor) -> torch.dtype:
 
 
 class KeepsFloat32(nn.Module):
-    """A module whose parameters follow ``.to(device)`` but not ``.to(dtype)``, ``.half()`` or ``.double()``.
+    """A module whose parameters follow ``.to(device)`` and stay in float32.
 
-    What depends on position needs it: at a position of 100 000 bfloat16 can no longer tell neighbours apart.
+    ``.to(dtype)``, ``.half()``, ``.double()`` and ``load_state_dict(assign=True)`` do not change their dtype: at a
+    position of 100 000, bfloat16 cannot tell neighbours apart.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
@@ -25,3 +27,10 @@ class KeepsFloat32(nn.Module):
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         return super()._apply(keep_dtype, recurse)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # Modules inside this one (KeySink's mlp) load next, from the same state dict.
+        for name, parameter in self.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+            if name in state_dict and state_dict[name].dtype != parameter.dtype:
+                state_dict[name] = state_dict[name].detach().to(parameter.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

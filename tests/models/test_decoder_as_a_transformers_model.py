@@ -11,6 +11,7 @@ from tiny_decoders import VARIANTS, logits_of, tiny_config, tiny_decoder, tokens
 from torch import Tensor
 
 from attention_priors import alibi_slopes
+from attention_priors.attention.logit_scale import LOGIT_SCALES
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM, PriorDecoderModel
 from attention_priors.priors import Laplace
 
@@ -163,6 +164,18 @@ def test_priors_stay_float32(cast: str, tmp_path: Path) -> None:
     assert logits.dtype == wanted
     exact = logits_of(tiny_decoder(torch.float64, **changes), tokens(2, 9))
     assert float((logits.double() - exact).abs().max()) < 0.1 * float(exact.abs().max())
+
+
+@pytest.mark.parametrize("scale", LOGIT_SCALES)
+def test_priors_and_scales_stay_float32_when_a_state_dict_is_assigned(scale: str) -> None:
+    model = tiny_decoder(torch.float32, prior="generalized_gaussian", logit_scale=scale)
+    rounded = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(rounded, assign=True)
+    for name, parameter in model.named_parameters():
+        positional = "prior." in name or "logit_scale." in name
+        assert parameter.dtype == (torch.float32 if positional else torch.bfloat16), name
+        assert torch.equal(parameter, rounded[name].to(parameter.dtype)), name
+    assert logits_of(model.eval(), tokens(2, 9)).isfinite().all()
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name.startswith("prior ")])

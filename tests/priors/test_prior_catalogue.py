@@ -224,6 +224,32 @@ def test_parameters_stay_in_float32_when_the_model_is_cast(
         torch.testing.assert_close(value, before[key], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside-a-model"])
+@every_prior_with_parameters
+def test_parameters_stay_in_float32_when_a_state_dict_is_assigned(
+    name: str, arguments: dict[str, Any], inside: bool, device: str
+):
+    """``device`` is that of the module: one without memory can be loaded by assignment alone."""
+    with torch.device(device):
+        prior = make(name, arguments)
+    module = nn.ModuleDict({"prior": prior}) if inside else prior
+    trains = [parameter.requires_grad for parameter in prior.parameters()]
+    saved = {
+        f"prior.{key}" if inside else key: value for key, value in randomise(make(name, arguments)).state_dict().items()
+    }
+    rounded = {key: value.bfloat16() for key, value in saved.items()}
+    module.load_state_dict(rounded, assign=True)
+
+    assert {value.dtype for value in rounded.values()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+    assert [parameter.requires_grad for parameter in prior.parameters()] == trains
+    for key, parameter in module.named_parameters():
+        assert torch.equal(parameter, rounded[key].float())
+    module.load_state_dict(saved, assign=True)
+    assert all(torch.equal(parameter, saved[key]) for key, parameter in module.named_parameters())
+
+
 @every_prior_with_parameters
 def test_parameters_follow_to_another_device(name: str, arguments: dict[str, Any]):
     for moved in (make(name, arguments).to("meta"), make(name, arguments).to("meta", torch.bfloat16)):
