@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention_priors.attention import SSMax
@@ -23,8 +23,6 @@ class PriorPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = False
     _supports_attention_backend = False
     _supports_context_parallel = False  # it shards what goes into PyTorch's SDPA, which knows no priors
-    starts_anew: ClassVar[tuple[type[nn.Module], ...]] = (Prior, SSMax, Encoding)
-    """Modules that know by themselves how they start: by ``reset_parameters``, if they have any."""
     # Positions beyond a few hundred do not fit a half-precision parameter.
     _keep_in_fp32_modules_strict = ["prior", "logit_scale"]  # noqa: RUF012
 
@@ -44,13 +42,27 @@ class PriorPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, self.starts_anew):
-            loaded = [p for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
-            values = [p.clone() for p in loaded]
-            reset = getattr(module, "reset_parameters", None)
-            if reset is not None:
-                reset()
-            for parameter, value in zip(loaded, values, strict=True):
-                parameter.copy_(value)
-        else:
+        if not isinstance(module, Prior | SSMax | Encoding):
             super()._init_weights(module)
+            return
+        loaded = {name: x.clone() for name, x in _tensors(module).items() if getattr(x, "_is_hf_initialized", False)}
+        for tensor in _tensors(module).values():
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
+        filled = _tensors(module)
+        for name, value in loaded.items():
+            filled[name].copy_(value)
+        empty = [name for name, tensor in filled.items() if name not in loaded and tensor.isnan().any()]
+        if empty:
+            raise NotImplementedError(
+                f"{type(module).__name__}.reset_parameters() must give every parameter and buffer its initial value; "
+                f"it leaves out {', '.join(empty)}. transformers makes models without memory, so values set in "
+                "__init__ are lost: set them in reset_parameters() and call it in __init__"
+            )
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return dict([*module.named_parameters(), *module.named_buffers()])

@@ -116,12 +116,11 @@ class PatchEmbedding(nn.Module):
         self.std = config.initializer_range
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Start the class token and the table anew: N(0, std²)."""
         for parameter in (self.class_token, self.table):
             if parameter is not None:
-                parameter.normal_(std=self.std)
+                nn.init.normal_(parameter, std=self.std)
 
     def forward(self, pixel_values: Tensor, image_sizes: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
         """``(B, C, rows, columns)`` to ``(B, L, hidden_size)``, and the rows and columns of patches.
@@ -195,7 +194,10 @@ class PriorVisionPreTrainedModel(PriorPreTrainedModel):
     _skip_keys_device_placement = ["shared_prior"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": EncoderLayer, "attentions": EncoderAttention}  # noqa: RUF012
 
-    starts_anew = (*PriorPreTrainedModel.starts_anew, PatchEmbedding)
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, PatchEmbedding):
+            module.reset_parameters()
 
 
 class PriorVisionModel(PriorVisionPreTrainedModel):
