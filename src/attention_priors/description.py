@@ -29,6 +29,26 @@ class Described:
         return ", ".join(f"{key}={value!r}" for key, value in self.to_config().items() if key != "name")
 
 
+def check_can_be_built(kind: str, catalogue: Mapping[str, type[Part]], part: Part, *, place: str) -> None:
+    """Raise a ValueError unless :func:`build` makes a part of the same class from its description.
+
+    Args:
+        kind: what it is, for the error message: "prior", "encoding", ...
+        catalogue: the classes by name.
+        part: to be described, as in a saved model's config.
+        place: where the catalogue is found, for the error message.
+    """
+    # FSDP2 puts a class of torch's in front of the part's own.
+    own = next(cls for cls in type(part).__mro__ if not cls.__module__.startswith("torch."))
+    known = catalogue.get(part.name)
+    if known is not own:
+        holds = f"names {known.__name__} {part.name!r}" if known else f"has no {part.name!r}"
+        raise ValueError(
+            f"the {kind} {own.__name__} cannot be saved: loading makes it from its name, and the catalogue of {kind}s "
+            f"{holds}. Give the class a name of its own and add it to {place}, where it is saved and where it is loaded"
+        )
+
+
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 

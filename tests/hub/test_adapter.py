@@ -1,6 +1,8 @@
 """What is attached goes into files and comes back, alone and with the model."""
 
+import copy
 import json
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from tiny_models import FAMILIES, tiny, tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from attention_priors import GeneralizedGaussian, SSMax
+from attention_priors import GeneralizedGaussian, Laplace, SSMax
 from attention_priors.hub import (
     attach,
     attached_priors,
@@ -25,6 +27,7 @@ from attention_priors.hub import (
     save_adapter,
 )
 from attention_priors.hub.adapter import DESCRIPTION, WEIGHTS
+from attention_priors.priors import CATALOGUE
 from processes import run_command
 
 IDS = tokens(2, 20)
@@ -320,3 +323,39 @@ def test_damaged_files(damage: str, tmp_path: Path) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=match):
         load_adapter(model, tmp_path)
     assert not attached_priors(model), "half attached"
+
+
+class Steep(Laplace):
+    """A prior that the catalogue does not have."""
+
+    name = "steep"
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__(num_heads, slopes=[2.0] * num_heads)
+
+
+@pytest.mark.parametrize("heads", [None, [0, 3]])
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_prior_outside_the_catalogue_is_not_saved(
+    heads: list[int] | None, summed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = 4 if heads is None else 2
+    prior = Steep(number) + GeneralizedGaussian(number) if summed else Steep(number)
+    match = r"the prior Steep cannot be saved: .*has no 'steep'\. .*add it to attention_priors\.priors\.CATALOGUE"
+    with pytest.warns(UserWarning, match=match):
+        model: Any = attach(tiny("llama"), prior, heads=heads)
+    for found in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(ValueError, match=match):
+            found.save_pretrained(tmp_path / "model")
+        with pytest.raises(ValueError, match=match):
+            save_adapter(found, tmp_path / "adapter")
+        with pytest.raises(ValueError, match=match):
+            push_adapter_to_hub(found, "me/priors")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setitem(CATALOGUE, "steep", Steep)
+    model.save_pretrained(tmp_path / "model")
+    save_adapter(model, tmp_path / "adapter")
+    assert torch.equal(logits(load_attached(tmp_path / "model")), logits(model))
+    assert torch.equal(logits(load_adapter(tiny("llama"), tmp_path / "adapter")), logits(model))
+    monkeypatch.delitem(CATALOGUE, "steep")
+    detach(model).save_pretrained(tmp_path / "plain")

@@ -8,6 +8,7 @@ import torch
 from tiny_decoders import logits_of, tiny_config, tiny_decoder, tokens
 from torch import Tensor, nn
 
+from attention_priors import SSMax
 from attention_priors.models import PriorDecoderForCausalLM
 from attention_priors.priors import CATALOGUE, Laplace, Prior, Structure, Uniform
 
@@ -96,3 +97,64 @@ def test_a_prior_that_resets_its_parameters_is_newly_added(name: str, tmp_path: 
     model.save_pretrained(tmp_path / "again")
     again = PriorDecoderForCausalLM.from_pretrained(tmp_path / "again").eval()
     assert torch.equal(logits_of(again, tokens(1, 7)), logits_of(model, tokens(1, 7)))
+
+
+class Lopsided(Laplace):
+    """A prior that has the name of its parent class."""
+
+
+def replace_prior(prior: Prior) -> PriorDecoderForCausalLM:
+    model: Any = tiny_decoder(torch.float32, prior="uniform")
+    model.model.layers[1].self_attn.prior = prior
+    return model
+
+
+@pytest.mark.parametrize(
+    ("prior", "match"),
+    [
+        (
+            ResetTent(4),
+            r"the prior ResetTent cannot be saved: .* has no 'reset_tent'\. .* add it to attention_priors\.",
+        ),
+        (
+            Lopsided(4),
+            r"the prior Lopsided cannot be saved: .* names Laplace 'laplace'\. Give the class a name of its own",
+        ),
+    ],
+)
+@pytest.mark.parametrize("summed", [True, False])
+def test_a_prior_outside_the_catalogue_is_not_saved(
+    prior: Prior, match: str, summed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = replace_prior(prior + Laplace(4) if summed else prior)
+    monkeypatch.delitem(CATALOGUE, "reset_tent")
+    with pytest.raises(ValueError, match=match):
+        model.save_pretrained(tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+class Doubled(ResetTent):
+    """A prior with another prior inside, which no config describes."""
+
+    name = "doubled"
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__(num_heads)
+        self.inner = Lopsided(num_heads)
+
+
+def test_a_prior_inside_a_catalogued_one_needs_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CATALOGUE, "doubled", Doubled)
+    replace_prior(Doubled(4)).save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model" / "config.json").is_file()
+
+
+def test_a_logit_scale_outside_the_catalogue_is_not_saved(tmp_path: Path) -> None:
+    class Steady(SSMax):
+        pass
+
+    model: Any = tiny_decoder(torch.float32, logit_scale="ssmax")
+    model.model.layers[0].self_attn.logit_scale = Steady(4)
+    with pytest.raises(ValueError, match=r"the logit scale Steady cannot be saved: .* names SSMax 'ssmax'"):
+        model.save_pretrained(tmp_path / "model")
+    assert not list(tmp_path.iterdir())

@@ -20,7 +20,14 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from attention_priors.files import read_json, write_json
-from attention_priors.hub.attach import CONFIG_KEY, Model, attach, attached_priors, detach
+from attention_priors.hub.attach import (
+    CONFIG_KEY,
+    Model,
+    attach,
+    attached_priors,
+    check_attached_can_be_loaded,
+    detach,
+)
 from attention_priors.hub.interface import ATTRIBUTE
 from attention_priors.hub.weights import damage_named, read_weights, write_weights
 from attention_priors.repositories import folder_or_repository
@@ -43,9 +50,10 @@ def save_adapter(model: PreTrainedModel, folder: str | Path) -> None:
         folder: is made if need be. The names of the files are their own, so that it may be PEFT's folder too.
 
     Raises:
-        ValueError: if nothing is attached.
+        ValueError: if nothing is attached, or loading could not make a prior or a logit scale from its name.
     """
     config = _description(model)
+    check_attached_can_be_loaded(model)
     tensors: dict[str, Tensor] = {
         f"layers.{index}.{name}": tensor
         for index, part in attached_priors(model).items()
@@ -144,6 +152,7 @@ def push_adapter_to_hub(model: PreTrainedModel, repo_id: str, *, private: bool |
         The address of the commit.
     """
     _description(model)
+    check_attached_can_be_loaded(model)
     api = HfApi(**options)
     api.create_repo(repo_id, private=private, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,10 +17,11 @@ from transformers import PreTrainedModel
 
 from attention_priors.attention import SSMax, logit_scale_from_config
 from attention_priors.checks import check_booleans
-from attention_priors.hub.heads import ScaleOnHeads, on_heads
+from attention_priors.hub.heads import OnHeads, ScaleOnHeads, on_heads
 from attention_priors.hub.interface import ATTRIBUTE, IMPLEMENTATION, AttachedPrior, register
 from attention_priors.models.decoder import PriorDecoderConfig
-from attention_priors.priors import Prior, prior_from_config
+from attention_priors.models.pretrained import check_can_be_loaded
+from attention_priors.priors import Prior, Sum, prior_from_config
 from attention_priors.priors.base import check_over_line
 
 CONFIG_KEY = "attached_priors"
@@ -137,6 +139,11 @@ def attach(
         model.set_attn_implementation(IMPLEMENTATION)
         setattr(model.config, CONFIG_KEY, description)
         setattr(model, STATE, state)
+        try:
+            check_attached_can_be_loaded(model)
+        except ValueError as error:
+            warnings.warn(str(error), stacklevel=2)
+            model.save_pretrained = partial(_save_if_loadable, model)
     except BaseException:
         _take_off(model, state)
         for module, config in configs:
@@ -165,6 +172,18 @@ def detach(model: Model) -> Model:
     return model
 
 
+def check_attached_can_be_loaded(model: nn.Module) -> None:
+    """Raise a ValueError if loading cannot make one of the attached priors and logit scales from its name."""
+    for part in attached_priors(model).values():
+        check_can_be_loaded(part, wrappers=(Sum, OnHeads))
+
+
+def _save_if_loadable(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    """Stand in for ``save_pretrained`` of a model whose priors are not in the catalogue."""
+    check_attached_can_be_loaded(model)
+    type(model).save_pretrained(model, *args, **kwargs)
+
+
 def positions_are_dropped(model: nn.Module) -> bool:
     """Whether :func:`attach` has taken its own positions away from all layers: a table of them is no limit then."""
     state: _State | None = getattr(model, STATE, None)
@@ -187,6 +206,7 @@ def _take_off(model: PreTrainedModel, state: _State) -> None:
     for module in model.modules():
         if hasattr(module, ATTRIBUTE):
             delattr(module, ATTRIBUTE)
+    vars(model).pop("save_pretrained", None)
     for handle in state.handles:
         handle.remove()
     there = dict(model.named_parameters())

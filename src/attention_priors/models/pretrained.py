@@ -8,9 +8,27 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention_priors.attention import SSMax
+from attention_priors.attention import SSMax, logit_scale
+from attention_priors.description import check_can_be_built
 from attention_priors.encodings import Encoding
-from attention_priors.priors import Prior
+from attention_priors.priors import CATALOGUE, Prior, Sum
+
+
+def check_can_be_loaded(module: nn.Module, wrappers: tuple[type[Prior], ...] = (Sum,)) -> None:
+    """Raise a ValueError if loading cannot make one of the priors and logit scales in ``module`` from its name.
+
+    Args:
+        module: a model, or a part of one.
+        wrappers: priors that are described by the priors inside them.
+    """
+    if isinstance(module, Prior) and not isinstance(module, wrappers):
+        check_can_be_built("prior", CATALOGUE, module, place="attention_priors.priors.CATALOGUE")
+    elif isinstance(module, SSMax):
+        place = f"{logit_scale.__name__}.LOGIT_SCALES"
+        check_can_be_built("logit scale", logit_scale.LOGIT_SCALES, module, place=place)
+    else:
+        for child in module.children():
+            check_can_be_loaded(child, wrappers)
 
 
 class PriorPreTrainedModel(PreTrainedModel):
@@ -35,6 +53,15 @@ class PriorPreTrainedModel(PreTrainedModel):
             if isinstance(module, Prior):
                 module.freeze_what_is_fixed()
         return loaded
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save as transformers does.
+
+        Raises:
+            ValueError: if loading could not make a prior or a logit scale of the model from its name.
+        """
+        check_can_be_loaded(self)
+        super().save_pretrained(*args, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
