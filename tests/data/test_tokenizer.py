@@ -3,6 +3,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
-from attention_priors.data import Corpus, Document, digit_token_ids, load_tokenizer, train_tokenizer
+from attention_priors.data import Corpus, Document, digit_token_ids, load_tokenizer, token_stream, train_tokenizer
 from processes import run_command
 
 
@@ -161,11 +162,19 @@ def test_long_texts_give_no_warning(
     assert caplog.text == ""
 
 
-def test_tokenizer_that_joins_digits_is_refused(corpus: Corpus, tmp_path: Path):
+def test_a_tokenizer_that_joins_digits_is_loaded(corpus: Corpus, tmp_path: Path):
     _joining_digits().save_pretrained(tmp_path)
-
+    loaded = load_tokenizer(tmp_path, corpus, tmp_path)
+    assert len(loaded.encode("7373")) == 2
     with pytest.raises(ValueError, match="does not give every digit its own token"):
-        load_tokenizer(tmp_path, corpus, tmp_path)
+        digit_token_ids(loaded)
+
+
+@pytest.mark.parametrize(("strings", "what"), [("some text", "is a str, 'some text'"), (["some text"], "holds a str")])
+def test_strings_are_not_taken_for_documents(tokenizer: PreTrainedTokenizerFast, strings: Any, what: str):
+    for refused in (lambda: train_tokenizer(strings, 300), lambda: token_stream(tokenizer, strings)):
+        with pytest.raises(ValueError, match=rf"documents {what}: expected documents, such as \[Document\("):
+            refused()
 
 
 def test_tokenizer_without_an_end_token_is_refused(tokenizer: PreTrainedTokenizerFast, corpus: Corpus, tmp_path: Path):

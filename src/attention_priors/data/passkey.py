@@ -118,7 +118,10 @@ class PasskeyTask:
         """Whether several digits may be one token, so that keys have different numbers of tokens."""
         check_writes(tokenizer, "12345")
         if self.joins_digits and decoys:
-            raise ValueError(f"decoys need a tokenizer that gives every digit its own token; it is {decoys}")
+            raise ValueError(
+                f"decoys={decoys} need a tokenizer that gives every digit its own token, and tokenizer "
+                f"{tokenizer.name_or_path!r} joins digits; a tokenizer that a recipe trains (tokenizer: 2048) does not"
+            )
         instruction, self._needle_text, self._question_text = WORDINGS[wording]
         self._tokenizer = tokenizer
         self._instruction = _encode(tokenizer, instruction)
@@ -171,7 +174,7 @@ class PasskeyTask:
         if self.joins_digits:
             raise ValueError(
                 f"tokenizer {self._tokenizer.name_or_path!r} joins digits: expected one token for each, to train "
-                "on pass keys"
+                "on pass keys; a tokenizer that a recipe trains (tokenizer: 2048) has them"
             )
         return self.minimum_length + self.digits
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention_priors.data.document import Document
+from attention_priors.data.document import Document, texts_of
 from attention_priors.data.nucleotides import check_nucleotides, encode_nucleotides, is_nucleotide_tokenizer
 
 if TYPE_CHECKING:
@@ -43,14 +43,15 @@ def token_stream(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Documen
         documents: At least one document.
 
     Raises:
-        ValueError: ``documents`` is empty, or ``tokenizer`` has no end-of-text token or reads bases and these are none.
+        ValueError: ``documents`` is empty or holds something else than documents, or ``tokenizer`` has no end-of-text
+            token or reads bases and these are none.
     """
     if not documents:
         raise ValueError("documents is empty: expected at least one document")
-    encoded: list[Tensor] = []
-    for start in range(0, len(documents), DOCUMENTS_PER_BATCH):
-        texts = [document.text for document in documents[start : start + DOCUMENTS_PER_BATCH]]
-        encoded += [torch.from_numpy(ids.astype(np.int64)) for ids in encode_documents(tokenizer, texts)]
+    texts, encoded = list(texts_of(documents)), list[Tensor]()
+    for start in range(0, len(texts), DOCUMENTS_PER_BATCH):
+        batch = encode_documents(tokenizer, texts[start : start + DOCUMENTS_PER_BATCH])
+        encoded += [torch.from_numpy(ids.astype(np.int64)) for ids in batch]
     sizes = torch.tensor([tokens.numel() for tokens in encoded])
     return TokenStream(
         tokens=torch.cat(encoded),

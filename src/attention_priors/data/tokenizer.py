@@ -1,4 +1,4 @@
-"""Tokenizers that give every digit its own token, trained on a corpus or loaded from elsewhere."""
+"""Tokenizers: trained on a corpus, or loaded from a folder or the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from attention_priors.data.corpora import Corpus
-from attention_priors.data.document import Document
+from attention_priors.data.document import Document, texts_of
 from attention_priors.data.nucleotides import NUCLEOTIDES, nucleotide_tokenizer
 from attention_priors.data.special_tokens import END_OF_TEXT, NO_LENGTH_LIMIT
 from attention_priors.repositories import folder_or_repository
@@ -38,7 +38,8 @@ def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> PreTraine
         vocab_size: Number of tokens, at least 257 (the bytes and the special token).
 
     Raises:
-        ValueError: ``vocab_size`` is below 257, or above what the documents have repeated pairs for.
+        ValueError: ``vocab_size`` is below 257, or above what the documents have repeated pairs for; or ``documents``
+            holds something else than documents, as a string does.
     """
     if vocab_size < MINIMUM_VOCAB_SIZE:
         raise ValueError(
@@ -61,7 +62,7 @@ def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> PreTraine
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((document.text for document in documents), trainer)
+    tokenizer.train_from_iterator(texts_of(documents), trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
             f"vocab_size is {vocab_size}, but the documents repeat too few pairs of tokens to train more "
@@ -95,15 +96,12 @@ def load_tokenizer(spec: int | str | Path, corpus: Corpus, cache_dir: str | Path
     Raises:
         OSError: ``spec`` is neither a folder with a tokenizer nor a name that can be loaded.
         ValueError: the vocabulary size does not suit the corpus (see `train_tokenizer`), or the loaded
-            tokenizer lacks an end-of-text token or, if it is not that of nucleotides, single-digit tokens.
+            tokenizer lacks an end-of-text token.
     """
     spec = tokenizer_spec(spec)
     if isinstance(spec, int):
         return _trained_tokenizer(spec, corpus, Path(cache_dir))
-    tokenizer = pretrained_tokenizer(spec)
-    if spec != NUCLEOTIDES:
-        digit_token_ids(tokenizer)
-    return tokenizer
+    return pretrained_tokenizer(spec)
 
 
 def pretrained_tokenizer(spec: str | Path) -> PreTrainedTokenizerBase:
