@@ -1,11 +1,14 @@
 """The model under test: what is loaded, and what tells it from others."""
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import model_folders
+import peft
 import pytest
 import torch
 import transformers as hf
@@ -14,7 +17,10 @@ from transformers import AutoTokenizer
 
 from attention_priors.evaluation import Subject, model_fingerprint
 from attention_priors.evaluation.subject import device_named
-from attention_priors.hub import attached_priors
+from attention_priors.hub import attach, attached_priors, save_adapter
+from attention_priors.inspection.load import load_inspected
+from attention_priors.models.encoder import PriorEncoderConfig, PriorEncoderForMaskedLM
+from attention_priors.models.vision import PriorVisionConfig, PriorVisionForImageClassification
 
 
 @pytest.mark.parametrize("kind", model_folders.KINDS)
@@ -42,24 +48,109 @@ def test_the_fingerprint_changes_with_any_weight(kind: str, folders: dict[str, P
     assert model_fingerprint(model) in seen
 
 
-@pytest.mark.parametrize("kind", ["Mamba", "Bert"])
-def test_models_that_cannot_be_read_in_chunks_are_refused(kind: str, tmp_path: Path):
+def test_models_that_cannot_be_read_in_chunks_are_refused(tmp_path: Path):
     sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": model_folders.VOCABULARY}
-    if kind == "Mamba":
-        model: Any = hf.MambaForCausalLM(hf.MambaConfig(**sizes, state_size=4))
-    else:
-        model = hf.BertLMHeadModel(hf.BertConfig(**sizes, num_attention_heads=2, intermediate_size=16))
-    folder = model_folders.save(model, model_folders.tokenizer(), tmp_path / kind)
+    model = hf.MambaForCausalLM(hf.MambaConfig(**sizes, state_size=4))
+    folder = model_folders.save(model, model_folders.tokenizer(), tmp_path / "mamba")
     with pytest.raises(ValueError, match="expected a causal language model with a KV cache"):
         Subject.load(str(folder))
 
 
-def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path: Path):
-    sizes: dict[str, Any] = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8}
-    model = hf.T5ForConditionalGeneration(hf.T5Config(**sizes, vocab_size=model_folders.VOCABULARY))
-    folder = model_folders.save(model, model_folders.tokenizer(), tmp_path / "t5")
-    with pytest.raises(ValueError, match="t5' is a t5: expected a causal language model"):
-        Subject.load(str(folder))
+_ATTENTION: dict[str, Any] = {
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16
+}  # fmt: skip
+_OF_TEXT: dict[str, Any] = _ATTENTION | {"vocab_size": model_folders.VOCABULARY}
+_T5: dict[str, Any] = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8}
+_ViT = hf.ViTConfig(**_ATTENTION, image_size=8, patch_size=4)
+NOT_CAUSAL = {
+    "BERT with a head": (lambda: hf.BertForMaskedLM(hf.BertConfig(**_OF_TEXT)), r"an encoder \(bert\)"),
+    "BERT": (lambda: hf.BertModel(hf.BertConfig(**_OF_TEXT)), r"an encoder \(bert\)"),
+    "our encoder": (
+        lambda: PriorEncoderForMaskedLM(PriorEncoderConfig(**_OF_TEXT)),
+        r"an encoder \(prior_encoder\): .*; attention-priors inspect takes this one",
+    ),
+    "T5": (
+        lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5, vocab_size=model_folders.VOCABULARY)),
+        r"an encoder and a decoder \(t5\): .*; attention-priors inspect takes T5",
+    ),
+    "ViT": (lambda: hf.ViTForImageClassification(_ViT), r"a model of another kind \(vit\)"),
+    "our classifier": (
+        lambda: PriorVisionForImageClassification(PriorVisionConfig(**_ATTENTION, image_size=8, patch_size=4)),
+        r"a classifier of images \(prior_vision\): .*; the report of its comparison shows its priors",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "complaint"), NOT_CAUSAL.values(), ids=NOT_CAUSAL)
+def test_models_of_other_kinds_are_named(make: Callable[[], Any], complaint: str, tmp_path: Path):
+    make().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"is {complaint}".partition(":")[0]) as refusal:
+        Subject.load(str(tmp_path))
+    assert re.search(f"is {complaint}", str(refusal.value))
+    assert ": expected a causal language model" in str(refusal.value)
+
+
+# ---- adapters
+
+
+@pytest.fixture
+def base(folders: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folders["llama"], tmp_path / "base"))
+
+
+def _low_rank(model: Any) -> Any:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def _logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(3, 40)[None]).logits
+
+
+@pytest.mark.parametrize("kind", ["priors", "peft", "both", "priors and a tokenizer"])
+def test_an_adapter_is_loaded_with_its_base_model(kind: str, base: Path, tmp_path: Path):
+    folder, whole = tmp_path / "adapter", hf.AutoModelForCausalLM.from_pretrained(base)
+    plain = _logits(whole)
+    if kind != "peft":
+        attach(whole, {"name": "laplace"})
+        save_adapter(whole, folder)
+    if kind in ("peft", "both"):
+        torch.manual_seed(0)
+        whole = _low_rank(whole)
+        whole.save_pretrained(str(folder))
+    if "tokenizer" in kind:
+        AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+        (base / "tokenizer.json").unlink()
+        (base / "tokenizer_config.json").unlink()
+    subject = Subject.load(str(folder))
+    assert not torch.allclose(_logits(whole), plain, atol=1e-3)
+    torch.testing.assert_close(_logits(subject.model), _logits(whole), atol=1e-4, rtol=1e-4)
+    assert subject.tokenizer.encode("12") == load_inspected(folder).tokenizer.encode("12")  # pyright: ignore[reportOptionalMemberAccess]
+    torch.testing.assert_close(_logits(load_inspected(folder).model), _logits(whole), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("base_name", [None, "nowhere/at all/base"])
+@pytest.mark.parametrize("load", [Subject.load, load_inspected])
+def test_an_adapter_without_its_base_model_says_what_to_do(
+    load: Callable[[str], Any], base_name: str | None, base: Path, tmp_path: Path
+):
+    _low_rank(hf.AutoModelForCausalLM.from_pretrained(base)).save_pretrained(str(tmp_path / "adapter"))
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base_name}))
+    missing = "names no base model" if base_name is None else f"base model cannot be loaded: .*{base_name}': there is"
+    with pytest.raises((ValueError, OSError), match=missing) as refusal:
+        load(str(tmp_path / "adapter"))
+    assert "adapter' is an adapter" in str(refusal.value)
+    assert "save both together: model.save_pretrained(OTHER)" in str(refusal.value)
+
+
+def test_an_adapter_that_cannot_be_merged_is_named(base: Path, tmp_path: Path):
+    config = peft.PromptTuningConfig(task_type=peft.TaskType.CAUSAL_LM, num_virtual_tokens=2)
+    adapted = peft.get_peft_model(hf.AutoModelForCausalLM.from_pretrained(base), config)
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(ValueError, match=r"adapter' is an adapter of the kind .*PROMPT_TUNING: expected weights"):
+        Subject.load(str(tmp_path / "adapter"))
 
 
 def test_a_model_whose_logits_are_not_numbers_is_refused(tmp_path: Path):

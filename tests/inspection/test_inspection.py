@@ -15,6 +15,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
     BloomConfig,
     GPT2Config,
     Llama4TextConfig,
@@ -661,6 +663,13 @@ def test_a_classifier_of_images_is_no_language_model(tmp_path: Path) -> None:
     )
     PriorVisionForImageClassification(small).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"is a classifier of images: expected a language model"):
+        load_inspected(tmp_path)
+
+
+def test_encoders_of_transformers_are_named(tmp_path: Path) -> None:
+    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=30)
+    BertModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is an encoder \(bert\): .* inspect takes those of this package"):
         load_inspected(tmp_path)
 
 

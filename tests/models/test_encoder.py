@@ -37,7 +37,7 @@ def made(name: str) -> PriorEncoderForMaskedLM:
 
 def test_commands_for_decoders_say_what_it_is(tmp_path: Path) -> None:
     made("bam").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is a prior_encoder: expected a causal language model"):
+    with pytest.raises(ValueError, match=r"is an encoder \(prior_encoder\): expected a causal language model"):
         load_model(tmp_path)
 
 

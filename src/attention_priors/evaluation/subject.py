@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from attention_priors.data import EMBEDDED, Corpus, load_corpus, tokenizer_fingerprint
 from attention_priors.data.tokenizer import pretrained_tokenizer
 from attention_priors.evaluation.prefill import chunked_logits
-from attention_priors.hub.loading import load_config, load_model
+from attention_priors.hub.loading import load_config, load_model, tokenizer_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NO_PART_OF_A_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"})
@@ -38,13 +38,14 @@ class Subject:
         """Load a model of ours, an attached one, or any causal language model of transformers, to be tested.
 
         Args:
-            name: its folder, or its name on the Hugging Face Hub.
+            name: its folder, or its name on the Hugging Face Hub; or an adapter's folder, as for :func:`load_model`.
             dtype: of its weights: float32, bfloat16 or float16.
             device: where it runs; CUDA where there is some by default.
 
         Raises:
-            ValueError: if ``dtype`` is none of these, ``device`` is none that is there, the tokenizer has no
-                end-of-text token, or more tokens than the model, or the model cannot be read in chunks.
+            ValueError: if ``dtype`` is none of these, ``device`` is none that is there, the model is no causal
+                language model, the tokenizer has no end-of-text token, or more tokens than the model, or the model
+                cannot be read in chunks.
             OSError: if the model or its tokenizer cannot be loaded.
         """
         if dtype not in DTYPES:
@@ -52,7 +53,7 @@ class Subject:
         place = device_named(device)
         try:
             load_config(name)  # at once, so that a wrong name is not first missed by a tokenizer
-            tokenizer = pretrained_tokenizer(name)
+            tokenizer = pretrained_tokenizer(tokenizer_of(name))
             model = load_model(name, dtype=DTYPES[dtype])
         except OSError as error:
             raise OSError(f"model {name!r} cannot be loaded: {error}") from error

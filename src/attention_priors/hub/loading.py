@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     MptForCausalLM,
@@ -17,6 +20,7 @@ from transformers import (
 
 from attention_priors.encodings import LearnedTable
 from attention_priors.hub.adapter import load_attached
+from attention_priors.hub.adapter_folder import TOGETHER, AdapterFolder, adapter_folder
 from attention_priors.hub.attach import CONFIG_KEY, learned_positions, positions_are_dropped
 from attention_priors.hub.mpt import MptAttention
 from attention_priors.hub.weights import damage_named
@@ -27,7 +31,11 @@ from attention_priors.repositories import folder_or_repository
 
 
 def load_any_config(name: str | Path) -> PreTrainedConfig:
-    """The configuration of a model of any kind, ours or another; ``name`` as for :func:`load_model`."""
+    """Return the configuration of a model of any kind, ours or another; ``name`` as for :func:`load_model`."""
+    adapter = adapter_folder(name)
+    if adapter is not None:
+        with _base_named(adapter):
+            return load_any_config(adapter.base)
     with folder_or_repository("model", name, first="config.json"):
         found, _ = PreTrainedConfig.get_config_dict(name)
         for ours in (PriorDecoderConfig, PriorEncoderConfig, PriorVisionConfig):
@@ -37,32 +45,69 @@ def load_any_config(name: str | Path) -> PreTrainedConfig:
 
 
 def load_config(name: str | Path) -> PreTrainedConfig:
-    """The configuration of a language model that writes, ours or another; ``name`` as for :func:`load_model`."""
+    """Return the configuration of a causal language model, ours or another; ``name`` as for :func:`load_model`.
+
+    Raises:
+        OSError: the configuration cannot be loaded.
+        ValueError: the model is of another kind.
+    """
     config = load_any_config(name)
-    if isinstance(config, PriorEncoderConfig | PriorVisionConfig):
-        raise ValueError(f"model {str(name)!r} is a {config.model_type}: expected a causal language model")
-    return config
+    kind, cure = "a model of another kind", ""
+    if isinstance(config, PriorVisionConfig):
+        kind, cure = "a classifier of images", "; the report of its comparison shows its priors"
+    elif isinstance(config, PriorEncoderConfig):
+        kind, cure = "an encoder", "; attention-priors inspect takes this one"
+    elif config.is_encoder_decoder:
+        kind, cure = "an encoder and a decoder", "; attention-priors inspect takes T5"
+    elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False:
+        kind, cure = "an encoder", "; of encoders, attention-priors inspect takes those of this package"
+    elif isinstance(config, PriorDecoderConfig) or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return config
+    raise ValueError(
+        f"model {str(name)!r} is {kind} ({config.model_type}): expected a causal language model, which predicts each "
+        f"token from those before it{cure}"
+    )
 
 
 def load_model(name: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A trained causal language model, ours or another, with what is attached to it.
+    """Load a trained causal language model, ours or another, with the priors attached to it.
 
     Args:
-        name: its folder, or its name on the Hugging Face Hub.
+        name: its folder, or its name on the Hugging Face Hub; or the folder of an adapter (:func:`save_adapter`, or
+            PEFT's), whose base model is loaded by the name in the adapter's files. PEFT's weights are merged.
         dtype: of its weights; priors stay float32.
 
     Raises:
-        OSError: it cannot be loaded, or lacks weights.
-        ValueError: it is none, or its files are damaged.
+        OSError: the model cannot be loaded, or lacks weights.
+        ValueError: the model is no causal language model, or its files are damaged; or the adapter does not name its
+            base model, or does not fit it.
     """
     config = load_config(name)
+    adapter = adapter_folder(name)
+    if adapter is not None:
+        return adapter.put_on(load_model(adapter.base, dtype))
     if getattr(config, CONFIG_KEY, None) is not None:
         return load_attached(name, dtype=dtype)
     if isinstance(config, PriorDecoderConfig):
         return load_whole(PriorDecoderForCausalLM, name, dtype)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"model {str(name)!r} is a {config.model_type}: expected a causal language model")
     return load_whole(AutoModelForCausalLM, name, dtype)
+
+
+@contextmanager
+def _base_named(adapter: AdapterFolder) -> Iterator[None]:
+    """Add the adapter's folder to an error about its base model."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{str(adapter.folder)!r} is an adapter, and its base model cannot be loaded: {error}; {TOGETHER}"
+        ) from error
+
+
+def tokenizer_of(name: str | Path) -> str:
+    """Return where the tokenizer of a model is: the model's folder or name, or an adapter's base model."""
+    adapter = adapter_folder(name)
+    return str(name) if adapter is None or adapter.has_tokenizer else tokenizer_of(adapter.base)
 
 
 def load_whole(kind: Any, name: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from attention_priors.data import load_corpus
 from attention_priors.data.corpora import read_documents
@@ -16,8 +16,9 @@ from attention_priors.data.fasta import is_fasta
 from attention_priors.data.tokenizer import pretrained_tokenizer
 from attention_priors.evaluation.subject import check_vocabulary, device_named
 from attention_priors.files import read_json
+from attention_priors.hub.adapter_folder import adapter_folder
 from attention_priors.hub.attach import CONFIG_KEY, LEARNED_POSITIONS
-from attention_priors.hub.loading import load_any_config, load_model, load_whole
+from attention_priors.hub.loading import load_any_config, load_model, load_whole, tokenizer_of
 from attention_priors.models.decoder import PriorDecoderConfig
 from attention_priors.models.encoder import PriorEncoderConfig, PriorEncoderForMaskedLM
 from attention_priors.models.vision import PriorVisionConfig
@@ -85,7 +86,7 @@ def load_inspected(name: str | Path, *, device: str | None = None) -> Inspected:
     """Load a decoder or an encoder of ours, an attached model, or one of transformers: a decoder, or with two stacks.
 
     Args:
-        name: its folder, or its name on the Hugging Face Hub.
+        name: its folder, or its name on the Hugging Face Hub; or an adapter's folder, as for :func:`load_model`.
         device: where it runs; CUDA where there is some by default.
 
     Raises:
@@ -100,19 +101,23 @@ def load_inspected(name: str | Path, *, device: str | None = None) -> Inspected:
             f"model {str(name)!r} is a classifier of images: expected a language model; what the priors of classifiers "
             "look at stands in the report of their comparison"
         )
-    if isinstance(config, PriorEncoderConfig):
-        model = load_whole(PriorEncoderForMaskedLM, name)
-    elif config.is_encoder_decoder:
-        model = load_whole(AutoModelForSeq2SeqLM, name)
-    else:
-        model = load_model(name)
+    model = _load_any_model(name, config)
     try:
-        tokenizer, why = pretrained_tokenizer(str(name)), ""
+        tokenizer, why = pretrained_tokenizer(tokenizer_of(name)), ""
     except (OSError, ValueError) as error:
         tokenizer, why = None, f"it has no tokenizer that can be used: {error}"
     if tokenizer is not None:
         check_vocabulary(str(name), model, tokenizer)
     return Inspected(str(name), model.to(place).eval(), tokenizer, why)  # pyright: ignore[reportArgumentType]
+
+
+def _load_any_model(name: str | Path, config: PreTrainedConfig) -> PreTrainedModel:
+    adapter = adapter_folder(name)
+    if adapter is not None:
+        return adapter.put_on(_load_any_model(adapter.base, config))
+    if isinstance(config, PriorEncoderConfig):
+        return load_whole(PriorEncoderForMaskedLM, name)
+    return load_whole(AutoModelForSeq2SeqLM, name) if config.is_encoder_decoder else load_model(name)
 
 
 def check_same_model(inspected: Path, name: str) -> None:
