@@ -12,7 +12,7 @@ RESULTS ?= docs/results
 BENCHMARKS ?= runs/benchmarks
 RECIPES := $(wildcard recipes/results/*.yaml) recipes/digits-tuning.yaml recipes/digits.yaml
 
-.PHONY: demo test results benchmarks format
+.PHONY: demo test check test-deep results benchmarks format
 .DELETE_ON_ERROR:
 
 # pip must know dependency groups (25.1); older ones come with many Pythons.
@@ -57,6 +57,18 @@ test: $(VENV)/dev
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile
+
+# Lint, types, contracts and the core's tests, for while one works.
+check: $(VENV)/dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile tests/priors tests/encodings tests/attention
+
+# Ten times the drawn examples, and every combination: hours.
+test-deep: $(VENV)/dev
+	TEST_DEPTH=deep OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile
 
 format: $(VENV)/dev
 	$(BIN)/ruff format .
