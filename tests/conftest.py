@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+
 from thoroughness import DEEP
 
 # The same examples every time, however slow the machine is, here as where CI is set.

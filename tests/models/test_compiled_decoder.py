@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from thoroughness import every_other_deep
 from tiny_decoders import FAMILIES, VARIANTS, tiny_decoder, tokens
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import StaticCache
 
 from attention_priors.models import PriorDecoderForCausalLM
+from thoroughness import every_other_deep
 
 LENGTH = 12
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
