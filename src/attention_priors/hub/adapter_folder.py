@@ -9,9 +9,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from attention_priors.files import read_json
-from attention_priors.hub.adapter import DESCRIPTION, load_adapter
+from attention_priors.hub.adapter import DESCRIPTION, PEFT_DESCRIPTION, load_adapter
 
-PEFT_DESCRIPTION = "adapter_config.json"
 TOGETHER = "save both together: model.save_pretrained(OTHER) of the base model with the adapter in it"
 """Cure for an adapter whose base model is unknown or elsewhere."""
 
