@@ -164,7 +164,7 @@ def test_passkey_rows_go_up_to_where_a_scheme_gave_up(finished):
 def test_perplexity_rows_cover_every_range_of_positions(finished):
     for scheme in SCHEMES:
         rows = [row for row in finished.results["perplexity"] if row["scheme"] == scheme]
-        assert all(row.keys() == {"scheme", "seed", "position", "nll", "tokens"} for row in rows)
+        assert all(row.keys() == {"scheme", "seed", "position", "nll", "tokens", "documents"} for row in rows)
         expected = [(first * last) ** 0.5 for first, last in position_bins(100)]
         assert [row["position"] for row in rows] == pytest.approx(expected)
         texts = {
@@ -314,7 +314,7 @@ def test_an_output_folder_that_cannot_be_written_is_an_error_before_any_work(tin
             {"evaluation.passkey.lengths": [150]},
             "evaluation.passkey.lengths (there [150, 160, 170], here [150])",
         ),
-        ({"evaluation.perplexity": ...}, "evaluation.perplexity (there {'length': 100, 'documents': 2}, here None)"),
+        ({"evaluation.perplexity": ...}, "evaluation.perplexity (there {'length': 100, 'documents': 1}, here None)"),
         ({"corpus.max_characters": 10_000}, "corpus.max_characters (there None, here 10000)"),
     ],
 )
