@@ -115,7 +115,9 @@ def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     content, problem = read_inputs(*inputs)
     if inputs[-1]:
         return triton_backend.forward(content, problem)
-    return (matrix if matrix.is_short(problem.geometry, problem.kept) else blocks).forward(content, problem)
+    out, lse = (matrix if matrix.is_short(problem.geometry, problem.kept) else blocks).forward(content, problem)
+    matrix.recompute_spoiled_rows(content, problem, out, lse)
+    return out, lse
 
 
 block_attention = torch.library.custom_op(
