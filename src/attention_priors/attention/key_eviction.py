@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from attention_priors.attention.geometry import block_length
 from attention_priors.attention.key_bounds import BLOCK, Balls
 from attention_priors.attention.logit_scale import SSMax
+from attention_priors.attention.problem import check_softmax_scale
 from attention_priors.attention.pruning import LOWEST_MEAN, select
 from attention_priors.attention.sliding import sliding_maximum, sliding_minimum
 from attention_priors.priors import Prior, Structure
@@ -78,9 +79,7 @@ def unneeded_keys(
         raise ValueError(
             f"query_norm must be a finite number, or one per head ({heads},), not negative, got {query_norm!r}"
         )
-    scale = key.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    if not (isinstance(scale, int | float) and 0 < scale < math.inf):
-        raise ValueError(f"softmax_scale must be a positive finite number, got {softmax_scale!r}")
+    scale = key.shape[-1] ** -0.5 if softmax_scale is None else check_softmax_scale(softmax_scale)
 
     future = _Future(prior, length, final_length, key.device)
     scores = _Scores.around(key.detach(), norms.expand(heads) * scale)
