@@ -82,7 +82,11 @@ class PriorPreTrainedModel(PreTrainedModel):
         filled = _tensors(module)
         for name, value in loaded.items():
             filled[name].copy_(value)
-        empty = [name for name, tensor in filled.items() if name not in loaded and tensor.isnan().any()]
+        empty = [
+            name
+            for name, tensor in filled.items()
+            if name not in loaded and not tensor.is_meta and tensor.isnan().any()
+        ]
         if empty:
             raise NotImplementedError(
                 f"{type(module).__name__}.reset_parameters() must give every parameter and buffer its initial value; "
