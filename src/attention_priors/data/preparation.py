@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -93,7 +94,7 @@ def prepare(
         OSError: ``folder`` cannot be written.
     """
     made = (MANIFEST, TOKENIZER, f"{TOKENIZER}.unfinished")
-    with undone_if_refused(folder, made, keep=lambda: _has_tokens(folder), wait=True):
+    with undone_if_refused(folder, made, keep=lambda: _has_tokens(folder), wait=math.inf):
         remove_temporaries(folder)
         manifest = _begin(preparation, folder)
         if repair:

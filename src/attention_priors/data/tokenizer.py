@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
+import math
 import string
 import tempfile
 from collections.abc import Iterable
@@ -18,6 +18,7 @@ from attention_priors.data.corpora import Corpus
 from attention_priors.data.document import Document, texts_of
 from attention_priors.data.nucleotides import NUCLEOTIDES, nucleotide_tokenizer
 from attention_priors.data.special_tokens import END_OF_TEXT, NO_LENGTH_LIMIT
+from attention_priors.output_folder import sole_writer
 from attention_priors.repositories import folder_or_repository
 
 # transformers takes more than a second to import: each function that needs it imports it.
@@ -91,7 +92,7 @@ def load_tokenizer(spec: int | str | Path, corpus: Corpus, cache_dir: str | Path
             :func:`nucleotide_tokenizer`. Anything else is a folder or a name on the Hugging Face Hub.
         corpus: Where the training text comes from when ``spec`` is a vocabulary size.
         cache_dir: Folder in which trained tokenizers are kept, one for each vocabulary size and corpus; made
-            if it is missing.
+            if it is missing. Several processes may share it.
 
     Raises:
         OSError: ``spec`` is neither a folder with a tokenizer nor a name that can be loaded.
@@ -217,15 +218,17 @@ def _trained_tokenizer(vocab_size: int, corpus: Corpus, cache_dir: Path) -> PreT
 
     folder = cache_dir / f"tokenizer-{vocab_size}-{corpus.fingerprint[:16]}"
     if not folder.is_dir():
-        tokenizer = train_tokenizer(corpus.train, vocab_size)
         cache_dir.mkdir(parents=True, exist_ok=True)
-        # Moved into place whole, so that a run that is stopped half-way leaves nothing that looks finished.
-        with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".tokenizer-") as temporary:
-            finished = Path(temporary, "finished")
-            tokenizer.save_pretrained(finished)
-            try:
-                os.rename(finished, folder)
-            except OSError:
-                if not folder.is_dir():  # else another process put the same tokenizer there first
-                    raise
+        # Of several processes one trains the tokenizer, and the others wait for it.
+        with sole_writer(cache_dir, wait=math.inf):
+            if not folder.is_dir():
+                _save_whole(train_tokenizer(corpus.train, vocab_size), folder)
     return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+
+
+def _save_whole(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a tokenizer elsewhere and move it into place: a process that is stopped leaves nothing half-written."""
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tokenizer-") as temporary:
+        finished = Path(temporary, "finished")
+        tokenizer.save_pretrained(finished)
+        finished.rename(folder)
