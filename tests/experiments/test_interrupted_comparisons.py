@@ -17,10 +17,10 @@ from recipe_cases import changed
 from attention_priors import attend
 from attention_priors.data import PasskeyTask
 from attention_priors.experiments import Recipe, compare
-from attention_priors.experiments.compare import cuda_devices, least_taken
 from attention_priors.experiments.folders import run_folder
 from attention_priors.experiments.materials import Materials
 from attention_priors.experiments.run import execute
+from attention_priors.experiments.workers import TAKEN, cuda_devices, least_taken
 from attention_priors.files import write_json
 from attention_priors.output_folder import sole_writer
 from attention_priors.training import Trained
@@ -98,7 +98,8 @@ def test_workers_do_not_outlive_a_parent_that_is_killed(tiny, tmp_path):
     assert not [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_two_processes_do_not_carry_out_the_same_run(tiny, tmp_path):
+@pytest.mark.parametrize("patience", ["0", "0.5"])
+def test_two_processes_do_not_carry_out_the_same_run(tiny, tmp_path, patience):
     output, recipe = tmp_path / "out", tiny()
     write_json(output / "recipe.json", recipe.model_dump(mode="json"))
     folder = run_folder(output, "ALiBi", 3)
@@ -106,13 +107,13 @@ def test_two_processes_do_not_carry_out_the_same_run(tiny, tmp_path):
     worker = [sys.executable, "-m", "attention_priors.experiments.worker"]
     with sole_writer(folder):
         process = subprocess.Popen(
-            [*worker, output / "recipe.json", output, "ALiBi", "3"],
+            [*worker, output / "recipe.json", output, "ALiBi", "3", patience],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert process.wait(timeout=120) == 1
-    assert f"{folder} is being written by another call" in process.communicate()[1]
+        assert process.wait(timeout=120) == TAKEN
+    assert process.communicate()[1] == ""
     assert not (folder / "identity.json").exists()
 
 

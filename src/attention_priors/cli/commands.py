@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from attention_priors.cli.arguments import head_of_layer, listed, name_of_model, number_of_tokens
+from attention_priors.cli.arguments import head_of_layer, listed, name_of_model, number_of_tokens, seed_number
 from attention_priors.cli.terminal import EvaluationDisplay, TrainingDisplay, errors, quiet_transformers, written
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -31,29 +32,43 @@ def compare(
         list[str] | None,
         typer.Option(help="Run this scheme alone, or those of a pattern (BAM*); may be given more than once."),
     ] = None,
+    seeds: Annotated[
+        list[str] | None, typer.Option(help="Run these seeds alone, with commas between; may be given more than once.")
+    ] = None,
     processes: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time; by default as many as there are cores for.")
     ] = None,
 ) -> None:
     """Train every scheme of a recipe, test it far past its training length or resolution, and write a report.
 
-    Interrupt it when you like: the same command goes on from there.
+    Interrupt it when you like: the same command goes on from there. Several calls may share an output: each run is
+    carried out by one of them.
     """
     console = Console()
     # The laboratory is imported here: it takes seconds, and --help should not.
     from attention_priors import experiments, report
+    from attention_priors.files import read_json
+    from attention_priors.output_folder import sole_writer
 
     output = output or Path("runs") / recipe.stem
     failed: experiments.RunFailedError | None = None
     with errors():
         try:
             results = experiments.compare(
-                experiments.load_recipe(recipe), output, only=only or (), processes=processes, console=console
+                experiments.load_recipe(recipe),
+                output,
+                only=only or (),
+                seeds=[seed_number(seed) for seed in listed(*seeds or ())],
+                processes=processes,
+                console=console,
             )
         except experiments.RunFailedError as error:
             failed, results = error, error.results
+    if results["runs"]:
         page = output / "report.html"
-        if results["runs"]:
+        # A call that ended meanwhile may have gathered more.
+        with errors(), sole_writer(output, wait=math.inf):
+            results = read_json(output / "results.json")
             if report.are_of_images(results):
                 report.write_image_results(results, output)
             else:
@@ -61,7 +76,6 @@ def compare(
                 report.write_figures(results, output / "figures", drawn)
                 report.write_tables(results, output / "tables")
                 report.write_report(results, page, drawn)
-    if results["runs"]:
         of_images = report.are_of_images(results)
         if of_images:
             console.print(report.image_table(results))
@@ -70,7 +84,8 @@ def compare(
         written(console, "Tables", output / "tables")
         written(console, "Report", page)
         with errors():
-            missing = report.refresh_page(output)
+            with sole_writer(output, wait=math.inf):
+                missing = report.refresh_page(output)
             words = f"{output / 'README.md'} has places for tables that there are not: {', '.join(missing)}"
             plan = results["recipe"]
             if missing and failed is None and len(results["runs"]) == len(plan["schemes"]) * len(plan["seeds"]):
