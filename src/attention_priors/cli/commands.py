@@ -38,6 +38,10 @@ def compare(
     processes: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time; by default as many as there are cores for.")
     ] = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(help="Address of a Dask scheduler (tcp://login1:8786); its workers share the output folder."),
+    ] = None,
 ) -> None:
     """Train every scheme of a recipe, test it far past its training length or resolution, and write a report.
 
@@ -60,6 +64,7 @@ def compare(
                 only=only or (),
                 seeds=[seed_number(seed) for seed in listed(*seeds or ())],
                 processes=processes,
+                scheduler=scheduler,
                 console=console,
             )
         except experiments.RunFailedError as error:

@@ -67,6 +67,7 @@ def compare(
     only: Sequence[str] = (),
     seeds: Sequence[int] = (),
     processes: int | None = None,
+    scheduler: str | None = None,
     console: Console,
 ) -> dict[str, Any]:
     """Train and test what is not finished yet, and write ``results.json``.
@@ -84,6 +85,8 @@ def compare(
         only: names of schemes, or patterns such as ``BAM*``; the others are left as they are. All by default.
         seeds: seeds of the recipe; the others are left as they are. All by default.
         processes: runs at a time; by default as many as there are cores for, and as the recipe allows.
+        scheduler: address of the scheduler of a Dask cluster, whose workers carry out the runs; ``output`` must be a
+            folder that they share. None for processes of this machine.
         console: where progress is shown.
 
     Returns:
@@ -92,14 +95,41 @@ def compare(
     Raises:
         RecipeError: before any work, if a scheme or a seed is unknown, a text cannot be made, or ``output`` holds runs
             of another recipe.
-        OSError: before any work, if ``output`` cannot be written.
+        ValueError: before any work, if ``processes`` is below 1, or ``scheduler`` is given and Dask is not installed.
+        OSError: before any work, if ``output`` cannot be written, the scheduler cannot be reached, or a worker of the
+            cluster does not see ``output``.
         RunFailedError: runs failed, after all others were carried out and ``results.json`` was written of them.
     """
     chosen = _chosen(recipe, only, seeds)
     if processes is not None and processes < 1:
         raise ValueError(f"processes must be a positive integer, got {processes}")
-    at_a_time = processes_at_a_time(recipe, processes)
+    at_a_time = processes_at_a_time(recipe, processes, None if scheduler is None else len(chosen))
     cache = writable_folder(writable_folder(output) / "cache")
+    workers = _workers(scheduler, output, recipe.threads_per_run, at_a_time)
+    with workers:
+        return _compare(recipe, output, chosen, cache, workers, console)
+
+
+def _workers(scheduler: str | None, output: Path, threads: int, at_a_time: int) -> Workers:
+    if scheduler is None:
+        return LocalWorkers(output, threads=threads, at_a_time=at_a_time)
+    try:
+        from attention_priors.experiments.cluster import ClusterWorkers
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"scheduler={scheduler!r} needs Dask, and {error.name} is missing: pip install 'attention-priors[cluster]'"
+        ) from error
+    return ClusterWorkers(scheduler, output, threads=threads, at_a_time=at_a_time)
+
+
+def _compare(
+    recipe: Recipe | ImageRecipe,
+    output: Path,
+    chosen: Sequence[Run],
+    cache: Path,
+    workers: Workers,
+    console: Console,
+) -> dict[str, Any]:
     with console.status("Making ready what is read"):
         study = load_study(recipe, cache)
         study.check()
@@ -110,9 +140,8 @@ def compare(
     pending = [run for run in chosen if not study.is_finished(output, *run)]
     failures: dict[Run, str] = {}
     if pending:
-        recipe_file = _recipe_file(recipe, cache)
-        workers = LocalWorkers(recipe_file, output, threads=recipe.threads_per_run, at_a_time=at_a_time)
-        with WallClock(output / "wall_seconds.json", shared=True) as clock, workers:
+        workers.use(_recipe_file(recipe, cache))
+        with WallClock(output / "wall_seconds.json", shared=True) as clock:
             failures = _Display(study, output, len(pending), console).carry_out(pending, workers, clock.tick)
     with sole_writer(output, wait=math.inf):
         results = _gather(study, output, list(failures.values()))
@@ -179,12 +208,13 @@ def _gather(study: Study, output: Path, failures: Sequence[str]) -> dict[str, An
     return results
 
 
-def processes_at_a_time(recipe: AnyRecipe, wanted: int | None) -> int:
+def processes_at_a_time(recipe: AnyRecipe, wanted: int | None, usual: int | None = None) -> int:
     """Return the number of runs to carry out at a time.
 
     Args:
         recipe: what is carried out.
-        wanted: number asked for; None for as many as there are cores for, and as the recipe allows.
+        wanted: number asked for; None for the usual one, and as the recipe allows.
+        usual: None for as many as there are cores for.
 
     Raises:
         RecipeError: the recipe allows fewer.
@@ -194,8 +224,8 @@ def processes_at_a_time(recipe: AnyRecipe, wanted: int | None) -> int:
         raise RecipeError(f"processes must be {most} at most, as the recipe says, got {wanted}")
     if wanted is not None:
         return wanted
-    cores = max(1, usable_cores() // recipe.threads_per_run)
-    return cores if most is None else min(most, cores)
+    usual = usual or max(1, usable_cores() // recipe.threads_per_run)
+    return usual if most is None else min(most, usual)
 
 
 @dataclass
@@ -217,7 +247,7 @@ class _Display:
     """Shows the progress of runs while it carries them out."""
 
     def __init__(self, study: Study, output: Path, total: int, console: Console) -> None:
-        self._study, self._output, self._total, self._console = study, output, total, console
+        self._study, self._output, self._total = study, output, total
         self._bars = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -264,8 +294,9 @@ class _Display:
                 if isinstance(event, Ended):
                     started.remove(run)
                     self._take_end(run, event)
-                else:
+                elif run in started:  # messages may overtake each other
                     self._show(run, event)
+            self._show_all(overall)
         return self._failures
 
     def _show(self, run: Run, event: dict[str, Any]) -> None:

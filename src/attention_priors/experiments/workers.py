@@ -56,6 +56,14 @@ class Workers(Protocol):
         """Progress and end of every run that was started."""
         ...
 
+    def use(self, recipe_file: Path) -> None:
+        """Let the workers read this recipe, a file in the comparison's folder; to be called before any is started.
+
+        Raises:
+            OSError: they cannot read it.
+        """
+        ...
+
     def start(self, run: Run) -> None:
         """Start a run's worker."""
         ...
@@ -69,14 +77,14 @@ class LocalWorkers:
     """Processes of this machine.
 
     Args:
-        recipe_file: recipe that the workers read.
         output: the comparison's folder.
         threads: of PyTorch, in each process.
         at_a_time: processes.
     """
 
-    def __init__(self, recipe_file: Path, output: Path, *, threads: int, at_a_time: int) -> None:
-        self._recipe_file, self._output, self._threads = recipe_file, output, threads
+    def __init__(self, output: Path, *, threads: int, at_a_time: int) -> None:
+        self._output, self._threads = output, threads
+        self._recipe_file = Path()
         self._running: dict[Run, tuple[subprocess.Popen[str], str | None]] = {}
         self.at_a_time = at_a_time
         self.events: Events = queue.Queue()
@@ -90,6 +98,10 @@ class LocalWorkers:
             process.terminate()
         for process in running:
             process.wait()
+
+    def use(self, recipe_file: Path) -> None:
+        """Let the workers read this recipe."""
+        self._recipe_file = recipe_file
 
     def start(self, run: Run) -> None:
         """Start a run's worker on the CUDA device with the fewest runs."""
@@ -107,7 +119,14 @@ class LocalWorkers:
 
 
 def start_worker(
-    recipe_file: Path, output: Path, run: Run, *, threads: int, device: str | None = None, wait: float = 0.0
+    recipe_file: Path,
+    output: Path,
+    run: Run,
+    *,
+    threads: int,
+    device: str | None = None,
+    folder: str | None = None,
+    wait: float = 0.0,
 ) -> subprocess.Popen[str]:
     """Start the process of one run (:mod:`attention_priors.experiments.worker`).
 
@@ -117,6 +136,7 @@ def start_worker(
         run: scheme and seed.
         threads: of PyTorch.
         device: the one CUDA device that the process sees; None for all.
+        folder: that the process runs in, and that relative paths of the recipe start from; None for this process's.
         wait: seconds to wait for another process that carries out the run.
     """
     scheme, seed = run
@@ -128,6 +148,7 @@ def start_worker(
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
+            cwd=folder,
             # The parent alone hears Ctrl-C; it then ends its workers in order.
             start_new_session=True,
             env=os.environ
@@ -156,12 +177,17 @@ def follow(process: subprocess.Popen[str], log: Path, report: Callable[[dict[str
     code = process.wait()
     assert process.stdin is not None
     process.stdin.close()
-    return Ended(code, "\n".join(log.read_text(encoding="utf-8").splitlines()[-LOG_LINES:]))
+    return Ended(code, tail_of(log))
 
 
 def log_of(output: Path, run: Run) -> Path:
     """Return the log of a run's worker."""
     return run_folder(output, *run) / "log.txt"
+
+
+def tail_of(log: Path) -> str:
+    """Return the last lines of a log."""
+    return "\n".join(log.read_text(encoding="utf-8").splitlines()[-LOG_LINES:])
 
 
 def cuda_devices() -> list[str]:
