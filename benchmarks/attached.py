@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from attention_priors.files import write_json
-from attention_priors.hub import attach
-from attention_priors.machine import memory_bytes, processor, versions
-from attention_priors.wall_clock import now
+from attention_priors._io import write_json
+from attention_priors.hf import attach
+from attention_priors.lab.machine import memory_bytes, processor, versions
+from attention_priors.lab.wall_clock import now
 
 WIDTH, LAYERS, HEADS, VOCABULARY = 512, 2, 8, 4096
 GGD = {"name": "generalized_gaussian", "init": "spread", "learn": True}

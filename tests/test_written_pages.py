@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attention_priors import attend
-from attention_priors.analysis import effective_reach
+from attention_priors.lab.inspect import effective_reach
 from attention_priors.priors import Laplace
 from written_pages import ROOT, python_of, run_page
 

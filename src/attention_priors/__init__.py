@@ -19,7 +19,7 @@ from attention_priors.attention import (
     unneeded_keys,
 )
 from attention_priors.encodings import LearnedTable, LinearToy, Rotary, ShawVectors, Sinusoidal
-from attention_priors.models.prior_attention import PriorAttention
+from attention_priors.models.layer import PriorAttention
 from attention_priors.priors import (
     Axial,
     ClippedOffsets,
@@ -42,7 +42,7 @@ from attention_priors.priors import (
 )
 
 if TYPE_CHECKING:
-    from attention_priors.hub import attach
+    from attention_priors.hf import attach
 
 __version__ = "0.1.0"
 
@@ -90,7 +90,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # It needs transformers, which this package does not, and which takes seconds to import.
     if name == "attach":
-        from attention_priors.hub import attach
+        from attention_priors.hf import attach
 
         return attach
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

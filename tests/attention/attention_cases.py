@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention_priors import GeneralizedGaussian, Prior, SSMax, attend, prior_from_config
-from attention_priors.attention import block_attention, matrix_attention
 from attention_priors.attention import reference as dense
 from attention_priors.attention.lanes import is_factored
+from attention_priors.attention.tiles import blocks as block_attention
+from attention_priors.attention.tiles import short as matrix_attention
 from attention_priors.priors import CATALOGUE, Axial, Radial
 
 PRIORS = ("none", *(name for name, prior in CATALOGUE.items() if name == "axial" or not prior.over_grid), "sum")

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from attention_priors.attention import matrix_attention
+from attention_priors.attention.tiles import short
 
 
 @pytest.fixture(params=["as one matrix", "in tiles"])
@@ -14,5 +14,5 @@ def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param == "as one matrix":
         yield
         return
-    with mock.patch.object(matrix_attention, "MOST_PAIRS", 0):
+    with mock.patch.object(short, "MOST_PAIRS", 0):
         yield

@@ -13,21 +13,23 @@ from attention_cases import Case, cases
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention_priors.attention import block_attention, kept_tiles, key_bounds, operators, pruning, pruning_effects
-from attention_priors.attention.block_attention import BlockProblem
+from attention_priors.attention import operator
 from attention_priors.attention.content import Content
-from attention_priors.attention.pruning import Pruned
+from attention_priors.attention.pruning import bounds, certificate, kept_tiles, report
+from attention_priors.attention.pruning.certificate import Pruned
+from attention_priors.attention.tiles import blocks as block_attention
+from attention_priors.attention.tiles.blocks import BlockProblem
 
 
 @contextmanager
 def small_blocks(size: int, worth_pruning: float = math.inf) -> Iterator[None]:
     """Blocks of ``size``, and everything else to match; heads with little to gain are pruned all the same."""
     with ExitStack() as stack:
-        for module in (block_attention, kept_tiles, key_bounds, operators, pruning, pruning_effects):
+        for module in (block_attention, kept_tiles, bounds, operator, certificate, report):
             stack.enter_context(mock.patch.object(module, "BLOCK", size))
         stack.enter_context(
             mock.patch.multiple(
-                pruning,
+                certificate,
                 BAND_ROWS=max(1, size // 2),
                 BAND=2,
                 COARSE_BLOCKS=4,
@@ -54,14 +56,14 @@ class Observed:
 def attend_pruned(case: Case, size: int) -> Observed:
     """Attend, and watch."""
     seen: list[tuple[Content, BlockProblem, Pruned]] = []
-    prune = pruning.prune
+    prune = certificate.prune
 
     def watched(content: Content, problem: BlockProblem, tolerance, balls) -> Pruned:
         pruned = prune(content, problem, tolerance, balls)
         seen.append((content, problem, pruned))
         return pruned
 
-    with small_blocks(size), mock.patch.object(operators, "prune", watched):
+    with small_blocks(size), mock.patch.object(operator, "prune", watched):
         out, lse = case.attend("toeplitz")
         batch, heads, num_queries, _ = case.query.shape
         looked_at = torch.ones(batch, heads, num_queries, case.key.shape[2], dtype=torch.bool)

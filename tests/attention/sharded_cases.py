@@ -36,7 +36,7 @@ from attention_priors import (
     attend_across,
     shard_index,
 )
-from attention_priors.attention import context_parallel
+from attention_priors.attention.distributed import ring
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
@@ -260,13 +260,13 @@ def solve_case(case: Case, group: Any) -> dict[str, float]:
 def counted_calls() -> Iterator[list[int]]:
     """How many keys each call of attention looks at."""
     calls: list[int] = []
-    solve = context_parallel.solve
+    solve = ring.solve
 
     def counting(problem: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(problem.geometry.num_keys)
         return solve(problem, *args, **kwargs)
 
-    with mock.patch.object(context_parallel, "solve", counting):
+    with mock.patch.object(ring, "solve", counting):
         yield calls
 
 
@@ -276,14 +276,14 @@ def kept_blocks() -> list[float]:
     whole, shares = make_whole(case), []
     index = index_of(case, dist.get_rank(), dist.get_world_size())
     own = [x[:, :, index] for x in (whole.query, whole.key, whole.value)]
-    solve = context_parallel.solve
+    solve = ring.solve
 
     def looking(problem: Any, *args: Any, **kwargs: Any) -> Any:
         if problem.kept is not None:
             shares.append(problem.kept.double().mean((0, 2, 3)).tolist())
         return solve(problem, *args, **kwargs)
 
-    with mock.patch.object(context_parallel, "solve", looking), torch.no_grad():
+    with mock.patch.object(ring, "solve", looking), torch.no_grad():
         attend_across(own[0], own[1], own[2], whole.prior, sequence=ShardedSequence(index))
     return shares[0] if shares else []
 

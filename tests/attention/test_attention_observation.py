@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention_priors import Laplace, attend
 from attention_priors.attention.attend import attend_with_weights
-from attention_priors.attention.observation import observed
+from attention_priors.attention.observe import observed
 from attention_priors.attention.problem import Problem
 
 X = torch.randn(1, 2, 8, 4)

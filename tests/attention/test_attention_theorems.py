@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention_priors import GeneralizedGaussian, Laplace, Prior, Spectral, Uniform, attend
-from attention_priors.analysis import context_sensitivity
 from attention_priors.attention.problem import make_problem
 from attention_priors.attention.reference import reference
+from attention_priors.lab.inspect import context_sensitivity
 
 
 def attention_weights(query: Tensor, key: Tensor, prior: Prior | None, *, causal: bool = True) -> Tensor:

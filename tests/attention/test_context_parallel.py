@@ -13,7 +13,7 @@ import torch.distributed as dist
 from sharded_cases import CASES_OF, DOUBLE
 
 from attention_priors import Laplace, ShardedSequence, SSMax, attend, attend_across, shard_index
-from attention_priors.attention import context_parallel
+from attention_priors.attention.distributed import ring as context_parallel
 from attention_priors.priors import Spectral2d
 from processes import torchrun
 

@@ -41,7 +41,7 @@ def test_works_without_triton() -> None:
 def test_attach_comes_when_it_is_asked_for() -> None:
     program = (
         "import sys, attention_priors; assert 'transformers' not in sys.modules\n"
-        "from attention_priors import attach; from attention_priors.hub import attach as there\n"
+        "from attention_priors import attach; from attention_priors.hf import attach as there\n"
         "assert attach is there and 'attach' in attention_priors.__all__"
     )
     run_command([sys.executable, "-c", program])

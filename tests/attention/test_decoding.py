@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention_priors import GeneralizedGaussian, Laplace, SSMax, Window, attend
-from attention_priors.attention import toeplitz
-from attention_priors.attention.decoding import attend_one_query
 from attention_priors.attention.problem import Problem
+from attention_priors.attention.tiles import backend
+from attention_priors.attention.tiles.one_query import attend_one_query
 
 TOLERANCE = {torch.float32: 3e-5, torch.float64: 1e-10}
 
@@ -29,7 +29,7 @@ def counted() -> Iterator[list[bool]]:
         answered.append(found is not None)
         return found
 
-    with mock.patch.object(toeplitz, "attend_one_query", note):
+    with mock.patch.object(backend, "attend_one_query", note):
         yield answered
 
 

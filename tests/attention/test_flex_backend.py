@@ -32,13 +32,13 @@ from attention_priors import (
     flex_mask_mod,
     flex_score_mod,
 )
-from attention_priors.attention import flex
+from attention_priors.attention.flex import backend
 
 
 def why_not_compiled() -> str:
     """Why FlexAttention cannot be compiled on this machine; empty if it can."""
     try:
-        flex._check_cpu()
+        backend._check_cpu()
     except RuntimeError as error:
         return str(error)
     return ""
@@ -57,11 +57,11 @@ def anywhere(query: Tensor, key: Tensor, value: Tensor) -> None:
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Dynamo captures the graph as it does for a compiler; PyTorch's own reference runs it, backward pass included."""
-    run: Callable[..., Any] = torch.compile(flex._attention, backend="eager", fullgraph=True, dynamic=True)
+    run: Callable[..., Any] = torch.compile(backend._attention, backend="eager", fullgraph=True, dynamic=True)
     with (
-        mock.patch.object(flex, "_compiled", return_value=run),
-        mock.patch.object(flex, "_attend_on_cpu", lambda problem: flex._attend(problem, True)),
-        mock.patch.object(flex, "_check"),
+        mock.patch.object(backend, "_compiled", return_value=run),
+        mock.patch.object(backend, "_attend_on_cpu", lambda problem: backend._attend(problem, True)),
+        mock.patch.object(backend, "_check"),
         mock.patch.object(pytorch, "_validate_device", anywhere),
     ):
         yield
@@ -279,7 +279,7 @@ X = torch.randn(1, 2, 5, 8)
 def test_refused_on_cpus(name: str, changes: dict[str, Any]) -> None:
     arguments: dict[str, Any] = {"query": X, "key": X, "value": X, "prior": Laplace(2)} | changes
     with (
-        mock.patch.object(flex, "_attend", side_effect=AssertionError("work was done")),
+        mock.patch.object(backend, "_attend", side_effect=AssertionError("work was done")),
         pytest.raises(ValueError, match=name) as raised,
     ):
         attend(**arguments, backend="flex")

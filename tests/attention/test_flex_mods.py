@@ -23,7 +23,7 @@ from attention_priors import (
     flex_mask_mod,
     flex_score_mod,
 )
-from attention_priors.attention import flex_mods
+from attention_priors.attention.flex import mods
 from attention_priors.priors import Axial, grid_positions
 
 
@@ -172,9 +172,9 @@ def test_blocks_hold_what_is_visible(name: str) -> None:
     @given(cases(name, longest=60, masks=False))
     def check(case: Case) -> None:
         _, _, num_queries, num_keys = sizes(case)
-        with mock.patch.object(flex_mods, "BLOCK", 4):
-            geometry = flex_mods._geometry((1, num_queries, num_keys), torch.device("cpu"), *mod_options(case).values())
-            visibility = flex_mods.Visibility.of(case.prior, geometry)
+        with mock.patch.object(mods, "BLOCK", 4):
+            geometry = mods._geometry((1, num_queries, num_keys), torch.device("cpu"), *mod_options(case).values())
+            visibility = mods.Visibility.of(case.prior, geometry)
             mask = visibility.block_mask()
         pairs = everywhere(visibility.mod(), (geometry.batch, 1, num_queries, num_keys))
         partial, full = dense_blocks(mask, False), dense_blocks(mask, True)
@@ -196,8 +196,8 @@ def test_blocks_hold_what_is_visible(name: str) -> None:
 def test_blocks_are_those_of_pytorch(num_queries: int, num_keys: int, causal: bool, window: int | None) -> None:
     """Without documents the ranges of blocks are exact: nothing is computed that PyTorch would skip."""
     prior = None if window is None else Window(2, window)
-    geometry = flex_mods._geometry((1, num_queries, num_keys), torch.device("cpu"), causal, None, None, None, None)
-    visibility = flex_mods.Visibility.of(prior, geometry)
+    geometry = mods._geometry((1, num_queries, num_keys), torch.device("cpu"), causal, None, None, None, None)
+    visibility = mods.Visibility.of(prior, geometry)
     expected = create_block_mask(visibility.mod(), None, None, num_queries, num_keys, device="cpu")
     for full in (False, True):
         assert torch.equal(dense_blocks(visibility.block_mask(), full), dense_blocks(expected, full))

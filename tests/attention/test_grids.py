@@ -224,7 +224,7 @@ def test_where_no_table_is_read_no_distances_are_listed(prior: Prior, monkeypatc
     def list_distances(*_: Any) -> Any:
         raise AssertionError("distances were listed")
 
-    monkeypatch.setattr("attention_priors.attention.toeplitz._list_distances", list_distances)
+    monkeypatch.setattr("attention_priors.attention.tiles.backend._list_distances", list_distances)
     monkeypatch.setattr(Grids, "distances", list_distances)
     own = torch.stack([grid_positions(3, 4, outside=1), grid_positions(2, 6, outside=1)])
     query, key, value = torch.randn(3, 2, 2, 13, 8)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention_priors import KeySink, Laplace, Prior, SSMax, Window, attend, prior_from_config, unneeded_keys
-from attention_priors.attention import key_bounds, key_eviction
+from attention_priors.attention.pruning import bounds, eviction
 from attention_priors.priors import CATALOGUE, Structure
 
 STATIONARY = [name for name, prior in CATALOGUE.items() if Structure.STATIONARY in prior.structure]
@@ -74,7 +74,7 @@ def test_future_queries_lose_no_more_than_the_tolerance(name: str) -> None:
                 logit_scale.s.uniform_(-1, 1, generator=generator)
         final = length + more
         key = torch.randn(kv_heads, final, width, generator=generator) * scale
-        with mock.patch.multiple(key_eviction, BLOCK=4, STEPS=steps), mock.patch.object(key_bounds, "BLOCK", 4):
+        with mock.patch.multiple(eviction, BLOCK=4, STEPS=steps), mock.patch.object(bounds, "BLOCK", 4):
             forget = unneeded_keys(
                 key[None, :, :length],
                 prior,

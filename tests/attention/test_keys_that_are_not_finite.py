@@ -26,8 +26,9 @@ from attention_priors import (
     Window,
     attend,
 )
-from attention_priors.attention import context_parallel, matrix_attention
-from attention_priors.attention.triton_backend import Blocks
+from attention_priors.attention.distributed import ring as context_parallel
+from attention_priors.attention.tiles import short
+from attention_priors.attention.triton.backend import Blocks
 
 B, H, HKV, D = 2, 4, 2, 8
 BAD = [math.nan, math.inf, -math.inf]
@@ -164,7 +165,7 @@ def test_rows_are_computed_again_a_block_at_a_time() -> None:
     case = make_case(Laplace(H), 300)
     _, keys, sees = hides("future", 300)
     sizes = []
-    attend_rows = matrix_attention._Matrix.attend
+    attend_rows = short._Matrix.attend
 
     def noted(matrix: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
         sizes.append(logits.shape[2])
@@ -174,8 +175,8 @@ def test_rows_are_computed_again_a_block_at_a_time() -> None:
         return 17
 
     with (
-        mock.patch.object(matrix_attention, "block_length", few_rows),
-        mock.patch.object(matrix_attention._Matrix, "attend", noted),
+        mock.patch.object(short, "block_length", few_rows),
+        mock.patch.object(short._Matrix, "attend", noted),
     ):
         assert_others_unchanged(case, keys, math.nan, sees, "toeplitz")
     assert max(sizes) == 17
@@ -185,7 +186,7 @@ def test_finite_problems_are_computed_once() -> None:
     """A log-sum-exp of minus infinity, of rows that see nothing, does not make them computed again."""
     padding = torch.arange(40).expand(B, -1) < torch.tensor([[0], [7]])
     for case in (make_case(Laplace(H), 40), make_case(Laplace(H), 40, key_padding_mask=padding)):
-        with mock.patch.object(matrix_attention._Matrix, "hide", side_effect=AssertionError):
+        with mock.patch.object(short._Matrix, "hide", side_effect=AssertionError):
             attend(case.query, case.key, case.value, case.prior, **case.options(), backend="toeplitz")
 
 

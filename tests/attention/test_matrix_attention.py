@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attention_priors import GeneralizedGaussian, SSMax, attend
-from attention_priors.attention import block_attention, matrix_attention
 from attention_priors.attention.geometry import Geometry
+from attention_priors.attention.tiles import blocks, short
 
 
 def ways(num_queries: int, num_keys: int, **options: Any) -> list[str]:
@@ -30,7 +30,7 @@ def ways(num_queries: int, num_keys: int, **options: Any) -> list[str]:
     key = torch.randn(2, 2, num_keys, 4, generator=generator)
     prior = GeneralizedGaussian(2, init="laplace")
     with ExitStack() as stack:
-        for module in (matrix_attention, block_attention):
+        for module in (short, blocks):
             for name in ("forward", "backward"):
                 stack.enter_context(noted(module, name))
         attend(query, key, key, prior, logit_scale=SSMax(2), backend="toeplitz", **options).sum().backward()
@@ -51,7 +51,7 @@ def test_short_contexts_are_one_matrix() -> None:
 def test_long_ones_are_not() -> None:
     assert ways(256, 256) == BLOCKS
     assert ways(128, 512) == BLOCKS
-    with mock.patch.object(matrix_attention, "MOST_NUMBERS", 4 * 128 * 128 - 1):
+    with mock.patch.object(short, "MOST_NUMBERS", 4 * 128 * 128 - 1):
         assert ways(128, 128) == BLOCKS
 
 

@@ -22,7 +22,8 @@ from attention_priors import (
     Window,
     attend,
 )
-from attention_priors.attention import geometry_operator, operators
+from attention_priors.attention import geometry_operator
+from attention_priors.attention import operator as operators
 from attention_priors.priors import Axial, grid_positions
 
 pytestmark = pytest.mark.usefixtures("both_ways")
@@ -124,7 +125,7 @@ def test_operator_check(name: str, dtype: torch.dtype, monkeypatch: pytest.Monke
     make, options = VARIANTS[name]
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(
-        "attention_priors.attention.toeplitz.attend_in_tiles",
+        "attention_priors.attention.tiles.backend.attend_in_tiles",
         lambda *arguments: calls.append(arguments) or operators.block_attention(*arguments),
     )
     query, key, value = (x.detach().to(dtype).requires_grad_() for x in inputs())

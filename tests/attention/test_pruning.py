@@ -24,7 +24,9 @@ from attention_priors import (
     attend,
     pruning_report,
 )
-from attention_priors.attention import operators, pruning, pruning_effects
+from attention_priors.attention import operator
+from attention_priors.attention.pruning import certificate as pruning
+from attention_priors.attention.pruning import report as pruning_effects
 
 TOLERANCES = st.sampled_from([1e-9, 1e-6, 1e-3, 0.05, 0.5])
 SIZES = st.sampled_from([2, 4, 8])
@@ -288,7 +290,7 @@ def test_the_certificate_holds_for_keys_cast_after_their_bounds_were_made(name: 
             seen.append(prune(content, problem, tolerance, balls))
             return seen[-1]
 
-        with torch.no_grad(), small_blocks(size), mock.patch.object(operators, "prune", with_balls):
+        with torch.no_grad(), small_blocks(size), mock.patch.object(operator, "prune", with_balls):
             case.attend("toeplitz")
         if not seen:
             return

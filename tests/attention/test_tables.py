@@ -26,7 +26,7 @@ from attention_priors import (
 )
 from attention_priors.attention import tables
 from attention_priors.attention.tables import consecutive_table
-from attention_priors.hub.heads import OnHeads
+from attention_priors.hf.heads import OnHeads
 from attention_priors.priors import CATALOGUE, Structure
 
 H = 2

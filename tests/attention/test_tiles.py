@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.problem import make_problem
-from attention_priors.attention.tiles import Tile, Tiling
+from attention_priors.attention.tiles.tiling import Tile, Tiling
 
 
 def geometry_of(case: Case) -> Geometry:

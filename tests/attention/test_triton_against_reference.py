@@ -15,8 +15,8 @@ from test_half_precision import half_case, plain_attention, root_mean_square
 from triton_cases import DEVICES, compute_on, configurations, configured, place, same
 
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, RelativeBuckets, SSMax, Window, pruning_report
-from attention_priors.attention import operators
-from attention_priors.attention.triton_backend import Blocks, Configuration
+from attention_priors.attention import operator
+from attention_priors.attention.triton.backend import Blocks, Configuration
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -101,15 +101,15 @@ def test_blocks_that_are_left_out(device: str, causal: bool) -> None:
         expected = compute(masked.to(torch.float64), "reference")
         cotangents = Cotangents.of(expected.out, expected.lse)
         of_device = kept.to(device)
-        read = operators.read_inputs
+        read = operator.read_inputs
 
-        def read_and_leave_out(*inputs: Any) -> operators.OperatorInputs:
+        def read_and_leave_out(*inputs: Any) -> operator.OperatorInputs:
             content, problem = read(*inputs)
-            return operators.OperatorInputs(content, replace(problem, kept=of_device))
+            return operator.OperatorInputs(content, replace(problem, kept=of_device))
 
         with (
             configured(configuration, slot),
-            mock.patch.object(operators, "read_inputs", read_and_leave_out),
+            mock.patch.object(operator, "read_inputs", read_and_leave_out),
         ):
             result = compute_on(device, case, cotangents)
         found = errors(result, expected, gradient_scales(masked, cotangents))

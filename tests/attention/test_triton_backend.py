@@ -11,8 +11,9 @@ from torch import Tensor
 from triton_cases import DEVICES, compute_on, configured, place, same
 
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, ShawVectors, SSMax, Window, attend
-from attention_priors.attention import block_attention, triton_backend
-from attention_priors.attention.triton_backend import Blocks, visited
+from attention_priors.attention.tiles import blocks as block_attention
+from attention_priors.attention.triton import backend as triton_backend
+from attention_priors.attention.triton.backend import Blocks, visited
 
 SMALL = same(Blocks(16, 16, 4, 1))
 X = torch.randn(1, 2, 8, 4)

@@ -17,8 +17,8 @@ from attention_errors import Cotangents, Result, compute
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from attention_priors.attention import triton_backend
-from attention_priors.attention.triton_backend import INSTALLED, Blocks, Configuration
+from attention_priors.attention.triton import backend
+from attention_priors.attention.triton.backend import INSTALLED, Blocks, Configuration
 
 ON_CUDA = torch.cuda.is_available()
 DEVICES = [
@@ -70,10 +70,10 @@ def same(blocks: Blocks) -> Configuration:
 
 
 @contextmanager
-def configured(configuration: Configuration, slot: int = triton_backend.SLOT) -> Iterator[None]:
+def configured(configuration: Configuration, slot: int = backend.SLOT) -> Iterator[None]:
     """Kernels that work in these blocks; under the interpreter, no number is read or written outside of a tensor."""
     with (
-        mock.patch.multiple(triton_backend, configuration=lambda width, dtype: configuration, SLOT=slot),
+        mock.patch.multiple(backend, configuration=lambda width, dtype: configuration, SLOT=slot),
         nullcontext() if ON_CUDA else guarded_memory(),
     ):
         yield
@@ -115,7 +115,7 @@ def guarded_memory() -> Iterator[None]:
     from triton.runtime import interpreter
 
     guard = Guard(interpreter._interpreter)
-    run = triton_backend._Launcher.run
+    run = backend._Launcher.run
 
     def allowed(launcher: Any, kernel: Any, grid: Any, size: Blocks, **arguments: Any) -> None:
         tensors = (launcher.query, launcher.key, launcher.value, *arguments.values())
@@ -124,6 +124,6 @@ def guarded_memory() -> Iterator[None]:
 
     with (
         mock.patch.object(interpreter, "_interpreter", guard),
-        mock.patch.object(triton_backend._Launcher, "run", allowed),
+        mock.patch.object(backend._Launcher, "run", allowed),
     ):
         yield

@@ -20,7 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from attention_priors.attention import triton_backend, triton_kernels
+from attention_priors.attention.triton import backend
+from attention_priors.attention.triton import kernels as triton_kernels
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KERNELS = {
@@ -39,15 +40,15 @@ LEFT_OUT = {"plain": (*MASKS, *SLOTS, *POSITIONS), "slots": POSITIONS, "position
 """Which pointers are None: all but the table, those to positions, or those that tell what slots see each other."""
 
 
-def variant(kernel: Any, size: triton_backend.Blocks, head_dim: int, dtype: str, kind: str) -> ASTSource:
+def variant(kernel: Any, size: backend.Blocks, head_dim: int, dtype: str, kind: str) -> ASTSource:
     """A kernel as it is compiled for a kind of problem."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
         if parameter.is_constexpr:
-            width = triton_backend._padded(head_dim)
+            width = backend._padded(head_dim)
             widths = {"D": head_dim, "DV": head_dim, "BLOCK_D": width, "BLOCK_DV": width}
-            blocks = {"ROWS": size.rows, "KEYS": size.keys, "SLOT": triton_backend.SLOT}
+            blocks = {"ROWS": size.rows, "KEYS": size.keys, "SLOT": backend.SLOT}
             signature[name], constants[(index,)] = "constexpr", (widths | blocks)[name]
         elif name in LEFT_OUT[kind]:
             signature[name], constants[(index,)] = "constexpr", None
@@ -61,7 +62,7 @@ def variant(kernel: Any, size: triton_backend.Blocks, head_dim: int, dtype: str,
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def usage(source: ASTSource, size: triton_backend.Blocks, capability: int) -> dict[str, int]:
+def usage(source: ASTSource, size: backend.Blocks, capability: int) -> dict[str, int]:
     """Registers per thread, bytes of them spilled to the stack, and shared memory in bytes."""
     compiled = triton.compile(
         source,
@@ -79,7 +80,7 @@ def usage(source: ASTSource, size: triton_backend.Blocks, capability: int) -> di
 
 
 def main(capability: str, head_dim: str, dtype: str, *kinds: str) -> None:
-    sizes = triton_backend.configuration(triton_backend._padded(int(head_dim)), DTYPES[dtype])._asdict()
+    sizes = backend.configuration(backend._padded(int(head_dim)), DTYPES[dtype])._asdict()
     found = {}
     for name, kernel in KERNELS.items():
         for kind in kinds:

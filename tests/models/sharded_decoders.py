@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from attention_priors import ShardedSequence, shard_index
+from attention_priors.lab.train import shard_priors
 from attention_priors.models import PriorDecoderForCausalLM
-from attention_priors.training import shard_priors
 
 LENGTH, BATCH = 23, 2
 GGD = {"name": "generalized_gaussian", "init": "spread"}

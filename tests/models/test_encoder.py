@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
-from attention_priors.data import load_corpus, token_stream, train_tokenizer
-from attention_priors.hub import load_model
+from attention_priors.hf import load_model
+from attention_priors.lab.data import load_corpus, token_stream, train_tokenizer
 from attention_priors.models import PriorEncoderConfig, PriorEncoderForMaskedLM
 
 SMALL: dict[str, Any] = {

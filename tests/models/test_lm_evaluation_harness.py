@@ -13,7 +13,7 @@ import torch
 from tiny_decoders import FAMILIES, logits_of, tiny_decoder
 from transformers import PreTrainedTokenizerFast
 
-from attention_priors.data import Document, train_tokenizer
+from attention_priors.lab.data import Document, train_tokenizer
 from attention_priors.models import PriorDecoderForCausalLM
 from processes import run_command
 

@@ -8,7 +8,7 @@ import torch
 from tiny_decoders import FAMILIES, VARIANTS, logits_of, tiny_decoder, tokens
 
 from attention_priors.models import PriorDecoderForCausalLM
-from attention_priors.models.places import Places
+from attention_priors.models.positions import Places
 
 CASES = {**FAMILIES, "prior and shaw": VARIANTS["prior and shaw"], "learned": VARIANTS["encoding learned"]}
 

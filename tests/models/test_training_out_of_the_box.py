@@ -16,7 +16,7 @@ from transformers import (
     pipeline,
 )
 
-from attention_priors.data import Document, train_tokenizer
+from attention_priors.lab.data import Document, train_tokenizer
 from attention_priors.models import PriorDecoderForCausalLM
 
 TEXTS = ["to be or not to be", "that is the question", "whether it is nobler in the mind to suffer", "or not"] * 4

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import interpolate
 from transformers import AutoConfig, AutoModelForImageClassification
 
-from attention_priors.analysis import observed_attention
+from attention_priors.lab.inspect import observed_attention
 from attention_priors.models import PriorVisionConfig, PriorVisionForImageClassification
 from attention_priors.priors import grid_positions
 

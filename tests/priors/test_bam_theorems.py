@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from attention_priors import attend
-from attention_priors.analysis import AttentionLogits, decompose
+from attention_priors.lab.inspect import AttentionLogits, decompose
 from attention_priors.priors import GeneralizedGaussian, Laplace, Uniform, generalized_gaussian
 
 thorough = settings(max_examples=100)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from prior_samples import randomise
 from torch import Tensor
 
-from attention_priors.analysis import AttentionLogits, decompose
 from attention_priors.encodings import Rotary
+from attention_priors.lab.inspect import AttentionLogits, decompose
 from attention_priors.priors import GeneralizedGaussian, KeySink, Laplace, Prior, RelativeBuckets, Spectral
 
 thorough = settings(max_examples=60)

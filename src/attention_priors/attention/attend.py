@@ -8,14 +8,14 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from attention_priors.attention.key_bounds import KeyBounds
 from attention_priors.attention.lanes import is_factored, lanes
 from attention_priors.attention.logit_scale import SSMax
-from attention_priors.attention.observation import OBSERVERS, tell
+from attention_priors.attention.observe import OBSERVERS, tell
 from attention_priors.attention.problem import Problem, make_problem
+from attention_priors.attention.pruning.bounds import KeyBounds
 from attention_priors.attention.reference import blockwise, reference
-from attention_priors.attention.toeplitz import toeplitz
-from attention_priors.attention.triton_backend import why_not
+from attention_priors.attention.tiles.backend import toeplitz
+from attention_priors.attention.triton.backend import why_not
 from attention_priors.encodings import ShawVectors
 from attention_priors.priors import Prior, Structure
 
@@ -321,7 +321,7 @@ def _compute(problem: Problem, backend: Backend, need_lse: bool) -> tuple[Tensor
         return lanes(problem, need_lse=need_lse)
     if backend == "flex":
         # It brings all of PyTorch's compiler, whose import takes a second.
-        from attention_priors.attention.flex import flex
+        from attention_priors.attention.flex.backend import flex
 
         return flex(problem, need_lse=need_lse)
     return toeplitz(problem, need_lse=need_lse)

@@ -10,7 +10,7 @@ from attention_priors.attention.content import all_of, columns_together
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.recentred import lanes_are_exact
 from attention_priors.attention.reference import blockwise
-from attention_priors.attention.toeplitz import attend_in_blocks
+from attention_priors.attention.tiles.backend import attend_in_blocks
 from attention_priors.priors import Prior, Structure
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_priors.checks import check_booleans, check_positive_integers
-from attention_priors.description import Described, build
+from attention_priors.config import Described, build
 from attention_priors.precision import KeepsFloat32
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.geometry_operator import count_visible_keys
-from attention_priors.attention.key_bounds import KeyBounds
 from attention_priors.attention.logit_scale import SSMax
+from attention_priors.attention.pruning.bounds import KeyBounds
 from attention_priors.checks import check_share
 from attention_priors.encodings import ShawVectors
 from attention_priors.precision import compute_dtype_of

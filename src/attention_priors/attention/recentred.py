@@ -17,7 +17,7 @@ from torch import Tensor
 from attention_priors.attention.augment import Augmented, slope_term
 from attention_priors.attention.geometry import Geometry, positions_in_documents
 from attention_priors.attention.geometry_operator import geometry_arguments
-from attention_priors.attention.operators import Table, attend_in_tiles
+from attention_priors.attention.operator import Table, attend_in_tiles
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.sliding import sliding_maximum
 from attention_priors.attention.tables import known_range

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
-from attention_priors.description import Described
+from attention_priors.config import Described
 
 
 class Encoding(Described, nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attention_priors.description import build
+from attention_priors.config import build
 from attention_priors.encodings.base import Encoding
 from attention_priors.encodings.learned import LearnedTable
 from attention_priors.encodings.linear import LinearToy

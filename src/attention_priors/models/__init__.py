@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from attention_priors.models.prior_attention import PriorAttention
+from attention_priors.models.layer import PriorAttention
 
 if TYPE_CHECKING:
     from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM, PriorDecoderModel

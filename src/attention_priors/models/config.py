@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
+from attention_priors._io import write_bytes
 from attention_priors.attention import SSMax, logit_scale_from_config
 from attention_priors.checks import check_booleans
-from attention_priors.files import write_bytes
 from attention_priors.priors import Prior, prior_from_config
 
 _SOURCE = '''"""Where ``trust_remote_code=True`` finds the classes of this model: in attention-priors."""

@@ -34,7 +34,7 @@ from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawV
 from attention_priors.models.config import PriorConfig
 from attention_priors.models.inputs import embedded, refuse_unknown
 from attention_priors.models.placement import beside
-from attention_priors.models.places import Places
+from attention_priors.models.positions import Places
 from attention_priors.models.pretrained import PriorPreTrainedModel
 from attention_priors.priors import Prior
 from attention_priors.priors.base import check_over_line

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention_priors.attention import SSMax, logit_scale
-from attention_priors.description import check_can_be_built
+from attention_priors.config import check_can_be_built
 from attention_priors.encodings import Encoding
 from attention_priors.priors import CATALOGUE, Prior, Sum
 

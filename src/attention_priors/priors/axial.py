@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attention_priors.description import build
+from attention_priors.config import build
 from attention_priors.priors.base import Lanes, Prior, Structure
 from attention_priors.priors.clipped_offsets import ClippedOffsets
 from attention_priors.priors.generalized_gaussian import GeneralizedGaussian

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention_priors.checks import check_positive_integers
-from attention_priors.description import Described
+from attention_priors.config import Described
 from attention_priors.precision import KeepsFloat32
 from attention_priors.tracing import can_be_read
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attention_priors.description import build
+from attention_priors.config import build
 from attention_priors.priors.axial import Axial, Radial, Spectral2d
 from attention_priors.priors.base import Prior
 from attention_priors.priors.clipped_offsets import ClippedOffsets

@@ -1,0 +1,1 @@
+"""FlexAttention engine, and score and mask functions for users of FlexAttention."""

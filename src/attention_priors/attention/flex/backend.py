@@ -1,0 +1,171 @@
+"""The FlexAttention backend: PyTorch's compiled ``flex_attention`` with a prior's ``score_mod`` and ``mask_mod``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.functional import pad
+
+from attention_priors.attention.flex.mods import BLOCK, ScoreMod, Scores, Visibility, lengthened
+from attention_priors.attention.problem import Problem
+
+LEAST_WIDTH = 16
+"""Columns of queries, keys and values that FlexAttention takes at least, but on CPUs."""
+
+
+def flex(problem: Problem, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Attention by compiled FlexAttention.
+
+    Returns:
+        Output ``(B, H, Lq, Dv)``, and the log-sum-exp ``(B, H, Lq)`` or, without ``need_lse``, None.
+
+    Raises:
+        ValueError: for what FlexAttention does not compute: float64 and, on CPUs, gradients and the log-sum-exp.
+        RuntimeError: on a CPU, without a C++ compiler.
+    """
+    _check(problem, need_lse)
+    return _attend_on_cpu(problem) if problem.query.device.type == "cpu" else _attend(problem, need_lse)
+
+
+@torch.compiler.disable(
+    reason="backend='flex' compiles FlexAttention by itself on CPUs; PyTorch 2.13 cannot together with what it reads"
+)
+def _attend_on_cpu(problem: Problem) -> tuple[Tensor, Tensor | None]:
+    _check_cpu()
+    with torch.no_grad():  # whether gradients are recorded is compiled for, too
+        return _attend(problem, False)
+
+
+def _attend(problem: Problem, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+    geometry, device = problem.geometry, problem.query.device
+    num_queries, num_keys = _rounded(geometry.num_queries, device), _rounded(geometry.num_keys, device)
+    scores = Scores.of(problem.prior, geometry, problem.row_scale, problem.scales_prior)
+    scores = scores.lengthened(num_queries, num_keys)
+    visibility = Visibility.of(problem.prior, geometry).lengthened(num_queries, num_keys)
+    mask = geometry.attn_mask
+    if mask is not None:
+        hides = mask.dtype == torch.bool
+        forbidden = mask if hides else torch.isneginf(mask)
+        visibility = replace(visibility, forbidden=_dense(forbidden, problem, num_queries, num_keys))
+        if not hides:
+            finite = mask.float().clamp(min=torch.finfo(torch.float32).min)
+            scores = replace(scores, added=_dense(finite, problem, num_queries, num_keys))
+    query, key, value = (
+        pad(tensor, (0, 0, 0, length - tensor.shape[2])) if length > tensor.shape[2] else tensor
+        for tensor, length in ((problem.query, num_queries), (problem.key, num_keys), (problem.value, num_keys))
+    )
+    out, lse = _run(query, key, value, scores.mod(), visibility.block_mask(), problem.softmax_scale, need_lse)
+    out = out[:, :, : geometry.num_queries]
+    if lse is None:
+        return out, None
+    lse = lse[:, :, : geometry.num_queries]
+    if scores.constant is not None:
+        constant = scores.constant
+        if problem.row_scale is not None and problem.scales_prior:
+            constant = constant * problem.row_scale
+        # Where no key is seen there is nothing to add to, and no gradient.
+        lse = torch.where(lse == float("-inf"), lse, lse + constant)
+    return out, lse
+
+
+def _rounded(length: int, device: torch.device) -> int:
+    """The length that FlexAttention is given.
+
+    On CPUs it is compiled anew for each length, since its code for lengths that vary does not compile there
+    (PyTorch 2.13); so lengths are multiples of a block. A single query has a kernel of its own.
+    """
+    return -(-length // BLOCK) * BLOCK if device.type == "cpu" and length > 1 else length
+
+
+def _dense(mask: Tensor, problem: Problem, num_queries: int, num_keys: int) -> Tensor:
+    """An ``attn_mask`` over all slots; a view where it has no dimension of its own."""
+    mask = lengthened(mask, num_keys)
+    if mask.shape[2] > 1:
+        mask = lengthened(mask.mT, num_queries).mT
+    return mask.expand(*problem.query.shape[:2], num_queries, num_keys)
+
+
+def _check(problem: Problem, need_lse: bool) -> None:
+    """Refuse, before any work, what FlexAttention would refuse in the middle of it or would do otherwise."""
+    query = problem.query
+    if query.dtype == torch.float64:
+        raise ValueError("backend='flex' computes in float32, and query is float64; use backend='toeplitz'")
+    if query.device.type != "cpu":
+        return
+    tensors = {"query": query, "key": problem.key, "value": problem.value, "logit_scale": problem.row_scale}
+    if problem.prior is not None:
+        tensors |= {f"prior.{name}": parameter for name, parameter in problem.prior.named_parameters()}
+    learned = [name for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad]
+    if torch.is_grad_enabled() and learned:
+        raise ValueError(
+            f"backend='flex' has no gradients on CPUs, where FlexAttention has no backward pass, and "
+            f"{', '.join(learned)} require one; use backend='toeplitz', or torch.no_grad()"
+        )
+    if need_lse:
+        raise ValueError(
+            "backend='flex' has no return_lse on CPUs, where FlexAttention does not return the log-sum-exp; "
+            "use backend='toeplitz'"
+        )
+
+
+def _check_cpu() -> None:
+    """Raise a RuntimeError if FlexAttention cannot be compiled here. Uncompiled, it is the dense formula."""
+    if sys.platform == "darwin" or not torch.cpu._is_avx2_supported():
+        raise RuntimeError("backend='flex' needs a CPU with AVX2, and not macOS; use backend='toeplitz'")
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise RuntimeError(
+            "backend='flex' compiles FlexAttention, for which PyTorch needs a C++ compiler on CPUs, and found none; "
+            "install g++, or name one in CXX before torch is imported, or use backend='toeplitz'"
+        ) from error
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod,
+    block_mask: BlockMask,
+    softmax_scale: float,
+    need_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    # A function of our own: what is compiled for it does not count against the limit of a caller's flex_attention.
+    if not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "backend='flex' needs torch.compile, which is switched off: uncompiled, FlexAttention is the dense "
+            "formula; use backend='toeplitz'"
+        )
+    grouped, width = query.shape[1] != key.shape[1], value.shape[-1]
+    if query.device.type != "cpu":
+        query, key, value = (pad(x, (0, max(0, LEAST_WIDTH - x.shape[-1]))) for x in (query, key, value))
+    options = {"score_mod": score_mod, "block_mask": block_mask, "scale": softmax_scale, "enable_gqa": grouped}
+    if not need_lse:
+        out = flex_attention(query, key, value, **options)
+        assert isinstance(out, Tensor)
+        return out[..., :width], None
+    out, aux = flex_attention(query, key, value, **options, return_aux=AuxRequest(lse=True))
+    return out[..., :width], aux.lse
+
+
+@cache
+def _compiled(device: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    return torch.compile(_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
+
+
+def _run(query: Tensor, *arguments: object) -> tuple[Tensor, Tensor | None]:
+    if torch.compiler.is_compiling():
+        return _attention(query, *arguments)  # pyright: ignore[reportArgumentType]
+    # At the limit PyTorch would go on uncompiled (or, as here, give up): heads, dtypes and masks are each compiled
+    # for, and on CPUs lengths.
+    with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=10000):
+        return _compiled(query.device.type)(query, *arguments)

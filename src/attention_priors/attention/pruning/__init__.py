@@ -1,0 +1,1 @@
+"""Certified pruning: leave out keys whose total weight is provably below a tolerance."""

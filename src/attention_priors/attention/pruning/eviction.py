@@ -1,0 +1,203 @@
+"""Which cached keys no future query can need."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attention_priors.attention.geometry import block_length
+from attention_priors.attention.logit_scale import SSMax
+from attention_priors.attention.problem import check_softmax_scale
+from attention_priors.attention.pruning.bounds import BLOCK, Balls
+from attention_priors.attention.pruning.certificate import LOWEST_MEAN, select
+from attention_priors.attention.sliding import sliding_maximum, sliding_minimum
+from attention_priors.priors import Prior, Structure
+
+STEPS = 4096
+"""Ranges of future queries that are told apart, at most."""
+NUMBERS = 2**21
+"""Numbers per working buffer."""
+
+
+@torch.no_grad()
+def unneeded_keys(
+    key: Tensor,
+    prior: Prior,
+    *,
+    tolerance: float,
+    query_norm: float | Tensor,
+    final_length: int,
+    logit_scale: SSMax | None = None,
+    softmax_scale: float | None = None,
+) -> Tensor:
+    """Which cached keys may be forgotten: no future query would give them more than ``tolerance`` of its weight.
+
+    For a query ``q`` at any position ``p`` with ``L ≤ p < final_length`` and any centre ``m``, content scores lie
+    within ``±s ‖q‖ ‖k_j − m‖`` of ``s <q, m>`` (Cauchy-Schwarz), which softmax does not see. So the weight of all keys
+    is bounded from below by that of the cached ones, whatever keys are still to come, and that of a block of
+    cached keys from above. The largest set of blocks is chosen whose bounds add up to at most ``tolerance`` for every
+    such query.
+
+    Args:
+        key: ``(B, Hkv, L, D)``: the cached keys, at positions ``0`` to ``L - 1``.
+        prior: stationary.
+        tolerance: share of its weight that a query may lose, in (0, 1).
+        query_norm: ``‖q‖`` of future queries, at most: a number, or one per head, ``(H,)``.
+        final_length: how long the text may become, in tokens.
+        logit_scale: as in :func:`attend`.
+        softmax_scale: as in :func:`attend`.
+
+    Returns:
+        ``(B, H, L)``, boolean, True = not needed by that head of queries; the same for all keys of a block of 256. A
+        cached key can go once all heads that share it agree. With a ``logit_scale``, tell :func:`attend` from then on
+        how many keys there would be (``visible_keys``, ``p + 1``): it would count those that are left.
+
+    Raises:
+        ValueError: if an argument is impossible; it says which and why.
+    """
+    heads = prior.num_heads
+    if key.dim() != 4 or not key.is_floating_point() or key.shape[1] < 1 or heads % key.shape[1]:
+        raise ValueError(
+            f"key must be floating point (B, Hkv, L, D) with Hkv a divisor of {heads}, got "
+            f"{key.dtype} {tuple(key.shape)}"
+        )
+    if not (isinstance(tolerance, int | float) and 0 < tolerance < 1):
+        raise ValueError(f"tolerance must be in (0, 1), got {tolerance!r}")
+    length = key.shape[2]
+    if not (isinstance(final_length, int) and final_length > length):
+        raise ValueError(f"final_length must be an integer above the {length} keys there are, got {final_length!r}")
+    if any(Structure.STATIONARY not in term.structure for term in prior.terms()):
+        raise ValueError(f"prior must be stationary, got {prior!r}")
+    if logit_scale is not None and logit_scale.num_heads != heads:
+        raise ValueError(f"logit_scale has num_heads={logit_scale.num_heads}, but prior has {heads}")
+    norms = torch.as_tensor(query_norm, dtype=torch.float64, device=key.device)
+    if norms.shape not in ((), (heads,)) or not bool((norms >= 0).all() & norms.isfinite().all()):
+        raise ValueError(
+            f"query_norm must be a finite number, or one per head ({heads},), not negative, got {query_norm!r}"
+        )
+    scale = key.shape[-1] ** -0.5 if softmax_scale is None else check_softmax_scale(softmax_scale)
+
+    future = _Future(prior, length, final_length, key.device)
+    scores = _Scores.around(key.detach(), norms.expand(heads) * scale)
+    worst = torch.full((len(key), heads, scores.upper.shape[-1]), -math.inf, dtype=torch.float64, device=key.device)
+    step = block_length(worst.numel() + len(key) * heads * scores.near.shape[-1], NUMBERS)
+    for first in range(0, future.number, step):
+        steps = slice(first, min(first + step, future.number))
+        content, on_prior = future.scales(logit_scale, steps)
+        lower = future.total(scores, content, on_prior, steps)
+        largest = content.amax(0).unsqueeze(-1) * scores.upper.unsqueeze(2)
+        largest = largest + future.highest(on_prior, steps) + scores.log_sizes
+        # What is hidden has no weight, whatever else is (not) known.
+        shares = (largest - lower.unsqueeze(-1)).masked_fill(torch.isneginf(largest), -math.inf)
+        worst = torch.maximum(worst, shares.amax(2))
+    kept, _ = select(worst, torch.tensor(tolerance, dtype=torch.float64, device=key.device))
+    return ~kept.repeat_interleave(BLOCK, dim=-1)[..., :length]
+
+
+class _Scores(NamedTuple):
+    """By how much content scores may lie below or above that of the centre, in nats, without the logit scale."""
+
+    upper: Tensor
+    """For any key of a block, ``(B, H, blocks)``."""
+    lower: Tensor
+    """For the mean of a block, ``(B, H, blocks)``."""
+    near: Tensor
+    """For each of the last keys, from the last one back, ``(B, H, n)``."""
+    log_sizes: Tensor
+    """Of the number of keys per block, ``(blocks,)``."""
+
+    @classmethod
+    def around(cls, key: Tensor, norms: Tensor) -> _Scores:
+        """Scores of queries of these scaled ``norms (H,)`` with ``key (B, Hkv, L, D)``, around the mean key."""
+        group = len(norms) // key.shape[1]
+        balls = Balls.around(key)
+        centre = key.double().mean(2, keepdim=True)
+        apart = torch.linalg.vector_norm(balls.means.double() - centre, dim=-1)
+        last = key[:, :, -BLOCK:].flip(2).double()
+        near = torch.linalg.vector_norm(last - centre, dim=-1)
+        parts = (apart + balls.radii.double(), apart, near)
+        upper, lower, near = (x.repeat_interleave(group, dim=1) * norms.view(1, -1, 1) for x in parts)
+        sizes = torch.full(apart.shape[2:], BLOCK, dtype=torch.float64, device=key.device)
+        sizes[-1] = key.shape[2] - (len(sizes) - 1) * BLOCK
+        return cls(upper, lower, near, sizes.log())
+
+
+class _Future:
+    """The log-prior between cached keys and queries to come, a few positions of queries at a time."""
+
+    def __init__(self, prior: Prior, length: int, final_length: int, device: torch.device) -> None:
+        self.length = length
+        self.span = -(-(final_length - length) // STEPS)
+        """Positions of queries per step."""
+        self.number = -(-(final_length - length) // self.span)
+        """Steps."""
+        self.final_length = final_length
+        distances = torch.arange(0, final_length + BLOCK + self.span, device=device)
+        values, visible = prior.log_prior_at(distances, torch.float64), prior.visible_at(distances)
+        hidden = torch.zeros_like(distances, dtype=torch.bool) if visible is None else ~visible
+        seen = values.masked_fill(hidden, -math.inf)
+        self._high = sliding_maximum(seen, self.span)
+        self._low = sliding_minimum(seen, self.span)
+        self._block_high = sliding_maximum(seen, BLOCK + self.span - 1)
+        self._block_low = sliding_minimum(values.masked_fill(hidden, math.inf), BLOCK + self.span - 1)
+        total = pad(values.clamp(min=LOWEST_MEAN).cumsum(-1), (1, 0))
+        mean = (total[:, BLOCK:] - total[:, :-BLOCK]) / BLOCK
+        lowest = sliding_minimum(seen, BLOCK)  # -inf if one of them is hidden
+        self._mean_low = sliding_minimum(mean.masked_fill(lowest < LOWEST_MEAN, -math.inf), self.span)
+        self._mean_high = sliding_maximum(mean, self.span)
+
+    def _first_positions(self, steps: slice) -> Tensor:
+        return self.length + torch.arange(steps.start, steps.stop, device=self._high.device) * self.span
+
+    def scales(self, logit_scale: SSMax | None, steps: slice) -> tuple[Tensor, Tensor | None]:
+        """The factor of content scores and, if there is one, of the log-prior, at both ends of steps, ``(2, H, T)``."""
+        first = self._first_positions(steps)
+        if logit_scale is None:
+            return torch.ones(2, 1, len(first), dtype=torch.float64, device=first.device), None
+        last = (first + self.span - 1).clamp(max=self.final_length - 1)
+        scale = torch.stack([logit_scale(p + 1, torch.float64) for p in (first, last)])
+        return scale.abs(), scale if logit_scale.include_prior else None
+
+    def highest(self, on_prior: Tensor | None, steps: slice) -> Tensor:
+        """The highest log-prior, scaled, that queries of each step find in each block, ``(H, T, blocks)``."""
+        start = self._block_starts(steps).clamp(min=1)
+        high, low = self._block_high[:, start], self._block_low[:, start]
+        if on_prior is None:
+            return high
+        hidden = torch.isneginf(high)
+        ends = [end.unsqueeze(-1) * x.masked_fill(hidden, 0.0) for end in on_prior for x in (high, low)]
+        return torch.stack(ends).amax(0).masked_fill(hidden, -math.inf)
+
+    def total(self, scores: _Scores, content: Tensor, on_prior: Tensor | None, steps: slice) -> Tensor:
+        """Lower bound of the log-sum-exp over cached keys, ``(B, H, T)``, counted from the centre's score."""
+        first = self._first_positions(steps)
+        near = torch.arange(scores.near.shape[-1], device=first.device)
+        distance = (first - self.length + 1).unsqueeze(-1) + near
+        bounds = [self._lowest(self._low[:, distance], self._high[:, distance], on_prior)]
+        bounds[0] = bounds[0] - content.amax(0).unsqueeze(-1) * scores.near.unsqueeze(2)
+        # Blocks before those keys.
+        number = (self.length - len(near)) // BLOCK
+        if number:
+            start = self._block_starts(steps)[:, :number]
+            mean = self._lowest(self._mean_low[:, start], self._mean_high[:, start], on_prior)
+            apart = content.amax(0).unsqueeze(-1) * scores.lower[:, :, None, :number]
+            bounds.append(mean - apart + math.log(BLOCK))
+        return torch.cat(bounds, dim=-1).logsumexp(-1)
+
+    def _block_starts(self, steps: slice) -> Tensor:
+        """The smallest distance between each step's first query and each block, ``(T, blocks)``."""
+        blocks = torch.arange(-(-self.length // BLOCK), device=self._high.device)
+        return self._first_positions(steps).unsqueeze(-1) - (blocks + 1) * BLOCK + 1
+
+    @staticmethod
+    def _lowest(low: Tensor, high: Tensor, on_prior: Tensor | None) -> Tensor:
+        """The lowest of a number between ``low`` and ``high``, scaled; ``-inf`` stays."""
+        if on_prior is None:
+            return low
+        hidden = torch.isneginf(low)
+        ends = [end.unsqueeze(-1) * x.masked_fill(hidden, 0.0) for end in on_prior for x in (low, high)]
+        return torch.stack(ends).amin(0).masked_fill(hidden, -math.inf)

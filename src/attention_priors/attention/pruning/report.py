@@ -1,0 +1,104 @@
+"""What pruning does to a problem, head by head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention_priors.attention.logit_scale import SSMax
+from attention_priors.attention.operator import read_inputs
+from attention_priors.attention.problem import make_problem
+from attention_priors.attention.pruning.bounds import BLOCK, KeyBounds
+from attention_priors.attention.pruning.certificate import keep_everything, prune
+from attention_priors.attention.recentred import visible_at
+from attention_priors.attention.tiles.backend import balls_of, operator_inputs, split, table_for
+from attention_priors.priors import Prior
+
+
+@dataclass(frozen=True)
+class PruningReport:
+    """What ``attend(..., tolerance=...)`` looks at, per head."""
+
+    reach: Tensor
+    """The distance to the farthest key that is visible and looked at, of all queries, in tokens, ``(H,)``, integers."""
+    skipped: Tensor
+    """Share of the visible pairs of query and key that are not looked at, ``(H,)``.
+
+    Visible are those that neither masks nor the prior (a :class:`Window`) hide.
+    """
+    dropped: Tensor
+    """The share of its weight that any query loses, at most (the certificate), ``(H,)``, float64."""
+    kept: Tensor
+    """Which blocks of 256 keys each block of 256 queries looks at, ``(B, H, ⌈Lq / 256⌉, ⌈Lk / 256⌉)``."""
+
+
+@torch.no_grad()
+def pruning_report(
+    query: Tensor,
+    key: Tensor,
+    prior: Prior | None = None,
+    *,
+    tolerance: float,
+    causal: bool = True,
+    logit_scale: SSMax | None = None,
+    softmax_scale: float | None = None,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    key_bounds: KeyBounds | None = None,
+) -> PruningReport:
+    """What ``attend`` would look at with this ``tolerance``, without attending.
+
+    The arguments are those of :func:`attend`. (It may look at a few more blocks than are told here, where that
+    makes its tiles larger.)
+
+    Raises:
+        ValueError: as :func:`attend`, and if ``tolerance`` is 0.
+    """
+    if isinstance(tolerance, int | float) and tolerance == 0:
+        raise ValueError("tolerance must be above 0: attend() looks at everything with tolerance=0")
+    problem = make_problem(
+        query,
+        key,
+        key,
+        prior,
+        causal=causal,
+        logit_scale=logit_scale,
+        softmax_scale=softmax_scale,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        document_ids=document_ids,
+        key_padding_mask=key_padding_mask,
+        attn_mask=None,
+        relative=None,
+        dropout_p=0.0,
+        tolerance=tolerance,
+        key_bounds=key_bounds,
+    )
+    geometry = problem.geometry
+    if geometry.offset is None:
+        # Positions with gaps are computed in full. A table of all their distances would be as large as a dense bias.
+        kept, dropped = keep_everything(geometry)
+    else:
+        augmented, terms = split(problem)
+        inputs = operator_inputs(problem, augmented, table_for(problem, augmented, terms))
+        kept, dropped = prune(*read_inputs(*inputs, None, False), tolerance, balls_of(problem))
+    reach = torch.zeros(geometry.heads, dtype=torch.int64, device=query.device)
+    seen = torch.zeros((), dtype=torch.float64, device=query.device)
+    looked_at = torch.zeros(geometry.heads, dtype=torch.float64, device=query.device)
+    queries, keys = geometry.query_positions, geometry.key_positions
+    blocks_of_keys = torch.arange(geometry.num_keys, device=query.device) // BLOCK
+    for block in range(kept.shape[2]):
+        rows = slice(block * BLOCK, min((block + 1) * BLOCK, geometry.num_queries))
+        distance = (queries[:, rows].unsqueeze(-1) - keys.unsqueeze(-2)).unsqueeze(1)
+        visible = torch.ones_like(distance, dtype=torch.bool)
+        for seen_pairs in (geometry.visible(rows), visible_at(problem, distance)):
+            visible = visible if seen_pairs is None else visible & seen_pairs
+        here = visible & kept[:, :, block].unsqueeze(2)[..., blocks_of_keys]
+        seen += visible.expand(geometry.batch, -1, rows.stop - rows.start, -1).sum()
+        looked_at += here.sum((0, 2, 3))
+        reach = torch.maximum(reach, torch.where(here, distance.abs(), 0).amax((0, 2, 3)))
+    return PruningReport(reach, 1 - looked_at / seen.clamp(min=1), dropped.amax((0, 2)), kept)

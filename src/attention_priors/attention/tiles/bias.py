@@ -1,0 +1,281 @@
+"""The bias of a tile: log-prior, logit scale, masks.
+
+A stationary bias is a Toeplitz matrix: one number per distance and head. With the queries of a tile in
+reverse order, its entry ``(i', j')`` stands at place ``i' + j' + x0`` of the table, both strides are +1, and
+``table.as_strided`` is the whole bias without any memory of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attention_priors.attention.geometry import Geometry
+from attention_priors.attention.grids import Grids
+from attention_priors.attention.tiles.arithmetic import diagonals, write_affine
+from attention_priors.attention.tiles.grid_table import GridTable
+from attention_priors.attention.tiles.tiling import Tile, Tiling
+
+
+class Scratch:
+    """Memory that is used again and again: to write to new memory costs more than the arithmetic on it."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._numbers = torch.empty(0, dtype=dtype, device=device)
+
+    def of(self, *shape: int) -> Tensor:
+        """A contiguous tensor of this shape, whose content is whatever was written last."""
+        size = math.prod(shape)
+        if size > len(self._numbers):
+            # Tiles of a causal problem grow a little each time.
+            self._numbers = self._numbers.new_empty(max(size, 2 * len(self._numbers)))
+        return self._numbers[:size].view(shape)
+
+
+class Distances:
+    """Which distance each entry of a table belongs to.
+
+    Args:
+        geometry: positions.
+        highest: of the first entry; the others fall by one.
+        listed: ``(N,)``: the distances themselves, rising, if they do not fall by one; ``highest`` is unused.
+        number: of entries, ``N``.
+    """
+
+    def __init__(self, geometry: Geometry, highest: int, listed: Tensor | None, number: int) -> None:
+        self.geometry = geometry
+        self.highest = highest
+        self.listed = listed
+        self.number = number
+
+    @cached_property
+    def _positions(self) -> tuple[Tensor, Tensor]:
+        return self.geometry.query_positions, self.geometry.key_positions
+
+    def values(self) -> Tensor:
+        """``(N,)``."""
+        if self.listed is not None:
+            return self.listed
+        return torch.arange(self.highest, self.highest - self.number, -1, device=self.geometry.device)
+
+    def place(self, tile: Tile) -> int:
+        """The entry of the tile's last query and first key; needs an offset."""
+        assert self.geometry.offset is not None
+        return self.highest - (tile.stop - 1 + self.geometry.offset - tile.first)
+
+    @cached_property
+    def _grid(self) -> GridTable | None:
+        """How to read tiles where queries and keys stand on grids; None for an index per pair."""
+        if self.geometry.offset is not None or self.listed is None or (grids := Grids.of(self.geometry)) is None:
+            return None
+        start = grids.start_in(self.listed)
+        return None if start is None else GridTable(grids, start, self.index)
+
+    def index(self, tile: Tile) -> Tensor:
+        """The entry of every pair of a tile, ``(b or 1, n, e)``."""
+        queries, keys = self._positions
+        queries = (queries[tile.batches] if len(queries) > 1 else queries)[:, tile.rows].flip(-1).unsqueeze(-1)
+        keys = (keys[tile.batches] if len(keys) > 1 else keys)[:, None, tile.keys]
+        if self.listed is not None:
+            return torch.searchsorted(self.listed, queries - keys)
+        # Distances beyond the table are hidden by the causal mask, or by documents.
+        return (self.highest - (queries - keys)).clamp(0, self.number - 1)
+
+    def read(self, table: Tensor, tile: Tile) -> Tensor:
+        """A tile's part of a table ``(h, N)``: ``(b or 1, h, n, e)``, a view if there is an offset."""
+        if self._grid is not None:
+            out = table.new_empty(1, len(table), *tile.shape)
+            self._grid.write(out, table, tile, None, None)
+            return out
+        if self.geometry.offset is None:
+            return table[:, self.index(tile)].transpose(0, 1)
+        place = table.storage_offset() + self.place(tile) * table.stride(1)
+        return table.as_strided((1, table.shape[0], *tile.shape), (0, table.stride(0), 1, 1), place)
+
+    def write(self, out: Tensor, table: Tensor, tile: Tile, row: Tensor | None, scale: Tensor | None) -> None:
+        """Write a tile's part of a table ``(h, N)`` to ``out (b, h, n, e)``, times ``scale``, plus ``row``."""
+        if self._grid is not None:
+            self._grid.write(out, table, tile, row, scale)
+        else:
+            write_affine(self.read(table, tile), row, scale, out)
+
+    def add(self, table: Tensor, tile: Tile, padded: Tensor) -> None:
+        """Add a tile's numbers to their entries of ``table (h, N)``: the transpose of :meth:`read`.
+
+        Args:
+            table: is written to.
+            tile: whose numbers they are.
+            padded: ``(b, h, n, n + e)``, contiguous: the numbers, after ``n`` columns of zeros.
+        """
+        rows, width = padded.shape[-2:]
+        numbers = padded[..., rows:]
+        if self._grid is not None:
+            self._grid.add(table, tile, numbers)
+        elif self.geometry.offset is None:
+            index = self.index(tile)
+            for part, places in zip(numbers if len(index) > 1 else numbers.sum(0, keepdim=True), index, strict=True):
+                table.index_add_(1, places.flatten(), part.flatten(1))
+        else:
+            place = self.place(tile)
+            table[:, place : place + width - 1] += diagonals(padded).sum((0, 2))
+
+
+class Bias:
+    """What is added to the logits of any tile, its queries in reverse order.
+
+    Args:
+        tiling: of the problem.
+        distances: of the table.
+        table: the log-prior of each distance, finite, ``(H, N)``; None for none.
+        inside: whether the prior lets a query see each distance, ``(N,)``; None if all.
+        row_scale: what multiplies the log-prior, per query, ``(B, H, Lq)``; None for nothing.
+        dtype: of the bias.
+        unit: the number that a bias of one nat is.
+        lanes: features of queries ``(B or 1, H, Lq, R)`` and keys ``(B or 1, Lk, R)`` whose products are added.
+    """
+
+    def __init__(
+        self,
+        tiling: Tiling,
+        distances: Distances,
+        table: Tensor | None,
+        inside: Tensor | None,
+        row_scale: Tensor | None,
+        dtype: torch.dtype,
+        unit: float = 1.0,
+        lanes: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        self.geometry = tiling.geometry
+        self.tiling = tiling
+        self.distances = distances
+        self.row_scale = row_scale
+        self.inside = inside
+        self.dtype = dtype
+        self.unit = unit
+        self.table = table if table is None or unit == 1.0 else table * unit
+        self.lanes = None
+        if lanes is not None:
+            batch, (phi, psi) = self.geometry.batch, lanes
+            self.lanes = phi.expand(batch, -1, -1, -1), psi.unsqueeze(1).expand(batch, -1, -1, -1)
+        added = row_scale is not None or lanes is not None
+        self.in_memory = tiling.masked or added or self.geometry.offset is None
+        """Whether a tile's bias must be in memory; else it is a view of a table."""
+        self._scratch = Scratch(dtype, self.geometry.device)
+        self._hidden = self._hide_distances()
+        self._view_table = self._hidden
+        if self.table is not None and not self.in_memory:
+            # Views are read off it with strides.
+            self._view_table = self.table if self._hidden is None else self.table + self._hidden
+        self._mask_of: tuple[Tile, Tensor | None] | None = None
+
+    def _hide_distances(self) -> Tensor | None:
+        """0, or ``-inf`` at distances that no query sees, ``(1, N)``; None if there are none."""
+        hidden = None if self.inside is None else ~self.inside
+        falls_to = self.distances.highest - self.distances.number + 1
+        if self.geometry.causal and (self.distances.listed is not None or falls_to < 0):
+            future = self.distances.values() < 0
+            hidden = future if hidden is None else hidden | future
+        if hidden is None or not bool(hidden.any()):
+            return None
+        zeros = torch.zeros(1, len(hidden), dtype=self.dtype, device=self.geometry.device)
+        return zeros.masked_fill(hidden, float("-inf"))
+
+    def __call__(self, tile: Tile, heads: slice) -> Tensor | None:
+        """``(b or 1, h or 1, n, e)``, ``-inf`` where hidden; None if nothing is added.
+
+        It is good until the next call, which may write to the same memory.
+        """
+        if not self.in_memory:
+            if self._view_table is None or (self.table is None and not self._hides_in(tile)):
+                return None
+            return self.distances.read(self._view_table if self.table is None else self._view_table[heads], tile)
+        mask = self.mask(tile, heads)
+        if self.table is None and self.lanes is None:
+            return mask
+        lanes, scaled = self.lanes is not None, self.row_scale is not None
+        wide = lanes or scaled or (mask is not None and len(mask) > 1) or self.geometry.offset is None
+        out = self._scratch.of(tile.number if wide else 1, heads.stop - heads.start, *tile.shape)
+        return self.write(out, tile, heads, None)
+
+    def write(self, out: Tensor, tile: Tile, heads: slice, row: Tensor | None) -> Tensor:
+        """Write the bias, plus a number per query ``(b, h, n, 1)``, to ``out (b, h, n, e)``."""
+        self._write_stationary(out, tile, heads, row)
+        if self.lanes is None:
+            return out
+        phi, psi = tile.cut_rows(self.lanes[0], heads).flip(2), tile.cut_keys(self.lanes[1], slice(0, 1))
+        return out.add_(phi @ psi.mT, alpha=self.unit)
+
+    def _write_stationary(self, out: Tensor, tile: Tile, heads: slice, row: Tensor | None) -> Tensor:
+        if self.table is None:
+            mask = self(tile, heads) if not self.in_memory else self.mask(tile, heads)
+            if mask is None:
+                return out.zero_() if row is None else out.copy_(row.expand_as(out))
+            return write_affine(mask, row, None, out)
+        if not self.in_memory:
+            bias = self(tile, heads)
+            assert bias is not None
+            return write_affine(bias, row, None, out)
+        # The mask is added, and not set before the scaling: a scale of 0 times -inf would be nan.
+        mask = self.mask(tile, heads)
+        if row is None:
+            row, mask = mask, None
+        scale = None if self.row_scale is None else self.scale(tile, heads)
+        self.distances.write(out, self.table[heads], tile, row, scale)
+        return out if mask is None else out.add_(mask)
+
+    def log_prior(self, tile: Tile, heads: slice) -> Tensor:
+        """The log-prior itself, neither scaled nor masked, in units, ``(b or 1, h, n, e)``."""
+        assert self.table is not None
+        return self.distances.read(self.table[heads], tile)
+
+    def scale(self, tile: Tile, heads: slice) -> Tensor:
+        """What multiplies it, ``(b, h, n, 1)``."""
+        assert self.row_scale is not None
+        return tile.cut_rows(self.row_scale, heads).flip(-1).unsqueeze(-1)
+
+    def _hides_in(self, tile: Tile) -> bool:
+        """Whether some distance of the tile may be hidden."""
+        if self._hidden is None:
+            return False
+        if self.inside is not None or self.geometry.offset is None:
+            return True
+        return tile.last - 1 > tile.start + self.geometry.offset
+
+    def mask(self, tile: Tile, heads: slice) -> Tensor | None:
+        """0 or ``-inf`` for every pair of the tile, plus a float ``attn_mask``; ``(b or 1, h or 1, n or 1, e)``.
+
+        Put together first, since it seldom differs between heads, and kept for the next group of them.
+        """
+        if self._mask_of is None or self._mask_of[0] != tile:
+            self._mask_of = (tile, self._make_mask(tile))
+        mask = self._mask_of[1]
+        return mask if mask is None or mask.shape[1] == 1 else mask[:, heads]
+
+    def _make_mask(self, tile: Tile) -> Tensor | None:
+        geometry = self.geometry
+        masks = []
+        if self._hidden is not None and self._hides_in(tile):
+            masks.append(self.distances.read(self._hidden, tile))
+        if self.tiling.masked:
+            if geometry.attn_mask is not None and geometry.attn_mask.dtype != torch.bool:
+                added = geometry.cut_mask(tile.rows, tile.keys, tile.batches).to(self.dtype)
+                masks.append(added.flip(-2) * self.unit)
+            allowed = geometry.allowed(tile.rows, tile.keys, tile.batches)
+            if allowed is not None:
+                zeros = torch.zeros(allowed.shape, dtype=self.dtype, device=geometry.device)
+                masks.append(zeros.masked_fill_(~allowed.flip(-2), float("-inf")))
+        return sum(masks[1:], masks[0]) if masks else None
+
+    def blind(self, tile: Tile, bias: Tensor) -> Tensor | None:
+        """Which of the tile's queries see no key of it, ``(b or 1, h or 1, n, 1)``; None if every one sees one."""
+        geometry = self.geometry
+        by_causality_alone = not self.tiling.masked and self.inside is None and geometry.offset is not None
+        if by_causality_alone and (not geometry.causal or tile.start + (geometry.offset or 0) >= tile.first):
+            return None  # each query sees the first key
+        # A view hides by distance alone: read it off one head, without a pass over all of the bias.
+        seen = bias if self.tiling.masked else bias[:, :1]
+        blind = seen.amax(-1, keepdim=True) == float("-inf")
+        return blind if bool(blind.any()) else None

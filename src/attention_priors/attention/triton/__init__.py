@@ -1,0 +1,1 @@
+"""CUDA engine: fused Triton kernels, forward and backward."""

@@ -1,0 +1,277 @@
+"""What is attached to a model, in files: apart from it as a small adapter, or together with it."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from huggingface_hub import HfApi, snapshot_download
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from attention_priors._io import read_json, write_json
+from attention_priors.hf.attach import (
+    CONFIG_KEY,
+    Model,
+    attach,
+    attached_priors,
+    check_attached_can_be_loaded,
+    detach,
+)
+from attention_priors.hf.interface import ATTRIBUTE
+from attention_priors.hf.repositories import folder_or_repository
+from attention_priors.hf.weights import damage_named, read_weights, write_weights
+
+DESCRIPTION = "prior_adapter_config.json"
+WEIGHTS = "prior_adapter.safetensors"
+PEFT_DESCRIPTION = "adapter_config.json"
+FORMAT = 1
+"""Of the adapter's files."""
+FOR_FILES = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+"""Options of ``from_pretrained`` that say where files are."""
+
+
+def save_adapter(model: nn.Module, folder: str | Path) -> None:
+    """Write what is attached to a model: a description (JSON) and its parameters (safetensors), a few kilobytes.
+
+    The model itself is not in it; :func:`load_adapter` takes one.
+
+    Args:
+        model: the model :func:`attach` returned, or one around it (PEFT's, DDP's).
+        folder: is made if need be. The names of the files are their own, so that it may be PEFT's folder too.
+
+    Raises:
+        ValueError: if nothing is attached, or loading could not make a prior or a logit scale from its name.
+    """
+    model, config = _described(model)
+    check_attached_can_be_loaded(model)
+    tensors: dict[str, Tensor] = {
+        f"layers.{index}.{name}": tensor
+        for index, part in attached_priors(model).items()
+        for name, tensor in part.state_dict().items()
+    }
+    folder = Path(folder)
+    write_weights(folder / WEIGHTS, tensors)
+    # The description last: where it is, the weights are.
+    write_json(
+        folder / DESCRIPTION,
+        {
+            "format": FORMAT,
+            "attention_priors": version("attention-priors"),
+            "base_model_class": type(model).__name__,
+            "base_model_type": model.config.model_type,
+            "base_model_layers": _layers(model),
+            "base_model_name_or_path": model.config.name_or_path or None,
+            "attached": config,
+        },
+    )
+    for part in attached_priors(model).values():
+        part.is_saved = True
+
+
+def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Model:
+    """Attach what :func:`save_adapter` saved to the model it belongs to.
+
+    Args:
+        model: the base model, with nothing attached.
+        name_or_path: a folder, or a repository on the Hugging Face Hub.
+        options: for ``snapshot_download``, such as ``revision`` and ``token``.
+
+    Returns:
+        The model, changed in place.
+
+    Raises:
+        ValueError: if the adapter does not fit the model or was made for another type of model, or its files are
+            damaged or do not fit each other.
+        FileNotFoundError: if there is no adapter.
+        OSError: if it cannot be fetched.
+    """
+    folder = Path(name_or_path)
+    if not folder.is_dir():
+        with folder_or_repository("adapter", name_or_path):
+            folder = Path(snapshot_download(str(name_or_path), allow_patterns=[DESCRIPTION, WEIGHTS], **options))
+    for name in (DESCRIPTION, WEIGHTS):
+        if not (folder / name).is_file():
+            alone = (folder / PEFT_DESCRIPTION).is_file()
+            what = "PEFT's adapter, without what was attached" if alone else "no prior adapter"
+            raise FileNotFoundError(
+                f"{name_or_path} holds no {name}, it is {what}: save_adapter(model, folder) writes one"
+            )
+    description = read_json(folder / DESCRIPTION)
+    found = description.get("format") if isinstance(description, dict) else None
+    if found != FORMAT:
+        raise ValueError(
+            f"{folder / DESCRIPTION} has format {found!r}; this version of attention-priors reads format {FORMAT}"
+        )
+    arguments = _arguments(description.get("attached"), folder / DESCRIPTION)
+    made_for = description.get("base_model_type")
+    if made_for != model.config.model_type:
+        raise ValueError(
+            f"the adapter {name_or_path} was made for a model of the type {made_for!r} "
+            f"({description.get('base_model_class')}), not {model.config.model_type!r} ({type(model).__name__}): its "
+            "numbers mean nothing in another"
+        )
+    layers = description.get("base_model_layers")  # not in the first adapters
+    if layers not in (None, _layers(model)):
+        raise ValueError(
+            f"the adapter {name_or_path} was made for a model of {layers} layers; this {type(model).__name__} has "
+            f"{_layers(model)}"
+        )
+    tensors = read_weights(folder / WEIGHTS)
+    attach(model, **arguments)
+    wanted: dict[str, Tensor] = {
+        f"layers.{index}.{name}": parameter
+        for index, part in attached_priors(model).items()
+        for name, parameter in part.state_dict(keep_vars=True).items()
+    }
+    try:
+        _fill(wanted, tensors, f"the adapter {name_or_path}")
+    except ValueError:
+        detach(model)
+        raise
+    for part in attached_priors(model).values():
+        part.is_saved = True
+    return model
+
+
+def _layers(model: PreTrainedModel) -> int | None:
+    return getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+
+
+def push_adapter_to_hub(model: nn.Module, repo_id: str, *, private: bool | None = None, **options: Any) -> str:
+    """Upload what is attached to a model to the Hugging Face Hub; :func:`load_adapter` takes its name.
+
+    Args:
+        model: as for :func:`save_adapter`.
+        repo_id: ``user/name``; it is made if need be.
+        private: whether a new repository is private.
+        options: for ``HfApi``, such as ``token``.
+
+    Returns:
+        The address of the commit.
+    """
+    _described(model)
+    check_attached_can_be_loaded(model)
+    api = HfApi(**options)
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        save_adapter(model, folder)
+        commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Attached priors")
+    return str(commit)
+
+
+def load_attached(name_or_path: str | Path, **options: Any) -> PreTrainedModel:
+    """Load a model that ``save_pretrained`` saved with priors attached.
+
+    ``from_pretrained`` alone would leave the priors out, and say so.
+
+    Args:
+        name_or_path: a folder, or a repository on the Hugging Face Hub.
+        options: as for ``from_pretrained``: ``dtype``, ``device_map``, ``revision``, ``subfolder``, ... The priors stay
+            float32.
+
+    Raises:
+        ValueError: if nothing was attached to the model, the files are damaged or do not hold it, or an option is not
+            supported.
+        OSError: if there is no such folder, and it cannot be fetched.
+    """
+    for name in ("variant", "output_loading_info"):
+        if options.get(name):
+            raise ValueError(f"load_attached() does not support {name}, got {options[name]!r}")
+    inside = Path(name_or_path, options.get("subfolder") or "")
+    adapters = [file for file in (DESCRIPTION, PEFT_DESCRIPTION) if (inside / file).is_file()]
+    if adapters and not (inside / "config.json").is_file():
+        raise ValueError(
+            f"{name_or_path} holds an adapter ({', '.join(adapters)}) and no model: load_model({str(inside)!r}) loads "
+            "both"
+        )
+    for_files = {key: options[key] for key in FOR_FILES if key in options}
+    with folder_or_repository("model", name_or_path):
+        config = AutoConfig.from_pretrained(name_or_path, **for_files)
+    if getattr(config, CONFIG_KEY, None) is None:
+        raise ValueError(f"{name_or_path} has no priors attached: its config has no {CONFIG_KEY!r}")
+    (name,) = config.architectures or ("",)
+    model_class = getattr(transformers, name, None)
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+        raise ValueError(f"{name_or_path} is a {name or 'model without a name'}, which transformers does not have")
+    arguments = _arguments(getattr(config, CONFIG_KEY), f"the config of {name_or_path}")
+    with folder_or_repository("model", name_or_path), damage_named(inside), _attached_keys_expected(model_class):
+        model = model_class.from_pretrained(name_or_path, **options)
+    attach(model, **arguments)
+    wanted: dict[str, Tensor] = {
+        name: parameter for name, parameter in model.named_parameters() if f".{ATTRIBUTE}." in name
+    }
+    _fill(wanted, dict(_saved_tensors(name_or_path, for_files)), str(name_or_path))
+    return model
+
+
+def _described(model: nn.Module) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return the model of transformers that has priors attached, and its config's description of them."""
+    for inside in model.modules():
+        description = getattr(getattr(inside, "config", None), CONFIG_KEY, None)
+        if isinstance(inside, PreTrainedModel) and description is not None and attached_priors(inside):
+            return inside, description
+    raise ValueError(f"this {type(model).__name__} has no priors attached: attach(model, prior) attaches some")
+
+
+def _arguments(description: Any, place: str | Path) -> dict[str, Any]:
+    known = {"prior", "logit_scale", "layers", "heads", "share_prior", "drop_positions"}
+    if not isinstance(description, dict) or set(description) != known:
+        got = sorted(description) if isinstance(description, dict) else description
+        raise ValueError(f"{place}: the description of attached priors must hold {sorted(known)}, got {got}")
+    return description
+
+
+@torch.no_grad()
+def _fill(wanted: dict[str, Tensor], found: dict[str, Tensor], source: str) -> None:
+    missing, unknown = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    if missing or unknown:
+        raise ValueError(f"{source} does not hold {missing or 'too little'}; it holds {unknown or 'nothing'} beside")
+    for name, parameter in wanted.items():
+        if parameter.shape != found[name].shape:
+            raise ValueError(
+                f"{source}: {name} has shape {tuple(found[name].shape)}, but the model's is {tuple(parameter.shape)}"
+            )
+    for name, parameter in wanted.items():
+        parameter.copy_(found[name])
+
+
+@contextmanager
+def _attached_keys_expected(model_class: type[PreTrainedModel]) -> Iterator[None]:
+    """So that transformers does not warn of weights that are loaded next."""
+    before = model_class.__dict__.get("_keys_to_ignore_on_load_unexpected")
+    known = model_class._keys_to_ignore_on_load_unexpected
+    model_class._keys_to_ignore_on_load_unexpected = [*(known or ()), rf"\.{re.escape(ATTRIBUTE)}\."]
+    try:
+        yield
+    finally:
+        if before is None:
+            del model_class._keys_to_ignore_on_load_unexpected
+        else:
+            model_class._keys_to_ignore_on_load_unexpected = before
+
+
+def _saved_tensors(name_or_path: str | Path, options: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Attached tensors of a checkpoint, sharded or not."""
+    index = cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **options)
+    if index is None:
+        names = {SAFE_WEIGHTS_NAME}
+    else:
+        files: dict[str, str] = read_json(Path(index))["weight_map"]
+        names = {file for name, file in files.items() if f".{ATTRIBUTE}." in name}
+    for name in sorted(names):
+        path = cast(str, cached_file(name_or_path, name, **options))
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a mapping
+                if f".{ATTRIBUTE}." in key:
+                    yield key, file.get_tensor(key)

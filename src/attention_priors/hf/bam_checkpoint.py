@@ -1,0 +1,401 @@
+"""Checkpoints of BAM's authors, into our decoder and back.
+
+Their layout: ``tok_embeddings``, ``layers.N.attention.wq/wk/wv/wo``, ``layers.N.feed_forward.w1/w2/w3``,
+``layers.N.attention_norm``, ``layers.N.ffn_norm``, ``norm``, ``output``; the prior's ``shape``, ``scale`` and ``loc``
+under ``prior`` (shared by all layers) or ``layers.N.attention.prior``; with SSMax, ``layers.N.attention.seq_scale``.
+In their present code the prior's parameters are called ``theta_beta``, ``theta_alpha`` and ``theta_mu``.
+
+``θβ = shape``, ``θα = scale``, ``θμ = loc``, one number per head in ``(1, H, 1, 1)`` or ``(H, 1)``: the formula of
+BAM's Appendix C, as in :class:`GeneralizedGaussian`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_priors._io import read_json, write_json
+from attention_priors.attention import SSMax
+from attention_priors.checks import check_above, check_booleans, check_positive_integers
+from attention_priors.hf.weights import read_weights, write_weights
+from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
+from attention_priors.priors import GeneralizedGaussian, Laplace, Uniform
+
+NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+NAMES_IN_LAYERS = {
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
+    "attention_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "attention.seq_scale": "self_attn.logit_scale.s",
+}
+PRIOR_NAMES = {"shape": "theta_beta", "scale": "theta_alpha", "loc": "theta_mu"}
+PRIORS = {"bam": GeneralizedGaussian.name, "nope": Uniform.name, "alibi": Laplace.name}
+"""Prior of each ``position_encoding`` of the authors' code that the decoder computes; ``_ssmax`` may follow it."""
+PER_HEAD = re.compile(r"(\.s|\.theta_(alpha|beta|mu))$")
+NORM_EPS = 1e-5
+"""What the authors' code adds to the squares in the norms, where nothing says otherwise."""
+WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")
+"""What data parallelism and compilation put before every name."""
+
+
+def load_bam_checkpoint(
+    path: str | Path,
+    *,
+    num_heads: int | None = None,
+    prior: Mapping[str, Any] | str | None = None,
+    ssmax_includes_prior: bool | None = None,
+    rms_norm_eps: float | None = None,
+) -> PriorDecoderForCausalLM:
+    """Load a checkpoint of BAM's authors into our decoder.
+
+    Sizes are those of the weights. The number of heads is that of the prior or of SSMax's scales; without either, it
+    comes from the ``args.json`` that the authors' training writes beside ``model.pt``, or from ``num_heads``.
+
+    ``args.json`` also says ``position_encoding`` (``bam``, ``nope`` and ``alibi``, each with or without ``_ssmax``) and
+    ``ssmax_prior``. Arguments must agree with ``args.json``.
+
+    The prior is that of the authors' training code since May 2025, ``-e^scale (|d| + ε)^shape``. Earlier training code
+    computed ``-(|d| e^scale + ε)^shape`` from weights of the same names, which this function cannot tell apart.
+
+    Args:
+        path: a ``.safetensors``, ``.pt`` or ``.pth`` file, or a folder with ``model.safetensors`` or ``model.pt``.
+        num_heads: query heads, for weights without a prior and without SSMax.
+        prior: description of the prior, for weights without one and without ``args.json``: ``"uniform"`` for the
+            authors' NoPE, ``"laplace"`` for their ALiBi.
+        ssmax_includes_prior: whether SSMax multiplies content and prior, or content alone. None takes the authors'
+            value: ``ssmax_prior`` of ``args.json``, or True for a prior in the weights and False for any other.
+        rms_norm_eps: of the norms; by default that of ``args.json``, or the authors' 1e-5.
+
+    Returns:
+        The model in evaluation mode, in the dtype of its embeddings. The prior's shape and scale train, and its
+        location where it is not 0.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is something else, its parts, ``args.json`` and the arguments contradict each other, or
+            ``position_encoding`` has no form here (rotary, sinusoidal); it says which and why.
+    """
+    if rms_norm_eps is not None:
+        check_above(0, rms_norm_eps=rms_norm_eps)
+    file, encoding, arguments = _find(Path(path))
+    weights = {WRAPPERS.sub("", name): tensor for name, tensor in read_weights(file).items()}
+    state, shared = _our_names(weights, file)
+    if encoding is not None:
+        prior = _prior_of(encoding, state, file, shared, prior)
+    stated = False if encoding == "alibi_ssmax" else arguments.get("ssmax_prior")
+    includes_prior = _place_of_scale(ssmax_includes_prior, stated, shared is not None)
+    heads = _number_of_heads(state, num_heads, arguments.get("n_heads"))
+    config = _config(state, file, heads, shared, prior, includes_prior)
+    config.rms_norm_eps = float(rms_norm_eps or arguments.get("norm_eps") or NORM_EPS)
+    given = arguments.get("n_kv_heads")
+    if given is not None and given != config.num_key_value_heads:
+        raise ValueError(f"args.json says n_kv_heads={given}, the keys' weights are of {config.num_key_value_heads}")
+    with torch.device("meta"):
+        model = PriorDecoderForCausalLM(config)
+    if shared is None:
+        for layer in range(config.num_hidden_layers):
+            described = config.make_prior()
+            assert described is not None
+            lead = f"model.layers.{layer}.self_attn.prior."
+            state |= {lead + name: parameter.detach() for name, parameter in described.named_parameters()}
+    expected = model.state_dict()
+    if config.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    _check_names_and_shapes(state, {name: tuple(tensor.shape) for name, tensor in expected.items()}, file)
+    dtype = state["model.embed_tokens.weight"].dtype
+    for name, tensor in state.items():
+        # What depends on position stays in float32, whatever the rest is in.
+        state[name] = tensor.to(torch.float32 if ".prior." in name or ".logit_scale." in name else dtype)
+    loaded = model.load_state_dict(state, strict=False, assign=True)  # a tied output layer is not in the state
+    assert not loaded.unexpected_keys
+    model.tie_weights()
+    config.dtype = dtype
+    return model.eval()
+
+
+def save_bam_checkpoint(model: PriorDecoderForCausalLM, path: str | Path, *, theta_names: bool = False) -> None:
+    """Save a decoder in the layout of BAM's authors.
+
+    The authors' code cannot run grouped-query attention. Key and value heads are therefore repeated, one for each query
+    head: the file computes the same, and loads into a decoder with as many key heads as query heads.
+
+    Args:
+        model: with a :class:`GeneralizedGaussian`, a uniform prior or none; no encoding; :class:`SSMax` itself or none.
+        path: a folder for ``model.pt`` and ``args.json``, which the authors' code loads; or a ``.safetensors``, ``.pt``
+            or ``.pth`` file, for a model with the authors' ``rms_norm_eps``, 1e-5, and their ``ssmax_prior``, True: no
+            weight tells them.
+        theta_names: call the prior's parameters ``theta_beta``, ``theta_alpha`` and ``theta_mu``, as the authors'
+            present code does, and not ``shape``, ``scale`` and ``loc``.
+
+    Raises:
+        ValueError: if ``model`` is another, or the layout has no place for a part of it.
+    """
+    if not isinstance(model, PriorDecoderForCausalLM):
+        raise ValueError(f"model must be a PriorDecoderForCausalLM, got {type(model).__name__}")
+    path = Path(path)
+    config = model.config
+    if path.suffix and config.rms_norm_eps != NORM_EPS:
+        raise ValueError(
+            f"path is the single file {path.name}, which has no place for rms_norm_eps={config.rms_norm_eps}: it would "
+            f"be loaded with the authors' {NORM_EPS}, as another model; give a folder, whose args.json says it"
+        )
+    described = config.make_prior()
+    scale = config.make_logit_scale()
+    content_alone = isinstance(described, GeneralizedGaussian) and scale is not None and not scale.include_prior
+    if path.suffix and content_alone:
+        raise ValueError(
+            f"path is the single file {path.name}, which has no place for the logit_scale's include_prior=False: it "
+            "would be loaded with the authors' True, as another model; give a folder, whose args.json says it"
+        )
+    if described is not None and not isinstance(described, GeneralizedGaussian | Uniform):
+        raise ValueError(f"the layout of BAM's authors has no place for the prior {config.prior!r}")
+    if config.encoding is not None:
+        raise ValueError(f"the layout of BAM's authors has no place for the encoding {config.encoding!r}")
+    if scale is not None and type(scale) is not SSMax:  # a kind of it would be loaded as SSMax
+        raise ValueError(f"the layout of BAM's authors has no place for the logit_scale {config.logit_scale!r}")
+    assert config.head_dim is not None
+    if config.head_dim * config.num_attention_heads != config.hidden_size:
+        raise ValueError(
+            f"BAM's authors' code has heads of hidden_size / heads dimensions; these are {config.num_attention_heads} "
+            f"of {config.head_dim} in a width of {config.hidden_size}"
+        )
+    theirs = {ours: name for name, ours in NAMES_IN_LAYERS.items()}
+    of_prior = {ours: ours if theta_names else name for name, ours in PRIOR_NAMES.items()}
+    weights = dict[str, Tensor]()
+    for name, tensor in model.state_dict().items():
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+        rest = name if layer is None else layer[2]
+        lead = "" if layer is None else f"layers.{layer[1]}."
+        parameter = rest.rpartition(".prior.")[2]
+        if parameter in of_prior:
+            lead += "" if layer is None else "attention."
+            weights[f"{lead}prior.{of_prior[parameter]}"] = tensor
+        elif layer is not None:
+            weights[lead + theirs[rest]] = tensor
+        else:
+            weights[{ours: name for name, ours in NAMES.items()}[rest]] = tensor
+    for owner, lead in ((model.model, ""), *((x.self_attn, f"layers.{i}.attention.") for i, x in _layers(model))):
+        if isinstance(owner.prior, GeneralizedGaussian):  # θβ itself, also of a prior that keeps its sign
+            weights[f"{lead}prior.{of_prior['theta_beta']}"] = owner.prior.beta
+    assert config.num_key_value_heads is not None
+    for name, tensor in weights.items():
+        if name.endswith(("attention.wk.weight", "attention.wv.weight")):
+            heads = tensor.unflatten(0, (config.num_key_value_heads, -1))
+            weights[name] = heads.repeat_interleave(config.num_attention_heads // len(heads), 0).flatten(0, 1)
+        if tensor.shape == (config.num_attention_heads,) and ("prior." in name or "seq_scale" in name):
+            weights[name] = tensor.view(1, -1, 1, 1)
+    if path.suffix:
+        write_weights(path, weights)
+        return
+    write_weights(path / "model.pt", weights)
+    write_json(path / "args.json", _arguments(config))
+
+
+def _arguments(config: PriorDecoderConfig) -> dict[str, Any]:
+    """What the authors' code makes the model of."""
+    kind = "bam" if isinstance(config.make_prior(), GeneralizedGaussian) else "nope"
+    wide, width = config.intermediate_size, config.hidden_size
+    arguments = {
+        "dim": width,
+        "n_layers": config.num_hidden_layers,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_attention_heads,
+        "vocab_size": config.vocab_size,
+        "multiple_of": 1,
+        # They round the product down.
+        "ffn_dim_multiplier": wide / width if int(wide / width * width) == wide else (wide + 0.5) / width,
+        "norm_eps": config.rms_norm_eps,
+    }
+    scale = config.make_logit_scale()
+    if kind == "bam":
+        arguments["global_positional_encoding"] = config.share_prior
+    if kind == "bam" and scale is not None:
+        arguments["ssmax_prior"] = scale.include_prior
+    encoding = kind if scale is None else f"{kind}_ssmax"
+    return {"args": {"position_encoding": encoding}, "model_args": arguments}
+
+
+def _layers(model: PriorDecoderForCausalLM) -> Any:
+    return enumerate(model.model.layers)
+
+
+def _find(path: Path) -> tuple[Path, str | None, dict[str, Any]]:
+    """Return the file of weights; of the ``args.json`` beside it, the position encoding and the model's arguments."""
+    if path.is_dir():
+        files = [path / name for name in ("model.safetensors", "model.pt") if (path / name).is_file()]
+        if not files:
+            raise FileNotFoundError(f"there is neither model.safetensors nor model.pt in the folder {path}")
+        path = files[0]
+    beside = path.with_name("args.json")
+    if not beside.is_file():
+        return path, None, {}
+    content = read_json(beside)
+    arguments = content.get("model_args") if isinstance(content, dict) else None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{beside} has no model_args, the arguments of the model")
+    training = content.get("args")
+    encoding = training.get("position_encoding") if isinstance(training, dict) else None
+    return path, None if encoding is None else str(encoding), arguments
+
+
+def _prior_of(
+    encoding: str, state: Mapping[str, Tensor], file: Path, shared: bool | None, prior: Mapping[str, Any] | str | None
+) -> Mapping[str, Any] | str | None:
+    """Return the prior of the authors' position encoding: ``prior`` if it agrees, None if the weights hold it."""
+    kind = encoding.removesuffix("_ssmax")
+    if kind not in PRIORS:
+        known = ", ".join(f"{name}, {name}_ssmax" for name in PRIORS)
+        raise ValueError(
+            f"{file} cannot be loaded: args.json says position_encoding={encoding!r}, which the decoder does not "
+            f"compute as the authors' code does; expected one of {known}"
+        )
+    scaled = any(name.endswith("logit_scale.s") for name in state)
+    if (shared is not None, scaled) != (kind == "bam", encoding != kind):
+        found = f"{'no' if shared is None else 'a'} prior and {'some' if scaled else 'no'} seq_scale"
+        raise ValueError(f"{file} does not fit its args.json: position_encoding={encoding!r}, but there is {found}")
+    if shared is not None or prior is None:
+        return prior if shared is not None else PRIORS[kind]
+    if (prior.get("name") if isinstance(prior, Mapping) else prior) != PRIORS[kind]:
+        raise ValueError(
+            f"prior={prior!r}, but args.json says position_encoding={encoding!r}, whose prior is {PRIORS[kind]!r}: "
+            "leave prior out"
+        )
+    return prior
+
+
+def _place_of_scale(given: bool | None, stated: Any, authors_default: bool) -> bool:
+    """Return whether SSMax multiplies the prior too: as the caller or ``args.json`` says, else the authors' default."""
+    said = {"ssmax_includes_prior": given, "ssmax_prior of args.json": stated}
+    said = {name: value for name, value in said.items() if value is not None}
+    check_booleans(**said)
+    if len({*said.values()}) > 1:
+        raise ValueError(f"ssmax_includes_prior={given}, but the model of args.json has {stated}: leave it out")
+    return next(iter(said.values()), authors_default)
+
+
+def _our_names(weights: Mapping[str, Tensor], file: Path) -> tuple[dict[str, Tensor], bool | None]:
+    """The weights under our names, and whether their prior is shared (None: they have none)."""
+    state, unknown, places = dict[str, Tensor](), list[str](), set[bool]()
+    of_prior = PRIOR_NAMES | {name: name for name in PRIOR_NAMES.values()}
+    for name, tensor in weights.items():
+        layer = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
+        lead, rest = ("model.", name) if layer is None else (f"model.layers.{layer[1]}.", layer[2])
+        parameter = rest.removeprefix("attention." if layer else "").removeprefix("prior.")
+        if parameter in of_prior and "prior." in rest:
+            ours = f"{lead}{'self_attn.' if layer else ''}prior.{of_prior[parameter]}"
+            places.add(layer is None)
+        elif layer is not None and rest in NAMES_IN_LAYERS:
+            ours = lead + NAMES_IN_LAYERS[rest]
+        elif layer is None and name in NAMES:
+            ours = NAMES[name]
+        else:
+            unknown.append(name)
+            continue
+        state[ours] = _per_head(name, tensor) if PER_HEAD.search(ours) else tensor
+    if unknown or "model.embed_tokens.weight" not in state:
+        told = f"it has {_some(unknown)}" if unknown else "it has no tok_embeddings.weight"
+        raise ValueError(f"{file} is not a checkpoint of BAM's authors' layout: {told}")
+    if len(places) > 1:
+        raise ValueError(f"{file} has a prior that all layers share and priors of single layers; expected one of both")
+    return state, places.pop() if places else None
+
+
+def _per_head(name: str, tensor: Tensor) -> Tensor:
+    if max(tensor.shape, default=1) != tensor.numel():
+        raise ValueError(f"{name} must hold one number per head, such as (1, H, 1, 1), got {tuple(tensor.shape)}")
+    return tensor.flatten()
+
+
+def _number_of_heads(state: Mapping[str, Tensor], given: int | None, described: int | None) -> int:
+    found = {len(tensor) for name, tensor in state.items() if PER_HEAD.search(name)}
+    if len(found) > 1:
+        raise ValueError(f"priors and scales are of different numbers of heads: {sorted(found)}")
+    if given is not None:
+        check_positive_integers(num_heads=given)
+    for where, heads in (("num_heads", given), ("args.json", described)):
+        if heads is not None and found and heads not in found:
+            raise ValueError(f"{where} says {heads} heads; priors and scales are of {next(iter(found))}")
+    if given is not None and described is not None and given != described:
+        raise ValueError(f"num_heads={given}, but args.json says {described} heads")
+    heads = next(iter(found), given or described)
+    if heads is None:
+        raise ValueError("the weights do not tell the number of heads: there is no prior, no SSMax; give num_heads")
+    return heads
+
+
+def _config(
+    state: Mapping[str, Tensor],
+    file: Path,
+    heads: int,
+    shared: bool | None,
+    prior: Mapping[str, Any] | str | None,
+    ssmax_includes_prior: bool,
+) -> PriorDecoderConfig:
+    layers = {int(name.split(".")[2]) for name in state if name.startswith("model.layers.")}
+    if layers != {*range(len(layers))} or not layers:
+        raise ValueError(f"{file} has the layers {sorted(layers)}, expected 0, 1, 2, ... without gaps")
+    first = {name.removeprefix("model.layers.0."): tensor for name, tensor in state.items() if ".layers.0." in name}
+    for ours in ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "mlp.gate_proj.weight"):
+        if ours not in first or first[ours].dim() != 2:
+            theirs = next(name for name, named in NAMES_IN_LAYERS.items() if named == ours)
+            raise ValueError(f"{file} has no matrix layers.0.{theirs}")
+    vocabulary, width = state["model.embed_tokens.weight"].shape
+    query, key = len(first["self_attn.q_proj.weight"]), len(first["self_attn.k_proj.weight"])
+    if query % heads or key % (query // heads):
+        raise ValueError(
+            f"{heads} heads do not fit: layers.0.attention.wq has {query} rows, layers.0.attention.wk {key}"
+        )
+    description: Any = prior
+    if shared is not None:
+        if prior is not None:
+            raise ValueError(f"prior={prior!r}: the checkpoint has a prior of its own")
+        location = any(name.endswith("theta_mu") and bool((value != 0).any()) for name, value in state.items())
+        description = {"name": GeneralizedGaussian.name, "learn": ["alpha", "beta", *(["mu"] if location else [])]}
+    elif prior is None:
+        raise ValueError(
+            f"{file} has no prior, and its weights do not tell what positions it was trained with; give prior, such as "
+            "'uniform' for the authors' NoPE or 'laplace' for their ALiBi (their rotary and sinusoidal models cannot "
+            "be loaded)"
+        )
+    scaled = any(name.endswith("logit_scale.s") for name in state)
+    return PriorDecoderConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=len(first["mlp.gate_proj.weight"]),
+        num_hidden_layers=len(layers),
+        num_attention_heads=heads,
+        num_key_value_heads=key // (query // heads),
+        head_dim=query // heads,
+        tie_word_embeddings="lm_head.weight" not in state,
+        prior=description,
+        share_prior=bool(shared),
+        logit_scale={"name": SSMax.name, "include_prior": ssmax_includes_prior} if scaled else None,
+    )
+
+
+def _check_names_and_shapes(state: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], file: Path) -> None:
+    missing = [name for name in expected if name not in state]
+    if missing:
+        raise ValueError(f"{file} is not whole: nothing in it is {_some(missing)}, as our decoder calls it")
+    for name, shape in expected.items():
+        if tuple(state[name].shape) != shape:
+            raise ValueError(f"{file}: what is {name} in our decoder must be {shape}, got {tuple(state[name].shape)}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

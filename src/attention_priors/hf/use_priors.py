@@ -1,0 +1,160 @@
+"""BLOOM, MPT and T5 with the library's priors in place of their own biases: same weights, same outputs."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers.models.mpt import modeling_mpt
+from transformers.models.mt5 import modeling_mt5
+from transformers.models.t5 import modeling_t5
+from transformers.models.umt5 import modeling_umt5
+
+from attention_priors.hf import alibi, mpt, t5
+from attention_priors.hf.replacing import check_not_wrapped, check_replaceable, replace, restore
+from attention_priors.priors import Laplace
+
+Model = TypeVar("Model", bound=nn.Module)
+
+T5_STACKS: dict[type[nn.Module], type[nn.Module]] = {
+    modeling_t5.T5Stack: t5.T5Stack,
+    modeling_mt5.MT5Stack: t5.MT5Stack,
+    modeling_umt5.UMT5Stack: t5.UMT5Stack,
+}
+T5_ATTENTION: dict[type[nn.Module], type[nn.Module]] = {
+    modeling_t5.T5Attention: t5.T5Attention,
+    modeling_mt5.MT5Attention: t5.MT5Attention,
+    modeling_umt5.UMT5Attention: t5.UMT5Attention,
+}
+
+
+def use_priors(model: Model, *, slopes: Sequence[float] | None = None, learn: bool = False) -> Model:
+    """Let a model compute its positional bias as a prior, by :func:`attend`: same weights, same outputs.
+
+    - **BLOOM** and **MPT**: ALiBi through :class:`Laplace`. MPT's slopes are those that transformers takes; it ignores
+      ``attn_config.alibi_bias_max`` and ``attn_config.alibi``, which is warned of. ``slopes=mpt_slopes(num_heads,
+      alibi_bias_max)`` are those of MosaicML's code.
+    - **T5, mT5, umT5**: the relative bias through :class:`RelativeBuckets`, without the dense ``position_bias``.
+      Its scalars stay T5's own parameter: they train as they did, and state dicts keep their keys. Cross-attention,
+      which has no bias, goes through :func:`attend` without a prior.
+
+    No matrix of queries and keys is made. Padding, caches (also static ones), ``generate``, dropout and gradient
+    checkpointing work as they did. Attention weights (``output_attentions``) do not exist: asking for them is an error.
+
+    The model saves and loads as before, unless its slopes are no longer those of transformers (``slopes``, ``learn``).
+    A ``BloomForCausalLM`` or ``MptForCausalLM`` then becomes a ``BloomWithPriorsForCausalLM`` or
+    ``MptWithPriorsForCausalLM``: it saves under a model type of that name, which transformers loads where
+    ``attention_priors.hf`` has been imported, and elsewhere does not know, rather than take it for plain BLOOM.
+
+    Args:
+        model: the model, or one that holds it. It is changed in place, before accelerate dispatches it to devices.
+        slopes: BLOOM and MPT: one positive slope per head, in nats per token, for all layers; None for the model's.
+        learn: BLOOM and MPT: whether the slopes train, each layer's on its own.
+
+    Returns:
+        ``model`` itself. :func:`restore_attention` undoes it.
+
+    Raises:
+        ValueError: if there is nothing to replace; it says what there can be. If the model uses priors already, or
+            ``slopes`` and ``learn`` do not fit the model.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model must be a model of transformers, or a module that holds one, got {type(model).__name__}"
+        )
+    modules = [*model.modules()]
+    if uses_priors(model):
+        raise ValueError(f"{type(model).__name__} uses priors already; call restore_attention(model) first")
+    kinds = {type(module) for module in modules}
+    has_alibi = bool(kinds & {*alibi.ATTENTION})
+    if not has_alibi and not kinds & {*T5_STACKS}:
+        raise ValueError(
+            f"{type(model).__name__} has no attention that use_priors() can replace: it knows BLOOM, MPT, T5, mT5 and "
+            "umT5"
+        )
+    changed = learn or slopes is not None
+    if changed and not has_alibi:
+        raise ValueError(f"slopes and learn are for BLOOM and MPT; {type(model).__name__} learns its bias as it is")
+    if changed and type(model) not in alibi.WITH_PRIORS:
+        raise ValueError(
+            f"slopes and learn need a model that can be saved with them, a {' or '.join(_names(alibi.WITH_PRIORS))}; "
+            f"got {type(model).__name__}"
+        )
+    of_t5 = T5_STACKS | T5_ATTENTION
+    check_replaceable(modules, alibi.STACKS | alibi.ATTENTION | of_t5)
+    if has_alibi:
+        _use_laplace(model, slopes, learn)
+    for module in modules:
+        if type(module) in of_t5:
+            replace(module, of_t5[type(module)])
+    return model
+
+
+def restore_attention(model: Model) -> Model:
+    """Undo :func:`use_priors`: the model computes by transformers' own code again, with ALiBi's slopes as they were.
+
+    Raises:
+        ValueError: if the model does not use priors, or has been wrapped since.
+    """
+    if not uses_priors(model):
+        raise ValueError(f"{type(model).__name__} does not use priors; there is nothing to restore")
+    modules = [module for module in model.modules() if type(module) in _replacements()]
+    check_not_wrapped(modules)
+    alibi.take_laplace(model)
+    for module in modules:
+        if type(module) in T5_STACKS.values() or type(module) in T5_ATTENTION.values():
+            restore(module)
+    if type(model) in alibi.WITH_PRIORS.values():
+        config: Any = model.config
+        del config.prior
+        vars(config).pop("model_type", None)  # which a loaded config has beside its class's
+        restore(config)
+        restore(model)
+    return model
+
+
+def _use_laplace(model: nn.Module, slopes: Sequence[float] | None, learn: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, modeling_mpt.MptModel) and slopes is None:
+            described: Any = module.config.attn_config
+            if not described.alibi or described.alibi_bias_max != 8:
+                warnings.warn(
+                    f"the config says alibi={described.alibi}, alibi_bias_max={described.alibi_bias_max}, which "
+                    "transformers ignores: it computes ALiBi with alibi_bias_max=8, and so does this model. For other "
+                    "slopes: use_priors(model, slopes=mpt_slopes(num_heads, alibi_bias_max))",
+                    stacklevel=3,
+                )
+    if slopes is None and not learn:
+        alibi.put_laplace(model, {})
+        return
+    config: Any = model.config
+    heads = config.num_attention_heads
+    if slopes is None and isinstance(model, modeling_mpt.MptForCausalLM):
+        slopes = mpt.mpt_slopes(heads)
+    # Says what is wrong with them before anything is changed.
+    prior = Laplace(heads, slopes=slopes, learn=learn).to_config()
+    alibi.put_laplace(model, prior)
+    replacement = alibi.WITH_PRIORS[type(model)]
+    replace(model, replacement)
+    own = copy.deepcopy(config)  # another model may have been made from the same
+    own.__class__ = replacement.config_class
+    own.prior = prior
+    for module in model.modules():
+        if getattr(module, "config", None) is config:
+            module.config = own
+
+
+def uses_priors(model: nn.Module) -> bool:
+    """Whether :func:`use_priors` has been called for a model."""
+    return any(type(module) in _replacements() for module in model.modules())
+
+
+def _replacements() -> set[type[nn.Module]]:
+    return {*alibi.STACKS.values(), *alibi.ATTENTION.values(), *T5_STACKS.values(), *T5_ATTENTION.values()}
+
+
+def _names(kinds: dict[type[nn.Module], Any]) -> list[str]:
+    return [kind.__name__ for kind in kinds]

@@ -1,0 +1,1 @@
+"""Laboratory: train, evaluate, compare, inspect, draw and time models with positional priors."""

@@ -1,0 +1,155 @@
+"""Time and memory against length, on logarithmic axes, with fitted powers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+from attention_priors._io import write_bytes
+from attention_priors.lab.bench.case import PASSES
+from attention_priors.lab.report.figures.style import Look, blank, label, look, png, thin, tidy
+
+Results = Mapping[str, Any]
+MIB = 2**20
+QUANTITIES = {"time": ("median_seconds", "time per pass"), "memory": ("peak_bytes", "peak memory above the inputs")}
+_WIDTH = 10.6
+_LIMIT = Look("#000000", "o", "-")
+
+
+def write_figures(results: Results, folder: Path) -> list[Path]:
+    """Draw time and memory of each pass that was measured.
+
+    Args:
+        results: what :func:`bench` gives.
+        folder: where the PNG files go.
+
+    Returns:
+        The files.
+    """
+    written = []
+    for passing in PASSES:
+        for of in QUANTITIES:
+            if _points(results, passing, of):
+                path = folder / f"{of}_{passing.replace('+', '_')}.png"
+                write_bytes(path, png(against_length(results, passing, of)))
+                written.append(path)
+    return written
+
+
+def against_length(results: Results, passing: str, of: str) -> Figure:
+    """One quantity of one pass: this library on the left, other ways on the right, the limit in both.
+
+    Args:
+        results: what :func:`bench` gives.
+        passing: which pass.
+        of: ``time`` or ``memory``.
+    """
+    points = _points(results, passing, of)
+    sides = [side for side in ("ours", "others") if any(_kind(results, name) == side for name in points)] or ["ours"]
+    figure = blank(4.9, _WIDTH)
+    panels = figure.subplots(1, 2, sharey=True)
+    lengths = sorted({length for values in points.values() for length in values})
+    for axes, side in zip(panels, ("ours", "others"), strict=True):
+        if side not in sides and side != "ours":
+            axes.set_visible(False)
+            continue
+        _panel(results, axes, side, passing, of, points)
+        _length_axis(axes, lengths)
+    panels[0].set_ylabel(QUANTITIES[of][1])
+    _plain_values(panels[0], of)
+    return figure
+
+
+def _points(results: Results, passing: str, of: str) -> dict[str, dict[int, float]]:
+    """Values above 0 of each way, by length: a logarithmic axis has no 0."""
+    points: dict[str, dict[int, float]] = {}
+    for row in results["rows"]:
+        if row["pass"] == passing and row["status"] == "measured":
+            value = row["median_seconds"][0] if of == "time" else (row["peak_bytes"] or 0) / MIB
+            if value > 0:
+                points.setdefault(row["way"], {})[row["length"]] = value
+    return points
+
+
+def _kind(results: Results, name: str) -> str:
+    return next(way["kind"] for way in results["ways"] if way["name"] == name)
+
+
+def _panel(
+    results: Results, axes: Axes, side: str, passing: str, of: str, points: Mapping[str, Mapping[int, float]]
+) -> None:
+    tidy(axes)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_title(f"{'attend()' if side == 'ours' else 'other ways'}: {passing}", fontsize=11)
+    fits = {fit["way"]: fit["exponent"] for fit in results["growth"] if (fit["pass"], fit["of"]) == (passing, of)}
+    tried = {row["way"]: row["length"] for row in results["rows"] if row["pass"] == passing}
+    erred = {row["way"] for row in results["rows"] if row["pass"] == passing and row["status"] == "cannot run"}
+    keys: list[Line2D] = []
+    stopped = False
+    place = 0
+    for way in results["ways"]:
+        name = way["name"]
+        # The wider limit belongs to GOAT's lanes, on this library's side.
+        here = way["kind"] == side or name == "plain" or (way["kind"] == "limit" and side == "ours")
+        if name not in tried or not here:
+            continue
+        if name == "plain":
+            style = _LIMIT
+        else:
+            # Black is the limit's.
+            place += look(place).color == _LIMIT.color
+            style = look(place)
+            place += 1
+        values = points.get(name, {})
+        power = f", L^{fits[name]:.2f}" if name in fits else ""
+        # Without an error, it was memory that it lacked.
+        note = power if values else ": cannot run" if name in erred else ": not run"
+        lengths = sorted(values)
+        axes.plot(
+            lengths,
+            [values[length] for length in lengths],
+            **style._asdict(),
+            linewidth=2.4 if name == "plain" else 1.5,
+            markersize=5,
+            zorder=2 if name == "plain" else 3,
+            gid=f"{side}:{name}",
+        )
+        keys.append(Line2D([], [], **style._asdict(), linewidth=1.5, markersize=5, label=label(way["label"]) + note))
+        if lengths and tried[name] > lengths[-1]:
+            stopped = True
+            last = lengths[-1]
+            axes.plot(last, values[last], "x", color="black", markersize=9, zorder=5, gid=f"stopped:{name}")
+    if stopped:
+        keys.append(
+            Line2D([], [], color="black", marker="x", linestyle="none", label="not measured beyond (see table)")
+        )
+    axes.legend(
+        handles=keys, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False, fontsize=8.5, handlelength=3
+    )
+
+
+def _length_axis(axes: Axes, lengths: Sequence[int]) -> None:
+    axes.set_xlabel("length, tokens")
+    axes.set_xlim(lengths[0] / 1.2, lengths[-1] * 1.2)
+    axes.xaxis.set_major_locator(FixedLocator(thin(lengths, 7)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _plain_values(axes: Axes, of: str) -> None:
+    from attention_priors.lab.bench.tables import seconds_text
+
+    def text(value: float, _: int) -> str:
+        if of == "time":
+            return seconds_text(value).replace(".00", "").replace(".0 ", " ")
+        return f"{value:g} MiB"
+
+    axes.yaxis.set_major_locator(LogLocator(base=10, numticks=12))
+    axes.yaxis.set_major_formatter(FuncFormatter(text))

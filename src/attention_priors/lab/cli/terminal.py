@@ -1,0 +1,145 @@
+"""What commands show while they work, and how they end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+if TYPE_CHECKING:
+    from attention_priors.lab.evaluate import Observer as EvaluationObserver
+    from attention_priors.lab.train import Observer
+
+
+class EvaluationDisplay:
+    """A bar for each task."""
+
+    def __init__(self, console: Console) -> None:
+        self._bars = _bars(console, "{task.percentage:>3.0f} %")
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> EvaluationDisplay:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bars.stop()
+
+    def observer(self) -> EvaluationObserver:
+        """Whom an evaluation tells how far it is."""
+        from attention_priors.lab.evaluate import Observer
+
+        return Observer(self._work, lambda message: self._bars.console.print(escape(message), highlight=False))
+
+    def _work(self, what: str, done: float, total: float) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._bars.add_task(escape(what))
+        self._bars.update(self._tasks[what], completed=done, total=total)
+
+
+class TrainingDisplay:
+    """What a training shows: a bar for tokens and one for steps, and a line for every loss that is logged."""
+
+    def __init__(self, console: Console, name: str, steps: int) -> None:
+        self._bars = _bars(console, "{task.fields[done]}")
+        self._name = name
+        self._steps = steps
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> TrainingDisplay:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bars.stop()
+
+    def observer(self) -> Observer:
+        """Whom a run tells how far it is."""
+        from attention_priors.lab.train import Observer
+
+        return Observer(self._message, self._tokens, self._step, self._log)
+
+    def _task(self, key: str, description: str, total: float | None) -> TaskID:
+        if key not in self._tasks:
+            self._tasks[key] = self._bars.add_task(escape(description), total=total, done="")
+        return self._tasks[key]
+
+    def _message(self, message: str) -> None:
+        self._bars.console.print(escape(message), soft_wrap=True, highlight=False)
+
+    def _tokens(self, part: str, tokens: int) -> None:
+        task = self._task(part, f"Tokens of the part {part}", None)
+        self._bars.update(task, completed=tokens, done=f"{tokens:,}")
+
+    def _step(self, step: int) -> None:
+        task = self._task("steps", self._name, self._steps)
+        self._bars.update(task, completed=step, done=f"step {step} of {self._steps}")
+
+    def _log(self, logs: Mapping[str, float]) -> None:
+        words = {"loss": "loss", "eval_loss": "validation loss", "grad_norm": "gradient", "learning_rate": "rate"}
+        found = [f"{word} {logs[key]:.4g}" for key, word in words.items() if key in logs]
+        if found:
+            self._message(" · ".join(found))
+
+
+def written(console: Console, what: str, path: Path) -> None:
+    """Say where something was written, on one line however long."""
+    console.print(f"{what}: {escape(str(path))}", soft_wrap=True, highlight=False)
+
+
+def quiet_transformers() -> None:
+    """Its warnings and bars would tear ours apart; what goes wrong comes as an error."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+@contextmanager
+def errors(*expected: type[Exception]) -> Iterator[None]:
+    """End the command with one message, and without a traceback, where the cause is not in this code."""
+    console = Console(stderr=True)
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print("\nInterrupted. What is done is kept; the same command goes on from here.")
+        raise typer.Exit(130) from None
+    except (ValueError, OSError, *expected) as error:
+        _print_error(console, str(error))
+        raise typer.Exit(1) from None
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        _print_error(console, f"out of memory; expected: less at a time (chunk, batch), or shorter texts. {error}")
+        raise typer.Exit(1) from None
+
+
+def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Whether an error says that memory does not suffice: Python's, or PyTorch's of an accelerator or the CPU."""
+    # By name, as PyTorch is not imported here; of the CPU, its allocator has no class of its own.
+    named = isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+    return named or "not enough memory" in str(error) or "allocate memory" in str(error)
+
+
+def _print_error(console: Console, message: str) -> None:
+    console.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+
+
+def _bars(console: Console, done: str) -> Progress:
+    """Bars that say how much is done, and how long it took and will take."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn(done))
+    return Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console)

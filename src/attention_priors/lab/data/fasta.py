@@ -1,0 +1,292 @@
+"""Genomes: FASTA files, plain or compressed, of which nothing is used before all of it has been read once."""
+
+from __future__ import annotations
+
+import bz2
+import importlib
+import io
+import lzma
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from attention_priors._io import checksum
+from attention_priors.lab.data.document import Document
+
+SUFFIXES = (".fa", ".fasta", ".fas", ".fsa", ".fna", ".ffn", ".frn")
+"""What names of FASTA files end with; a compression may follow."""
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+
+GAP = 10
+"""Unknown bases in a row that end a contig."""
+
+_AMBIGUOUS = "RYSWKMBDHVN"
+"""IUPAC's letters for one of several bases."""
+
+_UNKNOWN = re.compile(b"N{%d,}" % GAP)
+
+_STREAMS: dict[bytes, Any] = {b"BZh": bz2.BZ2Decompressor, b"\xfd7zXZ\0": lzma.LZMADecompressor}
+"""What bzip2's and xz's files begin with, and what reads a stream of theirs."""
+_BLOCK = 2**16
+"""Bytes that are read of these at a time."""
+
+_BGZF_END = bytes.fromhex("1f8b08040000000000ff0600424302001b0003000000000000000000")
+"""The empty block that ends a BGZF file (SAM specification, section 4.1.2)."""
+
+
+def _folding() -> bytes:
+    """For each byte the base it stands for: A, C, G, T, N, or 0 for none."""
+    table = bytearray(256)
+    for letters, base in (("A", "A"), ("C", "C"), ("G", "G"), ("TU", "T"), (_AMBIGUOUS, "N")):
+        for letter in letters + letters.lower():
+            table[ord(letter)] = ord(base)
+    return bytes(table)
+
+
+_BASE_OF = _folding()
+
+
+class FastaError(ValueError):
+    """A FASTA file is broken. The message names the file, the record and what is wrong."""
+
+
+def is_fasta(path: Path) -> bool:
+    """Whether a file's name is one of a FASTA file."""
+    name = path.name.lower()
+    bare = next((name.removesuffix(end) for end in COMPRESSIONS if name.endswith(end)), name)
+    return bare.endswith(SUFFIXES)
+
+
+@dataclass(frozen=True)
+class FastaSummary:
+    """What a whole FASTA file holds."""
+
+    records: tuple[str, ...]
+    """Their names: the header's first word."""
+    contigs: int
+    bases: int
+    """Known ones, and unknown ones in runs that are too short to end a contig."""
+    unknown: tuple[str, ...]
+    """Names of records without a known base, which give no contig."""
+
+    @property
+    def left_out(self) -> list[str]:
+        """A line for each of these."""
+        return [f"{record}: none of its bases is known" for record in self.unknown]
+
+
+class FastaFile:
+    """A FASTA file's records as contigs in upper case, each a document of its own.
+
+    Bases are A, C, G, T and N. Lower case, which marks repeats ("soft-masked"), becomes upper case, U becomes T, and a
+    letter for one of several bases (IUPAC's R, Y, S, W, K, M, B, D, H, V) becomes N. A run of 10 or more N is a gap
+    between contigs that are sequenced: it is left out, and what follows is another document. A contig is named as
+    samtools names a region, ``chr1:10001-177417``, first and last base counted from 1.
+
+    Of compressed parts one after the other (``cat a.gz b.gz``) that end just where one of them does, nothing says that
+    there were more: such a file is taken for whole. bgzip's are of many parts, and end with a mark, which is required.
+
+    Args:
+        path: the file, plain or compressed (gzip, also bgzip's BGZF; bzip2, xz, Zstandard).
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise FileNotFoundError(f"FASTA file {str(path)!r} does not exist")
+        self._summary: FastaSummary | None = None
+        self._state = self._state_now()
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the file as it is, compressed or not."""
+        return checksum(self.path)
+
+    def summary(self) -> FastaSummary:
+        """Read all of the file, once, and say what there is.
+
+        Raises:
+            FastaError: the file is broken, cut off or empty, or a record has no name, no sequence, another's name, or a
+                character that is no nucleotide.
+        """
+        if self._summary is None:
+            if _lacks_bgzf_end(self.path):
+                raise FastaError(
+                    f"{self.path} begins as BGZF and ends without its end-of-file block: it is cut off; expected all "
+                    "of what bgzip wrote"
+                )
+            names, contigs, bases, unknown = [], 0, 0, []
+            for name, sequence in self._records():
+                spans = list(_contig_spans(sequence))
+                names.append(name)
+                contigs += len(spans)
+                bases += sum(end - start for start, end in spans)
+                if not spans:
+                    unknown.append(name)
+            if not contigs:
+                raise FastaError(f"{self.path}: no record has a known base" if names else f"{self.path}: no records")
+            self._summary = FastaSummary(tuple(names), contigs, bases, tuple(unknown))
+        return self._summary
+
+    def contigs(self) -> Iterator[tuple[str, Document]]:
+        """The name of each contig's record, and the contig, in the file's order; nothing before all has been read.
+
+        Raises:
+            FastaError: as :meth:`summary`.
+        """
+        self.summary()
+        for name, sequence in self._records():
+            for start, end in _contig_spans(sequence):
+                yield name, Document(f"{name}:{start + 1}-{end}", sequence[start:end].decode())
+
+    def _records(self) -> Iterator[tuple[str, bytes]]:
+        """Names and sequences, each sequence of A, C, G, T and N."""
+        # It is needed for genomes alone.
+        import dnaio
+
+        names: set[str] = set()
+        last = "at its beginning"
+        try:
+            with dnaio.open(self.path, fileformat="fasta", opener=_opened) as reader:
+                for number, record in enumerate(reader, start=1):
+                    name = record.name.split(maxsplit=1)[0] if record.name.strip() else ""
+                    place = f"{self.path}: record {name!r}" if name else f"{self.path}: record number {number}"
+                    if not name:
+                        raise FastaError(f"{place} has no name after its '>'")
+                    if name in names:
+                        raise FastaError(f"{place} stands there twice; expected names to be distinct")
+                    names.add(name)
+                    bases = _bases(place, record.sequence)
+                    self._check_unchanged()
+                    yield name, bases
+                    last = f"after record {name!r}"
+        except (dnaio.FileFormatError, EOFError, OSError, UnicodeDecodeError, *_damages()) as error:
+            # Of a compressed file that is cut off, or damaged, the reader says one of these, whichever the format.
+            raise FastaError(f"{self.path} cannot be read further {last}: {error}") from error
+        self._check_unchanged()
+
+    def _state_now(self) -> tuple[int, int, int]:
+        status = self.path.stat()
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
+    def _check_unchanged(self) -> None:
+        """Make sure that what is used is what was read through: a file may be written while it is read again."""
+        if self._state_now() != self._state:
+            raise FastaError(f"{self.path} has changed while it was being read; expected a file that nobody writes to")
+
+
+def _opened(path: str, mode: Literal["rb"]) -> BinaryIO:
+    """A file to be read, decompressed."""
+    from xopen import xopen
+
+    with open(path, "rb") as file:
+        head = file.read(6)
+    for magic, decompressor in _STREAMS.items():
+        if head.startswith(magic):
+            return io.BufferedReader(_Streams(Path(path), decompressor))
+    return xopen(path, mode, threads=0)
+
+
+class _Streams(io.RawIOBase):
+    """The decompressed bytes of all of a file, which may be of several streams.
+
+    Python's readers of bzip2 and xz take what is no stream after a whole one, or a damaged one, for the file's end.
+    """
+
+    def __init__(self, path: Path, decompressor: Any) -> None:
+        self._file = path.open("rb")
+        self._new = decompressor
+        self._stream = decompressor()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            block = b""
+            if self._stream.eof:
+                block = self._unpadded(self._stream.unused_data)
+                while not block:
+                    more = self._file.read(_BLOCK)
+                    if not more:
+                        return 0
+                    block = self._unpadded(more)
+                self._stream = self._new()
+            elif self._stream.needs_input:
+                block = self._file.read(_BLOCK)
+                if not block:
+                    raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+            data = self._stream.decompress(block, len(buffer))
+            if data:
+                buffer[: len(data)] = data
+                return len(data)
+
+    def _unpadded(self, between: bytes) -> bytes:
+        """What follows a stream, without the zeros that may stand behind one of xz."""
+        return between.lstrip(b"\0") if self._new is lzma.LZMADecompressor else between
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _lacks_bgzf_end(path: Path) -> bool:
+    """Whether a file is BGZF, gzip in blocks each of which could be the last, and has none that says so."""
+    with path.open("rb") as file:
+        head = file.read(12)
+        has_extra_fields = len(head) == 12 and head.startswith(b"\x1f\x8b") and head[3] & 4
+        fields = file.read(int.from_bytes(head[10:], "little")) if has_extra_fields else b""
+        while fields and not fields.startswith(b"BC\x02\x00"):
+            fields = fields[4 + int.from_bytes(fields[2:4], "little") :]
+        if not fields:
+            return False
+        file.seek(max(0, path.stat().st_size - len(_BGZF_END)))
+        return file.read() != _BGZF_END
+
+
+def _damages() -> tuple[type[Exception], ...]:
+    """What the decompressors say of a damaged file, of those that the reader has here."""
+    places = (
+        ("zlib", "error"),
+        ("isal.igzip_lib", "IsalError"),
+        ("lzma", "LZMAError"),
+        ("compression.zstd", "ZstdError"),
+        ("backports.zstd", "ZstdError"),
+        ("zstandard", "ZstdError"),
+    )
+    found = []
+    for module, name in places:
+        try:
+            found.append(getattr(importlib.import_module(module), name))
+        except ImportError:
+            continue
+    return tuple(found)
+
+
+def _bases(place: str, sequence: str) -> bytes:
+    if not sequence:
+        raise FastaError(f"{place} has no sequence")
+    folded = sequence.encode("ascii").translate(_BASE_OF)
+    wrong = folded.find(0)
+    if wrong >= 0:
+        raise FastaError(
+            f"{place} has {sequence[wrong]!r} at base {wrong + 1} of {len(sequence)}: expected nucleotides "
+            f"(A, C, G, T, U, N and IUPAC's {_AMBIGUOUS[:-1]}, of either case)"
+        )
+    return folded
+
+
+def _contig_spans(sequence: bytes) -> Iterator[tuple[int, int]]:
+    start = 0
+    for gap in _UNKNOWN.finditer(sequence):
+        if gap.start() > start:
+            yield start, gap.start()
+        start = gap.end()
+    if start < len(sequence) and sequence.count(b"N", start) < len(sequence) - start:
+        yield start, len(sequence)

@@ -1,0 +1,135 @@
+"""Training rows of one length: corpus text, and retrieval texts mixed in at stated ratios."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from attention_priors.lab.data.retrieval import RetrievalShare, RetrievalText
+from attention_priors.lab.data.stream import TokenStream
+
+IGNORED_LABEL = -100
+"""Label of a token that has no loss."""
+
+_ROUNDING = 1e-9
+"""By how much ratios that sum to 1 may seem to exceed it."""
+
+
+class TrainingMixture(Dataset[dict[str, Tensor]]):
+    """Rows of packed documents for a causal language model.
+
+    Row ``i`` is a function of ``seed`` and ``i`` alone, so training can stop and go on at any row, and
+    workers do not change what is read. A row is a random window of the documents; with the stated
+    probabilities it starts with a retrieval text, of a length drawn uniformly, and the window fills the rest.
+
+    Each row has, of shape ``(context_length,)``:
+
+    - ``input_ids`` (int64);
+    - ``labels`` (int64): the same tokens, in the same places (the model shifts them), but -100 for the first
+      token of each document, so that no document is predicted from the one before;
+    - ``document_ids`` (int64): 0, 1, 2, ... for the documents of the row, each a contiguous run;
+    - ``loss_weights`` (float32): 1 for each label, the share's ``answer_weight`` for the answer tokens of a
+      retrieval text, 0 where the label is -100.
+
+    Args:
+        stream: Documents to train on, with at least ``context_length`` tokens in all.
+        context_length: Tokens of a row, at least 2.
+        num_rows: Rows of the dataset, at least 1.
+        seed: Selects the rows; any integer.
+        retrieval: The retrieval texts that rows begin with, such as pass keys and needles; their ratios sum to 1
+            at most, and the other rows are documents alone.
+
+    Raises:
+        ValueError: an argument is outside the range given above, or no text of some share fits into a row.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        *,
+        context_length: int,
+        num_rows: int,
+        seed: int,
+        retrieval: Sequence[RetrievalShare] = (),
+    ) -> None:
+        if context_length < 2:
+            raise ValueError(f"context_length must be at least 2 tokens; it is {context_length}")
+        if num_rows < 1:
+            raise ValueError(f"num_rows must be at least 1; it is {num_rows}")
+        total = math.fsum(share.ratio for share in retrieval)
+        if total > 1 + _ROUNDING:
+            raise ValueError(f"the ratios of retrieval must sum to 1 at most; they sum to {total:g}")
+        self._shares = [(share, share.least_length(context_length)) for share in retrieval]
+        if len(stream) < context_length:
+            raise ValueError(f"stream has {len(stream)} tokens: expected at least {context_length} (one row)")
+        self._stream = stream
+        self._context_length = context_length
+        self._num_rows = num_rows
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < self._num_rows:
+            raise IndexError(f"index must be from 0 to {self._num_rows - 1}; it is {index}")
+        generator = torch.Generator().manual_seed(row_seed(self._seed, index))
+        drawn = self._draw_text(generator)
+        if drawn is None:
+            return packed_row(*self._draw_window(self._context_length, generator))
+        share, text = drawn
+        size = text.tokens.numel()
+        window, document_ids = self._draw_window(self._context_length - size, generator)
+        row = packed_row(torch.cat([text.tokens, window]), torch.cat([torch.zeros_like(text.tokens), document_ids + 1]))
+        row["loss_weights"][text.answer_start : size] = share.answer_weight
+        return row
+
+    def _draw_text(self, generator: torch.Generator) -> tuple[RetrievalShare, RetrievalText] | None:
+        if not self._shares:
+            return None
+        chance = float(torch.rand((), generator=generator))
+        for share, least in self._shares:
+            if chance < share.ratio:
+                length = int(torch.randint(least, self._context_length + 1, (), generator=generator))
+                return share, share.texts.draw_text(length, generator)
+            chance -= share.ratio
+        return None
+
+    def _draw_window(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """A random window of the documents: its tokens, and their documents counted from 0."""
+        start = int(torch.randint(len(self._stream) - size + 1, (), generator=generator))
+        document_ids = self._stream.document_ids[start : start + size]
+        return self._stream.tokens[start : start + size].clone(), document_ids - document_ids[:1]
+
+
+def packed_row(input_ids: Tensor, document_ids: Tensor) -> dict[str, Tensor]:
+    """A row of packed documents, with the fields of `TrainingMixture` and every label's weight 1.
+
+    Args:
+        input_ids: Tokens, int64, shape ``(L,)``.
+        document_ids: The document of each, a contiguous run; counted from 0 in the row.
+    """
+    labels = input_ids.clone()
+    labels[0] = IGNORED_LABEL
+    labels[1:][document_ids[1:] != document_ids[:-1]] = IGNORED_LABEL
+    return {
+        "input_ids": input_ids,
+        "labels": labels,
+        "document_ids": document_ids - document_ids[:1],
+        "loss_weights": (labels != IGNORED_LABEL).to(torch.float32),
+    }
+
+
+def collate_rows(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Stack rows of `TrainingMixture` into a batch of tensors of shape ``(len(rows), context_length)``."""
+    return {field: torch.stack([row[field] for row in rows]) for field in rows[0]}
+
+
+def row_seed(seed: int, index: int) -> int:
+    """A seed for one row; a hash, so that neighbouring rows and seeds have nothing in common."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{index}".encode()).digest()[:8], "big")

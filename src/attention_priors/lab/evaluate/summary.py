@@ -1,0 +1,295 @@
+"""What the records of an evaluation come to."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from attention_priors._io import number
+from attention_priors.lab.evaluate.completion import chance_identity, gc_correlation, identity
+from attention_priors.lab.evaluate.records import Record
+from attention_priors.lab.intervals import Interval, mean_interval, wilson_interval
+
+
+class AtDepth(NamedTuple):
+    """How right the answers at one depth were."""
+
+    mean: float
+    trials: int
+    token_accuracy: float | None
+    tokens_right: list[int] | None
+    """How often each of the answer's tokens was predicted right, from the first to the last; None where there is no
+    one right answer, and in results of before this was kept."""
+
+
+class AtPosition(NamedTuple):
+    """The loss in a range of positions."""
+
+    position: float
+    """Geometric middle of the range."""
+    nll: float
+    """Mean over the tokens in it."""
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How right the answers at one length were."""
+
+    task: str
+    length: int
+    trials: int
+    mean: float
+    """Mean score, from 0 to 1."""
+    interval: Interval
+    """95 %, Wilson's."""
+    token_accuracy: float | None
+    """Share of the answers' tokens predicted right; None where there is no one right answer."""
+    tokens_right: list[int] | None
+    """As :attr:`AtDepth.tokens_right`."""
+    by_depth: dict[float, AtDepth]
+    """Empty where a text has no one depth."""
+    stopped: str | None
+    """Why no longer texts were tried."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Negative log-likelihood over the documents of one length."""
+
+    task: str
+    length: int
+    documents: int
+    tokens: int
+    nll: float
+    """In nats per token, over all tokens; nan if one of them was not finite."""
+    interval: Interval | None
+    """95 %, over documents; None for a single one."""
+    by_position: list[AtPosition]
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(nll)``; infinite where that overflows."""
+        try:
+            return math.exp(self.nll)
+        except OverflowError:
+            return math.inf
+
+    @property
+    def bits(self) -> float:
+        """The loss in bits per token; of nucleotides, per base."""
+        return self.nll / math.log(2)
+
+
+class Continuation(NamedTuple):
+    """How one piece of a genome goes on, and how a model goes on with it."""
+
+    document: str
+    expected: str
+    found: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """How a model goes on with pieces of one length of a genome. Intervals are 95 %, over pieces; None for one."""
+
+    length: int
+    identity: float
+    """Mean share of bases that are the true ones."""
+    identity_interval: Interval | None
+    chance: float
+    """The identity of bases drawn one by one with each truth's own frequencies."""
+    gc_correlation: float | None
+    """Mean over continuations of Pearson's r between their GC trajectory and the true one; None where none has one."""
+    gc_correlation_interval: Interval | None
+    pieces: tuple[Continuation, ...]
+
+
+class HeadWeight(NamedTuple):
+    """How much of one head's attention what is asked for gets."""
+
+    length: int
+    layer: int
+    head: int
+    texts: int
+    weight: float
+    """Mean over texts, from 0 to 1."""
+    interval: Interval | None
+    """95 %, over texts; None for a single one."""
+
+
+@dataclass(frozen=True)
+class Duration:
+    """What one pass took."""
+
+    length: int
+    kind: str
+    record: Record
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All results of some runs."""
+
+    accuracies: list[Accuracy]
+    losses: list[Loss]
+    completions: list[Completion]
+    weights: list[HeadWeight]
+    durations: list[Duration]
+    texts: dict[str, str] = field(default_factory=dict)
+    """For each task that an evaluation has just read texts for, or found them read, a hash of all that determines them:
+    whoever has the same hash has read the same texts. Empty where a file alone was read."""
+    of_bases: bool = False
+    """Whether the tokens are the bases of genomes. What a file of records says does not tell: False where it alone was
+    read."""
+
+
+def summarize(records: Iterable[Record]) -> Summary:
+    """Put results together: by run, in the order in which they come, and by length.
+
+    Args:
+        records: lines of a file, some or all (:class:`~attention_priors.lab.evaluate.Records`).
+    """
+    accuracies: list[Accuracy] = []
+    losses: list[Loss] = []
+    completions: list[Completion] = []
+    weights: list[HeadWeight] = []
+    durations: list[Duration] = []
+    runs: dict[str, list[Record]] = {}
+    for line in records:
+        if "identity" not in line:
+            runs.setdefault(line["run"], []).append(line)
+    for lines in runs.values():
+        stops = {line["stopped_before"]: line["reason"] for line in lines if "stopped_before" in line}
+        results = [line for line in lines if "stopped_before" not in line]
+        for length in sorted({line["length"] for line in results}):
+            here = [line for line in results if line["length"] == length]
+            if "score" in here[0]:
+                accuracies.append(_accuracy(here, _stop_after(stops, length, results)))
+            elif "losses" in here[0]:
+                losses.append(_loss(here))
+            elif "continuation" in here[0]:
+                completions.append(_completion(here))
+            elif "weights" in here[0]:
+                weights += _weights(here)
+            else:
+                durations += [Duration(length, line["pass"], line) for line in here]
+    return Summary(accuracies, losses, completions, weights, durations)
+
+
+def _stop_after(stops: dict[int, str], length: int, results: Sequence[Record]) -> str | None:
+    later = [line["length"] for line in results if line["length"] > length]
+    return next((reason for before, reason in stops.items() if before > length), None) if not later else None
+
+
+def _accuracy(lines: Sequence[Record], stopped: str | None) -> Accuracy:
+    whole = _scores(lines)
+    places = sorted({line["depth"] for line in lines if line["depth"] is not None})
+    of_depth = {place: [line for line in lines if line["depth"] == place] for place in places}
+    return Accuracy(
+        task=lines[0]["task"],
+        length=lines[0]["length"],
+        trials=whole.trials,
+        mean=whole.mean,
+        interval=wilson_interval(math.fsum(line["score"] for line in lines), whole.trials),
+        token_accuracy=whole.token_accuracy,
+        tokens_right=whole.tokens_right,
+        by_depth={place: _scores(found) for place, found in of_depth.items()},
+        stopped=stopped,
+    )
+
+
+def _scores(lines: Sequence[Record]) -> AtDepth:
+    return AtDepth(
+        mean=statistics.fmean(line["score"] for line in lines),
+        trials=len(lines),
+        token_accuracy=_token_accuracy(lines),
+        tokens_right=_tokens_right(lines),
+    )
+
+
+def _token_accuracy(lines: Sequence[Record]) -> float | None:
+    shares = [line["token_accuracy"] for line in lines if "token_accuracy" in line]
+    return statistics.fmean(shares) if shares else None
+
+
+def _tokens_right(lines: Sequence[Record]) -> list[int] | None:
+    if not all("tokens_right" in line for line in lines):
+        return None
+    # Where numbers are joined into tokens, their count differs, and so do the places.
+    if len({len(line["tokens_right"]) for line in lines}) > 1:
+        return None
+    return [sum(place) for place in zip(*(line["tokens_right"] for line in lines), strict=True)]
+
+
+def _loss(lines: Sequence[Record]) -> Loss:
+    sums: dict[int, tuple[float, int]] = {}
+    ends: dict[int, int] = {}
+    of_text: list[tuple[float, int]] = []
+    for line in lines:
+        for first, last, loss in _losses_of(line):
+            total, number = sums.get(first, (0.0, 0))
+            sums[first] = (total + loss, number + last - first + 1)
+            ends[first] = max(last, ends.get(first, 0))
+        size = sum(last - first + 1 for first, last, _ in line["losses"])
+        of_text.append((math.fsum(loss for _, _, loss in _losses_of(line)), size))
+    tokens = sum(size for _, size in of_text)
+    mean = math.fsum(loss for loss, _ in of_text) / tokens
+    # Of texts of different sizes the mean over tokens is a ratio of sums: these values have it as their mean, and the
+    # spread that matters to it (Cochran, Sampling Techniques, 1977, section 6.4).
+    values = [mean + (loss - mean * size) * len(lines) / tokens for loss, size in of_text]
+    return Loss(
+        task=lines[0]["task"],
+        length=lines[0]["length"],
+        documents=len(lines),
+        tokens=tokens,
+        nll=mean,
+        interval=mean_interval(values),
+        by_position=[
+            AtPosition(math.sqrt(first * ends[first]), loss / number, number)
+            for first, (loss, number) in sorted(sums.items())
+        ],
+    )
+
+
+def _losses_of(line: Record) -> list[tuple[int, int, float]]:
+    """Ranges of positions and the loss in each; nan where it was not finite."""
+    return [(first, last, number(loss)) for first, last, loss in line["losses"]]
+
+
+def _weights(lines: Sequence[Record]) -> list[HeadWeight]:
+    found = []
+    for layer, heads in enumerate(lines[0]["weights"]):
+        for head in range(len(heads)):
+            values = [number(line["weights"][layer][head]) for line in lines]
+            mean = statistics.fmean(values)
+            found.append(HeadWeight(lines[0]["length"], layer, head, len(lines), mean, mean_interval(values)))
+    return found
+
+
+def _completion(lines: Sequence[Record]) -> Completion:
+    of_piece: dict[str, list[Record]] = {}
+    for line in lines:
+        of_piece.setdefault(line["document"], []).append(line)
+    pieces = tuple(
+        Continuation(document, own[0]["expected"], tuple(line["continuation"] for line in own))
+        for document, own in of_piece.items()
+    )
+    identities = [statistics.fmean(identity(found, piece.expected) for found in piece.found) for piece in pieces]
+    correlations = []
+    for piece in pieces:
+        defined = [r for r in (gc_correlation(found, piece.expected) for found in piece.found) if r is not None]
+        if defined:
+            correlations.append(statistics.fmean(defined))
+    return Completion(
+        length=lines[0]["length"],
+        identity=statistics.fmean(identities),
+        identity_interval=mean_interval(identities),
+        chance=statistics.fmean(chance_identity(piece.expected) for piece in pieces),
+        gc_correlation=statistics.fmean(correlations) if correlations else None,
+        gc_correlation_interval=mean_interval(correlations),
+        pieces=pieces,
+    )

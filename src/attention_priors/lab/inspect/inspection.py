@@ -1,0 +1,395 @@
+"""Everything that is found in a model, as one dictionary that JSON holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_priors.attention import SSMax
+from attention_priors.attention.problem import Problem
+from attention_priors.attention.reference import reference
+from attention_priors.checks import check_positive_integers
+from attention_priors.encodings import LinearToy
+from attention_priors.hf.loading import check_positions, number_of_positions
+from attention_priors.hf.observe import LayerAttention, observed_attention
+from attention_priors.lab.data.passkey import PasskeySample
+from attention_priors.lab.inspect import (
+    LinearAudit,
+    curve_distances,
+    effective_reach,
+    first_layer_linear_audit,
+    first_layer_logits,
+    head_accounts,
+    head_roles,
+    logit_scale_rows,
+    prior_rows,
+    prior_term_rows,
+)
+from attention_priors.lab.inspect.load import Inspected
+from attention_priors.lab.inspect.prompt import figure_4_prompt
+from attention_priors.lab.inspect.reach import REACH_LENGTHS
+from attention_priors.lab.machine import processor, versions
+from attention_priors.lab.results_format import INSPECTION_FORMAT
+from attention_priors.lab.wall_clock import now
+from attention_priors.priors import Prior, Uniform
+
+REACH_SHARES = (0.5, 0.9, 0.99)
+MAPS = 6
+"""Attention maps that are shown, unless heads are named."""
+LONGEST = 2**24
+"""Tokens of a text that priors are described for: each head's has a number for each of them."""
+_READ = 512
+"""Tokens of a text that are read, unless it is said."""
+_AUDITED = 256
+"""Tokens of a text that the additive split is measured on."""
+_CHARACTERS = 16
+"""For each token that is wanted, so many of a text are split into tokens at first: nobody waits for a whole book."""
+_UNREAD = 16
+"""Tokens of a text that is read where there is no tokenizer: they are only there for attention to happen."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class InspectionPlan:
+    """What is looked at.
+
+    Attributes:
+        length: of the text that priors are described for, in tokens; from 2 to 16777216.
+        text: what is read; None for none.
+        text_name: where it comes from.
+        text_tokens: so much of it is read, in tokens; None for 512, or as many as the model has positions for.
+        heads: whose attention maps are shown, ``(layer, head)``; None for those that say most.
+    """
+
+    length: int = 4096
+    text: str | None = None
+    text_name: str = ""
+    text_tokens: int | None = None
+    heads: tuple[tuple[int, int], ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_positive_integers(length=self.length)
+        if not 2 <= self.length <= LONGEST:
+            raise ValueError(f"length must be from 2 to {LONGEST} tokens, got {self.length}")
+        if self.text_tokens is not None:
+            check_positive_integers(text_tokens=self.text_tokens)
+            if self.text_tokens < 4:
+                raise ValueError(f"text_tokens must be at least 4, got {self.text_tokens}")
+        if not isinstance(self.text, str | None):
+            raise ValueError(f"text must be a string or None, got {self.text!r}")
+        if self.heads is None:
+            return
+        if not isinstance(self.heads, tuple) or not all(map(_is_head, self.heads)):
+            raise ValueError(f"heads must be a tuple of pairs (layer, head) of integers, or None, got {self.heads!r}")
+
+
+def _is_head(pair: object) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and all(type(number) is int for number in pair)
+
+
+def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: None) -> dict[str, Any]:
+    """Look into a model: its priors, what they explain of its attention, its attention to a pass key.
+
+    Args:
+        given: the model, in evaluation mode.
+        plan: what is looked at.
+        say: is told what is being done.
+
+    Returns:
+        ``format``, ``model``, ``title``, ``kind``, ``positions``, ``parameters``, ``length``, ``layers`` (name and
+        heads of each, whether it is ``causal``, within a mask of its own, and has a prior), ``priors`` (a row per head:
+        its curve as it was learned; role and reach as attention applies it, multiplied by a logit scale where there is
+        one; ``reach`` by the length of the text, ``reach_at_length`` at ``length``), ``prior_terms``, ``logit_scales``,
+        and ``text``, ``passkey`` and ``additive``, each with ``reason`` instead where it could not be done. The maps of
+        ``passkey`` have ``weights`` as tensors, and why each was chosen; all else is for JSON.
+
+    Raises:
+        ValueError: the model's attention cannot be seen, or a head is named that it does not have; it says which.
+    """
+    say("Reading")
+    tokens, why_no_text = _tokens(given, plan)
+    layers: list[LayerAttention] = []
+    text_heads: list[dict[str, Any]] = []
+    unaccounted: list[str] = []
+
+    def see(layer: LayerAttention) -> None:
+        problem = layer.problem
+        if _is_cross(problem):
+            return
+        if why_no_text is None:
+            try:
+                text_heads.extend({"layer": len(layers), **row} for row in head_accounts(problem))
+            except ValueError as error:  # all else that is looked at can do without
+                unaccounted.append(f"in layer {len(layers)}, {layer.name}, {error}")
+        layers.append(layer)
+
+    with observed_attention(given.model, see):
+        given.read(tokens)
+    why_no_accounts = why_no_text or next(iter(unaccounted), None)
+    heads = {(row, head) for row, layer in enumerate(layers) for head in range(layer.problem.query.shape[1])}
+    unknown = sorted({*(plan.heads or ())} - heads)
+    if unknown:
+        raise ValueError(
+            f"heads: there is no head {unknown[0][1]} of layer {unknown[0][0]}; {given.name} has {len(layers)} layers "
+            f"with {max(head for _, head in heads) + 1} heads"
+        )
+    say("Priors")
+    own = [_prior_of(layer) for layer in layers]
+    scales = [layer.problem.logit_scale for layer in layers]
+    priors = _priors(own, scales, plan.length)
+    described = [_layer(layer) for layer in layers]
+    for row in priors:
+        if not described[row["layer"]]["causal"]:
+            row["log_prior_ahead"] = _ahead(own[row["layer"]], row["head"], plan.length)
+    found: dict[str, Any] = {
+        "format": INSPECTION_FORMAT,
+        "model": given.name,
+        "title": given.title,
+        "kind": type(given.model).__name__,
+        "positions": given.positions(),
+        "parameters": sum(parameter.numel() for parameter in given.model.parameters()),
+        "length": plan.length,
+        "layers": described,
+        "priors": priors,
+        "prior_terms": prior_term_rows([*own], length=plan.length, logit_scales=scales),
+        "logit_scales": _logit_scales(layers),
+        "text": {"reason": why_no_accounts}
+        if why_no_accounts
+        else {"name": plan.text_name, "tokens": len(tokens), "heads": text_heads},
+    }
+    say("The passkey prompt")
+    found["passkey"] = _passkey(given, plan, {(row["layer"], row["head"]): row["role"] for row in priors})
+    say("The additive split")
+    found["additive"] = _additive(given, tokens, why_no_text, causal=described[0]["causal"])
+    found |= {
+        "created": now(),
+        "versions": versions(("attention-priors", "torch", "transformers")),
+        "processor": processor(),
+    }
+    return found
+
+
+# ---- parts
+
+
+def _tokens(given: Inspected, plan: InspectionPlan) -> tuple[Tensor, str | None]:
+    """What is read, and why it says nothing, where it does not."""
+    if plan.text is None or given.tokenizer is None:
+        why = given.without_tokenizer if given.tokenizer is None else "no text was given"
+        embedding: Any = given.model.get_input_embeddings()
+        check_positions(given.model, _UNREAD)
+        return torch.arange(_UNREAD) % len(embedding.weight), why
+    wanted = min(_READ, number_of_positions(given.model) or _READ) if plan.text_tokens is None else plan.text_tokens
+    end = _CHARACTERS * wanted
+    while len(read := given.tokenizer.encode(plan.text[:end])) < 2 * wanted and end < len(plan.text):
+        end *= 2  # where a text is cut, its last tokens may be others
+    tokens = torch.tensor(read[:wanted], dtype=torch.int64)
+    if len(tokens) < 4:
+        raise ValueError(f"text has {len(tokens)} tokens; there must be 4 at least")
+    check_positions(given.model, len(tokens))
+    return tokens, None
+
+
+def _is_cross(problem: Problem) -> bool:
+    """Whether queries look into another text."""
+    return not problem.geometry.causal and problem.query.shape[2] != problem.key.shape[2]
+
+
+def _layer(layer: LayerAttention) -> dict[str, Any]:
+    """What a layer is, for JSON."""
+    problem = layer.problem
+    geometry = problem.geometry
+    causal, own_mask = geometry.causal, False
+    if geometry.attn_mask is not None:
+        # Some models make their masks themselves, causal ones too: what it is shows only in what it lets through.
+        allowed = geometry.allowed(slice(None), slice(None))
+        assert allowed is not None
+        ahead = geometry.key_positions[:, None, None, :] > geometry.query_positions[:, None, :, None]
+        own_mask = not bool(allowed.all())
+        causal = causal or not bool((allowed & ahead).any())
+    # What every layer of a plain model gets, to be seen, is no prior of its own.
+    has_prior = problem.prior is not None and any(term.name != Uniform.name for term in problem.prior.terms())
+    return {
+        "name": layer.name,
+        "heads": problem.query.shape[1],
+        "causal": causal,
+        "own_mask": own_mask,
+        "has_prior": has_prior,
+        "scales_prior": has_prior and problem.scales_prior,
+    }
+
+
+def _prior_of(layer: LayerAttention) -> Prior:
+    prior = layer.problem.prior
+    return Uniform(layer.problem.query.shape[1]) if prior is None else prior
+
+
+def _priors(priors: Sequence[Prior], scales: Sequence[SSMax | None], length: int) -> list[dict[str, Any]]:
+    applied = [*zip(priors, scales, strict=True)]
+    roles = [head_roles(prior, length, logit_scale=scale) for prior, scale in applied]
+    reaches = [
+        {
+            size: effective_reach(prior, size, REACH_SHARES, logit_scale=scale).tolist()
+            for size in {*REACH_LENGTHS, length}
+        }
+        for prior, scale in applied
+    ]
+    rows: list[dict[str, Any]] = [dict(row) for row in prior_rows([*priors], length=length)]
+    for row in rows:
+        layer, head = row["layer"], row["head"]
+        row["role"] = roles[layer][head]
+        row["reach"] = {str(size): [of[head] for of in reaches[layer][size]] for size in REACH_LENGTHS}
+        row["reach_at_length"] = [of[head] for of in reaches[layer][length]]
+    return rows
+
+
+def _ahead(prior: Prior, head: int, length: int) -> list[float]:
+    """The log-prior of keys that follow the query, at the distances of the curve."""
+    places = torch.tensor(curve_distances(length))
+    return prior.log_prior(torch.zeros(1, dtype=torch.int64), places, torch.float64)[head, 0].detach().tolist()
+
+
+def _logit_scales(layers: Sequence[LayerAttention]) -> list[dict[str, Any]]:
+    return [dict(row) for row in logit_scale_rows([layer.module for layer in layers])]
+
+
+def _passkey(given: Inspected, plan: InspectionPlan, roles: dict[tuple[int, int], str]) -> dict[str, Any]:
+    """Where each head looks when it is asked for a pass key, and maps of some heads."""
+    if given.tokenizer is None:
+        return {"reason": given.without_tokenizer}
+    if given.is_encoder_decoder or given.is_encoder:
+        return {"reason": "a model with an encoder is not asked so"}
+    try:
+        sample = figure_4_prompt(given.tokenizer)
+        check_positions(given.model, len(sample.tokens))
+    except ValueError as error:
+        return {"reason": str(error)}
+    rows, answered = _needle_weights(given, sample)
+    chosen = _say_most(rows, roles) if plan.heads is None else dict.fromkeys(plan.heads, "named")
+    return {
+        "tokens": len(sample.prompt),
+        "instruction": [0, sample.needle_start],
+        "needle": [sample.needle_start, sample.needle_end],
+        "filler": [sample.needle_end, sample.question_start],
+        "question": [sample.question_start, sample.answer_start],
+        **{
+            f"{part}_tokens": [_token(given, token) for token in sample.tokens[start:stop].tolist()]
+            for part, start, stop in (
+                ("needle", sample.needle_start, sample.needle_end),
+                ("question", sample.question_start, sample.answer_start),
+                ("answer", sample.answer_start, len(sample.tokens)),
+            )
+        },
+        "key": str(sample.key),
+        "answered": answered,
+        "heads": rows,
+        "maps": _maps(given, sample, chosen),
+    }
+
+
+def _token(given: Inspected, token: int) -> str:
+    """A token as it can be shown in a line."""
+    assert given.tokenizer is not None
+    return str(given.tokenizer.decode([token])).replace("\n", "⏎").replace(" ", "␣")
+
+
+def _needle_weights(given: Inspected, sample: PasskeySample) -> tuple[list[dict[str, Any]], float]:
+    """The weight that the last token of the question gives to the needle and to the first token; digits answered."""
+    rows: list[dict[str, Any]] = []
+    last = sample.answer_start - 1
+    needle = slice(sample.needle_start, sample.needle_end)
+
+    def see(layer: LayerAttention) -> None:
+        weights = _weights(layer.problem.rows(slice(last, last + 1)))[:, 0]
+        parts = (weights[:, needle].sum(-1), weights[:, 0], weights[:, needle].amax(-1))
+        for head, (on_needle, on_first, highest) in enumerate(zip(*(part.tolist() for part in parts), strict=True)):
+            row = {"layer": layer.index, "head": head, "needle": on_needle, "first": on_first, "highest": highest}
+            rows.append(row)
+
+    with observed_attention(given.model, see):
+        logits = given.read(sample.tokens[:-1]).logits[0]
+    answers = logits[last:].argmax(-1).cpu()
+    return rows, float((answers == sample.answer).double().mean())
+
+
+def _weights(problem: Problem) -> Tensor:
+    """The attention weights of some queries of the first text, ``(H, Lq, Lk)``."""
+    return reference(problem)[2][0]
+
+
+def _say_most(rows: Sequence[dict[str, Any]], roles: dict[tuple[int, int], str]) -> dict[tuple[int, int], str]:
+    """The heads that look most at the needle, one of each other role, and where these are few those that look least.
+
+    Each with why it was chosen.
+    """
+    ranked = [(row["layer"], row["head"]) for row in sorted(rows, key=lambda row: -row["needle"])]
+    chosen = dict.fromkeys(ranked[: MAPS // 2], "most")
+    for role in dict.fromkeys(roles.values()):
+        if role not in {roles[head] for head in chosen}:
+            chosen[next(head for head in ranked if roles[head] == role)] = "kind"
+    rest = [head for head in reversed(ranked) if head not in chosen]
+    return chosen | dict.fromkeys(rest[: max(0, MAPS - len(chosen))], "least")
+
+
+def _maps(given: Inspected, sample: PasskeySample, chosen: Mapping[tuple[int, int], str]) -> list[dict[str, Any]]:
+    """Attention maps of chosen heads over the prompt, ``weights`` ``(L, L)``, in the order in which they are given."""
+    maps: dict[tuple[int, int], Tensor] = {}
+
+    def see(layer: LayerAttention) -> None:
+        wanted = [head for number, head in chosen if number == layer.index]
+        if wanted:
+            blocks = [_weights(layer.problem.rows(slice(start, start + 64)))[wanted] for start in range(0, length, 64)]
+            whole = torch.cat(blocks, 1).to(torch.float16).cpu()
+            maps.update({(layer.index, head): whole[place] for place, head in enumerate(wanted)})
+
+    length = len(sample.prompt)
+    with observed_attention(given.model, see):
+        given.read(sample.prompt)
+    return [
+        {"layer": layer, "head": head, "why": why, "weights": maps[layer, head]}
+        for (layer, head), why in chosen.items()
+    ]
+
+
+def _additive(given: Inspected, tokens: Tensor, why_no_text: str | None, *, causal: bool) -> dict[str, Any]:
+    """How much each summand of the first layer's logits varies over the keys, per head, in nats."""
+    if given.is_encoder_decoder:
+        return {"reason": "a model with an encoder and a decoder adds nothing to its embeddings that this splits"}
+    tokens = tokens[:_AUDITED]
+    try:
+        split = first_layer_logits(given.model, tokens)
+    except ValueError as error:
+        return {"reason": str(error)}
+    if why_no_text is not None:
+        return {"reason": why_no_text}  # of tokens that nobody wrote it would say nothing
+    visible = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=split.bias.device)
+    visible = visible.tril() if causal else visible
+    numbers = {name: values.tolist() for name, values in split.spreads(visible).items()}
+    audit = first_layer_linear_audit(given.model, tokens) if given.positions() == LinearToy.name else None
+    if audit is not None:
+        numbers |= _linear(audit, visible)
+    return {
+        "tokens": len(tokens),
+        **({} if audit is None else {"threshold": audit.threshold}),
+        "heads": [
+            {"head": head, **{name: values[head] for name, values in numbers.items()}}
+            for head in range(len(numbers["bias"]))
+        ],
+    }
+
+
+def _linear(audit: LinearAudit, visible: Tensor) -> dict[str, list[Any]]:
+    """Of the toy that adds positions as numbers: each head's case, its slope, and how many queries they spoil."""
+    apart = visible.sum(-1) - 1  # from the first key that a query sees to the last, in tokens
+    several = apart > 0
+    return {
+        "case": audit.cases,
+        "slope": (audit.drift[..., several] / apart[several]).mean(-1).tolist(),
+        "skewed": audit.skewed[..., several].double().mean(-1).tolist(),
+        "drowned": audit.drowned[..., several].double().mean(-1).tolist(),
+    }

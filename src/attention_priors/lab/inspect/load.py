@@ -1,0 +1,160 @@
+"""The model that is looked into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from attention_priors._io import read_json
+from attention_priors.hf.adapter_folder import adapter_folder
+from attention_priors.hf.attach import CONFIG_KEY, LEARNED_POSITIONS
+from attention_priors.hf.loading import load_any_config, load_model, load_whole, tokenizer_of
+from attention_priors.lab.data import load_corpus
+from attention_priors.lab.data.corpora import read_documents
+from attention_priors.lab.data.fasta import is_fasta
+from attention_priors.lab.data.tokenizer import pretrained_tokenizer
+from attention_priors.lab.evaluate.subject import check_vocabulary, device_named
+from attention_priors.models.decoder import PriorDecoderConfig
+from attention_priors.models.encoder import PriorEncoderConfig, PriorEncoderForMaskedLM
+from attention_priors.models.vision import PriorVisionConfig
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """A language model, and its tokenizer if it has one."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    without_tokenizer: str = ""
+    """Why there is none."""
+
+    @property
+    def title(self) -> str:
+        """What people call it: training calls every model's folder ``model``, and that says nothing."""
+        folder = Path(self.name)
+        if not folder.exists():
+            return self.name
+        parts = [part for part in folder.resolve().parts[-3:] if part not in ("model", folder.anchor)]
+        return "/".join(parts[-2:])
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether it reads one text and writes another."""
+        return bool(self.model.config.is_encoder_decoder)
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it reads in both directions, and writes nothing."""
+        return isinstance(self.model.config, PriorEncoderConfig)
+
+    def read(self, tokens: Tensor) -> Any:
+        """Let the model read a text ``(L,)``; one with two stacks reads it in both."""
+        given: dict[str, Any] = {"input_ids": tokens[None].to(self.model.device)}
+        if not self.is_encoder:
+            given["use_cache"] = False
+        if self.is_encoder_decoder:
+            # One token fewer, so that no attention across has as many queries as keys.
+            given["decoder_input_ids"] = given["input_ids"][:, :-1]
+        with torch.no_grad():
+            return self.model(**given)
+
+    def positions(self) -> str:
+        """How positions come into the model, besides its priors, in words."""
+        config: Any = self.model.config
+        if isinstance(config, PriorDecoderConfig | PriorEncoderConfig):
+            encoding = config.encoding
+            return "none" if encoding is None else str(encoding if isinstance(encoding, str) else encoding["name"])
+        names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
+        rotary = bool(getattr(config, "rope_parameters", None))
+        own = "rotary" if rotary else "a learned table" if names & set(LEARNED_POSITIONS) else "none"
+        attached = getattr(config, CONFIG_KEY, None)
+        if attached is None or not attached["drop_positions"]:
+            return own
+        layers = attached["layers"]
+        if len(layers) < config.num_hidden_layers:
+            return f"{own}, dropped in {len(layers)} of {config.num_hidden_layers} layers"
+        return f"none ({own}, dropped)"
+
+
+def load_inspected(name: str | Path, *, device: str | None = None) -> Inspected:
+    """Load a decoder or an encoder of ours, an attached model, or one of transformers: a decoder, or with two stacks.
+
+    Args:
+        name: its folder, or its name on the Hugging Face Hub; or an adapter's folder, as for :func:`load_model`.
+        device: where it runs; CUDA where there is some by default.
+
+    Raises:
+        OSError: it cannot be loaded, or lacks weights.
+        ValueError: it is no language model, its files are damaged, its tokenizer has more tokens than it, or ``device``
+            is none that is there.
+    """
+    place = device_named(device)
+    config = load_any_config(name)
+    if isinstance(config, PriorVisionConfig):
+        raise ValueError(
+            f"model {str(name)!r} is a classifier of images: expected a language model; what the priors of classifiers "
+            "look at stands in the report of their comparison"
+        )
+    model = _load_any_model(name, config)
+    try:
+        tokenizer, why = pretrained_tokenizer(tokenizer_of(name)), ""
+    except (OSError, ValueError) as error:
+        tokenizer, why = None, f"it has no tokenizer that can be used: {error}"
+    if tokenizer is not None:
+        check_vocabulary(str(name), model, tokenizer)
+    return Inspected(str(name), model.to(place).eval(), tokenizer, why)  # pyright: ignore[reportArgumentType]
+
+
+def _load_any_model(name: str | Path, config: PreTrainedConfig) -> PreTrainedModel:
+    adapter = adapter_folder(name)
+    if adapter is not None:
+        return adapter.put_on(_load_any_model(adapter.base, config))
+    if isinstance(config, PriorEncoderConfig):
+        return load_whole(PriorEncoderForMaskedLM, name)
+    return load_whole(AutoModelForSeq2SeqLM, name) if config.is_encoder_decoder else load_model(name)
+
+
+def check_same_model(inspected: Path, name: str) -> None:
+    """Make sure that an inspection that is there is of this model, where folders of several have the same name.
+
+    Raises:
+        ValueError: it is of another one.
+    """
+    if not inspected.is_file():
+        return
+    before = read_json(inspected)["model"]
+    if _place(before) != _place(name):
+        raise ValueError(f"output: {inspected.parent} holds the inspection of {before}; name another folder")
+
+
+def _place(name: str) -> str:
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def text_to_read(source: str) -> tuple[str, str]:
+    """A text's name and content.
+
+    Args:
+        source: a text file in UTF-8, a FASTA file, whose first contig is read, or ``embedded``: the longest held-out
+            file of the embedded corpus.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is no text.
+    """
+    if source == "embedded":
+        longest = max(load_corpus("embedded").held_out, key=lambda document: len(document.text))
+        return f"{longest.name} of Python's standard library", longest.text
+    if is_fasta(Path(source)):
+        _, (first, *_), _ = read_documents(source)
+        return first.name, first.text
+    try:
+        return Path(source).name, Path(source).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is no text in UTF-8: {error}") from error

@@ -1,0 +1,172 @@
+"""YAML files that are read strictly: an unknown key, or a key that stands twice, is an error."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, TypeGuard, TypeVar, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from attention_priors._io import read_json
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run. The message names the key, its value and what is allowed."""
+
+
+class Strict(BaseModel):
+    """What a file may hold: the keys that are named, and no others."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+Model = TypeVar("Model", bound=BaseModel)
+_KINDS = ("constrained-int", "constrained-str", "constrained-float", "int", "float", "str", "bool")
+"""What pydantic adds to a place where a key may hold several kinds of values."""
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML, but a key that stands twice is an error: the first of two schemes would be lost without a word.
+
+    A key of a mapping that is merged (``<<``) may stand again, where it is changed.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # As it stands in the file: later, merged keys are among the others.
+        node = super().compose_mapping_node(anchor)
+        scalars = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE]
+        keys = [self.construct_object(key) for key in scalars]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
+        return node
+
+
+_MERGE = "tag:yaml.org,2002:merge"
+
+# As in YAML 1.2; PyYAML reads 1e-3 as a word, and only 1.0e-3 as a number.
+_UniqueKeyLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def read_strictly(path: Path, model: type[Model]) -> Model:
+    """Read and check a file.
+
+    Raises:
+        RecipeError: if the file is not YAML, or a key or value is impossible; it names the key, its value and
+            what is allowed.
+        FileNotFoundError: if there is no such file.
+    """
+    return validated(read_yaml(path), model, str(path))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """What a file holds: keys and values, none of them twice.
+
+    Raises:
+        RecipeError: if the file is not YAML, or holds something else.
+        FileNotFoundError: if there is no such file.
+    """
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not a YAML file: {error}") from error
+    if not isinstance(content, dict):
+        raise RecipeError(f"{path} must hold keys and values, got {type(content).__name__}")
+    return content
+
+
+def validated(content: Any, model: type[Model], place: str) -> Model:
+    """Check what a file holds, or what was put together from arguments.
+
+    Raises:
+        RecipeError: if a key or value is impossible; it names the place, the key, its value and what is allowed.
+    """
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise RecipeError(f"{place}: {explain(error, model)}") from error
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """All mistakes of a recipe, one a line."""
+    lines = []
+    mistakes = error.errors()
+    places = [mistake["loc"] for mistake in mistakes]
+    for mistake in mistakes:
+        place = mistake["loc"]
+        if mistake["type"] == "too_short" and any(p != place and p[: len(place)] == place for p in places):
+            continue  # pydantic counts what is left once the wrong entries are out
+        # What follows names a kind of value that a key may also have, not a key.
+        key = ".".join(str(part) for part in place if part not in _KINDS)
+        if mistake["type"] == "extra_forbidden":
+            allowed = ", ".join(_fields_at(model, mistake["loc"][:-1]))
+            lines.append(f"{key}: unknown key (value {mistake['input']!r}); allowed here are {allowed}")
+        elif mistake["type"] == "missing":
+            lines.append(f"{key}: missing")
+        elif mistake["type"] == "value_error":
+            message = mistake["msg"].removeprefix("Value error, ")
+            lines.append(f"{key}: {message}" if key else message)
+        else:
+            lines.append(f"{key}: {mistake['msg']}, got {mistake['input']!r}")
+    return "\n".join(lines)
+
+
+def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """The keys that are allowed at a place of a recipe."""
+    current: Any = model
+    for part in location:
+        if isinstance(part, int):
+            continue  # an entry of a list, whose kind is known already
+        # A name of the user's own, such as a scheme's, stands between a mapping and its values.
+        current = _section(current.model_fields[part].annotation if _is_model(current) else get_args(current)[-1])
+    return list(current.model_fields)
+
+
+def _section(annotation: Any) -> Any:
+    """What of an annotation has keys, a model or a mapping; None if nothing has."""
+    if _is_model(annotation) or get_origin(annotation) is dict:
+        return annotation
+    found = (_section(part) for part in get_args(annotation))
+    return next((part for part in found if part is not None), None)
+
+
+def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def differences(found: Any, wanted: Any, key: str = "") -> list[str]:
+    """Where two plain descriptions differ, one line for each key; what is not set is the same as what is not there."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        keys = [*found, *(name for name in wanted if name not in found)]
+        return [
+            line for name in keys for line in differences(found.get(name), wanted.get(name), f"{key}.{name}".strip("."))
+        ]
+    same = found == wanted or (_says_nothing(found) and _says_nothing(wanted))
+    return [] if same else [f"{key} (there {found!r}, here {wanted!r})"]
+
+
+def _says_nothing(value: Any) -> bool:
+    """Whether nothing is set in a description."""
+    return value is None or (isinstance(value, dict) and all(map(_says_nothing, value.values())))
+
+
+def check_same_recipe(path: Path, wanted: dict[str, Any]) -> None:
+    """Make sure that a folder is new, or was begun by the same recipe.
+
+    Args:
+        path: the file in it that says what it was begun with.
+        wanted: what would be written there; plain JSON.
+
+    Raises:
+        RecipeError: if another recipe began it; it says where the two differ.
+    """
+    differing = differences(read_json(path), wanted) if path.exists() else []
+    if differing:
+        raise RecipeError(
+            f"{path.parent} holds a run of another recipe; it differs in {'; '.join(differing)}. Use another output "
+            "folder, or delete that one"
+        )

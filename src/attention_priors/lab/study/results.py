@@ -1,0 +1,210 @@
+"""``results.json``: everything a comparison has found, in rows that a program can read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attention_priors._io import read_json
+from attention_priors.lab.results_format import FORMAT, SECTIONS
+from attention_priors.lab.study.environment import environment_of, united
+from attention_priors.lab.study.folders import extended_folder, run_folder
+from attention_priors.lab.study.plans import check_texts, found_of_plans, plan_rows
+from attention_priors.lab.study.recipe import MixtureSettings, Recipe, Scheme
+from attention_priors.lab.study.study import AnyRecipe
+from attention_priors.lab.study.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS
+from attention_priors.lab.wall_clock import now
+
+
+def collect(
+    recipe: Recipe,
+    output: Path,
+    runs: Sequence[tuple[str, int]],
+    *,
+    wall_seconds: float,
+    corpus: dict[str, Any],
+) -> dict[str, Any]:
+    """Put the finished runs of a recipe together.
+
+    Args:
+        recipe: the recipe.
+        output: the comparison's folder.
+        runs: scheme and seed of every finished run.
+        wall_seconds: how long the comparison has taken, all sessions together.
+        corpus: what the runs read: name, fingerprint, sizes.
+
+    Raises:
+        RecipeError: the texts of a plan have changed between two of the runs.
+    """
+    schemes: dict[str, dict[str, Any]] = {}
+    sections: dict[str, list[dict[str, Any]]] = {name: [] for name in SECTIONS}
+    environments: list[dict[str, Any]] = []
+    models = [model for scheme, seed in runs for model in _models(recipe, output, scheme, seed)]
+    answers = [found_of_plans(recipe.evaluation_of(model.scheme), model.folder) for model in models]
+    check_texts((model.folder, plans) for model, plans in zip(models, answers, strict=True))
+    for model, plans in zip(models, answers, strict=True):
+        training, done = read_json(model.folder / "training.json"), read_json(model.folder / "done.json")
+        environments += [environment_of(one) for one in (training, done, *plans.values())]
+        schemes.setdefault(model.name, _scheme_entry(model, training))
+        sections["runs"].append(
+            model.row
+            | {key: training[key] for key in ("train_seconds", "steps")}
+            | {"final_loss": training["history"][-1]["loss"] if training["history"] else None}
+            | {"history": training["history"]}
+            | {key: done[key] for key in ("evaluate_seconds", "stopped")}
+        )
+        if (model.folder / "passkey.jsonl").exists():
+            lines = (model.folder / "passkey.jsonl").read_text(encoding="utf-8").splitlines()
+            sections["passkey"] += [model.row | json.loads(line) for line in lines]
+        for name in ("perplexity", "copying", "sink_mass"):
+            if (model.folder / f"{name}.json").exists():
+                sections[name] += [model.row | row for row in read_json(model.folder / f"{name}.json")]
+        for name, found in plan_rows(plans).items():
+            sections[name] += [model.row | row for row in found]
+        for name, learned in read_json(model.folder / "priors.json").items():
+            sections[name] += [model.row | row for row in learned]
+        if model.extended_from is not None:
+            lengths = {"from": model.extended_from.context_length, "to": model.context_length}
+            losses = {
+                when: {str(length): read_json(one.folder / "losses.json")[str(length)] for length in lengths.values()}
+                for when, one in (("before", model.extended_from), ("after", model))
+            }
+            sections["extensions"].append(model.row | lengths | {"steps": training["steps"], "loss": losses})
+    results = header(recipe, sections["runs"], environments, wall_seconds) | {"corpus": corpus}
+    names = [
+        name
+        for scheme in recipe.schemes
+        for name in (scheme, *(extension.name for extension in recipe.extensions_of(scheme).values()))
+    ]
+    return results | {"schemes": [schemes[name] for name in names if name in schemes]} | sections
+
+
+def header(
+    recipe: AnyRecipe, runs: Sequence[dict[str, Any]], environments: Sequence[dict[str, Any]], wall_seconds: float
+) -> dict[str, Any]:
+    """What all results begin with: the recipe, and on what, when and how long its runs were made.
+
+    Args:
+        recipe: the recipe.
+        runs: a row for each finished run.
+        environments: those in which they were trained, and in which they were measured.
+        wall_seconds: how long the comparison has taken, all sessions together.
+    """
+    made = united(environments)
+    made["machine"]["threads_per_run"] = str(recipe.threads_per_run)
+    return {
+        "format": FORMAT,
+        "recipe": recipe.model_dump(mode="json", exclude_defaults=True),
+        **made,
+        "seeds": sorted({row["seed"] for row in runs}),
+        "created": now(),
+        "wall_seconds": round(wall_seconds, 1),
+    }
+
+
+_LONGEST_VALUE = 60
+"""Characters of an argument in a description."""
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A trained and tested model: a scheme's, or the same after one extension of its context."""
+
+    name: str
+    seed: int
+    folder: Path
+    description: str
+    context_length: int
+    """That it is for."""
+    trained_length: int
+    """That it was last trained at: an extension may go without training."""
+    axes: dict[str, str | int | float]
+    extended_from: _Model | None = None
+
+    @property
+    def scheme(self) -> str:
+        """The recipe's scheme that it comes from."""
+        return self.name if self.extended_from is None else self.extended_from.name
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What each of its rows begins with."""
+        return {"scheme": self.name, "seed": self.seed} | ({"axes": self.axes} if self.axes else {})
+
+
+def _models(recipe: Recipe, output: Path, scheme: str, seed: int) -> Iterator[_Model]:
+    """What a run has made so far."""
+    folder = run_folder(output, scheme, seed)
+    own, length = recipe.schemes[scheme], recipe.training_of(scheme).context_length
+    extensions = recipe.extensions_of(scheme)
+    if not extensions:
+        yield _Model(scheme, seed, folder, describe(own), length, length, own.axes)
+        return
+    axes = {SCHEME_AXIS: scheme} | own.axes
+    first = _Model(scheme, seed, folder, describe(own), length, length, axes | {EXTENSION_AXIS: BEFORE})
+    yield first
+    for way, extension in extensions.items():
+        extended = extended_folder(folder, way)
+        if (extended / "done.json").exists():
+            words = describe(own.model_copy(update=extension.positions.model_dump()))
+            words += f" · {_trained_on(extension.training, extension.context_length)}, from {scheme}"
+            stands = axes | {EXTENSION_AXIS: way}
+            trained = length if extension.training is None else extension.training.context_length
+            yield _Model(
+                extension.name, seed, extended, words, extension.context_length, trained, stands, extended_from=first
+            )
+
+
+def _trained_on(training: MixtureSettings | None, context_length: int) -> str:
+    if training is None:
+        return f"for {context_length} tokens without more training"
+    return f"{training.total_steps} more steps at {context_length} tokens"
+
+
+def _scheme_entry(model: _Model, training: dict[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "name": model.name,
+        "description": model.description,
+        "context_length": model.trained_length,
+        "parameters": training["parameters"],
+        "prior_parameters": training["prior_parameters"],
+    }
+    if model.axes:
+        entry["axes"] = model.axes
+    if model.extended_from is not None:
+        entry["extended_from"] = model.extended_from.name
+    return entry
+
+
+def describe(scheme: Scheme) -> str:
+    """A scheme in one line, as code would make it: ``generalized_gaussian(init='roles') · ssmax``."""
+    words = described([scheme.encoding, scheme.prior, scheme.logit_scale])
+    if scheme.share_prior:
+        words.append("one prior for all layers")
+    if (tolerance := scheme.evaluation.get("tolerance")) is not None:
+        words.append(f"tolerance={tolerance} at evaluation")
+    words += [_call({"name": key} | own) for key in ("model", "training") if (own := getattr(scheme, key))]
+    return " · ".join(words) or "no position but the causal mask"
+
+
+def described(descriptions: Sequence[Any]) -> list[str]:
+    """Parts of a model, each as code would make it: of each a description, a list of them, or None."""
+    parts: list[Any] = []
+    for part in descriptions:
+        parts += part if isinstance(part, list) else [] if part is None else [part]
+    return [_call(part) for part in parts]
+
+
+def _call(part: dict[str, Any] | str) -> str:
+    if isinstance(part, str):
+        return part
+    arguments = ", ".join(f"{key}={_shortened(repr(value))}" for key, value in part.items() if key != "name")
+    return f"{part['name']}({arguments})" if arguments else part["name"]
+
+
+def _shortened(value: str) -> str:
+    """A value that a line has room for; the recipe has the whole, such as the table that a prior starts from."""
+    return value if len(value) <= _LONGEST_VALUE else f"{value[: _LONGEST_VALUE // 2]}…"

@@ -1,0 +1,285 @@
+"""Schemes that are made of others: by inheritance, and by sweeps that multiply schemes over named axes.
+
+All of it happens before a recipe is checked, on what its file holds; what is checked and run are plain schemes.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+from pydantic import Field, ValidationError, field_validator
+
+from attention_priors.lab.strict_yaml import Strict
+
+SECTIONS = ("training", "model", "evaluation", "extensions", "axes")
+"""Keys of a scheme that are inherited key by key; the others are inherited whole."""
+
+POSITIONS = ("prior", "share_prior", "encoding", "logit_scale")
+
+SCHEME_AXIS = "scheme"
+"""The axis that says which scheme a sweep multiplied; its values are the names of schemes."""
+
+EXTENSION_AXIS = "extension"
+"""The axis that says in which way the context of a model was extended."""
+
+BEFORE = "before"
+"""The value on it of a model whose context is extended in one way or several."""
+
+Content: TypeAlias = dict[str, Any]
+Point: TypeAlias = dict[str, "Value"]
+"""A value on each axis."""
+
+
+class Sweep(Strict):
+    """Multiplies schemes over axes: the full product, or one axis at a time around a base."""
+
+    schemes: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Which schemes; all by default."""
+    axes: dict[str, dict[str, list[Any] | dict[str, Any]]] = Field(min_length=1)
+    """For each axis the settings that it changes, and their values: a list, or a mapping from what a value is called
+    to the value. Several settings of one axis change together."""
+    base: dict[str, Any] | None = None
+    """A value for every axis. With it, each scheme is made at the base and, one axis at a time, at every other value;
+    without it, at every combination of values."""
+
+    @field_validator("axes")
+    @classmethod
+    def _even(cls, axes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for name, settings in axes.items():
+            if name in (SCHEME_AXIS, EXTENSION_AXIS) or not name:
+                raise ValueError(f"an axis cannot be called {name!r}")
+            counts = {setting: len(values) for setting, values in settings.items()}
+            if len(set(counts.values())) != 1 or 0 in counts.values():
+                raise ValueError(f"axis {name!r} needs settings with equally many values, one at least, got {counts}")
+            labels = [value.label for value in _values(name, settings)]
+            twice = [label for label in labels if labels.count(label) > 1]
+            if twice:
+                raise ValueError(f"axis {name!r} has the value {twice[0]!r} twice")
+        return axes
+
+
+class Value:
+    """One value of an axis: what it is called, and the settings that it changes."""
+
+    def __init__(self, axis: str, name: Any, settings: Mapping[str, Any]) -> None:
+        self.axis = axis
+        self.settings = settings
+        self.label = label(name)
+        # Numbers stay numbers for those who read the results.
+        self.plain: str | int | float = (
+            name if isinstance(name, (int, float)) and not isinstance(name, bool) else self.label
+        )
+
+
+def label(value: Any) -> str:
+    """A setting's value in a name: ``laplace``, ``alpha+beta``, ``none``, ``ssmax(include_prior=false)``."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return "+".join(map(label, value)) or "nothing"
+    if isinstance(value, dict):
+        arguments = ", ".join(f"{key}={label(part)}" for key, part in value.items() if key != "name")
+        name = label(value["name"]) if "name" in value else ""
+        return f"{name}({arguments})" if name and arguments else name or arguments or "nothing"
+    return str(value)
+
+
+def expand(content: Content) -> Content:
+    """Replace ``extends`` and ``sweep`` by the schemes that they make.
+
+    What is not of the form that a recipe must have is left for the check of the recipe.
+
+    Raises:
+        ValueError: a scheme or an axis does not exist, or a setting cannot be changed; the message names it.
+    """
+    schemes = content.get("schemes")
+    if not isinstance(schemes, dict) or not all(isinstance(scheme, dict) for scheme in schemes.values()):
+        return content
+    schemes = {name: _inherited(schemes, name) for name in schemes}
+    if content.get("sweep") is None or not all(_is_well_formed(*item) for item in schemes.items()):
+        return content | {"schemes": schemes}
+    try:
+        sweep = Sweep.model_validate(content["sweep"])
+    except ValidationError:
+        return content  # the field of the recipe says what is wrong
+    rest = {key: value for key, value in content.items() if key != "sweep"}
+    return rest | {"schemes": _multiplied(schemes, sweep)}
+
+
+def _is_well_formed(name: Any, scheme: Content) -> bool:
+    """Whether a scheme is of the form that a sweep changes."""
+    ways = scheme.get("extensions") or {}
+    return (
+        isinstance(name, str)
+        and isinstance(scheme.get("axes", {}), dict)
+        and isinstance(ways, dict)
+        and all(isinstance(way, dict) for way in ways.values() if way is not None)
+    )
+
+
+# ---- inheritance
+
+
+def _inherited(schemes: Mapping[str, Content], name: str) -> Content:
+    """A scheme with what it inherits."""
+    line = [name]
+    while (parent := schemes[line[-1]].get("extends")) is not None:
+        if not isinstance(parent, str) or parent not in schemes:
+            raise ValueError(
+                f"schemes.{line[-1]}.extends: unknown scheme {parent!r}; the recipe has {', '.join(schemes)}"
+            )
+        if parent in line:
+            raise ValueError(f"schemes.{name}.extends: {' extends '.join([*line, parent])}")
+        line.append(parent)
+    made: Content = {}
+    for ancestor in reversed(line):
+        own = {key: value for key, value in schemes[ancestor].items() if key != "extends"}
+        sections = {key: _section(key, made.get(key), own[key]) for key in SECTIONS if key in own}
+        made = made | own | sections
+    return copy.deepcopy(made)
+
+
+def _section(key: str, inherited: Any, own: Any) -> Any:
+    """One section of a scheme over another."""
+    if key != "extensions" or not isinstance(inherited, dict) or not isinstance(own, dict):
+        return overlaid(inherited, own)
+    return inherited | {way: _extension(inherited.get(way), settings) for way, settings in own.items()}
+
+
+def _extension(inherited: Any, own: Any) -> Any:
+    """One way to extend over another: key by key, but for what describes positions, as in the schemes themselves."""
+    if not isinstance(inherited, dict) or not isinstance(own, dict):
+        return own
+    positions = {key: own[key] for key in POSITIONS if key in own}
+    return overlaid(inherited, {key: value for key, value in own.items() if key not in positions}) | positions
+
+
+ALTERNATIVES = (("steps", "tokens"), ("batch_size", "tokens_per_step"))
+"""Settings of which one stands for the other."""
+
+
+def overlaid(inherited: Any, own: Any) -> Any:
+    """One section over another, key by key; one of two alternatives takes the place of the other."""
+    if not isinstance(inherited, dict) or not isinstance(own, dict):
+        return own
+    replaced = {
+        other
+        for pair in ALTERNATIVES
+        for one, other in (pair, pair[::-1])
+        if own.get(one) is not None and own.get(other) is None
+    }
+    kept = {key: value for key, value in inherited.items() if key not in replaced}
+    return kept | {key: overlaid(kept.get(key), value) for key, value in own.items()}
+
+
+# ---- sweeps
+
+
+def _multiplied(schemes: Mapping[str, Content], sweep: Sweep) -> dict[str, Content]:
+    chosen = sweep.schemes or tuple(schemes)
+    for name in chosen:
+        if name not in schemes:
+            raise ValueError(f"sweep.schemes: unknown scheme {name!r}; the recipe has {', '.join(schemes)}")
+    axes = {axis: list(_values(axis, settings)) for axis, settings in sweep.axes.items()}
+    base = None if sweep.base is None else _base(sweep.base, axes)
+    made: dict[str, Content] = {}
+    for name, scheme in schemes.items():
+        variants = _variants(name, axes, base) if name in chosen else iter([(name, {})])
+        for variant, point in variants:
+            if variant in made or (variant != name and variant in schemes):
+                raise ValueError(f"sweep: the scheme {variant!r} is there twice")
+            made[variant] = _at(scheme, name, point) if point else scheme
+    return made
+
+
+def _values(axis: str, settings: Mapping[str, Any]) -> Iterator[Value]:
+    first = next(iter(settings.values()))
+    # The first setting names the values.
+    names = list(first)
+    columns = {key: list(values.values()) if isinstance(values, dict) else values for key, values in settings.items()}
+    for index, name in enumerate(names):
+        yield Value(axis, name, {key: column[index] for key, column in columns.items()})
+
+
+def _base(base: Mapping[str, Any], axes: Mapping[str, list[Value]]) -> Point:
+    if set(base) != set(axes):
+        raise ValueError(f"sweep.base needs a value for each of the axes {', '.join(axes)}, got {', '.join(base)}")
+    point: Point = {}
+    for axis, values in axes.items():
+        found = [value for value in values if value.label == label(base[axis])]
+        if not found:
+            known = ", ".join(value.label for value in values)
+            raise ValueError(f"sweep.base.{axis}: must be one of {known}, got {label(base[axis])!r}")
+        point[axis] = found[0]
+    return point
+
+
+def _variants(name: str, axes: Mapping[str, list[Value]], base: Point | None) -> Iterator[tuple[str, Point]]:
+    """The schemes that one becomes, and where they stand."""
+    if base is None:
+        for values in itertools.product(*axes.values()):
+            yield (
+                " · ".join([name, *(f"{value.axis}={value.label}" for value in values)]),
+                dict(zip(axes, values, strict=True)),
+            )
+        return
+    yield name, base
+    for axis, values in axes.items():
+        for value in values:
+            if value is not base[axis]:
+                yield f"{name} · {axis}={value.label}", base | {axis: value}
+
+
+def _at(scheme: Content, name: str, point: Point) -> Content:
+    """A scheme with the settings of a point."""
+    made = copy.deepcopy(scheme)
+    for axis, value in point.items():
+        for setting, content in value.settings.items():
+            try:
+                _set(made, setting, copy.deepcopy(content))
+            except ValueError as error:
+                raise ValueError(
+                    f"sweep.axes.{axis}: {setting}={label(content)} is impossible for the scheme {name!r}: {error}"
+                ) from error
+    stands = {axis: value.plain for axis, value in point.items()}
+    made["axes"] = {SCHEME_AXIS: name} | made.get("axes", {}) | stands
+    return made
+
+
+def _set(scheme: Content, setting: str, content: Any) -> None:
+    first, *rest = setting.split(".")
+    allowed = (*POSITIONS, *(section for section in SECTIONS if section != "axes"))
+    if first not in allowed:
+        raise ValueError(f"a setting begins with one of {', '.join(allowed)}")
+    if first in POSITIONS:
+        _set_position(scheme, first, rest, content)
+    elif first == "extensions" and rest[1:2] and rest[1] in POSITIONS:
+        way, position, *inner = rest
+        ways = scheme.get(first) or {}
+        extension = dict(ways.get(way) or {})
+        _set_position(extension, position, inner, content)
+        scheme[first] = ways | {way: extension}
+    else:
+        for key in reversed(rest):
+            content = {key: content}
+        scheme[first] = _section(first, scheme.get(first) or {}, content)
+
+
+def _set_position(target: Content, position: str, rest: list[str], content: Any) -> None:
+    """Change how positions come into a scheme, or into one of its extensions."""
+    if not rest:
+        target[position] = content
+        return
+    described = target.get(position)
+    if isinstance(described, str):
+        described = {"name": described}
+    if isinstance(described, list):
+        raise ValueError(f"its {position} is a sum; give the axis whole values of {position}")
+    if not isinstance(described, dict) or len(rest) > 1:
+        raise ValueError(f"it has no {position} with a {'.'.join(rest)}")
+    target[position] = described | {rest[0]: content}

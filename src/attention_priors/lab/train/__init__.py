@@ -1,0 +1,51 @@
+"""Training: one way to describe it, and one to run it, on transformers' ``Trainer``."""
+
+from attention_priors.lab.train.checkpoints import CheckpointError
+from attention_priors.lab.train.engine import Trained, Validation, fit, is_first_process, train
+from attention_priors.lab.train.extend import continued, default_output, extend, mean_loss
+from attention_priors.lab.train.model import (
+    DecoderSettings,
+    DecoderSizes,
+    ModelSettings,
+    PositionSettings,
+    make_model,
+)
+from attention_priors.lab.train.optimizer import make_optimizer, parameter_groups
+from attention_priors.lab.train.recipe import TrainRecipe, load_train_recipe
+from attention_priors.lab.train.run import Observer, prepare_data, run_recipe
+from attention_priors.lab.train.settings import OptimizationSettings, ProcessSettings, RunningSettings, TrainingSettings
+from attention_priors.lab.train.sharding import shard_priors
+from attention_priors.lab.train.trainer import PriorTrainer, SealedTrainer, weighted_loss
+
+__all__ = [
+    "CheckpointError",
+    "DecoderSettings",
+    "DecoderSizes",
+    "ModelSettings",
+    "Observer",
+    "OptimizationSettings",
+    "PositionSettings",
+    "PriorTrainer",
+    "ProcessSettings",
+    "RunningSettings",
+    "SealedTrainer",
+    "TrainRecipe",
+    "Trained",
+    "TrainingSettings",
+    "Validation",
+    "continued",
+    "default_output",
+    "extend",
+    "fit",
+    "is_first_process",
+    "load_train_recipe",
+    "make_model",
+    "make_optimizer",
+    "mean_loss",
+    "parameter_groups",
+    "prepare_data",
+    "run_recipe",
+    "shard_priors",
+    "train",
+    "weighted_loss",
+]

@@ -1,0 +1,202 @@
+"""The model that a recipe trains."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from attention_priors.hf import attach, train_attached
+from attention_priors.hf.attach import CONFIG_KEY
+from attention_priors.hf.loading import check_positions, load_config, load_model
+from attention_priors.lab.strict_yaml import Strict
+from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
+
+
+class PositionSettings(Strict):
+    """How positions come into our decoder: what a :class:`PriorDecoderConfig` takes of them."""
+
+    prior: dict[str, Any] | list[dict[str, Any] | str] | str | None = None
+    share_prior: bool = False
+    encoding: dict[str, Any] | str | None = None
+    logit_scale: dict[str, Any] | str | None = None
+
+
+class DecoderSizes(Strict):
+    """Our decoder, but for its positions and its vocabulary."""
+
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0)
+    num_key_value_heads: int | None = Field(default=None, gt=0)
+    initializer_range: float = Field(default=0.02, gt=0)
+    tie_word_embeddings: bool = True
+
+
+class DecoderSettings(DecoderSizes, PositionSettings):
+    """Our decoder with new weights."""
+
+    head_dim: int | None = Field(default=None, gt=0)
+    rms_norm_eps: float = Field(default=1e-6, gt=0)
+    vocab_size: int | None = Field(default=None, gt=0)
+    """The tokenizer's by default; may be larger, to be a multiple of something."""
+
+    def config(self, *, vocab_size: int, eos_token_id: int | None = None) -> PriorDecoderConfig:
+        """The decoder's config, for a tokenizer."""
+        sizes = self.model_dump(exclude={"vocab_size"})
+        return PriorDecoderConfig(
+            vocab_size=self.vocab_size or vocab_size,
+            bos_token_id=eos_token_id,
+            eos_token_id=eos_token_id,
+            pad_token_id=eos_token_id,
+            **sizes,
+        )
+
+
+class AttachSettings(Strict):
+    """What :func:`attach` gives to a model of another make; its arguments."""
+
+    prior: dict[str, Any] | list[dict[str, Any] | str] | str | None = None
+    logit_scale: dict[str, Any] | str | None = None
+    layers: list[int] | None = None
+    heads: list[int] | None = None
+    share_prior: bool = False
+    drop_positions: bool = False
+    freeze_model: bool = False
+
+
+class ModelSettings(Strict):
+    """Exactly one of: our decoder, another architecture with new weights, a trained model."""
+
+    decoder: DecoderSettings | None = None
+    config: str | None = None
+    """A Hugging Face model's folder or name, of which only the config is taken."""
+    pretrained: str | None = None
+    """A Hugging Face model's folder or name (or a folder of ours), with its weights."""
+    attach: AttachSettings | None = None
+    """Priors for a model that is not our decoder."""
+    train_only: Literal["attached"] | None = None
+    """Of a trained model with something attached, whether all learns (None) or what is attached alone."""
+
+    @model_validator(mode="after")
+    def _one_model(self) -> ModelSettings:
+        given = [name for name in ("decoder", "config", "pretrained") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give one of decoder, config and pretrained, got {' and '.join(given) or 'none'}")
+        if self.decoder is not None:
+            self.decoder.config(vocab_size=1)  # a mistake in a description shows here
+            if self.attach is not None:
+                raise ValueError("attach is for models of other makes; a decoder has its prior under model.decoder")
+        if self.train_only is not None and self.pretrained is None:
+            raise ValueError("train_only is for a trained model, model.pretrained; new weights would never learn")
+        return self
+
+    @property
+    def trains_attached_alone(self) -> bool:
+        """Whether the model's own weights stay what they were."""
+        return self.train_only is not None or (self.attach is not None and self.attach.freeze_model)
+
+
+def check_model(settings: ModelSettings, *, length: int, tokenizer_size: int | None = None) -> None:
+    """Make sure, before any work, that :func:`make_model` can make the model: it is made here without its weights.
+
+    Args:
+        settings: describe it.
+        length: of the rows that it is to read, in tokens.
+        tokenizer_size: entries of the tokenizer, where they are known already.
+
+    Raises:
+        OSError: its config cannot be loaded.
+        ValueError: nothing can be attached, nothing would learn, or its vocabulary or its positions are too few.
+    """
+    with torch.device("meta"):
+        if settings.decoder is not None:
+            model: PreTrainedModel = PriorDecoderForCausalLM(settings.decoder.config(vocab_size=tokenizer_size or 1))
+        else:
+            config = _load_config(settings)
+            if settings.config is not None:
+                config.update({"vocab_size": tokenizer_size or 1})
+            model = _new_model(config)
+        described = None if settings.pretrained is None else getattr(model.config, CONFIG_KEY, None)
+        if described is not None:
+            if settings.attach is not None:
+                raise ValueError(
+                    f"model.attach: {settings.pretrained} has priors attached already; leave model.attach out, and "
+                    "they are trained further"
+                )
+            delattr(model.config, CONFIG_KEY)
+            attach(model, **described)
+        _finish(settings, model)
+    check_positions(model, length)
+    if tokenizer_size is not None:
+        _check_vocabulary(model, tokenizer_size)
+
+
+def make_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The model, in float32; new weights are drawn from torch's generator.
+
+    Raises:
+        OSError: the model cannot be loaded.
+        ValueError: its vocabulary is smaller than the tokenizer's, nothing can be attached, or nothing would learn.
+    """
+    if settings.decoder is not None:
+        eos: Any = tokenizer.eos_token_id
+        model: PreTrainedModel = PriorDecoderForCausalLM(
+            settings.decoder.config(vocab_size=len(tokenizer), eos_token_id=eos)
+        )
+    elif settings.config is not None:
+        config = _load_config(settings)
+        config.update(
+            {
+                "vocab_size": len(tokenizer),
+                "bos_token_id": tokenizer.bos_token_id,
+                "eos_token_id": tokenizer.eos_token_id,
+                "pad_token_id": tokenizer.pad_token_id,
+            }
+        )
+        model = _new_model(config)
+    else:
+        assert settings.pretrained is not None
+        model = load_model(settings.pretrained)
+    _finish(settings, model)
+    _check_vocabulary(model, len(tokenizer))
+    return model
+
+
+def _finish(settings: ModelSettings, model: PreTrainedModel) -> None:
+    if settings.attach is not None:
+        try:
+            attach(model, **settings.attach.model_dump())
+        except ValueError as error:
+            raise ValueError(f"model.attach: {error}") from error
+    if settings.train_only is not None:
+        model.requires_grad_(False)
+        if not train_attached(model):
+            raise ValueError("model.train_only: nothing that learns is attached to the model")
+
+
+def _check_vocabulary(model: PreTrainedModel, tokenizer_size: int) -> None:
+    embeddings: Any = model.get_input_embeddings()
+    size = embeddings.weight.shape[0]
+    if size < tokenizer_size:
+        raise ValueError(
+            f"the model's vocabulary has {size} entries, the tokenizer's {tokenizer_size}: expected no more than the "
+            "model's"
+        )
+
+
+def _load_config(settings: ModelSettings) -> PreTrainedConfig:
+    key = "config" if settings.config is not None else "pretrained"
+    try:
+        return load_config(getattr(settings, key))
+    except (OSError, ValueError) as error:
+        raise OSError(f"model.{key}: {error}") from error
+
+
+def _new_model(config: PreTrainedConfig) -> PreTrainedModel:
+    if isinstance(config, PriorDecoderConfig):
+        return PriorDecoderForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,0 +1,287 @@
+"""transformers' ``Trainer`` with our optimiser, our weighted loss, and checkpoints that are complete or absent."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from transformers import EvalPrediction, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from attention_priors._io import read_json, write_json
+from attention_priors.lab.data import IGNORED_LABEL
+from attention_priors.lab.train import checkpoints
+from attention_priors.lab.train.checkpoints import CheckpointError
+from attention_priors.lab.train.optimizer import make_optimizer
+from attention_priors.lab.train.packed import packed_inputs
+from attention_priors.lab.train.settings import OptimizationSettings
+
+_RUNNING_LOSS = "running_loss.json"
+
+
+def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, total: Tensor | None = None) -> Tensor:
+    """Weighted mean of the next tokens' negative log-likelihoods, in nats.
+
+    Args:
+        logits: ``(B, L, vocabulary)``.
+        labels: ``(B, L)``, aligned with the inputs, ``-100`` = ignore.
+        weights: ``(B, L)``, aligned with ``labels``.
+        total: what the sum is divided by; the sum of the weights by default.
+    """
+    sums, own = loss_sums(logits, labels, weights)
+    return sums.sum() / (own.sum().clamp(min=1e-9) if total is None else total)
+
+
+def loss_sums(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted losses ``(B * (L-1),)`` and their weights."""
+    targets, weights = labels[:, 1:].flatten(), weights[:, 1:].flatten()
+    losses = cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="none", ignore_index=IGNORED_LABEL)
+    weights = weights * (targets != IGNORED_LABEL)
+    return losses * weights, weights
+
+
+class SealedTrainer(Trainer):
+    """A ``Trainer`` with this package's optimiser, whose checkpoints are complete or absent.
+
+    Args:
+        settings: the optimiser and the schedule.
+        checkpoints_kept: older ones are deleted.
+        options: as for ``Trainer``.
+    """
+
+    def __init__(self, *, settings: OptimizationSettings, checkpoints_kept: int = 2, **options: Any) -> None:
+        super().__init__(**options)
+        # A model's own loss is a mean: several passes and processes have the mean of theirs.
+        self.model_accepts_loss_kwargs = False
+        self.settings = settings
+        self.checkpoints_kept = checkpoints_kept
+        self._staging: Path | None = None
+        # The sum of the steps' losses since the last one that was logged, and the step that was logged.
+        self._loss_sum = torch.zeros((), device=self.args.device)
+        self._loss_from = 0
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """RAdam is none of ``Trainer``'s names, and its groups know nothing of priors."""
+        if self.optimizer is None:
+            assert self.model is not None
+            self.optimizer = make_optimizer(self.model if model is None else model, self.settings)
+        return self.optimizer
+
+    # ---- the mean loss
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Trainer's, keeping count of the loss."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._loss_sum = self._loss_sum + loss
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Trainer's; but its mean would forget the steps before an interruption."""
+        if "loss" in logs:
+            logs["loss"] = self._mean_over_processes(self._loss_sum) / (self.state.global_step - self._loss_from)
+            self._loss_sum, self._loss_from = torch.zeros_like(self._loss_sum), self.state.global_step
+        super().log(logs, start_time)
+
+    def _mean_over_processes(self, value: Tensor) -> float:
+        return float(torch.as_tensor(self.accelerator.gather(value.unsqueeze(0))).mean())
+
+    # ---- checkpoints
+
+    @property
+    def _folder(self) -> Path:
+        assert self.args.output_dir is not None
+        return Path(self.args.output_dir)
+
+    def check_loss(self) -> None:
+        """End a training that has diverged, before it can write a checkpoint.
+
+        Raises:
+            FloatingPointError: the loss is not finite; it says where the last good state is.
+        """
+        if not bool(self._loss_sum.isfinite()):
+            self._diverged(f"the loss became {float(self._loss_sum)}")
+
+    def _diverged(self, what: str) -> None:
+        raise FloatingPointError(
+            f"{what} at step {self.state.global_step}; {self._last_good()}; try a lower learning_rate"
+        )
+
+    def _last_good(self) -> str:
+        steps = checkpoints.checkpoint_steps(self._folder)
+        return (
+            f"the last good state is {checkpoints.checkpoint_folder(self._folder, steps[-1])}"
+            if steps
+            else "no checkpoint had been written"
+        )
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where checkpoints are written: aside, until they are complete."""
+        return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Trainer's, written aside, sealed and moved into place."""
+        assert self.model is not None
+        broken = [name for name, p in self.model.named_parameters() if not bool(_here(p).isfinite().all())]
+        # Every process must come to the same end: the others would wait for the one that stops.
+        if self._mean_over_processes(torch.tensor(float(bool(broken)), device=self.args.device)):
+            self._diverged(f"weights are not finite ({', '.join(broken[:3]) or 'in another process'})")
+        running = {"sum": self._mean_over_processes(self._loss_sum), "since_step": self._loss_from}
+        staging, step = checkpoints.staging_folder(self._folder), self.state.global_step
+        try:
+            if self.args.should_save:
+                checkpoints.sweep(self._folder)
+                staging.mkdir()
+            self.accelerator.wait_for_everyone()
+            self._staging = staging
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                staged = checkpoints.checkpoint_folder(staging, step)
+                write_json(staged / _RUNNING_LOSS, running)
+                checkpoints.seal(staged, checkpoints.checkpoint_folder(self._folder, step))
+                staging.rmdir()
+                checkpoints.keep_last(self._folder, self.checkpoints_kept)
+        # What libraries raise for a full disk is an OSError, a RuntimeError (torch.save) or an error of their own
+        # (safetensors).
+        except Exception as error:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written to {self._folder}: {error}; {self._last_good()}"
+            ) from error
+        finally:
+            self._staging = None
+        self.accelerator.wait_for_everyone()
+
+    def find_checkpoint(self, on_message: Callable[[str], None]) -> Path | None:
+        """The checkpoint to go on from, if there is one. What is incomplete is set aside."""
+        if self.args.should_save:
+            checkpoints.sweep(self._folder)
+            checkpoints.last_complete(self._folder, on_message)
+        self.accelerator.wait_for_everyone()
+        steps = checkpoints.checkpoint_steps(self._folder)
+        return checkpoints.checkpoint_folder(self._folder, steps[-1]) if steps else None
+
+    def train_from(self, checkpoint: Path | None) -> None:
+        """Train from a checkpoint, or from the start."""
+        if checkpoint is not None:
+            running = read_json(checkpoint / _RUNNING_LOSS)
+            self._loss_sum = torch.tensor(running["sum"], device=self.args.device)
+            self._loss_from = running["since_step"]
+        self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+
+
+class PriorTrainer(SealedTrainer):
+    """A ``Trainer`` for packed rows, such as :class:`TrainingMixture` and :class:`PackedRows` give.
+
+    The loss of a step is the weighted mean over all of its rows, however they are shared out among processes and
+    accumulated passes.
+
+    Args:
+        options: as for :class:`SealedTrainer`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(compute_metrics=_mean_of_sums, **options)
+        self._bare: nn.Module = options["model"]
+        # Our loss is a sum over the whole step's weights: it must not be divided by the passes again.
+        self.model_accepts_loss_kwargs = True
+        self.loss_is_scaled_for_ga = True
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
+        """A step's batches, and the sum of all of their weights over all processes."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        total = torch.zeros((), device=device)
+        for batch in batches:
+            labels, weights = batch["labels"][:, 1:], batch["loss_weights"][:, 1:]
+            total = total + (weights * (labels != IGNORED_LABEL)).sum().to(device)
+        if self.accelerator.num_processes > 1:
+            total = torch.as_tensor(self.accelerator.gather(total.unsqueeze(0))).sum()
+        return batches, total.clamp(min=1e-9)
+
+    def _logits(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+        return model(**packed_inputs(self._bare, inputs["input_ids"], inputs["document_ids"])).logits
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The weighted loss; in a step of the optimiser, this process's and this pass's part of it."""
+        logits = self._logits(model, inputs)
+        total = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=logits.device)
+        loss = weighted_loss(logits, inputs["labels"], inputs["loss_weights"], total)
+        if total is not None:
+            # Gradients are averaged over the processes; our parts are to be added up.
+            loss = loss * self.accelerator.num_processes
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Each row's weighted sum of losses and its weights, so that the mean does not depend on the batches."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            sums, weights = loss_sums(self._logits(model, inputs), inputs["labels"], inputs["loss_weights"])
+        rows = len(inputs["input_ids"])
+        return None, torch.stack([x.double().view(rows, -1).sum(-1) for x in (sums, weights)], -1), sums.new_zeros(rows)
+
+
+def _here(parameter: Tensor) -> Tensor:
+    """The part of a parameter that this process holds."""
+    parameter = parameter.detach()
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _mean_of_sums(prediction: EvalPrediction) -> dict[str, float]:
+    sums, weights = torch.as_tensor(prediction.predictions).sum(0)
+    return {"loss": float(sums / weights)}
+
+
+class StepReport(TrainerCallback):
+    """Hand every step on to a function, and end a training that has diverged.
+
+    Args:
+        trainer: the trainer.
+        on_step: called with the number of steps done.
+        on_log: called with what is logged.
+    """
+
+    def __init__(
+        self, trainer: SealedTrainer, on_step: Callable[[int], None], on_log: Callable[[Mapping[str, float]], None]
+    ) -> None:
+        self.trainer = trainer
+        self.on_step = on_step
+        self.on_logs = on_log
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Called by the Trainer before it logs and saves."""
+        self.trainer.check_loss()
+        if state.is_world_process_zero:
+            self.on_step(state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Called by the Trainer."""
+        if state.is_world_process_zero and logs:
+            self.on_logs(logs)

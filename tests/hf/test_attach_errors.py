@@ -1,0 +1,230 @@
+"""What attach() refuses, before it has changed anything."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from tiny_models import LLAMA, YARN, tiny, tokens
+from torch import nn
+
+from attention_priors import GeneralizedGaussian, Window, prior_from_config
+from attention_priors.hf import attach, attached_priors, detach
+from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+def refused(model: Any, match: str, **arguments: Any) -> None:
+    before = model.config.to_dict() if isinstance(model, hf.PreTrainedModel) else None
+    options: dict[str, Any] = {"prior": "laplace"} | arguments
+    with pytest.raises(ValueError, match=match):
+        attach(model, **options)
+    if before is not None:
+        assert model.config.to_dict() == before
+        assert not attached_priors(model)
+        assert not any("_unrotated" in str(hook) for m in model.modules() for hook in m._forward_pre_hooks.values())
+
+
+def test_arguments() -> None:
+    model = tiny("llama")
+    refused(nn.Linear(2, 2), "PreTrainedModel, got Linear$")
+    refused(None, "PreTrainedModel, got NoneType$")
+    refused(
+        nn.DataParallel(tiny("llama")), "got DataParallel: give the LlamaForCausalLM inside it, and wrap that after"
+    )
+    refused(model, "nothing to attach: .* give one of them, such as prior='generalized_gaussian'", prior=None)
+    refused(model, "layers holds 2, but the layers with attention are 0 to 1", layers=[0, 2])
+    refused(model, "layers holds -3", layers=[-3])
+    refused(model, "layers must hold at least one layer", layers=[])
+    for given in (1, "all", ["0"], [0.5], [True]):
+        match = re.escape(f"must be a list of numbers, such as [0, 1], or None for all; got {given!r}")
+        refused(model, f"layers {match}", layers=given)
+        refused(model, f"heads {match}", heads=given)
+    refused(model, r"heads must be distinct numbers from 0 to 3, got \[4\]", heads=[4])
+    refused(model, "heads must be distinct", heads=[1, 1])
+    refused(model, "heads must be distinct", heads=[])
+    refused(model, r"layer 0 \(LlamaAttention\): unknown prior 'alibi'", prior="alibi")
+    refused(model, r"layer 0 \(LlamaAttention\): prior has num_heads=8, but there are 4", prior=GeneralizedGaussian(8))
+    for name in ("share_prior", "drop_positions", "freeze_model"):
+        refused(model, f"{name} must be True or False, got 'no'", **{name: "no"})
+    refused(model, "Window hides keys from all heads", prior=Window(2, 4), heads=[0, 1])
+    refused(model, "unknown logit scale 'softmax'", logit_scale="softmax")
+    attach(model, "laplace")
+    with pytest.raises(ValueError, match="detach"):
+        attach(model, "laplace")
+    with pytest.raises(ValueError, match="no priors attached"):
+        detach(tiny("llama"))
+
+
+@pytest.mark.parametrize("heads", [None, [0, 1, 2]])
+@pytest.mark.parametrize("name", ["axial", "spectral_2d", "radial", "key_sink_2d"])
+def test_priors_over_grids(name: str, heads: list[int] | None) -> None:
+    needed = {"axial": {"rows": "laplace"}, "radial": {"prior": "laplace"}, "key_sink_2d": {"rows": 4, "columns": 4}}
+    prior = {"name": name} | needed.get(name, {})
+    match = rf"layer 0 \(LlamaAttention\): prior must be one over a line, got '{name}', which is one on grids: a text"
+    refused(tiny("llama"), match, prior=prior, heads=heads)
+    refused(tiny("llama"), match, prior=["uniform", prior], heads=heads)
+    refused(tiny("llama"), match, prior=prior_from_config(prior, 3 if heads else 4), heads=heads)
+
+
+def everything_of(model: Any) -> dict[str, Any]:
+    """What attach() changes of a model."""
+    return {
+        "parts": [name for name, module in model.named_modules() if "attached" in name],
+        "hooks": [(name, [*m._forward_pre_hooks], [*m._forward_hooks]) for name, m in model.named_modules()],
+        "learning": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
+        "configs": [id(module.config) for module in model.modules() if hasattr(module, "config")],
+        "implementation": model.config._attn_implementation,
+        "config": model.config.to_dict(),
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("error", [ValueError("kernels"), KeyboardInterrupt()])
+def test_an_error_half_way_leaves_the_model_as_it_was(
+    family: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = tiny(family)
+    next(model.parameters()).requires_grad_(False)
+    before, logits = everything_of(model), model(tokens(1, 8)).logits
+    plain = hf.PreTrainedModel.set_attn_implementation
+
+    def broken(self: Any, name: str) -> None:
+        plain(self, name)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hf.PreTrainedModel, "set_attn_implementation", broken)
+        with pytest.raises(type(error)):
+            attach(model, "laplace", drop_positions=True, freeze_model=True)
+    assert everything_of(model) == before
+    assert torch.equal(model(tokens(1, 8)).logits, logits)
+    attach(model, "laplace", drop_positions=True, freeze_model=True)
+    detach(model)
+    assert everything_of(model) | {"configs": None} == before | {"configs": None}
+
+
+def test_an_error_of_detach_leaves_all_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = attach(tiny("gpt2"), "laplace", drop_positions=True, freeze_model=True)
+    before = everything_of(model)
+
+    def broken(self: Any, name: str) -> None:
+        raise ValueError("kernels")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hf.PreTrainedModel, "set_attn_implementation", broken)
+        with pytest.raises(ValueError, match="kernels"):
+            detach(model)
+    assert everything_of(model) == before
+    detach(model)
+    assert not attached_priors(model)
+
+
+def test_a_model_that_has_lost_layers_since_is_detached() -> None:
+    model: Any = attach(tiny("llama"), "laplace", freeze_model=True)
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    detach(model)
+    assert not attached_priors(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert model.config._attn_implementation == "sdpa"
+    assert len(attached_priors(attach(model, "laplace"))) == 1
+
+
+def test_models_that_bypass_the_interface() -> None:
+    bloom = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
+    refused(bloom, r"BloomAttention.*its own bias is computed as a prior by use_priors\(model\)")
+    falcon: Any = hf.FalconConfig(**SIZES)
+    refused(hf.FalconForCausalLM(falcon), r"attention modules: FalconAttention\)$")
+    ours = PriorDecoderConfig(**SIZES, intermediate_size=48, prior="laplace")
+    refused(PriorDecoderForCausalLM(ours), r"name it in its config, PriorDecoderConfig\(prior=\.\.\.\)")
+    refused(hf.MambaForCausalLM(hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)), "no attention")
+
+
+def test_models_with_numerics_of_their_own() -> None:
+    config: Any = hf.Gemma2Config(**SIZES, intermediate_size=48, num_key_value_heads=2, head_dim=8)
+    refused(hf.Gemma2ForCausalLM(config), r"layer 0 \(Gemma2Attention\): its logits are capped")
+    config = hf.GptOssConfig(**SIZES, intermediate_size=48, num_key_value_heads=2, head_dim=8, num_local_experts=2)
+    refused(hf.GptOssForCausalLM(config), r"layer 0 \(GptOssAttention\): it has sinks")
+    some = tiny("llama")  # as MiMo, which has sinks in its sliding windows
+    some.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(4))
+    refused(some, r"layer 1 \(LlamaAttention\), which layers leaves as it is: it has sinks", layers=[0])
+
+
+def test_encoders() -> None:
+    config: Any = hf.BertConfig(**SIZES, intermediate_size=48)
+    refused(hf.BertForMaskedLM(config), r"several self-attention modules|bidirectional|no attention")
+
+
+def test_positions_that_cannot_be_dropped() -> None:
+    refused(tiny("gpt2"), "layers must be all", drop_positions=True, layers=[0])
+    attach(tiny("gpt2"), "laplace", drop_positions=True, layers=[0, 1])
+    attach(tiny("llama"), "laplace", drop_positions=True, layers=[0])
+    of_types = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": YARN}
+    refused(tiny("gemma3", rope_parameters=of_types), r"same attention factor.* 1\.0, 1\.138", drop_positions=True)
+
+
+def test_a_mask_that_does_not_say_where_queries_stand() -> None:
+    model = attach(tiny("llama"), "laplace")
+    module = model.model.layers[0].self_attn
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 7, 8)
+    from attention_priors.hf.interface import attention_forward
+
+    with pytest.raises(ValueError, match="3 queries and 7 keys"):
+        attention_forward(module, query, key, key, None)
+    with pytest.raises(ValueError, match="softcap="):
+        attention_forward(module, query, key, key, None, softcap=30.0)
+    plain = tiny("llama").model.layers[0].self_attn
+    with pytest.raises(ValueError, match="s_aux="):
+        attention_forward(plain, query, key, key, None, s_aux=torch.zeros(4))
+    with pytest.raises(ValueError, match="attention_mask must be"):
+        attention_forward(module, query, key, key, torch.ones(1, 7))
+    assert model(tokens(1, 4)).logits.shape == (1, 4, 64)
+
+
+def test_a_mask_that_does_not_say_where_a_text_starts() -> None:
+    """Of distances it says all there is to say; a key's own position counts from the first that is no padding."""
+    ids = tokens(1, 6)
+    seen = torch.ones(6, 6, dtype=torch.bool).tril().expand(1, 1, 6, 6).clone()
+    padded = seen.clone()
+    padded[..., 0] = False
+    places = torch.tensor([[0, 0, 1, 2, 3, 4]])
+    near = attach(tiny("llama"), "laplace")
+    alone = near(ids[:, 1:]).logits
+    found = near(ids, attention_mask=padded, position_ids=places).logits[:, 1:]
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-5)
+    absolute = attach(tiny("llama"), {"name": "key_sink", "train_length": 16})
+    torch.testing.assert_close(absolute(ids, attention_mask=seen).logits, absolute(ids).logits, rtol=0, atol=1e-5)
+    for mask in (padded, torch.zeros(1, 1, 6, 6).masked_fill(~padded, torch.finfo(torch.float32).min)):
+        with pytest.raises(ValueError, match=r"hides a text's first key from all queries"):
+            absolute(ids, attention_mask=mask, position_ids=places)
+
+
+def test_cross_attention_gets_nothing() -> None:
+    model = hf.MllamaForCausalLM(hf.MllamaTextConfig(**LLAMA, cross_attention_layers=[1]))
+    assert sorted(attached_priors(attach(model, "laplace"))) == [0]
+    refused(hf.MllamaForCausalLM(model.config), "layers with attention are 0", layers=[1])
+
+
+@pytest.mark.parametrize("layers", [None, [1]])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_another_attention_implementation_does_not_leave_priors_out(family: str, layers: list[int] | None) -> None:
+    model, ids = tiny(family), tokens(1, 8)
+    with torch.no_grad():
+        plain = model(ids).logits
+        attached = attach(model, "laplace", layers=layers)(ids).logits
+        assert not torch.equal(attached, plain)
+        model.set_attn_implementation("sdpa")
+        for call in (lambda: model(ids), lambda: model.base_model(ids), lambda: model.generate(ids, max_new_tokens=2)):
+            with pytest.raises(RuntimeError, match=r"'sdpa'.*leave out.*set_attn_implementation\('attention_priors'\)"):
+                call()
+        model.set_attn_implementation("attention_priors")
+        assert torch.equal(model(ids).logits, attached)
+        model.set_attn_implementation("eager")
+        detach(model)
+        assert model.config._attn_implementation == "sdpa"
+        assert torch.equal(model(ids).logits, plain)
+        assert torch.equal(attach(model, "laplace", layers=layers)(ids).logits, attached)

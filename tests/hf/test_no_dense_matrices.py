@@ -1,0 +1,42 @@
+"""With priors no model makes anything as large as one matrix of queries by keys; transformers' own code does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from alibi_models import bloom, mpt
+from test_t5_through_buckets import make as t5
+from torch.profiler import ProfilerActivity, profile
+
+from attention_priors.hf import use_priors
+
+LENGTH = 2048
+MATRIX = 4 * LENGTH * LENGTH
+"""Bytes of one head's, in float32."""
+
+
+def largest_allocation(run: Callable[[], Any]) -> int:
+    """Bytes of the largest piece of memory that a forward and backward pass asks for."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run().loss.backward()
+    results: Any = profiler.profiler
+    return max(event.nbytes() for event in results.kineto_results.events() if event.name() == "[memory]")
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "t5"])
+def test_no_dense_matrices(name: str) -> None:
+    if name == "t5":
+        model = t5(num_layers=1)
+    else:
+        model = bloom(n_layer=1) if name == "bloom" else mpt(n_layers=1, max_seq_len=LENGTH)
+    ids = torch.randint(1, 40, (2, LENGTH))
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+
+    def run() -> Any:
+        return model(ids, attention_mask=mask, labels=ids)
+
+    assert largest_allocation(run) >= 4 * MATRIX
+    use_priors(model)
+    assert largest_allocation(run) < MATRIX

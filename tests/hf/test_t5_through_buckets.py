@@ -1,0 +1,255 @@
+"""T5, mT5 and umT5 with priors against transformers' own code. float32, logits of the order of 10, within 1e-4."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    EncoderDecoderCache,
+    MT5Config,
+    MT5ForConditionalGeneration,
+    StaticCache,
+    T5Config,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+    UMT5Config,
+    UMT5ForConditionalGeneration,
+)
+
+from attention_priors.hf import restore_attention, use_priors
+
+VOCABULARY = 40
+TOLERANCE = 1e-4
+KINDS: dict[str, tuple[Any, Any]] = {
+    "t5": (T5Config, T5ForConditionalGeneration),
+    "mt5": (MT5Config, MT5ForConditionalGeneration),
+    "umt5": (UMT5Config, UMT5ForConditionalGeneration),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def make(kind: str = "t5", attention: str = "sdpa", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config, model = KINDS[kind]
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    sizes |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20}
+    sizes |= {"decoder_start_token_id": 0, "pad_token_id": 0, "dropout_rate": 0.0, "attn_implementation": attention}
+    made = model(config(**sizes | changes)).eval()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "relative_attention_bias" in name:
+                parameter.normal_(std=2)  # T5's own start hardly matters
+            elif ".q.weight" in name:
+                parameter *= 3
+    return made
+
+
+def twins(*args: Any, **changes: Any) -> tuple[Any, Any]:
+    model = make(*args, **changes)
+    return model, use_priors(copy.deepcopy(model))
+
+
+@every_kind
+def test_hidden_states(kind: str) -> None:
+    theirs, ours = (model(**inputs(), output_hidden_states=True) for model in twins(kind))
+    for name in ("encoder_hidden_states", "decoder_hidden_states"):
+        assert len(ours[name]) == len(theirs[name]) == 3
+        for found, expected in zip(ours[name], theirs[name], strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
+def inputs(length: int = 24, target_length: int = 11, padded: bool = True) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, VOCABULARY, (3, length), generator=generator)
+    decoder_ids = torch.randint(1, VOCABULARY, (3, target_length), generator=generator)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, length // 2 :] = 0
+        mask[1, :3] = 0
+    return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": decoder_ids}
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return float((a - b).detach().abs().max())
+
+
+def logits(model: Any, **kwargs: Any) -> Tensor:
+    with torch.no_grad():
+        return model(**kwargs).logits
+
+
+@every_kind
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_logits_are_those_of_transformers(kind: str, attention: str) -> None:
+    theirs, ours = twins(kind, attention)
+    given = inputs()
+    decoder_mask = torch.ones_like(given["decoder_input_ids"])
+    decoder_mask[2, 7:] = 0
+    for kwargs in (given, given | {"decoder_attention_mask": decoder_mask}, inputs(padded=False)):
+        assert difference(logits(theirs, **kwargs), logits(ours, **kwargs)) < TOLERANCE
+    states = [model.encoder(given["input_ids"], given["attention_mask"]).last_hidden_state for model in (theirs, ours)]
+    visible = given["attention_mask"].bool()
+    assert difference(states[0][visible], states[1][visible]) < TOLERANCE
+
+
+@given(
+    heads=st.integers(1, 5),
+    half=st.integers(2, 6),
+    beyond=st.integers(1, 30),
+    length=st.integers(1, 40),
+    target_length=st.integers(1, 20),
+)
+@settings(max_examples=20)
+def test_any_buckets_and_lengths(heads: int, half: int, beyond: int, length: int, target_length: int) -> None:
+    theirs, ours = twins(
+        num_heads=heads, relative_attention_num_buckets=2 * half, relative_attention_max_distance=half + beyond
+    )
+    kwargs = inputs(length, target_length, padded=length > 3)
+    assert difference(logits(theirs, **kwargs), logits(ours, **kwargs)) < TOLERANCE
+
+
+def test_the_bias_matters() -> None:
+    """Otherwise equal logits would say little."""
+    model = use_priors(make())
+    before = logits(model, **inputs())
+    with torch.no_grad():
+        model.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight[1] += 1
+    assert difference(before, logits(model, **inputs())) > 0.1
+
+
+@every_kind
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_those_of_transformers(kind: str, checkpointing: bool) -> None:
+    theirs, ours = twins(kind)
+    for model in (theirs, ours):
+        if checkpointing:
+            model.train().gradient_checkpointing_enable()
+        model(**inputs(), labels=inputs()["decoder_input_ids"]).loss.backward()
+    biases = 0
+    for (name, a), (also, b) in zip(theirs.named_parameters(), ours.named_parameters(), strict=True):
+        assert name == also
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+        biases += "relative_attention_bias" in name
+    assert biases == (4 if kind == "umt5" else 2)  # one for all blocks of a stack, or one for each block
+
+
+@every_kind
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("cache", ["dynamic", "static", None])
+def test_generate(kind: str, beams: int, cache: str | None) -> None:
+    theirs, ours = twins(kind)
+    options: dict[str, Any] = {"max_new_tokens": 8, "num_beams": beams, "do_sample": False, "eos_token_id": None}
+    options |= {"use_cache": False} if cache is None else {"cache_implementation": cache}
+    options |= {"output_scores": True, "return_dict_in_generate": True}
+    given = inputs()
+    del given["decoder_input_ids"]
+    expected, got = (model.generate(**given, **options) for model in (theirs, ours))
+    assert torch.equal(expected.sequences, got.sequences)
+    assert difference(torch.stack(expected.scores)[:1], torch.stack(got.scores)[:1]) < TOLERANCE
+
+
+@every_kind
+@pytest.mark.parametrize("static", [False, True])
+def test_decoding_in_chunks(kind: str, static: bool) -> None:
+    theirs, ours = twins(kind)
+    given = inputs()
+    decoder_ids = given.pop("decoder_input_ids")
+    whole = logits(theirs, **given, decoder_input_ids=decoder_ids)
+    parts, cache = [], None
+    if static:
+        config = ours.config
+        cache = EncoderDecoderCache(StaticCache(config, max_cache_len=16), StaticCache(config, max_cache_len=24))
+    for start, stop in ((0, 5), (5, 6), (6, 11)):
+        out = ours(**given, decoder_input_ids=decoder_ids[:, start:stop], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        parts.append(out.logits)
+    assert difference(whole, torch.cat(parts, 1)) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["t5", "umt5"])
+def test_dropout_of_weights_draws_the_same(kind: str) -> None:
+    """The stacks alone, whose attention draws first; what a mask's layout changes in the order of draws is none."""
+    theirs, ours = twins(kind, "eager", dropout_rate=0.3)
+    results = []
+    for model in (theirs, ours):
+        model.train()
+        torch.manual_seed(2)
+        results.append(model.encoder(inputs()["input_ids"]).last_hidden_state)
+    assert difference(*results) < TOLERANCE
+
+
+def test_bfloat16_is_no_farther_from_float32_than_transformers() -> None:
+    theirs, ours = twins()
+    exact = logits(theirs, **inputs(64, 48))
+    errors = []
+    for model in (theirs, ours):
+        rounded = logits(model.to(torch.bfloat16), **inputs(64, 48))
+        errors.append((rounded.float() - exact).abs().mean())
+    assert errors[1] < 1.1 * errors[0]
+
+
+def test_a_mask_of_queries_and_keys() -> None:
+    theirs, ours = twins()
+    causal = torch.ones(11, 11, dtype=torch.bool).tril().expand(3, 1, 11, 11).clone()
+    causal[:, :, 6:, :6] = False
+    kwargs = inputs() | {"decoder_attention_mask": causal}
+    expected = logits(theirs, **kwargs)
+    assert difference(expected, logits(theirs, **inputs())) > 0.1
+    assert difference(expected, logits(ours, **kwargs)) < TOLERANCE
+
+
+def test_an_encoder_alone() -> None:
+    theirs = T5EncoderModel(make().config).eval()
+    ours = use_priors(copy.deepcopy(theirs))
+    ids = inputs()["input_ids"]
+    assert difference(theirs(ids).last_hidden_state, ours(ids).last_hidden_state) < TOLERANCE
+
+
+@every_kind
+def test_keys_and_files_stay_t5s(kind: str, tmp_path: Path) -> None:
+    model = make(kind)
+    before, keys, types = logits(model, **inputs()), list(model.state_dict()), [type(m) for m in model.modules()]
+    use_priors(model)
+    assert list(model.state_dict()) == keys
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert type(loaded) is KINDS[kind][1]
+    assert torch.equal(logits(loaded, **inputs()), before)
+    restore_attention(model)
+    assert [type(module) for module in model.modules()] == types
+    assert torch.equal(logits(model, **inputs()), before)
+
+
+def test_training_moves_the_shared_scalars() -> None:
+    theirs, ours = twins()
+    for model in (theirs, ours):
+        optimizer = torch.optim.SGD(model.train().parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(**inputs(), labels=inputs()["decoder_input_ids"]).loss.backward()
+            optimizer.step()
+    name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    moved = theirs.get_parameter(name) - make().get_parameter(name)
+    assert moved.abs().max() > 1e-4
+    torch.testing.assert_close(ours.get_parameter(name), theirs.get_parameter(name), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["t5", "umt5"])
+def test_compiles_without_a_graph_break(kind: str) -> None:
+    theirs, ours = twins(kind)
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    assert difference(logits(theirs, **inputs()), compiled(**inputs(), use_cache=False).logits) < TOLERANCE
+
+
+def test_refuses_slopes_and_attention_weights() -> None:
+    with pytest.raises(ValueError, match="slopes and learn are for BLOOM and MPT"):
+        use_priors(make(), learn=True)
+    with pytest.raises(ValueError, match="output_attentions=True"):
+        use_priors(make())(**inputs(), output_attentions=True)

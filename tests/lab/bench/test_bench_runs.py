@@ -1,0 +1,215 @@
+"""A benchmark from start to end: what it writes, how it goes on, and what it says when something fails."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_cases import WAYS, case, made, plainly, recipe
+
+from attention_priors.lab.bench import bench, load_bench_recipe, markdown_tables, memory, write_figures
+from attention_priors.lab.bench.case import Inputs, Pass, make_inputs
+from attention_priors.lab.bench.results import IDENTITY
+from attention_priors.lab.bench.timing import Runner
+from attention_priors.lab.bench.way import CannotRunError, Need
+from attention_priors.lab.strict_yaml import RecipeError
+
+LINUX = sys.platform == "linux"
+
+
+def row_of(results: dict[str, Any], way: str, passing: str = "forward", length: int = 16) -> dict[str, Any]:
+    (row,) = [r for r in results["rows"] if (r["way"], r["pass"], r["length"]) == (way, passing, length)]
+    return row
+
+
+def test_what_is_written(tmp_path, quiet, no_memory):
+    ways = ("attend-alibi", "attend-goat", "formula-alibi")
+    passes: tuple[Pass, ...] = ("forward", "forward+backward", "decode")
+    results = bench(recipe(ways=ways, passes=passes, lengths=(16, 32)), tmp_path, console=quiet)
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    # Baselines come along.
+    for passing in passes:
+        for length in (16, 32):
+            seconds = {}
+            for way in ("plain", "plain-wide", *ways):
+                row = row_of(results, way, passing, length)
+                assert row["status"] == "measured"
+                assert len(row["seconds"]) == 3
+                assert all(value > 0 for value in row["seconds"])
+                assert sorted(row["seconds"])[1] == row["median_seconds"][0]
+                assert row["error"] < 1e-5
+                assert row["calls"] >= 1
+                assert row["peak_bytes"] is None
+                seconds[way] = row["seconds"]
+            row = row_of(results, "attend-goat", passing, length)
+            assert row["baseline"] == "plain-wide"
+            expected = [a / b for a, b in zip(seconds["attend-goat"], seconds["plain-wide"], strict=True)]
+            assert row["ratios"] == expected
+            assert row["median_ratio"][0] == sorted(expected)[1]
+            (compared,) = [r for r in results["comparisons"] if (r["pass"], r["length"]) == (passing, length)]
+            assert (compared["way"], compared["counterpart"]) == ("formula-alibi", "attend-alibi")
+            pairs = zip(seconds["formula-alibi"], seconds["attend-alibi"], strict=True)
+            assert compared["ratios"] == [a / b for a, b in pairs]
+    assert results["settings"]["threads"] == 1
+    assert results["versions"]["torch"] == torch.__version__
+    assert {fit["way"] for fit in results["growth"] if fit["of"] == "time"} == {"plain", "plain-wide", *ways}
+    table = markdown_tables(results)
+    for words in ("Time: forward+backward", "attend, GOAT in lanes", "dense formula, ALiBi", "L = 32", "What is timed"):
+        assert words in table
+    assert "Peak memory" not in table
+    assert [path.name for path in write_figures(results, tmp_path / "figures")] == [
+        "time_forward.png",
+        "time_forward_backward.png",
+        "time_decode.png",
+    ]
+
+
+def test_what_is_finished_is_not_run_again(tmp_path, quiet, no_memory, monkeypatch):
+    first = bench(recipe(), tmp_path, console=quiet)
+
+    def never(self: Runner) -> float:
+        raise AssertionError("measured again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "measure", never)
+        again = bench(recipe(), tmp_path, console=quiet)
+    assert again["rows"] == first["rows"]
+    # More ways and lengths join; what was there stays.
+    more = bench(recipe(ways=("formula-alibi",), lengths=(16, 24)), tmp_path, console=quiet)
+    assert row_of(more, "attend-alibi") == row_of(first, "attend-alibi")
+    assert row_of(more, "formula-alibi", length=24)["status"] == "measured"
+    # What joined was measured beside its own baseline.
+    row = row_of(more, "formula-alibi")
+    assert row["ratios"] != [a / b for a, b in zip(row["seconds"], row_of(first, "plain")["seconds"], strict=True)]
+
+
+def test_an_interrupted_benchmark_goes_on_from_the_last_repetition(tmp_path, quiet, no_memory, monkeypatch):
+    calls = {"left": 12}
+    measure = Runner.measure
+
+    def interrupted(self: Runner) -> float:
+        calls["left"] -= 1
+        if calls["left"] == 0:
+            raise KeyboardInterrupt
+        return measure(self)
+
+    wanted = recipe(repetitions=7)
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "measure", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            bench(wanted, tmp_path, console=quiet)
+    (path,) = (tmp_path / "measurements").iterdir()
+    kept = json.loads(path.read_text())["sittings"][0]["rounds"]
+    assert 0 < len(kept) < 7
+    assert not (tmp_path / "results.json").exists()
+    results = bench(wanted, tmp_path, console=quiet)
+    assert len(row_of(results, "plain")["seconds"]) == 7
+    assert row_of(results, "plain")["seconds"][: len(kept)] == [entry["plain"] for entry in kept]
+
+
+def test_a_contender_that_fails_is_shown_with_its_error(tmp_path, quiet, no_memory, monkeypatch):
+    def fails(inputs: Inputs) -> torch.Tensor:
+        raise NotImplementedError("no such\nkernel")
+
+    def missing(inputs: Inputs) -> torch.Tensor:
+        raise ModuleNotFoundError("No module named 'goat'", name="goat")
+
+    monkeypatch.setitem(WAYS, "broken", made("broken", fails))
+    monkeypatch.setitem(WAYS, "absent", made("absent", missing))
+    monkeypatch.setitem(WAYS, "wrong", made("wrong", lambda inputs: 1.5 * plainly(inputs)))
+    monkeypatch.setitem(WAYS, "right", made("right", plainly))
+    wanted = recipe(ways=("broken", "absent", "wrong", "right"))
+    results = bench(wanted, tmp_path, console=quiet)
+    reasons = {row["way"]: row.get("reason") for row in results["rows"]}
+    assert reasons["broken"] == "NotImplementedError: no such"
+    assert reasons["absent"] == "goat-attention is not installed"
+    assert "computes something else" in reasons["wrong"]
+    assert row_of(results, "right")["status"] == "measured"
+    assert row_of(results, "broken")["status"] == "cannot run"
+    table = markdown_tables(results)
+    assert "made for a test: broken, forward, 16 tokens: cannot run: NotImplementedError: no such" in table
+    before = json.loads((tmp_path / "measurements" / "forward-16.json").read_text())["sittings"]
+    # A cure is noticed by the same command; what still fails costs no new repetitions.
+    bench(recipe(ways=("wrong", "broken")), tmp_path, console=quiet)
+    assert json.loads((tmp_path / "measurements" / "forward-16.json").read_text())["sittings"] == before
+    monkeypatch.setitem(WAYS, "broken", made("broken", plainly))
+    assert row_of(bench(wanted, tmp_path, console=quiet), "broken")["status"] == "measured"
+
+
+def test_what_does_not_fit_is_not_run(tmp_path, quiet, no_memory, monkeypatch):
+    monkeypatch.setitem(WAYS, "huge", made("huge", plainly, need=lambda case: Need(2**34, 2**33)))
+    results = bench(recipe(ways=("huge",)), tmp_path, memory_limit=20, console=quiet)
+    row = row_of(results, "huge")
+    assert (row["status"], row["reason"]) == ("not run", "needs 24.0 GiB; 20.0 GiB may be used")
+    assert (
+        row_of(bench(recipe(ways=("huge",)), tmp_path, memory_limit=25, console=quiet), "huge")["status"] == "measured"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [({"threads": 2}, "threads = 1, not 2"), ({"head_dim": 32}, "head_dim = 24, not 32"), ({"seed": 1}, "seed = 0")],
+)
+def test_measurements_that_do_not_belong_together_are_refused(tmp_path, quiet, no_memory, changes, complaint):
+    bench(recipe(repetitions=1), tmp_path, console=quiet)
+    with pytest.raises(RecipeError, match=complaint):
+        bench(recipe(repetitions=1, **changes), tmp_path, console=quiet)
+
+
+def test_measurements_of_another_state_of_the_code_are_refused(tmp_path, quiet, no_memory):
+    bench(recipe(repetitions=1), tmp_path, console=quiet)
+    identity = json.loads((tmp_path / IDENTITY).read_text())
+    (tmp_path / IDENTITY).write_text(json.dumps(identity | {"code": "0"}))
+    with pytest.raises(RecipeError, match="another version of this code"):
+        bench(recipe(repetitions=1), tmp_path, console=quiet)
+
+
+def test_threads_are_put_back(tmp_path, quiet, no_memory):
+    before = torch.get_num_threads()
+    bench(recipe(repetitions=1, threads=before + 1), tmp_path, console=quiet)
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.skipif(not LINUX, reason="peak memory is Linux's to tell")
+def test_peak_memory_is_that_of_the_pass_alone():
+    """The dense formula with a given bias holds three matrices of queries by keys; plain attention, its output."""
+    this = replace(case(length=1024, heads=4, head_dim=16))
+    plain = memory.peak(WAYS["plain"], this, 1)
+    dense = memory.peak(WAYS["formula-alibi"], this, 1)
+    output = 4 * this.heads * this.length * this.head_dim
+    assert output <= plain < 4 * output + 2**20
+    estimate = sum(WAYS["formula-alibi"].need(this))
+    assert abs(dense - estimate) < 0.2 * estimate
+    # What a contender raises there comes back in words.
+    with pytest.raises(CannotRunError, match="no room for content"):
+        memory.peak(WAYS["attend-goat-inside"], case(head_dim=16), 1)
+
+
+def test_short_passes_are_measured_many_at_a_time():
+    this = case("decode")
+    ran = []
+    prepared = WAYS["plain"].prepare(this, make_inputs(this))
+
+    def counted() -> torch.Tensor:
+        ran.append(1)
+        return prepared.run()
+
+    runner = Runner(this, prepared._replace(run=counted))
+    runner.warm_up()
+    assert runner.calls > 1
+    ran.clear()
+    runner.measure()
+    assert len(ran) == runner.calls
+
+
+def test_the_published_recipes_can_be_read(tmp_path):
+    """Those for a GPU too, on machines without one."""
+    paths = sorted((Path(__file__).parents[3] / "benchmarks").glob("*.yaml"))
+    assert len(paths) >= 4
+    for path in paths:
+        copied = tmp_path / path.name
+        copied.write_text(path.read_text().replace("device: cuda", "device: cpu"))
+        assert load_bench_recipe(copied).plan()

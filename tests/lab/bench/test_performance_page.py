@@ -1,0 +1,62 @@
+"""The figures of docs/performance.md are those of the results that it links to."""
+
+import json
+import re
+from pathlib import Path
+
+from attention_priors.lab.bench.tables import grids, markdown_tables
+
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "performance.md").read_text(encoding="utf-8")
+LINK = re.compile(r"\]\((benchmarks/[\w-]+)(?:/table\.md|\.json)\)")
+
+
+def tables() -> list[tuple[str, list[list[str]]]]:
+    """The rows of each table of the page that shows times or memory, and the folder that was linked to last."""
+    found: list[tuple[str, list[list[str]]]] = []
+    folder, inside = "", False
+    for line in PAGE.splitlines():
+        folder = LINK.findall(line)[-1] if LINK.search(line) else folder
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")] if line.startswith("|") else []
+        if cells and not inside:
+            found.append((folder, []))
+        elif cells and not line.startswith("|---"):
+            found[-1][1].append(cells)
+        inside = bool(cells)
+    return [(folder, rows) for folder, rows in found if folder]
+
+
+def pieces(text: str) -> list[str]:
+    return [piece for cell in text.split(" / ") for piece in cell.split(" · ") if piece]
+
+
+def measured(folder: str) -> dict[str, set[str]]:
+    """By the name of a way, all that the tables of its results say of it."""
+    said: dict[str, set[str]] = {}
+    if folder == "benchmarks/attached":
+        for row in json.loads((DOCS / f"{folder}.json").read_text(encoding="utf-8"))["results"]:
+            said.setdefault(row["attached"], set()).update((f"{row['milliseconds']:.3g} ms", f"{row['ratio']:.2f}×"))
+        return said
+    results = json.loads((DOCS / folder / "results.json").read_text(encoding="utf-8"))
+    for quartiles in (True, False):
+        for grid in grids(results, quartiles=quartiles):
+            for label, *cells in grid.lines:
+                said.setdefault(label, set()).update(piece for cell in cells for piece in pieces(cell))
+    return said
+
+
+def test_each_cell_is_of_the_results() -> None:
+    assert len(tables()) >= 5
+    for folder, rows in tables():
+        said = measured(folder)
+        for label, *cells in rows:
+            for piece in (piece for cell in cells for piece in pieces(cell)):
+                assert piece in said[label], (folder, label, piece)
+
+
+def test_tables_of_the_folders_are_made_of_their_results() -> None:
+    folders = sorted(path.parent for path in (DOCS / "benchmarks").glob("*/results.json"))
+    assert folders
+    for folder in folders:
+        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        assert (folder / "table.md").read_text(encoding="utf-8") == markdown_tables(results), folder.name

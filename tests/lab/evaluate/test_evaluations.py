@@ -1,0 +1,433 @@
+"""Whole evaluations of small random models: every task, resumed, repeated, grown, stopped."""
+
+import importlib
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import model_folders
+import pytest
+import torch
+import transformers as hf
+
+from attention_priors.lab.evaluate import TASKS, EvaluationPlan, Observer, Subject, Summary, evaluate, summarize
+from attention_priors.lab.evaluate.perplexity import token_losses
+from attention_priors.lab.evaluate.records import Records
+from attention_priors.lab.evaluate.retrieval import Answer
+from attention_priors.lab.intervals import mean_interval, wilson_interval
+from attention_priors.lab.report import evaluation_markdown, write_evaluation_figures
+
+KINDS = pytest.mark.parametrize("kind", model_folders.KINDS)
+OF_TEXT = [task for task in TASKS if task != "genome_completion"]
+RETRIEVAL = [task for task in OF_TEXT if not task.startswith(("perplexity", "passkey_weight", "timing"))]
+
+
+@pytest.fixture(scope="module")
+def subjects(folders: dict[str, Path]) -> dict[str, Subject]:
+    found = {kind: Subject.load(str(folders[kind])) for kind in model_folders.KINDS}
+    for subject in found.values():
+        generation: Any = subject.model.generation_config
+        generation.eos_token_id = list(range(0, 400, 4))  # so that answers end soon
+    return found
+
+
+@pytest.fixture
+def plan(folders: dict[str, Path]):
+    def make(*tasks: str, lengths: tuple[int, ...] = (200, 260), **changes: Any) -> EvaluationPlan:
+        settings = {"depths": 2, "corpus": str(folders["texts"]), "documents": 2, "passes": 2}
+        return EvaluationPlan.model_validate({"tasks": tasks, "lengths": lengths} | settings | changes)
+
+    return make
+
+
+@contextmanager
+def counted(subject: Subject) -> Iterator[list[int]]:
+    """The number of texts in each forward pass."""
+    passes: list[int] = []
+    handle = subject.model.register_forward_hook(
+        lambda module, args, kwargs, out: passes.append(len(args[0])), with_kwargs=True
+    )
+    try:
+        yield passes
+    finally:
+        handle.remove()
+
+
+def lines(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+
+
+def results(output: Path) -> list[dict[str, Any]]:
+    return [line for line in lines(output) if "identity" not in line]
+
+
+@KINDS
+def test_every_task(kind: str, subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    told: list[tuple[str, float, float]] = []
+    observer = Observer(on_work=lambda *report: told.append(report))
+    summary = evaluate(subjects[kind], plan(*OF_TEXT, lengths=(600,)), tmp_path, chunk=128, observer=observer)
+    assert [one.task for one in summary.accuracies] == RETRIEVAL
+    assert [one.task for one in summary.losses] == ["perplexity", "perplexity_short", "perplexity_windows"]
+    assert [one.kind for one in summary.durations] == ["forward", "forward+backward"]
+    assert [(one.layer, one.head) for one in summary.weights] == [
+        (layer, head) for layer in (0, 1) for head in range(4)
+    ]
+    assert {what for what, _, _ in told} == set(OF_TEXT)
+    assert all(0 <= done <= total * (1 + 1e-9) for _, done, total in told)
+    identities = {line["run"]: line["identity"] for line in lines(tmp_path) if "identity" in line}
+    assert [identity["task"] for identity in identities.values()] == OF_TEXT
+    for line in results(tmp_path):
+        identity = identities[line["run"]]
+        assert identity["task"] == line["task"]
+        assert {key: identity[key] for key in ("model", "tokenizer", "dtype", "begin", "end")} == subjects[
+            kind
+        ].identity()
+        if line["task"] in RETRIEVAL:
+            assert 400 < line["tokens"] <= 600
+            assert (line["tokens"] == 600) == line["task"].startswith("passkey")
+            assert 0 <= line["score"] <= 1
+            assert all(line["expected"])
+            assert ("token_accuracy" in line) == ("tokens_right" in line) == line["task"].startswith("passkey")
+            if "tokens_right" in line:
+                assert len(line["tokens_right"]) == len(line["expected"][0])  # a token for each digit
+                assert line["token_accuracy"] == pytest.approx(sum(line["tokens_right"]) / len(line["tokens_right"]))
+                assert line["score"] == all(line["tokens_right"])
+    assert {len(line["expected"][0]) for line in results(tmp_path) if line["task"] == "passkey_8"} == {8}
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [entry["task"] for entry in log] == [task for task in OF_TEXT if task != "timing"]
+    assert all(entry["texts"] == 2 and not entry["interrupted"] for entry in log)
+
+
+@KINDS
+def test_chunks_and_batches_change_no_result(kind: str, subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    tasks = ("passkey", "passkey_corpus", "niah_single_1", "niah_multikey_2", "perplexity")
+    found = []
+    for chunk, batch in ((1000, 1), (7, 1), (64, 3)):
+        output = tmp_path / f"{chunk}-{batch}"
+        evaluate(subjects[kind], plan(*tasks, lengths=(380,), depths=3), output, chunk=chunk, batch=batch)
+        found.append(lines(output))
+    # One token at a time takes long.
+    for chunk in (1, 1000):
+        evaluate(subjects[kind], plan("passkey", lengths=(180,)), tmp_path / f"small-{chunk}", chunk=chunk)
+    assert lines(tmp_path / "small-1") == lines(tmp_path / "small-1000")
+    for other in found[1:]:
+        for line, expected in zip(other, found[0], strict=True):
+            losses, right = line.pop("losses", []), expected.get("losses", [])
+            assert line == {key: value for key, value in expected.items() if key != "losses"}
+            for one, another in zip(losses, right, strict=True):
+                assert one == pytest.approx(another, rel=1e-4)
+    assert [len(other) for other in found] == [len(found[0])] * 3
+
+
+def test_batches_are_read_together(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    with counted(subjects["ours"]) as passes:
+        evaluate(subjects["ours"], plan("passkey", lengths=(200,), depths=5), tmp_path, chunk=1000, batch=3)
+    assert passes == [3, 3, 2, 2]  # the prompt but its last token, and the rest
+
+
+def test_a_repeated_evaluation_computes_and_writes_nothing(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    asked = plan("passkey", "niah_single_1", "perplexity", "timing", lengths=(380,))
+    first = evaluate(subjects["llama"], asked, tmp_path)
+    files = [tmp_path / name for name in ("results.jsonl", "log.jsonl")]
+    before = [file.read_bytes() for file in files]
+    with counted(subjects["llama"]) as passes:
+        assert evaluate(subjects["llama"], asked, tmp_path, chunk=3, batch=2) == first
+    assert passes == []
+    assert [file.read_bytes() for file in files] == before
+
+
+def test_a_grown_evaluation_measures_what_is_new_alone(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    subject = subjects["gpt2"]
+    evaluate(subject, plan("passkey", lengths=(200,)), tmp_path)
+    kept = (tmp_path / "results.jsonl").read_bytes()
+
+    def passes_of(asked: EvaluationPlan, **options: Any) -> int:
+        with counted(subject) as passes:
+            evaluate(subject, asked, tmp_path, **options)
+        return len(passes)
+
+    assert (
+        passes_of(plan("passkey", lengths=(180, 200, 260), stop_after_zeros=None)) == 2 * 2 * 2
+    )  # lengths, depths, parts of a text
+    assert passes_of(plan("passkey", lengths=(180, 200, 260), trials=3, stop_after_zeros=None), batch=2) == 3 * 2 * 2
+    assert passes_of(plan("passkey", "passkey_8", lengths=(200,))) == 2 * 2
+    assert (tmp_path / "results.jsonl").read_bytes().startswith(kept)
+    # Settings that have nothing to do with a task do not make it another; a seed does, and other depths.
+    assert passes_of(plan("passkey", lengths=(200,), documents=9, passes=5, stop_after_zeros=None)) == 0
+    assert passes_of(plan("passkey", lengths=(200,), seed=1)) == 2 * 2
+    assert passes_of(plan("passkey", lengths=(200,), depths=3)) == 3 * 2
+
+
+def test_the_summary_is_of_what_was_asked_for(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    small = plan("passkey", "perplexity", lengths=(200,))
+    alone = evaluate(subjects["gpt2"], small, tmp_path / "alone")
+    large = plan("passkey", "perplexity", lengths=(200, 260), trials=2, documents=4)
+    whole = evaluate(subjects["gpt2"], large, tmp_path)
+    assert [(one.length, one.trials) for one in whole.accuracies] == [(200, 4), (260, 4)]
+    assert [(one.length, one.documents) for one in whole.losses] == [(200, 4), (260, 4)]
+    evaluate(subjects["llama"], small, tmp_path)
+    assert evaluate(subjects["gpt2"], small, tmp_path) == alone
+
+
+def test_a_changed_model_is_measured_anew(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    subject = subjects["attached"]
+    asked = plan("passkey", lengths=(200,))
+    evaluate(subject, asked, tmp_path)
+    name, parameter = next((n, p) for n, p in subject.model.named_parameters() if "prior" in n)
+    before = parameter.detach().clone()
+    with torch.no_grad():
+        parameter += 0.1
+    try:
+        with counted(subject) as passes:
+            evaluate(subject, asked, tmp_path)
+        assert len(passes) == 4, name
+    finally:
+        with torch.no_grad():
+            parameter.copy_(before)
+    runs = [line for line in lines(tmp_path) if "identity" in line]
+    assert len(runs) == 2
+    assert len({run["identity"]["model"] for run in runs}) == 2
+
+
+def test_a_corpus_is_known_by_its_text(
+    subjects: dict[str, Subject], folders: dict[str, Path], plan: Any, tmp_path: Path
+):
+    tasks = ("passkey_corpus", "niah_single_2", "perplexity")
+    moved, changed = tmp_path / "moved/texts", tmp_path / "changed/texts"
+
+    def texts(corpus: Path, subject: Subject = subjects["llama"]) -> dict[str, str]:
+        return evaluate(subject, plan(*tasks, lengths=(380,), corpus=str(corpus)), tmp_path / "out").texts
+
+    before = texts(folders["texts"])
+    assert set(before) == set(tasks)
+    for folder in (moved, changed):
+        shutil.copytree(folders["texts"], folder)
+    with (changed / "03.txt").open("a") as file:
+        file.write("Another line.\n")
+    with counted(subjects["llama"]) as passes:
+        assert texts(moved) == before
+        assert passes == []
+        after = texts(changed)
+    assert passes
+    assert all(after[task] != before[task] for task in tasks)
+    assert len([line for line in lines(tmp_path / "out") if "identity" in line]) == 6
+    # What is said is of this call's texts, whatever the file holds and in which order; and not of the weights.
+    assert texts(folders["texts"]) == before
+    assert texts(folders["texts"], subjects["ours"]) == before
+
+
+def test_the_same_documents_are_read_at_every_length(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    asked = plan("perplexity", lengths=(100, 200, 900), documents=3)
+    summary = evaluate(subjects["ours"], asked, tmp_path)
+    read: dict[int, set[str]] = {}
+    for line in (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines():
+        found = json.loads(line)
+        if "document" in found:
+            read.setdefault(found["length"], set()).add(found["document"])
+    assert read[100] == read[200] == read[900]
+    assert [one.documents for one in summary.losses] == [len(read[900])] * 3
+
+
+def test_files_that_are_left_out_are_told(
+    subjects: dict[str, Subject], folders: dict[str, Path], plan: Any, tmp_path: Path
+):
+    shutil.copytree(folders["texts"], tmp_path / "texts")
+    (tmp_path / "texts/latin.txt").write_bytes("Übermut.".encode("latin-1"))
+    asked = plan("perplexity", "niah_single_2", lengths=(380,), corpus=str(tmp_path / "texts"))
+    told: list[str] = []
+    evaluate(subjects["llama"], asked, tmp_path / "out", observer=Observer(on_message=told.append))
+    assert told[0] == "corpus: left out: latin.txt: it is not UTF-8 (byte 0)"
+    assert sum("left out" in message for message in told) == 1
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_length_are_read_in_one_pass(kind: str, plan: Any, tmp_path: Path):
+    """Their frequencies beyond 128 tokens are those of a whole pass; keys of an earlier chunk would keep others."""
+    subject = Subject.load(str(model_folders.save(length_dependent(kind), model_folders.tokenizer(), tmp_path / kind)))
+    asked = plan("perplexity", "passkey", lengths=(200, 260))
+    with pytest.raises(
+        ValueError, match=rf"chunk must be at least 264, .* kind '{kind}' change beyond 128 .* it is 263"
+    ):
+        evaluate(subject, asked, tmp_path / "out", chunk=263)
+    assert not (tmp_path / "out").exists()
+    text = torch.randint(400, (260,), generator=torch.Generator().manual_seed(0))
+
+    def once(length: int) -> Any:
+        fresh = length_dependent(kind)
+        with torch.no_grad():
+            logits = fresh(text[None, : length - 1]).logits[0]  # the last token is not read
+        return torch.nn.functional.cross_entropy(logits, text[1:length], reduction="none").double()
+
+    # Whatever was read before; and in chunks as far as they are those of the first length.
+    for length, chunk in ((260, 260), (200, 200), (128, 50)):
+        found = token_losses(subject.model, text[:length], chunk=chunk)
+        torch.testing.assert_close(found, once(length), atol=1e-4, rtol=1e-4)
+    evaluate(subject, asked, tmp_path / "out", chunk=264)
+
+
+def length_dependent(kind: str) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    common = {"vocab_size": 400, "initializer_range": 0.3, "rope_theta": 10000.0, **sizes}
+    if kind == "dynamic":
+        rotary = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+        return hf.LlamaForCausalLM(hf.LlamaConfig(max_position_embeddings=128, rope_parameters=rotary, **common)).eval()
+    rotary = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [9.0] * 4, "rope_theta": 10000.0}
+    rotary["original_max_position_embeddings"] = 128
+    config = hf.LlamaConfig(max_position_embeddings=512, rope_parameters=rotary, **common)
+    return hf.LlamaForCausalLM(config).eval()
+
+
+def test_a_task_stops_where_nothing_is_right(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    subject, lengths = subjects["ours"], (180, 200, 230, 260)
+    messages: list[str] = []
+    observer = Observer(on_message=messages.append)
+    stopped = evaluate(subject, plan("passkey", lengths=lengths), tmp_path, observer=observer)
+    reason = "nothing right at 2 lengths running (180, 200 tokens)"
+    assert messages == [f"passkey: {reason}; longer texts are left out"]
+    assert [(one.length, one.stopped) for one in stopped.accuracies] == [(180, None), (200, reason)]
+    stops = [line for line in results(tmp_path) if "stopped_before" in line]
+    assert [(line["stopped_before"], line["reason"]) for line in stops] == [(230, reason)]
+    before = (tmp_path / "results.jsonl").read_bytes()
+    assert evaluate(subject, plan("passkey", lengths=lengths), tmp_path) == stopped
+    assert (tmp_path / "results.jsonl").read_bytes() == before  # recorded once
+
+    lifted = evaluate(subject, plan("passkey", lengths=lengths, stop_after_zeros=None), tmp_path)
+    assert [(one.length, one.stopped) for one in lifted.accuracies] == [(length, None) for length in lengths]
+    # What is there is shown, and a rule that comes back leaves out nothing of it.
+    assert evaluate(subject, plan("passkey", lengths=lengths), tmp_path) == lifted
+
+
+def test_the_rule_counts_lengths_that_run_on(subjects: dict[str, Subject], plan: Any, tmp_path: Path, monkeypatch: Any):
+    # The package has a function of the module's name.
+    module = importlib.import_module("attention_priors.lab.evaluate.evaluate")
+    right = {180: 0.0, 200: 0.25, 230: 0.0, 260: 0.0}
+
+    def answers(subject: Any, task: Any, questions: Any, **options: Any) -> list[Answer]:
+        return [Answer(right.get(len(question.prompt), 0.0), "", None) for question in questions]
+
+    monkeypatch.setattr(module, "ask", answers)
+    found = evaluate(subjects["ours"], plan("passkey", lengths=(180, 200, 230, 260, 300)), tmp_path)
+    assert [one.length for one in found.accuracies] == [180, 200, 230, 260]
+    assert [one.mean for one in found.accuracies] == [0, 0.25, 0, 0]
+    assert found.accuracies[1].interval == wilson_interval(0.5, 2)
+    assert found.accuracies[-1].stopped == "nothing right at 2 lengths running (230, 260 tokens)"
+
+
+def test_sums_of_losses(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    found = evaluate(subjects["ours"], plan("perplexity", "perplexity_short", lengths=(690,), documents=3), tmp_path)
+    for one, name in zip(found.losses, ("perplexity", "perplexity_short"), strict=True):
+        texts = [line["losses"] for line in results(tmp_path) if line["task"] == name]
+        sums = [sum(loss for _, _, loss in bins) for bins in texts]
+        sizes = [bins[-1][1] for bins in texts]
+        assert one.tokens == sum(sizes)
+        assert one.nll == pytest.approx(sum(sums) / sum(sizes))
+        assert one.interval is not None
+        # The interval is about the mean, also where texts differ in size.
+        assert (one.interval.low + one.interval.high) / 2 == pytest.approx(one.nll)
+        if name == "perplexity":
+            assert one.interval == pytest.approx(mean_interval([loss / 689 for loss in sums]))
+            assert one.documents == 3
+        else:
+            assert len(set(sizes)) > 1
+        place, loss, _ = one.by_position[2]
+        assert place == pytest.approx((4 * 7) ** 0.5)
+        assert loss == pytest.approx(sum(bins[2][2] for bins in texts) / 4 / len(texts))
+
+
+def test_losses_that_are_not_finite_are_results(
+    subjects: dict[str, Subject], plan: Any, tmp_path: Path, monkeypatch: Any
+):
+    """As in half precision, where logits overflow: what comes after them is measured all the same."""
+    module = importlib.import_module("attention_priors.lab.evaluate.evaluate")
+    measure = module.token_losses
+
+    def overflowed(model: Any, tokens: Any, **options: Any) -> Any:
+        losses = measure(model, tokens, **options)
+        losses[100] = torch.inf
+        return losses
+
+    monkeypatch.setattr(module, "token_losses", overflowed)
+    monkeypatch.setattr(module, "needle_weights", lambda *_, **__: [[0.5, float("nan")], [0.25, 1.0]])
+    asked = plan("perplexity", "passkey_weight", "passkey", lengths=(200,))
+    found = evaluate(subjects["ours"], asked, tmp_path)
+    (loss,) = found.losses
+    assert math.isnan(loss.nll)
+    assert math.isnan(loss.perplexity)
+    assert [place.position for place in loss.by_position if math.isnan(place.nll)] == [pytest.approx((64 * 127) ** 0.5)]
+    assert [math.isnan(one.weight) for one in found.weights] == [False, True, False, False]
+    assert len(found.accuracies) == 1
+    assert "not finite" in evaluation_markdown(found)
+    assert write_evaluation_figures(found, tmp_path / "figures")
+    before = (tmp_path / "results.jsonl").read_bytes()
+    assert b"null" in before
+    again = evaluate(subjects["ours"], asked, tmp_path)
+    assert (tmp_path / "results.jsonl").read_bytes() == before
+    assert repr(again) == repr(found)
+
+
+def test_windows_are_pieces_from_all_over_the_documents(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    def texts(documents: int) -> list[str]:
+        folder = tmp_path / str(documents)
+        found = evaluate(subjects["ours"], plan("perplexity_windows", lengths=(200,), documents=documents), folder)
+        lines = results(folder)
+        # Each token but the first of a text has a loss.
+        assert all(line["losses"][-1][1] == 199 for line in lines if "losses" in line)
+        assert found.losses[0].documents == sum("losses" in line for line in lines)
+        return [line["document"] for line in lines if "losses" in line]
+
+    whole = texts(10**6)
+    assert len(set(whole)) == len(whole)
+    own = [name.rpartition("[")[2] for name in whole if name.rpartition("[")[0] == whole[0].rpartition("[")[0]]
+    size = 200 - len(subjects["ours"].beginning())
+    assert own == [f"{start}:{start + size}]" for start in range(0, size * len(own), size)]
+    some = texts(len(whole) // 2)
+    assert some == [whole[index * len(whole) // len(some)] for index in range(len(some))]
+
+
+def test_a_file_can_be_summarized_as_a_whole(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    for kind in ("ours", "llama"):
+        evaluate(subjects[kind], plan("passkey", lengths=(200, 260, 300)), tmp_path)
+    whole = summarize(Records(tmp_path / "results.jsonl"))
+    assert isinstance(whole, Summary)
+    assert [one.length for one in whole.accuracies] == [200, 260] * 2
+    assert all(one.stopped for one in whole.accuracies[1::2])
+    assert list(whole.accuracies[0].by_depth) == [0.0, 1.0]
+
+
+def test_learned_positions_need_room_for_the_answer(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    longest = model_folders.LONGEST
+    fits = longest - 4  # four digits are read before the last is written
+    evaluate(subjects["gpt2"], plan("passkey", "passkey_corpus", lengths=(fits,)), tmp_path / "fits")
+    message = (
+        rf"lengths: {fits + 1} tokens for the task 'passkey': .* a table of {longest} positions.* {longest + 1} tokens"
+    )
+    with pytest.raises(ValueError, match=message):
+        evaluate(subjects["gpt2"], plan("passkey", lengths=(fits + 1,)), tmp_path / "new")
+    with pytest.raises(ValueError, match="task 'perplexity'"):
+        evaluate(subjects["gpt2"], plan("perplexity", lengths=(longest + 1,)), tmp_path / "new")
+    # No answer is read here.
+    evaluate(
+        subjects["gpt2"], plan("niah_single_1", "perplexity", "passkey_weight", lengths=(longest,)), tmp_path / "fits"
+    )
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_output_that_holds_other_things_is_left_alone(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    (tmp_path / "results.jsonl").write_text("notes")
+    with counted(subjects["ours"]) as passes, pytest.raises(ValueError, match=r"results\.jsonl, line 1"):
+        evaluate(subjects["ours"], plan("passkey"), tmp_path)
+    assert passes == []
+    assert (tmp_path / "results.jsonl").read_text() == "notes"
+
+
+@pytest.mark.parametrize("name", ["chunk", "batch"])
+def test_sizes_must_be_positive(name: str, subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    sizes: Any = {name: 0}
+    with pytest.raises(ValueError, match=f"{name} must be a positive integer, got 0"):
+        evaluate(subjects["ours"], plan("passkey"), tmp_path / "new", **sizes)
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,79 @@
+"""A recipe that is trained in seconds, and the text that it reads."""
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+from attention_priors.lab.study import Recipe, load_recipe
+
+RECIPE: dict[str, Any] = {
+    "name": "Tiny",
+    "corpus": {"source": "texts"},
+    "tokenizer": 300,
+    "model": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "training": {
+        "context_length": 150,
+        "steps": 120,
+        "batch_size": 2,
+        "learning_rate": 0.01,
+        "passkey_ratio": 0.5,
+        "checkpoint_steps": 40,
+    },
+    "evaluation": {
+        "passkey": {"lengths": [150, 160, 170], "depths": 2},
+        "perplexity": {"length": 100, "documents": 1},
+        "chunk": 64,
+    },
+    "seeds": [3],
+    "schemes": {
+        "ALiBi": {"prior": "laplace"},
+        "BAM + SSMax": {
+            "prior": {"name": "generalized_gaussian", "init": "roles"},
+            "logit_scale": "ssmax",
+            "training": {"steps": 3},
+            "evaluation": {"tolerance": 0.01},
+        },
+    },
+}
+
+
+def changed(changes: dict[str, Any]) -> dict[str, Any]:
+    """The recipe with ``{"training.steps": 5}`` and the like; ``...`` takes a key out."""
+    recipe = copy.deepcopy(RECIPE)
+    for path, value in changes.items():
+        place = recipe
+        *parents, last = path.split(".")
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        if value is ...:
+            del place[last]
+        else:
+            place[last] = value
+    return recipe
+
+
+def write_texts(folder: Path) -> Path:
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghijklmnoprstuvw", k=draw.randint(2, 8))) for _ in range(300)]
+    folder.mkdir()
+    for index in range(8):
+        (folder / f"{index}.txt").write_text(" ".join(draw.choices(words, k=300)) + "\n")
+    return folder
+
+
+def write_genome(path: Path) -> Path:
+    """A drawn genome of two records, of which each unit of 20 bases stands there twice, one after the other."""
+    draw = random.Random(0)
+    with path.open("w", encoding="ascii") as file:
+        for name, units in {"chr1": 150, "chr2": 50}.items():
+            bases = "".join(2 * "".join(draw.choices("ACGT", k=20)) for _ in range(units))
+            file.write(f">{name}\n{bases}\n")
+    return path
+
+
+def decoder_recipe(path: Path) -> Recipe:
+    """A recipe that trains decoders."""
+    recipe = load_recipe(path)
+    assert isinstance(recipe, Recipe)
+    return recipe

@@ -1,0 +1,166 @@
+"""Runs on the workers of a Dask cluster, here two processes of this machine."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+from distributed import LocalCluster
+from recipe_cases import changed
+
+from attention_priors.lab.study import cluster as cluster_module
+from attention_priors.lab.study import compare
+from attention_priors.lab.study.cluster import ClusterWorkers
+from attention_priors.lab.study.compare import _Display
+
+BOTH: dict[str, Any] = {"schemes.BAM + SSMax.training": {}}
+"""Schemes that take equally long."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": None}
+    with LocalCluster(**options, local_directory=str(tmp_path_factory.mktemp("dask"))) as found:
+        yield found
+
+
+def _processes(scheme: str) -> list[psutil.Process]:
+    """Processes that carry out a run of the scheme."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            words = process.cmdline()
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+        if "attention_priors.lab.study.worker" in words and scheme in words:
+            found.append(process)
+    return found
+
+
+def _wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_run_goes_on_elsewhere_when_its_machine_is_lost(cluster, finished, tiny, tmp_path, quiet, monkeypatch):
+    steps: list[tuple[str, int]] = []
+    show = _Display._show
+
+    def remember(self: _Display, run: tuple[str, int], event: dict[str, Any]) -> None:
+        if event["stage"] == "train":
+            steps.append((run[0], event["done"]))
+        show(self, run, event)
+
+    monkeypatch.setattr(_Display, "_show", remember)
+    output, results = tmp_path / "out", list[dict[str, Any]]()
+
+    def call() -> None:
+        results.append(compare(tiny(BOTH), output, scheduler=cluster.scheduler_address, console=quiet))
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    run = output / "runs" / "ALiBi" / "seed-3"
+    _wait_for(lambda: (run / "checkpoints" / "checkpoint-40" / "trainer_state.json").exists())
+    _wait_for(lambda: _processes("BAM + SSMax"))
+    (lost,), (other,) = _processes("ALiBi"), _processes("BAM + SSMax")
+    before = len(steps)
+    machine = lost.parent()
+    assert machine is not None
+    machine.kill()
+    _, alive = psutil.wait_procs([lost], timeout=20)
+    assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+    assert other.is_running()
+    caller.join(240)
+    assert not caller.is_alive()
+
+    # It went on from the checkpoint, and ended as if nothing had happened.
+    assert {scheme for scheme, _ in steps} == {"ALiBi", "BAM + SSMax"}
+    assert not [done for scheme, done in steps[before + 1 :] if scheme == "ALiBi" and 0 < done < 40]
+    trained, whole = (
+        json.loads((folder / "training.json").read_text())
+        for folder in (run, finished.folder / "runs" / "ALiBi" / "seed-3")
+    )
+    assert trained["history"] == whole["history"]
+    assert [row for row in results[0]["passkey"] if row["scheme"] == "ALiBi"] == [
+        row for row in finished.results["passkey"] if row["scheme"] == "ALiBi"
+    ]
+    assert {row["scheme"] for row in results[0]["runs"]} == {"ALiBi", "BAM + SSMax"}
+    assert [path.read_text() for path in output.rglob("log.txt")] == ["", ""]
+
+
+def test_runs_do_not_outlive_a_call_that_is_killed(cluster, tiny, tmp_path, quiet):
+    recipe, output = tmp_path / "tiny.yaml", tmp_path / "out"
+    recipe.write_text(json.dumps(changed({"corpus.source": tiny().corpus.source, "training.steps": 100_000})))
+    command = [sys.executable, "-c", "from attention_priors.lab.cli import main; main()", "compare", str(recipe)]
+    options = ["--output", str(output), "--only", "ALiBi", "--scheduler", cluster.scheduler_address]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        _wait_for(lambda: process.poll() is not None or [*output.rglob("checkpoint-40")])
+        assert process.poll() is None, process.communicate()
+        runs = _processes("ALiBi")
+        assert runs
+    finally:
+        process.kill()
+        process.communicate()
+    _wait_for(lambda: not _processes("ALiBi"))
+
+
+def test_a_run_that_fails_is_named(cluster, finished, tiny, tmp_path, quiet, monkeypatch):
+    recipe = tiny({"training.steps": 1, "evaluation.passkey": ...})
+    file = tmp_path / "out" / "recipe.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(recipe.model_dump(mode="json")))
+    log = tmp_path / "out" / "runs" / "RoPE" / "seed-3" / "log.txt"  # which the recipe does not have
+    log.parent.mkdir(parents=True)
+    with ClusterWorkers(cluster.scheduler_address, tmp_path / "out", threads=1, at_a_time=1) as workers:
+        workers.use(file)
+        workers.start(("RoPE", 3))
+        while True:
+            run, event = workers.events.get(timeout=120)
+            assert run == ("RoPE", 3)
+            if isinstance(event, cluster_module.Ended):
+                break
+    assert event.code == 1
+    assert event.log.splitlines()[-1] == "KeyError: 'RoPE'"
+
+
+def test_workers_must_see_the_output_folder(cluster, tmp_path):
+    with (
+        ClusterWorkers(cluster.scheduler_address, tmp_path, threads=1, at_a_time=1) as workers,
+        pytest.raises(OSError, match=r"2 of 2 Dask workers, tcp://.* among them, do not see .*: expected an output"),
+    ):
+        workers.use(tmp_path / "nowhere")
+
+
+def test_a_scheduler_that_is_not_there_is_an_error_before_any_work(tiny, tmp_path, quiet, monkeypatch):
+    monkeypatch.setattr(cluster_module, "CONNECT_SECONDS", 1)
+    recipe = tiny({"corpus.source": str(tmp_path / "nowhere")})  # which would be the next error
+    with pytest.raises(
+        OSError, match=r"scheduler 'tcp://127\.0\.0\.1:9' cannot be reached: .* 'dask scheduler' prints"
+    ):
+        compare(recipe, tmp_path / "out", scheduler="tcp://127.0.0.1:9", console=quiet)
+
+
+def test_without_dask_the_error_names_the_extra(tiny, tmp_path, quiet, monkeypatch):
+    monkeypatch.delitem(sys.modules, "attention_priors.lab.study.cluster")
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(
+        ValueError, match=r"scheduler='tcp://x:1' needs Dask.*pip install 'attention-priors\[cluster\]'"
+    ):
+        compare(tiny(), tmp_path / "out", scheduler="tcp://x:1", console=quiet)
+
+
+def test_the_recipe_bounds_the_runs_at_a_time(cluster, tiny, tmp_path, quiet, monkeypatch):
+    found: list[int] = []
+    monkeypatch.setattr(ClusterWorkers, "use", lambda self, file: (found.append(self.at_a_time), 1 / 0))
+    for changes in ({}, {"processes": 1}):
+        with pytest.raises(ZeroDivisionError):
+            compare(tiny(changes), tmp_path / "out", scheduler=cluster.scheduler_address, console=quiet)
+    assert found == [2, 1]

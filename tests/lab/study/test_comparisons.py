@@ -1,0 +1,488 @@
+"""Whole comparisons, their results, and what stops one before any work is done."""
+
+import hashlib
+import io
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recipe_cases import RECIPE, changed
+from rich.console import Console
+from typer.testing import CliRunner
+
+from attention_priors._io import write_json
+from attention_priors.lab import study as experiments
+from attention_priors.lab.cli import app
+from attention_priors.lab.data import load_corpus
+from attention_priors.lab.evaluate import PasskeySettings, has_given_up, position_bins
+from attention_priors.lab.study import Recipe, RecipeError, RunFailedError, compare
+from attention_priors.lab.study.compare import processes_at_a_time
+from attention_priors.lab.study.decoders import DecoderStudy
+from attention_priors.lab.study.studies import load_study
+
+SCHEMES = ["ALiBi", "BAM + SSMax"]
+
+
+def _snapshot(folder: Path) -> dict[str, tuple[int, str]]:
+    """Time and content of every file."""
+    return {
+        path.relative_to(folder).as_posix(): (
+            path.stat().st_mtime_ns,
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+        )
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def copy(finished, tmp_path) -> Path:
+    return Path(shutil.copytree(finished.folder, tmp_path / "copy"))
+
+
+@pytest.fixture
+def no_workers(monkeypatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+
+
+# ---- what a comparison gives
+
+
+def test_versions_and_machines_are_those_of_the_runs(finished, tiny, copy, quiet, no_workers):
+    """Whoever collects runs again may have others."""
+    path = copy / "runs" / "ALiBi" / "seed-3" / "training.json"
+    training = json.loads(path.read_text())
+    training["versions"]["torch"], training["machine"]["processor"] = "2.9.1", "Abacus"
+    path.write_text(json.dumps(training))
+    results = compare(tiny(), copy, console=quiet)
+    assert results["versions"]["torch"] == f"2.9.1, {finished.results['versions']['torch']}"
+    assert results["machine"]["processor"].startswith("Abacus, ")
+    assert results["versions"]["transformers"] == finished.results["versions"]["transformers"]
+
+
+def test_results_have_every_section(finished):
+    assert finished.results.keys() == {
+        "format",
+        "recipe",
+        "versions",
+        "machine",
+        "corpus",
+        "seeds",
+        "created",
+        "wall_seconds",
+        "schemes",
+        "runs",
+        "passkey",
+        "perplexity",
+        "copying",
+        "sink_mass",
+        "priors",
+        "prior_terms",
+        "prior_mass",
+        "prior_reach",
+        "logit_scales",
+        "extensions",
+        "retrieval",
+        "losses",
+        "completions",
+        "needle_weights",
+        "timing",
+    }
+    assert finished.results["format"] == 1
+    assert finished.results["recipe"]["name"] == "Tiny"
+    assert finished.results["seeds"] == [3]
+    assert finished.results["wall_seconds"] > 0
+    assert json.loads((finished.folder / "results.json").read_text(encoding="utf-8")) == finished.results
+
+
+def test_the_corpus_is_described(finished, tiny):
+    corpus = load_corpus(Path(tiny().corpus.source))
+    assert finished.results["corpus"] == {
+        "name": "texts",
+        "fingerprint": corpus.fingerprint,
+        "train_characters": sum(len(document.text) for document in corpus.train),
+        "held_out_characters": sum(len(document.text) for document in corpus.held_out),
+    }
+
+
+def test_schemes_are_described(finished):
+    alibi, bam = finished.results["schemes"]
+    # Embeddings; per layer four projections, three matrices of the MLP and two norms; the last norm.
+    weights = 300 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 16 + 2 * 16) + 16
+    assert alibi == {
+        "name": "ALiBi",
+        "description": "laplace",
+        "context_length": 150,
+        "parameters": weights + 2 * 2,
+        "prior_parameters": 0,
+    }
+    # θα and β of BAM train, θμ does not; s trains.
+    assert bam == {
+        "name": "BAM + SSMax",
+        "description": "generalized_gaussian(init='roles') · ssmax · tolerance=0.01 at evaluation · training(steps=3)",
+        "context_length": 150,
+        "parameters": weights + 2 * (3 * 2 + 2),
+        "prior_parameters": 2 * (2 * 2 + 2),
+    }
+
+
+def test_every_run_has_its_history(finished):
+    assert [(run["scheme"], run["seed"], run["steps"]) for run in finished.results["runs"]] == [
+        ("ALiBi", 3, 120),
+        ("BAM + SSMax", 3, 3),
+    ]
+    for run in finished.results["runs"]:
+        assert run["history"][-1]["step"] == run["steps"]
+        assert run["final_loss"] == run["history"][-1]["loss"]
+        assert run["train_seconds"] >= 0  # rounded
+        assert run["evaluate_seconds"] >= 0
+    history = finished.results["runs"][0]["history"]
+    assert history[-1]["loss"] < history[0]["loss"] - 0.5  # it has learned
+
+
+def test_passkey_rows_go_up_to_where_a_scheme_gave_up(finished):
+    settings = PasskeySettings.model_validate(RECIPE["evaluation"]["passkey"])
+    grid = [(length, depth) for length in (150, 160, 170) for depth in (0.0, 1.0)]
+    for run in finished.results["runs"]:
+        rows: list[Any] = [row for row in finished.results["passkey"] if row["scheme"] == run["scheme"]]
+        assert all(row.keys() == {"scheme", "seed", "length", "depth", "trials", "correct"} for row in rows)
+        assert [(row["length"], row["depth"]) for row in rows] == grid[: len(rows)]
+        assert all(row["seed"] == 3 and row["trials"] == 1 and row["correct"] in (0, 1) for row in rows)
+        if run["stopped"] is None:
+            assert len(rows) == 6
+        else:
+            assert len(rows) in (4, 6)
+            assert run["stopped"] == has_given_up(rows, settings)
+
+
+def test_perplexity_rows_cover_every_range_of_positions(finished):
+    for scheme in SCHEMES:
+        rows = [row for row in finished.results["perplexity"] if row["scheme"] == scheme]
+        assert all(row.keys() == {"scheme", "seed", "position", "nll", "tokens", "documents"} for row in rows)
+        expected = [(first * last) ** 0.5 for first, last in position_bins(100)]
+        assert [row["position"] for row in rows] == pytest.approx(expected)
+        texts = {
+            row["tokens"] / (last - first + 1) for row, (first, last) in zip(rows, position_bins(100), strict=True)
+        }
+        assert len(texts) == 1
+        assert texts <= {1.0, 2.0}
+        assert all(0 < row["nll"] < 20 for row in rows)
+
+
+def test_priors_and_scales_have_a_row_per_layer_and_head(finished):
+    heads = [(layer, head) for layer in range(2) for head in range(2)]
+    for scheme, prior in zip(SCHEMES, ("laplace", "generalized_gaussian"), strict=True):
+        rows = [row for row in finished.results["priors"] if row["scheme"] == scheme]
+        assert [(row["layer"], row["head"]) for row in rows] == heads
+        assert all(row["prior"] == prior and row["distance"][-1] == 174 for row in rows)
+        # The window is added for the tests alone: it was not learned.
+        assert all(value is not None for row in rows for value in row["log_prior"])
+    scales = [(row["scheme"], row["layer"], row["head"]) for row in finished.results["logit_scales"]]
+    assert scales == [("BAM + SSMax", *head) for head in heads]
+
+
+def test_one_scheme_alone_leaves_the_others_out(finished):
+    assert [run["scheme"] for run in finished.only["runs"]] == ["BAM + SSMax"]
+    assert [scheme["name"] for scheme in finished.only["schemes"]] == ["BAM + SSMax"]
+    assert any(name.startswith("runs/BAM_+_SSMax/seed-3/") for name in finished.files_after_only)
+    assert not any("ALiBi" in name for name in finished.files_after_only)
+    # The rest was added later, and what was there did not change.
+    for section in ("passkey", "perplexity", "priors"):
+        later = [row for row in finished.results[section] if row["scheme"] == "BAM + SSMax"]
+        assert later == finished.only[section]
+
+
+def test_a_finished_run_keeps_its_model_and_no_checkpoints(finished):
+    for name in ("ALiBi", "BAM_+_SSMax"):
+        folder = finished.folder / "runs" / name / "seed-3"
+        assert {path.name for path in folder.iterdir()} == {
+            ".lock",
+            "identity.json",
+            "log.txt",
+            "model",
+            "training.json",
+            "priors.json",
+            "passkey.jsonl",
+            "perplexity.json",
+            "done.json",
+        }
+
+
+# ---- calling it again
+
+
+def test_a_second_call_does_nothing(finished, copy, tiny, quiet, no_workers):
+    before = _snapshot(copy)
+    results = compare(tiny(), copy, console=quiet)
+    after = _snapshot(copy)
+    rewritten = {"recipe.json", "results.json"}
+    assert {name: state for name, state in before.items() if name not in rewritten} == {
+        name: state for name, state in after.items() if name not in rewritten
+    }
+    assert results | {"created": None} == finished.results | {"created": None}
+
+
+def test_files_that_are_left_out_are_told(copy, tiny, no_workers, tmp_path, monkeypatch):
+    folder = Path(shutil.copytree(tiny().corpus.source, tmp_path / "texts"))
+    (folder / "nul.bin").write_bytes(b"a\0b")
+    study = load_study(tiny({"corpus.source": str(folder)}), tmp_path / "cache")
+    assert study.left_out == "left out: nul.bin: it is binary (it holds a NUL byte)"
+    for words in (None, study.left_out):
+        monkeypatch.setattr(DecoderStudy, "left_out", words)
+        printed = io.StringIO()
+        compare(tiny(), copy, console=Console(file=printed, width=40))
+        assert ("corpus: left out: nul.bin: it is binary (it holds a NUL byte)\n" in printed.getvalue()) == bool(words)
+
+
+def test_a_new_name_is_no_other_recipe(copy, tiny, quiet, no_workers):
+    results = compare(tiny({"name": "Other", "description": "new"}), copy, console=quiet)
+    assert results["recipe"]["name"] == "Other"
+    assert len(results["runs"]) == 2
+
+
+def test_a_scheme_that_was_taken_out_is_left_out(copy, tiny, quiet, no_workers):
+    results = compare(tiny({"schemes.ALiBi": ...}), copy, console=quiet)
+    assert [run["scheme"] for run in results["runs"]] == ["BAM + SSMax"]
+
+
+def test_the_command_writes_the_report_of_a_finished_comparison(copy, tiny, tmp_path, no_workers):
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(json.dumps(changed({"corpus.source": tiny().corpus.source})))
+    result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(copy)])
+    assert result.exit_code == 0, result.output
+    assert f"Report: {copy / 'report.html'}" in result.output
+    assert "ALiBi" in result.output
+    assert "<html" in (copy / "report.html").read_text(encoding="utf-8")
+    assert any((copy / "figures").iterdir())
+    assert {path.name for path in (copy / "tables").iterdir()} >= {"passkey.md", "passkey.tex", "perplexity.md"}
+
+
+# ---- what stops it before any work
+
+
+def test_an_unknown_scheme_changes_nothing(copy, tiny, quiet):
+    before = _snapshot(copy)
+    with pytest.raises(RecipeError, match=r"unknown scheme 'RoPE'; the recipe has ALiBi, BAM \+ SSMax"):
+        compare(tiny(), copy, only=["ALiBi", "RoPE"], console=quiet)
+    assert _snapshot(copy) == before
+
+
+def test_an_unknown_seed_changes_nothing(copy, tiny, quiet, tmp_path):
+    before = _snapshot(copy)
+    with pytest.raises(RecipeError, match=r"unknown seed 4; the recipe has 3"):
+        compare(tiny(), copy, seeds=[3, 4], console=quiet)
+    assert _snapshot(copy) == before
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(json.dumps(changed({"corpus.source": tiny().corpus.source})))
+    for seeds, complaint in (("4", "unknown seed 4; the recipe has 3"), ("x", "seeds: 'x' is no seed; expected numb")):
+        result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(copy), "--seeds", seeds])
+        assert result.exit_code == 1
+        assert complaint in " ".join(result.output.split())
+    assert _snapshot(copy) == before
+
+
+def test_processes_must_be_a_positive_number(tiny, tmp_path, quiet):
+    with pytest.raises(ValueError, match="processes must be a positive integer, got 0"):
+        compare(tiny(), tmp_path / "out", processes=0, console=quiet)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_more_processes_than_the_recipe_allows(tiny, tmp_path, quiet):
+    with pytest.raises(RecipeError, match="processes must be 1 at most, as the recipe says, got 2"):
+        compare(Recipe.model_validate(changed({"processes": 1})), tmp_path / "out", processes=2, console=quiet)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("allowed", "expected"), [(None, 8), (1, 1), (3, 3), (20, 8)])
+def test_processes_are_as_many_as_there_are_cores_for_and_the_recipe_allows(allowed, expected, monkeypatch):
+    # A scheduler such as SLURM allots some of the machine's cores.
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(16)), raising=False)
+    recipe = Recipe.model_validate(changed({"processes": allowed, "threads_per_run": 2}))
+    assert processes_at_a_time(recipe, None) == expected
+
+
+@pytest.mark.parametrize("below", ["", "out"])
+def test_an_output_folder_that_cannot_be_written_is_an_error_before_any_work(tiny, tmp_path, quiet, below):
+    (tmp_path / "file").write_text("in the way")
+    # The corpus is missing too, which would be the next error.
+    recipe = tiny({"corpus.source": str(tmp_path / "nowhere")})
+    with pytest.raises(OSError, match="cannot write to the output folder") as caught:
+        compare(recipe, tmp_path / "file" / below, console=quiet)
+    assert f"output folder {tmp_path / 'file' / below}: " in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"training.steps": 121}, "training.steps (there 120, here 121)"),
+        ({"model.hidden_size": 32}, "model.hidden_size (there 16, here 32)"),
+        ({"tokenizer": 301}, "tokenizer (there 300, here 301)"),
+        ({"schemes.ALiBi.prior": "uniform"}, "scheme.prior (there 'laplace', here 'uniform')"),
+        (
+            {"evaluation.passkey.lengths": [150]},
+            "evaluation.passkey.lengths (there [150, 160, 170], here [150])",
+        ),
+        ({"evaluation.perplexity": ...}, "evaluation.perplexity (there {'length': 100, 'documents': 1}, here None)"),
+        ({"corpus.max_characters": 10_000}, "corpus.max_characters (there None, here 10000)"),
+    ],
+)
+def test_another_recipe_in_the_same_folder_changes_nothing(copy, tiny, quiet, no_workers, changes, difference):
+    before = _snapshot(copy / "runs")
+    with pytest.raises(RecipeError, match="holds a run of another recipe") as caught:
+        compare(tiny(changes), copy, console=quiet)
+    assert difference in str(caught.value)
+    assert "runs/ALiBi/seed-3" in str(caught.value)
+    assert _snapshot(copy / "runs") == before
+    # The recipe that was there goes on.
+    assert len(compare(tiny(), copy, console=quiet)["runs"]) == 2
+
+
+def test_a_refused_recipe_claims_no_folder(copy, tiny, quiet, no_workers):
+    new = {"schemes.New": {"prior": "uniform"}}
+    with pytest.raises(RecipeError, match="holds a run of another recipe"):
+        compare(tiny(new | {"training.steps": 121}), copy, console=quiet)
+    assert not (copy / "runs" / "New").exists()
+
+
+def test_another_corpus_in_the_same_folder_is_another_recipe(copy, tiny, quiet, tmp_path, no_workers):
+    texts = Path(tiny().corpus.source)
+    other = tmp_path / "other" / "texts"
+    shutil.copytree(texts, other)
+    (other / "9.txt").write_text("Something new.\n")
+    before = _snapshot(copy / "runs")
+    with pytest.raises(RecipeError, match=r"corpus\.source .*corpus_fingerprint"):
+        compare(tiny({"corpus.source": str(other)}), copy, console=quiet)
+    assert _snapshot(copy / "runs") == before
+
+
+def test_another_tokenizer_under_the_same_path_is_another_recipe(finished, tiny, quiet, tmp_path, no_workers):
+    saved = tmp_path / "tokenizer"
+    shutil.copytree(next((finished.folder / "cache").glob("tokenizer-300-*")), saved)
+    output = tmp_path / "out"
+    recipe = tiny({"tokenizer": str(saved)})
+    with pytest.raises(AssertionError, match="a worker was started"):
+        compare(recipe, output, console=quiet)
+    content = json.loads((saved / "tokenizer.json").read_text())
+    content["model"]["merges"][-1] = content["model"]["merges"][0]
+    (saved / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(RecipeError, match="holds a run of another recipe; it differs in tokenizer_fingerprint"):
+        compare(recipe, output, console=quiet)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"evaluation.passkey.lengths": [20, 150]}, r"evaluation\.passkey\.lengths: 20 tokens; .* at least \d+"),
+        (
+            {"evaluation.perplexity.length": 10**6},
+            r"evaluation\.perplexity\.length: no held-out document of corpus 'texts' has 1000000 tokens",
+        ),
+        ({"training.context_length": 10**6}, r"schemes\.ALiBi: .*1000000"),
+        (
+            {"training.passkey_ratio": 0, "training.context_length": 10**6},
+            r"schemes\.ALiBi: stream has \d+ tokens: expected at least 1000000",
+        ),
+        (
+            {"schemes.BAM + SSMax.training": {"passkey_minimum_length": 151}},
+            r"schemes\.BAM \+ SSMax: minimum_length of passkey must be from \d+ .* to 150 .*; it is 151",
+        ),
+        (
+            {"schemes.BAM + SSMax.training": {"context_length": 30}},
+            r"schemes\.BAM \+ SSMax: context_length must be at least \d+, what the shortest passkey text .*; it is 30",
+        ),
+        (
+            {"schemes.BAM + SSMax.training": {"needle_ratio": 0.5, "needle_tasks": ["niah_single_1", "niah_single_2"]}},
+            r"schemes\.BAM \+ SSMax: context_length must be at least \d+, what the shortest niah_single_1 text .* 150",
+        ),
+        (
+            {
+                "schemes.ALiBi.extensions.longer": {
+                    "context_length": 1500,
+                    "tokens_per_step": 1500,
+                    "needle_ratio": 0.5,
+                    "needle_tasks": ["niah_single_1"],
+                    "needle_minimum_length": 1501,
+                }
+            },
+            r"ALiBi\.extensions\.longer: minimum_length of niah_single_1 must be from \d+ .* to 1500 .*; it is 1501",
+        ),
+    ],
+)
+def test_a_text_that_cannot_be_made_is_an_error_before_any_work(tiny, tmp_path, quiet, no_workers, changes, complaint):
+    with pytest.raises(RecipeError, match=complaint):
+        compare(tiny(changes), tmp_path / "out", console=quiet)
+    assert not (tmp_path / "out" / "runs").exists()
+
+
+# ---- a run that fails
+
+
+def test_a_run_that_fails_is_named_once_the_others_are_done(copy, tiny, quiet, finished):
+    run = copy / "runs" / "ALiBi" / "seed-3"
+    (run / "model" / "model.safetensors").write_bytes(b"no weights")
+    (run / "done.json").unlink()
+    other = copy / "runs" / "BAM_+_SSMax" / "seed-3"
+    for name in ("done.json", "perplexity.json"):
+        (other / name).unlink()
+    (copy / "results.json").unlink()
+    with pytest.raises(RunFailedError) as caught:
+        compare(tiny(), copy, processes=1, console=quiet)
+    message = str(caught.value)
+    assert message.startswith("ALiBi, seed 3, ended with exit code 1; the end of ")
+    assert str(run / "log.txt") in message
+    assert "SafetensorError" in message.splitlines()[-1]
+    assert len(message.splitlines()) <= 16
+    assert (other / "done.json").exists()
+    assert [row["scheme"] for row in caught.value.results["runs"]] == ["BAM + SSMax"]
+    assert json.loads((copy / "results.json").read_text()) == caught.value.results
+    same = [row for row in finished.results["passkey"] if row["scheme"] == "BAM + SSMax"]
+    assert caught.value.results["passkey"] == same
+
+
+def test_the_command_reports_what_is_there_when_a_run_fails(finished, tiny, tmp_path, monkeypatch):
+    def fail(*arguments: object, **options: object) -> None:
+        raise RunFailedError("ALiBi, seed 4, ended with exit code 1", found)
+
+    found = finished.results
+    write_json(tmp_path / "out" / "results.json", found)
+    monkeypatch.setattr(experiments, "compare", fail)
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(json.dumps(changed({"corpus.source": tiny().corpus.source})))
+    result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "error: ALiBi, seed 4, ended with exit code 1" in result.output
+    assert "BAM + SSMax" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "BAM + SSMax" in (tmp_path / "out" / "tables" / "passkey.md").read_text(encoding="utf-8")
+    # A page that has a place for more does not hide why it failed; a mistake in it is an error where none has.
+    (tmp_path / "out" / "README.md").write_text("<!-- table: axes -->\n<!-- end of table -->\n")
+    result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "error: ALiBi, seed 4, ended with exit code 1" in result.output
+    assert "are not: axes" in result.output
+    monkeypatch.setattr(experiments, "compare", lambda *arguments, **options: found)
+    result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(tmp_path / "out")])
+    assert (result.exit_code, "Report:" in result.output) == (1, True)
+    assert "has places for tables that there are not: axes" in result.output
+    monkeypatch.setattr(experiments, "compare", fail)
+    # Where nothing is finished, there is nothing to report.
+    found = {"runs": [], "schemes": []}
+    result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(tmp_path / "none")])
+    assert (result.exit_code, result.output.strip()) == (1, "error: ALiBi, seed 4, ended with exit code 1")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_worker_that_speaks_out_of_turn_is_heard_to_its_end(tiny, tmp_path, quiet, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho not the protocol\nexit 3\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    with pytest.raises(RunFailedError, match=r"exit code 3(.|\n)*not the protocol"):
+        compare(tiny(), tmp_path / "out", only=["ALiBi"], console=quiet)

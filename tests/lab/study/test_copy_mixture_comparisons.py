@@ -1,0 +1,319 @@
+"""Comparisons on the copy-mixture task instead of text: recipes, runs, results, figures and tables."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from recipe_cases import decoder_recipe
+
+from attention_priors._io import write_json
+from attention_priors.lab.data import CopyMixture
+from attention_priors.lab.report import write_report, write_tables
+from attention_priors.lab.report.figures.prior_parts import _weights
+from attention_priors.lab.study import Recipe, RecipeError
+from attention_priors.lab.study import materials as materials_module
+from attention_priors.lab.study.materials import HELD_OUT_SEED, Materials
+from attention_priors.lab.study.results import collect
+from attention_priors.lab.study.run import execute, identities, identity, run_folder
+
+CONTENT: dict[str, Any] = {
+    "name": "Tiny copies",
+    "corpus": {"copy_mixture": {"vocabulary_size": 6, "first": 0.3, "previous": 0.5}},
+    "model": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "training": {
+        "context_length": 12,
+        "steps": 60,
+        "batch_size": 8,
+        "learning_rate": 0.01,
+        "prior_learning_rate_multiplier": 5,
+    },
+    "evaluation": {
+        "copying": {"lengths": [12, 24], "tokens": 240},
+        "sink_mass": {"length": 12, "texts": 2, "factors": [0, 1, 4]},
+        "perplexity": {"length": 16, "documents": 3},
+        "chunk": 8,
+    },
+    "seeds": [1, 2],
+    "schemes": {
+        "GOAT": {
+            "prior": [{"name": "spectral"}, {"name": "key_sink", "train_length": 12}],
+            "extensions": {"longer": {"context_length": 24, "steps": 2}},
+        },
+        "RoPE": {"encoding": "rotary", "training": {"steps": 2}},
+    },
+}
+
+
+def _recipe(**changes: Any) -> Recipe:
+    return Recipe.model_validate(CONTENT | changes)
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every run of the recipe, carried out in this process."""
+    folder = tmp_path_factory.mktemp("copies")
+    materials = Materials.load(_recipe(), folder / "cache")
+    materials.check()
+    assert not (folder / "cache").exists()  # there is no tokenizer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(materials_module, "HELD_OUT_TOKENS", 96)
+        for scheme in CONTENT["schemes"]:
+            for seed in CONTENT["seeds"]:
+                for path, content in identities(materials, folder, scheme, seed).items():
+                    write_json(path, content)
+                execute(materials, scheme, seed, run_folder(folder, scheme, seed), lambda *arguments: None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(output: Path) -> dict[str, Any]:
+    recipe = _recipe()
+    runs = [(scheme, seed) for scheme in recipe.schemes for seed in recipe.seeds]
+    description = dict(Materials.load(recipe, output).description)
+    return json.loads(json.dumps(collect(recipe, output, runs, wall_seconds=1.0, corpus=description)))
+
+
+# ---- what is read
+
+
+def test_what_is_tested_is_never_trained_on(tmp_path):
+    materials = Materials.load(_recipe(corpus={"copy_mixture": {}}), tmp_path)  # few of its rows are alike by chance
+    settings = materials.recipe.training
+    trained = {
+        tuple(row["input_ids"].tolist()) for row in map(materials.training_rows(settings, 1).__getitem__, range(99))
+    }
+    assert HELD_OUT_SEED not in range(2**33)
+    assert not trained & {tuple(text.tolist()) for text in materials.texts(12, 20)}
+    assert materials.recipe.evaluation.copying is not None
+    samples = materials.copying_samples(materials.recipe.evaluation.copying, 24)
+    assert [len(sample.tokens) for sample in samples] == [24] * 10
+    rows = list(materials.held_out_rows(32768))
+    assert [len(row["input_ids"]) for row in rows] == [32768] * 2
+
+
+def test_the_description_says_what_was_drawn(results):
+    assert {key: value for key, value in results["corpus"].items() if key != "fingerprint"} == {
+        "name": "copy mixture",
+        "vocabulary_size": 6,
+        "lag": 2,
+        "shares": {"first": 0.3, "previous": 0.5, "noise": pytest.approx(0.2)},
+    }
+
+
+def test_other_shares_are_another_run(tmp_path):
+    one, other = (
+        identity(Materials.load(_recipe(corpus={"copy_mixture": task}), tmp_path), "GOAT", 1)
+        for task in ({"first": 0.3}, {"first": 0.4})
+    )
+    assert one["corpus"]["copy_mixture"]["first"] == 0.3
+    assert one["tokenizer"] is None
+    assert one["corpus_fingerprint"] != other["corpus_fingerprint"]
+
+
+def test_a_recipe_that_was_written_down_is_the_same_recipe():
+    for recipe in (_recipe(), Recipe.model_validate({key: CONTENT[key] for key in CONTENT if key != "corpus"})):
+        assert Recipe.model_validate(json.loads(recipe.model_dump_json())) == recipe
+
+
+# ---- what is found
+
+
+def test_losses_by_kind_stand_beside_the_optimum(results):
+    task = _recipe().corpus.copy_mixture
+    assert task is not None
+    for scheme in ("GOAT", "GOAT, extended to 24: longer", "RoPE"):
+        for seed in (1, 2):
+            rows = [row for row in results["copying"] if (row["scheme"], row["seed"]) == (scheme, seed)]
+            assert [(row["length"], row["kind"]) for row in rows] == [
+                (length, kind) for length in (12, 24) for kind in ("first", "previous", "noise", "all")
+            ]
+            for row in rows:
+                assert row["expected_nll"] == task.task().optimal_losses(row["length"])[row["kind"]]
+            for length, count in ((12, 20 * 11), (24, 10 * 23)):
+                *kinds, whole = (row for row in rows if row["length"] == length)
+                assert sum(row["tokens"] for row in kinds) == whole["tokens"] == count
+                for loss in ("nll", "optimal_nll"):
+                    mean = sum(row[loss] * row["tokens"] for row in kinds) / count
+                    assert whole[loss] == pytest.approx(mean)
+                assert whole["nll"] > whole["optimal_nll"]
+                assert whole["optimal_nll"] == pytest.approx(whole["expected_nll"], abs=0.3)
+
+
+def test_every_model_reads_the_same_tokens(results):
+    optima = {(row["length"], row["kind"], row["optimal_nll"]) for row in results["copying"]}
+    assert len(optima) == 8
+
+
+def test_training_makes_the_loss_smaller(results):
+    whole = {row["scheme"]: row["nll"] for row in results["copying"] if (row["length"], row["kind"]) == (12, "all")}
+    assert whole["GOAT"] < whole["RoPE"] - 0.1  # 60 steps, and 2
+
+
+def test_sinks_and_priors_have_their_rows(results):
+    goat = [row for row in results["sink_mass"] if (row["scheme"], row["seed"]) == ("GOAT", 1)]
+    assert [(row["layer"], row["head"], row["factor"]) for row in goat] == [
+        (layer, head, factor) for layer in (0, 1) for head in (0, 1) for factor in (0, 1, 4)
+    ]
+    masses = [row for row in results["prior_mass"] if (row["scheme"], row["seed"]) == ("GOAT", 1)]
+    for row in masses:
+        (sunk,) = (r["mass"] for r in goat if (r["layer"], r["head"], r["factor"]) == (row["layer"], row["head"], 0))
+        # Without content the weight of the first token is the prior's; the second query has its own part in it.
+        terms = [r["log_prior"] for r in results["prior_terms"] if _is(r, "GOAT", 1, row["layer"], row["head"])]
+        second = torch.tensor([terms[0][1] + terms[1][0], terms[0][0] + terms[1][1]]).softmax(0)[0]
+        assert sunk == pytest.approx((10 * row["first"] + float(second)) / 11, rel=1e-4)
+    assert len(results["prior_reach"]) == len(results["prior_mass"])
+    assert [*results["prior_reach"][0]["half"]] == ["12", "24"]
+    assert not [
+        row for name in ("prior_mass", "prior_terms", "prior_reach") for row in results[name] if row["scheme"] == "RoPE"
+    ]
+
+
+def _is(row: dict[str, Any], scheme: str, seed: int, layer: int, head: int) -> bool:
+    return (row["scheme"], row["seed"], row["layer"], row["head"]) == (scheme, seed, layer, head)
+
+
+def test_an_evaluation_that_was_interrupted_goes_on(output, results, tmp_path):
+    run = run_folder(output, "RoPE", 2)
+    before = (run / "copying.json").read_text()
+    kept = [row for row in json.loads(before) if row["length"] == 12]
+    write_json(run / "copying.json", kept)
+    (run / "done.json").unlink()
+    execute(Materials.load(_recipe(), tmp_path), "RoPE", 2, run, lambda *arguments: None)
+    assert (run / "copying.json").read_text() == before
+
+
+def test_maps_are_the_prior_that_was_learned(results):
+    masses = next(row for row in results["prior_mass"] if _is(row, "GOAT", 2, 1, 0))
+    weights = torch.from_numpy(_weights([row for row in results["prior_terms"] if _is(row, "GOAT", 2, 1, 0)]))
+    assert weights.shape == (12, 12)
+    torch.testing.assert_close(weights.nansum(-1), torch.ones(12, dtype=torch.float64))
+    assert float(weights[2:, 0].mean()) == pytest.approx(masses["first"], rel=1e-6)
+    assert float(weights.diagonal(-1)[1:].mean()) == pytest.approx(masses["previous"], rel=1e-6)
+
+
+def test_tables_and_report_have_all_of_it(results, tmp_path):
+    tables = {path.name: path.read_text(encoding="utf-8") for path in write_tables(results, tmp_path / "tables")}
+    lines = [line.split(" | ") for line in tables["copying.md"].splitlines()]
+    optimum = next(line for line in lines if line[0] == "| the optimum")
+    expected = next(row["expected_nll"] for row in results["copying"] if row["kind"] == "all")
+    assert optimum[1:3] == ["all tokens", f"{expected:.3f}"]
+    (cell,) = (line[2] for line in lines if line[0] == "| RoPE")
+    losses = [
+        row["nll"] - row["optimal_nll"]
+        for row in results["copying"]
+        if (row["scheme"], row["length"], row["kind"]) == ("RoPE", 12, "all")
+    ]
+    assert re.fullmatch(rf"{sum(losses) / 2:.3f} \[−?[\d.]+, [\d.]+\]", cell)
+    assert "\\begin{tabular}{llrr}" in tables["copying.tex"]
+    assert "| GOAT | 0 | 2 |" in tables["prior_mass.md"]
+    write_report(results, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    for words in (
+        "Copying the first token, or the one before",
+        'alt="Loss above the optimum in the copy-mixture task against length: GOAT, GOAT, extended to 24: longer and',
+        "Signal against sink",
+        'alt="Weight of the first token against the range of the content logits: ',
+        "Where the priors look",
+        "Summands of each head&#39;s log-prior, against distance or key: GOAT.",
+        "Weights that each head&#39;s prior gives alone: GOAT, extended to 24: longer.",
+    ):
+        assert words in page
+
+
+# ---- what is committed
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.skipif(not (ROOT / "recipes").exists(), reason="not a checkout of the project")
+def test_the_papers_recipe_can_be_run(tmp_path):
+    materials = Materials.load(decoder_recipe(ROOT / "recipes" / "results" / "copy-mixture.yaml"), tmp_path)
+    materials.check()
+    assert {"NoPE", "ALiBi", "RoPE", "T5", "GOAT", "BAM"} <= materials.recipe.schemes.keys()
+
+
+@pytest.mark.skipif(not (ROOT / "docs").exists(), reason="not a checkout of the project")
+def test_what_the_page_shows_can_be_done():
+    page = (ROOT / "docs" / "copy-mixture.md").read_text(encoding="utf-8")
+    corpus, sinks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    sections = {key: yaml.safe_load(corpus)[key] for key in ("corpus", "evaluation")}
+    sections["evaluation"] |= yaml.safe_load(sinks)["evaluation"]
+    recipe = _recipe(**sections)
+    assert recipe.corpus.copy_mixture is not None
+    assert recipe.evaluation.sink_mass is not None
+    assert recipe.evaluation.sink_mass.factors[:3] == (0, 1 / 8, 1 / 4)
+    told = re.search(r"optimal_losses\(64\)  # ({.*?}), nats", page)
+    assert told is not None
+    assert json.loads(told[1]) == pytest.approx(CopyMixture().optimal_losses(64), abs=5e-4)
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(code, {})
+
+
+# ---- what cannot be
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"tokenizer": 2048}, "tokenizer: corpus.copy_mixture has tokens of its own, got 2048"),
+        (
+            {"corpus": {"source": "embedded", "copy_mixture": {}}},
+            "corpus: give either a text (source, max_characters) or copy_mixture, got both",
+        ),
+        (
+            {"corpus": {"copy_mixture": {"first": 0.9}}},
+            "corpus.copy_mixture: first and previous must sum to less than 1",
+        ),
+        ({"corpus": {"copy_mixture": {"lags": 1}}}, "corpus.copy_mixture.lags: unknown key"),
+        (
+            {"evaluation": {"copying": {"lengths": [24, 12]}}},
+            "evaluation.copying.lengths: lengths must rise, got [24, 12]",
+        ),
+        ({"evaluation": {"sink_mass": {"length": 12, "factors": [-1]}}}, "evaluation.sink_mass.factors.0"),
+        ({"schemes": {"table": {"encoding": {"name": "learned", "max_length": 23}}}}, "reads texts of 24 tokens"),
+    ],
+)
+def test_impossible_recipes_are_named(tmp_path, changes, complaint):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(CONTENT | changes))
+    with pytest.raises(RecipeError, match=re.escape(complaint)):
+        decoder_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (
+            {"evaluation": {"passkey": {"lengths": [100]}}},
+            "evaluation.passkey: pass keys need a corpus of text; it is copy_mixture",
+        ),
+        (
+            {"training": CONTENT["training"] | {"passkey_ratio": 0.5}},
+            "schemes.GOAT: passkey_ratio=0.5 needs a corpus of text; it is copy_mixture",
+        ),
+    ],
+)
+def test_what_needs_text_is_refused(tmp_path, changes, complaint):
+    with pytest.raises(RecipeError, match=re.escape(complaint)):
+        Materials.load(_recipe(**changes), tmp_path).check()
+
+
+def test_text_has_no_copies_to_test(tiny, tmp_path):
+    materials = Materials.load(tiny({"evaluation.copying": {"lengths": [10]}}), tmp_path)
+    with pytest.raises(
+        RecipeError, match=re.escape("evaluation.copying: the corpus is a text; it needs corpus.copy_mix")
+    ):
+        materials.check()
+
+
+def test_text_has_sinks(tiny, tmp_path):
+    materials = Materials.load(tiny({"evaluation.sink_mass": {"length": 10**7}}), tmp_path)
+    with pytest.raises(
+        RecipeError, match=r"evaluation.sink_mass.length: no held-out document of corpus .* has 10000000"
+    ):
+        materials.check()
+    Materials.load(tiny({"evaluation.sink_mass": {"length": 50, "texts": 1}}), tmp_path).check()

@@ -1,0 +1,296 @@
+"""Sweeps and context extensions that are carried out: what they give, and what an interruption leaves of them."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import set_seed
+
+from attention_priors.lab.report import write_figures, write_report, write_tables
+from attention_priors.lab.report.figures import gallery
+from attention_priors.lab.report.tables.comparison import result_grids
+from attention_priors.lab.study import RecipeError, compare
+from attention_priors.lab.study import run as run_module
+from attention_priors.lab.study.materials import Materials, TextMaterials
+from attention_priors.lab.study.run import STAGES, execute, extended_folder, identities
+from attention_priors.models import PriorDecoderForCausalLM
+from attention_priors.models.repositioning import with_positions
+
+BAM = "BAM + SSMax"
+LONGER = {"context_length": 300, "steps": 4, "checkpoint_steps": 2}
+ON, FRESH, BARE = "trained on", "another prior", "no prior, untrained"
+SAMPLED = {"name": "generalized_gaussian", "init": "sampled"}
+WAYS: dict[str, Any] = {
+    ON: LONGER,
+    FRESH: LONGER | {"prior": SAMPLED, "logit_scale": None},
+    BARE: {"context_length": 300, "steps": 0, "prior": None},
+}
+EXTENSIONS: dict[str, Any] = {f"schemes.{BAM}.extensions": WAYS}
+FILES = {"model", "training.json", "losses.json", "priors.json", "passkey.jsonl", "perplexity.json", "done.json"}
+
+
+@pytest.fixture
+def copy(finished, tmp_path) -> Path:
+    return Path(shutil.copytree(finished.folder, tmp_path / "copy"))
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _weights(folder: Path) -> str:
+    return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+class _StopError(Exception):
+    pass
+
+
+def _execute(materials: Materials, run: Path, stop: tuple[str, int] | None = None) -> list[tuple[str, int]]:
+    """Carry a run out and give its progress; ``stop`` interrupts it there."""
+    steps: list[tuple[str, int]] = []
+
+    def progress(stage: str, done: int, total: int) -> None:
+        assert 0 <= done <= total
+        steps.append((stage, done))
+        if (stage, done) == stop:
+            raise _StopError
+
+    execute(materials, BAM, 3, run, progress)
+    return steps
+
+
+@pytest.fixture(scope="module")
+def extended(finished, tiny, tmp_path_factory) -> tuple[Materials, Path]:
+    """A finished run, and its extensions, which nothing interrupted."""
+    run = tmp_path_factory.mktemp("extended") / "run"
+    shutil.copytree(finished.folder / "runs" / "BAM_+_SSMax" / "seed-3", run)
+    materials = Materials.load(tiny(EXTENSIONS), finished.folder / "cache")
+    before = _weights(run)
+    _execute(materials, run)
+    assert _weights(run) == before
+    assert _weights(extended_folder(run, ON)) != before
+    return materials, run
+
+
+def test_extensions_leave_the_first_models_files_and_their_own(extended):
+    _, run = extended
+    assert {path.name for path in (run / "extended").iterdir()} == {"trained_on", "another_prior", "no_prior_untrained"}
+    losses = [_json(run / "losses.json")]
+    for way, steps in ((ON, 4), (FRESH, 4), (BARE, 0)):
+        assert {path.name for path in extended_folder(run, way).iterdir()} == FILES
+        losses.append(_json(extended_folder(run, way) / "losses.json"))
+        training = _json(extended_folder(run, way) / "training.json")
+        assert (training["steps"], len(training["history"])) == (steps, steps)
+    assert all(list(of_model) == ["150", "300"] for of_model in losses)
+    assert all(3 < value < 7 for of_model in losses for value in of_model.values())
+    assert len({json.dumps(of_model) for of_model in losses}) == len(losses)
+
+
+def test_every_way_starts_from_the_first_model(extended):
+    _, run = extended
+    first, bare, fresh = (
+        load_file(folder / "model" / "model.safetensors")
+        for folder in (run, extended_folder(run, BARE), extended_folder(run, FRESH))
+    )
+    # Untrained, nothing but the prior is different.
+    assert {name for name in first if ".prior." not in name} == set(bare)
+    assert all(torch.equal(weight, first[name]) for name, weight in bare.items())
+    # Trained for four steps, the weights are near those of the first model, and the prior's near its new start.
+    kept = [name for name in fresh if ".prior." not in name]
+    assert not any("logit_scale" in name for name in fresh)
+    assert all(torch.allclose(fresh[name], first[name], rtol=0, atol=0.02) for name in kept)
+    assert not all(torch.equal(fresh[name], first[name]) for name in kept)
+    set_seed(3)
+    start = with_positions(
+        PriorDecoderForCausalLM.from_pretrained(run / "model"), {"prior": SAMPLED, "logit_scale": None}
+    ).state_dict()
+    new = [name for name in fresh if ".prior." in name]
+    assert all(torch.allclose(fresh[name], start[name], rtol=0, atol=0.02) for name in new)
+    assert not all(torch.allclose(first[name], start[name], rtol=0, atol=0.1) for name in new)
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        (f"{ON}: train", 0),
+        (f"{ON}: train", 3),
+        (f"{ON}: train", 4),
+        (f"{ON}: passkey", 0),
+        (f"{FRESH}: train", 0),
+        (f"{FRESH}: train", 3),
+        (f"{FRESH}: perplexity", 1),
+        (f"{BARE}: train", 1),
+        (f"{BARE}: passkey", 0),
+    ],
+)
+def test_an_extension_that_was_interrupted_ends_as_if_nothing_had_happened(extended, finished, tiny, tmp_path, stop):
+    _, whole = extended
+    way = stop[0].split(":")[0]
+    materials = Materials.load(tiny({f"schemes.{BAM}.extensions": {way: WAYS[way]}}), finished.folder / "cache")
+    run = tmp_path / "run"
+    shutil.copytree(finished.folder / "runs" / "BAM_+_SSMax" / "seed-3", run)
+    with pytest.raises(_StopError):
+        _execute(materials, run, stop)
+    assert not (extended_folder(run, way) / "done.json").exists()
+    steps = _execute(materials, run)
+    one, other = (extended_folder(folder, way) for folder in (run, whole))
+    assert _weights(one) == _weights(other)
+    for name in ("losses.json", "passkey.jsonl", "perplexity.json", "priors.json"):
+        assert (one / name).read_text() == (other / name).read_text(), name
+    assert _json(one / "training.json")["history"] == _json(other / "training.json")["history"]
+    if stop[1] == 3:
+        assert (f"{way}: train", 3) in steps  # from the checkpoint of step 2
+        assert (f"{way}: train", 1) not in steps
+
+
+def test_what_is_done_is_not_done_again_when_a_way_is_added(extended, finished, tiny, tmp_path):
+    _, whole = extended
+    run = tmp_path / "run"
+    shutil.copytree(finished.folder / "runs" / "BAM_+_SSMax" / "seed-3", run)
+    for ways in ({ON: WAYS[ON]}, WAYS):
+        before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+        materials = Materials.load(tiny({f"schemes.{BAM}.extensions": ways}), finished.folder / "cache")
+        steps = _execute(materials, run)
+        # The losses before are of the lengths that are known already.
+        assert before == {path: path.stat().st_mtime_ns for path in before}
+    assert [step for step in steps if step[0].startswith(ON)] == [(f"{ON}: {stage}", 1) for stage in STAGES]
+    for way in WAYS:
+        assert _weights(extended_folder(run, way)) == _weights(extended_folder(whole, way))
+
+
+def test_the_rows_of_an_extension_are_new_ones(extended, monkeypatch, finished, tmp_path):
+    materials, _ = extended
+    seeds = []
+    original = TextMaterials.training_rows
+
+    def remember(self: TextMaterials, settings: Any, seed: int) -> Any:
+        seeds.append((settings.context_length, seed))
+        return original(self, settings, seed)
+
+    monkeypatch.setattr(TextMaterials, "training_rows", remember)
+    run = tmp_path / "run"
+    shutil.copytree(finished.folder / "runs" / "BAM_+_SSMax" / "seed-3", run)
+    monkeypatch.setattr(run_module, "measure", lambda *arguments: None)
+    _execute(materials, run)
+    assert seeds == [(300, 3 + 2**32)] * 2
+
+
+def test_losses_are_over_whole_held_out_rows_of_the_same_tokens(extended):
+    materials, _ = extended
+    short, long = (list(materials.held_out_rows(length)) for length in (150, 300))
+    tokens = [token for row in short for token in row["input_ids"].tolist()]
+    assert tokens == materials.held_out_stream.tokens[: len(tokens)].tolist()
+    assert [token for row in long for token in row["input_ids"].tolist()] == tokens[: 300 * len(long)]
+    assert 0 <= len(short) - 2 * len(long) <= 1
+
+
+def test_a_sweep_with_extensions_is_compared_and_reported(copy, tiny, quiet, monkeypatch):
+    changes = EXTENSIONS | {
+        "sweep": {
+            "schemes": [BAM],
+            "axes": {"init": {"prior.init": ["roles", "uniform"]}},
+            "base": {"init": "roles"},
+        }
+    }
+    uniform = f"{BAM} · init=uniform"
+    # Two at a time; what the folder has of the base is kept.
+    before = (copy / "runs" / "BAM_+_SSMax" / "seed-3" / "passkey.jsonl").stat().st_mtime_ns
+    results = compare(tiny(changes), copy, only=["BAM*"], processes=2, console=quiet)
+    assert (copy / "runs" / "BAM_+_SSMax" / "seed-3" / "passkey.jsonl").stat().st_mtime_ns == before
+    names = {scheme: [f"{scheme}, extended to 300: {way}" for way in WAYS] for scheme in (BAM, uniform)}
+    assert [scheme["name"] for scheme in results["schemes"]] == [
+        "ALiBi", BAM, *names[BAM], uniform, *names[uniform],
+    ]  # fmt: skip
+    entries = {scheme["name"]: scheme for scheme in results["schemes"]}
+    assert entries[uniform]["axes"] == {"scheme": BAM, "init": "uniform", "extension": "before"}
+    for name, way in zip(names[uniform], WAYS, strict=True):
+        axes = {"scheme": BAM, "init": "uniform", "extension": way}
+        assert (entries[name]["axes"], entries[name]["extended_from"]) == (axes, uniform)
+        assert entries[name]["context_length"] == (150 if way == BARE else 300)  # that it was last trained at
+        for section in ("runs", "passkey", "perplexity", "extensions"):
+            mine = [row for row in results[section] if row["scheme"] == name]
+            assert mine
+            assert all(row["axes"] == axes for row in mine)
+            assert all("axes" not in row for row in results[section] if row["scheme"] == "ALiBi")
+    on, fresh, bare = names[uniform]
+    assert {row["scheme"] for row in results["priors"]} >= {on, fresh}
+    assert not any(row["scheme"] == bare for row in results["priors"])
+    assert not any(row["scheme"] == fresh for row in results["logit_scales"])
+    assert entries[bare]["description"] == (
+        "ssmax · tolerance=0.01 at evaluation · training(steps=3) · for 300 tokens without more training, from "
+        + uniform
+    )
+    assert (entries[bare]["prior_parameters"], entries[on]["prior_parameters"]) == (4, 4 + 8)
+    assert [row["final_loss"] for row in results["runs"] if row["scheme"] == bare] == [None]
+    rows = {row["scheme"]: row for row in results["extensions"]}
+    assert [(row["from"], row["to"], row["steps"]) for row in rows.values()] == [
+        (150, 300, 4), (150, 300, 4), (150, 300, 0),
+    ] * 2  # fmt: skip
+    run = copy / "runs" / "BAM_+_SSMax_init_uniform" / "seed-3"
+    assert rows[fresh]["loss"] == {
+        "before": _json(run / "losses.json"), "after": _json(extended_folder(run, FRESH) / "losses.json"),
+    }  # fmt: skip
+
+    monkeypatch.setattr(gallery, "png", lambda _: b"\x89PNG")  # for speed
+    write_report(results, copy / "report.html")
+    (grid,) = (grid for grid in result_grids(results) if grid.stem == "extension")
+    assert [line[:3] for line in grid.groups[0]] == [
+        [BAM, "before", "–"], ["150 → 300", ON, "4"], ["", FRESH, "4"], ["", BARE, "0"],
+    ]  # fmt: skip
+    assert "perplexity_by_axis_01_init.png" in [path.name for path in write_figures(results, copy / "figures")]
+    assert [path.name for path in write_tables(results, copy / "tables")] == [
+        f"{stem}.{ending}"
+        for stem in ("passkey", "perplexity", "axes", "extension", "heads", "prior_mass", "prior_reach", "training")
+        for ending in ("md", "tex")
+    ]
+
+
+def test_another_extension_is_refused_and_the_first_run_kept(copy, tiny, quiet, monkeypatch):
+    for path, content in identities(Materials.load(tiny(EXTENSIONS), copy / "cache"), copy, BAM, 3).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content))
+    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: pytest.fail("a worker was started"))
+    for way, other, complaint in (
+        (ON, {"steps": 5}, r"trained_on holds a run of another recipe; .*training\.steps \(there 4, here 5\)"),
+        (FRESH, {"prior": None}, r"another_prior holds a run of another recipe; .*positions\.prior .*here None"),
+        (BARE, {"context_length": 450}, r"untrained holds a run .*context_length \(there 300, here 450\)"),
+    ):
+        with pytest.raises(RecipeError, match=complaint):
+            compare(tiny({f"schemes.{BAM}.extensions": WAYS | {way: WAYS[way] | other}}), copy, console=quiet)
+    # Without an extension, the run is as finished as it was.
+    assert len(compare(tiny(), copy, console=quiet)["runs"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (
+            {"schemes.ALiBi.extensions.on": {"context_length": 150_000, "batch_size": 1, "passkey_ratio": 0}},
+            r"schemes\.ALiBi\.extensions\.on.*150000",
+        ),
+        (
+            {"schemes.ALiBi.extensions.bare": {"context_length": 150_000, "steps": 0, "prior": None}},
+            r"schemes\.ALiBi\.extensions\.bare\.context_length: .* fewer than a row of 150000",
+        ),
+        (
+            {"schemes.ALiBi.evaluation": {"passkey": {"lengths": [10, 150]}}},
+            r"schemes\.ALiBi\.evaluation\.passkey\.lengths: 10 tokens",
+        ),
+    ],
+)
+def test_texts_that_cannot_be_made_are_named_before_any_work(tiny, tmp_path, quiet, changes, complaint):
+    with pytest.raises(RecipeError, match=complaint):
+        compare(tiny(changes), tmp_path / "out", console=quiet)
+    assert not (tmp_path / "out" / "runs").exists()
+
+
+def test_a_pattern_chooses_schemes(tiny, tmp_path, quiet):
+    with pytest.raises(RecipeError, match=r"unknown scheme 'RoPE\*'; the recipe has ALiBi"):
+        compare(tiny(), tmp_path / "out", only=["RoPE*"], console=quiet)

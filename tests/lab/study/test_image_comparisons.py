@@ -1,0 +1,539 @@
+"""Comparisons of classifiers of images: what is read, drawn, trained, tested, resumed and shown."""
+
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features
+from datasets import Image as DatasetImage
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoImageProcessor, pipeline
+
+from attention_priors._io import read_json
+from attention_priors.lab.data.packing import row_seed
+from attention_priors.lab.report import are_of_images, image_table, write_image_results
+from attention_priors.lab.study import ImageRecipe, Recipe, RecipeError, RunFailedError, compare, load_recipe
+from attention_priors.lab.study.images import load_pictures
+from attention_priors.lab.study.images.augmentation import Collate, PictureRows, cutmix, mixup, normalised
+from attention_priors.lab.study.images.pictures import processor_for, resized
+from attention_priors.lab.study.images.recipe import Augmentation, ImageTrainingSettings, PictureSettings
+from attention_priors.lab.study.images.run import prior_maps
+from attention_priors.lab.study.images.study import ImageStudy
+from attention_priors.lab.train import RunningSettings, SealedTrainer, Trained, fit
+from attention_priors.models import PriorVisionConfig, PriorVisionForImageClassification
+from attention_priors.priors import grid_positions
+
+ROOT = Path(__file__).parents[3]
+TINY: dict[str, Any] = {
+    "name": "Tiny digits",
+    "images": {"source": "digits"},
+    "model": {
+        "image_size": 8,
+        "patch_size": 2,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    },
+    "training": {
+        "steps": 6,
+        "batch_size": 8,
+        "learning_rate": 0.01,
+        "optimizer": "adamw",
+        "checkpoint_steps": 2,
+        "augmentation": {"shift": 0.1, "zoom": [0.8, 1.25], "mixup": 0.8},
+        "label_smoothing": 0.1,
+    },
+    "evaluation": {"sizes": [8, 16]},
+    "seeds": [0, 1],
+    "schemes": {
+        "table": {"position_table": True},
+        "GOAT": {"prior": {"name": "spectral_2d", "init": "recency"}, "position_units": "image"},
+        "none": {"training": {"steps": 2}},
+    },
+}
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+def recipe(**changes: Any) -> ImageRecipe:
+    return ImageRecipe.model_validate(TINY | changes)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("digits")
+    return folder, compare(recipe(), folder, processes=1, console=quiet())
+
+
+def test_every_scheme_is_tested_at_every_size(compared: tuple[Path, dict[str, Any]]) -> None:
+    folder, results = compared
+    assert are_of_images(results)
+    assert results["images"]["train"] == 1297
+    places = [(row["scheme"], row["seed"], row["size"]) for row in results["accuracy"]]
+    assert places == [(name, seed, size) for seed in (0, 1) for name in TINY["schemes"] for size in (8, 16)]
+    assert all(row["trials"] == 500 and 0 <= row["correct"] <= 500 for row in results["accuracy"])
+    assert [run["steps"] for run in results["runs"]] == [6, 6, 2] * 2
+    # What is kept is what the saved model does.
+    model = PriorVisionForImageClassification.from_pretrained(folder / "runs" / "GOAT" / "seed-1" / "model").eval()
+    pictures = load_pictures(PictureSettings(source="digits"))
+    images = torch.stack([resized(pictures.test[index][0], 16) for index in range(500)])
+    with torch.no_grad():
+        found = model(2 * images - 1).logits.argmax(-1)
+    right = int((found == torch.tensor([pictures.test[index][1] for index in range(500)])).sum())
+    (row,) = [r for r in results["accuracy"] if (r["scheme"], r["seed"], r["size"]) == ("GOAT", 1, 16)]
+    assert row["correct"] == right
+    assert model.config.id2label[3] == "3"
+
+
+def test_what_is_shown(compared: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    _, results = compared
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "prior_maps_07.png").write_bytes(b"of a scheme that there was")
+    page = write_image_results(results, tmp_path)
+    text = page.read_text()
+    assert "At other resolutions than in training" in text
+    assert "http" not in text.replace("http-equiv", "")
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert names == {"accuracy_by_size.png", "prior_maps_02.png"}
+    shares = [row["correct"] / 5 for row in results["accuracy"] if (row["scheme"], row["size"]) == ("table", 16)]
+    assert f"| {np.mean(shares):.1f} " in (tmp_path / "tables" / "accuracy.md").read_text()
+    assert (tmp_path / "tables" / "training.tex").exists()
+    assert image_table(results).row_count == 3
+    named = json.loads(json.dumps(results).replace('"table"', '"table [/16] [class token]"'))
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(image_table(named))
+    assert "table [/16] [class token]" in console.export_text()
+
+
+def test_nothing_is_done_twice(compared: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, results = compared
+    monkeypatch.setattr("subprocess.Popen", lambda *arguments, **options: pytest.fail("a worker was started"))
+    again = compare(recipe(), folder, console=quiet())
+    assert again["accuracy"] == results["accuracy"]
+    other = TINY["training"] | {"learning_rate": 0.02}
+    with pytest.raises(RecipeError, match=r"learning_rate \(there 0.01, here 0.02\)"):
+        compare(recipe(training=other), folder, console=quiet())
+
+
+def test_an_interrupted_training_goes_on_to_the_same_weights(
+    compared: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = ImageStudy(recipe())
+    # Of other devices nothing may be drawn anew: a checkpoint holds their states.
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("all devices were seeded"))
+    monkeypatch.setattr("attention_priors.lab.study.images.run.set_seed", torch.default_generator.manual_seed)
+    monkeypatch.setattr("transformers.trainer.set_seed", lambda *arguments, **options: None)
+
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if (stage, done) == ("train", 3):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        study.execute(tmp_path, "GOAT", 1, interrupt)
+    run = Path("runs", "GOAT", "seed-1")
+    assert not (tmp_path / run / "model").exists()
+    study.execute(tmp_path, "GOAT", 1, lambda *arguments: None)
+    one, other = (
+        hashlib.sha256((folder / run / "model" / "model.safetensors").read_bytes()).hexdigest()
+        for folder in (tmp_path, compared[0])
+    )
+    assert one == other
+    assert json.loads((tmp_path / run / "accuracy.json").read_text()) == json.loads(
+        (compared[0] / run / "accuracy.json").read_text()
+    )
+
+
+def test_processes_that_read_ahead_change_nothing(compared: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    running = {"workers": 2, "activation_checkpointing": True}
+    ImageStudy(recipe(running=running)).execute(tmp_path, "GOAT", 1, lambda *arguments: None)
+    run = Path("runs", "GOAT", "seed-1")
+    one, other = (load_file(folder / run / "model" / "model.safetensors") for folder in (tmp_path, compared[0]))
+    for name, weights in one.items():
+        torch.testing.assert_close(weights, other[name], msg=name)
+    found, expected = (read_json(folder / run / "accuracy.json") for folder in (tmp_path, compared[0]))
+    assert found == expected
+
+
+def test_the_time_of_a_training_survives_a_failure_to_save_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError("No space left on device")
+
+    study, run = ImageStudy(recipe()), tmp_path / "runs" / "none" / "seed-0"
+    with monkeypatch.context() as patch:
+        patch.setattr(Trained, "save", full)
+        with pytest.raises(OSError, match="No space left"):
+            study.execute(tmp_path, "none", 0, lambda *arguments: None)
+    seconds = run / "train_seconds.json"
+    seconds.write_text(str(1000 + json.loads(seconds.read_text())))
+    study.execute(tmp_path, "none", 0, lambda *arguments: None)
+    assert json.loads((run / "training.json").read_text())["train_seconds"] >= 1000
+    assert not seconds.exists()
+
+
+@pytest.mark.parametrize("rows_at_a_time", [8, 4, 2])
+def test_passes_that_are_accumulated_have_the_mean_of_their_losses(rows_at_a_time: int, tmp_path: Path) -> None:
+    pictures, changes = load_pictures(PictureSettings(source="digits")), settings(batch_size=8, steps=2)
+    torch.manual_seed(0)
+    model = PriorVisionForImageClassification(recipe().config_of("table", channels=1, classes=10))
+    rows = PictureRows(pictures.train, 8, 16, seed=0, augmentation=Augmentation())
+    with torch.no_grad():
+        expected = float(model(**Collate(changes, 10, seed=0)([rows[index] for index in range(8)])).loss)
+    trained = fit(
+        SealedTrainer,
+        model,
+        rows,
+        changes,
+        tmp_path,
+        collate=Collate(changes, 10, seed=0),
+        seed=0,
+        running=RunningSettings(rows_at_a_time=rows_at_a_time),
+        shuffle=False,
+    )
+    assert trained.history[0]["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_scheme_changes_the_augmentation_key_by_key() -> None:
+    own = {"none": {"training": {"augmentation": {"mixup": 0.2}}}}
+    found = recipe(schemes=own).training_of("none").augmentation
+    assert (found.mixup, found.shift, found.zoom) == (0.2, 0.1, (0.8, 1.25))
+
+
+def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
+    wrong = TINY["training"] | {"learning_rate": 1e30, "steps": 40}
+    with pytest.raises(RunFailedError, match="try a lower learning_rate"):
+        compare(recipe(training=wrong, seeds=[0]), tmp_path, only=["table"], processes=1, console=quiet())
+
+
+# ---- what is drawn
+
+
+def settings(**changes: Any) -> ImageTrainingSettings:
+    return ImageTrainingSettings.model_validate({"steps": 1, "batch_size": 4, "learning_rate": 0.1} | changes)
+
+
+def test_every_image_is_read_once_an_epoch() -> None:
+    pictures = load_pictures(PictureSettings(source="digits"))
+    rows = PictureRows(pictures.train, 8, 2 * 1297, seed=3, augmentation=Augmentation())
+    for epoch in range(2):
+        found = torch.stack([rows[epoch * 1297 + index]["image"] for index in range(1297)]).flatten(1)
+        expected = torch.stack([pictures.train[index][0] for index in range(1297)]).flatten(1)
+        assert sorted(map(tuple, found.tolist())) == sorted(map(tuple, expected.tolist()))
+    assert rows[0]["label"] == PictureRows(pictures.train, 8, 5, seed=3, augmentation=Augmentation())[0]["label"]
+    orders = [[rows[start + index]["label"] for index in range(50)] for start in (0, 1297)]
+    assert orders[0] != orders[1]
+    with pytest.raises(IndexError):
+        rows[2 * 1297]
+
+
+AUGMENTATIONS: dict[str, Any] = {
+    "none": {},
+    "affine": {"shift": 0.2, "zoom": [0.7, 1.4], "moved": 0.5},
+    "flip, erase": {"flip": 0.5, "erase": 0.5},
+    "RandAugment": {"rand_augment": [2, 9]},
+    "both mixes": {"mixup": 0.8, "cutmix": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_a_batch_depends_on_its_rows_alone(name: str) -> None:
+    pictures = load_pictures(PictureSettings(source="digits"))
+    changes = settings(augmentation=AUGMENTATIONS[name] | {"crop": [0.3, 0.9]}, label_smoothing=0.1)
+    rows = PictureRows(pictures.train, 16, 100, seed=0, augmentation=changes.augmentation)
+    collate = Collate(changes, 10, seed=0)
+    torch.manual_seed(7)
+    before = torch.random.get_rng_state()
+    first = collate([rows[index] for index in range(4)])
+    assert torch.equal(torch.random.get_rng_state(), before)
+    other = collate([rows[index] for index in range(4, 8)])
+    again = collate([rows[index] for index in range(4)])
+    assert all(torch.equal(first[key], again[key]) for key in ("pixel_values", "labels"))
+    assert not torch.equal(first["pixel_values"], other["pixel_values"])
+    assert first["pixel_values"].shape == (4, 1, 16, 16)
+    assert -1.001 <= float(first["pixel_values"].min()) <= float(first["pixel_values"].max()) <= 1.001
+    torch.testing.assert_close(first["labels"].sum(1), torch.ones(4))
+    assert float(first["labels"].min()) >= 0.01 - 1e-6
+
+
+def test_what_is_drawn_for_a_batch_has_nothing_to_do_with_the_cuts_of_its_rows() -> None:
+    """Of half white images: how much white the first one's cut has, against whether the batch is flipped."""
+    white, flipped = [], []
+    picture = torch.zeros(1, 1, 8)
+    picture[..., 4:] = 1
+    changes = settings(augmentation={"flip": 0.5}, label_smoothing=0)
+    for seed in range(200):
+        collate = Collate(changes, 2, seed)
+        with torch.random.fork_rng():
+            torch.manual_seed(row_seed(seed, 0))
+            white.append(float(torch.rand(())))  # the first number that the row's own cut would draw
+        batch = collate([{"row": 0, "image": picture, "label": 0}])
+        flipped.append(float(batch["pixel_values"][0, 0, 0, 0] > 0))
+    assert 60 < sum(flipped) < 140
+    assert abs(float(np.corrcoef(white, flipped)[0, 1])) < 0.25
+
+
+def test_the_share_of_images_that_are_moved() -> None:
+    pictures = load_pictures(PictureSettings(source="digits"))
+    changes = settings(augmentation={"shift": 0.2, "zoom": [0.7, 1.4], "moved": 0.25})
+    rows = PictureRows(pictures.train, 8, 400, seed=0, augmentation=changes.augmentation)
+    given = [rows[index] for index in range(400)]
+    found = Collate(changes, 10, seed=0)(given)["pixel_values"]
+    as_they_were = (found == torch.stack([row["image"] for row in given]) * 2 - 1).flatten(1).all(1)
+    assert 0.65 < float(as_they_were.float().mean()) < 0.85
+
+
+@given(seed=st.integers(0, 1000), parameter=st.floats(0.2, 3))
+def test_shares_of_classes_follow_the_pixels(seed: int, parameter: float) -> None:
+    """Each image is one number throughout: what is left of it can be read off the mixed ones."""
+    torch.manual_seed(seed)
+    numbers = torch.arange(1.0, 6.0)
+    images, shares = numbers.view(5, 1, 1, 1).expand(5, 2, 12, 10), torch.eye(5)
+    for mix in (mixup, cutmix):
+        mixed, found = mix(images, shares, parameter)
+        assert mixed.shape == images.shape
+        torch.testing.assert_close(found.sum(1), torch.ones(5))
+        torch.testing.assert_close(mixed.mean((1, 2, 3)), found @ numbers)
+    pieces = cutmix(images, shares, parameter)[0]
+    assert set(pieces.flatten().tolist()) <= set(numbers.tolist())
+
+
+@given(rows=st.integers(4, 40), columns=st.integers(4, 40), size=st.integers(2, 30))
+def test_scaling_keeps_the_middle_and_its_values(rows: int, columns: int, size: int) -> None:
+    image = torch.full((2, rows, columns), 0.4)
+    scaled = resized(image, size)
+    assert scaled.shape == (2, size, size)
+    torch.testing.assert_close(scaled, torch.full((2, size, size), 0.4))
+    # Left half black, right half white: so is the middle.
+    image[..., : columns // 2], image[..., columns // 2 :] = 0, 1
+    assert float(resized(image, size)[..., 0].mean()) <= float(resized(image, size)[..., -1].mean())
+
+
+@given(rows=st.integers(8, 60), columns=st.integers(8, 60), size=st.integers(4, 24), channels=st.sampled_from([1, 3]))
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_the_processor_of_a_model_makes_what_it_was_tested_on(
+    rows: int, columns: int, size: int, channels: int, interpolation: str
+) -> None:
+    smooth = np.add.outer(np.linspace(0, 3, rows), np.linspace(0, 5, columns))
+    pixels = np.stack([127 + 100 * np.sin(smooth + one) for one in range(channels)], axis=-1).astype(np.uint8)
+    picture = Image.fromarray(pixels if channels == 3 else pixels[..., 0])
+    config = PriorVisionConfig(**TINY["model"] | {"image_size": size, "patch_size": 1, "num_channels": channels})
+    found = processor_for(config, interpolation)(picture, return_tensors="pt")["pixel_values"][0]
+    expected = normalised(resized(torch.from_numpy(pixels).movedim(-1, 0) / 255, size, interpolation))
+    # It rounds to whole numbers of 0 to 255 in between, and PyTorch's bicubic sharpens more where it enlarges.
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02 if interpolation == "bilinear" else 0.1)
+
+
+def test_a_finished_model_has_its_processor(compared: tuple[Path, dict[str, Any]]) -> None:
+    pictures = load_pictures(PictureSettings(source="digits"))
+    model = compared[0] / "runs" / "GOAT" / "seed-1" / "model"
+    processor: Any = AutoImageProcessor.from_pretrained(model)
+    for index in range(3):
+        image, _ = pictures.test[index]
+        picture = Image.fromarray((image[0] * 255).round().to(torch.uint8).numpy())
+        found = processor(picture, return_tensors="pt")["pixel_values"]
+        torch.testing.assert_close(found, normalised(image)[None], rtol=0, atol=1.01 / 255)
+
+
+def test_images_of_any_size_in_a_pipeline(tmp_path: Path) -> None:
+    """By the names of the classes; the pipeline makes colour images of all."""
+    positions = {"prior": "spectral_2d", "id2label": {0: "a", 1: "b", 2: "c"}}
+    config = PriorVisionConfig(**TINY["model"] | positions)
+    PriorVisionForImageClassification(config).save_pretrained(tmp_path)
+    processor_for(config, "bilinear").save_pretrained(tmp_path)
+    classify: Any = pipeline("image-classification", model=str(tmp_path))
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    scores = {one["label"]: one["score"] for one in classify(Image.fromarray(pixels))}
+    image = resized(torch.from_numpy(pixels).movedim(-1, 0) / 255, 8)
+    with torch.no_grad():
+        expected = classify.model(normalised(image)[None]).logits[0].softmax(-1)
+    assert [scores[name] for name in "abc"] == pytest.approx(expected.tolist(), abs=1e-3)
+
+
+# ---- images from elsewhere
+
+
+@pytest.fixture
+def folder_of_images(tmp_path: Path) -> Path:
+    draw = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for kind, low in (("dark", 0), ("light", 128)):
+            place = tmp_path / "pictures" / split / kind
+            place.mkdir(parents=True)
+            for index in range(6):
+                pixels = draw.integers(low, low + 128, (20 + index, 16, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(place / f"{index}.png")
+    return tmp_path / "pictures"
+
+
+def test_cut_images_are_smoothed_as_the_tested_ones_are() -> None:
+    noise = torch.rand(1, 200, 200, generator=torch.Generator().manual_seed(0))
+    noisy: Any = [(noise, 0)]
+    whole = PictureRows(noisy, 50, 4, 0, Augmentation(crop=(1.0, 1.0)))[0]["image"]
+    torch.testing.assert_close(whole, resized(noise, 50), rtol=0, atol=1e-6)
+    rows = PictureRows(noisy, 50, 8, 0, Augmentation(crop=(0.3, 0.9)))
+    cuts = torch.stack([rows[index]["image"] for index in range(8)])
+    assert cuts.shape == (8, 1, 50, 50)
+    assert len({round(float(cut.mean()), 5) for cut in cuts}) == 8  # of eight places
+    assert float(cuts.std()) < 0.6 * float(noise.std())
+    assert abs(float(cuts.mean()) - 0.5) < 0.02
+
+
+def test_images_of_a_hugging_face_dataset(folder_of_images: Path, tmp_path: Path) -> None:
+    source = {"path": "imagefolder", "data_dir": str(folder_of_images)}
+    pictures = load_pictures(PictureSettings.model_validate({"dataset": source}))
+    assert (pictures.classes, pictures.channels) == (("dark", "light"), 3)
+    assert (len(pictures.train), len(pictures.test)) == (12, 12)
+    image, label = pictures.train[11]
+    assert image.shape == (3, 25, 16)
+    assert label == 1
+    assert float(image.mean()) > 0.5
+    changes: dict[str, Any] = {
+        "images": {"dataset": source},
+        "training": TINY["training"]
+        | {"steps": 30, "augmentation": {"crop": [0.5, 1.0], "flip": 0.5}, "label_smoothing": 0},
+        "seeds": [0],
+        "schemes": {"table": {"position_table": True}},
+    }
+    results = compare(recipe(**changes), tmp_path / "out", processes=1, console=quiet())
+    assert [row["correct"] for row in results["accuracy"]] == [12, 12]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data_dir": "nowhere"}, "images.dataset: 'imagefolder', 'train', cannot be loaded"),
+        ({"label": "kind"}, "images.dataset.label: 'imagefolder' has no ClassLabel 'kind'"),
+        ({"image": "label"}, "images.dataset.image: 'imagefolder' has no Image 'label'"),
+        ({"test": "dev"}, "'dev', cannot be loaded"),
+    ],
+)
+def test_datasets_that_cannot_be_read_are_named(folder_of_images: Path, changes: Any, message: str) -> None:
+    source = {"path": "imagefolder", "data_dir": str(folder_of_images)} | changes
+    with pytest.raises(RecipeError, match=message):
+        ImageStudy(recipe(images={"dataset": source}))
+
+
+def test_a_damaged_image_is_named(folder_of_images: Path) -> None:
+    source = {"dataset": {"path": "imagefolder", "data_dir": str(folder_of_images)}}
+    last = sorted(folder_of_images.glob("train/*/*.png"))[-1]
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(last)
+    last.write_bytes(last.read_bytes()[:3000])
+    pictures = load_pictures(PictureSettings.model_validate(source))
+    with pytest.raises(ValueError, match=rf"'train', image 11 \(.*{last.name}\), cannot be read: "):
+        pictures.train[11]
+    first = sorted(folder_of_images.glob("test/*/*.png"))[0]
+    first.write_bytes(b"no image")
+    with pytest.raises(RecipeError, match=rf"'test', image 0 \(.*{first.name}\), cannot be read: "):
+        ImageStudy(recipe(images=source))
+
+
+def test_images_of_more_bits_are_refused(folder_of_images: Path) -> None:
+    for path in folder_of_images.glob("test/*/*.png"):
+        Image.fromarray(np.full((8, 8), 1000, dtype=np.uint16)).save(path)
+    source = {"dataset": {"path": "imagefolder", "data_dir": str(folder_of_images)}}
+    with pytest.raises(RecipeError, match=r"'test', image 0, is of mode 'I(;16)?': expected 8 bits a channel"):
+        ImageStudy(recipe(images=source))
+    last = sorted(folder_of_images.glob("train/*/*.png"))[-1]
+    for path in folder_of_images.glob("test/*/*.png"):
+        Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(path)
+    Image.fromarray(np.full((8, 8), 1000, dtype=np.uint16)).save(last)
+    pictures = load_pictures(PictureSettings.model_validate(source))
+    with pytest.raises(ValueError, match=r"'train', image 11, is of mode 'I(;16)?'"):
+        pictures.train[11]
+
+
+def test_colour_among_grey_images_is_asked_about(folder_of_images: Path) -> None:
+    first = min(folder_of_images.glob("train/*/*.png"))
+    Image.fromarray(np.full((8, 8), 100, dtype=np.uint8)).save(first)
+    source: dict[str, Any] = {"path": "imagefolder", "data_dir": str(folder_of_images)}
+    pictures = load_pictures(PictureSettings.model_validate({"dataset": source}))
+    assert pictures.channels == 1
+    with pytest.raises(ValueError, match=r"image 1, is of mode 'RGB', and the first one of training is grey"):
+        pictures.train[1]
+    for channels in (1, 3):
+        pictures = load_pictures(PictureSettings.model_validate({"dataset": source | {"channels": channels}}))
+        assert {pictures.train[index][0].shape[0] for index in range(12)} == {channels}
+
+
+def test_images_whose_classes_are_hidden_are_refused(tmp_path: Path) -> None:
+    features = Features({"image": DatasetImage(), "label": ClassLabel(names=["dark", "light"])})
+    picture = Image.fromarray(np.zeros((8, 8), dtype=np.uint8))
+    for hidden in (-1, None):
+        folder = tmp_path / str(hidden)
+        folder.mkdir()
+        for split, labels in (("train", [0, 1]), ("test", [0, hidden])):
+            rows = Dataset.from_dict({"image": [picture] * 2, "label": labels}, features=features)
+            rows.to_parquet(str(folder / f"{split}.parquet"))
+        with pytest.raises(RecipeError, match=rf"'test', has images without a class \({hidden}\): expected 0 to 1"):
+            ImageStudy(recipe(images={"dataset": {"path": "parquet", "data_dir": str(folder)}}))
+
+
+# ---- recipes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"images": {}}, "give either source or dataset, got neither"),
+        ({"evaluation": {"sizes": [8, 9]}}, "whole patches of 2 pixels"),
+        ({"evaluation": {"sizes": [16, 8]}}, "sizes must rise"),
+        ({"schemes": {"a": {"prior": "laplace"}}}, "schemes.a: "),
+        (
+            {"schemes": {"a": {"prior": {"name": "axial", "rows": "clipped_offsets"}, "position_units": "image"}}},
+            "rows",
+        ),
+        ({"schemes": {"a": {"training": {"steps": 0}}}}, "schemes.a.training: steps"),
+        ({"schemes": {"a b": {}, "a_b": {}}}, "would share the folder"),
+        ({"training": TINY["training"] | {"augmentation": {"zoom": [2, 1]}}}, "zoom must be the smallest"),
+        ({"training": TINY["training"] | {"warmup_steps": 6}}, "warmup_steps=6 must be less"),
+        ({"seeds": [1, 1]}, "seeds must be distinct"),
+        ({"corpus": {}}, "corpus: unknown key"),
+    ],
+)
+def test_mistakes_of_recipes_are_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(TINY | changes))
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize("name", ["digits", "goat-vit-s16", "cifar10"])
+def test_the_recipes_of_images(name: str) -> None:
+    path = ROOT / "recipes" / f"{name}.yaml"
+    if not path.exists():
+        pytest.skip("not a checkout of the project")
+    found = load_recipe(path)
+    assert isinstance(found, ImageRecipe)
+    assert not isinstance(found, Recipe)
+    for scheme in found.schemes:
+        with torch.device("meta"):
+            model = PriorVisionForImageClassification(found.config_of(scheme, channels=3, classes=1000))
+        if name == "goat-vit-s16":
+            assert round(model.num_parameters() / 1e6) == 22
+
+
+def test_prior_maps_are_around_the_middle() -> None:
+    sizes = TINY["model"] | {"image_size": 10, "num_channels": 1, "num_labels": 2}
+    config = PriorVisionConfig(**sizes, prior={"name": "radial", "prior": "laplace"})
+    model = PriorVisionForImageClassification(config)
+    maps = prior_maps(model)
+    assert [(row["layer"], row["head"]) for row in maps] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    positions = grid_positions(5, 5)
+    layers: Any = model.model.stack.layers
+    prior = layers[1].self_attn.prior
+    expected = prior.log_prior(positions[12:13], positions, torch.float64)[1, 0].view(5, 5)
+    assert maps[3]["log_prior"] == [[round(float(x), 4) for x in line] for line in expected]
+    assert maps[3]["log_prior"][2][2] == 0
+    config.prior = None
+    assert prior_maps(PriorVisionForImageClassification(config)) == []

@@ -1,0 +1,145 @@
+"""Whether the texts of a recipe can be made: checked before any training."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recipe_cases import decoder_recipe
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from attention_priors.lab.report import write_tables
+from attention_priors.lab.study import RecipeError
+from attention_priors.lab.study.folders import run_folder
+from attention_priors.lab.study.materials import Materials
+from attention_priors.lab.study.results import collect
+from attention_priors.lab.study.run import execute
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+COMPARISONS = [RECIPES / "demo.yaml", *sorted((RECIPES / "results").glob("*.yaml"))]
+
+
+@pytest.fixture
+def joining(tmp_path: Path) -> str:
+    """A saved tokenizer that joins digits, as most of the Hugging Face Hub do."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(["12 12 34 34 5678 5678 the key is"] * 9, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(tmp_path / "joining")
+    return str(tmp_path / "joining")
+
+
+WITHOUT_KEYS: dict[str, Any] = {"training.passkey_ratio": 0, "training.steps": 1, "evaluation.passkey": None}
+
+
+def test_a_recipe_without_pass_keys_takes_a_tokenizer_that_joins_digits(tiny, joining, tmp_path):
+    recipe = tiny(WITHOUT_KEYS | {"tokenizer": joining})
+    materials = Materials.load(recipe, tmp_path / "cache")
+    materials.check()
+    folder = run_folder(tmp_path, "ALiBi", 3)
+    folder.mkdir(parents=True)
+    execute(materials, "ALiBi", 3, folder, lambda *step: None)
+    assert (folder / "done.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (
+            {"evaluation.passkey": {"lengths": [150]}},
+            r"evaluation\.passkey: tokenizer .* joins digits: .* evaluation\.plans",
+        ),
+        ({"training.passkey_ratio": 0.5}, r"schemes\.ALiBi: tokenizer .* joins digits: .* to train on pass keys"),
+        (
+            {"training.passkey_ratio": 0.5, "training.passkey_decoys": 1},
+            r"schemes\.ALiBi: decoys=1 need .* joins digits",
+        ),
+    ],
+)
+def test_pass_keys_need_a_token_for_each_digit(tiny, joining, tmp_path, changes, complaint):
+    with pytest.raises(RecipeError, match=complaint):
+        Materials.load(tiny(WITHOUT_KEYS | {"tokenizer": joining} | changes), tmp_path).check()
+
+
+def test_a_plan_asks_for_pass_keys_of_a_tokenizer_that_joins_digits(tiny, joining, tmp_path):
+    plans = {"keys": {"tasks": ["passkey"], "lengths": [400]}}
+    Materials.load(tiny(WITHOUT_KEYS | {"tokenizer": joining, "evaluation.plans": plans}), tmp_path).check()
+
+
+FEWER = {
+    "perplexity": (
+        {"evaluation.perplexity": {"length": 100, "documents": 4}},
+        r"evaluation\.perplexity\.documents: 1 of the 4 documents asked for have 100 tokens in the held-out part of "
+        r"the corpus: set documents: 1 or a shorter length, or minimum_documents: 1",
+    ),
+    "of a scheme": (
+        {"schemes.ALiBi.evaluation": {"perplexity": {"documents": 3, "minimum_documents": 2}}},
+        r"schemes\.ALiBi\.evaluation\.perplexity\.documents: 1 of the 3 documents",
+    ),
+    "sink mass": (
+        {"evaluation.sink_mass": {"length": 64, "texts": 2}},
+        r"evaluation\.sink_mass\.texts: 1 of the 2 texts asked for have 64 tokens .*: set texts: 1 or a shorter length",
+    ),
+    "a plan": (
+        {"evaluation.plans": {"more": {"tasks": ["perplexity"], "lengths": [64, 100]}}},
+        r"evaluation\.plans\.more: documents: '.*' \(held out\) has 1 of the 8 texts of 64 tokens that the task "
+        r"'perplexity' asks for: set documents: 1 or shorter lengths, or minimum_documents: 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "complaint"), FEWER.values(), ids=FEWER)
+def test_too_few_long_documents_are_an_error(tiny, tmp_path, changes, complaint):
+    with pytest.raises(RecipeError, match=complaint):
+        Materials.load(tiny(changes), tmp_path).check()
+
+
+def test_the_smallest_number_of_documents_is_no_larger_than_the_wanted_number(tiny):
+    settings = {"length": 100, "documents": 4, "minimum_documents": 5}
+    plan = {"tasks": ["perplexity"], "lengths": [64], "documents": 4, "minimum_documents": 5}
+    for changes in ({"evaluation.perplexity": settings}, {"evaluation.plans": {"more": plan}}):
+        with pytest.raises(ValueError, match="minimum_documents must be at most documents, 4; got 5"):
+            tiny(changes)
+
+
+def test_fewer_documents_are_measured_and_shown_if_the_recipe_accepts_them(tiny, tmp_path):
+    plan = {"tasks": ["perplexity", "perplexity_windows"], "lengths": [64], "documents": 99, "minimum_documents": 1}
+    perplexity = {"length": 100, "documents": 4, "minimum_documents": 1}
+    recipe = tiny(WITHOUT_KEYS | {"evaluation.plans": {"more": plan}, "evaluation.perplexity": perplexity})
+    materials = Materials.load(recipe, tmp_path / "cache")
+    materials.check()
+    folder = run_folder(tmp_path, "ALiBi", 3)
+    folder.mkdir(parents=True)
+    execute(materials, "ALiBi", 3, folder, lambda *step: None)
+    results = collect(recipe, tmp_path, [("ALiBi", 3)], wall_seconds=1.0, corpus={"name": "texts"})
+    assert {row["documents"] for row in results["perplexity"]} == {1}
+    write_tables(results, tmp_path / "tables")
+    assert "Documents: 1." in (tmp_path / "tables" / "perplexity.md").read_text()
+    windows = {row["documents"] for row in results["losses"] if row["task"] == "perplexity_windows"}.pop()
+    losses = (tmp_path / "tables" / "losses.md").read_text()
+    assert "more: perplexity, texts of 64 tokens; documents: 1 " in losses
+    assert f"more: perplexity\\_windows, texts of 64 tokens; documents: {windows} " in losses
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokenizers that several recipes train on the same corpus."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.skipif(not RECIPES.is_dir(), reason="not a checkout of the project")
+@pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
+def test_recipes_of_the_project_have_the_texts_that_they_ask_for(path: Path, cache: Path):
+    """The small forms of test_result_recipes.py ask for one text each."""
+    recipe = decoder_recipe(path)
+    try:
+        materials = Materials.load(recipe, cache)
+    except FileNotFoundError:
+        pytest.skip("the package whose files are the corpus is not installed")
+    for scheme in recipe.schemes:
+        materials._check_evaluation("", recipe.evaluation_of(scheme).model_copy(update={"passkey": None}))

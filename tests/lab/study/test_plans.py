@@ -1,0 +1,235 @@
+"""What ``attention-priors evaluate`` measures, asked of the models of a comparison."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from attention_priors._io import read_json, write_json
+from attention_priors.lab.data import load_corpus
+from attention_priors.lab.data.needles import haystack_of
+from attention_priors.lab.data.tokenizer import pretrained_tokenizer
+from attention_priors.lab.evaluate import EvaluationPlan, Subject, evaluate
+from attention_priors.lab.report import write_figures, write_report, write_tables
+from attention_priors.lab.results_format import PLAN_SECTIONS
+from attention_priors.lab.strict_yaml import RecipeError
+from attention_priors.lab.study import Recipe, RunFailedError, compare
+from attention_priors.models import PriorDecoderForCausalLM
+
+PLANS: dict[str, Any] = {
+    "eight digits": {"tasks": ["passkey_8", "niah_single_1"], "lengths": [520], "depths": 2},
+    "reading": {"tasks": ["perplexity", "timing"], "lengths": [60, 90], "documents": 2, "passes": 2},
+}
+"""Without the texts that the second one reads."""
+
+
+@pytest.fixture(scope="module")
+def plans(tiny: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    source = tiny().corpus.source
+    assert source is not None
+    # Another folder: of that which is trained on, the held-out part alone is read.
+    texts = shutil.copytree(source, tmp_path_factory.mktemp("plans") / "texts")
+    return PLANS | {"reading": PLANS["reading"] | {"corpus": str(texts)}}
+
+
+@pytest.fixture(scope="module")
+def asked(tiny: Any, finished: Any, plans: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A finished comparison's folder, in which plans were added to the recipe, and its results."""
+    folder = tmp_path_factory.mktemp("asked") / "comparison"
+    shutil.copytree(finished.folder, folder)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.parent.name == "model"}
+    results = compare(tiny({"evaluation.plans": plans}), folder, processes=1, console=Console(quiet=True))
+    assert {path: path.stat().st_mtime_ns for path in before} == before  # nothing is trained again
+    return folder, results
+
+
+def test_rows_are_what_an_evaluation_of_the_model_finds(asked: Any, tiny: Any, plans: dict[str, Any], tmp_path: Path):
+    folder, results = asked
+    subject = Subject.load(str(folder / "runs" / "ALiBi" / "seed-3" / "model"))
+    for name in plans:
+        found = evaluate(subject, EvaluationPlan.model_validate(plans[name]), tmp_path / name, chunk=64)
+        for section, expected in (
+            (
+                "retrieval",
+                [(a.task, a.length, d, *v, a.stopped) for a in found.accuracies for d, v in a.by_depth.items()],
+            ),
+            (
+                "losses",
+                [
+                    (loss.task, loss.length, loss.documents, *place)
+                    for loss in found.losses
+                    for place in loss.by_position
+                ],
+            ),
+        ):
+            mine = [row for row in results[section] if (row["scheme"], row["plan"]) == ("ALiBi", name)]
+            values = [value for row in mine for value in list(row.values())[3:]]
+            assert values == [
+                pytest.approx(value) if type(value) is float else value for one in expected for value in one
+            ]
+    timing = [row for row in results["timing"] if row["scheme"] == "ALiBi"]
+    assert [(row["length"], row["pass"]) for row in timing] == [
+        (length, kind) for length in (60, 90) for kind in ("forward", "forward+backward")
+    ]
+    assert all(row["median_ms"] > 0 and row["plan"] == "reading" for row in timing)
+
+
+def test_of_what_is_trained_on_the_held_out_part_is_read(finished: Any, tiny: Any, tmp_path: Path):
+    """Whether a plan names no corpus, or the recipe's, perhaps in other words."""
+    folder = tmp_path / "comparison"
+    shutil.copytree(finished.folder, folder)
+    source = tiny().corpus.source
+    plan = {
+        "tasks": ["perplexity_windows", "passkey_corpus", "niah_single_2"],
+        "lengths": [512],
+        "documents": 2,
+        "depths": 2,
+    }
+    plans = {"unnamed": plan, "named": plan | {"corpus": f"{source}/../{Path(source).name}"}}
+    compare(tiny({"evaluation.plans": plans}), folder, only=["ALiBi"], processes=1, console=Console(quiet=True))
+    held_out = load_corpus(source).held_out
+    for name in plans:
+        path = folder / "runs" / "ALiBi" / "seed-3" / "plans" / name / "results.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        read = [line["document"] for line in lines if line.get("task") == "perplexity_windows"]
+        assert read
+        assert all(any(one.startswith(document.name) for document in held_out) for one in read)
+        described = {line["identity"]["task"]: line["identity"] for line in lines if "identity" in line}
+        assert described["perplexity_windows"]["corpus"] == f"{Path(source).name} (held out)"
+        assert described["passkey_corpus"]["corpus_tokens"] == described["perplexity_windows"]["corpus_tokens"]
+        assert described["niah_single_2"]["haystack_fingerprint"] == haystack_of(load_corpus(source)).fingerprint
+
+
+def test_the_tolerance_of_an_evaluation_is_that_of_its_plans(asked: Any, plans: dict[str, Any], tmp_path: Path):
+    """The second scheme is tested with one, which a run's ID in the results stands for."""
+    run = next(path for path in (asked[0] / "runs").iterdir() if path.name.startswith("BAM")) / "seed-3"
+    plan = EvaluationPlan.model_validate(plans["reading"] | {"tasks": ["perplexity"]})
+
+    def ids(folder: Path) -> set[str]:
+        lines = map(json.loads, (folder / "results.jsonl").read_text().splitlines())
+        return {line["run"] for line in lines if line.get("task") == "perplexity"}
+
+    found = {}
+    for tolerance in (0.0, 0.01):
+        model = PriorDecoderForCausalLM.from_pretrained(run / "model", tolerance=tolerance)
+        output = tmp_path / str(tolerance)
+        evaluate(Subject("mine", model, pretrained_tokenizer(run / "model")), plan, output, chunk=64)
+        found[tolerance] = ids(output)
+    assert ids(run / "plans" / "reading") == found[0.01] != found[0.0]
+
+
+def test_nothing_is_measured_twice(asked: Any, tiny: Any, plans: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    folder, results = asked
+    monkeypatch.setattr("subprocess.Popen", lambda *arguments, **options: pytest.fail("a worker was started"))
+    again = compare(tiny({"evaluation.plans": plans}), folder, console=Console(quiet=True))
+    for section in PLAN_SECTIONS:
+        assert again[section] == results[section]
+    # What the recipe no longer asks for is not in its results.
+    fewer = compare(tiny({"evaluation.plans": {"reading": plans["reading"]}}), folder, console=Console(quiet=True))
+    assert not fewer["retrieval"]
+    assert fewer["losses"] == results["losses"]
+
+
+def test_a_plan_that_changed_needs_the_model(asked: Any, tiny: Any, plans: dict[str, Any], tmp_path: Path):
+    folder = tmp_path / "comparison"
+    shutil.copytree(asked[0], folder)
+    run = folder / "runs" / "ALiBi" / "seed-3"
+    longer = {"reading": plans["reading"] | {"lengths": [60, 80, 90], "tasks": ["perplexity"]}}
+    results = compare(
+        tiny({"evaluation.plans": longer}), folder, only=["ALiBi"], processes=1, console=Console(quiet=True)
+    )
+    lines = (run / "plans" / "reading" / "results.jsonl").read_text().splitlines()
+    before = (asked[0] / run.relative_to(folder) / "plans" / "reading" / "results.jsonl").read_text().splitlines()
+    assert lines[: len(before)] == before
+    assert [json.loads(line)["length"] for line in lines[len(before) :]] == [80, 80]
+    assert {row["length"] for row in results["losses"] if row["scheme"] == "ALiBi"} == {60, 80, 90}
+
+    shutil.rmtree(run / "model")
+    plan = tiny({"evaluation.plans": {"reading": longer["reading"] | {"lengths": [70]}}})
+    with pytest.raises(RunFailedError, match=r"model is gone.*remove .*seed-3 to train it again") as error:
+        compare(plan, folder, only=["ALiBi"], processes=1, console=Console(quiet=True))
+    assert error.value.results["passkey"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "complaint"),
+    [
+        (
+            {"tasks": ["passkey"], "lengths": [20]},
+            r"evaluation\.plans\.more: lengths: 20 tokens for the task 'passkey'",
+        ),
+        (
+            {"tasks": ["perplexity"], "lengths": [64], "corpus": "nowhere"},
+            r"plans\.more: corpus: source 'nowhere' does",
+        ),
+    ],
+)
+def test_impossible_texts_are_found_before_any_work(
+    tiny: Any, tmp_path: Path, plan: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(RecipeError, match=complaint):
+        compare(tiny({"evaluation.plans": {"more": plan}}), tmp_path / "new", console=Console(quiet=True))
+    assert not (tmp_path / "new" / "runs").exists()
+
+
+def test_models_that_read_other_texts_are_not_compared(asked: Any, tiny: Any, plans: dict[str, Any], tmp_path: Path):
+    """As when the files of a package have changed since some seeds were measured."""
+    folder = tmp_path / "comparison"
+    shutil.copytree(asked[0], folder)
+    recipe = tiny({"evaluation.plans": plans})
+    path = folder / "runs" / "ALiBi" / "seed-3" / "plans" / "reading.json"
+    found = read_json(path)
+    assert set(found["texts"]) == {"perplexity"}  # times are no matter of texts
+    assert set(read_json(path.with_name("eight_digits.json"))["texts"]) == {"passkey_8", "niah_single_1"}
+    write_json(path, found | {"texts": {"perplexity": "of last year"}})
+    with pytest.raises(RecipeError, match=r"plans\.reading: the texts of its task 'perplexity' have changed"):
+        compare(recipe, folder, console=Console(quiet=True))
+    # A file of before this was kept says nothing.
+    write_json(path, {key: value for key, value in found.items() if key not in ("texts", "versions", "machine")})
+    assert compare(recipe, folder, console=Console(quiet=True))["losses"] == asked[1]["losses"]
+
+
+def test_versions_are_also_those_of_plans(asked: Any, tiny: Any, plans: dict[str, Any], tmp_path: Path):
+    folder = tmp_path / "comparison"
+    shutil.copytree(asked[0], folder)
+    path = folder / "runs" / "ALiBi" / "seed-3" / "plans" / "reading.json"
+    found = read_json(path)
+    found["versions"]["torch"] = "9.9"
+    write_json(path, found)
+    results = compare(tiny({"evaluation.plans": plans}), folder, console=Console(quiet=True))
+    assert results["versions"]["torch"] == f"{asked[1]['versions']['torch']}, 9.9"
+
+
+def test_plans_have_folders_of_their_own(tiny: Any):
+    plan = {"tasks": ["timing"], "lengths": [64]}
+    with pytest.raises(ValueError, match="plans 'a b' and 'a_b' would share the folder 'a_b'"):
+        tiny({"evaluation.plans": {"a b": plan, "a_b": plan}})
+
+
+def test_a_learned_table_must_hold_the_texts_of_plans(tiny: Any):
+    scheme = {"schemes": {"learned": {"encoding": {"name": "learned", "max_length": 300}}}}
+    with pytest.raises(ValueError, match="max_length=300 positions, but it reads texts of 528 tokens"):
+        tiny(scheme | {"evaluation.plans": PLANS})
+
+
+def test_tables_figures_and_the_report_show_them(asked: Any, tmp_path: Path):
+    _, results = asked
+    tables = {path.name: path.read_text() for path in write_tables(results, tmp_path / "tables")}
+    assert r"eight digits: niah\_single\_1" in tables["retrieval.md"]
+    assert "BAM + SSMax" in tables["retrieval.md"]
+    assert "reading: perplexity, texts of 90 tokens; documents: 2" in tables["losses.md"]
+    assert "reading: forward+backward, 60 tokens" in tables["timing.md"]
+    assert r"\pm" in tables["timing.tex"] or "±" in tables["timing.tex"]
+    names = {path.name for path in write_figures(results, tmp_path / "figures")}
+    assert {
+        "retrieval-eight-digits-passkey-8.png",
+        "losses-reading-perplexity-texts-of-90-tokens.png",
+    } <= names
+    write_report(results, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "Further tasks" in page
+    assert "Time and memory of a pass" in page

@@ -1,0 +1,260 @@
+"""Checkpoints are complete or absent; what is incomplete is refused, and nothing is lost by it."""
+
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_training_runs import Rows, _largest_difference, _stop_at, _StopError, _weights
+from training_cases import tiny_decoder, tiny_settings
+
+from attention_priors.lab.train import CheckpointError, PriorTrainer, RunningSettings, train
+from attention_priors.lab.train.checkpoints import (
+    MANIFEST,
+    checkpoint_steps,
+    discard,
+    keep_last,
+    last_complete,
+    seal,
+    staging_folder,
+    sweep,
+    what_is_wrong,
+)
+
+
+def _write(folder: Path, step: int, content: bytes = b"weights") -> Path:
+    staged = staging_folder(folder) / f"checkpoint-{step}"
+    (staged / "part").mkdir(parents=True)
+    (staged / "a.bin").write_bytes(content)
+    (staged / "part" / "b.bin").write_bytes(b"moments")
+    seal(staged, folder / staged.name)
+    staging_folder(folder).rmdir()
+    return folder / staged.name
+
+
+def test_a_sealed_checkpoint_is_complete_and_the_newest_is_found(tmp_path):
+    assert last_complete(tmp_path) is None
+    for step in (2, 10, 9):
+        assert what_is_wrong(_write(tmp_path, step)) is None
+    assert checkpoint_steps(tmp_path) == [2, 9, 10]
+    assert last_complete(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _change(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda c: (c / MANIFEST).unlink(), "it has no manifest.json"),
+        (lambda c: _truncate(c / MANIFEST), None),
+        (lambda c: (c / MANIFEST).write_text("{"), "its manifest.json cannot be read"),
+        (lambda c: (c / MANIFEST).write_text('{"files": []}'), "its manifest.json cannot be read"),
+        (
+            lambda c: (c / MANIFEST).write_text('{"files": {"model.safetensors": {}}}'),
+            "its manifest.json cannot be read",
+        ),
+        (lambda c: (c / "a.bin").unlink(), "a.bin is missing"),
+        (lambda c: _truncate(c / "part" / "b.bin"), "part/b.bin has 6 bytes, not 7"),
+        (lambda c: _change(c / "a.bin"), "a.bin has another checksum than when it was written"),
+    ],
+)
+def test_an_incomplete_checkpoint_is_set_aside_for_the_one_before(tmp_path, damage, complaint):
+    _write(tmp_path, 1)
+    newest = _write(tmp_path, 2)
+    damage(newest)
+    messages: list[str] = []
+    found = last_complete(tmp_path, messages.append)
+    if complaint is None:  # the line end alone is cut off
+        assert found == newest
+        return
+    assert found == tmp_path / "checkpoint-1"
+    assert len(messages) == 1
+    assert f"checkpoint-2 is refused: {complaint}" in messages[0]
+    assert (tmp_path / "refused-checkpoint-2").is_dir()
+    assert last_complete(tmp_path, lambda message: pytest.fail(message)) == found
+
+
+def test_a_step_that_is_written_again_replaces_what_was_there(tmp_path):
+    _write(tmp_path, 3, b"old")
+    again = _write(tmp_path, 3, b"new")
+    assert (again / "a.bin").read_bytes() == b"new"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
+def test_older_checkpoints_are_deleted_and_leftovers_swept(tmp_path):
+    for step in (1, 2, 30, 4):
+        _write(tmp_path, step)
+    keep_last(tmp_path, 2)
+    assert checkpoint_steps(tmp_path) == [4, 30]
+    (staging_folder(tmp_path) / "checkpoint-31").mkdir(parents=True)
+    (tmp_path / ".discarded-checkpoint-2").mkdir()
+    sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-30", "checkpoint-4"]
+
+
+def test_half_a_deletion_leaves_nothing_under_the_name(tmp_path, monkeypatch):
+    checkpoint = _write(tmp_path, 1)
+
+    def stop(path: Path, *args: Any, **kwargs: Any) -> None:
+        if path.exists():
+            raise _StopError
+
+    monkeypatch.setattr(shutil, "rmtree", stop)
+    with pytest.raises(_StopError):
+        discard(checkpoint)
+    assert checkpoint_steps(tmp_path) == []
+
+
+# ---- in a training
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    model = tiny_decoder()
+    train(model, Rows(12), tiny_settings(), tmp_path_factory.mktemp("whole"), seed=5)
+    return _weights(model)
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("interrupted")
+    with pytest.raises(_StopError):
+        train(tiny_decoder(), Rows(12), tiny_settings(), folder, seed=5, on_step=_stop_at(5, []))
+    assert checkpoint_steps(folder) == [2, 4]
+    return folder
+
+
+@pytest.fixture
+def interrupted(two_checkpoints, tmp_path) -> Path:
+    """A training that has checkpoints of steps 2 and 4."""
+    return Path(shutil.copytree(two_checkpoints, tmp_path / "run"))
+
+
+def _resume(folder: Path, whole: dict[str, torch.Tensor]) -> tuple[int, list[str]]:
+    """Train to the end, which must be that of an uninterrupted training; the first step done, and what was said."""
+    model, steps, messages = tiny_decoder(seed=99), [], []
+    train(model, Rows(12), tiny_settings(), folder, seed=5, on_step=steps.append, on_message=messages.append)
+    assert _largest_difference(_weights(model), whole) == 0
+    return steps[0], messages
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model.safetensors", _truncate),
+        ("optimizer.pt", Path.unlink),
+        ("rng_state.pth", Path.unlink),
+        ("scheduler.pt", _change),
+        ("trainer_state.json", _truncate),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_taken(interrupted, whole, name, damage):
+    damage(interrupted / "checkpoint-4" / name)
+    first, messages = _resume(interrupted, whole)
+    assert first == 3
+    assert "checkpoint-4 is refused" in messages[0]
+    assert name in messages[0]
+    assert "checkpoint-2" in messages[1]
+
+
+def test_without_damage_the_newest_is_taken(interrupted, whole):
+    first, messages = _resume(interrupted, whole)
+    assert first == 5
+    assert len(messages) == 1
+
+
+def _full_on_the_second(function: Callable[..., Any], error: Exception) -> Callable[..., Any]:
+    calls: list[int] = []
+
+    def write(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 1:
+            raise error
+        return function(*args, **kwargs)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["save_model", "_save_optimizer_and_scheduler", "_save_rng_state"],
+    ids=["weights", "moments", "generator"],
+)
+def test_a_full_disk_ends_the_training_with_the_last_good_state_on_disk(tmp_path, whole, monkeypatch, method):
+    full = OSError(28, "No space left on device")
+    with monkeypatch.context() as patch:
+        patch.setattr(PriorTrainer, method, _full_on_the_second(getattr(PriorTrainer, method), full))
+        with pytest.raises(CheckpointError, match=r"step 4 could .*No space left.*last good state is .*-2$"):
+            train(tiny_decoder(), Rows(12), tiny_settings(), tmp_path, seed=5)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    assert what_is_wrong(tmp_path / "checkpoint-2") is None
+    assert _resume(tmp_path, whole)[0] == 3
+
+
+@pytest.mark.parametrize("limit", [10_000, 30_000], ids=["weights", "moments"])
+def test_files_that_may_not_grow_end_the_training_in_the_same_way(interrupted, whole, limit):
+    """The system itself refuses to write, as at a quota; what libraries raise then is their own."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    largest = {path.name: path.stat().st_size for path in (interrupted / "checkpoint-4").iterdir()}
+    # One limit is reached by the weights, the other by the optimiser's moments.
+    assert largest["optimizer.pt"] > 30_000 > largest["model.safetensors"] > 10_000
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"step 6 could not be written .*last good state is .*-4$"):
+            train(tiny_decoder(), Rows(12), tiny_settings(), interrupted, seed=5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert checkpoint_steps(interrupted) == [2, 4]
+    assert not staging_folder(interrupted).exists()
+    assert _resume(interrupted, whole)[0] == 5
+
+
+class _BadRows(Rows):
+    """One row's weights are not a number."""
+
+    def __init__(self, count: int, bad: int) -> None:
+        super().__init__(count)
+        self.bad = bad
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = super().__getitem__(index)
+        if index == self.bad:
+            row["loss_weights"] = row["loss_weights"] * float("nan")
+        return row
+
+
+def test_a_loss_that_is_not_a_number_ends_the_training_before_it_is_saved(tmp_path, whole):
+    # Row 6 is read in step 4, whose end is the next checkpoint.
+    with pytest.raises(FloatingPointError, match=r"loss became nan at step 4; the last good state is .*checkpoint-2"):
+        train(tiny_decoder(), _BadRows(12, 6), tiny_settings(), tmp_path, seed=5, shuffle=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+def test_so_many_checkpoints_are_kept_as_are_asked_for(tmp_path):
+    running = RunningSettings(checkpoints_kept=1)
+    train(tiny_decoder(), Rows(12), tiny_settings(), tmp_path, seed=5, running=running)
+    assert checkpoint_steps(tmp_path) == [6]
+
+
+def test_losses_between_two_logs_survive_an_interruption(tmp_path):
+    running = RunningSettings(log_every=3)
+    expected = train(tiny_decoder(), Rows(12), tiny_settings(), tmp_path / "a", seed=5, running=running).history
+    with pytest.raises(_StopError):
+        train(
+            tiny_decoder(), Rows(12), tiny_settings(), tmp_path / "b", seed=5, running=running, on_step=_stop_at(5, [])
+        )
+    # It goes on from step 4, where one step of three has been done.
+    found = train(tiny_decoder(), Rows(12), tiny_settings(), tmp_path / "b", seed=5, running=running).history
+    assert found == expected
+    assert [entry["step"] for entry in found] == [3, 6]

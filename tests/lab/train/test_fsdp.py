@@ -1,0 +1,70 @@
+"""FSDP2 with our parameter groups on two processes, by gloo: the curve of one process, and priors in float32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_cases import tiny_settings
+
+from attention_priors.lab.train import RunningSettings
+from attention_priors.lab.train.engine import check_machinery
+from processes import torchrun
+
+WORKER = Path(__file__).with_name("sharded_training.py")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each process found."""
+    folder = tmp_path_factory.mktemp("sharded")
+    torchrun(WORKER, folder, processes=2)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+# What is rounded to bfloat16 has another curve, but not one far away.
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("ggd and ssmax", 1e-5),
+        ("shared key sink", 1e-5),
+        ("bfloat16 policy", 2e-2),
+        ("accelerate", 2e-2),
+        ("bfloat16 model", 2e-2),
+    ],
+)
+def test_the_curve_is_that_of_one_process(found: list[dict[str, Any]], name: str, limit: float) -> None:
+    for process in found:
+        run = process[name]
+        assert run["losses"] == pytest.approx(run["expected losses"], abs=limit)
+        assert run["groups"] == run["expected groups"]
+        assert run["weights"] < 3 * limit
+        assert run["moved"] > 0.01  # priors and scales learn
+
+
+@pytest.mark.parametrize("name", ["ggd and ssmax", "bfloat16 policy", "accelerate", "bfloat16 model"])
+def test_priors_are_computed_and_optimised_in_float32(found: list[dict[str, Any]], name: str) -> None:
+    for process in found:
+        assert process[name]["computed in"] == ["torch.float32"]
+        assert process[name]["parameters"] == ["torch.float32"]
+        assert process[name]["moments"] == ["torch.float32"]
+
+
+def test_without_a_group_of_their_own_priors_are_cast(found: list[dict[str, Any]]) -> None:
+    """The reason for shard_priors()."""
+    assert all(process["priors not apart"]["computed in"] == ["torch.bfloat16"] for process in found)
+    assert all("uniform original parameter dtype" in process["refusals"]["two dtypes"] for process in found)
+
+
+def test_priors_are_sharded_first_and_once(found: list[dict[str, Any]]) -> None:
+    for process in found:
+        assert "model is sharded already" in process["refusals"]["root"]
+        assert "GeneralizedGaussian is sharded already" in process["refusals"]["prior"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("version", 1), ("cpu_ram_efficient_loading", True)])
+def test_recipes_that_would_not_leave_priors_apart_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"running.fsdp: {name} must be"):
+        check_machinery(tiny_settings(), RunningSettings(fsdp={name: value}))

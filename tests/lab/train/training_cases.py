@@ -1,0 +1,96 @@
+"""Tiny models, rows for them, and trainings that are interrupted."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedConfig
+
+from attention_priors.lab.data import IGNORED_LABEL
+from attention_priors.lab.train import Observer, TrainingSettings, TrainRecipe, run_recipe
+from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
+
+# Its function has its name in the package.
+extend_module = importlib.import_module("attention_priors.lab.train.extend")
+
+VOCABULARY, LENGTH = 40, 12
+
+
+def tiny_decoder(seed: int = 0, **changes: Any) -> PriorDecoderForCausalLM:
+    options: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "initializer_range": 0.2,
+        "prior": {"name": "generalized_gaussian", "init": "spread"},
+        "logit_scale": "ssmax",
+    }
+    torch.manual_seed(seed)
+    return PriorDecoderForCausalLM(PriorDecoderConfig(**(options | changes)))
+
+
+def tiny_settings(**changes: Any) -> TrainingSettings:
+    options: dict[str, Any] = {
+        "context_length": LENGTH,
+        "steps": 6,
+        "batch_size": 2,
+        "learning_rate": 0.01,
+        "checkpoint_steps": 2,
+    }
+    return TrainingSettings.model_validate(options | changes)
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Random tokens in two documents, with weights of all sizes."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
+        documents = (torch.arange(LENGTH) >= 3 + index % 5).long()
+        labels = tokens.clone()
+        labels[0] = IGNORED_LABEL
+        labels[1:][documents[1:] != documents[:-1]] = IGNORED_LABEL
+        weights = 3 * torch.rand(LENGTH, generator=generator)
+        return {"input_ids": tokens, "labels": labels, "document_ids": documents, "loss_weights": weights}
+
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def saved_architecture(config: PreTrainedConfig, folder: Path) -> str:
+    """Where the configuration of a transformers model lies, for a recipe to name."""
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+class InterruptionError(Exception):
+    """Ends a training that a test interrupts."""
+
+
+def interrupt(recipe: TrainRecipe, output: Path, at: int) -> None:
+    """Train as far as a step and no further."""
+
+    def on_step(step: int) -> None:
+        if step == at:
+            raise InterruptionError
+
+    with pytest.raises(InterruptionError):
+        run_recipe(recipe, output, Observer(on_step=on_step))
