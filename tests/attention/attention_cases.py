@@ -73,14 +73,16 @@ def prior_descriptions(draw: st.DrawFn, name: str, causal: bool) -> dict[str, An
         over = Axial.axes if name == "axial" else Radial.over
         part = st.sampled_from(sorted(over)).flatmap(lambda each: prior_descriptions(each, causal))
         choices |= {"rows": part, "columns": st.none() | part, "prior": part}
+    # What is not drawn is that of an example, or the default.
+    example = CATALOGUE[name].examples(1)[0].to_config()
     description: dict[str, Any] = {"name": name}
     for argument, parameter in inspect.signature(CATALOGUE[name]).parameters.items():
         if argument in choices:
             description[argument] = draw(choices[argument])
         elif argument == "learn":
             description["learn"] = True
-        elif argument != "num_heads":
-            assert parameter.default is not parameter.empty, f"say how to draw {argument!r} of {name!r}"
+        elif argument != "num_heads" and parameter.default is parameter.empty:
+            description[argument] = example[argument]
     if description.get("keep_sign"):
         description["init"] = draw(st.sampled_from(GeneralizedGaussian.signed_inits))
     if name == "radial":

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attention_priors.checks import check_positive_integers
 from attention_priors.config import Described
@@ -78,6 +78,7 @@ class Prior(Described, KeepsFloat32):
     A subclass that is stationary defines :meth:`log_prior_at`; one that is factored defines :meth:`lanes`;
     one that hides keys altogether defines :meth:`visible_at`. Constructors take ``num_heads`` first, and
     every constructor argument becomes a part of the prior's description (:meth:`to_config`).
+    :func:`register_prior` gives a class of your own a name in configs, recipes and saved models.
 
     Parameters stay in float32 whatever dtype the model is cast to.
 
@@ -103,6 +104,14 @@ class Prior(Described, KeepsFloat32):
         check_positive_integers(num_heads=num_heads)
         self.num_heads = num_heads
         self._attributes: dict[str, str] = {}
+
+    @classmethod
+    def examples(cls, num_heads: int) -> tuple[Prior, ...]:
+        """Return priors of this class that together use every argument of its constructor, the plainest first.
+
+        Tests and checks try them. A class defines this method if its constructor has more arguments.
+        """
+        return (cls(num_heads),)
 
     # ---- the mathematics
 
@@ -319,6 +328,17 @@ def _is_finite(numbers: Tensor) -> bool:
 def _has_finite_parameters(term: Prior) -> bool:
     # Parameters that are NaN come from a training that diverged, not from a mistake in the prior's code.
     return all(bool(x.isfinite().all()) for x in (*term.parameters(), *term.buffers()))
+
+
+@torch.no_grad()
+def unset_after_reset(module: nn.Module) -> list[str]:
+    """Call ``reset_parameters()``, if the module has it, and return the parameters and buffers that it leaves out."""
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    for tensor in tensors.values():
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+    getattr(module, "reset_parameters", lambda: None)()
+    return [name for name, tensor in tensors.items() if not tensor.is_meta and tensor.isnan().any()]
 
 
 def check_over_line(prior: Prior | None) -> None:

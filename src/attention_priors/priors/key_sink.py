@@ -20,14 +20,13 @@ FLOAT32_LENGTHS = 16
 
 
 class KeySink(Prior):
-    """A default that does not depend on the query: ``K(i, j) = u(j)``, in nats.
+    """A default that does not depend on the query: ``K(i, j) = slope · j + gain · MLP(j) + bump · 1[j = 0]``, in nats.
 
-    ``u(j) = slope · j + gain · MLP([sin ω_m j, cos ω_m j, j / T, ln(1 + j) / ln(1 + T)]) + bump · 1[j = 0]``
-
-    with ``T`` the training length and ``ω_m`` geometric, as in :class:`Spectral`. All heads share one small
-    MLP (one hidden layer); slope, gain and bump are per head. Factored: lanes whose coefficients stand on
-    the query side, so that heads may share keys, and a slope. A linear slope is a recency prior
-    only under a causal mask (GOAT, Proposition F.6), so with a slope bidirectional use is an error.
+    The MLP reads ``[sin ω_m j, cos ω_m j, j / T, ln(1 + j) / ln(1 + T)]``, with ``T`` the training length and ``ω_m``
+    geometric, as in :class:`Spectral`. All heads share one small MLP (one hidden layer); slope, gain and bump are per
+    head. Factored: lanes whose coefficients stand on the query side, so that heads may share keys, and a slope. A
+    linear slope is a recency prior only under a causal mask (GOAT, Proposition F.6), so with a slope bidirectional use
+    is an error.
 
     Source: GOAT, section 4 ("Explicit sink parameterization"), equation 19, Theorem 4.
 
@@ -83,6 +82,15 @@ class KeySink(Prior):
         )
         self.reset_parameters()
         self._set_learned(learn, **{name: name for name in self.learnable})
+
+    @classmethod
+    def examples(cls, num_heads: int) -> tuple[Prior, ...]:
+        """Return a sink, and one with slopes."""
+        sizes = {"num_frequencies": 3, "hidden_size": 5, "base": 77.0}
+        return (
+            cls(num_heads, 64),
+            cls(num_heads, 100, **sizes, init="recency", learn=("gain", "bump"), activation="silu"),
+        )
 
     @property
     def has_slope(self) -> bool:
@@ -156,7 +164,7 @@ class KeySink(Prior):
         return bool(positions.abs().amax() > FLOAT32_LENGTHS * self.train_length)
 
     def log_prior_of_key(self, key_positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``u(j)``, ``(..., H, Lk)``: what :meth:`log_prior` repeats for every query."""
+        """``K`` of each key, ``(..., H, Lk)``: what :meth:`log_prior` repeats for every query."""
         one_query = torch.zeros_like(key_positions[..., :1])
         return self.log_prior(one_query, key_positions, dtype).squeeze(-2)
 

@@ -17,12 +17,25 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 
 @app.callback()
-def _root() -> None:
+def _root(
+    context: typer.Context,
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(help="Import this module, which registers priors of your own; may be given more than once."),
+    ] = None,
+) -> None:
     """Attention with positional priors: train short, test long, see what each head learned."""
+    context.obj = tuple(plugin or ())
+    if plugin:
+        from attention_priors.lab.strict_yaml import import_plugins
+
+        with errors():
+            import_plugins(plugin)
 
 
 @app.command()
 def compare(
+    context: typer.Context,
     recipe: Annotated[Path, typer.Argument(help="A recipe: what to train and what to test.")],
     output: Annotated[
         Path | None,
@@ -58,8 +71,11 @@ def compare(
     failed: study.RunFailedError | None = None
     with errors():
         try:
+            asked = study.load_recipe(recipe)
+            # Each run is a process of its own, and reads the recipe.
+            asked = asked.model_copy(update={"plugins": tuple(dict.fromkeys((*context.obj, *asked.plugins)))})
             results = study.compare(
-                study.load_recipe(recipe),
+                asked,
                 output,
                 only=only or (),
                 seeds=[seed_number(seed) for seed in listed(*seeds or ())],

@@ -75,7 +75,9 @@ def extend(
         check_above(0, learning_rate=learning_rate)
     folder = _model_folder(model).absolute()  # `.` has no parent
     known = folder.parent / "recipe.json"
-    before = validated(read_json(known), TrainRecipe, str(known)) if known.is_file() else None
+    # A saved file names no module to import: what was a plugin of the recipe is given to this command as one.
+    content: Any = read_json(known) | {"plugins": []} if known.is_file() else None
+    before = None if content is None else validated(content, TrainRecipe, str(known))
     shards = _shards(folder, data, before)
     config = load_config(folder)
     old = before.training.context_length if before else getattr(config, "max_position_embeddings", None)

@@ -1,0 +1,20 @@
+"""Every prior of the library. A new prior is one file beside this one and one line here.
+
+The order is that of the catalogue's page.
+"""
+# ruff: isort: skip_file
+
+from attention_priors.priors.uniform import Uniform as Uniform
+from attention_priors.priors.laplace import Laplace as Laplace
+from attention_priors.priors.generalized_gaussian import GeneralizedGaussian as GeneralizedGaussian
+from attention_priors.priors.spectral import Spectral as Spectral
+from attention_priors.priors.key_sink import KeySink as KeySink
+from attention_priors.priors.relative_buckets import RelativeBuckets as RelativeBuckets
+from attention_priors.priors.clipped_offsets import ClippedOffsets as ClippedOffsets
+from attention_priors.priors.window import Window as Window
+from attention_priors.priors.axial import Axial as Axial
+from attention_priors.priors.axial import Spectral2d as Spectral2d
+from attention_priors.priors.axial import Radial as Radial
+from attention_priors.priors.key_sink_2d import KeySink2d as KeySink2d
+
+__all__ = [name for name in globals() if not name.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]

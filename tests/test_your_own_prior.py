@@ -1,0 +1,92 @@
+"""The page on priors of one's own, followed from top to bottom, in this process and in new ones; then as a package."""
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import attention_priors
+from attention_priors.hf import detach, load_adapter, load_attached
+from attention_priors.priors import CATALOGUE
+from processes import run_command
+from written_pages import ROOT, python_of, run_page
+
+PAGE = "docs/your-own-prior.md"
+TEXT = (ROOT / PAGE).read_text(encoding="utf-8")
+MODULE, *PROGRAM, OTHER = python_of(PAGE)
+(RECIPE,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
+COMPARE, INSPECT, EVALUATE = (
+    [sys.executable, "-m", "attention_priors", *shlex.split(command)]
+    for command in re.findall(r"^\$ attention-priors (.*)", TEXT, re.MULTILINE)
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the page's files, which this process and its children import from."""
+    (tmp_path / "bump.py").write_text(MODULE, encoding="utf-8")
+    (tmp_path / "bump.yaml").write_text(RECIPE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    source = Path(attention_priors.__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(source)]))
+    monkeypatch.setattr(CATALOGUE, "registered", dict(CATALOGUE.registered))
+    yield tmp_path
+    sys.modules.pop("bump", None)
+
+
+@pytest.fixture
+def package(folder: Path) -> Path:
+    """The same folder, as one that pip has installed."""
+    installed = folder / "bump-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: bump\nVersion: 1.0\n")
+    (toml,) = re.findall(r"```toml\n.*\n(.*)\n```", TEXT)
+    (installed / "entry_points.txt").write_text(f"[attention_priors.priors]\n{toml.replace(chr(34), '')}\n")
+    return folder
+
+
+def test_the_python_runs_and_another_process_loads_what_it_saves(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = run_page(PAGE, PROGRAM)["model"]
+    assert run_command([sys.executable, "-c", OTHER]).stdout == capsys.readouterr().out
+    ways = r"register_prior .*--plugin MODULE.*plugins: \[MODULE\].*entry point 'attention_priors.priors'"
+    del CATALOGUE.registered["bump"]
+    with pytest.raises(ValueError, match=f"unknown prior 'bump'; .*{ways}"):
+        load_attached("llama-with-bumps")
+    with pytest.raises(ValueError, match=f"unknown prior 'bump'; .*{ways}"):
+        load_adapter(detach(model), "bumps")
+
+
+def test_the_commands_run(folder: Path) -> None:
+    for command in (COMPARE, INSPECT, EVALUATE):
+        run_command(command)
+    assert (folder / "runs" / "bump" / "report.html").is_file()
+    assert '"centre"' in (folder / "runs" / "inspect" / "inspection.json").read_text(encoding="utf-8")
+    assert list((folder / "runs" / "evaluate").rglob("results.jsonl"))
+    unknown = run_command([word for word in INSPECT if word not in ("--plugin", "bump")], check=False)
+    assert unknown.returncode == 1
+    assert "unknown prior 'bump'" in unknown.stderr
+
+
+def test_plugins_of_a_command_reach_the_processes_of_a_comparison(folder: Path) -> None:
+    (folder / "bump.yaml").write_text(RECIPE.replace("plugins: [bump]\n", ""), encoding="utf-8")
+    where = COMPARE.index("compare")
+    run_command([*COMPARE[:where], "--plugin", "bump", *COMPARE[where:], "--only", "Bump"])
+    assert (folder / "runs" / "bump" / "runs" / "Bump" / "seed-0" / "done.json").is_file()
+
+
+def test_a_package_needs_no_plugins(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_page(PAGE, PROGRAM)
+    head, importing, tail = OTHER.partition("import bump  # registers the prior\n")
+    load, model, rest = tail.partition('model = load_attached("llama-with-bumps")\n')
+    program = head + load + model + importing + rest
+    assert run_command([sys.executable, "-c", program]).stdout == capsys.readouterr().out
+    (package / "bump.yaml").write_text(RECIPE.replace("plugins: [bump]\n", ""), encoding="utf-8")
+    run_command([*COMPARE, "--only", "Bump"])
+    run_command([word for word in INSPECT if word not in ("--plugin", "bump")])
