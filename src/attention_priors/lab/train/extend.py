@@ -76,8 +76,8 @@ def extend(
     folder = _model_folder(model).absolute()  # `.` has no parent
     known = folder.parent / "recipe.json"
     # A saved file names no module to import: what was a plugin of the recipe is given to this command as one.
-    content: Any = read_json(known) | {"plugins": []} if known.is_file() else None
-    before = None if content is None else validated(content, TrainRecipe, str(known))
+    recipe: Any = read_json(known) | {"plugins": []} if known.is_file() else None
+    before = None if recipe is None else validated(recipe, TrainRecipe, str(known))
     shards = _shards(folder, data, before)
     config = load_config(folder)
     old = before.training.context_length if before else getattr(config, "max_position_embeddings", None)
