@@ -11,7 +11,6 @@ import yaml
 from recipe_cases import decoder_recipe
 
 from attention_priors._io import write_json
-from attention_priors.lab.data import CopyMixture
 from attention_priors.lab.report import write_report, write_tables
 from attention_priors.lab.report.figures.prior_parts import _weights
 from attention_priors.lab.study import Recipe, RecipeError
@@ -19,6 +18,7 @@ from attention_priors.lab.study import materials as materials_module
 from attention_priors.lab.study.materials import HELD_OUT_SEED, Materials
 from attention_priors.lab.study.results import collect
 from attention_priors.lab.study.run import execute, identities, identity, run_folder
+from attention_priors.lab.tasks import CopyMixture
 
 CONTENT: dict[str, Any] = {
     "name": "Tiny copies",

@@ -11,13 +11,14 @@ from rich.console import Console
 
 from attention_priors._io import read_json, write_json
 from attention_priors.lab.data import load_corpus
-from attention_priors.lab.data.needles import haystack_of
 from attention_priors.lab.data.tokenizer import pretrained_tokenizer
-from attention_priors.lab.evaluate import EvaluationPlan, Subject, evaluate
+from attention_priors.lab.evaluate import evaluate
 from attention_priors.lab.report import write_figures, write_report, write_tables
 from attention_priors.lab.results_format import PLAN_SECTIONS
 from attention_priors.lab.strict_yaml import RecipeError
 from attention_priors.lab.study import Recipe, RunFailedError, compare
+from attention_priors.lab.tasks import EvaluationPlan, Subject
+from attention_priors.lab.tasks.needles import haystack_of
 from attention_priors.models import PriorDecoderForCausalLM
 
 PLANS: dict[str, Any] = {

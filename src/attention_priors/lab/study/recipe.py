@@ -6,16 +6,17 @@ import fnmatch
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from attention_priors.encodings import LearnedTable
-from attention_priors.lab.data import ANSWER_LENGTH, EMBEDDED, NEEDLE_TASKS, CopyMixture
+from attention_priors.lab.data import EMBEDDED
 from attention_priors.lab.data.settings import TokenizerSpec
 from attention_priors.lab.evaluate import EvaluationSettings
 from attention_priors.lab.strict_yaml import Strict, explain
-from attention_priors.lab.study.folders import check_folders
+from attention_priors.lab.study.run_files import check_folders
 from attention_priors.lab.study.study import Seeds
 from attention_priors.lab.study.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid
+from attention_priors.lab.tasks import NEEDLE_TASKS, CopyMixture, EvaluationPlan
 from attention_priors.lab.train import DecoderSettings, DecoderSizes, PositionSettings, TrainingSettings, continued
 from attention_priors.models.decoder import PriorDecoderConfig
 
@@ -212,12 +213,6 @@ class Recipe(Strict):
         corpus = content.get("corpus")
         return content if _is_synthetic(corpus) else content | {"tokenizer": TOKENIZER_ENTRIES}
 
-    @field_validator("evaluation")
-    @classmethod
-    def _of_the_corpus(cls, evaluation: EvaluationSettings, info: ValidationInfo) -> EvaluationSettings:
-        corpus = info.data.get("corpus")  # it is not there if it is wrong itself
-        return evaluation if corpus is None else _with_plans_of(evaluation, corpus)
-
     @field_validator("schemes")
     @classmethod
     def _distinct_folders(cls, schemes: dict[str, Scheme]) -> dict[str, Scheme]:
@@ -290,15 +285,9 @@ class Recipe(Strict):
         evaluation = self.evaluation_of(scheme)
         lengths = [self.training_of(scheme).context_length]
         lengths += [extension.context_length for extension in self.extensions_of(scheme).values()]
-        if evaluation.passkey is not None:
-            lengths += [length + ANSWER_LENGTH for length in evaluation.passkey.lengths]
-        if evaluation.perplexity is not None:
-            lengths.append(evaluation.perplexity.length)
-        if evaluation.copying is not None:
-            lengths += evaluation.copying.lengths
         if evaluation.sink_mass is not None:
             lengths.append(evaluation.sink_mass.length)
-        return max([*lengths, *(plan.longest_text for plan in evaluation.plans.values())])
+        return max([*lengths, *(plan.longest_text for _, plan in self.plans_of(scheme))])
 
     def model_of(self, scheme: str) -> DecoderSizes:
         """The sizes of one scheme's model."""
@@ -310,13 +299,23 @@ class Recipe(Strict):
         own = self.schemes[scheme].training
         return MixtureSettings.model_validate(overlaid(self.training.model_dump(), own)) if own else self.training
 
+    def plans_of(self, scheme: str) -> list[tuple[str | None, EvaluationPlan]]:
+        """Return what is asked of one scheme's models; plans read the recipe's own corpus unless they name another."""
+        plans = self.evaluation_of(scheme).all_plans()
+        if self.corpus.source is None:
+            return plans
+        own = {"corpus": self.corpus.source}
+        return [
+            (name, plan if "corpus" in plan.model_fields_set else plan.model_copy(update=own)) for name, plan in plans
+        ]
+
     def evaluation_of(self, scheme: str) -> EvaluationSettings:
         """What is measured of one scheme."""
         own = self.schemes[scheme].evaluation
         if not own:
             return self.evaluation
-        together = EvaluationSettings.model_validate(overlaid(self.evaluation.model_dump(), own))
-        return _with_plans_of(together, self.corpus)
+        # Of unset keys, a plan's corpus follows the recipe's.
+        return EvaluationSettings.model_validate(overlaid(self.evaluation.model_dump(exclude_unset=True), own))
 
     def extensions_of(self, scheme: str) -> dict[str, Extension]:
         """The ways to extend one scheme's trained model, by what they are called."""
@@ -372,17 +371,6 @@ class Recipe(Strict):
         return DecoderSettings(**self.model_of(scheme).model_dump(), **described).config(
             vocab_size=vocab_size, eos_token_id=eos_token_id
         )
-
-
-def _with_plans_of(evaluation: EvaluationSettings, corpus: CorpusSettings) -> EvaluationSettings:
-    """Plans that name no corpus ask about the one that is trained on: about what is held out of it."""
-    if corpus.source is None:
-        return evaluation
-    plans = {
-        name: plan if "corpus" in plan.model_fields_set else plan.model_copy(update={"corpus": corpus.source})
-        for name, plan in evaluation.plans.items()
-    }
-    return evaluation.model_copy(update={"plans": plans})
 
 
 def _is_synthetic(corpus: Any) -> bool:
