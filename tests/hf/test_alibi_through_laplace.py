@@ -17,8 +17,8 @@ from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from attention_priors.hf import mpt_slopes, restore_attention, use_priors
-from attention_priors.hf.key_masks import prior_for
 from attention_priors.hf.loading import check_positions
+from attention_priors.hf.replacing import prior_for
 
 Make = Callable[..., Any]
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.models.bloom import modeling_bloom
 
-from attention_priors.hf.key_masks import attend_with_cache, key_mask, prior_for, refuse_attention_weights
+from attention_priors.hf.replacing import attend_with_cache, prior_for, refuse_attention_weights
+from attention_priors.models.masks import first_token, layer_mask
 from attention_priors.priors import Laplace
 
 
@@ -32,7 +33,7 @@ class BloomModel(modeling_bloom.BloomModel):
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"attention_mask must have shape (batch, length), got {tuple(attention_mask.shape)}")
         if (input_ids is None) != (inputs_embeds is None):
-            attention_mask = key_mask(attention_mask, inputs_embeds if input_ids is None else input_ids)
+            attention_mask = layer_mask(attention_mask, inputs_embeds if input_ids is None else input_ids)
         return super().forward(
             input_ids, past_key_values, attention_mask, inputs_embeds, use_cache, output_attentions, *args, **kwargs
         )
@@ -44,9 +45,8 @@ class BloomModel(modeling_bloom.BloomModel):
             return None
         positions = tokens.cumsum(-1) - 1
         if not torch.compiler.is_compiling():
-            first = tokens.int().argmax(-1, keepdim=True)
             slots = torch.arange(tokens.shape[-1], device=tokens.device)
-            if not bool((tokens & (positions != slots - first)).any()):
+            if not bool((tokens & (positions != slots - first_token(tokens))).any()):
                 return None
         return positions
 

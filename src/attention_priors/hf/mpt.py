@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.models.mpt import modeling_mpt
 
 from attention_priors.checks import check_above, check_positive_integers
-from attention_priors.hf.key_masks import attend_with_cache, key_mask, prior_for, refuse_attention_weights
+from attention_priors.hf.replacing import attend_with_cache, prior_for, refuse_attention_weights
+from attention_priors.models.masks import Keys, layer_mask, past_tokens, sees_the_future
 from attention_priors.priors import Laplace
 
 
@@ -52,7 +52,7 @@ class MptModel(modeling_mpt.MptModel):
         if (input_ids is None) != (inputs_embeds is None):
             if attention_mask is not None and attention_mask.dim() == 4:
                 attention_mask = _causal_mask(attention_mask, past_key_values)
-            attention_mask = key_mask(attention_mask, inputs_embeds if input_ids is None else input_ids)
+            attention_mask = layer_mask(attention_mask, inputs_embeds if input_ids is None else input_ids)
         return super().forward(
             input_ids, past_key_values, attention_mask, inputs_embeds, use_cache, output_attentions, *args, **kwargs
         )
@@ -65,15 +65,11 @@ class MptModel(modeling_mpt.MptModel):
 def _causal_mask(mask: Tensor, cache: Cache | None) -> Tensor:
     """What is visible by a mask of queries and keys, which transformers takes to hide whatever is not 0."""
     visible = mask == 0
-    if not torch.compiler.is_compiling():
-        past = 0 if cache is None else int(cache.get_seq_length())
-        slots = torch.arange(mask.shape[-1], device=mask.device)
-        queries = torch.arange(mask.shape[-2], device=mask.device).unsqueeze(-1) + past
-        if bool((visible & (slots > queries)).any()):
-            raise ValueError(
-                "attention_mask lets queries see later keys, where ALiBi as transformers computes it favours the "
-                "last key of the sequence and not the nearest; give a causal mask, or one of shape (batch, length)"
-            )
+    if sees_the_future(~visible, Keys(mask.device, past_tokens(cache), mask.shape[-2], mask.shape[-1])):
+        raise ValueError(
+            "attention_mask lets queries see later keys, where ALiBi as transformers computes it favours the last key "
+            "of the sequence and not the nearest; give a causal mask, or one of shape (batch, length)"
+        )
     return visible
 
 
