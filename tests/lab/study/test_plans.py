@@ -221,7 +221,7 @@ def test_tables_figures_and_the_report_show_them(asked: Any, tmp_path: Path):
     tables = {path.name: path.read_text() for path in write_tables(results, tmp_path / "tables")}
     assert r"eight digits: niah\_single\_1" in tables["retrieval.md"]
     assert "BAM + SSMax" in tables["retrieval.md"]
-    assert "reading: perplexity, texts of 90 tokens; documents: 2" in tables["losses.md"]
+    assert "reading: perplexity, 2 texts of 90 tokens" in tables["losses.md"]
     assert "reading: forward+backward, 60 tokens" in tables["timing.md"]
     assert r"\pm" in tables["timing.tex"] or "±" in tables["timing.tex"]
     names = {path.name for path in write_figures(results, tmp_path / "figures")}

@@ -7,7 +7,7 @@ perplexity, and nothing else is there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from attention_priors.lab.report.selections.losses import loss_measure
@@ -53,8 +53,11 @@ def loss_views(results: Results) -> Iterator[View]:
     """Every perplexity of every plan at every length; its losses are in the place of perplexity."""
     measure = loss_measure(results).name
     for plan, task, length in _distinct(results, "losses", "plan", "task", "length"):
-        title = f"{plan}: {task}, texts of {'up to ' if task == 'perplexity_short' else ''}{length} tokens"
-        yield _view(results, "losses", "perplexity", title, measure, dict, plan=plan, task=task, length=length)
+        view = _view(results, "losses", "perplexity", "", measure, dict, plan=plan, task=task, length=length)
+        documents = number_of_documents(view.results["perplexity"])
+        texts = "1 text" if documents == "1" else f"{documents} texts".strip()
+        size = f"{'up to ' if task == 'perplexity_short' else ''}{length} tokens"
+        yield replace(view, title=f"{plan}: {task}, {texts} of {size}")
 
 
 def number_of_documents(losses: Iterable[Row]) -> str:

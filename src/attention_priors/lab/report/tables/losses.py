@@ -48,13 +48,11 @@ def loss_grid(results: Results) -> Grid:
     groups = []
     for view in loss_views(results):
         losses = Losses(view.results)
-        documents = number_of_documents(view.results["perplexity"])
-        title = f"{view.title}; documents: {documents}" if documents else view.title
         lines: list[Line] = [
             [name, str(losses.seeds(name)), losses.within_training(name), losses.everywhere(name)]
             for name in losses.schemes
         ]
-        groups.append([["" if place else title, *line] for place, line in enumerate(lines)])
+        groups.append([["" if place else view.title, *line] for place, line in enumerate(lines)])
     caption = (
         f"{measure.title} of each plan: {measure.definition} Within training: over the ranges of positions that end "
         "within the training length."
