@@ -17,7 +17,7 @@ _LOCK = ".lock"
 
 @contextmanager
 def sole_writer(output: Path, *, wait: bool = False) -> Iterator[None]:
-    """Let no other call write to a folder meanwhile.
+    """Let no other call write to a folder meanwhile. A call that holds the folder may take it again.
 
     Args:
         output: the folder.
@@ -26,9 +26,9 @@ def sole_writer(output: Path, *, wait: bool = False) -> Iterator[None]:
     Raises:
         RecipeError: another call is writing to it.
     """
-    lock = FileLock(output / _LOCK, timeout=-1 if wait else 0)
+    lock = FileLock(output / _LOCK, is_singleton=True)
     try:
-        lock.acquire()
+        lock.acquire(timeout=-1 if wait else 0)
     except Timeout as error:
         raise RecipeError(f"{output} is being written by another call; wait for it, or use another folder") from error
     try:

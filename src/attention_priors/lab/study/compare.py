@@ -29,13 +29,43 @@ from rich.progress import (
 
 from attention_priors._io import writable_folder, write_json
 from attention_priors.lab.output_folder import sole_writer
-from attention_priors.lab.strict_yaml import RecipeError, check_same_recipe
-from attention_priors.lab.study.folders import run_folder
-from attention_priors.lab.study.images import ImageRecipe
+from attention_priors.lab.strict_yaml import RecipeError, check_same_recipe, read_yaml, validated
+from attention_priors.lab.study.decoders import DecoderStudy
+from attention_priors.lab.study.images import ImageRecipe, ImageStudy
 from attention_priors.lab.study.recipe import Recipe
-from attention_priors.lab.study.studies import load_study
-from attention_priors.lab.study.study import AnyRecipe, Study
+from attention_priors.lab.study.run_files import run_folder
+from attention_priors.lab.study.study import Study
 from attention_priors.lab.wall_clock import WallClock
+
+
+def load_recipe(path: Path) -> Recipe | ImageRecipe:
+    """Read and check a recipe: of classifiers of images where it says ``images``, else of decoders.
+
+    Raises:
+        RecipeError: The file is not YAML, or a key or value is impossible; the message names the key, its value and
+            the values that are allowed.
+        FileNotFoundError: There is no such file.
+    """
+    return recipe_of(read_yaml(path), str(path))
+
+
+def recipe_of(content: dict[str, Any], place: str) -> Recipe | ImageRecipe:
+    """Return the checked recipe that a file holds.
+
+    Raises:
+        RecipeError: As :func:`load_recipe`; the message names the place.
+    """
+    return validated(content, ImageRecipe if "images" in content else Recipe, place)
+
+
+def load_study(recipe: Recipe | ImageRecipe, cache: Path) -> Study[Any]:
+    """Load everything that a recipe's runs read.
+
+    Raises:
+        ValueError: Something cannot be read.
+        OSError: Something cannot be read.
+    """
+    return ImageStudy(recipe) if isinstance(recipe, ImageRecipe) else DecoderStudy(recipe, cache)
 
 
 class RunFailedError(RuntimeError):
@@ -106,7 +136,7 @@ def compare(
         return _compare(recipe, output, chosen, at_a_time, console)
 
 
-def _matching(recipe: AnyRecipe, pattern: str) -> list[str]:
+def _matching(recipe: Recipe | ImageRecipe, pattern: str) -> list[str]:
     found = [name for name in recipe.schemes if name == pattern or fnmatchcase(name, pattern)]
     if not found:
         raise RecipeError(f"unknown scheme {pattern!r}; the recipe has {', '.join(recipe.schemes)}")
@@ -154,7 +184,7 @@ def _compare(
     return results
 
 
-def processes_at_a_time(recipe: AnyRecipe, wanted: int | None) -> int:
+def processes_at_a_time(recipe: Recipe | ImageRecipe, wanted: int | None) -> int:
     """How many runs to carry out at a time.
 
     Args:
@@ -175,7 +205,7 @@ def processes_at_a_time(recipe: AnyRecipe, wanted: int | None) -> int:
 
 def _run_all(
     pending: Sequence[tuple[str, int]],
-    study: Study,
+    study: Study[Any],
     recipe_file: Path,
     output: Path,
     processes: int,
@@ -246,7 +276,7 @@ def least_taken(devices: Sequence[str], taken: Sequence[str | None]) -> str | No
 def _start(
     scheme: str,
     seed: int,
-    study: Study,
+    study: Study[Any],
     recipe_file: Path,
     output: Path,
     device: str | None,
