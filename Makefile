@@ -2,7 +2,6 @@
 # make results: what docs/results shows, from recipes/results. Finished runs there are not computed again; to compute
 # all of them, which takes days on two cores, name an empty folder: make results RESULTS=runs/results
 # make benchmarks: what docs/benchmarks shows, measured anew in runs/benchmarks, on a machine with nothing else to do.
-# make pages: the tables of docs/priors.md, from the classes of priors.
 # All set up what they need in .venv first; the second time that is there already.
 
 PYTHON ?= python3
@@ -13,7 +12,7 @@ RESULTS ?= docs/results
 BENCHMARKS ?= runs/benchmarks
 RECIPES := $(wildcard recipes/results/*.yaml) recipes/digits-tuning.yaml recipes/digits.yaml
 
-.PHONY: demo test check test-deep results benchmarks pages format
+.PHONY: demo test results benchmarks format
 .DELETE_ON_ERROR:
 
 # pip must know dependency groups (25.1); older ones come with many Pythons.
@@ -52,27 +51,12 @@ benchmarks: $(VENV)/peers
 	done
 	[ -e $(BENCHMARKS)/attached.json ] || $(BIN)/python benchmarks/attached.py --repetitions 15 --output $(BENCHMARKS)/attached.json
 
-pages: $(VENV)/lab
-	$(BIN)/python docs/catalogue.py
-
 test: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile
-
-# Lint, types, contracts and the core's tests, for while one works.
-check: $(VENV)/dev
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/pyright
-	$(BIN)/lint-imports
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile tests/priors tests/encodings tests/attention
-
-# Ten times the drawn examples, and every combination: hours.
-test-deep: $(VENV)/dev
-	TEST_DEPTH=deep OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile
 
 format: $(VENV)/dev
 	$(BIN)/ruff format .

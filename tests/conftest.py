@@ -9,8 +9,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-from thoroughness import DEEP
-
 # The same examples every time, however slow the machine is, here as where CI is set.
 settings.load_profile("ci")
 
@@ -18,14 +16,6 @@ settings.load_profile("ci")
 # triton, hence here: all tests of one process share that import.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked ``deep``, except in a deep run."""
-    left_out = [] if DEEP else [item for item in items if item.get_closest_marker("deep")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("deep")]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,6 +1,5 @@
 """Attached models train as others do: Trainer, PEFT, torch.compile, our optimiser's groups."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +7,11 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import tiny, tokens
-from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
 
-from attention_priors.hf import (
-    attach,
-    attached_priors,
-    detach,
-    load_adapter,
-    load_attached,
-    save_adapter,
-    train_attached,
-)
+from attention_priors.hf import attach, attached_priors, load_adapter, load_attached, save_adapter, train_attached
 from attention_priors.lab.train import TrainingSettings, parameter_groups
-from attention_priors.priors import Prior, Structure
 
 IDS = tokens(2, 20)
 ATTACHED: dict[str, Any] = {
@@ -100,8 +90,8 @@ def test_lora_beside_priors(tmp_path: Path) -> None:
     model.eval()
     with torch.no_grad():
         expected = model(input_ids=IDS).logits
-    save_adapter(model, tmp_path)
     model.save_pretrained(tmp_path)
+    save_adapter(model.get_base_model(), tmp_path)
 
     base = load_adapter(tiny("llama"), tmp_path)
     loaded = PeftModel.from_pretrained(base, str(tmp_path)).eval()
@@ -111,142 +101,6 @@ def test_lora_beside_priors(tmp_path: Path) -> None:
         assert len(attached_priors(merged)) == 2
         torch.testing.assert_close(merged(input_ids=IDS).logits, expected, rtol=0, atol=1e-5)
     save_adapter(merged, tmp_path / "again")
-
-
-class Own(Prior):
-    """A prior without ``learn``: its slope trains, its power does not."""
-
-    name = "own"
-    structure = Structure.STATIONARY
-
-    def __init__(self, num_heads: int) -> None:
-        super().__init__(num_heads)
-        self.slope = nn.Parameter(torch.full((num_heads, 1, 1), 0.1))
-        self.power = nn.Parameter(torch.full((num_heads, 1, 1), 0.5), requires_grad=False)
-
-
-@pytest.mark.filterwarnings("ignore:the prior Own cannot be saved")
-def test_a_users_own_prior_trains_again_too() -> None:
-    model = attach(tiny("llama"), Own(4))
-    before = [name for name, p in model.named_parameters() if p.requires_grad]
-    model.requires_grad_(False)
-    assert len(train_attached(model)) == 2
-    assert [name for name, p in model.named_parameters() if p.requires_grad] == [x for x in before if "attached" in x]
-
-
-def warnings_in_training(model: Any) -> list[str]:
-    """Warnings of attached priors in a forward pass of training."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model.train()(input_ids=IDS)
-    return [str(warning.message) for warning in caught if "attached priors" in str(warning.message)]
-
-
-@pytest.mark.parametrize("targets", [["q_proj"], ["up_proj"]])
-@pytest.mark.parametrize("attached", [{"prior": "generalized_gaussian"}, {"logit_scale": "residual_ssmax"}])
-def test_priors_that_peft_froze_are_warned_of(targets: list[str], attached: dict[str, Any]) -> None:
-    model: Any = get_peft_model(attach(tiny("llama"), **attached), LoraConfig(target_modules=targets, r=2))
-    found = warnings_in_training(model)
-    assert "frozen while the model trains" in found[0]
-    assert "call train_attached(model) after it, and before the optimizer is made" in found[0]
-    with torch.no_grad():
-        assert not warnings_in_training(model)
-    train_attached(model)
-    assert not warnings_in_training(model)
-
-
-@pytest.mark.parametrize("prior", ["laplace", "uniform"])
-def test_priors_that_learn_nothing_are_not_warned_of(prior: str) -> None:
-    assert not warnings_in_training(
-        get_peft_model(attach(tiny("llama"), prior), LoraConfig(target_modules=["q_proj"], r=2))
-    )
-
-
-def test_a_frozen_model_is_not_warned_of() -> None:
-    model = attach(tiny("llama"), **ATTACHED).requires_grad_(False)
-    assert not warnings_in_training(model)
-
-
-def test_what_peft_does_not_save_is_warned_of(tmp_path: Path) -> None:
-    match = r"PEFT saves its own weights alone.* Call save_adapter\(model, folder\) before model\.save_pretrained"
-    model: Any = get_peft_model(attach(tiny("llama"), **ATTACHED), LoraConfig(target_modules=["q_proj"], r=2))
-    train_attached(model)
-    with pytest.warns(UserWarning, match=match):
-        model.save_pretrained(tmp_path)
-    with pytest.raises(
-        FileNotFoundError, match=r"holds no prior_adapter_config\.json, it is PEFT's adapter, without what"
-    ):
-        load_adapter(tiny("llama"), tmp_path)
-    with pytest.raises(ValueError, match=r"holds an adapter \(adapter_config\.json\) and no model: load_model\("):
-        load_attached(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        save_adapter(model, tmp_path)
-        model.save_pretrained(tmp_path)
-        loaded = PeftModel.from_pretrained(load_adapter(tiny("llama"), tmp_path), str(tmp_path))
-        loaded.save_pretrained(str(tmp_path / "again"))
-    with torch.no_grad():
-        assert torch.equal(loaded.eval()(input_ids=IDS).logits, model.eval()(input_ids=IDS).logits)
-    warnings_in_training(model)
-    with pytest.warns(UserWarning, match=match):
-        model.save_pretrained(tmp_path)
-
-
-def test_peft_is_not_to_save_attached_modules_itself() -> None:
-    lora = LoraConfig(target_modules=["q_proj"], r=2, modules_to_save=["attached_prior"])
-    model: Any = get_peft_model(attach(tiny("llama"), **ATTACHED), lora)
-    with pytest.raises(
-        RuntimeError, match=r"a ModulesToSaveWrapper holds .*take 'attached_prior' out of PEFT's modules"
-    ):
-        model(input_ids=IDS)
-
-
-def test_priors_are_attached_to_the_base_of_a_model_of_peft(tmp_path: Path) -> None:
-    model: Any = get_peft_model(tiny("llama"), LoraConfig(target_modules=["q_proj"], r=2))
-    for call in (lambda: attach(model, **ATTACHED), lambda: detach(model)):
-        with pytest.raises(
-            ValueError, match=r"got PeftModel: give its base model, model\.get_base_model\(\), with which"
-        ):
-            call()
-    with torch.no_grad():
-        plain = model(input_ids=IDS).logits
-    attach(model.get_base_model(), "laplace", logit_scale="residual_ssmax")
-    assert not warnings_in_training(model)
-    save_adapter(model, tmp_path)
-    with torch.no_grad():
-        found = model.eval()(input_ids=IDS).logits
-        assert not torch.equal(found, plain)
-        assert torch.equal(load_adapter(tiny("llama"), tmp_path)(input_ids=IDS).logits, found)  # LoRA starts as nothing
-        with pytest.raises(ValueError, match="got PeftModel: give its base model"):
-            detach(model)
-        assert torch.equal(model(input_ids=IDS).logits, found)
-        detach(model.get_base_model())
-        assert torch.equal(model(input_ids=IDS).logits, plain)
-
-
-class SavePriors(TrainerCallback):
-    """What docs/attach.md says for Trainer, which saves PEFT's files alone."""
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        save_adapter(kwargs["model"], Path(args.output_dir) / f"checkpoint-{state.global_step}")
-
-
-@pytest.mark.filterwarnings("ignore:PEFT saves its own weights alone")
-def test_trainer_with_lora_resumes_priors_that_a_callback_saved(tmp_path: Path) -> None:
-    def with_lora(model: Any) -> Any:
-        torch.manual_seed(0)
-        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
-        train_attached(model)
-        return model
-
-    whole = with_lora(attach(tiny("llama"), **ATTACHED))
-    saving = trainer(whole, tmp_path, 4)
-    saving.add_callback(SavePriors())
-    saving.train()
-    resumed = with_lora(load_adapter(tiny("llama"), tmp_path / "checkpoint-2"))
-    trainer(resumed, tmp_path, 4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    for (name, a), b in zip(whole.named_parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(a, b), name
 
 
 def test_lora_of_all_linear_layers() -> None:

@@ -14,7 +14,7 @@ import torch
 import transformers
 from huggingface_hub import HfApi, snapshot_download
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
@@ -34,26 +34,25 @@ from attention_priors.hf.weights import damage_named, read_weights, write_weight
 
 DESCRIPTION = "prior_adapter_config.json"
 WEIGHTS = "prior_adapter.safetensors"
-PEFT_DESCRIPTION = "adapter_config.json"
 FORMAT = 1
 """Of the adapter's files."""
 FOR_FILES = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 """Options of ``from_pretrained`` that say where files are."""
 
 
-def save_adapter(model: nn.Module, folder: str | Path) -> None:
+def save_adapter(model: PreTrainedModel, folder: str | Path) -> None:
     """Write what is attached to a model: a description (JSON) and its parameters (safetensors), a few kilobytes.
 
     The model itself is not in it; :func:`load_adapter` takes one.
 
     Args:
-        model: the model :func:`attach` returned, or one around it (PEFT's, DDP's).
+        model: with priors attached.
         folder: is made if need be. The names of the files are their own, so that it may be PEFT's folder too.
 
     Raises:
         ValueError: if nothing is attached, or loading could not make a prior or a logit scale from its name.
     """
-    model, config = _described(model)
+    config = _description(model)
     check_attached_can_be_loaded(model)
     tensors: dict[str, Tensor] = {
         f"layers.{index}.{name}": tensor
@@ -75,8 +74,6 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
             "attached": config,
         },
     )
-    for part in attached_priors(model).values():
-        part.is_saved = True
 
 
 def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Model:
@@ -102,11 +99,7 @@ def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Mode
             folder = Path(snapshot_download(str(name_or_path), allow_patterns=[DESCRIPTION, WEIGHTS], **options))
     for name in (DESCRIPTION, WEIGHTS):
         if not (folder / name).is_file():
-            alone = (folder / PEFT_DESCRIPTION).is_file()
-            what = "PEFT's adapter, without what was attached" if alone else "no prior adapter"
-            raise FileNotFoundError(
-                f"{name_or_path} holds no {name}, it is {what}: save_adapter(model, folder) writes one"
-            )
+            raise FileNotFoundError(f"{name_or_path} holds no {name}: it is no prior adapter")
     description = read_json(folder / DESCRIPTION)
     found = description.get("format") if isinstance(description, dict) else None
     if found != FORMAT:
@@ -139,8 +132,6 @@ def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Mode
     except ValueError:
         detach(model)
         raise
-    for part in attached_priors(model).values():
-        part.is_saved = True
     return model
 
 
@@ -148,11 +139,11 @@ def _layers(model: PreTrainedModel) -> int | None:
     return getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
 
 
-def push_adapter_to_hub(model: nn.Module, repo_id: str, *, private: bool | None = None, **options: Any) -> str:
+def push_adapter_to_hub(model: PreTrainedModel, repo_id: str, *, private: bool | None = None, **options: Any) -> str:
     """Upload what is attached to a model to the Hugging Face Hub; :func:`load_adapter` takes its name.
 
     Args:
-        model: as for :func:`save_adapter`.
+        model: with priors attached.
         repo_id: ``user/name``; it is made if need be.
         private: whether a new repository is private.
         options: for ``HfApi``, such as ``token``.
@@ -160,7 +151,7 @@ def push_adapter_to_hub(model: nn.Module, repo_id: str, *, private: bool | None 
     Returns:
         The address of the commit.
     """
-    _described(model)
+    _description(model)
     check_attached_can_be_loaded(model)
     api = HfApi(**options)
     api.create_repo(repo_id, private=private, exist_ok=True)
@@ -188,13 +179,6 @@ def load_attached(name_or_path: str | Path, **options: Any) -> PreTrainedModel:
     for name in ("variant", "output_loading_info"):
         if options.get(name):
             raise ValueError(f"load_attached() does not support {name}, got {options[name]!r}")
-    inside = Path(name_or_path, options.get("subfolder") or "")
-    adapters = [file for file in (DESCRIPTION, PEFT_DESCRIPTION) if (inside / file).is_file()]
-    if adapters and not (inside / "config.json").is_file():
-        raise ValueError(
-            f"{name_or_path} holds an adapter ({', '.join(adapters)}) and no model: load_model({str(inside)!r}) loads "
-            "both"
-        )
     for_files = {key: options[key] for key in FOR_FILES if key in options}
     with folder_or_repository("model", name_or_path):
         config = AutoConfig.from_pretrained(name_or_path, **for_files)
@@ -205,6 +189,7 @@ def load_attached(name_or_path: str | Path, **options: Any) -> PreTrainedModel:
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
         raise ValueError(f"{name_or_path} is a {name or 'model without a name'}, which transformers does not have")
     arguments = _arguments(getattr(config, CONFIG_KEY), f"the config of {name_or_path}")
+    inside = Path(name_or_path, options.get("subfolder") or "")
     with folder_or_repository("model", name_or_path), damage_named(inside), _attached_keys_expected(model_class):
         model = model_class.from_pretrained(name_or_path, **options)
     attach(model, **arguments)
@@ -215,13 +200,11 @@ def load_attached(name_or_path: str | Path, **options: Any) -> PreTrainedModel:
     return model
 
 
-def _described(model: nn.Module) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return the model of transformers that has priors attached, and its config's description of them."""
-    for inside in model.modules():
-        description = getattr(getattr(inside, "config", None), CONFIG_KEY, None)
-        if isinstance(inside, PreTrainedModel) and description is not None and attached_priors(inside):
-            return inside, description
-    raise ValueError(f"this {type(model).__name__} has no priors attached: attach(model, prior) attaches some")
+def _description(model: PreTrainedModel) -> dict[str, Any]:
+    description = getattr(model.config, CONFIG_KEY, None)
+    if description is None or not attached_priors(model):
+        raise ValueError(f"this {type(model).__name__} has no priors attached")
+    return description
 
 
 def _arguments(description: Any, place: str | Path) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from attention_priors._io import read_json
-from attention_priors.hf.adapter import DESCRIPTION, PEFT_DESCRIPTION, load_adapter
+from attention_priors.hf.adapter import DESCRIPTION, load_adapter
 
+PEFT_DESCRIPTION = "adapter_config.json"
 TOGETHER = "save both together: model.save_pretrained(OTHER) of the base model with the adapter in it"
 """Cure for an adapter whose base model is unknown or elsewhere."""
 

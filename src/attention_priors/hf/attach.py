@@ -90,12 +90,10 @@ def attach(
         ValueError: if an argument is impossible, or if the model cannot have a prior; it says which layer and why.
             The model is then as it was, as after any other error.
     """
-    _check_model(model)
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
     if prior is None and logit_scale is None and not drop_positions:
-        raise ValueError(
-            "there is nothing to attach: prior, logit_scale and drop_positions are all missing; give one of them, such "
-            "as prior='generalized_gaussian'"
-        )
+        raise ValueError("there is nothing to attach: prior, logit_scale and drop_positions are all missing")
     if hasattr(model, STATE):
         raise ValueError(f"this {type(model).__name__} has priors attached; detach(model) first")
     check_booleans(share_prior=share_prior, drop_positions=drop_positions, freeze_model=freeze_model)
@@ -135,7 +133,7 @@ def attach(
         _freeze(model, freeze_model, drop_positions, state)
         for index, module in chosen.items():
             setattr(module, ATTRIBUTE, parts[index])
-            state.handles.append(module.register_forward_pre_hook(_check_in_use, with_kwargs=True))
+            state.handles.append(module.register_forward_pre_hook(_check_in_use))
         _take_own_config(model, configs)
         register()
         model.set_attn_implementation(IMPLEMENTATION)
@@ -162,7 +160,6 @@ def detach(model: Model) -> Model:
     Raises:
         ValueError: if nothing is attached.
     """
-    _check_model(model)
     state: _State | None = getattr(model, STATE, None)
     if state is None:
         raise ValueError(f"this {type(model).__name__} has no priors attached")
@@ -173,19 +170,6 @@ def detach(model: Model) -> Model:
     if hasattr(model.config, CONFIG_KEY):
         delattr(model.config, CONFIG_KEY)
     return model
-
-
-def _check_model(model: Any) -> None:
-    if isinstance(model, PreTrainedModel):
-        return
-    parts = model.modules() if isinstance(model, nn.Module) else ()
-    inside = next((part for part in parts if isinstance(part, PreTrainedModel)), None)
-    cure = ""
-    if hasattr(model, "peft_config"):
-        cure = ": give its base model, model.get_base_model(), with which PEFT goes on computing"
-    elif inside is not None:
-        cure = f": give the {type(inside).__name__} inside it, and wrap that afterwards"
-    raise ValueError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}{cure}")
 
 
 def check_attached_can_be_loaded(model: nn.Module) -> None:
@@ -245,20 +229,25 @@ def attached_priors(model: nn.Module) -> dict[int, AttachedPrior]:
 
 
 def train_attached(model: nn.Module) -> list[nn.Parameter]:
-    """Let attached priors and logit scales train again, after something has frozen the whole model.
+    """Let attached priors and logit scales learn again what they learn, after something has frozen all of the model.
 
-    ``peft.get_peft_model`` freezes it: call this function afterwards, and priors train together with the LoRA matrices.
-
-    Args:
-        model: the model :func:`attach` returned, or one around it (PEFT's).
+    ``peft.get_peft_model`` does: call this after it, and the priors are trained together with the LoRA matrices.
 
     Returns:
-        The attached parameters that train: those that trained when they were attached.
+        The parameters that learn.
     """
     for part in attached_priors(model).values():
-        for name, parameter in part.named_parameters():
-            parameter.requires_grad_(name in part.learns)
-    return [p for part in attached_priors(model).values() for p in part.parameters() if p.requires_grad]
+        for module in part.modules():
+            if isinstance(module, Prior):
+                module.freeze_what_is_fixed()
+            elif isinstance(module, SSMax):
+                module.s.requires_grad_(True)
+    return [
+        parameter
+        for part in attached_priors(model).values()
+        for parameter in part.parameters()
+        if parameter.requires_grad
+    ]
 
 
 def _take_own_config(model: PreTrainedModel, before: list[tuple[nn.Module, Any]]) -> None:
@@ -275,15 +264,8 @@ def _take_own_config(model: PreTrainedModel, before: list[tuple[nn.Module, Any]]
     assert model.config is own
 
 
-def _check_in_use(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise a RuntimeError if what is attached would be left out, and warn if it is frozen while the model trains."""
-    part = getattr(module, ATTRIBUTE)
-    if not isinstance(part, AttachedPrior):
-        raise RuntimeError(
-            f"a {type(part).__name__} holds what is attached to layer {cast(Any, module).layer_idx}: take "
-            f"{ATTRIBUTE!r} out of PEFT's modules_to_save, call train_attached(model) to train what is attached, and "
-            "save_adapter(model, folder) to save it"
-        )
+def _check_in_use(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Another attention function would leave out what is attached, without a word."""
     implementation = cast(Any, module.config)._attn_implementation
     if implementation != IMPLEMENTATION:
         raise RuntimeError(
@@ -291,17 +273,6 @@ def _check_in_use(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             f"{module.layer_idx}: model.set_attn_implementation({IMPLEMENTATION!r}) brings it back, detach(model) "
             "takes it off"
         )
-    if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        part.is_saved = False
-        frozen = part.learns and not any(parameter.requires_grad for parameter in part.parameters())
-        inputs = (x for x in (*args, *kwargs.values(), *module.parameters()) if isinstance(x, Tensor))
-        if frozen and any(x.requires_grad for x in inputs):
-            warnings.warn(
-                "attached priors and logit scales are frozen while the model trains, as peft.get_peft_model() leaves "
-                "them: call train_attached(model) after it, and before the optimizer is made. If they are to stay as "
-                "they are, ignore this warning",
-                stacklevel=2,
-            )
 
 
 # ---- which modules
@@ -372,7 +343,7 @@ def _chosen(found: Mapping[int, nn.Module], layers: list[int] | None) -> dict[in
             raise ValueError(f"layers holds {layer!r}, but the layers with attention are {_ranges(sorted(found))}")
         chosen[index] = found[index]
     if not chosen:
-        raise ValueError("layers must hold at least one layer, or be None for all; got []")
+        raise ValueError("layers is empty")
     return dict(sorted(chosen.items()))
 
 

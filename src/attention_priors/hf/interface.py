@@ -22,8 +22,6 @@ IMPLEMENTATION = "attention_priors"
 """The name under which transformers knows this attention."""
 ATTRIBUTE = "attached_prior"
 """Where a layer's attention module has what is attached to it."""
-PEFT_PREFIX = "base_model.model."
-"""Start of the names that PEFT gives to the modules of a model."""
 REFUSED = {
     "softcap": "capped logits",
     "s_aux": "sinks of the model's own",
@@ -52,20 +50,7 @@ class AttachedPrior(nn.Module):
             # Not as a submodule: a checkpoint holds the parameters once.
             object.__setattr__(self, "prior", prior)
         self.logit_scale = logit_scale
-        self.learns = frozenset(name for name, parameter in self.named_parameters() if parameter.requires_grad)
-        """Names of the parameters that train, unless PEFT or its like freezes them."""
-        self.is_saved = False
-        """Whether the files of an adapter hold the parameters, which no training step has changed since."""
         self._in_windows: dict[int, Prior] = {}
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if PEFT_PREFIX in prefix and not self.is_saved:
-            warnings.warn(
-                "PEFT saves its own weights alone; without what attach() attached, they compute something else. Call "
-                "save_adapter(model, folder) before model.save_pretrained(folder)",
-                stacklevel=2,
-            )
 
     def in_window(self, size: int | None, num_heads: int) -> Prior | None:
         """The prior within a sliding window."""
