@@ -41,7 +41,8 @@ def compare(
     """
     console = Console()
     # The laboratory is imported here: it takes seconds, and --help should not.
-    from attention_priors.lab import report, study
+    from attention_priors.lab import report as reports
+    from attention_priors.lab import study
 
     output = output or Path("runs") / recipe.stem
     failed: study.RunFailedError | None = None
@@ -52,34 +53,34 @@ def compare(
             )
         except study.RunFailedError as error:
             failed, results = error, error.results
-        page = output / "report.html"
-        if results["runs"]:
-            if report.are_of_images(results):
-                report.write_image_results(results, output)
-            else:
-                drawn = [*report.illustrations(results)]
-                report.write_figures(results, output / "figures", drawn)
-                report.write_tables(results, output / "tables")
-                report.write_report(results, page, drawn)
-    if results["runs"]:
-        of_images = report.are_of_images(results)
-        if of_images:
-            console.print(report.image_table(results))
-        elif results["passkey"]:
-            console.print(report.render_text_table(results))
-        written(console, "Tables", output / "tables")
-        written(console, "Report", page)
-        with errors():
-            missing = report.refresh_page(output)
-            words = f"{output / 'README.md'} has places for tables that there are not: {', '.join(missing)}"
-            plan = results["recipe"]
-            if missing and failed is None and len(results["runs"]) == len(plan["schemes"]) * len(plan["seeds"]):
-                raise ValueError(words)
-            if missing:
-                console.print(escape(f"{words}; not all runs are finished"), highlight=False, soft_wrap=True)
     if failed is not None:
         console.print(f"[bold red]error:[/] {escape(str(failed))}", highlight=False, soft_wrap=True)
+    if len(results["run"]):
+        with errors():
+            page = reports.write_report(results, output)
+        if (overview := reports.overview_table(results)).lines:
+            console.print(overview.terminal(intervals=results.of_images))
+        written(console, "Report", page)
+    if failed is not None:
         raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="Folders of comparisons, each with its results.jsonl.gz.")],
+) -> None:
+    """Draw the tables, figures and report of comparisons anew, from their results alone.
+
+    A folder with a README.md keeps its words: its tables and figures alone are drawn.
+    """
+    from attention_priors.lab import report as reports
+    from attention_priors.lab.results import Results
+
+    console = Console()
+    for folder in folders:
+        with errors():
+            page = reports.write_report(Results.read(folder), folder)
+        written(console, "Report", page)
 
 
 @app.command()
@@ -229,7 +230,7 @@ def evaluate(
 
     from attention_priors._io import write_bytes
     from attention_priors.lab import evaluate as evaluation
-    from attention_priors.lab import report
+    from attention_priors.lab import report as reports
     from attention_priors.lab.strict_yaml import explain
 
     console = Console()
@@ -262,11 +263,12 @@ def evaluate(
             subject = evaluation.Subject.load(model, dtype=dtype, device=device)
         with EvaluationDisplay(console) as display:
             summary = evaluation.evaluate(subject, plan, output, chunk=chunk, batch=batch, observer=display.observer())
-        table = output / "table.md"
-        write_bytes(table, report.evaluation_markdown(summary).encode())
-        report.write_evaluation_figures(summary, output / "figures")
-    for part in report.evaluation_tables(summary):
-        console.print(part)
+        results = reports.evaluation_results(summary, Path(model).name)
+        tables = reports.evaluation_tables(results)
+        write_bytes(output / "table.md", "\n".join(table.markdown() for table in tables).encode())
+        reports.write_evaluation_figures(summary, results, output / "figures")
+    for table in tables:
+        console.print(table.terminal())
     written(console, "Results", output / "results.jsonl")
 
 
@@ -298,7 +300,7 @@ def inspect(
     """
     from attention_priors._io import writable_folder, write_json
     from attention_priors.lab import inspect as inspection
-    from attention_priors.lab import report
+    from attention_priors.lab import report as reports
 
     console = Console()
     quiet_transformers()
@@ -319,11 +321,11 @@ def inspect(
             given = inspection.load_inspected(model, device=device)
             found = inspection.inspect_model(given, plan, status.update)
             status.update("Writing the page")
-            report.write_inspection(found, output / "inspection.html")
+            reports.write_inspection(found, output / "inspection.html")
         for shown in found["passkey"].get("maps", ()):
             del shown["weights"]  # large, and drawn
         write_json(output / "inspection.json", found)
-    console.print(escape(report.inspection_summary(found)))
+    console.print(escape(reports.inspection_summary(found)))
     written(console, "Page", output / "inspection.html")
 
 

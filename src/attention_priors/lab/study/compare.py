@@ -29,6 +29,7 @@ from rich.progress import (
 
 from attention_priors._io import writable_folder, write_json
 from attention_priors.lab.output_folder import sole_writer
+from attention_priors.lab.results import Results, write_rows
 from attention_priors.lab.strict_yaml import RecipeError, check_same_recipe
 from attention_priors.lab.study.folders import run_folder
 from attention_priors.lab.study.images import ImageRecipe
@@ -42,10 +43,10 @@ class RunFailedError(RuntimeError):
     """Runs ended with an error; the message says which and shows the end of their logs.
 
     Attributes:
-        results: what the others have found, as :func:`compare` would have returned it.
+        results: Results of the other runs.
     """
 
-    def __init__(self, message: str, results: dict[str, Any]) -> None:
+    def __init__(self, message: str, results: Results) -> None:
         super().__init__(message)
         self.results = results
 
@@ -76,8 +77,8 @@ def compare(
     only: Sequence[str] = (),
     processes: int | None = None,
     console: Console,
-) -> dict[str, Any]:
-    """Train and test what is not finished yet, and write ``results.json``.
+) -> Results:
+    """Train and test what is not finished yet, and write ``results.jsonl.gz``.
 
     Interrupted at any point, the same call goes on from there: trainings from their last checkpoint,
     evaluations from their last text.
@@ -90,13 +91,13 @@ def compare(
         console: where progress is shown.
 
     Returns:
-        The results, of every run of the recipe that is finished.
+        Results of every run of the recipe that is finished.
 
     Raises:
         RecipeError: before any work, if a scheme is unknown, a text cannot be made, or ``output`` holds runs of
             another recipe or is being written by another call.
         OSError: before any work, if ``output`` cannot be written.
-        RunFailedError: runs failed, after all others were carried out and ``results.json`` was written of them.
+        RunFailedError: runs failed, after all others were carried out and ``results.jsonl.gz`` was written of them.
     """
     chosen = {name for pattern in only for name in _matching(recipe, pattern)} or set(recipe.schemes)
     if processes is not None and processes < 1:
@@ -119,7 +120,7 @@ def _compare(
     schemes: Collection[str],
     processes: int,
     console: Console,
-) -> dict[str, Any]:
+) -> Results:
     with console.status("Making ready what is read"):
         study = load_study(recipe, writable_folder(output / "cache"))
         study.check()
@@ -145,10 +146,11 @@ def _compare(
             failures = _run_all(pending, study, recipe_file, output, processes, console, clock)
     finished = [run for run in runs if (run_folder(output, *run) / "done.json").exists()]
     try:
-        results = study.collect(output, finished, clock.seconds)
+        rows = study.collect(output, finished, clock.seconds)
     except RecipeError as error:
         raise RecipeError("\n".join([*failures, str(error)])) from error
-    write_json(output / "results.json", results)
+    write_rows(output, rows)
+    results = Results.of(rows)
     if failures:
         raise RunFailedError("\n".join(failures), results)
     return results
