@@ -347,7 +347,7 @@ def cases(draw: st.DrawFn, prior_name: str, longest: int = 300, masks: bool = Tr
     if logit_scale is not None:
         shape = draw(st.sampled_from([None, None, (num_queries,), (batch, num_queries), (batch, heads, num_queries)]))
         # Queries that see next to nothing, and have next to no scale, leave nothing to prune.
-        fewest = draw(st.sampled_from([1, 200, 200]))
+        fewest = draw(st.sampled_from([0, 200, 200]))
         visible_keys = None if shape is None else torch.randint(fewest, 500, shape, generator=generator)
     documents = draw(_documents(batch, num_keys, generator)) if num_queries <= num_keys else None
     query_positions, key_positions = draw(_positions(batch, num_queries, num_keys, generator))

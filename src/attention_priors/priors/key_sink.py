@@ -140,9 +140,8 @@ class KeySink(Prior):
     def _shared_curve(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """The MLP's output, ``(..., L)``. It ignores autocast: bfloat16 would blur far positions."""
         out_dtype = dtype
-        # Features grow with position, and so does what the hidden units cancel out. Compiled code cannot look at
-        # positions, and meta tensors have none.
-        if torch.compiler.is_compiling() or positions.is_meta or self._is_far(positions):
+        # Features grow with position, and so does what the hidden units cancel out. Compiled code cannot look.
+        if torch.compiler.is_compiling() or self._is_far(positions):
             dtype = torch.float64
         first, activation, last = self.mlp
         # Whatever stands in for such a layer computes something else from its weight, if it has one.
@@ -152,8 +151,7 @@ class KeySink(Prior):
                 "torch.nn.Linear: leave priors out of what quantises linear layers or gives them LoRA matrices "
                 "(PEFT: LoraConfig(exclude_modules=r'.*prior.*'))"
             )
-        device = "cpu" if positions.is_meta else positions.device.type  # there is no autocast on meta
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(positions.device.type, enabled=False):
             hidden = nn.functional.linear(
                 self._features(positions, dtype), first.weight.to(dtype), first.bias.to(dtype)
             )
