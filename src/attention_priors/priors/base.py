@@ -233,7 +233,7 @@ def unset_after_reset(module: nn.Module) -> list[str]:
         if tensor.is_floating_point():
             tensor.fill_(torch.nan)
     getattr(module, "reset_parameters", lambda: None)()
-    return [name for name, tensor in tensors.items() if tensor.isnan().any()]
+    return [name for name, tensor in tensors.items() if not tensor.is_meta and tensor.isnan().any()]
 
 
 def check_over_line(prior: Prior | None) -> None:
