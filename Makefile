@@ -2,7 +2,6 @@
 # make results: what docs/results shows, from recipes/results. Finished runs there are not computed again; to compute
 # all of them, which takes days on two cores, name an empty folder: make results RESULTS=runs/results
 # make benchmarks: what docs/benchmarks shows, measured anew in runs/benchmarks, on a machine with nothing else to do.
-# make pages: the tables of docs/priors.md, from the classes of priors.
 # All set up what they need in .venv first; the second time that is there already.
 
 PYTHON ?= python3
@@ -13,7 +12,7 @@ RESULTS ?= docs/results
 BENCHMARKS ?= runs/benchmarks
 RECIPES := $(wildcard recipes/results/*.yaml) recipes/digits-tuning.yaml recipes/digits.yaml
 
-.PHONY: demo test check test-deep results benchmarks pages format
+.PHONY: demo test check test-deep results benchmarks format
 .DELETE_ON_ERROR:
 
 # pip must know dependency groups (25.1); older ones come with many Pythons.
@@ -51,9 +50,6 @@ benchmarks: $(VENV)/peers
 		$(BIN)/attention-priors bench $$recipe --output $(BENCHMARKS)/$$(basename $$recipe .yaml) || exit; \
 	done
 	[ -e $(BENCHMARKS)/attached.json ] || $(BIN)/python benchmarks/attached.py --repetitions 15 --output $(BENCHMARKS)/attached.json
-
-pages: $(VENV)/lab
-	$(BIN)/python docs/catalogue.py
 
 test: $(VENV)/dev
 	$(BIN)/ruff format --check .

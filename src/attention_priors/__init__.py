@@ -21,16 +21,25 @@ from attention_priors.attention import (
 from attention_priors.encodings import LearnedTable, LinearToy, Rotary, ShawVectors, Sinusoidal
 from attention_priors.models.layer import PriorAttention
 from attention_priors.priors import (
+    Axial,
+    ClippedOffsets,
+    GeneralizedGaussian,
+    KeySink,
+    KeySink2d,
+    Laplace,
     Prior,
+    Radial,
+    RelativeBuckets,
+    Spectral,
+    Spectral2d,
     Structure,
+    Uniform,
+    Window,
     alibi_slopes,
     at_spacing,
-    families,
     grid_positions,
     prior_from_config,
-    register_prior,
 )
-from attention_priors.priors.families import *  # noqa: F403
 
 if TYPE_CHECKING:
     from attention_priors.hf import attach
@@ -38,19 +47,31 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Axial",
+    "ClippedOffsets",
+    "GeneralizedGaussian",
     "KeyBounds",
+    "KeySink",
+    "KeySink2d",
+    "Laplace",
     "LearnedTable",
     "LinearToy",
     "Prior",
     "PriorAttention",
     "PruningReport",
+    "Radial",
+    "RelativeBuckets",
     "ResidualSSMax",
     "Rotary",
     "SSMax",
     "ShardedSequence",
     "ShawVectors",
     "Sinusoidal",
+    "Spectral",
+    "Spectral2d",
     "Structure",
+    "Uniform",
+    "Window",
     "alibi_slopes",
     "at_spacing",
     "attach",
@@ -61,11 +82,9 @@ __all__ = [
     "grid_positions",
     "prior_from_config",
     "pruning_report",
-    "register_prior",
     "shard_index",
     "unneeded_keys",
 ]
-__all__ += families.__all__
 
 
 def __getattr__(name: str) -> Any:

@@ -29,14 +29,14 @@ class Described:
         return ", ".join(f"{key}={value!r}" for key, value in self.to_config().items() if key != "name")
 
 
-def check_can_be_built(kind: str, catalogue: Mapping[str, type[Part]], part: Part, *, cure: str) -> None:
+def check_can_be_built(kind: str, catalogue: Mapping[str, type[Part]], part: Part, *, place: str) -> None:
     """Raise a ValueError unless :func:`build` makes a part of the same class from its description.
 
     Args:
         kind: what it is, for the error message: "prior", "encoding", ...
         catalogue: the classes by name.
         part: to be described, as in a saved model's config.
-        cure: what makes a class known, for the error message.
+        place: where the catalogue is found, for the error message.
     """
     # FSDP2 puts a class of torch's in front of the part's own.
     own = next(cls for cls in type(part).__mro__ if not cls.__module__.startswith("torch."))
@@ -45,7 +45,7 @@ def check_can_be_built(kind: str, catalogue: Mapping[str, type[Part]], part: Par
         holds = f"names {known.__name__} {part.name!r}" if known else f"has no {part.name!r}"
         raise ValueError(
             f"the {kind} {own.__name__} cannot be saved: loading makes it from its name, and the catalogue of {kind}s "
-            f"{holds}. Give the class a name of its own and {cure}, where it is saved and where it is loaded"
+            f"{holds}. Give the class a name of its own and add it to {place}, where it is saved and where it is loaded"
         )
 
 
@@ -53,16 +53,13 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def build(
-    kind: str, catalogue: Mapping[str, type[Part]], config: Mapping[str, Any] | str, *, cure: str = "", **known: Any
-) -> Part:
+def build(kind: str, catalogue: Mapping[str, type[Part]], config: Mapping[str, Any] | str, **known: Any) -> Part:
     """Build what a description describes.
 
     Args:
         kind: what it is, for error messages: "prior", "encoding", ...
         catalogue: the classes by name.
         config: ``{"name": ..., <constructor arguments>}``, or a bare name.
-        cure: what makes an unknown name known, for the error message.
         known: arguments that follow from the surroundings (``num_heads``, ``head_dim``). They are passed to
             constructors that take them and need not be in ``config``; where they are, they must agree.
 
@@ -79,7 +76,7 @@ def build(
     arguments = dict(config)
     name = arguments.pop("name")
     if not isinstance(name, str) or name not in catalogue:
-        raise ValueError("; ".join(filter(None, [f"unknown {kind} {name!r}; known are {', '.join(catalogue)}", cure])))
+        raise ValueError(f"unknown {kind} {name!r}; known are {', '.join(catalogue)}")
     parameters = inspect.signature(catalogue[name]).parameters
     for argument in arguments:
         if argument not in parameters:

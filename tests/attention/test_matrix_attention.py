@@ -37,8 +37,8 @@ def ways(num_queries: int, num_keys: int, **options: Any) -> list[str]:
     return called
 
 
-MATRIX = ["forward of short", "backward of short"]
-BLOCKS = ["forward of blocks", "backward of blocks"]
+MATRIX = ["forward of matrix_attention", "backward of matrix_attention"]
+BLOCKS = ["forward of block_attention", "backward of block_attention"]
 
 
 def test_short_contexts_are_one_matrix() -> None:

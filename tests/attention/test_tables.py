@@ -18,16 +18,12 @@ from attention_priors import (
     GeneralizedGaussian,
     KeySink,
     Laplace,
-    Prior,
     Spectral,
     attend,
     grid_positions,
-    prior_from_config,
 )
 from attention_priors.attention import tables
 from attention_priors.attention.tables import consecutive_table
-from attention_priors.hf.heads import OnHeads
-from attention_priors.priors import CATALOGUE, Structure
 
 H = 2
 LIKE = torch.empty(0)
@@ -148,143 +144,6 @@ def test_a_change_of_attributes_of_a_part_is_seen() -> None:
         expected = attend(query, key, key, prior, **places, backend="reference")
     torch.testing.assert_close(after, expected)
     assert float((after - before).abs().max()) > 1e-3
-
-
-class _Steps(Prior):
-    """A prior of one's own that keeps its numbers in attributes that are neither parameters nor buffers."""
-
-    name = "steps"
-    structure = Structure.STATIONARY
-
-    def __init__(self, num_heads: int) -> None:
-        super().__init__(num_heads)
-        self.tensor = torch.zeros(num_heads)
-        self.numbers = [0.0, 0.0]
-        self.nested = {"even": {"height": (0.0, [0.0])}}
-        self.curve = torch.nn.Sequential(torch.nn.Softplus(), torch.nn.Identity())
-
-    def log_prior_at(self, distance: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        first, odd = self.numbers
-        height = self.nested["even"]["height"][1][0]
-        numbers = -first * (distance == 0) - odd * (distance % 2) - height * (distance % 3)
-        slope = self.curve(self.tensor).view(-1, *[1] * distance.dim())
-        return numbers.to(dtype) - slope.to(dtype) * distance.abs()
-
-
-def _write_to_tensor(prior: _Steps) -> None:
-    prior.tensor += 1.0
-
-
-def _write_to_data(prior: _Steps) -> None:
-    prior.tensor.data.add_(1.0)  # which changes no version of the tensor
-
-
-def _write_to_list(prior: _Steps) -> None:
-    prior.numbers[1] = 2.0
-
-
-def _write_to_dict(prior: _Steps) -> None:
-    prior.nested["even"]["height"][1][0] = 3.0
-
-
-def _write_to_submodule(prior: _Steps) -> None:
-    softplus: Any = prior.curve[0]
-    softplus.beta = 0.2
-
-
-def _replace_submodule(prior: _Steps) -> None:
-    prior.curve[1] = torch.nn.Hardtanh(0.0, 0.1)
-
-
-IN_PLACE = [_write_to_tensor, _write_to_data, _write_to_list, _write_to_dict, _write_to_submodule, _replace_submodule]
-
-
-@pytest.mark.parametrize("change", IN_PLACE)
-@pytest.mark.parametrize("queries", [1, 50])
-def test_a_change_in_place_of_attributes_is_seen(queries: int, change: Any) -> None:
-    prior = _Steps(H)
-    query, key = torch.randn(1, H, queries, 4), torch.randn(1, H, 50, 4)
-    with torch.no_grad():
-        before = attend(query, key, key, prior)
-        assert prior in tables._kept
-        change(prior)
-        after = attend(query, key, key, prior)
-        expected = attend(query, key, key, prior, backend="reference")
-    torch.testing.assert_close(after, expected)
-    assert float((after - before).abs().max()) > 1e-3
-
-
-class _Height:
-    """An object whose change no comparison shows."""
-
-    value = 0.0
-
-
-class _WithObject(GeneralizedGaussian):
-    """A prior whose numbers come from an object."""
-
-    name = "with_object"
-
-    def __init__(self, num_heads: int) -> None:
-        super().__init__(num_heads, init="spread")
-        self.height: Any = 0.0
-
-    def log_prior_at(self, distance: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        height = self.height.value if isinstance(self.height, _Height) else self.height
-        return super().log_prior_at(distance, dtype) + height * (distance % 2).to(dtype)
-
-
-def test_a_prior_that_cannot_be_compared_is_not_kept() -> None:
-    prior = _WithObject(H)
-    query, key = torch.randn(1, H, 1, 4), torch.randn(1, H, 50, 4)
-    with torch.no_grad():
-        attend(query, key, key, prior)
-        assert prior in tables._kept
-        prior.height = _Height()
-        for prior.height.value in (1.0, 3e5):  # the second one is too far from 0 for float32
-            found = attend(query, key, key, prior)
-            torch.testing.assert_close(found, attend(query, key, key, prior, backend="reference"))
-            assert prior not in tables._kept
-
-
-def test_lanes_of_a_prior_that_cannot_be_compared_are_not_kept() -> None:
-    prior: Any = Spectral(H, 3)
-    torch.nn.init.normal_(prior.alpha)
-    query, key = torch.randn(1, H, 9, 4), torch.randn(1, H, 50, 4)
-    with torch.no_grad():
-        attend(query, key, key, prior, backend="lanes")
-        assert prior in tables._kept_lanes
-        prior.note = _Height()
-        found = attend(query, key, key, prior, backend="lanes")
-        torch.testing.assert_close(found, attend(query, key, key, prior, backend="reference"))
-    assert prior not in tables._kept_lanes
-
-
-def test_an_attribute_that_learns_has_its_gradient() -> None:
-    prior = _Steps(H)
-    key = torch.randn(1, H, 20, 4)
-    with torch.no_grad():
-        attend(key, key, key, prior)
-    prior.tensor.requires_grad_()
-    attend(key, key, key, prior).sum().backward()
-    assert prior.tensor.grad is not None
-    assert float(prior.tensor.grad.abs().max()) > 0
-
-
-@pytest.mark.parametrize("name", sorted(set(CATALOGUE) - {"sum"}))
-def test_every_prior_of_the_catalogue_can_be_compared(name: str) -> None:
-    sizes: dict[str, dict[str, Any]] = {
-        "key_sink": {"train_length": 8},
-        "key_sink_2d": {"rows": 2, "columns": 2},
-        "window": {"size": 3},
-        "axial": {"rows": "spectral"},
-        "radial": {"prior": "laplace"},
-    }
-    prior = prior_from_config({"name": name, **sizes.get(name, {})}, H)
-    state = tables._State.of(prior)
-    assert state is not None
-    assert state.is_of(prior)
-    assert tables._State.of(OnHeads(H + 1, prior, (0, 2))) is not None
 
 
 @pytest.mark.parametrize("change", [_write_data, _replace_data, _load, _train])

@@ -341,7 +341,7 @@ def test_a_prior_outside_the_catalogue_is_not_saved(
 ) -> None:
     number = 4 if heads is None else 2
     prior = Steep(number) + GeneralizedGaussian(number) if summed else Steep(number)
-    match = r"the prior Steep cannot be saved: .*has no 'steep'\. .*register it with attention_priors\.register_prior"
+    match = r"the prior Steep cannot be saved: .*has no 'steep'\. .*add it to attention_priors\.priors\.CATALOGUE"
     with pytest.warns(UserWarning, match=match):
         model: Any = attach(tiny("llama"), prior, heads=heads)
     for found in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -352,10 +352,10 @@ def test_a_prior_outside_the_catalogue_is_not_saved(
         with pytest.raises(ValueError, match=match):
             push_adapter_to_hub(found, "me/priors")
     assert not list(tmp_path.iterdir())
-    monkeypatch.setitem(CATALOGUE.registered, "steep", Steep)
+    monkeypatch.setitem(CATALOGUE, "steep", Steep)
     model.save_pretrained(tmp_path / "model")
     save_adapter(model, tmp_path / "adapter")
     assert torch.equal(logits(load_attached(tmp_path / "model")), logits(model))
     assert torch.equal(logits(load_adapter(tiny("llama"), tmp_path / "adapter")), logits(model))
-    monkeypatch.delitem(CATALOGUE.registered, "steep")
+    monkeypatch.delitem(CATALOGUE, "steep")
     detach(model).save_pretrained(tmp_path / "plain")

@@ -67,15 +67,6 @@ def test_help_is_there_without_the_laboratory():
         assert word in result.stdout
 
 
-def test_a_plugin_that_cannot_be_imported_is_named(fail):
-    told = fail("small.yaml", plugins=["json", "no_such_module"])
-    assert "plugins: the plugin 'no_such_module' cannot be imported (ModuleNotFoundError: No module named" in told
-    assert "on PYTHONPATH" in told
-    result = CliRunner().invoke(app, ["--plugin", "json", "--plugin", "no_such_module", "explore"])
-    assert result.exit_code == 1
-    assert "the plugin 'no_such_module' cannot be imported" in " ".join(result.output.split())
-
-
 @pytest.mark.parametrize(
     ("model", "stem"),
     [

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tiny_decoders import KEY_SINK, tiny_decoder, tokens
+from tiny_decoders import prior_description, tiny_decoder, tokens
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -28,7 +28,7 @@ GGD = {"name": "generalized_gaussian", "init": "spread"}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "ggd and ssmax": {"prior": GGD, "logit_scale": {"name": "ssmax", "init": 0.7}},
-    "spectral and key sink": {"prior": ["spectral", KEY_SINK]},
+    "spectral and key sink": {"prior": [prior_description("spectral"), prior_description("key_sink")]},
     "shared buckets and rotary": {"prior": "relative_buckets", "share_prior": True, "encoding": "rotary"},
     "learned positions": {"encoding": {"name": "learned", "max_length": 64}},
 }

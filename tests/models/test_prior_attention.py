@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, Prior, PriorAttention, SSMax, Uniform, Window
-from attention_priors.priors import CATALOGUE
+from attention_priors.priors import CATALOGUE, prior_from_config
 
 EMBED, HEADS, BATCH, QUERIES, KEYS = 12, 3, 2, 5, 7
+ARGUMENTS: dict[str, dict[str, Any]] = {"key_sink": {"train_length": 16}, "window": {"size": 3}}
 
 
 def catalogue_prior(name: str, heads: int = HEADS) -> Prior:
-    prior = CATALOGUE[name].examples(heads)[0]
+    prior = prior_from_config({"name": name} | ARGUMENTS.get(name, {}), heads)
     with torch.no_grad():
         for parameter in prior.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.3)

@@ -65,7 +65,7 @@ class Flat(Uniform):
 @pytest.fixture(autouse=True)
 def catalogued(monkeypatch: pytest.MonkeyPatch) -> None:
     for prior in (Tent, ResetTent, SteepLaplace, BufferedTent, Flat):
-        monkeypatch.setitem(CATALOGUE.registered, prior.name, prior)
+        monkeypatch.setitem(CATALOGUE, prior.name, prior)
 
 
 def save_without_prior(folder: Path) -> None:
@@ -114,7 +114,7 @@ def replace_prior(prior: Prior) -> PriorDecoderForCausalLM:
     [
         (
             ResetTent(4),
-            r"the prior ResetTent cannot be saved: .* has no 'reset_tent'\. .* register it with .*register_prior",
+            r"the prior ResetTent cannot be saved: .* has no 'reset_tent'\. .* add it to attention_priors\.",
         ),
         (
             Lopsided(4),
@@ -127,7 +127,7 @@ def test_a_prior_outside_the_catalogue_is_not_saved(
     prior: Prior, match: str, summed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = replace_prior(prior + Laplace(4) if summed else prior)
-    monkeypatch.delitem(CATALOGUE.registered, "reset_tent")
+    monkeypatch.delitem(CATALOGUE, "reset_tent")
     with pytest.raises(ValueError, match=match):
         model.save_pretrained(tmp_path / "model")
     assert not list(tmp_path.iterdir())
@@ -144,7 +144,7 @@ class Doubled(ResetTent):
 
 
 def test_a_prior_inside_a_catalogued_one_needs_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CATALOGUE.registered, "doubled", Doubled)
+    monkeypatch.setitem(CATALOGUE, "doubled", Doubled)
     replace_prior(Doubled(4)).save_pretrained(tmp_path / "model")
     assert (tmp_path / "model" / "config.json").is_file()
 

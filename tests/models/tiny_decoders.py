@@ -10,19 +10,20 @@ from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
 from attention_priors.priors import CATALOGUE
 
 VOCABULARY = 50
+_PRIOR_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "key_sink": {"train_length": 16, "init": "recency"},
+    "window": {"size": 4},
+}
 _ENCODING_ARGUMENTS: dict[str, dict[str, Any]] = {"learned": {"max_length": 64}, "shaw": {"max_offset": 3}}
 
 
 def prior_description(name: str) -> dict[str, Any]:
-    example = CATALOGUE[name].examples(1)[0].to_config()
-    return {key: value for key, value in example.items() if key != "num_heads"}
+    return {"name": name} | _PRIOR_ARGUMENTS.get(name, {})
 
 
 def encoding_description(name: str) -> dict[str, Any]:
     return {"name": name} | _ENCODING_ARGUMENTS.get(name, {})
 
-
-KEY_SINK = {"name": "key_sink", "train_length": 16, "init": "recency"}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -36,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ssmax beside a prior": {"prior": "laplace", "logit_scale": {"name": "ssmax", "include_prior": False}},
     "prior and rotary": {"prior": "laplace", "encoding": "rotary"},
     "prior and shaw": {"prior": "laplace", "encoding": encoding_description("shaw")},
-    "sum": {"prior": [prior_description("spectral"), prior_description("window"), KEY_SINK]},
+    "sum": {"prior": [prior_description(name) for name in ("spectral", "window", "key_sink")]},
     "shared prior": {"prior": "relative_buckets", "share_prior": True},
 }
 
@@ -45,7 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "T5, shared by all layers": {"prior": "relative_buckets", "share_prior": True},
     "rotary": {"encoding": "rotary"},
     "ALiBi and SSMax": {"prior": "laplace", "logit_scale": {"name": "ssmax", "init": 0.7}},
-    "GOAT": {"prior": [{"name": "spectral", "init": "recency"}, KEY_SINK]},
+    "GOAT": {"prior": [{"name": "spectral", "init": "recency"}, prior_description("key_sink")]},
     "Shaw": {"encoding": encoding_description("shaw")},
 }
 """What people train: the cases that transformers tests of each of its own models are tested over these."""

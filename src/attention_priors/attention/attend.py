@@ -112,10 +112,10 @@ def attend(
         causal: whether a query sees only keys at positions up to its own.
         logit_scale: :class:`SSMax`, or None.
         visible_keys: ``n``, how many keys each query may see as ``logit_scale`` counts them, integers ``(Lq,)``,
-            ``(B, Lq)`` or ``(B, H or 1, Lq)``, at least 1. By default those that are given and not hidden are
-            counted; where others have been left out (keys that were forgotten, or that another call has seen to), say
-            here how many there would be.
-        softmax_scale: of the content, any real number above 0; ``1/sqrt(D)`` by default.
+            ``(B, Lq)`` or ``(B, H or 1, Lq)``. By default those that are given and not hidden are counted; where
+            others have been left out (keys that were forgotten, or that another call has seen to), say here how
+            many there would be.
+        softmax_scale: of the content; ``1/sqrt(D)`` by default.
         query_positions: integers ``(Lq,)`` or ``(B, Lq)``, in tokens. By default queries end at the last
             key, as in decoding with a KV cache.
         key_positions: integers ``(Lk,)`` or ``(B, Lk)``; by default ``0..Lk-1``, or from 0 in each document. Priors
@@ -149,13 +149,11 @@ def attend(
 
     Returns:
         Output ``(B, H, Lq, Dv)`` in the query's dtype; with ``return_lse`` also ``(B, H, Lq)`` in float32
-        (float64 for float64 queries). A query that may see no key gets zeros, and ``-inf``. A key that is NaN or
-        infinite changes only queries that see the key. Hidden values that are not finite may change any query, and
-        gradients too.
+        (float64 for float64 queries). A query that may see no key gets zeros, and ``-inf``.
 
     Raises:
         ValueError: if an argument is impossible or does not fit the others; it says which and why.
-        RuntimeError: for ``backend="flex"`` on a CPU, if there is no C++ compiler; under ``torch.jit.trace``.
+        RuntimeError: for ``backend="flex"`` on a CPU, if there is no C++ compiler.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")

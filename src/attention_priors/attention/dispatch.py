@@ -13,7 +13,6 @@ def nobody_watches(like: Tensor) -> bool:
     return (
         not torch.is_grad_enabled()
         and type(like) is Tensor
-        and not like.is_meta
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention_priors.attention.augment import augment
-from attention_priors.attention.content import all_of, columns_together
+from attention_priors.attention.content import all_of
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.recentred import lanes_are_exact
 from attention_priors.attention.reference import blockwise
@@ -47,13 +47,12 @@ def lanes(problem: Problem, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         causal = False
     if query.shape[1] != key.shape[1]:
         is_grouped = True
-    # One width for all three: kernels for several are slower. Where columns lie apart PyTorch adds the causal mask to a
-    # dense matrix, and a key that is not finite spoils earlier queries.
+    # One width for all three: kernels for several are slower.
     width = max(content.width, value.shape[-1])
     out = scaled_dot_product_attention(
-        columns_together(content.queries(all_of, width)),
-        columns_together(content.keys(all_of, width)),
-        columns_together(content.values(all_of, width)),
+        content.queries(all_of, width),
+        content.keys(all_of, width),
+        content.values(all_of, width),
         is_causal=causal,
         scale=problem.softmax_scale,
         enable_gqa=is_grouped,

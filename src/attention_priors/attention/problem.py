@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +16,6 @@ from attention_priors.encodings import ShawVectors
 from attention_priors.precision import compute_dtype_of
 from attention_priors.priors import Prior
 from attention_priors.priors.base import check_in_use, check_positions
-from attention_priors.tracing import can_be_read
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -97,11 +93,6 @@ def make_problem(
     Raises:
         ValueError: naming the argument, its shape or value, and what was expected.
     """
-    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-        raise RuntimeError(
-            "torch.jit.trace does not support attend(): a trace records the sizes and masks of its example inputs; use "
-            "torch.compile or torch.export"
-        )
     _check_tensors(query, key, value)
     batch, heads, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
@@ -119,7 +110,9 @@ def make_problem(
     check_share(dropout_p=dropout_p, tolerance=tolerance)
     if key_bounds is not None:
         _check_key_bounds(key_bounds, key)
-    scale = head_dim**-0.5 if softmax_scale is None else check_softmax_scale(softmax_scale)
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    if not (isinstance(scale, int | float) and 0 < scale < float("inf")):
+        raise ValueError(f"softmax_scale must be a positive finite number, got {softmax_scale!r}")
 
     geometry = make_geometry(
         batch=batch,
@@ -164,8 +157,7 @@ def check_visible_keys(visible_keys: Tensor, logit_scale: SSMax | None, heads: i
     """Numbers of visible keys that a caller gives, as ``(1 or B, H or 1, Lq)``.
 
     Raises:
-        ValueError: for another shape, another dtype than integers, a count below 1 (checked on the CPU in eager mode
-            alone), or without a logit scale that reads them.
+        ValueError: they have another shape, are no integers, or there is no logit scale that reads them.
     """
     check_positions("visible_keys", visible_keys)
     shape = tuple(visible_keys.shape)
@@ -176,10 +168,6 @@ def check_visible_keys(visible_keys: Tensor, logit_scale: SSMax | None, heads: i
         )
     if logit_scale is None:
         raise ValueError("visible_keys are for a logit_scale, and logit_scale is None")
-    if can_be_read(visible_keys) and visible_keys.numel() and (lowest := int(visible_keys.min())) < 1:
-        raise ValueError(
-            f"visible_keys must be at least 1, got {lowest}; for queries that see no key pass visible_keys.clamp(min=1)"
-        )
     return visible_keys if len(shape) == 3 else visible_keys.reshape(-1, 1, num_queries)
 
 
@@ -243,38 +231,11 @@ def check_modules(prior: object, logit_scale: object) -> None:
     Raises:
         ValueError: one of them is not.
     """
-    if isinstance(prior, SSMax):
-        raise ValueError(f"prior must be a Prior, got the logit scale {prior!r}; pass it as logit_scale=")
-    if isinstance(logit_scale, Prior):
-        raise ValueError(
-            f"logit_scale must be a module such as SSMax, got the prior {logit_scale!r}; pass it as prior="
-        )
     # By what is asked of them: PEFT and others wrap modules.
-    if prior is not None and not (hasattr(prior, "num_heads") and hasattr(prior, "log_prior_at")):
-        got, cure = type(prior).__name__, "build one with its class, as in Laplace(num_heads)"
-        if isinstance(prior, type):
-            got = f"the class {prior.__name__}"
-        elif isinstance(prior, str | Mapping):
-            got, cure = repr(prior), f"build one with prior_from_config({prior!r}, num_heads=...) or with its class"
-        raise ValueError(f"prior must be a Prior, got {got}; {cure}")
-    if logit_scale is not None and not (hasattr(logit_scale, "num_heads") and hasattr(logit_scale, "include_prior")):
-        raise ValueError(f"logit_scale must be a module, as SSMax(num_heads) is, got {logit_scale!r}")
-
-
-def check_softmax_scale(softmax_scale: object) -> float:
-    """Return the scale of the content as a float. Any real number will do, also NumPy's numbers and arrays of shape ().
-
-    Raises:
-        ValueError: unless the scale is a positive finite number.
-    """
-    scale: Any = softmax_scale
-    if isinstance(scale, Tensor):
-        raise ValueError(f"softmax_scale must be a number, got {scale!r}; multiply query by a scale that is a tensor")
-    if getattr(scale, "shape", None) == ():
-        scale = scale.item()
-    if not isinstance(scale, Real) or isinstance(scale, bool) or not 0 < float(scale) < float("inf"):
-        raise ValueError(f"softmax_scale must be a positive finite number, got {softmax_scale!r}")
-    return float(scale)
+    if prior is not None and not hasattr(prior, "num_heads"):
+        raise ValueError(f"prior must be a Prior, such as prior_from_config makes of a description, got {prior!r}")
+    if logit_scale is not None and not hasattr(logit_scale, "num_heads"):
+        raise ValueError(f"logit_scale must be a module such as SSMax, got {logit_scale!r}")
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

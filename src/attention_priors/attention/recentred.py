@@ -22,8 +22,6 @@ from attention_priors.attention.problem import Problem
 from attention_priors.attention.sliding import sliding_maximum
 from attention_priors.attention.tables import known_range
 from attention_priors.priors import Prior
-from attention_priors.priors.base import checked_log_prior
-from attention_priors.tracing import is_traced
 
 NEAR = 400.0
 """Nats from 0 up to which float32 is exact to 1e-4: log-prior, logit and what they are made of are each rounded."""
@@ -33,7 +31,7 @@ ROWS = (1024, 256, 64, 16)
 
 def table_of(terms: Sequence[Prior], slope: Tensor | None, distance: Tensor, dtype: torch.dtype) -> Tensor | None:
     """The log-prior of the terms, and of a slope of the keys, at each distance, ``(H, *distance.shape)``."""
-    parts = [checked_log_prior(term, distance, dtype) for term in terms]
+    parts = [term.log_prior_at(distance, dtype) for term in terms]
     if slope is not None:
         parts.append(slope_term(slope, distance).to(dtype))
     return sum(parts[1:], parts[0]) if parts else None
@@ -49,10 +47,17 @@ def visible_at(problem: Problem, distance: Tensor) -> Tensor | None:
 
 def may_look(problem: Problem) -> bool:
     """Whether there is something to look for, and values may be looked at: not while compiling or transforming."""
-    if problem.near or problem.query.is_meta:
+    if problem.near:
         return False
     traced = is_traced() or torch._C._are_functorch_transforms_active()
     return problem.compute_dtype != torch.float64 and not traced
+
+
+def is_traced() -> bool:
+    """Whether tensors may have no values: while compiling, and among FakeTensors."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def lanes_are_exact(problem: Problem, augmented: Augmented) -> bool:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
-from numbers import Number
-from types import NoneType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from attention_priors.attention.geometry import Geometry
 from attention_priors.priors import Lanes, Prior
-from attention_priors.priors.base import checked_lanes, checked_log_prior
 
 GROWTH = 1024
 """Distances or positions by which what is kept grows at least: decoding needs one more with every token."""
@@ -26,112 +22,47 @@ SPAN = 4
 reach from one to another that is far away."""
 FARTHEST = 4
 """Positions per key, at most, up to which lanes are kept: with gaps, most would be of positions where no key is."""
-OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""Attributes that every module has: none but parameters and buffers changes a prior."""
-UNCHANGING = (Number, str, bytes, NoneType, Enum, range, torch.dtype, torch.device)
-"""Types of values that cannot change in place."""
-
-
-class _NotComparableError(Exception):
-    """An attribute whose later change no comparison would show."""
-
-
-class _Part(NamedTuple):
-    """Copies of the attributes, parameters and buffers of one module of a prior."""
-
-    kind: type
-    size: int
-    """Number of attributes, PyTorch's own among them."""
-    attributes: dict[str, Any]
-    parameters: dict[str, Any]
-    buffers: dict[str, Any]
-
-    @classmethod
-    def of(cls, module: nn.Module) -> _Part:
-        own = vars(module)
-        attributes = {name: _copy(value) for name, value in own.items() if name not in OWN_ATTRIBUTES}
-        # Parameters may require gradients: `_may_keep` looks whether they are wanted.
-        tensors = ({name: _copy_tensor(x) for name, x in own[kind].items()} for kind in ("_parameters", "_buffers"))
-        return cls(type(module), len(own), attributes, *tensors)
-
-    def is_of(self, module: nn.Module) -> bool:
-        own = vars(module)
-        return (
-            type(module) is self.kind
-            and len(own) == self.size
-            and _is_same(self.parameters, own["_parameters"])
-            and _is_same(self.buffers, own["_buffers"])
-            and all(_is_same(value, own.get(name, _NotComparableError)) for name, value in self.attributes.items())
-        )
 
 
 class _State(NamedTuple):
-    """Copies of everything that a prior's numbers come from, one part per module.
+    """What a prior's numbers come from, but for its class."""
 
-    Comparison is by value, because writing to ``parameter.data`` or to a list leaves no other trace. The values are a
-    few numbers per head.
-    """
-
-    parts: list[_Part]
+    tensors: list[Tensor]
+    """Parameters and buffers."""
+    settings: dict[str, Any]
+    """Attributes that are plain."""
 
     @classmethod
-    def of(cls, prior: Prior) -> _State | None:
-        """A copy; None for a prior with an attribute that cannot be compared."""
-        try:
-            return cls([_Part.of(module) for module in prior.modules()])
-        except _NotComparableError:
-            return None
+    def of(cls, prior: Prior) -> _State:
+        return cls([x.detach().clone() for x in _tensors(prior)], _settings(prior))
 
     def is_of(self, prior: Prior) -> bool:
-        modules = list(prior.modules())
-        return len(modules) == len(self.parts) and all(map(_Part.is_of, self.parts, modules))
-
-
-def _copy(value: Any) -> Any:
-    """Return a copy that later changes of the value do not reach.
-
-    Raises:
-        _NotComparableError: for a value that :func:`_is_same` could not tell from a changed one.
-    """
-    if isinstance(value, UNCHANGING):
-        return value
-    if type(value) in (list, tuple, set, frozenset):
-        return type(value)(map(_copy, value))
-    if type(value) is dict:
-        return {_copy(key): _copy(entry) for key, entry in value.items()}
-    if isinstance(value, Tensor) and not value.requires_grad:
-        return _copy_tensor(value)
-    raise _NotComparableError
-
-
-def _copy_tensor(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None:
-        return None
-    if type(tensor) not in (Tensor, Parameter) or tensor.layout != torch.strided or tensor.is_meta:
-        raise _NotComparableError
-    copy = tensor.detach().clone()
-    copy.requires_grad = tensor.requires_grad
-    return copy
-
-
-def _is_same(old: Any, new: Any) -> bool:
-    """Whether a value equals the one that was copied to ``old``."""
-    if new is old:
-        return True
-    if isinstance(old, Tensor):
+        # By value: whoever writes to `parameter.data` leaves no other trace. They are a few numbers per head.
+        tensors = list(_tensors(prior))
         return (
-            isinstance(new, Tensor)
-            and (new.dtype, new.device, new.requires_grad) == (old.dtype, old.device, old.requires_grad)
-            and torch.equal(old, new)
+            len(tensors) == len(self.tensors)
+            and all(torch.equal(old, new) for old, new in zip(self.tensors, tensors, strict=True))
+            and self.settings == _settings(prior)
         )
-    if type(new) is not type(old):
-        return False
-    if isinstance(old, list | tuple):
-        return len(old) == len(new) and all(map(_is_same, old, new))
-    if isinstance(old, dict):
-        # The order of entries may matter to the prior.
-        return len(old) == len(new) and all(map(_is_same, old, new)) and all(map(_is_same, old.values(), new.values()))
-    return old == new
+
+
+def _tensors(prior: Prior) -> Iterator[Tensor]:
+    yield from prior.parameters()
+    yield from prior.buffers()
+
+
+def _settings(prior: Prior) -> dict[str, Any]:
+    return {
+        f"{path}.{name}": value
+        for path, part in prior.named_modules()  # of priors that it is made of, too
+        if isinstance(part, Prior)
+        for name, value in vars(part).items()
+        if _is_plain(value) and name != "training"
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, int | float | str) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 @dataclass
@@ -189,8 +120,8 @@ _kept_lanes: WeakKeyDictionary[Prior, _KeptLanes] = WeakKeyDictionary()
 def consecutive_table(terms: Sequence[Prior], highest: int, lowest: int, like: Tensor) -> Tensor | None:
     """The sum of the priors at ``highest, highest - 1, ..., lowest``, ``(H, N)``; None if there are no terms.
 
-    Where no gradient is wanted, each prior's table is kept until the prior changes, and grows ahead of need. A prior
-    with an attribute that cannot be compared gets a new table in every call.
+    Where no gradient is wanted, each prior's table is kept until the prior changes (parameters, buffers, plain
+    attributes), and grows ahead of need.
 
     Args:
         terms: stationary priors.
@@ -200,9 +131,10 @@ def consecutive_table(terms: Sequence[Prior], highest: int, lowest: int, like: T
     """
     total = None
     for term in terms:
-        part = _kept_table(term, highest, lowest, like) if _may_keep(term, like.device) else None
+        part = _kept_table(term, highest, lowest, like) if _may_keep(term) else None
         if part is None:
-            part = checked_log_prior(term, torch.arange(highest, lowest - 1, -1, device=like.device), like.dtype)
+            distances = torch.arange(highest, lowest - 1, -1, device=like.device)
+            part = term.log_prior_at(distances, like.dtype)
         total = part if total is None else total + part
     return total
 
@@ -214,8 +146,9 @@ def known_range(terms: Sequence[Prior]) -> tuple[float, float] | None:
         The best log-prior among the query's own place and the one before, in the head where it is worst; and a number
         above which no head has one anywhere.
     """
-    known = [one for term in terms if (one := _kept.get(term)) is not None and _may_keep(term, one.table.device)]
-    if len(known) < len(terms):
+    kept = [_kept.get(term) if _may_keep(term) else None for term in terms]
+    known = [one for one in kept if one is not None]
+    if len(known) < len(kept):
         return None
     largest = sum(one.largest for one in known)
     if len(known) == 1:
@@ -228,8 +161,8 @@ def _worst_of_heads(near: Tensor) -> float:
     return float(near.amax(1).min())
 
 
-def _may_keep(term: Prior, device: torch.device) -> bool:
-    if device.type == "meta" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+def _may_keep(term: Prior) -> bool:
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     if torch._C._len_torch_dispatch_stack() > 0:
         return False  # what is made now may be made up: a FakeTensor has no numbers
@@ -240,14 +173,9 @@ def _may_keep(term: Prior, device: torch.device) -> bool:
     )
 
 
-def _kept_table(term: Prior, highest: int, lowest: int, like: Tensor) -> Tensor | None:
-    """The prior's part of :func:`consecutive_table`; None for a prior with an attribute that cannot be compared."""
+def _kept_table(term: Prior, highest: int, lowest: int, like: Tensor) -> Tensor:
     kept = _kept.get(term)
     if kept is None or not kept.serves(term, highest, lowest, like):
-        state = _State.of(term)
-        if state is None:
-            _kept.pop(term, None)
-            return None
         top, bottom, asked = highest, lowest, highest - lowest + 1
         if kept is not None:
             first, last = max(kept.highest, highest), min(kept.highest - kept.table.shape[1] + 1, lowest)
@@ -257,8 +185,9 @@ def _kept_table(term: Prior, highest: int, lowest: int, like: Tensor) -> Tensor 
                 asked = max(asked, kept.asked)
         # What inference mode makes could not be saved for a backward pass later.
         with torch.inference_mode(False), torch.no_grad():
-            table = checked_log_prior(term, torch.arange(top, bottom - 1, -1, device=like.device), like.dtype)
-        kept = _kept[term] = _Kept(state, table, top, asked)
+            table = term.log_prior_at(torch.arange(top, bottom - 1, -1, device=like.device), like.dtype)
+            kept = _Kept(_State.of(term), table, top, asked)
+        _kept[term] = kept
     start = kept.highest - highest
     return kept.table[:, start : start + highest - lowest + 1]
 
@@ -269,23 +198,20 @@ def lanes_of(term: Prior, geometry: Geometry, dtype: torch.dtype) -> Lanes:
     Where no gradient is wanted, those of keys are kept until the prior changes, and grow ahead of need.
     """
     queries, keys = geometry.query_positions, geometry.key_positions
-    length = _length_from_0(geometry, keys) if _may_keep(term, keys.device) else None
+    length = _length_from_0(geometry, keys) if _may_keep(term) else None
     if length is None:
-        return checked_lanes(term, queries, keys, dtype)
+        return term.lanes(queries, keys, dtype=dtype)
     kept, like = _kept_lanes.get(term), torch.empty(0, dtype=dtype, device=keys.device)
     if kept is None or not kept.serves(term, length, like):
-        state = _State.of(term)
-        if state is None:
-            _kept_lanes.pop(term, None)
-            return checked_lanes(term, queries, keys, dtype)
         grown = length if kept is None else max(length, length + max(GROWTH, length // 4))
         with torch.inference_mode(False), torch.no_grad():
             positions = torch.arange(grown, device=keys.device)
-            features = checked_lanes(term, positions[:1], positions, dtype).key
-        kept = _kept_lanes[term] = _KeptLanes(state, features)
+            features = term.lanes(positions[:1], positions, dtype=dtype).key
+            kept = _KeptLanes(_State.of(term), features)
+        _kept_lanes[term] = kept
     one_after_another = geometry.given_key_positions is None and geometry.key_documents is None
     of_keys = kept.features[:length].unsqueeze(0) if one_after_another else kept.features[keys]
-    return checked_lanes(term, queries, keys[:, :1], dtype)._replace(key=of_keys)
+    return term.lanes(queries, keys[:, :1], dtype=dtype)._replace(key=of_keys)
 
 
 def _length_from_0(geometry: Geometry, keys: Tensor) -> int | None:

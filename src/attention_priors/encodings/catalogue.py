@@ -18,7 +18,7 @@ ENCODINGS: dict[str, type[Encoding]] = {
 }
 
 
-def encoding_from_config(config: Mapping[str, Any] | str | None, **known: Any) -> Encoding | None:
+def encoding_from_config(config: Mapping[str, Any] | str | None, **known: int) -> Encoding | None:
     """Build an encoding from its plain description; None is no encoding.
 
     Args:

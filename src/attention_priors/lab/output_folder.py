@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,31 +15,22 @@ from attention_priors.lab.strict_yaml import RecipeError
 _LOCK = ".lock"
 
 
-class FolderInUseError(RecipeError):
-    """Another call is writing to a folder."""
-
-
 @contextmanager
-def sole_writer(output: Path, *, wait: float = 0.0) -> Iterator[None]:
+def sole_writer(output: Path, *, wait: bool = False) -> Iterator[None]:
     """Let no other call write to a folder meanwhile.
-
-    The lock ends with the process, however it ends. Processes on several machines exclude each other if the file
-    system that they share supports locks.
 
     Args:
         output: the folder.
-        wait: seconds to wait for another call to end; ``math.inf`` for as long as it takes.
+        wait: for a call that is writing to it to end.
 
     Raises:
-        FolderInUseError: another call is still writing to the folder.
+        RecipeError: another call is writing to it.
     """
-    lock = FileLock(output / _LOCK, timeout=-1 if math.isinf(wait) else wait)
+    lock = FileLock(output / _LOCK, timeout=-1 if wait else 0)
     try:
         lock.acquire()
     except Timeout as error:
-        raise FolderInUseError(
-            f"{output} is being written by another call; wait for it, or use another folder"
-        ) from error
+        raise RecipeError(f"{output} is being written by another call; wait for it, or use another folder") from error
     try:
         yield
     finally:
@@ -49,7 +39,7 @@ def sole_writer(output: Path, *, wait: float = 0.0) -> Iterator[None]:
 
 @contextmanager
 def undone_if_refused(
-    folder: Path, names: Collection[str], *, keep: Callable[[], bool], wait: float = 0.0
+    folder: Path, names: Collection[str], *, keep: Callable[[], bool], wait: bool = False
 ) -> Iterator[None]:
     """Write to a folder, alone; what is made in it does not outlive bad input, which leaves the way free for another.
 
@@ -60,7 +50,7 @@ def undone_if_refused(
         wait: as for :func:`sole_writer`.
 
     Raises:
-        FolderInUseError: as :func:`sole_writer`.
+        RecipeError: as :func:`sole_writer`.
         OSError: as :func:`writable_folder`.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeGuard, TypeVar, get_args, get_origin
+from typing import Any, TypeGuard, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from attention_priors._io import read_json
 
@@ -23,26 +21,6 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-
-def import_plugins(modules: Sequence[str]) -> Sequence[str]:
-    """Import the modules that a user names: they register priors.
-
-    Raises:
-        ValueError: a module cannot be imported.
-    """
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except Exception as error:
-            raise ValueError(
-                f"the plugin {module!r} cannot be imported ({type(error).__name__}: {error}): give the name of a "
-                "module, such as my_priors, whose package is installed or whose folder is on PYTHONPATH"
-            ) from error
-    return modules
-
-
-Plugins = Annotated[tuple[str, ...], AfterValidator(import_plugins)]
-"""Modules that a recipe imports, first of all its keys: they register the priors that it names."""
 
 Model = TypeVar("Model", bound=BaseModel)
 _KINDS = ("constrained-int", "constrained-str", "constrained-float", "int", "float", "str", "bool")

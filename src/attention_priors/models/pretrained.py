@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention_priors.attention import SSMax, logit_scale
 from attention_priors.config import check_can_be_built
 from attention_priors.encodings import Encoding
 from attention_priors.priors import CATALOGUE, Prior, Sum
-from attention_priors.priors.base import unset_after_reset
 
 
 def check_can_be_loaded(module: nn.Module, wrappers: tuple[type[Prior], ...] = (Sum,)) -> None:
@@ -23,10 +22,10 @@ def check_can_be_loaded(module: nn.Module, wrappers: tuple[type[Prior], ...] = (
         wrappers: priors that are described by the priors inside them.
     """
     if isinstance(module, Prior) and not isinstance(module, wrappers):
-        check_can_be_built("prior", CATALOGUE, module, cure="register it with attention_priors.register_prior")
+        check_can_be_built("prior", CATALOGUE, module, place="attention_priors.priors.CATALOGUE")
     elif isinstance(module, SSMax):
-        cure = f"add it to {logit_scale.__name__}.LOGIT_SCALES"
-        check_can_be_built("logit scale", logit_scale.LOGIT_SCALES, module, cure=cure)
+        place = f"{logit_scale.__name__}.LOGIT_SCALES"
+        check_can_be_built("logit scale", logit_scale.LOGIT_SCALES, module, place=place)
     else:
         for child in module.children():
             check_can_be_loaded(child, wrappers)
@@ -73,14 +72,24 @@ class PriorPreTrainedModel(PreTrainedModel):
         if not isinstance(module, Prior | SSMax | Encoding):
             super()._init_weights(module)
             return
-        tensors = dict([*module.named_parameters(), *module.named_buffers()])
-        loaded = {name: x.clone() for name, x in tensors.items() if getattr(x, "_is_hf_initialized", False)}
-        empty = [name for name in unset_after_reset(module) if name not in loaded]
+        loaded = {name: x.clone() for name, x in _tensors(module).items() if getattr(x, "_is_hf_initialized", False)}
+        for tensor in _tensors(module).values():
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
+        filled = _tensors(module)
         for name, value in loaded.items():
-            tensors[name].copy_(value)
+            filled[name].copy_(value)
+        empty = [name for name, tensor in filled.items() if name not in loaded and tensor.isnan().any()]
         if empty:
             raise NotImplementedError(
                 f"{type(module).__name__}.reset_parameters() must give every parameter and buffer its initial value; "
                 f"it leaves out {', '.join(empty)}. transformers makes models without memory, so values set in "
                 "__init__ are lost: set them in reset_parameters() and call it in __init__"
             )
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return dict([*module.named_parameters(), *module.named_buffers()])

@@ -34,7 +34,7 @@ class Axial(OnGrid):
     Args:
         num_heads: ``H``.
         rows: the prior over rows: a description, or a prior with as many heads.
-        columns: the prior over columns; None for another like that over rows.
+        columns: likewise over columns; None for another like that over rows.
     """
 
     name = "axial"
@@ -51,16 +51,6 @@ class Axial(OnGrid):
         self.over_columns = _axis("columns", self.over_rows.to_config() if columns is None else columns, num_heads)
         if all(Structure.FACTORED in part.structure for part in (self.over_rows, self.over_columns)):
             self.structure = Structure.STATIONARY | Structure.FACTORED
-
-    @classmethod
-    def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return one family on both axes, two families, and GOAT's."""
-        series = Spectral(num_heads, 3, base=100.0, shortest_period=4.5)
-        return (
-            cls(num_heads, GeneralizedGaussian(num_heads)),
-            cls(num_heads, Laplace(num_heads, learn=True), series),
-            cls(num_heads, series),
-        )
 
     @property
     def rows(self) -> dict[str, Any]:
@@ -121,7 +111,7 @@ class Axial(OnGrid):
 
 
 class Spectral2d(Axial):
-    """GOAT's prior for images: ``K(i, j) = Spectral(r_i - r_j) + Spectral(c_i - c_j)``.
+    """GOAT's prior for images: a :class:`Spectral` prior over rows and another over columns.
 
     Source: GOAT, equation 12 on both axes.
 
@@ -129,14 +119,13 @@ class Spectral2d(Axial):
         num_heads: ``H``.
         num_frequencies: ``R`` on each axis.
         base: ratio of the longest to the shortest period.
-        shortest_period: in patches, 2 at least.
-        init: as for :class:`Spectral`, on both axes.
-        learn: which of ``alpha``, ``beta`` train, on both axes.
+        shortest_period: in patches;
+        init: and
+        learn: as for :class:`Spectral`, on both axes.
     """
 
     name = "spectral_2d"
     structure = Structure.STATIONARY | Structure.FACTORED
-    learnable = Spectral.learnable
 
     def __init__(
         self,
@@ -152,19 +141,12 @@ class Spectral2d(Axial):
         self.num_frequencies, self.base, self.shortest_period = axis.num_frequencies, axis.base, axis.shortest_period
         self.init, self.learn = axis.init, axis.learn
 
-    @classmethod
-    def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return GOAT's frequencies, and a few of shorter periods."""
-        return cls(num_heads), cls(num_heads, 3, base=30.0, shortest_period=2.5, init="recency", learn="beta")
-
 
 class Radial(OnGrid):
     """A prior over the distance between places on a grid: ``K(i, j) = K(√((r_i - r_j)² + (c_i - c_j)²))``.
 
     Rows and columns then count alike, and every direction. Positions are those of :func:`grid_positions`; what stands
     outside of the grid is as in :class:`Axial`.
-
-    Source: this library.
 
     Args:
         num_heads: ``H``.
@@ -183,11 +165,6 @@ class Radial(OnGrid):
             there = self.over_distance.theta_mu.device.type != "meta"  # models may be built without memory
             if "mu" in self.over_distance.learn or (there and bool(self.over_distance.theta_mu.any())):
                 raise ValueError(f"prior must have μ = 0 throughout, got {self.over_distance!r}")
-
-    @classmethod
-    def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return one of each family."""
-        return cls(num_heads, Laplace(num_heads, learn=True)), cls(num_heads, GeneralizedGaussian(num_heads))
 
     @property
     def prior(self) -> dict[str, Any]:

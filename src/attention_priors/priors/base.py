@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attention_priors.checks import check_positive_integers
 from attention_priors.config import Described
 from attention_priors.precision import KeepsFloat32
-from attention_priors.tracing import can_be_read
 
 if TYPE_CHECKING:
     from attention_priors.priors.sum import Sum
@@ -78,19 +76,8 @@ class Prior(Described, KeepsFloat32):
     A subclass that is stationary defines :meth:`log_prior_at`; one that is factored defines :meth:`lanes`;
     one that hides keys altogether defines :meth:`visible_at`. Constructors take ``num_heads`` first, and
     every constructor argument becomes a part of the prior's description (:meth:`to_config`).
-    :func:`register_prior` gives a class of your own a name in configs, recipes and saved models.
 
     Parameters stay in float32 whatever dtype the model is cast to.
-
-    *Kept tables.* Between calls without gradients, :func:`attend` keeps the table of a prior. It makes a new table
-    after any change of a parameter, a buffer or an attribute, of the prior or a submodule. Attributes are compared by
-    value: numbers, strings, tensors, and tuples, lists, sets and dicts of them. A prior with an attribute of another
-    kind (an array, a function, an object) gets a new table in every call. Global variables, class attributes and random
-    numbers must not change a prior's numbers: :func:`attend` does not see such a change.
-
-    *Checks.* :func:`attend` raises a ValueError if :meth:`log_prior_at` or :meth:`lanes` of a prior of your own returns
-    another shape than documented or, with finite parameters, a number that is not finite. Finite numbers are checked
-    on the CPU in eager mode alone: elsewhere a check would wait for the device.
     """
 
     structure: Structure
@@ -105,14 +92,6 @@ class Prior(Described, KeepsFloat32):
         self.num_heads = num_heads
         self._attributes: dict[str, str] = {}
 
-    @classmethod
-    def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return priors of this class that together use every argument of its constructor, the plainest first.
-
-        Tests and checks try them. A class defines this method if its constructor has more arguments.
-        """
-        return (cls(num_heads),)
-
     # ---- the mathematics
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -124,7 +103,7 @@ class Prior(Described, KeepsFloat32):
                 distances lose their meaning in float32.
 
         Returns:
-            ``(H, *distance.shape)``, finite, in nats, at every distance: also at ``d < 0``, which a causal mask hides.
+            ``(H, *distance.shape)``, finite, in nats.
         """
         raise TypeError(f"{type(self).__name__} is not stationary: it has no table over distances")
 
@@ -135,9 +114,6 @@ class Prior(Described, KeepsFloat32):
             query_positions: integers ``(..., Lq)``.
             key_positions: integers ``(..., Lk)``.
             dtype: of the query and key features.
-
-        Returns:
-            Finite features, of the shapes that :class:`Lanes` states.
         """
         raise TypeError(f"{type(self).__name__} is not factored: it has no lanes")
 
@@ -179,9 +155,9 @@ class Prior(Described, KeepsFloat32):
         bias, visible = None, None
         for term in self.terms():
             if Structure.STATIONARY in term.structure:
-                part = checked_log_prior(term, distance, torch.float64).movedim(0, -3)
+                part = term.log_prior_at(distance, torch.float64).movedim(0, -3)
             else:
-                lanes = checked_lanes(term, query_positions, key_positions, torch.float64)
+                lanes = term.lanes(query_positions, key_positions, dtype=torch.float64)
                 part = lanes.query @ lanes.key.unsqueeze(-3).mT
                 if lanes.row_offset is not None:
                     part = part + lanes.row_offset.unsqueeze(-1)
@@ -197,11 +173,7 @@ class Prior(Described, KeepsFloat32):
     # ---- parameters
 
     def reset_parameters(self) -> None:
-        """Put every parameter back to the named initialisation.
-
-        A prior with parameters or buffers defines this method: transformers makes models without memory, and fills them
-        by it.
-        """
+        """Put every parameter back to the named initialisation."""
 
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
@@ -242,103 +214,6 @@ class Prior(Described, KeepsFloat32):
         if not isinstance(other, Prior):
             return NotImplemented
         return Sum([*self.terms(), *other.terms()])
-
-
-def checked_log_prior(term: Prior, distance: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``term.log_prior_at(distance)``, cast to ``dtype``.
-
-    Raises:
-        ValueError: for a prior on another device than ``distance``, another shape than ``(H, *distance.shape)``, and
-            numbers that are not finite although the prior's parameters are (on the CPU in eager mode).
-    """
-    try:
-        table = term.log_prior_at(distance, dtype)
-    except RuntimeError:
-        _check_device(term, distance.device)
-        raise
-    if _is_of_this_package(term):
-        return table.to(dtype)
-    table = _of_shape((term.num_heads, *distance.shape), table, term, "the result of {}.log_prior_at")
-    _check_device(term, distance.device)
-    if not _is_finite(table) and _has_finite_parameters(term):
-        place = (~table.isfinite()).nonzero()[0].tolist()
-        raise ValueError(
-            f"{type(term).__name__}.log_prior_at returned {float(table[tuple(place)])} at distance "
-            f"{int(distance[tuple(place[1:])])}; a log-prior must be finite at every distance, also at those that a "
-            "causal mask hides: hide keys by visible_at instead"
-        )
-    return table.to(dtype)
-
-
-def checked_lanes(term: Prior, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype) -> Lanes:
-    """Return ``term.lanes(query_positions, key_positions)``.
-
-    Raises:
-        ValueError: as :func:`checked_log_prior`, for the shapes that :class:`Lanes` states.
-    """
-    try:
-        lanes = term.lanes(query_positions, key_positions, dtype=dtype)
-    except RuntimeError:
-        _check_device(term, key_positions.device)
-        raise
-    if _is_of_this_package(term):
-        return lanes
-    if not isinstance(lanes, Lanes):
-        raise ValueError(f"{type(term).__name__}.lanes must return Lanes, got {type(lanes).__name__}")
-    _check_device(term, key_positions.device)
-    number, rows = lanes.key.shape[-1:], (*query_positions.shape[:-1], term.num_heads, query_positions.shape[-1])
-    shapes = ((*rows, *number), (*key_positions.shape, *number), rows, (term.num_heads,))
-    for part, numbers, shape in zip(Lanes._fields, lanes, shapes, strict=True):
-        if numbers is None and part in ("row_offset", "slope"):
-            continue
-        if not _is_finite(_of_shape(shape, numbers, term, f"{part} of {{}}.lanes")) and _has_finite_parameters(term):
-            raise ValueError(f"{part} of {type(term).__name__}.lanes must be finite, got NaN or infinity")
-    return lanes
-
-
-def _is_of_this_package(term: Prior) -> bool:
-    # Tests show that these have the right shapes and finite numbers; a check would be 4 % of a short call.
-    return type(term).__module__.startswith("attention_priors.priors.")
-
-
-def _check_device(term: Prior, device: torch.device) -> None:
-    for tensor in (*term.parameters(), *term.buffers()):
-        if tensor.device != device and tensor.dim() > 0:  # a number may stay on the CPU
-            raise ValueError(
-                f"prior {type(term).__name__} is on {tensor.device}, but query and key are on {device}; "
-                f"call prior.to({str(device)!r})"
-            )
-
-
-def _of_shape(shape: tuple[int, ...], returned: object, term: Prior, what: str) -> Tensor:
-    if not isinstance(returned, Tensor) or returned.shape != shape:
-        got = f"shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
-        raise ValueError(f"{what.format(type(term).__name__)} must be a tensor of shape {shape}, got {got}")
-    return returned
-
-
-def _is_finite(numbers: Tensor) -> bool:
-    """Whether all numbers are finite; True where they cannot be read."""
-    if not can_be_read(numbers) or math.isfinite(float(numbers.detach().sum())):
-        return True
-    # Finite numbers may have a sum that overflows.
-    return bool(numbers.isfinite().all())
-
-
-def _has_finite_parameters(term: Prior) -> bool:
-    # Parameters that are NaN come from a training that diverged, not from a mistake in the prior's code.
-    return all(bool(x.isfinite().all()) for x in (*term.parameters(), *term.buffers()))
-
-
-@torch.no_grad()
-def unset_after_reset(module: nn.Module) -> list[str]:
-    """Call ``reset_parameters()``, if the module has it, and return the parameters and buffers that it leaves out."""
-    tensors = dict([*module.named_parameters(), *module.named_buffers()])
-    for tensor in tensors.values():
-        if tensor.is_floating_point():
-            tensor.fill_(torch.nan)
-    getattr(module, "reset_parameters", lambda: None)()
-    return [name for name, tensor in tensors.items() if not tensor.is_meta and tensor.isnan().any()]
 
 
 def check_over_line(prior: Prior | None) -> None:

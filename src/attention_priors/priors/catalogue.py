@@ -1,140 +1,41 @@
-"""The catalogue: every prior by its name, of the library and of its users."""
+"""The catalogue: every prior by its name. A new prior is one new file and one line here."""
 
 from __future__ import annotations
 
-import inspect
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
-
-import torch
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from attention_priors.config import build
-from attention_priors.priors import families
-from attention_priors.priors.base import Prior, unset_after_reset
+from attention_priors.priors.axial import Axial, Radial, Spectral2d
+from attention_priors.priors.base import Prior
+from attention_priors.priors.clipped_offsets import ClippedOffsets
+from attention_priors.priors.generalized_gaussian import GeneralizedGaussian
+from attention_priors.priors.key_sink import KeySink
+from attention_priors.priors.key_sink_2d import KeySink2d
+from attention_priors.priors.laplace import Laplace
+from attention_priors.priors.relative_buckets import RelativeBuckets
+from attention_priors.priors.spectral import Spectral
 from attention_priors.priors.sum import Sum
+from attention_priors.priors.uniform import Uniform
+from attention_priors.priors.window import Window
 
-ENTRY_POINTS = "attention_priors.priors"
-"""Entry point group in which an installed package names its priors: the prior's name, and where its class is."""
-
-HOW_TO_REGISTER = (
-    "a prior of your own becomes known when the module that calls register_prior is imported: by an import, by "
-    "attention-priors --plugin MODULE, by plugins: [MODULE] in a recipe, or by installing a package with an entry "
-    f"point {ENTRY_POINTS!r}"
-)
-
-AnyPrior = TypeVar("AnyPrior", bound=Prior)
-
-
-class Catalogue(Mapping[str, type[Prior]]):
-    """Prior classes by name: those of the library, registered ones, and those of installed packages.
-
-    An installed package names its priors as entry points. Its module is imported when the prior is looked up.
-    """
-
-    def __init__(self, classes: Iterable[type[Prior]]) -> None:
-        self.registered = {prior.name: prior for prior in classes}
-
-    def __getitem__(self, name: str) -> type[Prior]:
-        if name not in self.registered:
-            _register_installed(name)
-        return self.registered[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self.registered, *sorted(entry_points(group=ENTRY_POINTS).names)]))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-CATALOGUE = Catalogue(getattr(families, name) for name in families.__all__)
-
-
-def register_prior(prior: type[AnyPrior]) -> type[AnyPrior]:
-    """Give a prior class a name in configs, recipes, saved models and commands. Use it as a decorator.
-
-    Every process that reads the name must import the module first: ``attention-priors --plugin MODULE``, ``plugins:``
-    in a recipe, or an entry point ``attention_priors.priors`` of an installed package, named as the prior.
-
-    Args:
-        prior: a subclass of :class:`Prior` with a ``name`` of its own. Its constructor takes ``num_heads`` first and
-            keeps every argument as an attribute, so that :meth:`Prior.to_config` describes it. It defines
-            ``reset_parameters`` if it has parameters, and ``examples`` if it needs more than ``num_heads``.
-
-    Returns:
-        The class. Registering a class again, as a notebook does that runs a cell twice, replaces the former one.
-
-    Raises:
-        ValueError: one of these is not so; the message says what is missing.
-    """
-    if not (isinstance(prior, type) and issubclass(prior, Prior)):
-        raise ValueError(f"register_prior takes a subclass of Prior, got {prior!r}")
-    for problem in _problems(prior):
-        raise ValueError(f"{prior.__name__} cannot be registered: {problem}")
-    CATALOGUE.registered[prior.name] = prior
-    return prior
-
-
-def _problems(prior: type[Prior]) -> Iterator[str]:
-    """What keeps a class from being made again from its description; later checks rely on earlier ones."""
-    name = vars(prior).get("name")
-    if not isinstance(name, str) or not name.isidentifier():
-        yield f"it needs a name of its own, a class attribute such as name = 'my_prior'; got {name!r}"
-    known = CATALOGUE.registered.get(str(name), Sum if name == Sum.name else prior)
-    if (known.__module__, known.__qualname__) != (prior.__module__, prior.__qualname__):
-        yield f"the name {name!r} is taken by {known.__module__}.{known.__qualname__}"
-    if not hasattr(prior, "structure"):
-        yield "it needs a structure, such as structure = Structure.STATIONARY"
-    arguments = list(inspect.signature(prior.__init__).parameters.values())[1:]
-    if not arguments or arguments[0].name != "num_heads":
-        yield f"num_heads must be the first argument of its constructor, got {[each.name for each in arguments]}"
-    if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in arguments):
-        yield "its constructor must name every argument, without *args and **kwargs"
-    needed = [each.name for each in arguments[1:] if each.default is each.empty]
-    if needed and prior.examples.__func__ is Prior.examples.__func__:  # pyright: ignore[reportFunctionMemberAccess]
-        yield f"its constructor also needs {', '.join(needed)}: define the classmethod examples(num_heads)"
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        for example in prior.examples(2):
-            for each in arguments:
-                if not hasattr(example, each.name):
-                    yield f"it must keep the argument {each.name!r} as an attribute of that name"
-            config = example.to_config()
-            try:
-                plain = json.loads(json.dumps(config))
-            except TypeError as error:
-                yield f"its arguments must be plain data (numbers, strings, lists, dictionaries), got {config}: {error}"
-                return
-            again = build("prior", {prior.name: prior}, plain).to_config()
-            if json.loads(json.dumps(again)) != plain:
-                yield f"its description {plain} makes a prior with another one, {again}"
-            if unset := unset_after_reset(example):
-                yield f"reset_parameters() must give every parameter and buffer its value; it leaves out {unset}"
-
-
-def _register_installed(name: str) -> None:
-    """Register the prior of this name of an installed package, if there is one.
-
-    Raises:
-        ValueError: the class cannot be imported or registered, has another name, or two packages have the name.
-    """
-    found = [*entry_points(group=ENTRY_POINTS, name=name)]
-    if not found:
-        return
-    place = " and ".join(sorted(map(_place, found)))
-    if len(found) > 1:
-        raise ValueError(f"two packages have a prior {name!r}: {place}; uninstall one")
-    try:
-        prior = found[0].load()
-    except Exception as error:
-        raise ValueError(f"the prior {name!r} cannot be imported from {place}: {error}") from error
-    if getattr(prior, "name", None) != name:
-        raise ValueError(f"{place} has no prior {name!r}, but {prior!r}: an entry point must have the prior's name")
-    register_prior(prior)
-
-
-def _place(entry: EntryPoint) -> str:
-    return f"{entry.value} (package {entry.dist.name if entry.dist else 'unknown'})"
+CATALOGUE: dict[str, type[Prior]] = {
+    prior.name: prior
+    for prior in (
+        Uniform,
+        Laplace,
+        GeneralizedGaussian,
+        Spectral,
+        KeySink,
+        RelativeBuckets,
+        ClippedOffsets,
+        Window,
+        Axial,
+        Spectral2d,
+        Radial,
+        KeySink2d,
+    )
+}
 
 
 def prior_from_config(
@@ -159,4 +60,4 @@ def prior_from_config(
             raise ValueError(f"priors must be a list of descriptions, got {config['priors']!r}")
         return Sum([prior_from_config(part, num_heads) for part in config["priors"]])
     known = {} if num_heads is None else {"num_heads": num_heads}
-    return build("prior", CATALOGUE, config, cure=HOW_TO_REGISTER, **known)
+    return build("prior", CATALOGUE, config, **known)

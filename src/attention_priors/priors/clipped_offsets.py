@@ -48,11 +48,6 @@ class ClippedOffsets(Prior):
         self.reset_parameters()
         self._set_learned(learn, bias="bias")
 
-    @classmethod
-    def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return Shaw's offsets, and a few."""
-        return cls(num_heads), cls(num_heads, max_offset=4, init="normal", learn=False)
-
     def reset_parameters(self) -> None:
         """Start anew from ``init``."""
         with torch.no_grad():

@@ -87,15 +87,6 @@ class GeneralizedGaussian(Prior):
         self.reset_parameters()
         self._set_learned(learn, alpha="theta_alpha", beta="theta_beta", mu="theta_mu")
 
-    @classmethod
-    def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return a uniform start, and starts with near and far heads."""
-        return (
-            cls(num_heads),
-            cls(num_heads, init="roles", learn=("alpha", "mu"), keep_sign=True),
-            cls(num_heads, init="neighbours", learn=False),
-        )
-
     def _starts_signed(self) -> bool:
         if isinstance(self.init, str):
             return self.init in self.signed_inits

@@ -20,13 +20,14 @@ FLOAT32_LENGTHS = 16
 
 
 class KeySink(Prior):
-    """A default that does not depend on the query: ``K(i, j) = slope · j + gain · MLP(j) + bump · 1[j = 0]``, in nats.
+    """A default that does not depend on the query: ``K(i, j) = u(j)``, in nats.
 
-    The MLP reads ``[sin ω_m j, cos ω_m j, j / T, ln(1 + j) / ln(1 + T)]``, with ``T`` the training length and ``ω_m``
-    geometric, as in :class:`Spectral`. All heads share one small MLP (one hidden layer); slope, gain and bump are per
-    head. Factored: lanes whose coefficients stand on the query side, so that heads may share keys, and a slope. A
-    linear slope is a recency prior only under a causal mask (GOAT, Proposition F.6), so with a slope bidirectional use
-    is an error.
+    ``u(j) = slope · j + gain · MLP([sin ω_m j, cos ω_m j, j / T, ln(1 + j) / ln(1 + T)]) + bump · 1[j = 0]``
+
+    with ``T`` the training length and ``ω_m`` geometric, as in :class:`Spectral`. All heads share one small
+    MLP (one hidden layer); slope, gain and bump are per head. Factored: lanes whose coefficients stand on
+    the query side, so that heads may share keys, and a slope. A linear slope is a recency prior
+    only under a causal mask (GOAT, Proposition F.6), so with a slope bidirectional use is an error.
 
     Source: GOAT, section 4 ("Explicit sink parameterization"), equation 19, Theorem 4.
 
@@ -83,15 +84,6 @@ class KeySink(Prior):
         self.reset_parameters()
         self._set_learned(learn, **{name: name for name in self.learnable})
 
-    @classmethod
-    def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return a sink, and one with slopes."""
-        sizes = {"num_frequencies": 3, "hidden_size": 5, "base": 77.0}
-        return (
-            cls(num_heads, 64),
-            cls(num_heads, 100, **sizes, init="recency", learn=("gain", "bump"), activation="silu"),
-        )
-
     @property
     def has_slope(self) -> bool:
         """Whether ``u`` has a linear part."""
@@ -140,9 +132,8 @@ class KeySink(Prior):
     def _shared_curve(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """The MLP's output, ``(..., L)``. It ignores autocast: bfloat16 would blur far positions."""
         out_dtype = dtype
-        # Features grow with position, and so does what the hidden units cancel out. Compiled code cannot look at
-        # positions, and meta tensors have none.
-        if torch.compiler.is_compiling() or positions.is_meta or self._is_far(positions):
+        # Features grow with position, and so does what the hidden units cancel out. Compiled code cannot look.
+        if torch.compiler.is_compiling() or self._is_far(positions):
             dtype = torch.float64
         first, activation, last = self.mlp
         # Whatever stands in for such a layer computes something else from its weight, if it has one.
@@ -152,8 +143,7 @@ class KeySink(Prior):
                 "torch.nn.Linear: leave priors out of what quantises linear layers or gives them LoRA matrices "
                 "(PEFT: LoraConfig(exclude_modules=r'.*prior.*'))"
             )
-        device = "cpu" if positions.is_meta else positions.device.type  # there is no autocast on meta
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(positions.device.type, enabled=False):
             hidden = nn.functional.linear(
                 self._features(positions, dtype), first.weight.to(dtype), first.bias.to(dtype)
             )
@@ -164,7 +154,7 @@ class KeySink(Prior):
         return bool(positions.abs().amax() > FLOAT32_LENGTHS * self.train_length)
 
     def log_prior_of_key(self, key_positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``K`` of each key, ``(..., H, Lk)``: what :meth:`log_prior` repeats for every query."""
+        """``u(j)``, ``(..., H, Lk)``: what :meth:`log_prior` repeats for every query."""
         one_query = torch.zeros_like(key_positions[..., :1])
         return self.log_prior(one_query, key_positions, dtype).squeeze(-2)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attention_priors.checks import check_positive_integers
-from attention_priors.priors.base import Lanes, Prior
+from attention_priors.priors.base import Lanes
 from attention_priors.priors.grid import places_of
 from attention_priors.priors.key_sink import FLOAT32_LENGTHS, KeySink
 from attention_priors.priors.on_grid import OnGrid
@@ -17,9 +17,10 @@ from attention_priors.priors.starts import Init
 
 
 class KeySink2d(OnGrid, KeySink):
-    """A default on a grid, whatever the query: ``K(i, j) = gain · MLP(r, c) + bump · 1[j stands outside]``, in nats.
+    """A default on a grid that does not depend on the query: ``K(i, j) = u(j)``, in nats.
 
-    The MLP reads ``[sin ω_m r, cos ω_m r, sin ω_m c, cos ω_m c, r / R, c / C]``,
+    ``u(j) = gain · MLP([sin ω_m r, cos ω_m r, sin ω_m c, cos ω_m c, r / R, c / C]) + bump · 1[j stands outside]``
+
     with ``R`` and ``C`` the rows and columns of the training grids. What stands outside (a class token) is where an
     image's sink is; its ``r`` and ``c`` are 0.
 
@@ -28,7 +29,7 @@ class KeySink2d(OnGrid, KeySink):
     Args:
         num_heads: ``H``.
         rows: ``R``, in patches.
-        columns: ``C``, in patches.
+        columns: ``C``.
         num_frequencies: how many ``ω_m`` on each axis.
         hidden_size: width of the MLP.
         base: ratio of the longest to the shortest period.
@@ -58,15 +59,6 @@ class KeySink2d(OnGrid, KeySink):
             raise ValueError(f"init: on a grid there is no slope; got {dict(init)!r}")
         super().__init__(num_heads, max(rows, columns), num_frequencies, hidden_size, base, init, learn, activation)
         self.rows, self.columns = rows, columns
-
-    @classmethod
-    def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return a sink on a rectangle, and a bump for what stands outside."""
-        sizes = {"num_frequencies": 2, "hidden_size": 5, "base": 20.0}
-        return (
-            cls(num_heads, 4, 6),
-            cls(num_heads, 3, 3, **sizes, init={"bump": 1.5}, learn=("gain", "bump"), activation="silu"),
-        )
 
     def _number_of_features(self) -> int:
         return 4 * self.num_frequencies + 2

@@ -17,14 +17,12 @@ from attention_priors.priors.uniform import uniform_lanes
 class Laplace(Prior):
     """A linear penalty on distance: ``K(i, j) = -m_h · |i - j|``, slope ``m_h > 0`` in nats per token.
 
-    With ALiBi's slopes, fixed, this is ALiBi. Under a causal mask it is factored: ``-m (i - j)`` and ``m · j`` differ
-    by a constant per query (GOAT, Proposition F.6).
-
-    Source: ALiBi (Press, Smith and Lewis 2022); BAM, Lemma 2.
+    With ALiBi's slopes, fixed, this is ALiBi (Press et al. 2022; BAM, Lemma 2). Under a causal mask it is
+    factored: ``-m (i - j)`` and ``m · j`` differ by a constant per query (GOAT, Proposition F.6).
 
     Args:
         num_heads: ``H``.
-        slopes: ``m_h``, ``H`` positive numbers; None for ALiBi's.
+        slopes: ``H`` positive slopes; None for ALiBi's.
         learn: whether the slopes train (in the log domain, so that they stay positive).
     """
 
@@ -49,11 +47,6 @@ class Laplace(Prior):
         self.log_slope = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
         self.reset_parameters()
         self._set_learned(learn, slope="log_slope")
-
-    @classmethod
-    def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return ALiBi, and slopes of several sizes that train."""
-        return cls(num_heads), cls(num_heads, slopes=torch.logspace(0.3, -3, num_heads).tolist(), learn=True)
 
     @classmethod
     def from_mean_distance(

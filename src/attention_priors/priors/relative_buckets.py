@@ -67,11 +67,6 @@ class RelativeBuckets(Prior):
         self.reset_parameters()
         self._set_learned(learn, bias="bias")
 
-    @classmethod
-    def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return T5's buckets of one direction, and a few of both."""
-        return cls(num_heads), cls(num_heads, 12, max_distance=40, bidirectional=True, init="normal", learn=False)
-
     def reset_parameters(self) -> None:
         """Start anew from ``init``."""
         with torch.no_grad():

@@ -63,11 +63,6 @@ class Spectral(Prior):
         self.reset_parameters()
         self._set_learned(learn, alpha="alpha", beta="beta")
 
-    @classmethod
-    def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return GOAT's frequencies, and a series around a period of 3 tokens."""
-        return cls(num_heads), cls(num_heads, 5, base=500.0, shortest_period=3.0, init="recency", learn="beta")
-
     def reset_parameters(self) -> None:
         """Start anew from ``init``."""
         with torch.no_grad():

@@ -11,9 +11,8 @@ from attention_priors.priors.base import Lanes, Prior, Structure
 class Uniform(Prior):
     """Every visible position is as likely as any other: ``K(i, j) = 0``.
 
-    This is attention without a positional prior; under a causal mask the prior is uniform over ``0..i``.
-
-    Source: NoPE (Kazemnejad et al. 2023); BAM, Lemma 1.
+    This is attention without a positional prior (NoPE); under a causal mask the prior is uniform over
+    ``0..i`` (BAM, Lemma 1).
 
     Args:
         num_heads: ``H``.

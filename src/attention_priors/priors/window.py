@@ -16,8 +16,6 @@ class Window(Prior):
     mask a query sees itself and the ``size - 1`` keys before it. The window is a mask: a logit scale does
     not multiply it, and it does not reduce the number of visible keys that SSMax counts.
 
-    Source: Beltagy, Peters and Cohan, "Longformer: The Long-Document Transformer" (2020), section 3.1.
-
     Args:
         num_heads: ``H``.
         size: in tokens.
@@ -30,11 +28,6 @@ class Window(Prior):
         super().__init__(num_heads)
         check_positive_integers(size=size)
         self.size = size
-
-    @classmethod
-    def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return a small window."""
-        return (cls(num_heads, 4),)
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Zeros: what the window hides is in :meth:`visible_at`."""

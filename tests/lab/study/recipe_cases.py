@@ -22,7 +22,7 @@ RECIPE: dict[str, Any] = {
     },
     "evaluation": {
         "passkey": {"lengths": [150, 160, 170], "depths": 2},
-        "perplexity": {"length": 100, "documents": 1},
+        "perplexity": {"length": 100, "documents": 2},
         "chunk": 64,
     },
     "seeds": [3],

@@ -316,4 +316,4 @@ def test_text_has_sinks(tiny, tmp_path):
         RecipeError, match=r"evaluation.sink_mass.length: no held-out document of corpus .* has 10000000"
     ):
         materials.check()
-    Materials.load(tiny({"evaluation.sink_mass": {"length": 50, "texts": 1}}), tmp_path).check()
+    Materials.load(tiny({"evaluation.sink_mass": {"length": 50}}), tmp_path).check()

@@ -21,7 +21,7 @@ def recipe(genome: Path, **changes: Any) -> dict[str, Any]:
         "tokenizer": "nucleotides",
         "model": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
         "training": {"context_length": 32, "steps": 3, "batch_size": 2, "learning_rate": 0.01},
-        "evaluation": {"perplexity": {"length": 128, "documents": 1}, "plans": {"going on": plan}},
+        "evaluation": {"perplexity": {"length": 128, "documents": 2}, "plans": {"going on": plan}},
         "schemes": {"ALiBi": {"prior": "laplace"}, "NoPE": {}},
     } | changes
 

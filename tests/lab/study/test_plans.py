@@ -57,14 +57,7 @@ def test_rows_are_what_an_evaluation_of_the_model_finds(asked: Any, tiny: Any, p
                 "retrieval",
                 [(a.task, a.length, d, *v, a.stopped) for a in found.accuracies for d, v in a.by_depth.items()],
             ),
-            (
-                "losses",
-                [
-                    (loss.task, loss.length, loss.documents, *place)
-                    for loss in found.losses
-                    for place in loss.by_position
-                ],
-            ),
+            ("losses", [(loss.task, loss.length, *place) for loss in found.losses for place in loss.by_position]),
         ):
             mine = [row for row in results[section] if (row["scheme"], row["plan"]) == ("ALiBi", name)]
             values = [value for row in mine for value in list(row.values())[3:]]
@@ -83,12 +76,7 @@ def test_of_what_is_trained_on_the_held_out_part_is_read(finished: Any, tiny: An
     folder = tmp_path / "comparison"
     shutil.copytree(finished.folder, folder)
     source = tiny().corpus.source
-    plan = {
-        "tasks": ["perplexity_windows", "passkey_corpus", "niah_single_2"],
-        "lengths": [512],
-        "documents": 2,
-        "depths": 2,
-    }
+    plan = {"tasks": ["perplexity_windows", "passkey_corpus", "niah_single_2"], "lengths": [512], "depths": 2}
     plans = {"unnamed": plan, "named": plan | {"corpus": f"{source}/../{Path(source).name}"}}
     compare(tiny({"evaluation.plans": plans}), folder, only=["ALiBi"], processes=1, console=Console(quiet=True))
     held_out = load_corpus(source).held_out
@@ -221,7 +209,7 @@ def test_tables_figures_and_the_report_show_them(asked: Any, tmp_path: Path):
     tables = {path.name: path.read_text() for path in write_tables(results, tmp_path / "tables")}
     assert r"eight digits: niah\_single\_1" in tables["retrieval.md"]
     assert "BAM + SSMax" in tables["retrieval.md"]
-    assert "reading: perplexity, texts of 90 tokens; documents: 2" in tables["losses.md"]
+    assert "reading: perplexity, texts of 90 tokens" in tables["losses.md"]
     assert "reading: forward+backward, 60 tokens" in tables["timing.md"]
     assert r"\pm" in tables["timing.tex"] or "±" in tables["timing.tex"]
     names = {path.name for path in write_figures(results, tmp_path / "figures")}

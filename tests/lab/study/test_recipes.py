@@ -81,8 +81,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown key": (
         {"shemes": 1},
         [
-            "shemes: unknown key (value 1); allowed here are plugins, name, description, corpus, tokenizer, model, "
-            "training, evaluation, seeds, threads_per_run, processes, schemes"
+            "shemes: unknown key (value 1); allowed here are name, description, corpus, tokenizer, model, training"
+            ", evaluation, seeds, threads_per_run, processes, schemes"
         ],
     ),
     "string for a number in a prior": (

@@ -126,13 +126,6 @@ def test_what_is_no_model_to_extend(finished, tmp_path):
     assert not (tmp_path / "long").exists()
 
 
-def test_a_recipe_beside_a_model_imports_nothing(finished, tmp_path):
-    run = Path(shutil.copytree(finished, tmp_path / "run"))
-    write_json(run / "recipe.json", read_json(run / "recipe.json") | {"plugins": ["no_such_module"]})
-    with pytest.raises(ValueError, match="length must be above the 24 tokens"):
-        extend(run, tmp_path / "long", length="12", steps=2)
-
-
 def test_where_an_extension_goes(finished, tmp_path):
     assert default_output(finished, "2x") == finished / "extended-2x"
     assert default_output(finished / "model", "2x") == finished / "extended-2x"

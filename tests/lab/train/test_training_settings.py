@@ -76,7 +76,3 @@ def test_a_logger_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setattr("attention_priors.lab.train.engine.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"running\.report_to: wandb is not installed"):
         check_machinery(tiny_settings(), RunningSettings(report_to=("wandb",)))
-
-
-def test_the_name_of_a_plugin_does_not_tell_runs_apart(make_recipe):
-    assert make_recipe(plugins=["json"]).identity() == make_recipe().identity()

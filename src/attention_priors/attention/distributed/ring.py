@@ -461,8 +461,7 @@ class _Ring:
                 low, high = products.amin(0), products.amax(0)
         longest = longest.repeat_interleave(geometry.heads // problem.key.shape[1], dim=1)
         bound = content.unsqueeze(-1) * longest.unsqueeze(-2) + high + math.log(geometry.num_keys)
-        # A bound or a log-sum-exp that is NaN rules nothing out.
-        kept = ~(bound - _by_block(lse, math.inf).amin(-1, keepdim=True) <= limit)
+        kept = bound - _by_block(lse, math.inf).amin(-1, keepdim=True) > limit
         if not bool(kept.any()):
             return None
         near = bool(((low >= -NEAR) & (high <= NEAR) | ~kept).all())

@@ -19,7 +19,7 @@ from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.problem import check_visible_keys, make_geometry
 from attention_priors.attention.tables import consecutive_table
 from attention_priors.priors import Prior, Structure
-from attention_priors.priors.base import check_in_use, checked_lanes, join_lanes
+from attention_priors.priors.base import check_in_use, join_lanes
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -337,7 +337,7 @@ def _lanes(terms: list[Prior], geometry: Geometry) -> tuple[list[Tensor], list[T
         return [], [], [], None
     queries, keys = _batched(geometry, geometry.query_positions, geometry.key_positions)
     both = torch.cat([queries, keys], dim=-1)
-    lanes = join_lanes([checked_lanes(term, queries, both, torch.float64) for term in terms])
+    lanes = join_lanes([term.lanes(queries, both, dtype=torch.float64) for term in terms])
     if lanes.slope is not None:
         slope = lanes.slope.view(-1, 1, 1).expand(*lanes.query.shape[:-1], 1)
         key = torch.cat([lanes.key, both.unsqueeze(-1).to(lanes.key.dtype)], dim=-1)

@@ -11,7 +11,6 @@ from torch.nn.functional import pad
 
 from attention_priors.attention.geometry import block_length
 from attention_priors.attention.logit_scale import SSMax
-from attention_priors.attention.problem import check_softmax_scale
 from attention_priors.attention.pruning.bounds import BLOCK, Balls
 from attention_priors.attention.pruning.certificate import LOWEST_MEAN, select
 from attention_priors.attention.sliding import sliding_maximum, sliding_minimum
@@ -79,7 +78,9 @@ def unneeded_keys(
         raise ValueError(
             f"query_norm must be a finite number, or one per head ({heads},), not negative, got {query_norm!r}"
         )
-    scale = key.shape[-1] ** -0.5 if softmax_scale is None else check_softmax_scale(softmax_scale)
+    scale = key.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if not (isinstance(scale, int | float) and 0 < scale < math.inf):
+        raise ValueError(f"softmax_scale must be a positive finite number, got {softmax_scale!r}")
 
     future = _Future(prior, length, final_length, key.device)
     scores = _Scores.around(key.detach(), norms.expand(heads) * scale)

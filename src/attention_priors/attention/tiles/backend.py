@@ -25,6 +25,7 @@ from attention_priors.attention.pruning.certificate import may_prune
 from attention_priors.attention.recentred import (
     attend_recentred,
     is_near,
+    is_traced,
     lanes_are_exact,
     lowest_distance,
     may_look,
@@ -36,7 +37,6 @@ from attention_priors.attention.tables import consecutive_table
 from attention_priors.attention.tiles.one_query import attend_one_query
 from attention_priors.attention.triton.backend import distance_range
 from attention_priors.priors import Prior, Structure
-from attention_priors.tracing import is_traced
 
 DISTANCES_PER_TOKEN = 16
 """Entries of a table, at most, per query and key, where positions do not step by one: gaps at random make a distance of
@@ -156,9 +156,7 @@ def _hides_positions(geometry: Geometry) -> bool:
     """Whether positions are given whose values cannot be looked at."""
     if not geometry.has_given_positions:
         return False
-    if is_traced() or geometry.device.type == "meta":
-        return True
-    return _is_mapped(geometry.given_query_positions) or _is_mapped(geometry.given_key_positions)
+    return is_traced() or _is_mapped(geometry.given_query_positions) or _is_mapped(geometry.given_key_positions)
 
 
 def _is_mapped(positions: Tensor | None) -> bool:

@@ -38,17 +38,6 @@ def _name_of_run(run: Path) -> Path:
     return Path(run.name)
 
 
-def seed_number(seed: str) -> int:
-    """A seed.
-
-    Raises:
-        ValueError: the word is no number.
-    """
-    if not seed.isdecimal():
-        raise ValueError(f"seeds: {seed!r} is no seed; expected numbers with commas between, such as 0,1,2")
-    return int(seed)
-
-
 def number_of_tokens(length: str, option: str = "lengths") -> int:
     """A number of tokens, of an option; ``64k`` is 65536, ``1m`` is 1048576.
 

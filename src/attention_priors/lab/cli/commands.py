@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -10,32 +9,19 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from attention_priors.lab.cli.arguments import head_of_layer, listed, name_of_model, number_of_tokens, seed_number
+from attention_priors.lab.cli.arguments import head_of_layer, listed, name_of_model, number_of_tokens
 from attention_priors.lab.cli.terminal import EvaluationDisplay, TrainingDisplay, errors, quiet_transformers, written
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback()
-def _root(
-    context: typer.Context,
-    plugin: Annotated[
-        list[str] | None,
-        typer.Option(help="Import this module, which registers priors of your own; may be given more than once."),
-    ] = None,
-) -> None:
+def _root() -> None:
     """Attention with positional priors: train short, test long, see what each head learned."""
-    context.obj = tuple(plugin or ())
-    if plugin:
-        from attention_priors.lab.strict_yaml import import_plugins
-
-        with errors():
-            import_plugins(plugin)
 
 
 @app.command()
 def compare(
-    context: typer.Context,
     recipe: Annotated[Path, typer.Argument(help="A recipe: what to train and what to test.")],
     output: Annotated[
         Path | None,
@@ -45,51 +31,29 @@ def compare(
         list[str] | None,
         typer.Option(help="Run this scheme alone, or those of a pattern (BAM*); may be given more than once."),
     ] = None,
-    seeds: Annotated[
-        list[str] | None, typer.Option(help="Run these seeds alone, with commas between; may be given more than once.")
-    ] = None,
     processes: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time; by default as many as there are cores for.")
-    ] = None,
-    scheduler: Annotated[
-        str | None,
-        typer.Option(help="Address of a Dask scheduler (tcp://login1:8786); its workers share the output folder."),
     ] = None,
 ) -> None:
     """Train every scheme of a recipe, test it far past its training length or resolution, and write a report.
 
-    Interrupt it when you like: the same command goes on from there. Several calls may share an output: each run is
-    carried out by one of them.
+    Interrupt it when you like: the same command goes on from there.
     """
     console = Console()
     # The laboratory is imported here: it takes seconds, and --help should not.
-    from attention_priors._io import read_json
     from attention_priors.lab import report, study
-    from attention_priors.lab.output_folder import sole_writer
 
     output = output or Path("runs") / recipe.stem
     failed: study.RunFailedError | None = None
     with errors():
         try:
-            asked = study.load_recipe(recipe)
-            # Each run is a process of its own, and reads the recipe.
-            asked = asked.model_copy(update={"plugins": tuple(dict.fromkeys((*context.obj, *asked.plugins)))})
             results = study.compare(
-                asked,
-                output,
-                only=only or (),
-                seeds=[seed_number(seed) for seed in listed(*seeds or ())],
-                processes=processes,
-                scheduler=scheduler,
-                console=console,
+                study.load_recipe(recipe), output, only=only or (), processes=processes, console=console
             )
         except study.RunFailedError as error:
             failed, results = error, error.results
-    if results["runs"]:
         page = output / "report.html"
-        # A call that ended meanwhile may have gathered more.
-        with errors(), sole_writer(output, wait=math.inf):
-            results = read_json(output / "results.json")
+        if results["runs"]:
             if report.are_of_images(results):
                 report.write_image_results(results, output)
             else:
@@ -97,6 +61,7 @@ def compare(
                 report.write_figures(results, output / "figures", drawn)
                 report.write_tables(results, output / "tables")
                 report.write_report(results, page, drawn)
+    if results["runs"]:
         of_images = report.are_of_images(results)
         if of_images:
             console.print(report.image_table(results))
@@ -105,8 +70,7 @@ def compare(
         written(console, "Tables", output / "tables")
         written(console, "Report", page)
         with errors():
-            with sole_writer(output, wait=math.inf):
-                missing = report.refresh_page(output)
+            missing = report.refresh_page(output)
             words = f"{output / 'README.md'} has places for tables that there are not: {', '.join(missing)}"
             plan = results["recipe"]
             if missing and failed is None and len(results["runs"]) == len(plan["schemes"]) * len(plan["seeds"]):

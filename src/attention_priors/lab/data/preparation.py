@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -94,7 +93,7 @@ def prepare(
         OSError: ``folder`` cannot be written.
     """
     made = (MANIFEST, TOKENIZER, f"{TOKENIZER}.unfinished")
-    with undone_if_refused(folder, made, keep=lambda: _has_tokens(folder), wait=math.inf):
+    with undone_if_refused(folder, made, keep=lambda: _has_tokens(folder), wait=True):
         remove_temporaries(folder)
         manifest = _begin(preparation, folder)
         if repair:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import math
+import os
 import string
 import tempfile
 from collections.abc import Iterable
@@ -19,7 +19,6 @@ from attention_priors.lab.data.corpora import Corpus
 from attention_priors.lab.data.document import Document, texts_of
 from attention_priors.lab.data.nucleotides import NUCLEOTIDES, nucleotide_tokenizer
 from attention_priors.lab.data.special_tokens import END_OF_TEXT, NO_LENGTH_LIMIT
-from attention_priors.lab.output_folder import sole_writer
 
 # transformers takes more than a second to import: each function that needs it imports it.
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def load_tokenizer(spec: int | str | Path, corpus: Corpus, cache_dir: str | Path
             :func:`nucleotide_tokenizer`. Anything else is a folder or a name on the Hugging Face Hub.
         corpus: Where the training text comes from when ``spec`` is a vocabulary size.
         cache_dir: Folder in which trained tokenizers are kept, one for each vocabulary size and corpus; made
-            if it is missing. Several processes may share it.
+            if it is missing.
 
     Raises:
         OSError: ``spec`` is neither a folder with a tokenizer nor a name that can be loaded.
@@ -218,17 +217,15 @@ def _trained_tokenizer(vocab_size: int, corpus: Corpus, cache_dir: Path) -> PreT
 
     folder = cache_dir / f"tokenizer-{vocab_size}-{corpus.fingerprint[:16]}"
     if not folder.is_dir():
+        tokenizer = train_tokenizer(corpus.train, vocab_size)
         cache_dir.mkdir(parents=True, exist_ok=True)
-        # Of several processes one trains the tokenizer, and the others wait for it.
-        with sole_writer(cache_dir, wait=math.inf):
-            if not folder.is_dir():
-                _save_whole(train_tokenizer(corpus.train, vocab_size), folder)
+        # Moved into place whole, so that a run that is stopped half-way leaves nothing that looks finished.
+        with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".tokenizer-") as temporary:
+            finished = Path(temporary, "finished")
+            tokenizer.save_pretrained(finished)
+            try:
+                os.rename(finished, folder)
+            except OSError:
+                if not folder.is_dir():  # else another process put the same tokenizer there first
+                    raise
     return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-
-
-def _save_whole(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a tokenizer elsewhere and move it into place: a process that is stopped leaves nothing half-written."""
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tokenizer-") as temporary:
-        finished = Path(temporary, "finished")
-        tokenizer.save_pretrained(finished)
-        finished.rename(folder)

@@ -142,33 +142,20 @@ class _Session:
                 if not is_nucleotide_tokenizer(self.subject.tokenizer):
                     raise ValueError(f"tasks: {name!r} needs a model with the tokenizer {NUCLEOTIDES!r}")
                 for length in self.plan.lengths:
-                    pieces = self._sources.unfinished(length)
-                    if not pieces:
+                    if not self._sources.unfinished(length):
                         raise ValueError(
                             f"lengths: {self._sources.source} has no {length} tokens and {COMPLETED} known bases after "
                             f"them in one document, for the task {name!r}"
                         )
-                    self._check_number(name, length, len(pieces))
             if name in PERPLEXITIES:
                 for length in self.plan.lengths:
-                    texts = self._sources.to_read(name, length)
-                    if not texts:
+                    if not self._sources.to_read(name, length):
                         kind = "between 2 and" if name == "perplexity_short" else "at least"
                         size = max(self.plan.lengths) if name == "perplexity" else length
                         raise ValueError(
                             f"lengths: no document of {self._sources.source} has {kind} {size} tokens, for the task "
                             f"{name!r}"
                         )
-                    self._check_number(name, length, len(texts))
-
-    def _check_number(self, task: str, length: int, found: int) -> None:
-        """Check that a task has enough documents or pieces of a length."""
-        if found < (self.plan.minimum_documents or 1):
-            raise ValueError(
-                f"documents: {self._sources.source} has {found} of the {self.plan.documents} texts of {length} tokens "
-                f"that the task {task!r} asks for: set documents: {found} or shorter lengths, or minimum_documents: "
-                f"{found} to measure as many as there are"
-            )
 
     def run(self) -> None:
         """Do everything that is not done."""

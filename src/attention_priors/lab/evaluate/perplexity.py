@@ -22,9 +22,7 @@ class PerplexityRow(TypedDict):
     nll: float
     """In nats per token."""
     tokens: int
-    """Number of tokens that the mean is over."""
-    documents: int
-    """Number of texts that the mean is over."""
+    """How many tokens the mean is over."""
 
 
 def position_bins(length: int) -> list[tuple[int, int]]:
@@ -91,11 +89,5 @@ def perplexity_rows(
     rows: list[PerplexityRow] = []
     for first, last, loss in binned(total):
         size = (last - first + 1) * len(texts)
-        row: PerplexityRow = {
-            "position": math.sqrt(first * last),
-            "nll": loss / size,
-            "tokens": size,
-            "documents": len(texts),
-        }
-        rows.append(row)
+        rows.append({"position": math.sqrt(first * last), "nll": loss / size, "tokens": size})
     return rows

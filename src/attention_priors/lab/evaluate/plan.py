@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from attention_priors.lab.data import EMBEDDED
 from attention_priors.lab.data.needles import NEEDLE_TASKS
@@ -56,9 +56,6 @@ class EvaluationPlan(Strict):
     documents: int = Field(default=8, gt=0)
     """At most so many: of ``perplexity`` the first documents that have as many tokens as the longest length, of
     ``perplexity_short`` the first that are short enough; of the other tasks pieces, spread over all there are."""
-    minimum_documents: int | None = Field(default=None, gt=0)
-    """Fewer documents or pieces than this are an error before any work. None for 1; in a recipe, None for
-    ``documents``."""
     passes: int = Field(default=100, gt=0)
     """Of the timing."""
     stop_after_zeros: int | None = Field(default=2, gt=0)
@@ -71,11 +68,6 @@ class EvaluationPlan(Strict):
         # The last base that is drawn is not read.
         after = {COMPLETION: COMPLETED - 1} | dict.fromkeys(reads_alone, 0)
         return max(self.lengths) + max(after.get(task, LONGEST_KEY) for task in self.tasks)
-
-    @model_validator(mode="after")
-    def _minimum_below_documents(self) -> EvaluationPlan:
-        check_minimum_documents(self.minimum_documents, self.documents)
-        return self
 
     @field_validator("tasks")
     @classmethod
@@ -97,13 +89,3 @@ class EvaluationPlan(Strict):
         if list(lengths) != sorted(set(lengths)):
             raise ValueError(f"lengths must rise, got {', '.join(map(str, lengths))}")
         return lengths
-
-
-def check_minimum_documents(minimum: int | None, documents: int) -> None:
-    """Check that the smallest number of documents is no larger than the wanted number.
-
-    Raises:
-        ValueError: it is larger.
-    """
-    if minimum is not None and minimum > documents:
-        raise ValueError(f"minimum_documents must be at most documents, {documents}; got {minimum}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from attention_priors.lab.evaluate.plan import EvaluationPlan, check_minimum_documents
+from attention_priors.lab.evaluate.plan import EvaluationPlan
 
 
 def _rising(lengths: tuple[int, ...]) -> tuple[int, ...]:
@@ -37,15 +37,7 @@ class PerplexitySettings(BaseModel):
 
     length: int = Field(gt=1)
     documents: int = Field(default=8, gt=0)
-    """Number of documents; the first ``length`` tokens of each are read."""
-    minimum_documents: int | None = Field(default=None, gt=0)
-    """Smallest number of documents to measure if the corpus has no ``documents`` of them; None for ``documents``.
-    Fewer are an error before any training."""
-
-    @model_validator(mode="after")
-    def _minimum_below_documents(self) -> PerplexitySettings:
-        check_minimum_documents(self.minimum_documents, self.documents)
-        return self
+    """At most so many documents, the first ``length`` tokens of each."""
 
 
 class CopyingSettings(BaseModel):

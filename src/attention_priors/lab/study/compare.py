@@ -1,20 +1,20 @@
-"""A comparison: every scheme of a recipe with every seed, several runs at a time, interruptible.
-
-Several calls may share a folder, on one machine or on many. The worker of a run holds a lock on the run's folder. A
-call holds the lock on the whole folder for moments alone: to write what identifies its runs, and to gather results.
-"""
+"""A comparison: every scheme of a recipe with every seed, several runs at a time, interruptible."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
-from collections.abc import Callable, Sequence
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -35,16 +35,6 @@ from attention_priors.lab.study.images import ImageRecipe
 from attention_priors.lab.study.recipe import Recipe
 from attention_priors.lab.study.studies import load_study
 from attention_priors.lab.study.study import AnyRecipe, Study
-from attention_priors.lab.study.workers import (
-    STARTING,
-    TAKEN,
-    Ended,
-    LocalWorkers,
-    Run,
-    Workers,
-    log_of,
-    usable_cores,
-)
 from attention_priors.lab.wall_clock import WallClock
 
 
@@ -60,14 +50,31 @@ class RunFailedError(RuntimeError):
         self.results = results
 
 
+@dataclass
+class _Worker:
+    scheme: str
+    seed: int
+    process: subprocess.Popen[str]
+    log: Path
+    task: TaskID
+    shares: dict[str, float]
+    """How much of its time each stage takes."""
+    device: str | None
+    """The one CUDA device that it sees, where there are several."""
+    done: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """How much of the run is done, 0 to 1."""
+        return sum(self.shares[stage] * part for stage, part in self.done.items()) / sum(self.shares.values())
+
+
 def compare(
     recipe: Recipe | ImageRecipe,
     output: Path,
     *,
     only: Sequence[str] = (),
-    seeds: Sequence[int] = (),
     processes: int | None = None,
-    scheduler: str | None = None,
     console: Console,
 ) -> dict[str, Any]:
     """Train and test what is not finished yet, and write ``results.json``.
@@ -75,96 +82,28 @@ def compare(
     Interrupted at any point, the same call goes on from there: trainings from their last checkpoint,
     evaluations from their last text.
 
-    Several calls may share ``output`` at the same time, on machines that share its file system. A run that another
-    call is carrying out is left to that call. The results are those of the runs that are finished when a call ends; the
-    runs of this call that are not are named on the console.
-
     Args:
         recipe: what to compare.
         output: the folder that holds everything.
-        only: names of schemes, or patterns such as ``BAM*``; the others are left as they are. All by default.
-        seeds: seeds of the recipe; the others are left as they are. All by default.
+        only: names of schemes, or patterns such as ``BAM*``; the others are left as they are.
         processes: runs at a time; by default as many as there are cores for, and as the recipe allows.
-        scheduler: address of the scheduler of a Dask cluster, whose workers carry out the runs; ``output`` must be a
-            folder that they share. None for processes of this machine.
         console: where progress is shown.
 
     Returns:
         The results, of every run of the recipe that is finished.
 
     Raises:
-        RecipeError: before any work, if a scheme or a seed is unknown, a text cannot be made, or ``output`` holds runs
-            of another recipe.
-        ValueError: before any work, if ``processes`` is below 1, or ``scheduler`` is given and Dask is not installed.
-        OSError: before any work, if ``output`` cannot be written, the scheduler cannot be reached, or a worker of the
-            cluster does not see ``output``.
+        RecipeError: before any work, if a scheme is unknown, a text cannot be made, or ``output`` holds runs of
+            another recipe or is being written by another call.
+        OSError: before any work, if ``output`` cannot be written.
         RunFailedError: runs failed, after all others were carried out and ``results.json`` was written of them.
     """
-    chosen = _chosen(recipe, only, seeds)
+    chosen = {name for pattern in only for name in _matching(recipe, pattern)} or set(recipe.schemes)
     if processes is not None and processes < 1:
         raise ValueError(f"processes must be a positive integer, got {processes}")
-    at_a_time = processes_at_a_time(recipe, processes, None if scheduler is None else len(chosen))
-    cache = writable_folder(writable_folder(output) / "cache")
-    workers = _workers(scheduler, output, recipe.threads_per_run, at_a_time)
-    with workers:
-        return _compare(recipe, output, chosen, cache, workers, console)
-
-
-def _workers(scheduler: str | None, output: Path, threads: int, at_a_time: int) -> Workers:
-    if scheduler is None:
-        return LocalWorkers(output, threads=threads, at_a_time=at_a_time)
-    try:
-        from attention_priors.lab.study.cluster import ClusterWorkers
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"scheduler={scheduler!r} needs Dask, and {error.name} is missing: pip install 'attention-priors[cluster]'"
-        ) from error
-    return ClusterWorkers(scheduler, output, threads=threads, at_a_time=at_a_time)
-
-
-def _compare(
-    recipe: Recipe | ImageRecipe,
-    output: Path,
-    chosen: Sequence[Run],
-    cache: Path,
-    workers: Workers,
-    console: Console,
-) -> dict[str, Any]:
-    with console.status("Making ready what is read"):
-        study = load_study(recipe, cache)
-        study.check()
-    if study.left_out is not None:
-        console.print(f"corpus: {escape(study.left_out)}", highlight=False, soft_wrap=True)
-    with sole_writer(output, wait=math.inf):
-        _claim(study, output, chosen)
-    pending = [run for run in chosen if not study.is_finished(output, *run)]
-    failures: dict[Run, str] = {}
-    if pending:
-        workers.use(_recipe_file(recipe, cache))
-        with WallClock(output / "wall_seconds.json", shared=True) as clock:
-            failures = _Display(study, output, len(pending), console).carry_out(pending, workers, clock.tick)
-    with sole_writer(output, wait=math.inf):
-        results = _gather(study, output, list(failures.values()))
-    missing = [run for run in pending if run not in failures and not study.is_finished(output, *run)]
-    if missing:
-        _say(console, f"not finished, as other calls carry them out: {'; '.join(map(_name, missing))}")
-        _say(console, "to gather their results, run the same command once more when they have ended")
-    if failures:
-        raise RunFailedError("\n".join(failures.values()), results)
-    return results
-
-
-def _chosen(recipe: AnyRecipe, only: Sequence[str], seeds: Sequence[int]) -> list[Run]:
-    """Return the runs of a call, in the order in which they are carried out."""
-    for seed in seeds:
-        if seed not in recipe.seeds:
-            raise RecipeError(f"unknown seed {seed}; the recipe has {', '.join(map(str, recipe.seeds))}")
-    schemes = {name for pattern in only for name in _matching(recipe, pattern)} or set(recipe.schemes)
-    return [run for run in _runs(recipe) if run[0] in schemes and run[1] in (seeds or recipe.seeds)]
-
-
-def _runs(recipe: AnyRecipe) -> list[Run]:
-    return [(name, seed) for seed in recipe.seeds for name in recipe.schemes]
+    at_a_time = processes_at_a_time(recipe, processes)
+    with sole_writer(writable_folder(output)):
+        return _compare(recipe, output, chosen, at_a_time, console)
 
 
 def _matching(recipe: AnyRecipe, pattern: str) -> list[str]:
@@ -174,9 +113,21 @@ def _matching(recipe: AnyRecipe, pattern: str) -> list[str]:
     return found
 
 
-def _claim(study: Study, output: Path, chosen: Sequence[Run]) -> None:
-    """Check that the folder holds no other recipe's runs, and write what identifies those of this call."""
-    wanted = {run: study.identities(output, *run) for run in _runs(study.recipe)}
+def _compare(
+    recipe: Recipe | ImageRecipe,
+    output: Path,
+    schemes: Collection[str],
+    processes: int,
+    console: Console,
+) -> dict[str, Any]:
+    with console.status("Making ready what is read"):
+        study = load_study(recipe, writable_folder(output / "cache"))
+        study.check()
+    if study.left_out is not None:
+        console.print(f"corpus: {escape(study.left_out)}", highlight=False, soft_wrap=True)
+    runs = [(name, seed) for seed in recipe.seeds for name in recipe.schemes]
+    chosen = [run for run in runs if run[0] in schemes]
+    wanted = {run: study.identities(output, *run) for run in runs}
     for files in wanted.values():
         for begun, content in files.items():
             check_same_recipe(begun, content)
@@ -184,158 +135,173 @@ def _claim(study: Study, output: Path, chosen: Sequence[Run]) -> None:
         for begun, content in wanted[run].items():
             if not begun.exists():
                 write_json(begun, content)
-    write_json(output / "recipe.json", study.recipe.model_dump(mode="json"))
+    recipe_file = output / "recipe.json"
+    write_json(recipe_file, recipe.model_dump(mode="json"))
 
-
-def _recipe_file(recipe: AnyRecipe, cache: Path) -> Path:
-    """Write the recipe for the workers of this call: another call may write another ``recipe.json`` meanwhile."""
-    content = recipe.model_dump(mode="json")
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-    path = cache / f"recipe-{digest}.json"
-    if not path.exists():
-        write_json(path, content)
-    return path
-
-
-def _gather(study: Study, output: Path, failures: Sequence[str]) -> dict[str, Any]:
-    """Write ``results.json`` of all runs that are finished."""
-    finished = [run for run in _runs(study.recipe) if (run_folder(output, *run) / "done.json").exists()]
+    pending = [run for run in chosen if not study.is_finished(output, *run)]
+    clock, failures = WallClock(output / "wall_seconds.json"), list[str]()
+    if pending:
+        with clock:
+            failures = _run_all(pending, study, recipe_file, output, processes, console, clock)
+    finished = [run for run in runs if (run_folder(output, *run) / "done.json").exists()]
     try:
-        results = study.collect(output, finished, WallClock(output / "wall_seconds.json").seconds)
+        results = study.collect(output, finished, clock.seconds)
     except RecipeError as error:
         raise RecipeError("\n".join([*failures, str(error)])) from error
     write_json(output / "results.json", results)
+    if failures:
+        raise RunFailedError("\n".join(failures), results)
     return results
 
 
-def processes_at_a_time(recipe: AnyRecipe, wanted: int | None, usual: int | None = None) -> int:
-    """Return the number of runs to carry out at a time.
+def processes_at_a_time(recipe: AnyRecipe, wanted: int | None) -> int:
+    """How many runs to carry out at a time.
 
     Args:
         recipe: what is carried out.
-        wanted: number asked for; None for the usual one, and as the recipe allows.
-        usual: None for as many as there are cores for.
+        wanted: how many were asked for; None: as many as there are cores for, and as the recipe allows.
 
     Raises:
-        RecipeError: the recipe allows fewer.
+        RecipeError: the recipe does not allow so many.
     """
     most = recipe.processes
     if wanted is not None and most is not None and wanted > most:
         raise RecipeError(f"processes must be {most} at most, as the recipe says, got {wanted}")
     if wanted is not None:
         return wanted
-    usual = usual or max(1, usable_cores() // recipe.threads_per_run)
-    return usual if most is None else min(most, usual)
+    cores = max(1, (os.cpu_count() or 1) // recipe.threads_per_run)
+    return cores if most is None else min(most, cores)
 
 
-@dataclass
-class _Bar:
-    """The progress bar of one run."""
-
-    task: TaskID
-    shares: dict[str, float]
-    """Part of the run's time that each stage takes."""
-    done: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def share(self) -> float:
-        """Part of the run that is done, 0 to 1."""
-        return sum(self.shares[stage] * part for stage, part in self.done.items()) / sum(self.shares.values())
-
-
-class _Display:
-    """Shows the progress of runs while it carries them out."""
-
-    def __init__(self, study: Study, output: Path, total: int, console: Console) -> None:
-        self._study, self._output, self._total = study, output, total
-        self._bars = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %"),
-            TextColumn("{task.fields[stage]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
+def _run_all(
+    pending: Sequence[tuple[str, int]],
+    study: Study,
+    recipe_file: Path,
+    output: Path,
+    processes: int,
+    console: Console,
+    clock: WallClock,
+) -> list[str]:
+    """Carry out runs; return what there is to say of each that failed."""
+    failures: list[str] = []
+    events: queue.Queue[tuple[_Worker, dict[str, Any] | None]] = queue.Queue()
+    waiting, running, finished = list(pending), list[_Worker](), 0
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.fields[stage]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bars:
+        overall = bars.add_task(
+            f"[bold]{escape(study.recipe.name)}", total=len(pending), stage=f"0 of {len(pending)} runs"
         )
-        self._running: dict[Run, _Bar] = {}
-        self._ended = 0
-        self._failures: dict[Run, str] = {}
-
-    def carry_out(self, pending: Sequence[Run], workers: Workers, tick: Callable[[], None]) -> dict[Run, str]:
-        """Carry out runs.
-
-        Args:
-            pending: the runs.
-            workers: where they are carried out.
-            tick: called at every step of progress.
-
-        Returns:
-            What there is to say of each run that failed.
-        """
-        waiting, started = list(pending), set[Run]()
-        title = f"[bold]{escape(self._study.recipe.name)}"
-        with self._bars:
-            overall = self._bars.add_task(title, total=self._total, stage="")
-            while waiting or started:
-                while waiting and len(started) < workers.at_a_time:
-                    run = waiting.pop(0)
-                    if self._study.is_finished(self._output, *run):  # by another call, meanwhile
-                        self._end(run, "was finished by another call")
-                        continue
-                    workers.start(run)
-                    started.add(run)
-                self._show_all(overall)
-                if not started:
-                    continue
-                run, event = workers.events.get()
-                tick()
-                if isinstance(event, Ended):
-                    started.remove(run)
-                    self._take_end(run, event)
-                elif run in started:  # messages may overtake each other
-                    self._show(run, event)
-            self._show_all(overall)
-        return self._failures
-
-    def _show(self, run: Run, event: dict[str, Any]) -> None:
-        if run not in self._running:
-            task = self._bars.add_task(escape(_name(run)), total=1.0, stage="")
-            self._running[run] = _Bar(task, self._study.stages(run[0]))
-        bar = self._running[run]
-        if event["stage"] != STARTING:
-            bar.done[event["stage"]] = event["done"] / max(1, event["total"])
-        self._bars.update(bar.task, completed=bar.share, stage=escape(event["stage"]))
-
-    def _show_all(self, overall: TaskID) -> None:
-        shares = sum(bar.share for bar in self._running.values())
-        self._bars.update(overall, completed=self._ended + shares, stage=f"{self._ended} of {self._total} runs")
-
-    def _take_end(self, run: Run, event: Ended) -> None:
-        if run in self._running:
-            self._bars.remove_task(self._running.pop(run).task)
-        if event.code == TAKEN:
-            self._end(run, "is left to another call, which is carrying it out")
-            return
-        if event.code:
-            self._failures[run] = (
-                f"{_name(run)}, ended with exit code {event.code}; the end of {log_of(self._output, run)}:\n{event.log}"
-            )
-            first = self._failures[run].splitlines()[0]
-            self._bars.console.print(f"[bold red]failed:[/] {escape(first)}")
-        self._end(run, "has ended", is_drawn=self._bars.console.is_terminal)
-
-    def _end(self, run: Run, what: str, *, is_drawn: bool = False) -> None:
-        self._ended += 1
-        if not is_drawn:
-            _say(self._bars.console, f"{_name(run)}, {what}: {self._ended} of {self._total} runs")
+        try:
+            while waiting or running:
+                while waiting and len(running) < processes:
+                    scheme, seed = waiting.pop(0)
+                    device = least_taken(cuda_devices(), [worker.device for worker in running])
+                    running.append(_start(scheme, seed, study, recipe_file, output, device, bars, events))
+                worker, event = events.get()
+                clock.tick()
+                if event is None:
+                    running.remove(worker)
+                    if worker.process.returncode:
+                        failures.append(_failure(worker))
+                        bars.console.print(f"[bold red]failed:[/] {escape(failures[-1].splitlines()[0])}")
+                    finished += 1
+                    bars.remove_task(worker.task)
+                    if not bars.console.is_terminal:  # bars are not drawn there
+                        ended = f"{worker.scheme}, seed {worker.seed}, has ended: {finished} of {len(pending)} runs"
+                        bars.console.print(escape(ended), highlight=False, soft_wrap=True)
+                else:
+                    worker.done[event["stage"]] = event["done"] / max(1, event["total"])
+                    bars.update(worker.task, completed=worker.share, stage=escape(event["stage"]))
+                shares = sum(worker.share for worker in running)
+                bars.update(overall, completed=finished + shares, stage=f"{finished} of {len(pending)} runs")
+        finally:
+            for worker in running:
+                worker.process.terminate()
+            for worker in running:
+                worker.process.wait()
+    return failures
 
 
-def _name(run: Run) -> str:
-    scheme, seed = run
-    return f"{scheme}, seed {seed}"
+def cuda_devices() -> list[str]:
+    """The CUDA devices that this process sees, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    count = torch.cuda.device_count()
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named[:count] if named else [str(index) for index in range(count)]
 
 
-def _say(console: Console, line: str) -> None:
-    console.print(escape(line), highlight=False, soft_wrap=True)
+def least_taken(devices: Sequence[str], taken: Sequence[str | None]) -> str | None:
+    """The device that the fewest runs are on; None where there are not several, and no choice."""
+    return min(devices, key=lambda device: taken.count(device)) if len(devices) > 1 else None
+
+
+def _start(
+    scheme: str,
+    seed: int,
+    study: Study,
+    recipe_file: Path,
+    output: Path,
+    device: str | None,
+    bars: Progress,
+    events: queue.Queue[tuple[_Worker, dict[str, Any] | None]],
+) -> _Worker:
+    log = run_folder(output, scheme, seed) / "log.txt"
+    threads = str(study.recipe.threads_per_run)
+    with log.open("a", encoding="utf-8") as stderr:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "attention_priors.lab.study.worker",
+                str(recipe_file),
+                str(output),
+                scheme,
+                str(seed),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            # The parent alone hears Ctrl-C; it then ends its workers in order.
+            start_new_session=True,
+            env=os.environ
+            | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+            | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device}),
+        )
+    task = bars.add_task(escape(f"{scheme}, seed {seed}"), total=1.0, stage="starting")
+    worker = _Worker(scheme, seed, process, log, task, study.stages(scheme), device)
+    assert process.stdout is not None
+    threading.Thread(target=_listen, args=(worker, process.stdout, events), daemon=True).start()
+    return worker
+
+
+def _listen(worker: _Worker, lines: IO[str], events: queue.Queue[tuple[_Worker, dict[str, Any] | None]]) -> None:
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:
+            # Something printed past the protocol; it belongs to the log.
+            with worker.log.open("a", encoding="utf-8") as log:
+                log.write(line)
+            continue
+        events.put((worker, event))
+    worker.process.wait()
+    assert worker.process.stdin is not None
+    worker.process.stdin.close()
+    events.put((worker, None))
+
+
+def _failure(worker: _Worker) -> str:
+    tail = "\n".join(worker.log.read_text(encoding="utf-8").splitlines()[-15:])
+    return (
+        f"{worker.scheme}, seed {worker.seed}, ended with exit code {worker.process.returncode}; the end of "
+        f"{worker.log}:\n{tail}"
+    )

@@ -184,9 +184,8 @@ class Materials(ABC):
                 # What a plan needs of a model is its kind; a model of its size has no weights here yet.
                 with torch.device("meta"):
                     model = PriorDecoderForCausalLM(self.recipe.config_of(scheme, **self.vocabulary))
-                strict = plan.model_copy(update={"minimum_documents": plan.minimum_documents or plan.documents})
                 with _at(f"evaluation.plans.{name}"):
-                    check_plan(self.subject(scheme, model), strict, chunk=self.recipe.evaluation_of(scheme).chunk)
+                    check_plan(self.subject(scheme, model), plan, chunk=self.recipe.evaluation_of(scheme).chunk)
                 checked.append(plan)
 
     def _check_evaluation(self, place: str, evaluation: EvaluationSettings) -> None:
@@ -203,24 +202,10 @@ class Materials(ABC):
         if evaluation.copying is not None:
             with _at(f"{place}.copying"):
                 self.copying_task()
-        if evaluation.perplexity is not None:
-            settings = evaluation.perplexity
-            minimum = settings.minimum_documents or settings.documents
-            self._check_number(f"{place}.perplexity", "documents", settings.length, settings.documents, minimum)
-        if evaluation.sink_mass is not None:
-            settings = evaluation.sink_mass
-            self._check_number(f"{place}.sink_mass", "texts", settings.length, settings.texts, settings.texts)
-
-    def _check_number(self, place: str, key: str, length: int, wanted: int, minimum: int) -> None:
-        """Check that there are enough held-out texts of a length."""
-        with _at(f"{place}.length"):
-            found = len(self.texts(length, wanted))
-        if found < minimum:
-            accept = f", or minimum_documents: {found} to measure as many as there are" if key == "documents" else ""
-            raise RecipeError(
-                f"{place}.{key}: {found} of the {wanted} {key} asked for have {length} tokens in the held-out part of "
-                f"the corpus: set {key}: {found} or a shorter length{accept}"
-            )
+        for name, settings in (("perplexity", evaluation.perplexity), ("sink_mass", evaluation.sink_mass)):
+            if settings is not None:
+                with _at(f"{place}.{name}.length"):
+                    self.texts(settings.length, 1)
 
 
 @contextmanager
@@ -344,18 +329,8 @@ class TextMaterials(Materials):
             )
 
     def passkey_task(self, settings: PasskeySettings) -> PasskeyTask:
-        """Make the task that draws passkey texts to test on, with held-out filler.
-
-        Raises:
-            ValueError: the tokenizer joins digits.
-        """
-        task = PasskeyTask(self.tokenizer, self.held_out_stream if settings.filler == "corpus" else None)
-        if task.joins_digits:
-            raise ValueError(
-                f"tokenizer {self.tokenizer.name_or_path!r} joins digits: expected one token for each; ask for the "
-                "task passkey in evaluation.plans, which reads answers as text, or train a tokenizer (tokenizer: 2048)"
-            )
-        return task
+        """The passkey texts to test on, with held-out filler."""
+        return PasskeyTask(self.tokenizer, self.held_out_stream if settings.filler == "corpus" else None)
 
     def subject(self, scheme: str, model: PriorDecoderForCausalLM) -> Subject:
         """The model with its tokenizer, and the corpus whose held-out part it is asked about."""

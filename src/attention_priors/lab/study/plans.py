@@ -64,7 +64,7 @@ def carry_out(
             chunk=evaluation.chunk,
             observer=Observer(on_work=on_plan),
         )
-        asked = {"plan": _question(plan), "texts": found.texts, **environment()}
+        asked = {"plan": plan.model_dump(mode="json"), "texts": found.texts, **environment()}
         write_json(_file(folder, name), with_nulls(asked | _rows(found)))
 
 
@@ -100,12 +100,7 @@ def _found(folder: Path, name: str, plan: EvaluationPlan) -> dict[str, Any] | No
     """What a plan came to; None if it has not been carried out, or was another."""
     path = _file(folder, name)
     found = read_json(path) if path.exists() else None
-    return found if found is not None and found["plan"] == _question(plan) else None
-
-
-def _question(plan: EvaluationPlan) -> dict[str, Any]:
-    """Return the part of a plan that determines its results, as plain JSON."""
-    return plan.model_dump(mode="json", exclude={"minimum_documents"})
+    return found if found is not None and found["plan"] == plan.model_dump(mode="json") else None
 
 
 def check_texts(models: Iterable[tuple[Path, Mapping[str, Row]]]) -> None:
@@ -141,7 +136,7 @@ def _rows(summary: Summary) -> dict[str, list[Row]]:
             for depth, at in (cell.by_depth or {None: _at_no_depth(cell)}).items()
         ],
         "losses": [
-            {"task": loss.task, "length": loss.length, "documents": loss.documents, **place._asdict()}
+            {"task": loss.task, "length": loss.length, **place._asdict()}
             for loss in summary.losses
             for place in loss.by_position
         ],

@@ -12,7 +12,7 @@ from attention_priors.encodings import LearnedTable
 from attention_priors.lab.data import ANSWER_LENGTH, EMBEDDED, NEEDLE_TASKS, CopyMixture
 from attention_priors.lab.data.settings import TokenizerSpec
 from attention_priors.lab.evaluate import EvaluationSettings
-from attention_priors.lab.strict_yaml import Plugins, Strict, explain
+from attention_priors.lab.strict_yaml import Strict, explain
 from attention_priors.lab.study.folders import check_folders
 from attention_priors.lab.study.study import Seeds
 from attention_priors.lab.study.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid
@@ -179,7 +179,6 @@ class Extension:
 class Recipe(Strict):
     """A comparison: every scheme is trained on the same rows and tested on the same texts, seed by seed."""
 
-    plugins: Plugins = ()
     name: str = Field(min_length=1)
     description: str = ""
     corpus: CorpusSettings = CorpusSettings()

@@ -29,10 +29,6 @@ STAGES = ("train", *KINDS)
 """What a run goes through; with each extension of its context once more, as ``WAY: train`` and so on."""
 
 
-_NOT_DETERMINING: Any = {"plans": True, "perplexity": {"minimum_documents": True}}
-"""Settings of an evaluation that its results, or those of a run without plans, do not depend on."""
-
-
 def is_finished(recipe: Recipe, output: Path, scheme: str, seed: int) -> bool:
     """Whether nothing of a run is left to do."""
     folder = run_folder(output, scheme, seed)
@@ -54,7 +50,7 @@ def identity(materials: Materials, scheme: str, seed: int) -> dict[str, Any]:
         "corpus": recipe.corpus.model_dump(mode="json"),
         "tokenizer": recipe.tokenizer,
         "model": recipe.model_of(scheme).model_dump(mode="json"),
-        "evaluation": recipe.evaluation_of(scheme).model_dump(mode="json", exclude=_NOT_DETERMINING),
+        "evaluation": recipe.evaluation_of(scheme).model_dump(mode="json", exclude={"plans"}),
         "threads_per_run": recipe.threads_per_run,
         "scheme": recipe.schemes[scheme].model_dump(mode="json", include=set(PositionSettings.model_fields)),
         "training": recipe.training_of(scheme).model_dump(mode="json"),

@@ -1,9 +1,8 @@
-"""The process that carries out one run and reports its progress to its parent.
+"""The process that carries out one run and tells its parent how far it is.
 
-``python -m attention_priors.lab.study.worker RECIPE.json OUTPUT SCHEME SEED WAIT`` writes a line of JSON per step
+``python -m attention_priors.lab.study.worker RECIPE.json OUTPUT SCHEME SEED`` writes a line of JSON per step
 to standard output: ``{"stage": ..., "done": ..., "total": ...}``. Its standard input must be a pipe that stays open:
-when it ends, so does the process. If another process is still carrying out the run after WAIT seconds, the exit code is
-:data:`~attention_priors.lab.study.workers.TAKEN`.
+when it ends, so does the process.
 """
 
 from __future__ import annotations
@@ -12,20 +11,18 @@ import json
 import os
 import sys
 import threading
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from transformers.utils import logging
 
 from attention_priors._io import read_json
-from attention_priors.lab.output_folder import FolderInUseError, sole_writer
+from attention_priors.lab.output_folder import sole_writer
 from attention_priors.lab.study.folders import run_folder
 from attention_priors.lab.study.studies import load_study, recipe_of
-from attention_priors.lab.study.workers import TAKEN
 
 
-def main(recipe_file: str, output: str, scheme: str, seed: str, wait: str) -> None:
+def main(recipe_file: str, output: str, scheme: str, seed: str) -> None:
     """Carry out one run."""
     recipe = recipe_of(read_json(Path(recipe_file)), recipe_file)
     torch.set_num_threads(recipe.threads_per_run)
@@ -38,11 +35,8 @@ def main(recipe_file: str, output: str, scheme: str, seed: str, wait: str) -> No
         print(json.dumps({"stage": stage, "done": done, "total": total}), file=channel, flush=True)
 
     _end_with_the_parent()
-    with ExitStack() as held:
-        try:
-            held.enter_context(sole_writer(run_folder(Path(output), scheme, int(seed)), wait=float(wait)))
-        except FolderInUseError:
-            sys.exit(TAKEN)
+    # A killed parent's lock is gone at once, its workers a moment later: two must not append to the same files.
+    with sole_writer(run_folder(Path(output), scheme, int(seed))):
         load_study(recipe, Path(output) / "cache").execute(Path(output), scheme, int(seed), progress)
 
 

@@ -75,8 +75,7 @@ def extend(
         check_above(0, learning_rate=learning_rate)
     folder = _model_folder(model).absolute()  # `.` has no parent
     known = folder.parent / "recipe.json"
-    # A saved file names no module to import: plugins of the recipe are given to this command anew.
-    before = validated(read_json(known) | {"plugins": []}, TrainRecipe, str(known)) if known.is_file() else None
+    before = validated(read_json(known), TrainRecipe, str(known)) if known.is_file() else None
     shards = _shards(folder, data, before)
     config = load_config(folder)
     old = before.training.context_length if before else getattr(config, "max_position_embeddings", None)

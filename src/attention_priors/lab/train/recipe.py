@@ -12,7 +12,7 @@ from attention_priors.lab.data import load_corpus
 from attention_priors.lab.data.preparation import Preparation
 from attention_priors.lab.data.settings import DataSettings, TokenizerSpec
 from attention_priors.lab.data.sources import CorpusDocuments, Documents, FastaDocuments, HubDocuments
-from attention_priors.lab.strict_yaml import Plugins, Strict, read_strictly
+from attention_priors.lab.strict_yaml import Strict, read_strictly
 from attention_priors.lab.train.fingerprints import CONFIG, MODEL, files_fingerprint, tokens_fingerprint
 from attention_priors.lab.train.model import ModelSettings
 from attention_priors.lab.train.settings import RunningSettings, TrainingSettings
@@ -30,7 +30,6 @@ class ValidationSettings(Strict):
 class TrainRecipe(Strict):
     """One training of one model."""
 
-    plugins: Plugins = ()
     name: str = Field(min_length=1)
     description: str = ""
     model: ModelSettings
@@ -72,7 +71,7 @@ class TrainRecipe(Strict):
         Raises:
             ShardError: the preparation of ``data.shards`` has not finished.
         """
-        kept = self.model_dump(mode="json", exclude={"plugins", "name", "description", "running"})
+        kept = self.model_dump(mode="json", exclude={"name", "description", "running"})
         del kept["training"]["checkpoint_steps"]
         fingerprints: dict[str, str | None] = {}
         if self.data.shards is not None:

@@ -6,7 +6,7 @@ perplexity, and nothing else is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,14 +55,6 @@ def loss_views(results: Results) -> Iterator[View]:
     for plan, task, length in _distinct(results, "losses", "plan", "task", "length"):
         title = f"{plan}: {task}, texts of {'up to ' if task == 'perplexity_short' else ''}{length} tokens"
         yield _view(results, "losses", "perplexity", title, measure, dict, plan=plan, task=task, length=length)
-
-
-def number_of_documents(losses: Iterable[Row]) -> str:
-    """Return the number of documents of some losses, such as "7", or "4 or 7" where models read different numbers.
-
-    It is empty for rows that do not hold it.
-    """
-    return " or ".join(str(count) for count in sorted({row["documents"] for row in losses if "documents" in row}))
 
 
 def _distinct(results: Results, section: str, *keys: str) -> list[tuple[Any, ...]]:

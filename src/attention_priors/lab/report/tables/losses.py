@@ -9,7 +9,7 @@ from attention_priors.lab.intervals import over_seeds
 from attention_priors.lab.report.numbers import decimals
 from attention_priors.lab.report.selections.copying import KINDS, excess_losses
 from attention_priors.lab.report.selections.losses import loss_measure
-from attention_priors.lab.report.selections.plans import loss_views, number_of_documents
+from attention_priors.lab.report.selections.plans import loss_views
 from attention_priors.lab.report.selections.results import Results, distinct, rows, schemes_with
 from attention_priors.lab.report.tables.cells import (
     ABSENT,
@@ -35,9 +35,6 @@ def perplexity_grid(results: Results) -> Grid:
     )
     if losses.straddles:
         caption += " A range that begins within the training length and ends beyond it is in neither."
-    documents = number_of_documents(rows(results, "perplexity"))
-    if documents:
-        caption += f" Documents: {documents}."
     header = ["scheme", "seeds", "within\ntraining", *(f"{position:.0f}" for position in losses.beyond)]
     return Grid("perplexity", caption, header, [lines] if lines else [], words=1)
 
@@ -48,13 +45,11 @@ def loss_grid(results: Results) -> Grid:
     groups = []
     for view in loss_views(results):
         losses = Losses(view.results)
-        documents = number_of_documents(view.results["perplexity"])
-        title = f"{view.title}; documents: {documents}" if documents else view.title
         lines: list[Line] = [
             [name, str(losses.seeds(name)), losses.within_training(name), losses.everywhere(name)]
             for name in losses.schemes
         ]
-        groups.append([["" if place else title, *line] for place, line in enumerate(lines)])
+        groups.append([["" if place else view.title, *line] for place, line in enumerate(lines)])
     caption = (
         f"{measure.title} of each plan: {measure.definition} Within training: over the ranges of positions that end "
         "within the training length."

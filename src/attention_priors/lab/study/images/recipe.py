@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from attention_priors.lab.strict_yaml import Plugins, Strict, explain
+from attention_priors.lab.strict_yaml import Strict, explain
 from attention_priors.lab.study.folders import check_folders
 from attention_priors.lab.study.study import Seeds
 from attention_priors.lab.study.sweep import overlaid
@@ -156,7 +156,6 @@ class VisionScheme(Strict):
 class ImageRecipe(Strict):
     """A comparison of classifiers: every scheme is trained on the same images, and tested on the same, seed by seed."""
 
-    plugins: Plugins = ()
     name: str = Field(min_length=1)
     description: str = ""
     images: PictureSettings
