@@ -72,6 +72,17 @@ def test_what_is_not_worked_is_not_counted(tmp_path: Path, time: Time):
     assert first.seconds == WallClock(path).seconds == json.loads(path.read_text()) == 30
 
 
+def test_sessions_at_the_same_time_count_each(tmp_path: Path, time: Time):
+    path = tmp_path / "seconds.json"
+    with WallClock(path, shared=True) as first, WallClock(path, shared=True) as second:
+        time.now += 12
+        first.tick()
+        second.tick()
+        time.now += 3
+        assert first.seconds == 15
+    assert WallClock(path).seconds == json.loads(path.read_text()) == 30
+
+
 def test_without_a_file_one_session_counts(tmp_path: Path, time: Time):
     with WallClock(None) as clock:
         time.now += 20

@@ -1,7 +1,9 @@
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,11 @@ from processes import run_command
 @pytest.fixture(scope="module")
 def corpus(documents: tuple[Document, ...]) -> Corpus:
     return Corpus("made-up", documents[:-1], documents[-1:])
+
+
+def _kept(cache: Path) -> list[Path]:
+    """Everything in a cache but the file that is locked."""
+    return [path for path in cache.iterdir() if path.name != ".lock"]
 
 
 def _joining_digits() -> PreTrainedTokenizerFast:
@@ -64,6 +71,7 @@ def test_spaces_before_punctuation_survive_decoding(tokenizer: PreTrainedTokeniz
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.deep
 def test_training_is_the_same_in_another_process(tokenizer: PreTrainedTokenizerFast, tmp_path: Path):
     script = (
         "import sys; from conftest import made_up_text\n"
@@ -92,7 +100,7 @@ def test_vocabulary_that_the_text_is_too_short_for_is_an_error():
 def test_trained_tokenizer_is_cached_and_reused(corpus: Corpus, tmp_path: Path, spec: int | str):
     cache = tmp_path / "made" / "cache"
     first = load_tokenizer(spec, corpus, cache)
-    (folder,) = cache.iterdir()  # nothing temporary is left
+    (folder,) = _kept(cache)  # nothing temporary is left
     file = folder / "tokenizer.json"
     before = file.stat()
 
@@ -111,14 +119,30 @@ def test_another_corpus_gets_another_tokenizer(corpus: Corpus, tmp_path: Path):
     load_tokenizer(300, corpus, tmp_path)
     load_tokenizer(300, other, tmp_path)
 
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(_kept(tmp_path)) == 2
 
 
 def test_failed_training_leaves_nothing_in_the_cache(corpus: Corpus, tmp_path: Path):
     with pytest.raises(ValueError, match="vocab_size"):
         load_tokenizer(100_000, corpus, tmp_path)
 
-    assert list(tmp_path.iterdir()) == []
+    assert not _kept(tmp_path)
+
+
+def test_several_processes_train_a_tokenizer_once(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two threads stand for the processes: locks exclude them in the same way."""
+    trained = []
+
+    def train(documents: Any, vocab_size: int) -> PreTrainedTokenizerFast:
+        trained.append(vocab_size)
+        time.sleep(0.3)
+        return train_tokenizer(documents, vocab_size)
+
+    monkeypatch.setattr("attention_priors.lab.data.tokenizer.train_tokenizer", train)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: load_tokenizer(300, corpus, tmp_path), range(2))
+    assert trained == [300]
+    assert first.get_vocab() == second.get_vocab()
 
 
 def test_saved_tokenizer_is_loaded_from_its_folder(tokenizer: PreTrainedTokenizerFast, corpus: Corpus, tmp_path: Path):
@@ -170,10 +194,10 @@ def test_a_tokenizer_that_joins_digits_is_loaded(corpus: Corpus, tmp_path: Path)
         digit_token_ids(loaded)
 
 
-@pytest.mark.parametrize(("strings", "what"), [("some text", "is a str, 'some text'"), (["some text"], "holds a str")])
-def test_strings_are_not_taken_for_documents(tokenizer: PreTrainedTokenizerFast, strings: Any, what: str):
+@pytest.mark.parametrize("strings", ["some text", ["some text"]])
+def test_strings_are_not_taken_for_documents(tokenizer: PreTrainedTokenizerFast, strings: Any):
     for refused in (lambda: train_tokenizer(strings, 300), lambda: token_stream(tokenizer, strings)):
-        with pytest.raises(ValueError, match=rf"documents {what}: expected documents, such as \[Document\("):
+        with pytest.raises(ValueError, match=r"must be documents, such as .*; got a str, 'some te"):
             refused()
 
 

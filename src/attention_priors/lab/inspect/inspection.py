@@ -17,21 +17,15 @@ from attention_priors.encodings import LinearToy
 from attention_priors.hf.loading import check_positions, number_of_positions
 from attention_priors.hf.observe import LayerAttention, observed_attention
 from attention_priors.lab.data.passkey import PasskeySample
-from attention_priors.lab.inspect import (
-    LinearAudit,
-    curve_distances,
-    effective_reach,
-    first_layer_linear_audit,
-    first_layer_logits,
-    head_accounts,
-    head_roles,
-    logit_scale_rows,
-    prior_rows,
-    prior_term_rows,
-)
+from attention_priors.lab.inspect.account import head_accounts
+from attention_priors.lab.inspect.additive import LinearAudit
+from attention_priors.lab.inspect.curves import curve_distances, logit_scale_rows, prior_rows
+from attention_priors.lab.inspect.first_layer import first_layer_linear_audit, first_layer_logits
 from attention_priors.lab.inspect.load import Inspected
 from attention_priors.lab.inspect.prompt import figure_4_prompt
-from attention_priors.lab.inspect.reach import REACH_LENGTHS
+from attention_priors.lab.inspect.reach import REACH_LENGTHS, effective_reach
+from attention_priors.lab.inspect.roles import head_roles
+from attention_priors.lab.inspect.terms import prior_term_rows
 from attention_priors.lab.machine import processor, versions
 from attention_priors.lab.results_format import INSPECTION_FORMAT
 from attention_priors.lab.wall_clock import now
