@@ -1,15 +1,13 @@
-"""The recipes of docs/results: each of them runs, small, from its file to its report."""
+"""The recipes of docs/results: each runs, small, from its file to its report."""
 
-import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from recipe_cases import decoder_recipe, write_genome
 
-from attention_priors._io import read_json
-from attention_priors.lab.report import illustrations, refresh_page, write_figures, write_report, write_tables
+from attention_priors.lab.report import write_report
+from attention_priors.lab.results import Results
 from attention_priors.lab.study import Recipe
 from attention_priors.lab.study.materials import Materials
 from attention_priors.lab.study.results import collect
@@ -17,7 +15,6 @@ from attention_priors.lab.study.run import execute, is_finished, run_folder
 
 PROJECT = Path(__file__).parents[3]
 RECIPES = sorted((PROJECT / "recipes" / "results").glob("*.yaml"))
-RESULTS = PROJECT / "docs" / "results"
 
 pytestmark = pytest.mark.skipif(not RECIPES, reason="not a checkout of the project")
 
@@ -82,41 +79,9 @@ def test_a_small_form_runs_from_the_recipe_to_the_report(path: Path, tmp_path: P
         folder.mkdir(parents=True)
         execute(materials, scheme, 0, folder, lambda stage, done, total: None)
         assert is_finished(recipe, tmp_path, scheme, 0)
-    results = collect(recipe, tmp_path, [(scheme, 0) for scheme in chosen], wall_seconds=1.0, corpus={"name": "small"})
-    assert {row["scheme"] for row in results["runs"]} >= set(chosen)
-    assert write_tables(results, tmp_path / "tables")
-    drawn = [*illustrations(results)]
-    assert len(write_figures(results, tmp_path / "figures", drawn)) == len(drawn) > 0
-    write_report(results, tmp_path / "report.html", drawn)
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_what_is_shown_was_made_by_the_recipe(path: Path):
-    made = RESULTS / path.stem / "recipe.json"
-    if not made.exists():
-        pytest.skip("nothing has been made of it yet")
-    recipe = decoder_recipe(path)
-    assert Recipe.model_validate(read_json(made)) == recipe
-    for scheme in recipe.schemes:
-        for seed in recipe.seeds:
-            described = run_folder(RESULTS / path.stem, scheme, seed) / "identity.json"
-            if described.exists():
-                found = read_json(described)
-                assert found["seed"] == seed
-                assert found["training"]["steps"] == recipe.training_of(scheme).steps
-                assert found["evaluation"]["passkey"] == recipe.evaluation_of(scheme).model_dump(mode="json")["passkey"]
-
-
-@pytest.mark.parametrize("page", sorted(RESULTS.glob("*/README.md")), ids=lambda page: page.parent.name)
-def test_pages_hold_the_tables_as_they_are(page: Path, tmp_path: Path):
-    shutil.copy(page, tmp_path)
-    shutil.copytree(page.parent / "tables", tmp_path / "tables")
-    refresh_page(tmp_path)
-    assert (tmp_path / page.name).read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("page", sorted(RESULTS.rglob("README.md")), ids=lambda page: page.parent.name)
-def test_pages_show_what_is_there(page: Path):
-    links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
-    gone = [link for link in links if "://" not in link and not (page.parent / link).exists()]
-    assert not gone
+    runs = [(scheme, 0) for scheme in chosen]
+    results = Results.of(collect(recipe, tmp_path, runs, wall_seconds=1.0, corpus={"name": "small"}))
+    assert {*results["run"].scheme} >= set(chosen)
+    write_report(results, tmp_path)
+    assert [*(tmp_path / "tables").iterdir()]
+    assert [*(tmp_path / "figures").iterdir()]
