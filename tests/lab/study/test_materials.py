@@ -136,7 +136,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(not RECIPES.is_dir(), reason="not a checkout of the project")
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
 def test_recipes_of_the_project_have_the_texts_that_they_ask_for(path: Path, cache: Path):
-    """The small forms of test_result_recipes.py ask for one text each."""
     recipe = decoder_recipe(path)
     try:
         materials = Materials.load(recipe, cache)

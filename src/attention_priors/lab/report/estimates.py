@@ -149,7 +149,8 @@ def loss_measure(results: Results) -> LossMeasure:
 
 def mean_losses(rows: Frame) -> list[float]:
     """Return the mean loss over tokens of each seed; nan where a loss is missing."""
-    return [float(np.average(own.nll, weights=own.tokens)) for _, own in rows.groupby("seed")]
+    seeds, losses, tokens = (rows[column].to_numpy() for column in ("seed", "nll", "tokens"))
+    return [float(np.average(losses[seeds == seed], weights=tokens[seeds == seed])) for seed in np.unique(seeds)]
 
 
 def by_text(rows: Frame) -> Iterator[tuple[str, Frame]]:

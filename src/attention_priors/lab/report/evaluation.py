@@ -66,7 +66,7 @@ def _scores(results: Results) -> Table:
     for task, own in by_task(rows):
         counts = sorted({*own.groupby("length").trials.sum()})
         texts = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-        lines.append([task, texts, *next(share_lines(own, lengths))[1:]])
+        lines.append([task, texts, *next(iter(share_lines(own, lengths).values()))[0][1:]])
     return Table("retrieval", wording("evaluated_scores"), ["task", "texts", *map(str, lengths)], lines)
 
 

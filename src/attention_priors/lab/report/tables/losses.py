@@ -28,6 +28,7 @@ class Losses:
 
     def __init__(self, results: Results, rows: Frame) -> None:
         self._results, self.rows, self.measure = results, rows[rows.position.notna()], estimates.loss_measure(results)
+        self._by_scheme = dict(by_scheme(self.rows))
         shortest = min((results.context_length(name) for name in estimates.schemes_in(self.rows)), default=0)
         positions = sorted(self.rows.position.unique())
         beyond = [position for position in positions if estimates.first_of_range(position) >= shortest]
@@ -39,11 +40,12 @@ class Losses:
 
     def of(self, scheme: str) -> Frame:
         """Return the rows of a scheme."""
-        return self.rows[self.rows.scheme == scheme]
+        return self._by_scheme.get(scheme, self.rows[:0])
 
     def at(self, scheme: str, position: float) -> Cell:
         """Write the loss in one range of positions."""
-        return self.cell(self.of(scheme)[self.of(scheme).position == position])
+        rows = self.of(scheme)
+        return self.cell(rows[rows.position == position])
 
     def within_training(self, scheme: str) -> Cell:
         """Write the loss over the ranges of positions that end within the training length."""

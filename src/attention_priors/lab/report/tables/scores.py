@@ -15,28 +15,36 @@ from attention_priors.lab.report.wording import multiple, wording
 from attention_priors.lab.results import Frame, Results
 
 
-def share_lines(rows: Frame, lengths: Sequence[int]) -> Iterator[Line]:
-    """Return the shares of one scheme by length: over all texts and, where there are several seeds, over seeds."""
-    pooled = {cell.length: cell for cell in estimates.shares_by_length(rows).itertuples()}
-    yield ["texts", *(_share(pooled.get(length)) for length in lengths)]
-    if (seeds := rows.seed.nunique()) > 1:
-        found = estimates.over(estimates.shares(rows, "length", "seed"), "length", "share")
-        marks = {length: "" if cell.complete else "†" for length, cell in pooled.items()}
-        yield [f"{seeds} seeds", *(Cell.of_share(found[n], marks[n]) if n in found else ABSENT for n in lengths)]
+def share_lines(rows: Frame, lengths: Sequence[int]) -> dict[str, list[Line]]:
+    """Return each scheme's shares by length: over all texts and, where there are several seeds, over seeds."""
+    pooled = {(cell.scheme, cell.length): cell for cell in estimates.shares_by_length(rows).itertuples()}
+    lines: dict[str, list[Line]] = {}
+    for name, own in by_scheme(estimates.shares(rows, "scheme", "length", "seed")):
+        cells = [pooled.get((name, length)) for length in lengths]
+        lines[name] = [["texts", *map(_share, cells)]]
+        if (seeds := own.seed.nunique()) > 1:
+            found = estimates.over(own, "length", "share")
+            over_seeds = (Cell.of_share(found[one.length], _mark(one)) if one else ABSENT for one in cells)
+            lines[name].append([f"{seeds} seeds", *over_seeds])
+    return lines
+
+
+def _mark(cell: Any) -> str:
+    return "" if cell.complete else "†"
 
 
 def _share(cell: Any, best: bool = False) -> Cell:
     """Write a row of :func:`~attention_priors.lab.report.estimates.shares_by_length`, if there is one."""
     if cell is None:
         return Cell(ABSENT)
-    return Cell.of_share((cell.share, cell.low, cell.high), "" if cell.complete else "†", best)
+    return Cell.of_share((cell.share, cell.low, cell.high), _mark(cell), best)
 
 
 def passkey(results: Results) -> Table:
     """Shares of the recipe's own pass keys, by length."""
     rows = estimates.own_passkeys(results)
     lengths = sorted(rows.length.unique())
-    lines = [[name, *line] for name, own in by_scheme(rows) for line in share_lines(own, lengths)]
+    lines = [[name, *line] for name, own in share_lines(rows, lengths).items() for line in own]
     return Table("passkey", wording("passkey"), ["scheme", "over", *map(str, lengths)], lines, words=2)
 
 
@@ -61,8 +69,12 @@ def retrieval(results: Results) -> Table:
     """Scores of the tasks of each plan that retrieve, by length."""
     rows = results["retrieval"].dropna(subset="plan")
     lengths = sorted(rows.length.unique())
-    parts = [(title, name, own) for title, task in by_task(rows) for name, own in by_scheme(task)]
-    lines = [[title, name, *line] for title, name, own in parts for line in share_lines(own, lengths)]
+    lines = [
+        [title, name, *line]
+        for title, task in by_task(rows)
+        for name, own in share_lines(task, lengths).items()
+        for line in own
+    ]
     header = ["plan and task", "scheme", "over", *map(str, lengths)]
     return Table("retrieval", wording("retrieval"), header, lines, words=3)
 

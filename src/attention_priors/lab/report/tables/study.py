@@ -77,13 +77,11 @@ def axes(results: Results) -> Table:
     """What schemes reach that differ along one axis alone."""
     rows, losses = own_passkeys(results), _own_losses(results)
     lengths, farthest, has_losses = sorted(rows.length.unique()), losses.beyond[-1:], len(losses.rows) > 0
-    lines = []
+    lines, shares = [], share_lines(rows, lengths)
     for comparison in comparisons(results):
         for name, value in comparison.values.items():
             tail = [losses.within_training(name), *(losses.at(name, p) for p in farthest)] if has_losses else []
-            own = rows[rows.scheme == name]
-            found = [*share_lines(own, lengths)] if len(own) else [["", *[ABSENT] * len(lengths)]]
-            for place, line in enumerate(found):
+            for place, line in enumerate(shares.get(name, [["", *[ABSENT] * len(lengths)]])):
                 lines.append([comparison.title, value, *line, *([""] * len(tail) if place else tail)])
     header, measure = ["axis", "value", "over", *map(str, lengths)], losses.measure
     if has_losses:
@@ -101,7 +99,7 @@ def extension(results: Results) -> Table:
     together: dict[tuple[str, int], dict[str, Frame]] = defaultdict(dict)
     for name, made in by_scheme(results["extension"]):
         together[entries[name]["extended_from"], made["to"].iloc[0]][name] = made
-    lines = []
+    lines, shares = [], share_lines(rows, lengths)
     for (first, reached), ways in together.items():
         # Of every seed with which the model was extended in some way.
         before = pd.concat([*ways.values()]).drop_duplicates("seed", keep="last")
@@ -112,8 +110,7 @@ def extension(results: Results) -> Table:
             if name != first:
                 when, way, steps = "after", entries[name]["axes"]["extension"], str(made.steps.iloc[0])
             found = [over_seeds([number(one[when][str(n)]) for one in made.loss]) for n in (trained, reached)]
-            own = rows[rows.scheme == name]
-            cells = next(share_lines(own, lengths))[1:] if len(own) else [ABSENT] * len(lengths)
+            cells = shares[name][0][1:] if name in shares else [ABSENT] * len(lengths)
             beyond = [losses.at(name, position) for position in farthest]
             lines.append([place, way, steps, *(Cell.of(one, "{:.3f}".format) for one in found), *cells, *beyond])
     header = ["scheme", "extension", "steps", "loss at\nfirst length", "loss at\nsecond length", *map(str, lengths)]
