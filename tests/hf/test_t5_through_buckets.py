@@ -205,6 +205,17 @@ def test_a_mask_of_queries_and_keys() -> None:
     assert difference(expected, logits(ours, **kwargs)) < TOLERANCE
 
 
+def test_the_least_finite_number_of_a_mask_hides_keys() -> None:
+    """transformers writes it where it means -inf; a query without keys gets zeros either way."""
+    model = use_priors(make())
+    ids = inputs(8)["input_ids"]
+    visible = torch.ones(3, 1, 8, 8, dtype=torch.bool).tril()
+    visible[:, :, 3] = False
+    added = torch.zeros(3, 1, 8, 8).masked_fill(~visible, torch.finfo(torch.float32).min)
+    found, expected = (model.encoder(ids, attention_mask=mask).last_hidden_state for mask in (added, visible))
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
 def test_an_encoder_alone() -> None:
     theirs = T5EncoderModel(make().config).eval()
     ours = use_priors(copy.deepcopy(theirs))

@@ -102,8 +102,7 @@ def attach(
     there_are = attention_layers(model)
     chosen = _chosen(there_are, _numbers("layers", layers))
     for index, module in there_are.items():
-        problem = None if index in chosen else _not_computed(module)
-        if problem is not None:
+        if index not in chosen and (problem := _not_computed(module)) is not None:
             raise ValueError(f"layer {index} ({type(module).__name__}), which layers leaves as it is: {problem}")
     some_heads = _numbers("heads", heads)
     description = {
@@ -397,8 +396,7 @@ def _not_computed(module: nn.Module) -> str | None:
 
 
 def _check_attention(module: nn.Module) -> None:
-    problem = _not_computed(module)
-    if problem is not None:
+    if (problem := _not_computed(module)) is not None:
         raise ValueError(problem)
     if getattr(module, "is_causal", True) is False:
         raise ValueError("it is bidirectional; attach() is for decoders")

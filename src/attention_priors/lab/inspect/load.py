@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from attention_priors._io import read_json
-from attention_priors.hf.adapter_folder import adapter_folder
+from attention_priors.hf.adapter import adapter_folder
 from attention_priors.hf.attach import CONFIG_KEY, LEARNED_POSITIONS
 from attention_priors.hf.loading import load_any_config, load_model, load_whole, tokenizer_of
 from attention_priors.lab.data import load_corpus

@@ -9,26 +9,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import masking_utils as masks
 
-from attention_priors.hf.slots import SlotMask, Slots, Visibility, slot_mask
+from attention_priors.models.masks import Keys, KeysMask, keys_mask
 
 
-def matrix_of(slots: Slots) -> Tensor:
+def matrix_of(keys: Keys) -> Tensor:
     """From what was read alone, ``(B, Lq, Lk)``."""
-    visibility = slots.visibility
-    assert visibility is not None
-    queries = torch.arange(slots.num_queries).unsqueeze(-1) + slots.query_offset
-    keys = torch.arange(slots.num_keys).unsqueeze(0) + slots.key_offset
-    seen = torch.ones(1, slots.num_queries, slots.num_keys, dtype=torch.bool)
-    if visibility.causal:
-        seen = seen & (keys <= queries)
-    if visibility.window is not None:
-        seen = seen & (keys > queries - visibility.window)
-    if visibility.documents is not None:
-        seen = seen & (visibility.documents.unsqueeze(-1) == visibility.documents.unsqueeze(-2))
-    if slots.attention_mask is not None:
-        assert isinstance(slots.key_offset, int)
-        padded = torch.nn.functional.pad(slots.attention_mask, (0, 1000))
-        seen = seen & padded[:, None, slots.key_offset : slots.key_offset + slots.num_keys]
+    assert keys.forbidden is None
+    slots = torch.arange(keys.num_keys).unsqueeze(0) + keys.key_offset
+    queries = torch.arange(keys.num_queries).unsqueeze(-1) + keys.query_offset
+    seen = torch.ones(1, keys.num_queries, keys.num_keys, dtype=torch.bool)
+    if keys.causal:
+        seen = seen & (slots <= queries)
+    if keys.window is not None:
+        seen = seen & (slots > queries - keys.window)
+    if keys.documents is not None:
+        seen = seen & (keys.documents.unsqueeze(-1) == keys.documents.unsqueeze(-2))
+    if keys.padding is not None:
+        seen = seen & ~keys.padding[:, None]
     return seen
 
 
@@ -50,18 +47,18 @@ def test_what_is_read(data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         mask = torch.rand(batch, arguments["q_offset"] + length) < 0.7
         arguments["attention_mask"] = mask
-    mask = slot_mask(batch, "cpu", mask_function=function, **arguments)
+    mask = keys_mask(batch, "cpu", mask_function=function, **arguments)
     expected = masks.sdpa_mask(batch, mask_function=function, **arguments, allow_is_causal_skip=False)
     assert expected is not None
-    assert torch.equal(matrix_of(mask.slots).expand(batch, -1, -1), expected[:, 0])
-    assert torch.equal(mask.slots.matrix(skip=False), expected)  # pyright: ignore[reportArgumentType]
+    assert torch.equal(matrix_of(mask.keys).expand(batch, -1, -1), expected[:, 0])
+    assert torch.equal(mask.matrix(skip=False), expected)  # pyright: ignore[reportArgumentType]
 
 
 @given(st.data())
 def test_the_last_queries_alone(data: st.DataObject) -> None:
     """Gemma 4 computes no more of them in layers that borrow their keys."""
     length, before = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 5))
-    mask = slot_mask(
+    mask = keys_mask(
         2,
         "cpu",
         q_length=length,
@@ -69,18 +66,18 @@ def test_the_last_queries_alone(data: st.DataObject) -> None:
         q_offset=before,
         attention_mask=torch.rand(2, before + length) < 0.7,
     )
-    whole = mask.slots.matrix(skip=False)
+    whole = mask.matrix(skip=False)
     assert whole is not None
     start = data.draw(st.integers(-length, length - 1))
     last = mask[:, :, start:, :]
     expected = whole[:, :, start:]
-    assert isinstance(last, SlotMask)
+    assert isinstance(last, KeysMask)
     assert last.shape == expected.shape
-    assert torch.equal(matrix_of(last.slots), expected[:, 0])
-    assert torch.equal(last.slots.matrix(skip=False), expected)  # pyright: ignore[reportArgumentType]
+    assert torch.equal(matrix_of(last.keys).expand(2, -1, -1), expected[:, 0])
+    assert torch.equal(last.matrix(skip=False), expected)  # pyright: ignore[reportArgumentType]
     for other in ((slice(None), 0, slice(start, None)), (slice(None), slice(None), slice(0, length, 2))):
         assert torch.equal(mask[other], whole[other])
-    assert not isinstance(mask[:, :, : length - 1], SlotMask)
+    assert not isinstance(mask[:, :, : length - 1], KeysMask)
 
 
 @pytest.mark.parametrize("name", ["chunked", "or", "of one's own", "vmapped"])
@@ -92,35 +89,36 @@ def test_other_functions_are_kept_as_matrices(name: str) -> None:
         "vmapped": masks.causal_mask_function,
     }[name]
     options: dict[str, Any] = {"q_length": 9, "kv_length": 9, "mask_function": function, "use_vmap": name == "vmapped"}
-    mask = slot_mask(2, "cpu", **options)
-    assert mask.slots.visibility is None
+    mask = keys_mask(2, "cpu", **options)
+    assert mask.is_dense
     expected = masks.sdpa_mask(2, **options, allow_is_causal_skip=False)
-    assert torch.equal(mask.slots.matrix(skip=False), expected)  # pyright: ignore[reportArgumentType]
+    assert torch.equal(mask.matrix(skip=False), expected)  # pyright: ignore[reportArgumentType]
+    assert torch.equal(mask.keys.forbidden, ~expected)  # pyright: ignore[reportArgumentType, reportOptionalOperand]
 
 
 def test_the_mask_is_a_tensor_without_memory() -> None:
-    mask = slot_mask(2, "cpu", q_length=5, kv_length=7, q_offset=2)
-    assert mask.slots.visibility == Visibility()
+    mask = keys_mask(2, "cpu", q_length=5, kv_length=7, q_offset=2)
+    assert mask.keys == Keys(torch.device("cpu"), 2, 5, 7)
     assert mask.shape == (2, 1, 5, 7)
     assert mask.dim() == mask.ndim == 4
     assert len(mask) == 2
     assert mask.dtype == torch.bool
     assert mask.untyped_storage().nbytes() == 1
     for same in (mask.detach(), mask.clone(), mask.contiguous(), mask.to("cpu"), mask.to(torch.device("cpu"))):
-        assert isinstance(same, SlotMask)
-        assert same.slots.num_keys == 7
+        assert isinstance(same, KeysMask)
+        assert same.keys.num_keys == 7
     moved = mask.to("meta")
-    assert isinstance(moved, SlotMask)
+    assert isinstance(moved, KeysMask)
     assert moved.device.type == "meta"
 
 
 def test_whoever_computes_with_it_gets_the_matrix() -> None:
-    mask = slot_mask(1, "cpu", q_length=4, kv_length=4)
+    mask = keys_mask(1, "cpu", q_length=4, kv_length=4)
     expected = torch.ones(4, 4, dtype=torch.bool).tril()
     assert torch.equal(mask[0, 0], expected)
     assert torch.equal((~mask)[0, 0], ~expected)
     assert torch.equal(mask[..., :2][0, 0], expected[:, :2])
     added = torch.zeros(4, 4).masked_fill(~mask[0, 0], -1.0)
     assert torch.equal(added, torch.zeros(4, 4).masked_fill(~expected, -1.0))
-    assert not isinstance(mask.float(), SlotMask)
+    assert not isinstance(mask.float(), KeysMask)
     assert torch.equal(torch.cat([mask, mask])[1, 0], expected)
