@@ -8,6 +8,7 @@ import math
 import os
 import re
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside ``path``; what is written there is moved into place, if no error comes between.
+    """Yield a temporary name beside ``path`` for a file or a folder, which is moved into place if there is no error.
 
     Processes and threads that write the same file at the same time have names of their own: the last one is left.
     """
@@ -26,10 +27,19 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name[:32]}.{os.getpid()}.{secrets.token_hex(8)}.tmp")
     try:
         yield temporary
-        synchronise(temporary)
+        for written in (temporary, *(temporary.rglob("*") if temporary.is_dir() else ())):
+            synchronise(written)
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        remove(temporary)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a folder with all that is in it, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def remove_temporaries(folder: Path) -> None:
@@ -37,7 +47,7 @@ def remove_temporaries(folder: Path) -> None:
     for path in folder.glob(".*.tmp"):
         # Earlier versions wrote no random part.
         if re.fullmatch(r"\..+\.\d+(\.[0-9a-f]{16})?\.tmp", path.name):
-            path.unlink()
+            remove(path)
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -28,7 +28,7 @@ from attention_priors.lab.study.images.pictures import processor_for, resized
 from attention_priors.lab.study.images.recipe import Augmentation, ImageTrainingSettings, PictureSettings
 from attention_priors.lab.study.images.run import prior_maps
 from attention_priors.lab.study.images.study import ImageStudy
-from attention_priors.lab.train import RunningSettings, SealedTrainer, Trained, fit
+from attention_priors.lab.train import RunningSettings, SealedTrainer, Trained, train
 from attention_priors.models import PriorVisionConfig, PriorVisionForImageClassification
 from attention_priors.priors import grid_positions
 
@@ -190,8 +190,7 @@ def test_passes_that_are_accumulated_have_the_mean_of_their_losses(rows_at_a_tim
     rows = PictureRows(pictures.train, 8, 16, seed=0, augmentation=Augmentation())
     with torch.no_grad():
         expected = float(model(**Collate(changes, 10, seed=0)([rows[index] for index in range(8)])).loss)
-    trained = fit(
-        SealedTrainer,
+    trained = train(
         model,
         rows,
         changes,
@@ -200,6 +199,7 @@ def test_passes_that_are_accumulated_have_the_mean_of_their_losses(rows_at_a_tim
         seed=0,
         running=RunningSettings(rows_at_a_time=rows_at_a_time),
         shuffle=False,
+        trainer_class=SealedTrainer,
     )
     assert trained.history[0]["loss"] == pytest.approx(expected, rel=1e-4)
 

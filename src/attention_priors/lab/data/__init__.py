@@ -2,7 +2,7 @@
 
 from attention_priors.lab.data.copy_mixture import COPY_KINDS, CopyMixture, CopyMixtureRows, CopySample
 from attention_priors.lab.data.corpora import EMBEDDED, Corpus, load_corpus
-from attention_priors.lab.data.document import Document
+from attention_priors.lab.data.document import END_OF_TEXT, Document
 from attention_priors.lab.data.fasta import FastaError, FastaFile, FastaSummary
 from attention_priors.lab.data.needles import (
     NEEDLE_TASKS,
@@ -19,11 +19,11 @@ from attention_priors.lab.data.nucleotides import NUCLEOTIDES, is_nucleotide_tok
 from attention_priors.lab.data.packing import IGNORED_LABEL, TrainingMixture, collate_rows
 from attention_priors.lab.data.passkey import ANSWER_LENGTH, PasskeySample, PasskeyTask, depths
 from attention_priors.lab.data.retrieval import RetrievalShare, RetrievalText, RetrievalTexts
-from attention_priors.lab.data.stream import TokenStream, token_stream
 from attention_priors.lab.data.tokenizer import (
-    END_OF_TEXT,
+    TokenStream,
     digit_token_ids,
     load_tokenizer,
+    token_stream,
     tokenizer_fingerprint,
     train_tokenizer,
 )

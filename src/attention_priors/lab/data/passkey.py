@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_priors.lab.data.retrieval import RetrievalText
-from attention_priors.lab.data.stream import TokenStream
-from attention_priors.lab.data.tokenizer import check_writes, digit_token_ids, joins_digits, letters
+from attention_priors.lab.data.tokenizer import TokenStream, check_writes, digit_token_ids, joins_digits, letters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

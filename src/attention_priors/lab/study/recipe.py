@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 
 from attention_priors.encodings import LearnedTable
 from attention_priors.lab.data import ANSWER_LENGTH, EMBEDDED, NEEDLE_TASKS, CopyMixture
-from attention_priors.lab.data.settings import TokenizerSpec
+from attention_priors.lab.data.sources import TokenizerSpec
 from attention_priors.lab.evaluate import EvaluationSettings
 from attention_priors.lab.strict_yaml import Plugins, Strict, explain
 from attention_priors.lab.study.folders import check_folders

@@ -20,7 +20,7 @@ from attention_priors.lab.study.plans import unfinished
 from attention_priors.lab.study.recipe import Extension, MixtureSettings, Recipe
 from attention_priors.lab.study.study import Progress
 from attention_priors.lab.study.training_record import write_training
-from attention_priors.lab.train import PositionSettings, mean_loss, train
+from attention_priors.lab.train import Observer, PositionSettings, mean_loss, train
 from attention_priors.lab.wall_clock import WallClock
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 from attention_priors.models.repositioning import with_positions
@@ -138,7 +138,8 @@ def _train(
             clock.tick()
             progress("train", step, settings.total_steps)
 
-        trained = train(model, rows, settings, folder / "checkpoints", seed=seed, on_step=on_step)
+        observer = Observer(on_step=on_step)
+        trained = train(model, rows, settings, folder / "checkpoints", seed=seed, observer=observer)
         seconds = clock.seconds
         write_training(folder, model, steps=settings.total_steps, seconds=seconds, history=trained.history)
     trained.save(folder / "model", materials.saved_tokenizer)

@@ -21,7 +21,7 @@ from attention_priors.lab.study.images.pictures import Labelled, Pictures, proce
 from attention_priors.lab.study.images.recipe import ImageRecipe
 from attention_priors.lab.study.study import Progress
 from attention_priors.lab.study.training_record import write_training
-from attention_priors.lab.train import RunningSettings, SealedTrainer, fit
+from attention_priors.lab.train import Observer, RunningSettings, SealedTrainer, train
 from attention_priors.lab.wall_clock import WallClock
 from attention_priors.models.vision import PriorVisionForImageClassification
 from attention_priors.priors import grid_positions
@@ -68,8 +68,7 @@ def _train(recipe: ImageRecipe, pictures: Pictures, scheme: str, seed: int, fold
             clock.tick()
             progress("train", step, settings.total_steps)
 
-        trained = fit(
-            SealedTrainer,
+        trained = train(
             model,
             rows,
             settings,
@@ -78,7 +77,8 @@ def _train(recipe: ImageRecipe, pictures: Pictures, scheme: str, seed: int, fold
             seed=seed,
             running=RunningSettings(**recipe.running.model_dump()),
             shuffle=False,  # the rows are in the order that the seed gives them
-            on_step=on_step,
+            observer=Observer(on_step=on_step),
+            trainer_class=SealedTrainer,
         )
         write_training(
             folder,
