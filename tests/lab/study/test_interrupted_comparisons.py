@@ -22,7 +22,7 @@ from attention_priors.lab.study import Recipe, compare
 from attention_priors.lab.study.folders import run_folder
 from attention_priors.lab.study.materials import Materials
 from attention_priors.lab.study.run import execute
-from attention_priors.lab.study.workers import TAKEN, cuda_devices, least_taken
+from attention_priors.lab.study.workers import FINISHED, TAKEN, cuda_devices, least_taken
 from attention_priors.lab.train import Trained
 
 
@@ -115,6 +115,17 @@ def test_two_processes_do_not_carry_out_the_same_run(tiny, tmp_path, patience):
         assert process.wait(timeout=120) == TAKEN
     assert process.communicate()[1] == ""
     assert not (folder / "identity.json").exists()
+
+
+def test_a_worker_says_that_its_run_was_finished(finished):
+    scheme, seed = next((run["scheme"], run["seed"]) for run in finished.results["runs"])
+    worker = [sys.executable, "-m", "attention_priors.lab.study.worker", finished.folder / "recipe.json"]
+    with subprocess.Popen(
+        [*worker, finished.folder, scheme, str(seed), "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.wait(timeout=120) == FINISHED
+        assert process.stdout is not None
+        assert process.stdout.read() == b""
 
 
 # ---- single runs, in this process

@@ -36,6 +36,7 @@ from attention_priors.lab.study.recipe import Recipe
 from attention_priors.lab.study.studies import load_study
 from attention_priors.lab.study.study import AnyRecipe, Study
 from attention_priors.lab.study.workers import (
+    FINISHED,
     STARTING,
     TAKEN,
     Ended,
@@ -317,6 +318,9 @@ class _Display:
             self._bars.remove_task(self._running.pop(run).task)
         if event.code == TAKEN:
             self._end(run, "is left to another call, which is carrying it out")
+            return
+        if event.code == FINISHED:
+            self._end(run, "was finished by another call")
             return
         if event.code:
             self._failures[run] = (

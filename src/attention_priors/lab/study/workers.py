@@ -22,6 +22,8 @@ Run = tuple[str, int]
 
 TAKEN = 75
 """Exit code of a worker that found its run in the hands of another call; EX_TEMPFAIL of sysexits.h."""
+FINISHED = 76
+"""Exit code of a worker that found its run finished."""
 STARTING = "starting"
 """Stage of a run whose worker has not reported any progress."""
 LOG_LINES = 15
