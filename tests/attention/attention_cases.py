@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import thoroughness
 from attention_priors import GeneralizedGaussian, Prior, SSMax, attend, prior_from_config
 from attention_priors.attention import reference as dense
 from attention_priors.attention.lanes import is_factored
@@ -35,14 +36,14 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def examples(number: int, salt: str = "") -> Callable[[Test], Test]:
-    """So many examples, the same ones every time and however slow the machine is; other ones for another ``salt``.
+    """Draw ``number`` examples, ten times as many in a deep run: the same every time, others for another ``salt``.
 
-    They are not made smaller when one fails: that takes minutes, and a failing example prints its shapes.
+    Failing examples are not shrunk: shrinking takes minutes, and a failing example prints its shapes.
     """
 
     def decorate(test: Test) -> Test:
         chosen = settings(
-            max_examples=number,
+            max_examples=thoroughness.examples(number),
             phases=[Phase.explicit, Phase.generate],
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         )

@@ -14,7 +14,7 @@ from attention_priors import Laplace, SSMax, attend
 
 @pytest.mark.parametrize("name", PRIORS)
 def test_float32(name: str) -> None:
-    @examples(24, name)
+    @examples(6, name)
     @given(cases(name))
     def check(case: Case) -> None:
         exact = case.to(torch.float64)
@@ -35,7 +35,7 @@ def test_float32(name: str) -> None:
 def test_float64(name: str) -> None:
     """In float64 no rounding hides a small mistake."""
 
-    @examples(12, name)
+    @examples(4, name)
     @given(cases(name, longest=60))
     def check(case: Case) -> None:
         case = case.to(torch.float64)
@@ -55,7 +55,7 @@ def test_float64(name: str) -> None:
 def test_without_lse(name: str) -> None:
     """Without a log-sum-exp to return, backends may take another way (lanes do): values and gradients stay."""
 
-    @examples(12, name)
+    @examples(4, name)
     @given(cases(name, longest=60, masks=False), st.booleans())
     def check(case: Case, plain: bool) -> None:
         if plain:
@@ -125,7 +125,7 @@ def test_around_the_true_block_size(num_queries: int, causal: bool) -> None:
     """No made-small blocks here, and more keys than fit one block of queries."""
     generator = torch.Generator().manual_seed(num_queries)
 
-    @examples(2, f"{num_queries} {causal}")
+    @examples(1, f"{num_queries} {causal}")
     @given(priors("generalized_gaussian", 2, causal, generator), st.sampled_from([None, 7]))
     def check(prior, window) -> None:
         from attention_priors import Window

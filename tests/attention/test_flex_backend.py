@@ -72,7 +72,7 @@ def test_values_and_gradients(name: str) -> None:
     """FlexAttention's backward pass takes weights from a stored log-sum-exp, whose rounding they inherit."""
     compared = 0
 
-    @examples(4, name)
+    @examples(2, name)
     @given(cases(name, longest=40))
     def check(case: Case) -> None:
         nonlocal compared
@@ -162,7 +162,7 @@ def test_compiled_tables() -> None:
     before = number_of_compilations()
     for name in STATIONARY:
 
-        @examples(12, name)
+        @examples(3, name)
         @given(alike(name))
         def check(case: Case) -> None:
             check_against_reference(case)
@@ -179,7 +179,7 @@ def number_of_compilations() -> int:
 def test_compiled_lanes_and_logit_scale() -> None:
     scale = SSMax(4)
 
-    @examples(8)
+    @examples(3)
     @given(alike("key_sink", logit_scale=scale), st.integers(0, 99))
     def check(case: Case, number: int) -> None:
         assert case.prior is not None
@@ -195,7 +195,7 @@ def test_compiled_dense_mask_and_scaled_content() -> None:
     """Several blocks of queries and keys; the mask hides and adds."""
     scale = SSMax(4, init=0.3, include_prior=False)
 
-    @examples(4)
+    @examples(2)
     @given(alike("laplace", logit_scale=scale, softmax_scale=0.4, shortest=260, longest=380), st.integers(0, 99))
     def check(case: Case, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
@@ -331,7 +331,7 @@ def test_inside_a_compiled_function() -> None:
 def test_on_cuda(name: str) -> None:
     """Compiled forward and backward pass, log-sum-exp and parameters' gradients."""
 
-    @examples(4, name)
+    @examples(2, name)
     @given(alike(name, longest=300, shortest=100, logit_scale=SSMax(4, init=0.3)))
     def check(case: Case) -> None:
         exact = case.to(torch.float64)

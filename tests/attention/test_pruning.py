@@ -36,7 +36,7 @@ SIZES = st.sampled_from([2, 4, 8])
 def test_real_error_is_within_the_certificate_and_the_certificate_within_the_tolerance(name: str) -> None:
     dropped_blocks = 0
 
-    @examples(40, name)
+    @examples(10, name)
     @given(prunable_cases(name, TOLERANCES), SIZES)
     def check(case: Case, size: int) -> None:
         nonlocal dropped_blocks
@@ -68,7 +68,7 @@ def test_real_error_is_within_the_certificate_and_the_certificate_within_the_tol
 
 @pytest.mark.parametrize("name", PRIORS)
 def test_gradients_are_those_of_what_is_computed(name: str) -> None:
-    @examples(16, name)
+    @examples(4, name)
     @given(prunable_cases(name, st.sampled_from([1e-3, 0.05, 0.5])), SIZES)
     def check(case: Case, size: int) -> None:
         with torch.no_grad():
@@ -274,7 +274,7 @@ def test_the_certificate_holds_for_keys_cast_after_their_bounds_were_made(name: 
     """Far from the origin, where a cast moves keys by as much as they differ."""
     dropped_blocks = 0
 
-    @examples(40, f"{name} {dtype}")
+    @examples(10, f"{name} {dtype}")
     @given(prunable_cases(name, TOLERANCES), SIZES, st.sampled_from([0.0, 50.0]))
     def check(case: Case, size: int, away: float) -> None:
         nonlocal dropped_blocks
