@@ -38,6 +38,8 @@ Test = TypeVar("Test", bound=Callable[..., None])
 def examples(number: int, salt: str = "") -> Callable[[Test], Test]:
     """Draw ``number`` examples, ten times as many in a deep run: the same every time, others for another ``salt``.
 
+    The first example is the simplest one, so a test draws at random only from the second example on.
+
     Failing examples are not shrunk: shrinking takes minutes, and a failing example prints its shapes.
     """
 
@@ -320,7 +322,14 @@ def _attn_masks(draw: st.DrawFn, shape: tuple[int, int, int, int], generator: to
 
 
 @st.composite
-def cases(draw: st.DrawFn, prior_name: str, longest: int = 300, masks: bool = True, scaled: bool = True) -> Case:
+def cases(
+    draw: st.DrawFn,
+    prior_name: str,
+    longest: int = 300,
+    largest_batch: int = 3,
+    masks: bool = True,
+    scaled: bool = True,
+) -> Case:
     """A problem in float32. ``masks`` and ``scaled``: whether it may have dense masks and a logit scale."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
 
@@ -332,7 +341,7 @@ def cases(draw: st.DrawFn, prior_name: str, longest: int = 300, masks: bool = Tr
     if draw(st.booleans()):
         num_queries = num_keys
     heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1), (4, 2), (6, 2)]))
-    batch = draw(st.integers(1, 3))
+    batch = draw(st.integers(1, largest_batch))
     if max(num_queries, num_keys) > 99:  # for the tests' time
         batch, heads, kv_heads = 1, min(heads, 2), 1
     head_dim, value_dim = draw(st.integers(1, 9)), draw(st.integers(1, 9))

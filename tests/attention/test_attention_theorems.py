@@ -42,7 +42,7 @@ def prior_weights(prior: Prior | None, length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", PRIORS)
-@examples(2)
+@examples(3)
 @given(data=st.data(), seed=st.integers(0, 999))
 def test_bam_definition_1_attention_is_the_expectation_of_its_values(name: str, data: st.DataObject, seed: int) -> None:
     """BAM, Definition 1: ``Σ_j p_ij v_j`` with the probabilities ``p_ij = exp(score_ij) / Σ_z exp(score_iz)``."""
@@ -64,7 +64,7 @@ def test_bam_definition_1_attention_is_the_expectation_of_its_values(name: str, 
 
 
 @pytest.mark.parametrize("name", PRIORS)
-@examples(2)
+@examples(3)
 @given(data=st.data(), seed=st.integers(0, 999))
 def test_bam_definition_2_weights_are_a_joint_probability_of_content_and_position(
     name: str, data: st.DataObject, seed: int
@@ -94,7 +94,7 @@ def test_bam_definition_2_weights_are_a_joint_probability_of_content_and_positio
 
 
 @pytest.mark.parametrize("name", PRIORS)
-@examples(2)
+@examples(3)
 @given(data=st.data(), seed=st.integers(0, 999))
 def test_bam_theorem_1_posterior_is_the_product_of_the_marginals(name: str, data: st.DataObject, seed: int) -> None:
     """BAM, Theorem 1: ``p = p_content · p_position / Z`` with ``Z = Σ p_content p_position``, which is
@@ -149,7 +149,7 @@ def test_goat_definition_2_1_attention_alone_minimises_the_cost_less_the_entropy
 
 
 @pytest.mark.parametrize("name", PRIORS)
-@examples(2)
+@examples(3)
 @given(data=st.data(), seed=st.integers(0, 999))
 def test_goat_propositions_2_2_and_3_1_attention_is_the_minimum(name: str, data: st.DataObject, seed: int) -> None:
     """GOAT, Propositions 2.2 and 3.1: ``softmax(s + log π)`` is the only minimum of ``-<p, s> + KL(p ‖ π)``, and
@@ -179,7 +179,7 @@ def test_goat_propositions_2_2_and_3_1_attention_is_the_minimum(name: str, data:
 
 
 @pytest.mark.parametrize("name", PRIORS)
-@examples(2)
+@examples(3)
 @given(data=st.data(), seed=st.integers(0, 999), strength=st.sampled_from([0.01, 0.3, 2.0]))
 def test_goat_theorem_5_1_collapse_to_the_prior(name: str, data: st.DataObject, seed: int, strength: float) -> None:
     """GOAT, Theorem 5.1: content scores that differ by at most ω leave ``π e^-ω <= p <= π e^ω``."""
@@ -201,7 +201,7 @@ def test_goat_theorem_5_1_collapse_to_the_prior(name: str, data: st.DataObject, 
 
 
 @pytest.mark.parametrize("name", PRIORS)
-@examples(2)
+@examples(3)
 @given(data=st.data(), seed=st.integers(0, 999), sink=st.integers(0, 11), size=st.floats(0.01, 10.0))
 def test_goat_definition_5_3_noise_in_the_context_moves_the_output_by_its_mass_at_most(
     name: str, data: st.DataObject, seed: int, sink: int, size: float

@@ -158,7 +158,7 @@ def far_priors(draw: st.DrawFn, name: str, heads: int, causal: bool, generator: 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_given_positions(name: str) -> None:
-    @examples(10, name)
+    @examples(5, name)
     @given(st.data(), st.integers(0, 999), st.booleans())
     def check(data: st.DataObject, seed: int, causal: bool) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from attention_cases import PRIORS, Case, cases, examples, priors
 from attention_errors import ROUNDING, Cotangents, Result, compute, errors, float32_tolerance, gradient_scales
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.exc import Unsupported
@@ -72,10 +72,11 @@ def test_values_and_gradients(name: str) -> None:
     """FlexAttention's backward pass takes weights from a stored log-sum-exp, whose rounding they inherit."""
     compared = 0
 
-    @examples(2, name)
+    @examples(1, name)
     @given(cases(name, longest=40))
     def check(case: Case) -> None:
         nonlocal compared
+        assume(case.key.shape[2] > 1)  # the simplest case is not worth a graph
         exact = case.to(torch.float64)
         expected = compute(exact, "reference")
         cotangents = Cotangents.of(expected.out, expected.lse)

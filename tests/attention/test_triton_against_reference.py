@@ -33,8 +33,8 @@ def check_exactness(device: str, case: Case) -> None:
 
 @pytest.mark.parametrize("name", PRIORS)
 def test_float32(name: str, device: str) -> None:
-    @examples(1, f"triton {name}")
-    @given(cases(name, longest=40, masks=False), configurations())
+    @examples(2, f"triton {name}")
+    @given(cases(name, longest=40, largest_batch=2, masks=False), configurations())
     def check(case: Case, configuration: Configuration) -> None:
         with configured(configuration):
             check_exactness(device, case)
@@ -86,7 +86,7 @@ def test_positions_without_a_common_offset(device: str, causal: bool) -> None:
 def test_blocks_that_are_left_out(device: str, causal: bool) -> None:
     """Only the slots that a list keeps are visited; a query with none of them sees nothing."""
 
-    @examples(1, f"kept {causal}")
+    @examples(2, f"kept {causal}")
     @given(configurations(), st.integers(0, 99), st.booleans())
     def check(configuration: Configuration, seed: int, documents: bool) -> None:
         generator = torch.Generator().manual_seed(seed)
