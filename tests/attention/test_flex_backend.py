@@ -213,7 +213,9 @@ KEPT = ((4, 1), (2, 1100), (2, 1100))
 
 
 @compiled
-@pytest.mark.parametrize("prior", [GeneralizedGaussian(4, init="spread"), Laplace(4) + Window(4, 70)])
+@pytest.mark.parametrize(
+    "prior", [pytest.param(GeneralizedGaussian(4, init="spread"), marks=pytest.mark.deep), Laplace(4) + Window(4, 70)]
+)
 def test_compiled_decoding(prior: Prior) -> None:
     """One query has a kernel of its own; some of its parts of the keys may be out of sight."""
     for documents in (None, torch.arange(1100).ge(900).long().expand(2, -1)):
