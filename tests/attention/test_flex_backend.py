@@ -192,6 +192,7 @@ def test_compiled_lanes_and_logit_scale() -> None:
 
 
 @compiled
+@pytest.mark.deep  # uncompiled, test_values_and_gradients has such masks and scales
 def test_compiled_dense_mask_and_scaled_content() -> None:
     """Several blocks of queries and keys; the mask hides and adds."""
     scale = SSMax(4, init=0.3, include_prior=False)
@@ -214,14 +215,20 @@ KEPT = ((4, 1), (2, 1100), (2, 1100))
 
 @compiled
 @pytest.mark.parametrize(
-    "prior", [pytest.param(GeneralizedGaussian(4, init="spread"), marks=pytest.mark.deep), Laplace(4) + Window(4, 70)]
+    ("prior", "in_documents"),
+    [
+        (Laplace(4) + Window(4, 70), True),
+        pytest.param(Laplace(4) + Window(4, 70), False, marks=pytest.mark.deep),
+        pytest.param(GeneralizedGaussian(4, init="spread"), True, marks=pytest.mark.deep),
+        pytest.param(GeneralizedGaussian(4, init="spread"), False, marks=pytest.mark.deep),
+    ],
 )
-def test_compiled_decoding(prior: Prior) -> None:
+def test_compiled_decoding(prior: Prior, in_documents: bool) -> None:
     """One query has a kernel of its own; some of its parts of the keys may be out of sight."""
-    for documents in (None, torch.arange(1100).ge(900).long().expand(2, -1)):
-        generator = torch.Generator().manual_seed(0)
-        query, key, value = (torch.randn(2, heads, n, 16, generator=generator) for heads, n in KEPT)
-        check_against_reference(Case(query, key, value, prior, document_ids=documents))
+    documents = torch.arange(1100).ge(900).long().expand(2, -1) if in_documents else None
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, n, 16, generator=generator) for heads, n in KEPT)
+    check_against_reference(Case(query, key, value, prior, document_ids=documents))
 
 
 @compiled
