@@ -106,7 +106,8 @@ def test_compiled_without_a_graph_break(name: str) -> None:
 
 
 @pytest.mark.parametrize("prior", [None, Spectral(H, 2), KeySink(H, 64)], ids=["none", "spectral", "sink"])
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("scaled", every_other_deep([False, True], [True]))
+@pytest.mark.parametrize("both_ways", IN_TILES, indirect=True)
 def test_compiled_with_sizes_that_are_symbols(prior: Prior | None, scaled: bool) -> None:
     scale = SSMax(H, 0.4) if scaled else None
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")

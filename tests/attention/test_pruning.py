@@ -27,6 +27,7 @@ from attention_priors import (
 from attention_priors.attention import operator
 from attention_priors.attention.pruning import certificate as pruning
 from attention_priors.attention.pruning import report as pruning_effects
+from thoroughness import every_other_deep
 
 TOLERANCES = st.sampled_from([1e-9, 1e-6, 1e-3, 0.05, 0.5])
 SIZES = st.sampled_from([2, 4, 8])
@@ -36,7 +37,7 @@ SIZES = st.sampled_from([2, 4, 8])
 def test_real_error_is_within_the_certificate_and_the_certificate_within_the_tolerance(name: str) -> None:
     dropped_blocks = 0
 
-    @examples(10, name)
+    @examples(24, name)
     @given(prunable_cases(name, TOLERANCES), SIZES)
     def check(case: Case, size: int) -> None:
         nonlocal dropped_blocks
@@ -63,7 +64,7 @@ def test_real_error_is_within_the_certificate_and_the_certificate_within_the_tol
         assert (low <= -torch.log1p(-allowed[seen]) + rounding * scale).all()
 
     check()
-    assert dropped_blocks > 100, "the test has tested nothing"
+    assert dropped_blocks > 50, f"{dropped_blocks} dropped blocks test nothing"
 
 
 @pytest.mark.parametrize("name", PRIORS)
@@ -268,13 +269,16 @@ def test_bounds_of_keys_that_autocast_rounds_later_on() -> None:
     assert report.skipped > 0.1, "the bounds of the same keys are no wider than they were"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    every_other_deep([torch.bfloat16, torch.float16, torch.float32, torch.float64], [torch.float16, torch.float32]),
+)
 @pytest.mark.parametrize("name", ["generalized_gaussian", "key_sink", "none"])
 def test_the_certificate_holds_for_keys_cast_after_their_bounds_were_made(name: str, dtype: torch.dtype) -> None:
     """Far from the origin, where a cast moves keys by as much as they differ."""
     dropped_blocks = 0
 
-    @examples(10, f"{name} {dtype}")
+    @examples(40, f"{name} {dtype}")
     @given(prunable_cases(name, TOLERANCES), SIZES, st.sampled_from([0.0, 50.0]))
     def check(case: Case, size: int, away: float) -> None:
         nonlocal dropped_blocks
@@ -302,7 +306,7 @@ def test_the_certificate_holds_for_keys_cast_after_their_bounds_were_made(name: 
         dropped_blocks += int((~seen[0].kept).sum())
 
     check()
-    assert name == "none" or dropped_blocks > 100, "the test has tested nothing"
+    assert name == "none" or dropped_blocks > 100, f"{dropped_blocks} dropped blocks test nothing"
 
 
 @pytest.mark.parametrize("causal", [True, False])
