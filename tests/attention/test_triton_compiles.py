@@ -25,7 +25,7 @@ def tools() -> Path | None:
 @pytest.mark.parametrize(
     ("capability", "head_dim", "kind"),
     [
-        ("80", "80", "positions"),
+        pytest.param("80", "80", "positions", marks=pytest.mark.deep),
         pytest.param("90", "64", "slots", marks=pytest.mark.deep),
         ("90", "128", "plain"),
     ],
