@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing import start_processes
+from torch.multiprocessing.spawn import start_processes
 
 from attention_priors import (
     GeneralizedGaussian,
@@ -422,5 +422,6 @@ def main(rank: int, target: Path, names_for_pairs: list[str]) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     # The first call imports more of PyTorch: here once, for all processes.
-    attend(*torch.zeros(3, 1, HEADS, 2, WIDTH, requires_grad=True)).sum().backward()
+    x = torch.zeros(1, HEADS, 2, WIDTH, requires_grad=True)
+    attend(x, x, x).sum().backward()
     start_processes(main, (Path(sys.argv[1]), sys.argv[2:]), PROCESSES, start_method="fork")
