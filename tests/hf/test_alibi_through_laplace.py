@@ -19,6 +19,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from attention_priors.hf import mpt_slopes, restore_attention, use_priors
 from attention_priors.hf.loading import check_positions
 from attention_priors.hf.replacing import prior_for
+from thoroughness import examples
 
 Make = Callable[..., Any]
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -43,7 +44,7 @@ def test_logits_are_those_of_transformers(make: Make) -> None:
 
 @both_families
 @given(heads=st.integers(1, 7), length=st.integers(1, 12), hidden=st.lists(st.integers(0, 11), max_size=6))
-@settings(max_examples=12)
+@settings(max_examples=examples(5))
 def test_any_number_of_heads_and_any_padding(make: Make, heads: int, length: int, hidden: list[int]) -> None:
     theirs, ours = twins(make, heads=heads)
     mask = torch.ones(2, length, dtype=torch.long)

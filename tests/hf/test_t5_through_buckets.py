@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from attention_priors.hf import restore_attention, use_priors
+from thoroughness import examples
 
 VOCABULARY = 40
 TOLERANCE = 1e-4
@@ -106,7 +107,7 @@ def test_logits_are_those_of_transformers(kind: str, attention: str) -> None:
     length=st.integers(1, 40),
     target_length=st.integers(1, 20),
 )
-@settings(max_examples=20)
+@settings(max_examples=examples(8))
 def test_any_buckets_and_lengths(heads: int, half: int, beyond: int, length: int, target_length: int) -> None:
     theirs, ours = twins(
         num_heads=heads, relative_attention_num_buckets=2 * half, relative_attention_max_distance=half + beyond

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_priors.lab.data import COPY_KINDS, IGNORED_LABEL, CopyMixture, CopyMixtureRows, collate_rows
+from thoroughness import examples
 
 
 def _samples(task: CopyMixture, length: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,7 +20,7 @@ def _samples(task: CopyMixture, length: int, count: int) -> tuple[torch.Tensor, 
 
 
 @given(length=st.integers(1, 40), lag=st.integers(1, 6), seed=st.integers(0, 1000))
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 def test_copies_equal_what_they_copy(length, lag, seed):
     task = CopyMixture(50, first=0.3, previous=0.4, lag=lag)
     tokens, kinds = task.sample(length, torch.Generator().manual_seed(seed))

@@ -24,6 +24,7 @@ from attention_priors.lab.data import (
 from attention_priors.lab.data.needles import RegexSplitter, draw
 from attention_priors.lab.evaluate.needles import NeedleRetrieval
 from attention_priors.lab.evaluate.subject import Subject
+from thoroughness import examples
 
 FREE = 128
 """Tokens that evaluation keeps for an answer."""
@@ -67,7 +68,7 @@ def test_a_text_is_what_evaluation_asks_and_the_answer_that_it_counts_as_right(
     assert same >= 3
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(5))
 @given(data=st.data())
 def test_an_essay_may_begin_at_any_word(
     tokenizer: PreTrainedTokenizerFast, essay: Haystack, texts: dict[str, NeedleTexts], data: st.DataObject
@@ -106,7 +107,7 @@ def test_a_drawn_text_fills_the_length_that_is_asked_for(texts: dict[str, Needle
     assert sum(missing) / len(missing) <= unit
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 @given(name=st.sampled_from(list(NEEDLE_TASKS)), seed=st.integers(0, 2**32), extra=st.integers(0, 50))
 def test_no_draw_is_too_long_for_a_short_length(texts: dict[str, NeedleTexts], name: str, seed: int, extra: int):
     length = texts[name].shortest_text + extra

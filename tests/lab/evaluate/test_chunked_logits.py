@@ -6,13 +6,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention_priors.lab.evaluate import chunked_logits
+from thoroughness import examples
 
 # In float64, so that what is left is not rounding.
 MODELS = {name: tiny_decoder(**scheme).double() for name, scheme in SCHEMES.items()}
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=12)
+@settings(max_examples=examples(5))
 @given(length=st.integers(1, 24), chunk=st.integers(1, 30), keep=st.integers(1, 30), seed=st.integers(0, 2**31))
 def test_chunks_give_the_logits_of_one_whole_pass(name, length, chunk, keep, seed):
     tokens = random_text(seed, 2 * length).view(2, length)
