@@ -1,19 +1,21 @@
 # make demo: train five schemes short and test them long.   make test: every check.
-# make results: what docs/results shows, from recipes/results. Finished runs there are not computed again; to compute
-# all of them, which takes days on two cores, name an empty folder: make results RESULTS=runs/results
-# make benchmarks: what docs/benchmarks shows, measured anew in runs/benchmarks, on a machine with nothing else to do.
-# make pages: the tables of docs/priors.md, from the classes of priors.
-# All set up what they need in .venv first; the second time that is there already.
+# make pages: draw the tables and figures of docs/results anew, from the rows that are there, and the tables of
+# docs/priors.md, from the classes of priors.
+# make results: train everything that docs/results shows anew, in runs/results. Takes days on two cores; interrupt it
+# when you like. docs/results/README.md says how new rows get there.
+# make benchmarks: measure what docs/benchmarks shows anew, in runs/benchmarks, on a machine with nothing else to do.
+# Every target sets up what it needs in .venv first; the second time that is there already.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-RESULTS ?= docs/results
+RESULTS ?= runs/results
 BENCHMARKS ?= runs/benchmarks
 RECIPES := $(wildcard recipes/results/*.yaml) recipes/digits-tuning.yaml recipes/digits.yaml
+PAGES := $(wildcard docs/results/*/README.md)
 
-.PHONY: demo test check test-deep results benchmarks pages format
+.PHONY: demo test check test-deep pages results benchmarks format
 .DELETE_ON_ERROR:
 
 # pip must know dependency groups (25.1); older ones come with many Pythons.
@@ -31,6 +33,10 @@ $(VENV)/dev: $(VENV)/lab
 
 demo: $(VENV)/lab
 	$(BIN)/attention-priors compare recipes/demo.yaml --output runs/demo
+
+pages: $(VENV)/lab
+	$(BIN)/attention-priors report $(dir $(PAGES))
+	$(BIN)/python docs/catalogue.py
 
 $(VENV)/genomes: $(VENV)/lab
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group genomes
@@ -51,9 +57,6 @@ benchmarks: $(VENV)/peers
 		$(BIN)/attention-priors bench $$recipe --output $(BENCHMARKS)/$$(basename $$recipe .yaml) || exit; \
 	done
 	[ -e $(BENCHMARKS)/attached.json ] || $(BIN)/python benchmarks/attached.py --repetitions 15 --output $(BENCHMARKS)/attached.json
-
-pages: $(VENV)/lab
-	$(BIN)/python docs/catalogue.py
 
 test: $(VENV)/dev
 	$(BIN)/ruff format --check .

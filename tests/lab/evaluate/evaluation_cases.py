@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention_priors.lab.evaluate import Summary
+from attention_priors.lab.report import evaluation_results, evaluation_tables
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
 
 VOCABULARY = 30
@@ -102,3 +104,8 @@ class Copier(Predictor):
             if text[start : start + 4] == last:
                 return text[start + 4]
         return 0
+
+
+def markdown(summary: Summary) -> str:
+    """The tables of an evaluation."""
+    return "\n".join(table.markdown() for table in evaluation_tables(evaluation_results(summary, "model")))

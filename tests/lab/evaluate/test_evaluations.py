@@ -13,13 +13,14 @@ import model_folders
 import pytest
 import torch
 import transformers as hf
+from evaluation_cases import markdown
 
 from attention_priors.lab.evaluate import TASKS, EvaluationPlan, Observer, Subject, Summary, evaluate, summarize
 from attention_priors.lab.evaluate.perplexity import token_losses
 from attention_priors.lab.evaluate.records import Records
 from attention_priors.lab.evaluate.retrieval import Answer
 from attention_priors.lab.intervals import mean_interval, wilson_interval
-from attention_priors.lab.report import evaluation_markdown, write_evaluation_figures
+from attention_priors.lab.report import evaluation_results, write_evaluation_figures
 
 KINDS = pytest.mark.parametrize("kind", model_folders.KINDS)
 OF_TEXT = [task for task in TASKS if task != "genome_completion"]
@@ -361,8 +362,8 @@ def test_losses_that_are_not_finite_are_results(
     assert [place.position for place in loss.by_position if math.isnan(place.nll)] == [pytest.approx((64 * 127) ** 0.5)]
     assert [math.isnan(one.weight) for one in found.weights] == [False, True, False, False]
     assert len(found.accuracies) == 1
-    assert "not finite" in evaluation_markdown(found)
-    assert write_evaluation_figures(found, tmp_path / "figures")
+    assert "not finite" in markdown(found)
+    assert write_evaluation_figures(found, evaluation_results(found, "ours"), tmp_path / "figures")
     before = (tmp_path / "results.jsonl").read_bytes()
     assert b"null" in before
     again = evaluate(subjects["ours"], asked, tmp_path)

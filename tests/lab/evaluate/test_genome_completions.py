@@ -9,6 +9,7 @@ import model_folders
 import numpy as np
 import pytest
 import torch
+from evaluation_cases import markdown
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import pearsonr
@@ -27,7 +28,7 @@ from attention_priors.lab.evaluate.answering import sampled
 from attention_priors.lab.evaluate.completion import chance_identity
 from attention_priors.lab.evaluate.plan import COMPLETED
 from attention_priors.lab.intervals import mean_interval
-from attention_priors.lab.report import evaluation_markdown, write_evaluation_figures
+from attention_priors.lab.report import evaluation_results, write_evaluation_figures
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
 
 BASES = st.text(alphabet="ACGT", min_size=30, max_size=80)
@@ -182,9 +183,10 @@ def test_pieces_are_completed_and_summarised(subject: Subject, genome: Path, tmp
     assert completion.identity == pytest.approx(np.mean(means))
     assert completion.identity_interval == pytest.approx(mean_interval([float(mean) for mean in means]))
     assert completion.chance == pytest.approx(0.25, abs=0.02)
-    text = evaluation_markdown(summary)
+    text = markdown(summary)
     assert f"| 100 | 3 | 3 | {100 * completion.identity:.1f} | " in text
-    assert [path.name for path in write_evaluation_figures(summary, tmp_path)] == ["genome_completion.png"]
+    figures = write_evaluation_figures(summary, evaluation_results(summary, "model"), tmp_path)
+    assert [path.name for path in figures] == ["genome_completion.png"]
 
 
 def test_more_trials_and_pieces_join_what_is_there(subject: Subject, genome: Path, tmp_path: Path):
@@ -226,7 +228,7 @@ def test_bits_per_base(subject: Subject, genome: Path, tmp_path: Path):
     (loss,) = summary.losses
     assert loss.bits == pytest.approx(np.log2(loss.perplexity))
     assert summary.of_bases
-    tables = evaluation_markdown(summary)
+    tables = markdown(summary)
     assert f"| {loss.bits:.3f} |" in tables
     assert "bits per base" in tables
     assert "perplexity |" not in tables

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from attention_priors.lab.report.figures.attention_maps import attention_map
+from attention_priors.lab.report.figures.comparison import prior_curves
+from attention_priors.lab.report.tables.inspection import inspection_head_grid, layer_grid, reach_grid
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -44,11 +47,8 @@ from attention_priors.lab.inspect import (
 from attention_priors.lab.inspect.inspection import _tokens
 from attention_priors.lab.inspect.prompt import figure_4_prompt
 from attention_priors.lab.report import inspection_summary, write_inspection
-from attention_priors.lab.report.figures.attention_maps import attention_map
-from attention_priors.lab.report.figures.comparison import prior_curves
 from attention_priors.lab.report.figures.style import png
-from attention_priors.lab.report.pages.inspection import _as_results
-from attention_priors.lab.report.tables.inspection import inspection_head_grid, layer_grid, reach_grid
+from attention_priors.lab.report.pages.inspection import inspection_results
 from attention_priors.models import (
     PriorDecoderConfig,
     PriorDecoderForCausalLM,
@@ -593,7 +593,7 @@ def test_curves_of_keys_that_follow_are_drawn_where_they_are_others(
 ) -> None:
     for name, layers in (("T5", {0, 1}), ("an encoder", set()), ("ours", set())):
         found = findings[name]
-        figure = prior_curves(_as_results(found), found["title"])
+        figure = prior_curves(inspection_results(found)["prior"], found["title"])
         drawn = {
             layer for layer, axes in enumerate(figure.axes) for line in axes.lines if "ahead" in str(line.get_gid())
         }

@@ -1,12 +1,20 @@
 import copy
 
 import pytest
-from synthetic_results import make_results
+import study_rows
+from study_rows import Rows
 
-_RESULTS = make_results()
+_FIVE = study_rows.five_schemes()
+_SWEEP = study_rows.sweep()
 
 
 @pytest.fixture
-def results() -> dict:
-    """A copy that a test may change."""
-    return copy.deepcopy(_RESULTS)
+def rows() -> Rows:
+    """Five schemes: a copy that a test may change."""
+    return copy.deepcopy(_FIVE)
+
+
+@pytest.fixture
+def swept() -> Rows:
+    """A sweep: a copy that a test may change."""
+    return copy.deepcopy(_SWEEP)

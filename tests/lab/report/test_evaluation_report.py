@@ -5,153 +5,158 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from artists import by_gid
 
-from attention_priors.lab.evaluate import Accuracy, AtDepth, AtPosition, Loss, Summary, summarize
-from attention_priors.lab.intervals import Interval, wilson_interval
-from attention_priors.lab.report import evaluation_markdown, evaluation_tables, write_evaluation_figures
-from attention_priors.lab.report.figures.evaluation import accuracy_by_length, depth_heatmap, perplexity_by_position
-from attention_priors.lab.report.selections.losses import measure_of_tokens
-
-
-def _accuracy(task: str, length: int, found: dict[float, tuple[float, int]], **changes: Any) -> Accuracy:
-    by_depth = {depth: AtDepth(*values, None, None) for depth, values in found.items()}
-    trials = sum(one.trials for one in by_depth.values()) or 4
-    total = sum(one.mean * one.trials for one in by_depth.values())
-    values: dict[str, Any] = {
-        "task": task,
-        "length": length,
-        "trials": trials,
-        "mean": total / trials,
-        "interval": wilson_interval(total, trials),
-        "token_accuracy": None,
-        "tokens_right": None,
-        "by_depth": by_depth,
-        "stopped": None,
-    }
-    return Accuracy(**values | changes)
+from attention_priors.lab.evaluate import Summary, summarize
+from attention_priors.lab.report import evaluation, evaluation_results, evaluation_tables, write_evaluation_figures
+from attention_priors.lab.report.table import Cell
 
 
-def _loss(length: int, documents: int = 3) -> Loss:
-    by_position = [AtPosition(1.0, 5.0, 3), AtPosition(math.sqrt(6), 4.0, 6), AtPosition(math.sqrt(28), 3.5, 12)]
-    return Loss("perplexity", length, documents, 100, 4.0, Interval(3.5, 4.5), by_position)
+def text(task: str, length: int, depth: float | None, score: float, **others: Any) -> dict[str, Any]:
+    return {"run": task, "task": task, "length": length, "depth": depth, "score": score} | others
 
 
-DEPTHS = (0.0, 0.5, 1.0)
+def document(length: int, name: int, task: str = "perplexity") -> dict[str, Any]:
+    """Losses in three ranges: 1, 2-3 and 4-7."""
+    ranges = [[1, 1, 5.0], [2, 3, 8.0], [4, 7, 14.0 + name / 10]]
+    return {"run": task, "task": task, "length": length, "document": str(name), "losses": ranges}
+
+
+RECORDS = [
+    *(text("passkey", 1024, depth, 1.0, token_accuracy=0.999) for depth in (0.0, 0.5, 1.0) for _ in range(2)),
+    *(text("passkey", 2048, depth, score) for depth in (0.0, 0.5, 1.0) for score in (float(depth == 1.0), 0.0)),
+    {"run": "passkey", "stopped_before": 4096, "reason": "nothing | right"},
+    *(text("niah_multivalue", 1024, None, score) for score in (0.25, 0.75)),
+    *(document(64, name) for name in range(3)),
+    document(128, 0),
+    *({"run": "w", "task": "passkey_weight", "length": length, "weights": [[0.1 * head, 0.9 - head / 20]]}
+      for length in (64, 128) for head in range(3)),
+    {"run": "t", "task": "timing", "length": 512, "pass": "forward", "passes": 3, "mean_ms": 12.34, "std_ms": 1.0,
+     "median_ms": 12.0, "peak_bytes": 3 << 20},
+]  # fmt: skip
 
 
 @pytest.fixture
 def summary() -> Summary:
-    records = [
-        {"run": "a", "identity": {"task": "timing"}},
-        {"run": "a", "task": "timing", "length": 512, "pass": "forward", "passes": 3, "mean_ms": 12.3456}
-        | {"std_ms": None, "median_ms": 12.0, "peak_bytes": 3 * 2**20},
-        {"run": "a", "task": "timing", "length": 512, "pass": "forward+backward", "passes": 3, "mean_ms": 1234.5}
-        | {"std_ms": 1.0, "median_ms": 12.0, "peak_bytes": 3 * 2**30},
+    return summarize(RECORDS)
+
+
+def shown(summary: Summary) -> dict[str, Any]:
+    return {table.name: table for table in evaluation_tables(evaluation_results(summary, "gpt2"))}
+
+
+def drawn(summary: Summary) -> dict[str, Any]:
+    return dict(evaluation._figures(summary, evaluation_results(summary, "gpt2")))
+
+
+def test_tables_hold_what_was_found(summary: Summary):
+    found = shown(summary)
+    assert [*found] == [
+        "retrieval", "answer_tokens", "stopped", "losses", "losses_by_position", "needle_weights", "timing",
+    ]  # fmt: skip
+    assert found["retrieval"].header == ["task", "texts", "1024", "2048"]
+    assert found["retrieval"].lines == [
+        ["passkey", "6", Cell("100", "[61, 100]"), Cell("17", "[3, 56]")],
+        ["niah_multivalue", "2", Cell("50", "[9, 91]"), Cell("–")],
     ]
-    found = [
-        _accuracy("passkey", 1024, dict.fromkeys(DEPTHS, (1.0, 2)), token_accuracy=0.995),
-        _accuracy("passkey", 2048, {0.0: (0.0, 2), 0.5: (0.0, 2), 1.0: (0.5, 2)}, stopped="nothing | right"),
-        _accuracy("niah_multivalue", 1024, {}, mean=0.25),
+    assert found["answer_tokens"].lines == [["passkey, answer's tokens", "1024", Cell(">99")]]
+    assert found["stopped"].lines == [["passkey", "nothing | right"]]
+    assert r"nothing \| right" in found["stopped"].markdown()
+    (interval,) = {loss.interval for loss in summary.losses if loss.length == 64}
+    assert interval is not None
+    nats = Cell(f"{27.1 / 7:.3f}", f"[{interval.low:.3f}, {interval.high:.3f}]")
+    assert found["losses"].lines == [
+        ["perplexity", "64", "3", nats, f"{math.exp(27.1 / 7):.3g}", f"{27.1 / 7 / math.log(2):.3f}"],
+        ["perplexity", "128", "1", Cell("3.857"), "47.3", "5.565"],
     ]
-    return Summary(found, [_loss(64), _loss(128, 1)], [], [], summarize(records).durations)
+    assert found["losses_by_position"].lines[1] == ["2", "4", "4"]
+    assert found["timing"].lines == [["forward, 512 tokens", Cell("12"), Cell("12.3", "± 1"), Cell("3")]]
+    assert [line[0] for line in found["needle_weights"].lines] == ["0.1", "0.0"]
+    assert found["needle_weights"].lines[0][1].text == "85.0"
 
 
-def test_tables_say_what_was_found(summary: Summary):
-    text = evaluation_markdown(summary)
-    assert "| passkey | 1024 | 6 | 100 | 61–100 | >99 |" in text
-    assert "| passkey | 2048 | 6 | 17 | 3–56 | – |" in text
-    assert "| passkey | nothing \\| right |" in text
-    assert "| perplexity | 64 | 3 | 4.000 | 3.500–4.500 | 54.6 |" in text
-    assert "| forward | 512 | 3 | 12.3 | – | 12 | 3 MiB |" in text
-    assert "| forward+backward | 512 | 3 | 1234 | 1 | 12 | 3.00 GiB |" in text
-    assert [str(table.title) for table in evaluation_tables(summary)] == [
-        "Retrieval, percent",
-        "Stopped",
-        "Loss, with a t interval over documents",
-        "Nats per token by position",
-        "Time of one pass",
-    ]
+def test_a_loss_that_is_not_finite_says_so():
+    broken = document(64, 0) | {"losses": [[1, 1, None], [2, 3, 8.0]]}
+    (losses, places) = shown(summarize([broken])).values()
+    assert losses.lines == [["perplexity", "64", "1", Cell("not finite"), "–", "nan"]]
+    assert places.lines == [["1", "–"], ["2", "4"]]
 
 
-def test_figures_are_those_that_there_are_results_for(summary: Summary, tmp_path: Path):
-    files = write_evaluation_figures(summary, tmp_path / "figures")
-    names = ["accuracy_by_length", "heatmap_passkey", "perplexity_by_position"]
-    assert [file.name for file in files] == [f"{name}.png" for name in names]
-    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
-    assert write_evaluation_figures(Summary([], [], [], [], []), tmp_path / "none") == []
-    assert not (tmp_path / "none").exists()
-
-
-def test_figures_of_what_is_no_longer_asked_for_are_removed(summary: Summary, tmp_path: Path):
-    write_evaluation_figures(summary, tmp_path)
-    for name in ("photo.png", "table.md"):
-        (tmp_path / name).write_bytes(b"someone's own")
-    asked = [one for one in summary.accuracies if one.task != "passkey"]
-    (kept,) = write_evaluation_figures(Summary(asked, [], [], [], []), tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {kept.name, "photo.png", "table.md"}
-
-
-def test_bars_are_wilson_intervals(summary: Summary):
-    axes = accuracy_by_length(summary.accuracies).axes[0]
-    assert len(axes.containers) == 2
-    for container, task in zip(axes.containers, ("passkey", "niah_multivalue"), strict=True):
-        (bars,) = container[2]  # pyright: ignore[reportArgumentType]
-        mine = [one for one in summary.accuracies if one.task == task]
-        for segment, one in zip(bars.get_segments(), mine, strict=True):
-            expected = (100 * min(one.interval.low, one.mean), 100 * max(one.interval.high, one.mean))
-            assert sorted(segment[:, 1]) == pytest.approx(expected)
-            assert segment[0, 0] == pytest.approx(one.length, rel=0.1)
-    assert [line.get_gid() for line in axes.lines if line.get_gid()] == ["stopped:passkey"]
-
-
-def _texts(figure: Any) -> list[str]:
-    return [text.get_text() for text in figure.axes[0].texts]
-
-
-def test_the_heatmap_has_means_at_its_edges(summary: Summary):
-    figure = depth_heatmap([one for one in summary.accuracies if one.task == "passkey"])
-    # Row by row, and the means of rows at their ends, those of columns below.
-    assert _texts(figure) == ["100", "0", "50", "100", "0", "50", "100", "50", "75", "100", "17"]
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["0", "50", "100", "mean"]
-    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["1024", "2048", "mean"]
-
-
-def test_means_count_texts():
-    figure = depth_heatmap([_accuracy("passkey", 64, {0.0: (1.0, 3), 1.0: (0.0, 1)})])
-    assert _texts(figure) == ["100", "100", "0", "0", "75"]
-
-
-def test_depths_that_differ_between_lengths_are_put_together_by_tenths():
-    first = _accuracy("niah_single_1", 64, {0.02: (1.0, 1), 0.08: (0.0, 1), 1.0: (1.0, 1)})
-    figure = depth_heatmap([first, _accuracy("niah_single_1", 128, {0.55: (1.0, 2)})])
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == [f"{start}–{start + 10}" for start in range(0, 100, 10)] + ["mean"]
-    assert _texts(figure) == ["50", "50", "100", "100", "100", "100", "67", "100"]
-    assert sum(patch.get_gid() == "not measured" for patch in figure.axes[0].patches) == 20 - 3 + 10 - 3
-
-
-def test_perplexity_is_drawn_against_position():
-    axes = perplexity_by_position([_loss(64), _loss(128, 1)]).axes[0]
-    lines: Any = axes.lines
-    assert [list(line.get_xdata()) for line in lines] == [[1.0, math.sqrt(6), math.sqrt(28)]] * 2
-    assert list(lines[0].get_ydata()) == pytest.approx([math.exp(loss) for loss in (5.0, 4.0, 3.5)])
-    assert [line.get_label() for line in axes.lines] == ["3 texts of 64 tokens", "1 text of 128 tokens"]
-    assert axes.get_xlim()[1] > math.sqrt(28)
-
-
-def test_of_bases_bits_are_drawn():
-    axes = perplexity_by_position([_loss(64)], measure_of_tokens(are_bases=True)).axes[0]
-    (line,) = axes.lines
-    assert line.get_ydata() == pytest.approx([place.nll / math.log(2) for place in _loss(64).by_position])
+def test_of_bases_there_are_bits_and_no_perplexity(summary: Summary):
+    of_bases = Summary([], summary.losses, [], [], [], of_bases=True)
+    losses = shown(of_bases)["losses"]
+    assert "per base" in losses.caption
+    assert losses.header == ["task", "tokens", "documents", "nats", "bits per base"]
+    axes = drawn(of_bases)["perplexity_by_position"].axes[0]
     assert (axes.get_ylabel(), axes.get_yscale()) == ("bits per base", "linear")
 
 
-def test_a_perplexity_too_large_for_a_number_is_drawn(tmp_path: Path):
-    found = _loss(64)
-    found.by_position.append(AtPosition(math.sqrt(8 * 15), 800.0, 24))
-    axes = perplexity_by_position([found]).axes[0]
-    line: Any = axes.lines[0]
-    assert list(line.get_ydata())[:3] == pytest.approx([math.exp(loss) for loss in (5.0, 4.0, 3.5)])
-    assert 1e200 < line.get_ydata()[3] < math.inf
-    assert 4 < len(axes.get_yticks()) < 12  # no more than can be read
-    assert write_evaluation_figures(Summary([], [found], [], [], []), tmp_path)
+def test_figures_are_those_that_there_are_results_for(summary: Summary, tmp_path: Path):
+    results = evaluation_results(summary, "gpt2")
+    files = write_evaluation_figures(summary, results, tmp_path)
+    names = ["accuracy_by_length", "heatmap_passkey", "perplexity_by_position"]
+    assert [file.name for file in files] == [f"{name}.png" for name in names]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+    (tmp_path / "photo.png").write_bytes(b"someone's own")
+    fewer = Summary([], summary.losses, [], [], [])
+    (kept,) = write_evaluation_figures(fewer, evaluation_results(fewer, "gpt2"), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {kept.name, "photo.png"}
+    nothing = Summary([], [], [], [], [])
+    assert write_evaluation_figures(nothing, evaluation_results(nothing, "gpt2"), tmp_path / "none") == []
+    assert shown(nothing) == {}
+
+
+def test_tasks_are_lines_with_wilson_intervals(summary: Summary):
+    figure = drawn(summary)["accuracy_by_length"]
+    axes = figure.axes[0]
+    for container, task in zip(axes.containers, ("passkey", "niah_multivalue"), strict=True):
+        (bars,) = container[2]
+        own = [one for one in summary.accuracies if one.task == task]
+        assert container.get_label() == task
+        for segment, one in zip(bars.get_segments(), own, strict=True):
+            expected = (100 * min(one.interval.low, one.mean), 100 * max(one.interval.high, one.mean))
+            assert sorted(segment[:, 1]) == pytest.approx(expected)
+            assert segment[0, 0] == pytest.approx(one.length, rel=0.1)
+    assert len(by_gid(figure, "stopped:passkey:0")) == 1
+    assert not by_gid(figure, "training length")
+
+
+def test_the_heatmap_has_means_at_its_edges(summary: Summary):
+    axes = drawn(summary)["heatmap_passkey"].axes[0]
+    # Row by row, and the means of rows at their ends, those of columns below.
+    assert [text.get_text() for text in axes.texts] == [
+        "100", "0", "50", "100", "0", "50", "100", "50", "75", "100", "17",
+    ]  # fmt: skip
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "50", "100", "mean"]
+
+
+def test_perplexity_is_drawn_against_position(summary: Summary):
+    axes: Any = drawn(summary)["perplexity_by_position"].axes[0]
+    lines = {line.get_label(): line for line in axes.lines}
+    assert {"3 texts of 64 tokens", "1 text of 128 tokens"} <= {*lines}
+    line = lines["1 text of 128 tokens"]
+    assert list(line.get_xdata()) == pytest.approx([1.0, math.sqrt(6), math.sqrt(28)])
+    assert list(line.get_ydata()) == pytest.approx([math.exp(loss) for loss in (5.0, 4.0, 3.5)])
+
+
+def test_a_perplexity_too_large_for_a_number_is_drawn():
+    found = document(64, 0)
+    found["losses"].append([8, 15, 8 * 800.0])
+    axes: Any = drawn(summarize([found]))["perplexity_by_position"].axes[0]
+    assert 1e200 < axes.lines[0].get_ydata()[3] < math.inf
+    assert 2 < len(axes.get_yticks()) < 12  # no more than can be read
+
+
+def test_genomes_go_on_in_a_table_and_a_figure():
+    bases = "ACGT" * 50
+    records = [
+        {"run": "g", "task": "genome_completion", "length": 256, "document": name, "expected": bases}
+        | {"continuation": bases if name == "a" else "A" * 200}
+        for name in ("a", "b")
+    ]
+    (table,) = shown(summarize(records)).values()
+    identity = Cell("62.5", table.lines[0][3].interval)
+    assert table.lines[0][:5] == ["256", "2", "1", identity, "25.0"]
+    assert identity.interval.startswith("[−")
+    figure = drawn(summarize(records))["genome_completion"]
+    assert figure.axes[1].get_yticklabels()[0].get_text() == "100 %"

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_cases import changed, write_texts
+from recipe_cases import changed, of_kind, write_texts
 from rich.console import Console
 
+from attention_priors.lab.results import Results, read_rows
 from attention_priors.lab.study import Recipe, compare
 
 
@@ -32,14 +33,22 @@ class Finished:
     """A comparison that was carried out: first with one scheme only, then whole."""
 
     folder: Path
-    only: dict[str, Any]
+    only: list[dict[str, Any]]
     files_after_only: set[str]
-    results: dict[str, Any]
+    results: Results
+
+    @property
+    def study(self) -> dict[str, Any]:
+        return read_rows(self.folder)[0]
+
+    def rows(self, kind: str, /, **values: Any) -> list[dict[str, Any]]:
+        return of_kind(read_rows(self.folder), kind, **values)
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Recipe]) -> Finished:
     folder, console = tmp_path_factory.mktemp("finished"), Console(file=io.StringIO())
-    only = compare(tiny(), folder, only=["BAM + SSMax"], console=console)
+    compare(tiny(), folder, only=["BAM + SSMax"], console=console)
+    only = read_rows(folder)
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
     return Finished(folder, only, files, compare(tiny(), folder, processes=1, console=console))

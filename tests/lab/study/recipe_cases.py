@@ -77,3 +77,8 @@ def decoder_recipe(path: Path) -> Recipe:
     recipe = load_recipe(path)
     assert isinstance(recipe, Recipe)
     return recipe
+
+
+def of_kind(rows: list[dict[str, Any]], kind: str, /, **values: Any) -> list[dict[str, Any]]:
+    """The rows of results of a kind in which the named values are these."""
+    return [row for row in rows if row["row"] == kind and values.items() <= row.items()]

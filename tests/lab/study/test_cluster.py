@@ -11,8 +11,9 @@ from typing import Any
 import psutil
 import pytest
 from distributed import LocalCluster
-from recipe_cases import changed
+from recipe_cases import changed, of_kind
 
+from attention_priors.lab.results import Results, read_rows
 from attention_priors.lab.study import cluster as cluster_module
 from attention_priors.lab.study import compare
 from attention_priors.lab.study.cluster import ClusterWorkers
@@ -59,7 +60,7 @@ def test_a_run_goes_on_elsewhere_when_its_machine_is_lost(cluster, finished, tin
         show(self, run, event)
 
     monkeypatch.setattr(_Display, "_show", remember)
-    output, results = tmp_path / "out", list[dict[str, Any]]()
+    output, results = tmp_path / "out", list[Results]()
 
     def call() -> None:
         results.append(compare(tiny(BOTH), output, scheduler=cluster.scheduler_address, console=quiet))
@@ -88,10 +89,9 @@ def test_a_run_goes_on_elsewhere_when_its_machine_is_lost(cluster, finished, tin
         for folder in (run, finished.folder / "runs" / "ALiBi" / "seed-3")
     )
     assert trained["history"] == whole["history"]
-    assert [row for row in results[0]["passkey"] if row["scheme"] == "ALiBi"] == [
-        row for row in finished.results["passkey"] if row["scheme"] == "ALiBi"
-    ]
-    assert {row["scheme"] for row in results[0]["runs"]} == {"ALiBi", "BAM + SSMax"}
+    found = of_kind(read_rows(output), "retrieval", scheme="ALiBi")
+    assert found == finished.rows("retrieval", scheme="ALiBi")
+    assert {*results[0]["run"].scheme} == {"ALiBi", "BAM + SSMax"}
     assert [path.read_text() for path in output.rglob("log.txt")] == ["", ""]
 
 

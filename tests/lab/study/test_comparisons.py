@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_cases import RECIPE, changed
+from recipe_cases import RECIPE, changed, of_kind
 from rich.console import Console
 from typer.testing import CliRunner
 
-from attention_priors._io import write_json
 from attention_priors.lab import study as experiments
 from attention_priors.lab.cli import app
 from attention_priors.lab.data import load_corpus
 from attention_priors.lab.evaluate import PasskeySettings, has_given_up, position_bins
+from attention_priors.lab.results import FILE, Results, read_rows, recipe_sha256, write_rows
 from attention_priors.lab.study import Recipe, RecipeError, RunFailedError, compare
 from attention_priors.lab.study.compare import processes_at_a_time
 from attention_priors.lab.study.decoders import DecoderStudy
@@ -61,49 +61,27 @@ def test_versions_and_machines_are_those_of_the_runs(finished, tiny, copy, quiet
     training["versions"]["torch"], training["machine"]["processor"] = "2.9.1", "Abacus"
     path.write_text(json.dumps(training))
     results = compare(tiny(), copy, console=quiet)
-    assert results["versions"]["torch"] == f"2.9.1, {finished.results['versions']['torch']}"
-    assert results["machine"]["processor"].startswith("Abacus, ")
-    assert results["versions"]["transformers"] == finished.results["versions"]["transformers"]
+    assert results.study["versions"]["torch"] == f"2.9.1, {finished.study['versions']['torch']}"
+    assert results.study["machine"]["processor"].startswith("Abacus, ")
+    assert results.study["versions"]["transformers"] == finished.study["versions"]["transformers"]
 
 
-def test_results_have_every_section(finished):
-    assert finished.results.keys() == {
-        "format",
-        "recipe",
-        "versions",
-        "machine",
-        "corpus",
-        "seeds",
-        "created",
-        "wall_seconds",
-        "schemes",
-        "runs",
-        "passkey",
-        "perplexity",
-        "copying",
-        "sink_mass",
-        "priors",
-        "prior_terms",
-        "prior_mass",
-        "prior_reach",
-        "logit_scales",
-        "extensions",
-        "retrieval",
-        "losses",
-        "completions",
-        "needle_weights",
-        "timing",
-    }
-    assert finished.results["format"] == 1
-    assert finished.results["recipe"]["name"] == "Tiny"
-    assert finished.results["seeds"] == [3]
-    assert finished.results["wall_seconds"] > 0
-    assert json.loads((finished.folder / "results.json").read_text(encoding="utf-8")) == finished.results
+def test_results_are_rows_of_every_kind(finished):
+    rows = read_rows(finished.folder)
+    kinds = ["study", "scheme", "run", "retrieval", "perplexity", "prior", "prior_mass", "prior_reach", "logit_scale"]
+    assert list(dict.fromkeys(row["row"] for row in rows)) == kinds
+    study = finished.study
+    assert study["recipe"]["name"] == "Tiny"
+    assert study["recipe_sha256"] == recipe_sha256(study["recipe"])
+    assert study["seeds"] == [3]
+    assert study["wall_seconds"] > 0
+    assert finished.results.study == study
+    assert finished.results.names == ["ALiBi", "BAM + SSMax"]
 
 
 def test_the_corpus_is_described(finished, tiny):
     corpus = load_corpus(Path(tiny().corpus.source))
-    assert finished.results["corpus"] == {
+    assert finished.study["corpus"] == {
         "name": "texts",
         "fingerprint": corpus.fingerprint,
         "train_characters": sum(len(document.text) for document in corpus.train),
@@ -112,11 +90,12 @@ def test_the_corpus_is_described(finished, tiny):
 
 
 def test_schemes_are_described(finished):
-    alibi, bam = finished.results["schemes"]
+    alibi, bam = finished.rows("scheme")
     # Embeddings; per layer four projections, three matrices of the MLP and two norms; the last norm.
     weights = 300 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 16 + 2 * 16) + 16
     assert alibi == {
-        "name": "ALiBi",
+        "row": "scheme",
+        "scheme": "ALiBi",
         "description": "laplace",
         "context_length": 150,
         "parameters": weights + 2 * 2,
@@ -124,7 +103,8 @@ def test_schemes_are_described(finished):
     }
     # θα and β of BAM train, θμ does not; s trains.
     assert bam == {
-        "name": "BAM + SSMax",
+        "row": "scheme",
+        "scheme": "BAM + SSMax",
         "description": "generalized_gaussian(init='roles') · ssmax · tolerance=0.01 at evaluation · training(steps=3)",
         "context_length": 150,
         "parameters": weights + 2 * (3 * 2 + 2),
@@ -133,25 +113,24 @@ def test_schemes_are_described(finished):
 
 
 def test_every_run_has_its_history(finished):
-    assert [(run["scheme"], run["seed"], run["steps"]) for run in finished.results["runs"]] == [
+    assert [(run["scheme"], run["seed"], run["steps"]) for run in finished.rows("run")] == [
         ("ALiBi", 3, 120),
         ("BAM + SSMax", 3, 3),
     ]
-    for run in finished.results["runs"]:
+    for run in finished.rows("run"):
         assert run["history"][-1]["step"] == run["steps"]
         assert run["final_loss"] == run["history"][-1]["loss"]
         assert run["train_seconds"] >= 0  # rounded
         assert run["evaluate_seconds"] >= 0
-    history = finished.results["runs"][0]["history"]
+    history = finished.rows("run")[0]["history"]
     assert history[-1]["loss"] < history[0]["loss"] - 0.5  # it has learned
 
 
 def test_passkey_rows_go_up_to_where_a_scheme_gave_up(finished):
     settings = PasskeySettings.model_validate(RECIPE["evaluation"]["passkey"])
     grid = [(length, depth) for length in (150, 160, 170) for depth in (0.0, 1.0)]
-    for run in finished.results["runs"]:
-        rows: list[Any] = [row for row in finished.results["passkey"] if row["scheme"] == run["scheme"]]
-        assert all(row.keys() == {"scheme", "seed", "length", "depth", "trials", "correct"} for row in rows)
+    for run in finished.rows("run"):
+        rows: list[Any] = finished.rows("retrieval", scheme=run["scheme"], plan=None, task="passkey")
         assert [(row["length"], row["depth"]) for row in rows] == grid[: len(rows)]
         assert all(row["seed"] == 3 and row["trials"] == 1 and row["correct"] in (0, 1) for row in rows)
         if run["stopped"] is None:
@@ -163,10 +142,10 @@ def test_passkey_rows_go_up_to_where_a_scheme_gave_up(finished):
 
 def test_perplexity_rows_cover_every_range_of_positions(finished):
     for scheme in SCHEMES:
-        rows = [row for row in finished.results["perplexity"] if row["scheme"] == scheme]
-        assert all(row.keys() == {"scheme", "seed", "position", "nll", "tokens", "documents"} for row in rows)
+        rows = finished.rows("perplexity", scheme=scheme, plan=None, task="perplexity", length=None)
         expected = [(first * last) ** 0.5 for first, last in position_bins(100)]
         assert [row["position"] for row in rows] == pytest.approx(expected)
+        assert all(row["documents"] >= 1 for row in rows)
         texts = {
             row["tokens"] / (last - first + 1) for row, (first, last) in zip(rows, position_bins(100), strict=True)
         }
@@ -178,24 +157,22 @@ def test_perplexity_rows_cover_every_range_of_positions(finished):
 def test_priors_and_scales_have_a_row_per_layer_and_head(finished):
     heads = [(layer, head) for layer in range(2) for head in range(2)]
     for scheme, prior in zip(SCHEMES, ("laplace", "generalized_gaussian"), strict=True):
-        rows = [row for row in finished.results["priors"] if row["scheme"] == scheme]
+        rows = finished.rows("prior", scheme=scheme)
         assert [(row["layer"], row["head"]) for row in rows] == heads
         assert all(row["prior"] == prior and row["distance"][-1] == 174 for row in rows)
         # The window is added for the tests alone: it was not learned.
         assert all(value is not None for row in rows for value in row["log_prior"])
-    scales = [(row["scheme"], row["layer"], row["head"]) for row in finished.results["logit_scales"]]
+    scales = [(row["scheme"], row["layer"], row["head"]) for row in finished.rows("logit_scale")]
     assert scales == [("BAM + SSMax", *head) for head in heads]
 
 
 def test_one_scheme_alone_leaves_the_others_out(finished):
-    assert [run["scheme"] for run in finished.only["runs"]] == ["BAM + SSMax"]
-    assert [scheme["name"] for scheme in finished.only["schemes"]] == ["BAM + SSMax"]
+    assert {row["scheme"] for row in finished.only[1:]} == {"BAM + SSMax"}
     assert any(name.startswith("runs/BAM_+_SSMax/seed-3/") for name in finished.files_after_only)
     assert not any("ALiBi" in name for name in finished.files_after_only)
     # The rest was added later, and what was there did not change.
-    for section in ("passkey", "perplexity", "priors"):
-        later = [row for row in finished.results[section] if row["scheme"] == "BAM + SSMax"]
-        assert later == finished.only[section]
+    later = [row for row in read_rows(finished.folder) if row.get("scheme") == "BAM + SSMax"]
+    assert later == finished.only[1:]
 
 
 def test_a_finished_run_keeps_its_model_and_no_checkpoints(finished):
@@ -219,13 +196,15 @@ def test_a_finished_run_keeps_its_model_and_no_checkpoints(finished):
 
 def test_a_second_call_does_nothing(finished, copy, tiny, quiet, no_workers):
     before = _snapshot(copy)
-    results = compare(tiny(), copy, console=quiet)
+    compare(tiny(), copy, console=quiet)
     after = _snapshot(copy)
-    rewritten = {"recipe.json", "results.json"}
+    rewritten = {"recipe.json", FILE}
     assert {name: state for name, state in before.items() if name not in rewritten} == {
         name: state for name, state in after.items() if name not in rewritten
     }
-    assert results | {"created": None} == finished.results | {"created": None}
+    study, *rows = read_rows(copy)
+    assert rows == read_rows(finished.folder)[1:]
+    assert study | {"created": None} == finished.study | {"created": None}
 
 
 def test_files_that_are_left_out_are_told(copy, tiny, no_workers, tmp_path, monkeypatch):
@@ -242,13 +221,13 @@ def test_files_that_are_left_out_are_told(copy, tiny, no_workers, tmp_path, monk
 
 def test_a_new_name_is_no_other_recipe(copy, tiny, quiet, no_workers):
     results = compare(tiny({"name": "Other", "description": "new"}), copy, console=quiet)
-    assert results["recipe"]["name"] == "Other"
-    assert len(results["runs"]) == 2
+    assert results.study["recipe"]["name"] == "Other"
+    assert len(results["run"]) == 2
 
 
 def test_a_scheme_that_was_taken_out_is_left_out(copy, tiny, quiet, no_workers):
     results = compare(tiny({"schemes.ALiBi": ...}), copy, console=quiet)
-    assert [run["scheme"] for run in results["runs"]] == ["BAM + SSMax"]
+    assert [*results["run"].scheme] == ["BAM + SSMax"]
 
 
 def test_the_command_writes_the_report_of_a_finished_comparison(copy, tiny, tmp_path, no_workers):
@@ -342,7 +321,7 @@ def test_another_recipe_in_the_same_folder_changes_nothing(copy, tiny, quiet, no
     assert "runs/ALiBi/seed-3" in str(caught.value)
     assert _snapshot(copy / "runs") == before
     # The recipe that was there goes on.
-    assert len(compare(tiny(), copy, console=quiet)["runs"]) == 2
+    assert len(compare(tiny(), copy, console=quiet)["run"]) == 2
 
 
 def test_a_refused_recipe_claims_no_folder(copy, tiny, quiet, no_workers):
@@ -432,7 +411,7 @@ def test_a_run_that_fails_is_named_once_the_others_are_done(copy, tiny, quiet, f
     other = copy / "runs" / "BAM_+_SSMax" / "seed-3"
     for name in ("done.json", "perplexity.json"):
         (other / name).unlink()
-    (copy / "results.json").unlink()
+    (copy / FILE).unlink()
     with pytest.raises(RunFailedError) as caught:
         compare(tiny(), copy, processes=1, console=quiet)
     message = str(caught.value)
@@ -441,10 +420,8 @@ def test_a_run_that_fails_is_named_once_the_others_are_done(copy, tiny, quiet, f
     assert "SafetensorError" in message.splitlines()[-1]
     assert len(message.splitlines()) <= 16
     assert (other / "done.json").exists()
-    assert [row["scheme"] for row in caught.value.results["runs"]] == ["BAM + SSMax"]
-    assert json.loads((copy / "results.json").read_text()) == caught.value.results
-    same = [row for row in finished.results["passkey"] if row["scheme"] == "BAM + SSMax"]
-    assert caught.value.results["passkey"] == same
+    assert [*caught.value.results["run"].scheme] == ["BAM + SSMax"]
+    assert of_kind(read_rows(copy), "retrieval") == finished.rows("retrieval", scheme="BAM + SSMax")
 
 
 def test_the_command_reports_what_is_there_when_a_run_fails(finished, tiny, tmp_path, monkeypatch):
@@ -452,7 +429,7 @@ def test_the_command_reports_what_is_there_when_a_run_fails(finished, tiny, tmp_
         raise RunFailedError("ALiBi, seed 4, ended with exit code 1", found)
 
     found = finished.results
-    write_json(tmp_path / "out" / "results.json", found)
+    write_rows(tmp_path / "out", read_rows(finished.folder))
     monkeypatch.setattr(experiments, "compare", fail)
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(json.dumps(changed({"corpus.source": tiny().corpus.source})))
@@ -461,19 +438,18 @@ def test_the_command_reports_what_is_there_when_a_run_fails(finished, tiny, tmp_
     assert "error: ALiBi, seed 4, ended with exit code 1" in result.output
     assert "BAM + SSMax" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "BAM + SSMax" in (tmp_path / "out" / "tables" / "passkey.md").read_text(encoding="utf-8")
-    # A page that has a place for more does not hide why it failed; a mistake in it is an error where none has.
+    # A page that shows more than there is does not hide why it failed; it is an error where nothing else is.
     (tmp_path / "out" / "README.md").write_text("<!-- table: axes -->\n<!-- end of table -->\n")
     result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(tmp_path / "out")])
     assert result.exit_code == 1
     assert "error: ALiBi, seed 4, ended with exit code 1" in result.output
-    assert "are not: axes" in result.output
+    assert "no data for: axes" in result.output
     monkeypatch.setattr(experiments, "compare", lambda *arguments, **options: found)
     result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(tmp_path / "out")])
-    assert (result.exit_code, "Report:" in result.output) == (1, True)
-    assert "has places for tables that there are not: axes" in result.output
+    assert (result.exit_code, "no data for: axes" in result.output) == (1, True)
     monkeypatch.setattr(experiments, "compare", fail)
     # Where nothing is finished, there is nothing to report.
-    found = {"runs": [], "schemes": []}
+    found = Results.of([finished.study])
     result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(tmp_path / "none")])
     assert (result.exit_code, result.output.strip()) == (1, "error: ALiBi, seed 4, ended with exit code 1")
     assert not (tmp_path / "none").exists()

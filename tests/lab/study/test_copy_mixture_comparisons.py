@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from recipe_cases import decoder_recipe
+from recipe_cases import decoder_recipe, of_kind
 
 from attention_priors._io import write_json
 from attention_priors.lab.data import CopyMixture
-from attention_priors.lab.report import write_report, write_tables
-from attention_priors.lab.report.figures.prior_parts import _weights
+from attention_priors.lab.report import write_report
+from attention_priors.lab.report.figures.heads import causal_weights
+from attention_priors.lab.results import Results
 from attention_priors.lab.study import Recipe, RecipeError
 from attention_priors.lab.study import materials as materials_module
 from attention_priors.lab.study.materials import HELD_OUT_SEED, Materials
@@ -70,7 +71,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(output: Path) -> dict[str, Any]:
+def rows(output: Path) -> list[dict[str, Any]]:
     recipe = _recipe()
     runs = [(scheme, seed) for scheme in recipe.schemes for seed in recipe.seeds]
     description = dict(Materials.load(recipe, output).description)
@@ -95,8 +96,8 @@ def test_what_is_tested_is_never_trained_on(tmp_path):
     assert [len(row["input_ids"]) for row in rows] == [32768] * 2
 
 
-def test_the_description_says_what_was_drawn(results):
-    assert {key: value for key, value in results["corpus"].items() if key != "fingerprint"} == {
+def test_the_description_says_what_was_drawn(rows):
+    assert {key: value for key, value in rows[0]["corpus"].items() if key != "fingerprint"} == {
         "name": "copy mixture",
         "vocabulary_size": 6,
         "lag": 2,
@@ -122,19 +123,19 @@ def test_a_recipe_that_was_written_down_is_the_same_recipe():
 # ---- what is found
 
 
-def test_losses_by_kind_stand_beside_the_optimum(results):
+def test_losses_by_kind_stand_beside_the_optimum(rows):
     task = _recipe().corpus.copy_mixture
     assert task is not None
     for scheme in ("GOAT", "GOAT, extended to 24: longer", "RoPE"):
         for seed in (1, 2):
-            rows = [row for row in results["copying"] if (row["scheme"], row["seed"]) == (scheme, seed)]
-            assert [(row["length"], row["kind"]) for row in rows] == [
+            own = of_kind(rows, "copying", scheme=scheme, seed=seed)
+            assert [(row["length"], row["kind"]) for row in own] == [
                 (length, kind) for length in (12, 24) for kind in ("first", "previous", "noise", "all")
             ]
-            for row in rows:
+            for row in own:
                 assert row["expected_nll"] == task.task().optimal_losses(row["length"])[row["kind"]]
             for length, count in ((12, 20 * 11), (24, 10 * 23)):
-                *kinds, whole = (row for row in rows if row["length"] == length)
+                *kinds, whole = (row for row in own if row["length"] == length)
                 assert sum(row["tokens"] for row in kinds) == whole["tokens"] == count
                 for loss in ("nll", "optimal_nll"):
                     mean = sum(row[loss] * row["tokens"] for row in kinds) / count
@@ -143,40 +144,36 @@ def test_losses_by_kind_stand_beside_the_optimum(results):
                 assert whole["optimal_nll"] == pytest.approx(whole["expected_nll"], abs=0.3)
 
 
-def test_every_model_reads_the_same_tokens(results):
-    optima = {(row["length"], row["kind"], row["optimal_nll"]) for row in results["copying"]}
+def test_every_model_reads_the_same_tokens(rows):
+    optima = {(row["length"], row["kind"], row["optimal_nll"]) for row in of_kind(rows, "copying")}
     assert len(optima) == 8
 
 
-def test_training_makes_the_loss_smaller(results):
-    whole = {row["scheme"]: row["nll"] for row in results["copying"] if (row["length"], row["kind"]) == (12, "all")}
+def test_training_makes_the_loss_smaller(rows):
+    whole = {row["scheme"]: row["nll"] for row in of_kind(rows, "copying", length=12, kind="all")}
     assert whole["GOAT"] < whole["RoPE"] - 0.1  # 60 steps, and 2
 
 
-def test_sinks_and_priors_have_their_rows(results):
-    goat = [row for row in results["sink_mass"] if (row["scheme"], row["seed"]) == ("GOAT", 1)]
+def test_sinks_and_priors_have_their_rows(rows):
+    goat = of_kind(rows, "sink_mass", scheme="GOAT", seed=1)
     assert [(row["layer"], row["head"], row["factor"]) for row in goat] == [
         (layer, head, factor) for layer in (0, 1) for head in (0, 1) for factor in (0, 1, 4)
     ]
-    masses = [row for row in results["prior_mass"] if (row["scheme"], row["seed"]) == ("GOAT", 1)]
+    masses = of_kind(rows, "prior_mass", scheme="GOAT", seed=1)
     for row in masses:
         (sunk,) = (r["mass"] for r in goat if (r["layer"], r["head"], r["factor"]) == (row["layer"], row["head"], 0))
         # Without content the weight of the first token is the prior's; the second query has its own part in it.
-        terms = [r["log_prior"] for r in results["prior_terms"] if _is(r, "GOAT", 1, row["layer"], row["head"])]
+        place = {"scheme": "GOAT", "seed": 1, "layer": row["layer"], "head": row["head"]}
+        terms = [term["log_prior"] for term in of_kind(rows, "prior_term", **place)]
         second = torch.tensor([terms[0][1] + terms[1][0], terms[0][0] + terms[1][1]]).softmax(0)[0]
         assert sunk == pytest.approx((10 * row["first"] + float(second)) / 11, rel=1e-4)
-    assert len(results["prior_reach"]) == len(results["prior_mass"])
-    assert [*results["prior_reach"][0]["half"]] == ["12", "24"]
-    assert not [
-        row for name in ("prior_mass", "prior_terms", "prior_reach") for row in results[name] if row["scheme"] == "RoPE"
-    ]
+    reaches = of_kind(rows, "prior_reach")
+    assert len(reaches) == len(of_kind(rows, "prior_mass"))
+    assert [*reaches[0]["half"]] == ["12", "24"]
+    assert not any(of_kind(rows, kind, scheme="RoPE") for kind in ("prior_mass", "prior_term", "prior_reach"))
 
 
-def _is(row: dict[str, Any], scheme: str, seed: int, layer: int, head: int) -> bool:
-    return (row["scheme"], row["seed"], row["layer"], row["head"]) == (scheme, seed, layer, head)
-
-
-def test_an_evaluation_that_was_interrupted_goes_on(output, results, tmp_path):
+def test_an_evaluation_that_was_interrupted_goes_on(output, tmp_path):
     run = run_folder(output, "RoPE", 2)
     before = (run / "copying.json").read_text()
     kept = [row for row in json.loads(before) if row["length"] == 12]
@@ -186,32 +183,30 @@ def test_an_evaluation_that_was_interrupted_goes_on(output, results, tmp_path):
     assert (run / "copying.json").read_text() == before
 
 
-def test_maps_are_the_prior_that_was_learned(results):
-    masses = next(row for row in results["prior_mass"] if _is(row, "GOAT", 2, 1, 0))
-    weights = torch.from_numpy(_weights([row for row in results["prior_terms"] if _is(row, "GOAT", 2, 1, 0)]))
+def test_maps_are_the_prior_that_was_learned(rows):
+    place = {"scheme": "GOAT", "seed": 2, "layer": 1, "head": 0}
+    (masses,) = of_kind(rows, "prior_mass", **place)
+    terms = Results.of(rows)["prior_term"].query("scheme == 'GOAT' and seed == 2 and layer == 1 and head == 0")
+    weights = torch.from_numpy(causal_weights(terms))
     assert weights.shape == (12, 12)
     torch.testing.assert_close(weights.nansum(-1), torch.ones(12, dtype=torch.float64))
     assert float(weights[2:, 0].mean()) == pytest.approx(masses["first"], rel=1e-6)
     assert float(weights.diagonal(-1)[1:].mean()) == pytest.approx(masses["previous"], rel=1e-6)
 
 
-def test_tables_and_report_have_all_of_it(results, tmp_path):
-    tables = {path.name: path.read_text(encoding="utf-8") for path in write_tables(results, tmp_path / "tables")}
+def test_tables_and_report_have_all_of_it(rows, tmp_path):
+    page = write_report(Results.of(rows), tmp_path).read_text(encoding="utf-8")
+    tables = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "tables").iterdir()}
     lines = [line.split(" | ") for line in tables["copying.md"].splitlines()]
     optimum = next(line for line in lines if line[0] == "| the optimum")
-    expected = next(row["expected_nll"] for row in results["copying"] if row["kind"] == "all")
+    expected = of_kind(rows, "copying", kind="all")[0]["expected_nll"]
     assert optimum[1:3] == ["all tokens", f"{expected:.3f}"]
     (cell,) = (line[2] for line in lines if line[0] == "| RoPE")
-    losses = [
-        row["nll"] - row["optimal_nll"]
-        for row in results["copying"]
-        if (row["scheme"], row["length"], row["kind"]) == ("RoPE", 12, "all")
-    ]
+    own = of_kind(rows, "copying", scheme="RoPE", length=12, kind="all")
+    losses = [row["nll"] - row["optimal_nll"] for row in own]
     assert re.fullmatch(rf"{sum(losses) / 2:.3f} \[−?[\d.]+, [\d.]+\]", cell)
     assert "\\begin{tabular}{llrr}" in tables["copying.tex"]
     assert "| GOAT | 0 | 2 |" in tables["prior_mass.md"]
-    write_report(results, tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
     for words in (
         "Copying the first token, or the one before",
         'alt="Loss above the optimum in the copy-mixture task against length: GOAT, GOAT, extended to 24: longer and',

@@ -4,17 +4,20 @@ import hashlib
 import json
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from recipe_cases import of_kind
 from safetensors.torch import load_file
 from transformers import set_seed
 
-from attention_priors.lab.report import write_figures, write_report, write_tables
-from attention_priors.lab.report.figures import gallery
-from attention_priors.lab.report.tables.comparison import result_grids
+from attention_priors.lab.report import write_report
+from attention_priors.lab.report.pages import study as page_of_study
+from attention_priors.lab.report.tables import tables
+from attention_priors.lab.results import read_rows
 from attention_priors.lab.study import RecipeError, compare
 from attention_priors.lab.study import run as run_module
 from attention_priors.lab.study.materials import Materials, TextMaterials
@@ -203,53 +206,47 @@ def test_a_sweep_with_extensions_is_compared_and_reported(copy, tiny, quiet, mon
     # Two at a time; what the folder has of the base is kept.
     before = (copy / "runs" / "BAM_+_SSMax" / "seed-3" / "passkey.jsonl").stat().st_mtime_ns
     results = compare(tiny(changes), copy, only=["BAM*"], processes=2, console=quiet)
+    rows = partial(of_kind, read_rows(copy))
     assert (copy / "runs" / "BAM_+_SSMax" / "seed-3" / "passkey.jsonl").stat().st_mtime_ns == before
     names = {scheme: [f"{scheme}, extended to 300: {way}" for way in WAYS] for scheme in (BAM, uniform)}
-    assert [scheme["name"] for scheme in results["schemes"]] == [
+    assert results.names == [
         "ALiBi", BAM, *names[BAM], uniform, *names[uniform],
     ]  # fmt: skip
-    entries = {scheme["name"]: scheme for scheme in results["schemes"]}
+    entries = {scheme["scheme"]: scheme for scheme in results.schemes}
     assert entries[uniform]["axes"] == {"scheme": BAM, "init": "uniform", "extension": "before"}
     for name, way in zip(names[uniform], WAYS, strict=True):
         axes = {"scheme": BAM, "init": "uniform", "extension": way}
         assert (entries[name]["axes"], entries[name]["extended_from"]) == (axes, uniform)
         assert entries[name]["context_length"] == (150 if way == BARE else 300)  # that it was last trained at
-        for section in ("runs", "passkey", "perplexity", "extensions"):
-            mine = [row for row in results[section] if row["scheme"] == name]
-            assert mine
-            assert all(row["axes"] == axes for row in mine)
-            assert all("axes" not in row for row in results[section] if row["scheme"] == "ALiBi")
+        assert all(rows(kind, scheme=name) for kind in ("run", "retrieval", "perplexity", "extension"))
+    assert "axes" not in entries["ALiBi"]
     on, fresh, bare = names[uniform]
-    assert {row["scheme"] for row in results["priors"]} >= {on, fresh}
-    assert not any(row["scheme"] == bare for row in results["priors"])
-    assert not any(row["scheme"] == fresh for row in results["logit_scales"])
+    assert {row["scheme"] for row in rows("prior")} >= {on, fresh}
+    assert not rows("prior", scheme=bare)
+    assert not rows("logit_scale", scheme=fresh)
     assert entries[bare]["description"] == (
         "ssmax · tolerance=0.01 at evaluation · training(steps=3) · for 300 tokens without more training, from "
         + uniform
     )
     assert (entries[bare]["prior_parameters"], entries[on]["prior_parameters"]) == (4, 4 + 8)
-    assert [row["final_loss"] for row in results["runs"] if row["scheme"] == bare] == [None]
-    rows = {row["scheme"]: row for row in results["extensions"]}
-    assert [(row["from"], row["to"], row["steps"]) for row in rows.values()] == [
+    assert [row["final_loss"] for row in rows("run", scheme=bare)] == [None]
+    extended = {row["scheme"]: row for row in rows("extension")}
+    assert [(row["from"], row["to"], row["steps"]) for row in extended.values()] == [
         (150, 300, 4), (150, 300, 4), (150, 300, 0),
     ] * 2  # fmt: skip
     run = copy / "runs" / "BAM_+_SSMax_init_uniform" / "seed-3"
-    assert rows[fresh]["loss"] == {
+    assert extended[fresh]["loss"] == {
         "before": _json(run / "losses.json"), "after": _json(extended_folder(run, FRESH) / "losses.json"),
     }  # fmt: skip
 
-    monkeypatch.setattr(gallery, "png", lambda _: b"\x89PNG")  # for speed
-    write_report(results, copy / "report.html")
-    (grid,) = (grid for grid in result_grids(results) if grid.stem == "extension")
-    assert [line[:3] for line in grid.groups[0]] == [
+    monkeypatch.setattr(page_of_study, "png", lambda _: b"\x89PNG")  # for speed
+    write_report(results, copy)
+    assert [line[:3] for line in tables(results)["extension"].merged][:4] == [
         [BAM, "before", "–"], ["150 → 300", ON, "4"], ["", FRESH, "4"], ["", BARE, "0"],
     ]  # fmt: skip
-    assert "perplexity_by_axis_01_init.png" in [path.name for path in write_figures(results, copy / "figures")]
-    assert [path.name for path in write_tables(results, copy / "tables")] == [
-        f"{stem}.{ending}"
-        for stem in ("passkey", "perplexity", "axes", "extension", "heads", "prior_mass", "prior_reach", "training")
-        for ending in ("md", "tex")
-    ]
+    assert (copy / "figures" / "perplexity_by_axis_01_init.png").exists()
+    made = {"passkey", "perplexity", "axes", "extension", "heads", "prior_mass", "prior_reach", "training", "runs"}
+    assert {path.name for path in (copy / "tables").iterdir()} == {f"{n}.{end}" for n in made for end in ("md", "tex")}
 
 
 def test_another_extension_is_refused_and_the_first_run_kept(copy, tiny, quiet, monkeypatch):
@@ -265,7 +262,7 @@ def test_another_extension_is_refused_and_the_first_run_kept(copy, tiny, quiet, 
         with pytest.raises(RecipeError, match=complaint):
             compare(tiny({f"schemes.{BAM}.extensions": WAYS | {way: WAYS[way] | other}}), copy, console=quiet)
     # Without an extension, the run is as finished as it was.
-    assert len(compare(tiny(), copy, console=quiet)["runs"]) == 2
+    assert len(compare(tiny(), copy, console=quiet)["run"]) == 2
 
 
 @pytest.mark.parametrize(

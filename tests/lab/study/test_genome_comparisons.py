@@ -9,7 +9,7 @@ import pytest
 from recipe_cases import write_genome
 from rich.console import Console
 
-from attention_priors.lab.report import write_report, write_tables
+from attention_priors.lab.report import write_report
 from attention_priors.lab.study import Recipe, RecipeError, compare
 
 
@@ -34,24 +34,21 @@ def genome(tmp_path: Path) -> Path:
 def test_schemes_are_compared_on_a_genome(genome: Path, tmp_path: Path):
     folder = tmp_path / "out"
     results = compare(Recipe.model_validate(recipe(genome)), folder, processes=1, console=Console(file=io.StringIO()))
-    assert [(row["scheme"], row["pieces"], row["continuations"]) for row in results["completions"]] == [
+    completions = results["completion"]
+    assert [*zip(completions.scheme, completions.pieces, completions.continuations, strict=True)] == [
         ("ALiBi", 3, 2),
         ("NoPE", 3, 2),
     ]
-    for row in results["completions"]:
-        assert 0.1 < row["identity"] < 0.5
-        assert row["chance"] == pytest.approx(0.25, abs=0.02)
+    assert completions.identity.between(0.1, 0.5).all()
+    assert completions.chance.tolist() == pytest.approx([0.25, 0.25], abs=0.02)
     # Bases that are next to even, and a model that has learned next to nothing.
-    assert {row["nll"] for row in results["perplexity"]}
-    assert all(row["nll"] < 2 * math.log(4) for row in results["perplexity"])
-    write_report(results, folder / "report.html")
-    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert (results["perplexity"].nll < 2 * math.log(4)).all()
+    page = write_report(results, folder).read_text(encoding="utf-8")
     assert "How genomes go on" in page
     assert "Bits per base" in page
     assert "Perplexity" not in page
-    table = next(path for path in write_tables(results, folder) if path.name == "completions.md").read_text()
-    first = results["completions"][0]
-    assert f"| going on: 3 pieces of 64 tokens | ALiBi | {100 * first['identity']:.1f} " in table
+    table = (folder / "tables" / "completions.md").read_text(encoding="utf-8")
+    assert f"| going on: 3 pieces of 64 tokens | ALiBi | {100 * completions.identity[0]:.1f} " in table
 
 
 def test_genomes_have_no_pass_keys(genome: Path, tmp_path: Path):

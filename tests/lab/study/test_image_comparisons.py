@@ -20,7 +20,8 @@ from transformers import AutoImageProcessor, pipeline
 
 from attention_priors._io import read_json
 from attention_priors.lab.data.packing import row_seed
-from attention_priors.lab.report import are_of_images, image_table, write_image_results
+from attention_priors.lab.report import overview_table, write_report
+from attention_priors.lab.results import Results
 from attention_priors.lab.study import ImageRecipe, Recipe, RecipeError, RunFailedError, compare, load_recipe
 from attention_priors.lab.study.images import load_pictures
 from attention_priors.lab.study.images.augmentation import Collate, PictureRows, cutmix, mixup, normalised
@@ -72,19 +73,21 @@ def recipe(**changes: Any) -> ImageRecipe:
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
     folder = tmp_path_factory.mktemp("digits")
     return folder, compare(recipe(), folder, processes=1, console=quiet())
 
 
-def test_every_scheme_is_tested_at_every_size(compared: tuple[Path, dict[str, Any]]) -> None:
+def test_every_scheme_is_tested_at_every_size(compared: tuple[Path, Results]) -> None:
     folder, results = compared
-    assert are_of_images(results)
-    assert results["images"]["train"] == 1297
-    places = [(row["scheme"], row["seed"], row["size"]) for row in results["accuracy"]]
+    assert results.of_images
+    assert results.study["images"]["train"] == 1297
+    accuracy = results["accuracy"]
+    places = [*zip(accuracy.scheme, accuracy.seed, accuracy["size"], strict=True)]
     assert places == [(name, seed, size) for seed in (0, 1) for name in TINY["schemes"] for size in (8, 16)]
-    assert all(row["trials"] == 500 and 0 <= row["correct"] <= 500 for row in results["accuracy"])
-    assert [run["steps"] for run in results["runs"]] == [6, 6, 2] * 2
+    assert set(accuracy.trials) == {500}
+    assert accuracy.correct.between(0, 500).all()
+    assert results["run"].steps.tolist() == [6, 6, 2] * 2
     # What is kept is what the saved model does.
     model = PriorVisionForImageClassification.from_pretrained(folder / "runs" / "GOAT" / "seed-1" / "model").eval()
     pictures = load_pictures(PictureSettings(source="digits"))
@@ -92,43 +95,38 @@ def test_every_scheme_is_tested_at_every_size(compared: tuple[Path, dict[str, An
     with torch.no_grad():
         found = model(2 * images - 1).logits.argmax(-1)
     right = int((found == torch.tensor([pictures.test[index][1] for index in range(500)])).sum())
-    (row,) = [r for r in results["accuracy"] if (r["scheme"], r["seed"], r["size"]) == ("GOAT", 1, 16)]
-    assert row["correct"] == right
+    (correct,) = accuracy.query("scheme == 'GOAT' and seed == 1 and size == 16").correct
+    assert correct == right
     assert model.config.id2label[3] == "3"
 
 
-def test_what_is_shown(compared: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_what_is_shown(compared: tuple[Path, Results], tmp_path: Path) -> None:
     _, results = compared
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "prior_maps_07.png").write_bytes(b"of a scheme that there was")
-    page = write_image_results(results, tmp_path)
-    text = page.read_text()
+    text = write_report(results, tmp_path).read_text()
     assert "At other resolutions than in training" in text
     assert "http" not in text.replace("http-equiv", "")
     names = {path.name for path in (tmp_path / "figures").iterdir()}
     assert names == {"accuracy_by_size.png", "prior_maps_02.png"}
-    shares = [row["correct"] / 5 for row in results["accuracy"] if (row["scheme"], row["size"]) == ("table", 16)]
-    assert f"| {np.mean(shares):.1f} " in (tmp_path / "tables" / "accuracy.md").read_text()
+    shares = results["accuracy"].query("scheme == 'table' and size == 16").correct / 5
+    assert f"| {shares.mean():.1f} " in (tmp_path / "tables" / "accuracy.md").read_text()
     assert (tmp_path / "tables" / "training.tex").exists()
-    assert image_table(results).row_count == 3
-    named = json.loads(json.dumps(results).replace('"table"', '"table [/16] [class token]"'))
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(image_table(named))
-    assert "table [/16] [class token]" in console.export_text()
+    assert len(overview_table(results).lines) == 3
 
 
-def test_nothing_is_done_twice(compared: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_done_twice(compared: tuple[Path, Results], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, results = compared
     monkeypatch.setattr("subprocess.Popen", lambda *arguments, **options: pytest.fail("a worker was started"))
     again = compare(recipe(), folder, console=quiet())
-    assert again["accuracy"] == results["accuracy"]
+    assert again["accuracy"].equals(results["accuracy"])
     other = TINY["training"] | {"learning_rate": 0.02}
     with pytest.raises(RecipeError, match=r"learning_rate \(there 0.01, here 0.02\)"):
         compare(recipe(training=other), folder, console=quiet())
 
 
 def test_an_interrupted_training_goes_on_to_the_same_weights(
-    compared: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compared: tuple[Path, Results], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = ImageStudy(recipe())
     # Of other devices nothing may be drawn anew: a checkpoint holds their states.
@@ -155,7 +153,7 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(
     )
 
 
-def test_processes_that_read_ahead_change_nothing(compared: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_processes_that_read_ahead_change_nothing(compared: tuple[Path, Results], tmp_path: Path) -> None:
     running = {"workers": 2, "activation_checkpointing": True}
     ImageStudy(recipe(running=running)).execute(tmp_path, "GOAT", 1, lambda *arguments: None)
     run = Path("runs", "GOAT", "seed-1")
@@ -334,7 +332,7 @@ def test_the_processor_of_a_model_makes_what_it_was_tested_on(
     torch.testing.assert_close(found, expected, rtol=0, atol=0.02 if interpolation == "bilinear" else 0.1)
 
 
-def test_a_finished_model_has_its_processor(compared: tuple[Path, dict[str, Any]]) -> None:
+def test_a_finished_model_has_its_processor(compared: tuple[Path, Results]) -> None:
     pictures = load_pictures(PictureSettings(source="digits"))
     model = compared[0] / "runs" / "GOAT" / "seed-1" / "model"
     processor: Any = AutoImageProcessor.from_pretrained(model)
@@ -406,7 +404,7 @@ def test_images_of_a_hugging_face_dataset(folder_of_images: Path, tmp_path: Path
         "schemes": {"table": {"position_table": True}},
     }
     results = compare(recipe(**changes), tmp_path / "out", processes=1, console=quiet())
-    assert [row["correct"] for row in results["accuracy"]] == [12, 12]
+    assert results["accuracy"].correct.tolist() == [12, 12]
 
 
 @pytest.mark.parametrize(

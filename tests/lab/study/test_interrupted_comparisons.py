@@ -12,12 +12,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from recipe_cases import changed
+from recipe_cases import changed, of_kind
 
 from attention_priors import attend
 from attention_priors._io import write_json
 from attention_priors.lab.data import PasskeyTask
 from attention_priors.lab.output_folder import sole_writer
+from attention_priors.lab.results import FILE, read_rows
 from attention_priors.lab.study import Recipe, compare
 from attention_priors.lab.study.folders import run_folder
 from attention_priors.lab.study.materials import Materials
@@ -71,15 +72,14 @@ def test_ctrl_c_in_training_ends_all_processes_and_loses_nothing(finished, tiny,
     assert "Traceback" not in out + err
     assert not any(worker.is_running() for worker in workers)
     assert not (run / "model").exists()
-    assert not (output / "results.json").exists()
+    assert not (output / FILE).exists()
 
     results = compare(tiny(), output, only=["ALiBi"], console=quiet)
     resumed, whole = _json(run / "training.json"), _json(finished.folder / run.relative_to(output) / "training.json")
     assert resumed["history"] == whole["history"]
-    for section in ("passkey", "perplexity", "priors"):
-        rows = [row for row in finished.results[section] if row["scheme"] == "ALiBi"]
-        assert results[section] == rows, section
-    assert results["wall_seconds"] >= results["runs"][0]["train_seconds"]
+    for kind in ("retrieval", "perplexity", "prior"):
+        assert of_kind(read_rows(output), kind) == finished.rows(kind, scheme="ALiBi"), kind
+    assert results.study["wall_seconds"] >= results["run"].train_seconds[0]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Popen has no preexec_fn there")

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_cases import decoder_recipe
+from recipe_cases import decoder_recipe, of_kind
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from attention_priors.lab.report import write_tables
+from attention_priors.lab.report import write_report
+from attention_priors.lab.results import Results
 from attention_priors.lab.study import RecipeError
 from attention_priors.lab.study.folders import run_folder
 from attention_priors.lab.study.materials import Materials
@@ -116,11 +117,11 @@ def test_fewer_documents_are_measured_and_shown_if_the_recipe_accepts_them(tiny,
     folder = run_folder(tmp_path, "ALiBi", 3)
     folder.mkdir(parents=True)
     execute(materials, "ALiBi", 3, folder, lambda *step: None)
-    results = collect(recipe, tmp_path, [("ALiBi", 3)], wall_seconds=1.0, corpus={"name": "texts"})
-    assert {row["documents"] for row in results["perplexity"]} == {1}
-    write_tables(results, tmp_path / "tables")
+    rows = collect(recipe, tmp_path, [("ALiBi", 3)], wall_seconds=1.0, corpus={"name": "texts"})
+    assert {row["documents"] for row in of_kind(rows, "perplexity", plan=None)} == {1}
+    write_report(Results.of(rows), tmp_path)
     assert "Documents: 1." in (tmp_path / "tables" / "perplexity.md").read_text()
-    windows = {row["documents"] for row in results["losses"] if row["task"] == "perplexity_windows"}.pop()
+    (windows,) = {row["documents"] for row in of_kind(rows, "perplexity", task="perplexity_windows")}
     losses = (tmp_path / "tables" / "losses.md").read_text()
     assert "more: perplexity, texts of 64 tokens; documents: 1 " in losses
     assert f"more: perplexity\\_windows, texts of 64 tokens; documents: {windows} " in losses
@@ -135,7 +136,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(not RECIPES.is_dir(), reason="not a checkout of the project")
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
 def test_recipes_of_the_project_have_the_texts_that_they_ask_for(path: Path, cache: Path):
-    """The small forms of test_result_recipes.py ask for one text each."""
     recipe = decoder_recipe(path)
     try:
         materials = Materials.load(recipe, cache)

@@ -3,11 +3,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from recipe_cases import RECIPE, changed, decoder_recipe
 
 from attention_priors.lab.strict_yaml import read_yaml
 from attention_priors.lab.study import Recipe, RecipeError
+from attention_priors.models import PriorDecoderForCausalLM
 
 TRAINING_KEYS = "optimizer, learning_rate, betas, epsilon, weight_decay, gradient_clip, warmup_steps"
 PRIORS = "uniform, laplace, generalized_gaussian, spectral, key_sink, relative_buckets, clipped_offsets, window"
@@ -67,14 +69,18 @@ def test_plans_ask_about_the_recipes_own_corpus(tmp_path: Path):
     assert {plan.corpus for plan in embedded.evaluation.plans.values()} == {"embedded"}
 
 
-@pytest.mark.parametrize("path", ["demo.yaml", "results/headline.yaml", "results/needles.yaml", "results/regime.yaml"])
-def test_the_projects_own_recipes_load(path: str):
-    recipes = Path(__file__).parents[3] / "recipes"
-    if not recipes.exists():
-        pytest.skip("not a checkout of the project")
-    recipe = decoder_recipe(recipes / path)
+RECIPES = Path(__file__).parents[3] / "recipes"
+COMPARISONS = [RECIPES / "demo.yaml", *sorted((RECIPES / "results").glob("*.yaml"))]
+
+
+@pytest.mark.skipif(not RECIPES.is_dir(), reason="not a checkout of the project")
+@pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
+def test_models_can_be_made_of_the_projects_own_recipes(path: Path):
+    recipe = decoder_recipe(path)
     for name in recipe.schemes:
-        recipe.config_of(name, vocab_size=100)
+        config = recipe.config_of(name, vocab_size=100)
+        with torch.device("meta"):
+            assert len(PriorDecoderForCausalLM(config).model.layers) == recipe.model_of(name).num_hidden_layers
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {

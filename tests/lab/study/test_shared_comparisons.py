@@ -13,11 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
-from recipe_cases import changed
+from recipe_cases import changed, of_kind
 from rich.console import Console
 
 from attention_priors._io import write_json
 from attention_priors.lab.output_folder import sole_writer
+from attention_priors.lab.results import Results, read_rows
 from attention_priors.lab.study import Recipe, compare
 from attention_priors.lab.study.workers import LocalWorkers
 
@@ -67,8 +68,8 @@ def _wait_for(condition: Callable[[], bool], *processes: subprocess.Popen[str]) 
         time.sleep(0.005)
 
 
-def _runs(results: dict[str, Any]) -> list[tuple[str, int]]:
-    return [(run["scheme"], run["seed"]) for run in results["runs"]]
+def _runs(results: Results) -> list[tuple[str, int]]:
+    return [*zip(results["run"].scheme, results["run"].seed, strict=True)]
 
 
 def test_calls_with_different_runs_work_at_the_same_time(begin, tiny, tmp_path, quiet, monkeypatch):
@@ -77,9 +78,9 @@ def test_calls_with_different_runs_work_at_the_same_time(begin, tiny, tmp_path, 
         printed = _ended(call)
         assert f"ALiBi, seed {seed}, has ended: 1 of 1 runs" in printed
         assert "other call" not in printed
-    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    found = Results.read(tmp_path / "out")
     assert _runs(found) == [("ALiBi", 3), ("ALiBi", 4)]  # whichever ended last has gathered both
-    assert found["wall_seconds"] >= sum(run["train_seconds"] for run in found["runs"])
+    assert found.study["wall_seconds"] >= found["run"].train_seconds.sum()
     for name in ("report.html", "tables/passkey.md"):
         assert (tmp_path / "out" / name).exists()
     assert len([*(tmp_path / "out" / "cache").glob("tokenizer-*")]) == 1
@@ -107,7 +108,7 @@ def test_a_run_of_another_call_is_left_to_it(begin, tiny, tmp_path):
     assert "ALiBi, seed 3, is left to another call, which is carrying it out: 1 of 1 runs" in lines
     assert "not finished, as other calls carry them out: ALiBi, seed 3" in lines
     assert lines[-1] == "to gather their results, run the same command once more when they have ended"
-    assert results["runs"] == []
+    assert _runs(results) == []
     assert "left to another call" not in _ended(call)
     assert (run / "log.txt").read_text() == ""
     gathered = compare(tiny(BOTH), tmp_path / "out", only=["ALiBi"], seeds=[3], console=console)
@@ -122,7 +123,7 @@ def test_calls_with_the_same_runs_share_them_out(begin, tmp_path):
         before = [f"{name}, seed 3, was finished by another call" in output for output in outputs]
         assert sum(ended) == 1
         assert [a or b or c for a, b, c in zip(ended, left, before, strict=True)] == [True, True]
-    assert len(_runs(json.loads((tmp_path / "out" / "results.json").read_text()))) == 2
+    assert len(_runs(Results.read(tmp_path / "out"))) == 2
 
 
 def test_workers_do_not_read_the_recipe_of_another_call(tiny, tmp_path, quiet, monkeypatch):
@@ -134,7 +135,7 @@ def test_workers_do_not_read_the_recipe_of_another_call(tiny, tmp_path, quiet, m
 
     monkeypatch.setattr(LocalWorkers, "start", after_another_call)
     recipe = tiny({"training.steps": 1, "evaluation.passkey": ...})
-    assert len(compare(recipe, tmp_path / "out", only=["ALiBi"], console=quiet)["runs"]) == 1
+    assert len(compare(recipe, tmp_path / "out", only=["ALiBi"], console=quiet)["run"]) == 1
 
 
 def test_a_call_waits_for_another_one_that_gathers(finished, tiny, tmp_path, quiet):
@@ -146,4 +147,4 @@ def test_a_call_waits_for_another_one_that_gathers(finished, tiny, tmp_path, qui
         assert call.is_alive()
     call.join(60)
     assert not call.is_alive()
-    assert json.loads((output / "results.json").read_text())["runs"] == finished.results["runs"]
+    assert of_kind(read_rows(output), "run") == finished.rows("run")

@@ -9,11 +9,12 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 from attention_priors._io import write_bytes
 from attention_priors.lab.bench.case import PASSES
-from attention_priors.lab.report.figures.style import Look, blank, label, look, png, thin, tidy
+from attention_priors.lab.report.figures.scales import set_ticks, thin
+from attention_priors.lab.report.figures.style import Look, blank, label, look, png, tidy
 
 Results = Mapping[str, Any]
 MIB = 2**20
@@ -138,9 +139,7 @@ def _panel(
 def _length_axis(axes: Axes, lengths: Sequence[int]) -> None:
     axes.set_xlabel("length, tokens")
     axes.set_xlim(lengths[0] / 1.2, lengths[-1] * 1.2)
-    axes.xaxis.set_major_locator(FixedLocator(thin(lengths, 7)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
-    axes.xaxis.set_minor_locator(NullLocator())
+    set_ticks(axes.xaxis, thin(lengths, 7))
 
 
 def _plain_values(axes: Axes, of: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from attention_priors.lab.bench.case import PASSES
-from attention_priors.lab.report.numbers import listing, moment, quantity
+from attention_priors.lab.report.wording import listing, moment, quantity
 
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]

@@ -63,17 +63,18 @@ def compare(
     """
     console = Console()
     # The laboratory is imported here: it takes seconds, and --help should not.
-    from attention_priors._io import read_json
-    from attention_priors.lab import report, study
+    from attention_priors.lab import report as reports
+    from attention_priors.lab import study
     from attention_priors.lab.output_folder import sole_writer
+    from attention_priors.lab.results import Results
 
     output = output or Path("runs") / recipe.stem
     failed: study.RunFailedError | None = None
     with errors():
+        asked = study.load_recipe(recipe)
+        # Each run is a process of its own, and reads the recipe.
+        asked = asked.model_copy(update={"plugins": tuple(dict.fromkeys((*context.obj, *asked.plugins)))})
         try:
-            asked = study.load_recipe(recipe)
-            # Each run is a process of its own, and reads the recipe.
-            asked = asked.model_copy(update={"plugins": tuple(dict.fromkeys((*context.obj, *asked.plugins)))})
             results = study.compare(
                 asked,
                 output,
@@ -85,37 +86,43 @@ def compare(
             )
         except study.RunFailedError as error:
             failed, results = error, error.results
-    if results["runs"]:
-        page = output / "report.html"
-        # A call that ended meanwhile may have gathered more.
-        with errors(), sole_writer(output, wait=math.inf):
-            results = read_json(output / "results.json")
-            if report.are_of_images(results):
-                report.write_image_results(results, output)
-            else:
-                drawn = [*report.illustrations(results)]
-                report.write_figures(results, output / "figures", drawn)
-                report.write_tables(results, output / "tables")
-                report.write_report(results, page, drawn)
-        of_images = report.are_of_images(results)
-        if of_images:
-            console.print(report.image_table(results))
-        elif results["passkey"]:
-            console.print(report.render_text_table(results))
-        written(console, "Tables", output / "tables")
-        written(console, "Report", page)
-        with errors():
-            with sole_writer(output, wait=math.inf):
-                missing = report.refresh_page(output)
-            words = f"{output / 'README.md'} has places for tables that there are not: {', '.join(missing)}"
-            plan = results["recipe"]
-            if missing and failed is None and len(results["runs"]) == len(plan["schemes"]) * len(plan["seeds"]):
-                raise ValueError(words)
-            if missing:
-                console.print(escape(f"{words}; not all runs are finished"), highlight=False, soft_wrap=True)
     if failed is not None:
         console.print(f"[bold red]error:[/] {escape(str(failed))}", highlight=False, soft_wrap=True)
+    if len(results["run"]):
+        # A call that ended meanwhile may have gathered more.
+        with errors(), sole_writer(output, wait=math.inf):
+            results = Results.read(output)
+            try:
+                page = reports.write_report(results, output)
+            except reports.MissingDataError as error:
+                page = error.page
+                finished = {*zip(results["run"].scheme, results["run"].seed, strict=True)}
+                if failed is None and all((name, seed) in finished for name in asked.schemes for seed in asked.seeds):
+                    raise
+                console.print(escape(f"{error}; not all runs are finished"), highlight=False, soft_wrap=True)
+        if (overview := reports.overview_table(results)).lines:
+            console.print(overview.terminal(intervals=results.of_images))
+        written(console, "Report", page)
+    if failed is not None:
         raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="Folders of comparisons, each with its results.jsonl.gz.")],
+) -> None:
+    """Draw the tables, figures and report of comparisons anew, from their results alone.
+
+    A folder with a README.md keeps its words: its tables and figures alone are drawn.
+    """
+    from attention_priors.lab import report as reports
+    from attention_priors.lab.results import Results
+
+    console = Console()
+    for folder in folders:
+        with errors():
+            page = reports.write_report(Results.read(folder), folder)
+        written(console, "Report", page)
 
 
 @app.command()
@@ -265,7 +272,7 @@ def evaluate(
 
     from attention_priors._io import write_bytes
     from attention_priors.lab import evaluate as evaluation
-    from attention_priors.lab import report
+    from attention_priors.lab import report as reports
     from attention_priors.lab.strict_yaml import explain
 
     console = Console()
@@ -298,11 +305,12 @@ def evaluate(
             subject = evaluation.Subject.load(model, dtype=dtype, device=device)
         with EvaluationDisplay(console) as display:
             summary = evaluation.evaluate(subject, plan, output, chunk=chunk, batch=batch, observer=display.observer())
-        table = output / "table.md"
-        write_bytes(table, report.evaluation_markdown(summary).encode())
-        report.write_evaluation_figures(summary, output / "figures")
-    for part in report.evaluation_tables(summary):
-        console.print(part)
+        results = reports.evaluation_results(summary, Path(model).name)
+        tables = reports.evaluation_tables(results)
+        write_bytes(output / "table.md", "\n".join(table.markdown() for table in tables).encode())
+        reports.write_evaluation_figures(summary, results, output / "figures")
+    for table in tables:
+        console.print(table.terminal())
     written(console, "Results", output / "results.jsonl")
 
 
@@ -334,7 +342,7 @@ def inspect(
     """
     from attention_priors._io import writable_folder, write_json
     from attention_priors.lab import inspect as inspection
-    from attention_priors.lab import report
+    from attention_priors.lab import report as reports
 
     console = Console()
     quiet_transformers()
@@ -355,11 +363,11 @@ def inspect(
             given = inspection.load_inspected(model, device=device)
             found = inspection.inspect_model(given, plan, status.update)
             status.update("Writing the page")
-            report.write_inspection(found, output / "inspection.html")
+            reports.write_inspection(found, output / "inspection.html")
         for shown in found["passkey"].get("maps", ()):
             del shown["weights"]  # large, and drawn
         write_json(output / "inspection.json", found)
-    console.print(escape(report.inspection_summary(found)))
+    console.print(escape(reports.inspection_summary(found)))
     written(console, "Page", output / "inspection.html")
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attention_priors._io import number
 from attention_priors.lab.evaluate.completion import chance_identity, gc_correlation, identity
@@ -145,6 +145,41 @@ class Summary:
     of_bases: bool = False
     """Whether the tokens are the bases of genomes. What a file of records says does not tell: False where it alone was
     read."""
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Return the results as rows of :mod:`attention_priors.lab.results`, which lack plan, scheme and seed."""
+        for one in self.accuracies:
+            whole = AtDepth(one.mean, one.trials, one.token_accuracy, one.tokens_right)
+            for depth, at in (one.by_depth or {None: whole}).items():
+                score = {"trials": at.trials, "correct": at.mean * at.trials, "token_accuracy": at.token_accuracy}
+                yield _row(
+                    "retrieval", one, "task", depth=depth, **score, tokens_right=at.tokens_right, stopped=one.stopped
+                )
+        for one in self.losses:
+            ends = _ends(one.interval, "low", "high")
+            yield _row("perplexity", one, "task", "nll", "tokens", "documents", position=None, **ends)
+            for place in one.by_position:
+                yield _row("perplexity", one, "task", "documents", **place._asdict())
+        for one in self.completions:
+            ends = _ends(one.identity_interval, "identity_low", "identity_high")
+            ends |= _ends(one.gc_correlation_interval, "gc_low", "gc_high")
+            counts = {"pieces": len(one.pieces), "continuations": len(one.pieces[0].found)}
+            yield _row("completion", one, "identity", "chance", "gc_correlation", **counts, **ends)
+        for one in self.weights:
+            yield _row("needle_weight", one, "layer", "head", "texts", "weight", **_ends(one.interval, "low", "high"))
+        for one in self.durations:
+            yield _row("timing", one, **{key: one.record[key] for key in _TIMES})
+
+
+_TIMES = ("pass", "passes", "mean_ms", "std_ms", "median_ms", "peak_bytes")
+
+
+def _row(kind: str, one: Any, *fields: str, **others: Any) -> dict[str, Any]:
+    return {"row": kind, "length": one.length} | {name: getattr(one, name) for name in fields} | others
+
+
+def _ends(interval: Interval | None, low: str, high: str) -> dict[str, float | None]:
+    return {low: None, high: None} if interval is None else {low: interval.low, high: interval.high}
 
 
 def summarize(records: Iterable[Record]) -> Summary:

@@ -27,7 +27,7 @@ from attention_priors.lab.inspect.reach import REACH_LENGTHS, effective_reach
 from attention_priors.lab.inspect.roles import head_roles
 from attention_priors.lab.inspect.terms import prior_term_rows
 from attention_priors.lab.machine import processor, versions
-from attention_priors.lab.results_format import INSPECTION_FORMAT
+from attention_priors.lab.results import INSPECTION_FORMAT
 from attention_priors.lab.wall_clock import now
 from attention_priors.priors import Prior, Uniform
 

@@ -29,6 +29,7 @@ from rich.progress import (
 
 from attention_priors._io import writable_folder, write_json
 from attention_priors.lab.output_folder import sole_writer
+from attention_priors.lab.results import Results, write_rows
 from attention_priors.lab.strict_yaml import RecipeError, check_same_recipe
 from attention_priors.lab.study.folders import run_folder
 from attention_priors.lab.study.images import ImageRecipe
@@ -52,10 +53,10 @@ class RunFailedError(RuntimeError):
     """Runs ended with an error; the message says which and shows the end of their logs.
 
     Attributes:
-        results: what the others have found, as :func:`compare` would have returned it.
+        results: Results of the other runs.
     """
 
-    def __init__(self, message: str, results: dict[str, Any]) -> None:
+    def __init__(self, message: str, results: Results) -> None:
         super().__init__(message)
         self.results = results
 
@@ -69,8 +70,8 @@ def compare(
     processes: int | None = None,
     scheduler: str | None = None,
     console: Console,
-) -> dict[str, Any]:
-    """Train and test what is not finished yet, and write ``results.json``.
+) -> Results:
+    """Train and test what is not finished yet, and write ``results.jsonl.gz``.
 
     Interrupted at any point, the same call goes on from there: trainings from their last checkpoint,
     evaluations from their last text.
@@ -90,7 +91,7 @@ def compare(
         console: where progress is shown.
 
     Returns:
-        The results, of every run of the recipe that is finished.
+        Results of every run of the recipe that is finished.
 
     Raises:
         RecipeError: before any work, if a scheme or a seed is unknown, a text cannot be made, or ``output`` holds runs
@@ -98,7 +99,7 @@ def compare(
         ValueError: before any work, if ``processes`` is below 1, or ``scheduler`` is given and Dask is not installed.
         OSError: before any work, if ``output`` cannot be written, the scheduler cannot be reached, or a worker of the
             cluster does not see ``output``.
-        RunFailedError: runs failed, after all others were carried out and ``results.json`` was written of them.
+        RunFailedError: runs failed, after all others were carried out and ``results.jsonl.gz`` was written of them.
     """
     chosen = _chosen(recipe, only, seeds)
     if processes is not None and processes < 1:
@@ -129,7 +130,7 @@ def _compare(
     cache: Path,
     workers: Workers,
     console: Console,
-) -> dict[str, Any]:
+) -> Results:
     with console.status("Making ready what is read"):
         study = load_study(recipe, cache)
         study.check()
@@ -197,15 +198,15 @@ def _recipe_file(recipe: AnyRecipe, cache: Path) -> Path:
     return path
 
 
-def _gather(study: Study, output: Path, failures: Sequence[str]) -> dict[str, Any]:
-    """Write ``results.json`` of all runs that are finished."""
+def _gather(study: Study, output: Path, failures: Sequence[str]) -> Results:
+    """Write ``results.jsonl.gz`` of all runs that are finished."""
     finished = [run for run in _runs(study.recipe) if (run_folder(output, *run) / "done.json").exists()]
     try:
-        results = study.collect(output, finished, WallClock(output / "wall_seconds.json").seconds)
+        rows = study.collect(output, finished, WallClock(output / "wall_seconds.json").seconds)
     except RecipeError as error:
         raise RecipeError("\n".join([*failures, str(error)])) from error
-    write_json(output / "results.json", results)
-    return results
+    write_rows(output, rows)
+    return Results.of(rows)
 
 
 def processes_at_a_time(recipe: AnyRecipe, wanted: int | None, usual: int | None = None) -> int:

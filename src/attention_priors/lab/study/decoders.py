@@ -57,6 +57,6 @@ class DecoderStudy(Study):
         """Train and test, extend and test again."""
         execute(self.materials, scheme, seed, run_folder(output, scheme, seed), progress)
 
-    def collect(self, output: Path, runs: Sequence[tuple[str, int]], wall_seconds: float) -> dict[str, Any]:
-        """``results_format.py`` says what they hold."""
+    def collect(self, output: Path, runs: Sequence[tuple[str, int]], wall_seconds: float) -> list[dict[str, Any]]:
+        """Return the rows that :mod:`attention_priors.lab.results` describes."""
         return collect(self._recipe, output, runs, wall_seconds=wall_seconds, corpus=dict(self.materials.description))

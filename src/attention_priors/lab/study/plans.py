@@ -7,24 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from attention_priors._io import read_json, with_nulls, write_json
-from attention_priors.lab.evaluate import (
-    Accuracy,
-    AtDepth,
-    EvaluationPlan,
-    EvaluationSettings,
-    Observer,
-    Subject,
-    Summary,
-    evaluate,
-)
-from attention_priors.lab.results_format import PLAN_SECTIONS
+from attention_priors.lab.evaluate import EvaluationPlan, EvaluationSettings, Observer, Subject, evaluate
 from attention_priors.lab.strict_yaml import RecipeError
 from attention_priors.lab.study.environment import environment
 from attention_priors.lab.study.folders import folder_name
 
 Row = dict[str, Any]
-
-_TIMES = ("length", "pass", "passes", "mean_ms", "std_ms", "median_ms", "peak_bytes")
 
 
 def unfinished(evaluation: EvaluationSettings, folder: Path) -> dict[str, EvaluationPlan]:
@@ -42,8 +30,8 @@ def carry_out(
 ) -> None:
     """Carry out the plans that are left.
 
-    Each has its lines in a folder ``plans/NAME``, as ``attention-priors evaluate`` writes them. What they come to is
-    put into ``plans/NAME.json`` when all of them are there, beside the plan itself.
+    Each has its lines in a folder ``plans/NAME``, as ``attention-priors evaluate`` writes them. Its rows of results are
+    put into ``plans/NAME.json`` when all lines are there, beside the plan itself.
 
     Args:
         subject: the trained model.
@@ -65,7 +53,7 @@ def carry_out(
             observer=Observer(on_work=on_plan),
         )
         asked = {"plan": _question(plan), "texts": found.texts, **environment()}
-        write_json(_file(folder, name), with_nulls(asked | _rows(found)))
+        write_json(_file(folder, name), with_nulls(asked | {"rows": [*found.rows()]}))
 
 
 def found_of_plans(evaluation: EvaluationSettings, folder: Path) -> dict[str, Row]:
@@ -79,17 +67,13 @@ def found_of_plans(evaluation: EvaluationSettings, folder: Path) -> dict[str, Ro
     return {name: one for name, one in found.items() if one is not None}
 
 
-def plan_rows(plans: Mapping[str, Row]) -> dict[str, list[Row]]:
-    """What plans have found of one model, in the lists of :data:`PLAN_SECTIONS`; every row names its ``plan``.
+def plan_rows(plans: Mapping[str, Row]) -> list[Row]:
+    """Return the rows that plans have found of one model; each names its ``plan``.
 
     Args:
         plans: as :func:`found_of_plans` gives them.
     """
-    sections: dict[str, list[Row]] = {section: [] for section in PLAN_SECTIONS}
-    for name, found in plans.items():
-        for section, rows in sections.items():
-            rows += [{"plan": name} | row for row in found.get(section, ())]
-    return sections
+    return [{"row": row["row"], "plan": name} | row for name, found in plans.items() for row in found["rows"]]
 
 
 def _file(folder: Path, name: str) -> Path:
@@ -131,32 +115,3 @@ def check_texts(models: Iterable[tuple[Path, Mapping[str, Row]]]) -> None:
                         f"{_file(where, name)} and {_file(folder, name)}; to measure anew what is not up to date, "
                         "remove those files of it"
                     )
-
-
-def _rows(summary: Summary) -> dict[str, list[Row]]:
-    return {
-        "retrieval": [
-            {"task": cell.task, "length": cell.length, "depth": depth, **at._asdict(), "stopped": cell.stopped}
-            for cell in summary.accuracies
-            for depth, at in (cell.by_depth or {None: _at_no_depth(cell)}).items()
-        ],
-        "losses": [
-            {"task": loss.task, "length": loss.length, "documents": loss.documents, **place._asdict()}
-            for loss in summary.losses
-            for place in loss.by_position
-        ],
-        "completions": [
-            {"length": one.length, "pieces": len(one.pieces), "continuations": len(one.pieces[0].found)}
-            | {name: getattr(one, name) for name in ("identity", "chance", "gc_correlation")}
-            for one in summary.completions
-        ],
-        "needle_weights": [
-            {name: getattr(one, name) for name in ("length", "layer", "head", "texts", "weight")}
-            for one in summary.weights
-        ],
-        "timing": [{key: one.record[key] for key in _TIMES} for one in summary.durations],
-    }
-
-
-def _at_no_depth(cell: Accuracy) -> AtDepth:
-    return AtDepth(cell.mean, cell.trials, cell.token_accuracy, cell.tokens_right)

@@ -1,4 +1,4 @@
-"""``results.json``: everything a comparison has found, in rows that a program can read."""
+"""Rows of everything that a comparison has found, as :mod:`attention_priors.lab.results` describes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from attention_priors._io import read_json
-from attention_priors.lab.results_format import FORMAT, SECTIONS
+from attention_priors.lab.results import FIELDS, FORMAT, recipe_sha256
 from attention_priors.lab.study.environment import environment_of, united
 from attention_priors.lab.study.folders import extended_folder, run_folder
 from attention_priors.lab.study.plans import check_texts, found_of_plans, plan_rows
@@ -17,6 +17,18 @@ from attention_priors.lab.study.recipe import MixtureSettings, Recipe, Scheme
 from attention_priors.lab.study.study import AnyRecipe
 from attention_priors.lab.study.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS
 from attention_priors.lab.wall_clock import now
+
+Row = dict[str, Any]
+
+
+_KINDS = {
+    "priors": "prior",
+    "prior_terms": "prior_term",
+    "prior_mass": "prior_mass",
+    "prior_reach": "prior_reach",
+    "logit_scales": "logit_scale",
+}
+"""Kind of the rows in each list of ``priors.json``."""
 
 
 def collect(
@@ -26,8 +38,8 @@ def collect(
     *,
     wall_seconds: float,
     corpus: dict[str, Any],
-) -> dict[str, Any]:
-    """Put the finished runs of a recipe together.
+) -> list[Row]:
+    """Return the rows of the finished runs of a recipe.
 
     Args:
         recipe: the recipe.
@@ -39,8 +51,8 @@ def collect(
     Raises:
         RecipeError: the texts of a plan have changed between two of the runs.
     """
-    schemes: dict[str, dict[str, Any]] = {}
-    sections: dict[str, list[dict[str, Any]]] = {name: [] for name in SECTIONS}
+    schemes: dict[str, Row] = {}
+    rows: list[Row] = []
     environments: list[dict[str, Any]] = []
     models = [model for scheme, seed in runs for model in _models(recipe, output, scheme, seed)]
     answers = [found_of_plans(recipe.evaluation_of(model.scheme), model.folder) for model in models]
@@ -48,61 +60,68 @@ def collect(
     for model, plans in zip(models, answers, strict=True):
         training, done = read_json(model.folder / "training.json"), read_json(model.folder / "done.json")
         environments += [environment_of(one) for one in (training, done, *plans.values())]
-        schemes.setdefault(model.name, _scheme_entry(model, training))
-        sections["runs"].append(
-            model.row
-            | {key: training[key] for key in ("train_seconds", "steps")}
-            | {"final_loss": training["history"][-1]["loss"] if training["history"] else None}
-            | {"history": training["history"]}
-            | {key: done[key] for key in ("evaluate_seconds", "stopped")}
-        )
+        schemes.setdefault(model.name, _scheme_row(model, training))
+        found = [run_row(training) | {key: done[key] for key in ("evaluate_seconds", "stopped")}]
         if (model.folder / "passkey.jsonl").exists():
             lines = (model.folder / "passkey.jsonl").read_text(encoding="utf-8").splitlines()
-            sections["passkey"] += [model.row | json.loads(line) for line in lines]
-        for name in ("perplexity", "copying", "sink_mass"):
+            found += [{"row": "retrieval", "plan": None, "task": "passkey"} | json.loads(line) for line in lines]
+        for name, fixed in _MEASURED.items():
             if (model.folder / f"{name}.json").exists():
-                sections[name] += [model.row | row for row in read_json(model.folder / f"{name}.json")]
-        for name, found in plan_rows(plans).items():
-            sections[name] += [model.row | row for row in found]
+                found += [{"row": name} | fixed | row for row in read_json(model.folder / f"{name}.json")]
+        found += plan_rows(plans)
         for name, learned in read_json(model.folder / "priors.json").items():
-            sections[name] += [model.row | row for row in learned]
+            found += [{"row": _KINDS[name]} | row for row in learned]
         if model.extended_from is not None:
             lengths = {"from": model.extended_from.context_length, "to": model.context_length}
             losses = {
                 when: {str(length): read_json(one.folder / "losses.json")[str(length)] for length in lengths.values()}
                 for when, one in (("before", model.extended_from), ("after", model))
             }
-            sections["extensions"].append(model.row | lengths | {"steps": training["steps"], "loss": losses})
-    results = header(recipe, sections["runs"], environments, wall_seconds) | {"corpus": corpus}
+            found.append({"row": "extension"} | lengths | {"steps": training["steps"], "loss": losses})
+        rows += [{"row": row["row"], "scheme": model.name, "seed": model.seed} | row for row in found]
     names = [
         name
         for scheme in recipe.schemes
         for name in (scheme, *(extension.name for extension in recipe.extensions_of(scheme).values()))
     ]
-    return results | {"schemes": [schemes[name] for name in names if name in schemes]} | sections
+    first = study_row(recipe, rows, environments, wall_seconds) | {"corpus": corpus}
+    kinds = [*FIELDS]
+    rows.sort(key=lambda row: kinds.index(row["row"]))
+    return [first, *(schemes[name] for name in names if name in schemes), *rows]
 
 
-def header(
-    recipe: AnyRecipe, runs: Sequence[dict[str, Any]], environments: Sequence[dict[str, Any]], wall_seconds: float
-) -> dict[str, Any]:
-    """What all results begin with: the recipe, and on what, when and how long its runs were made.
+_MEASURED = {"perplexity": {"plan": None, "task": "perplexity", "length": None}, "copying": {}, "sink_mass": {}}
+"""Kinds of rows that have a file of their own in a run, and the fields that all rows of the file share."""
+
+
+def study_row(recipe: AnyRecipe, rows: Sequence[Row], environments: Sequence[Row], wall_seconds: float) -> Row:
+    """Return the first row of results: the recipe, and on what, when and how long its runs were made.
 
     Args:
         recipe: the recipe.
-        runs: a row for each finished run.
+        rows: rows of each finished run.
         environments: those in which they were trained, and in which they were measured.
         wall_seconds: how long the comparison has taken, all sessions together.
     """
     made = united(environments)
     made["machine"]["threads_per_run"] = str(recipe.threads_per_run)
+    dumped = recipe.model_dump(mode="json", exclude_defaults=True)
     return {
+        "row": "study",
         "format": FORMAT,
-        "recipe": recipe.model_dump(mode="json", exclude_defaults=True),
+        "recipe": dumped,
+        "recipe_sha256": recipe_sha256(dumped),
         **made,
-        "seeds": sorted({row["seed"] for row in runs}),
+        "seeds": sorted({row["seed"] for row in rows}),
         "created": now(),
         "wall_seconds": round(wall_seconds, 1),
     }
+
+
+def run_row(training: Row) -> Row:
+    """Return the row of a training that a run's ``training.json`` describes, without scheme and seed."""
+    loss = training["history"][-1]["loss"] if training["history"] else None
+    return {"row": "run"} | {key: training[key] for key in ("train_seconds", "steps", "history")} | {"final_loss": loss}
 
 
 _LONGEST_VALUE = 60
@@ -128,11 +147,6 @@ class _Model:
     def scheme(self) -> str:
         """The recipe's scheme that it comes from."""
         return self.name if self.extended_from is None else self.extended_from.name
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """What each of its rows begins with."""
-        return {"scheme": self.name, "seed": self.seed} | ({"axes": self.axes} if self.axes else {})
 
 
 def _models(recipe: Recipe, output: Path, scheme: str, seed: int) -> Iterator[_Model]:
@@ -164,9 +178,10 @@ def _trained_on(training: MixtureSettings | None, context_length: int) -> str:
     return f"{training.total_steps} more steps at {context_length} tokens"
 
 
-def _scheme_entry(model: _Model, training: dict[str, Any]) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "name": model.name,
+def _scheme_row(model: _Model, training: Row) -> Row:
+    entry: Row = {
+        "row": "scheme",
+        "scheme": model.name,
         "description": model.description,
         "context_length": model.trained_length,
         "parameters": training["parameters"],

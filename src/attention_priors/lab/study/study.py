@@ -90,5 +90,5 @@ class Study(ABC):
         """Carry out one run, going on from whatever there is, every step on disk when it is done."""
 
     @abstractmethod
-    def collect(self, output: Path, runs: Sequence[tuple[str, int]], wall_seconds: float) -> dict[str, Any]:
-        """The results of finished runs, as ``results.json`` holds them."""
+    def collect(self, output: Path, runs: Sequence[tuple[str, int]], wall_seconds: float) -> list[dict[str, Any]]:
+        """Return the rows of finished runs, which :mod:`attention_priors.lab.results` describes."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import io
-import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from PIL import Image
 
-from attention_priors.lab.report.selections.axes import overview
-from attention_priors.lab.report.selections.results import Results, scheme_names
+from attention_priors.lab.report.comparisons import overview
+from attention_priors.lab.results import Results
 
 # Okabe and Ito's colour-blind-safe colours, without yellow, which is lost on white; and three of Paul Tol's.
 COLOURS = (
@@ -22,14 +21,18 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "<", "X", ">", "h", "p")
 LINE_STYLES = ("-", "--", "-.", ":")
 
 WIDTH = 6.8
-"""Inches; matplotlib's 10 pt text is then still legible on a phone."""
-FAINT = "#dddddd"
+"""Inches. Matplotlib's 10 pt text is then still legible on a phone."""
 GREY = "#666666"
-DOTS_PER_INCH = 160
+_DOTS_PER_INCH = (120, 100, 80)
+"""Resolutions of a file: the highest with which it is small enough."""
+_LARGEST_FILE = 100_000
+"""Bytes."""
+_PALETTE = 256
+"""Colours of a file. With more, files grow and look the same."""
 
 
 class Look(NamedTuple):
-    """What a scheme is drawn with; the names are matplotlib's."""
+    """What a line is drawn with; the names are matplotlib's."""
 
     color: str
     marker: str
@@ -37,56 +40,64 @@ class Look(NamedTuple):
 
 
 def look(index: int) -> Look:
-    """The look of the line at a place, from 0.
+    """Return the look of the line at a place, from 0.
 
     Ten colours come back with another line style, and eleven markers run alongside, so lines that share a
     colour differ in both.
     """
-    return Look(
-        COLOURS[index % len(COLOURS)],
-        MARKERS[index % len(MARKERS)],
-        LINE_STYLES[index // len(COLOURS) % len(LINE_STYLES)],
-    )
+    again, place = divmod(index, len(COLOURS))
+    return Look(COLOURS[place], MARKERS[index % len(MARKERS)], LINE_STYLES[again % len(LINE_STYLES)])
 
 
 def looks(results: Results) -> dict[str, Look]:
-    """The look of each scheme, by its place in ``results['schemes']``, those of the overview first."""
-    names = dict.fromkeys([*overview(results), *scheme_names(results)])
+    """Return the look of each scheme, by its place in display order, the schemes of the overview first."""
+    names = dict.fromkeys([*overview(results), *results.names])
     return {name: look(index) for index, name in enumerate(names)}
 
 
 def label(name: str) -> str:
-    """A scheme's name as matplotlib must be given it to show it as it is."""
+    """Escape a name so that matplotlib shows it as it is."""
     # Matplotlib reads $...$ as mathematics and leaves names that begin with _ out of legends.
     escaped = name.replace("$", r"\$")
     return f" {escaped}" if escaped.startswith("_") else escaped
 
 
 def blank(height: float, width: float = WIDTH) -> Figure:
-    """An empty figure, in inches, whose parts make room for each other."""
+    """Return an empty figure, in inches, whose parts make room for each other."""
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06)
     return Figure(figsize=(width, height), facecolor="white", layout=layout)
 
 
+def start(height: float, width: float = WIDTH) -> tuple[Figure, Axes]:
+    """Return a figure with one pair of axes, in inches."""
+    figure = blank(height, width)
+    axes = figure.add_subplot()
+    tidy(axes)
+    return figure, axes
+
+
 def tidy(axes: Axes) -> None:
-    """Two spines and a faint grid."""
+    """Leave two spines and a faint grid."""
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(True, color=FAINT, linewidth=0.7)
+    axes.grid(True, color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)
 
 
+def titled(figure: Figure, title: str) -> Figure:
+    """Write a bold title at the left edge of a figure."""
+    figure.suptitle(label(title), x=0.01, ha="left", fontweight="bold", fontsize=11)
+    return figure
+
+
 def png(figure: Figure) -> bytes:
-    """A drawing as a PNG file."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
-    return buffer.getvalue()
-
-
-def thin(ticks: Sequence[float], at_most: int) -> list[float]:
-    """Ticks far enough apart on a log axis for ``at_most`` labels; the first always stays."""
-    apart = math.log2(ticks[-1] / ticks[0]) / at_most if len(ticks) > 1 else 0
-    kept = [ticks[0]] if ticks else []
-    for tick in ticks:
-        if math.log2(tick / kept[-1]) > apart:
-            kept.append(tick)
-    return kept
+    """Return a drawing as a PNG file with a palette, of at most 100 kB where that can be had."""
+    content = b""
+    for resolution in _DOTS_PER_INCH:
+        drawn, written = io.BytesIO(), io.BytesIO()
+        figure.savefig(drawn, format="png", dpi=resolution)
+        palette = Image.open(drawn).convert("RGB").quantize(_PALETTE, dither=Image.Dither.NONE)
+        palette.save(written, "png", optimize=True)
+        content = written.getvalue()
+        if len(content) <= _LARGEST_FILE:
+            break
+    return content

@@ -1,1 +1,28 @@
-"""Pages that hold everything they show."""
+"""Pages that hold everything they show, and pages that someone writes about results."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from attention_priors.lab.report.wording import duration, moment, quantity
+
+
+def render(template: str, **content: Any) -> str:
+    """Fill one of the templates.
+
+    Raises:
+        jinja2.UndefinedError: The template names something that ``content`` lacks.
+    """
+    loader = PackageLoader("attention_priors.lab.report.pages")
+    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
+    environment = Environment(loader=loader, autoescape=True, **options)
+    environment.filters |= {"duration": duration, "moment": moment, "quantity": quantity}
+    return environment.get_template(template).render(**content)
+
+
+def embedded_figure(drawing: bytes, alt: str) -> dict[str, Any]:
+    """Return a PNG file for the macro ``picture``: as data, and in words."""
+    return {"source": f"data:image/png;base64,{base64.b64encode(drawing).decode()}", "alt": alt}

@@ -8,7 +8,7 @@ from plotly.offline import get_plotlyjs
 
 from attention_priors._io import write_bytes
 from attention_priors.lab.inspect.reach import REACH_LENGTHS
-from attention_priors.lab.report.pages.rendering import render
+from attention_priors.lab.report.pages import render
 
 
 def write_explorer(path: Path) -> None:

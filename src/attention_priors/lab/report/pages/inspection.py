@@ -2,164 +2,179 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from attention_priors._io import write_bytes
-from attention_priors.lab.report.figures.attention_maps import attention_map, layer_maps
-from attention_priors.lab.report.figures.comparison import logit_scale_histogram, prior_curves, theta_scatter
-from attention_priors.lab.report.figures.drawing import NothingToShowError
-from attention_priors.lab.report.figures.prior_parts import prior_terms
+from attention_priors.lab.report.figures import heads as drawn
+from attention_priors.lab.report.figures.attention import attention_map, layer_maps
 from attention_priors.lab.report.figures.style import png
-from attention_priors.lab.report.numbers import listing, percent
-from attention_priors.lab.report.pages.rendering import embedded_figure, render
-from attention_priors.lab.report.selections.heads import head_name, keys_ahead
-from attention_priors.lab.report.tables.inspection import (
-    additive_grid,
-    inspection_head_grid,
-    layer_grid,
-    prior_is_scaled,
-    reach_grid,
-)
-from attention_priors.lab.results_format import FORMAT, INSPECTION_FORMAT
+from attention_priors.lab.report.pages import embedded_figure, render
+from attention_priors.lab.report.table import Table
+from attention_priors.lab.report.wording import percent, quantity, wording
+from attention_priors.lab.results import FORMAT, INSPECTION_FORMAT, Results
+
+Found = Mapping[str, Any]
 
 _MOST_HEADS = 48
 """In a table that stands open."""
+_FIRST = {"pass key, %": "needle", "prior's share, %": "position_share"}
+_LAST = {"s": "s", "γ": "inverse_temperature", "agreement, nats": "agreement", "mean distance, tokens": "distance"}
+_HEADINGS = {"beta": "β", "mu": "μ", "theta_alpha": "θα"}
+_SUMMANDS = {
+    "content_content": "content · content", "content_position": "content · position",
+    "position_content": "position · content", "position_position": "position · position", "bias": "bias",
+}  # fmt: skip
 
 
-def write_inspection(found: Mapping[str, Any], path: Path) -> None:
+def write_inspection(found: Found, path: Path) -> None:
     """Write what was found in a model as one HTML file that needs no other file and no network.
 
     Args:
-        found: as :func:`attention_priors.lab.inspect.inspect_model` returns it.
-        path: the file; its folder is made if it is not there.
+        found: As :func:`attention_priors.lab.inspect.inspect_model` returns it.
+        path: The file; its folder is made if it is not there.
 
     Raises:
         ValueError: ``found`` is of an unknown format.
     """
-    if found.get("format") != INSPECTION_FORMAT:
-        got = found.get("format")
+    if (got := found.get("format")) != INSPECTION_FORMAT:
         raise ValueError(f"found['format'] must be {INSPECTION_FORMAT}, the only one this version reads; it is {got!r}")
+    results = inspection_results(found)
+    chosen = Counter(shown.get("why") for shown in found["passkey"].get("maps", ()))
     page = render(
-        "inspection.html",
-        found=found,
-        summary=inspection_summary(found),
-        heads=inspection_head_grid(found),
-        open=len(found["priors"]) <= _MOST_HEADS,
-        reach=reach_grid(found),
-        additive=additive_grid(found),
-        layers=layer_grid(found),
-        scaled=prior_is_scaled(found),
-        linear="threshold" in found["additive"],
-        ahead=any(keys_ahead(row) != row["log_prior"] for row in found["priors"]),
-        chosen=_chosen(found["passkey"].get("maps", ())),
-        figures=_figures(found),
-    )
+        "inspection.html", found=found, summary=inspection_summary(found), tables=inspection_tables(found),
+        open=len(found["priors"]) <= _MOST_HEADS, scaled=_prior_is_scaled(found),
+        linear="threshold" in found["additive"], ahead=drawn.keys_ahead_differ(results["prior"]),
+        chosen=wording("inspected_maps", counts=chosen), figures=_figures(found, results),
+    )  # fmt: skip
     write_bytes(Path(path), page.encode())
 
 
-def inspection_summary(found: Mapping[str, Any]) -> str:
-    """What was found, in a few sentences."""
+def inspection_results(found: Found) -> Results:
+    """Return an inspection as the results of one scheme, whose priors figures can show."""
+    own = {"scheme": found["title"], "seed": 0}
+    kinds = {"priors": "prior", "prior_terms": "prior_term", "logit_scales": "logit_scale"}
+    rows = [{"row": kind, **row, **own} for section, kind in kinds.items() for row in found[section]]
+    recipe = {"training": {"context_length": found["length"]}}
+    study = {"row": "study", "format": FORMAT, "recipe": recipe}
+    return Results.of([study, {"row": "scheme", "scheme": found["title"]}, *rows])
+
+
+def inspection_summary(found: Found) -> str:
+    """Say what was found, in a few sentences."""
+    texts, asked = found["text"].get("heads"), found["passkey"].get("heads")
     roles = Counter(row["role"] for row in found["priors"])
-    kinds = listing([f"{number} {role}" for role, number in roles.most_common()])
-    heads, layers = _count(len(found["priors"]), "head"), _count(len(found["layers"]), "layer")
-    sentences = [f"{heads} in {layers}: {kinds}, for texts of {found['length']} tokens."]
-    text = found["text"]
-    if "heads" in text:
-        sink = max(text["heads"], key=lambda row: row["first"])
-        sentences += [
-            f"On {text['tokens']} tokens of {text['name']} {_decided(found)};",
-            f"head {head_name(sink)} gives the first token most, {percent(sink['first'])} %.",
-        ]
-    passkey = found["passkey"]
-    if "heads" in passkey:
-        best = max(passkey["heads"], key=lambda row: row["needle"])
-        digits, (start, stop) = len(passkey["key"]), passkey["filler"]
-        sentences += [
-            f"Asked for a pass key that stands before {stop - start} tokens of filler,",
-            f"it named {percent(passkey['answered'])} % of its answer's tokens,"
-            if digits != len(passkey["answer_tokens"])
-            else f"it named {round(passkey['answered'] * digits)} of {digits} digits,",
-            "each after the right ones before it;",
-            f"head {head_name(best)} looked at it most, with {percent(best['needle'])} % of its weight.",
-        ]
-    return " ".join(sentences)
+    return wording(
+        "inspection", found=found, roles=[f"{number} {role}" for role, number in roles.most_common()],
+        sink=max(texts, key=lambda row: row["first"]) if texts else None,
+        best=max(asked, key=lambda row: row["needle"]) if asked else None,
+        share=float(np.mean([row["position_share"] for row in texts])) if texts else None,
+    )  # fmt: skip
 
 
-def _decided(found: Mapping[str, Any]) -> str:
-    """What decides where attention lies, on the text."""
-    others = "" if found["positions"] == "none" else f" (which knows of places by itself: {found['positions']})"
-    if not any(layer["has_prior"] for layer in found["layers"]):
-        return f"the content decides where attention lies{others}, as there is no prior"
-    share = float(np.mean([row["position_share"] for row in found["text"]["heads"]]))
-    return (
-        f"the prior decides {percent(share)} % of where attention lies, mean over heads, the content{others} the rest"
-    )
+def _head(row: Mapping[str, Any]) -> str:
+    return f"{row['layer']}.{row['head']}"
 
 
-def _chosen(maps: Iterable[Mapping[str, Any]]) -> str:
-    """Whose maps are shown; nothing of those that were chosen before this was noted."""
-    counts = Counter(shown.get("why") for shown in maps)
-    words = {
-        "named": "of heads that were named",
-        "most": "of the heads that look at the pass key most",
-        "kind": "of other kinds of heads (of each kind, the one that looks at it most)",
-        "least": "of the heads that look at it least",
+def _prior_is_scaled(found: Found) -> bool:
+    return any(layer["scales_prior"] for layer in found["layers"])
+
+
+def _figures(found: Found, results: Results) -> dict[str, list[dict[str, Any]]]:
+    drawings = {
+        "curves": (drawn.prior_curves(results["prior"], found["title"]), "Log-prior of each head against distance"),
+        "terms": (drawn.prior_terms(results["prior_term"], found["title"]), "Summands of each head's log-prior"),
+        "thetas": (drawn.thetas(results), "Shape β against θα of every Generalized Gaussian head"),
+        "scales": (drawn.logit_scales(results), "Histogram of the heads' logit scales s"),
+        "text": (layer_maps(found), "Maps of layers and heads: what decides where attention lies on the text"),
     }
-    groups = [f"{counts[why]} {what}" for why, what in words.items() if counts[why]]
-    return f"The maps, in this order: {listing(groups)}." if groups else ""
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _figures(found: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    results = _as_results(found)
-    scheme = found["title"]
-    figures: dict[str, list[dict[str, Any]]] = {}
-    for kind, draw, alt in (
-        ("curves", lambda: prior_curves(results, scheme), "Log-prior of each head against distance"),
-        ("terms", lambda: prior_terms(results, scheme), "Summands of each head's log-prior"),
-        (
-            "thetas",
-            lambda: theta_scatter(results),
-            "Shape β against θα of every Generalized Gaussian head",
-        ),
-        ("scales", lambda: logit_scale_histogram(results), "Histogram of the heads' logit scales s"),
-        ("text", lambda: layer_maps(found), "Maps of layers and heads: what decides where attention lies on the text"),
-    ):
-        try:
-            figures[kind] = [embedded_figure(png(draw()), f"{alt}.")]
-        except NothingToShowError:
-            figures[kind] = []
-    roles = {head_name(row): row["role"] for row in found["priors"]}
-    weights = {head_name(row): row["needle"] for row in found["passkey"].get("heads", ())}
-    figures["maps"] = [
-        embedded_figure(
-            png(attention_map(found["passkey"], shown, f"head {name}, {roles[name]}")),
-            f"Attention map of head {name}, {roles[name]}, on the passkey prompt: the question's last token gives "
-            f"{percent(weights[name])} % of its weight to the pass key.",
-        )
-        for name, shown in ((head_name(shown), shown) for shown in found["passkey"].get("maps", ()))
-    ]
+    shown = {kind: [embedded_figure(png(figure), f"{alt}.")] for kind, (figure, alt) in drawings.items() if figure}
+    figures: dict[str, list[dict[str, Any]]] = defaultdict(list, shown)
+    called = {_head(row): f"head {_head(row)}, {row['role']}" for row in found["priors"]}
+    weights = {_head(row): percent(row["needle"]) for row in found["passkey"].get("heads", ())}
+    for one in found["passkey"].get("maps", ()):
+        name = called[_head(one)]
+        alt = f"Attention map of {name}, on the passkey prompt: the question's last token gives "
+        alt += f"{weights[_head(one)]} % of its weight to the pass key."
+        figures["maps"].append(embedded_figure(png(attention_map(found["passkey"], one, name)), alt))
     return figures
 
 
-def _as_results(found: Mapping[str, Any]) -> dict[str, Any]:
-    """As the results of a comparison of one scheme, which the figures of priors are made of."""
-    mine = {"scheme": found["title"], "seed": 0}
-    return {
-        "format": FORMAT,
-        "recipe": {"training": {"context_length": found["length"]}},
-        "schemes": [{"name": found["title"]}],
-        "seeds": [0],
-        **{
-            section: [{**row, **mine} for row in found[section]]
-            for section in ("priors", "prior_terms", "logit_scales")
-        },
-    }
+# ---- tables
+
+
+def inspection_tables(found: Found) -> dict[str, Table]:
+    """Return every table that there is data for, by name."""
+    made = [_heads(found), _reach(found), _additive(found), _layers(found)]
+    return {table.name: table for table in made if table.lines}
+
+
+def _heads(found: Found) -> Table:
+    """Each head: in words, in parameters, and by what it does on the texts."""
+    asked = [{key: row[key] for key in ("layer", "head", "needle")} for row in found["passkey"].get("heads", ())]
+    heads = pd.DataFrame(found["priors"]).set_index(["layer", "head"])
+    for rows in (found["text"].get("heads"), asked, found["logit_scales"]):
+        heads = heads.join(pd.DataFrame(rows).set_index(["layer", "head"])) if rows else heads
+    shown: dict[str, Any] = {"head": [f"{layer}.{head}" for layer, head in heads.index], "in words": heads.role}
+    if heads.prior.nunique() > 1:
+        shown["prior"] = heads.prior.str.replace("_", " ")
+    words = len(shown)
+    # What says most stands first: wide tables are cut off on the right.
+    shown |= {heading: heads[name].map(percent) for heading, name in _FIRST.items() if name in heads}
+    shown["90 % within, tokens"] = [str(reach[1]) for reach in heads.reach_at_length]
+    for name in _parameters(heads.parameters):
+        summand, _, parameter = name.rpartition(".")
+        heading = f"{summand.replace('_', ' ')} {_HEADINGS.get(parameter, parameter)}".lstrip()
+        shown[heading] = [quantity(own.get(name)) for own in heads.parameters]
+    last = _LAST if "s" in heads else {heading: name for heading, name in _LAST.items() if heading != "γ"}
+    shown |= {heading: heads[name].astype(float).map(quantity) for heading, name in last.items() if name in heads}
+    shown |= {"first token, %": heads["first"].map(percent)} if "first" in heads else {}
+    about = wording("inspected_heads", found=found, scaled=_prior_is_scaled(found))
+    return Table("heads", about, [*shown], [[*line] for line in zip(*shown.values(), strict=True)], words)
+
+
+def _parameters(rows: Any) -> Iterator[str]:
+    """Return the names of all parameters, but for those that say the same of a Generalized Gaussian in other words."""
+    names = dict.fromkeys(name for own in rows for name in own)
+    leads = [name.removesuffix("theta_alpha") for name in names if name.endswith("theta_alpha")]
+    same = {lead + other for lead in leads for other in ("alpha", "amplitude", "theta_beta")}
+    return (name for name in names if name not in same)
+
+
+def _reach(found: Found) -> Table:
+    """How far each head looks back, by the length of the text."""
+    sizes = [*found["priors"][0]["reach"]]
+    lines = [
+        [_head(row), row["role"], *(" · ".join(map(str, row["reach"][size])) for size in sizes)]
+        for row in found["priors"]
+    ]
+    about = wording("inspected_reach", found=found, scaled=_prior_is_scaled(found))
+    header = ["head", "in words", *(f"{int(size):,}".replace(",", " ") for size in sizes)]
+    return Table("reach", about, header, lines, words=2)
+
+
+def _additive(found: Found) -> Table:
+    """The summands of the logits of additive positions; no lines where there are none."""
+    linear, lines, header = "threshold" in found["additive"], [], ["head", *_SUMMANDS.values()]
+    for row in found["additive"].get("heads", ()):
+        audit = [row["case"], quantity(row["slope"]), percent(row["skewed"]), percent(row["drowned"])] if linear else []
+        lines.append([str(row["head"]), *(quantity(row[name]) for name in _SUMMANDS), *audit])
+    header += ["case", "slope, nats per token", "skewed, %", "drowned, %"] if linear else []
+    about = wording("inspected_additive", found=found, linear=linear) if lines else ""
+    return Table("additive", about, header, lines)
+
+
+def _layers(found: Found) -> Table:
+    """The modules that compute attention."""
+    lines = []
+    for number, layer in enumerate(found["layers"]):
+        sees = "what precedes" if layer["causal"] else "everything"
+        sees += ", within a mask of the model's own" if layer.get("own_mask") else ""
+        prior = "yes" if layer["has_prior"] else "uniform"
+        lines.append([str(number), layer["name"], sees, prior, str(layer["heads"])])
+    return Table("layers", wording("inspected_layers"), ["layer", "module", "sees", "prior", "heads"], lines, words=4)

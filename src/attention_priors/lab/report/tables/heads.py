@@ -1,171 +1,91 @@
-"""What the heads' priors became: each in numbers and words, how many of which shape, and where their priors look."""
+"""Tables of what the heads' priors became: how many of which shape, and where they look."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from attention_priors.lab.intervals import over_seeds
+from attention_priors.lab.report.estimates import by_scheme
+from attention_priors.lab.report.roles import GAUSSIAN, NEAR, ROLES, STRONG, gaussian_heads, halves, role, sight
+from attention_priors.lab.report.table import ABSENT, Cell, Table
+from attention_priors.lab.report.wording import listing, quantity, wording
+from attention_priors.lab.results import Frame, Results
 
-from attention_priors._io import number
-from attention_priors.lab.report.numbers import listing, quantity
-from attention_priors.lab.report.selections.heads import ROLES, STRONG_RETRIEVAL, gaussian_heads, logit_scales, role
-from attention_priors.lab.report.selections.reach import NEAR, Reach, Sight, lengths_of, reaches, still
-from attention_priors.lab.report.selections.results import Results, Row, distinct, rows, scheme_names, schemes_with
-from attention_priors.lab.report.tables.cells import ABSENT, interval_text, share_over_seeds, with_first
-from attention_priors.lab.report.tables.grid import Cell, Grid
-
-_HEADINGS: dict[str, str] = {
-    "alpha": "scale α, tokens",
-    "beta": "shape β",
-    "mu": "location μ, tokens",
-    "amplitude": "amplitude, nats",
-    "theta_alpha": "θα",
-    "theta_beta": "θβ",
-    "theta_mu": "θμ",
-}
+_HEADINGS = {
+    "alpha": "scale α, tokens", "beta": "shape β", "mu": "location μ, tokens", "amplitude": "amplitude, nats",
+    "theta_alpha": "θα", "theta_beta": "θβ", "theta_mu": "θμ",
+}  # fmt: skip
+"""Headings of the parameters of a Generalized Gaussian."""
 
 
-@dataclass(frozen=True)
-class HeadTable:
-    """The parameters of one scheme's priors, a line per head."""
+def heads(rows: Frame) -> Table:
+    """Every head of one scheme.
 
-    headings: list[str]
-    lines: list[list[str]]
-    caption: str
-
-
-def head_table(results: Results, scheme: str) -> HeadTable | None:
-    """Every head of a scheme; None where the scheme has no prior."""
-    selected = sorted(rows(results, "priors", scheme), key=lambda row: (row["seed"], row["layer"], row["head"]))
-    if not selected:
-        return None
-    kinds = distinct(selected, "prior")
-    parameters = list(dict.fromkeys(name for row in selected for name in row["parameters"]))
-    # Another prior may have an alpha too, of another meaning.
-    explained = _HEADINGS if kinds == ["generalized_gaussian"] else {}
-    roles = [role(row) for row in selected]
-    columns: dict[str, list[str]] = {key: [str(row[key]) for row in selected] for key in ("seed", "layer", "head")}
+    Args:
+        rows: Prior rows of the scheme, at least one.
+    """
+    rows = rows.sort_values(["seed", "layer", "head"])
+    kinds = sorted(rows.prior.unique())
+    roles = [role(row.prior, row.parameters) for row in rows.itertuples()]
+    words = f"{len(rows)} heads, {listing([kind.replace('_', ' ') for kind in kinds])}"
+    shown = rows[["seed", "layer", "head"]].astype(str)
     if len(kinds) > 1:
-        columns["prior"] = [_words(row["prior"]) for row in selected]
+        shown["prior"] = rows.prior.str.replace("_", " ")
     if any(roles):
-        columns["in words"] = [ROLES[found] if found else "" for found in roles]
-    for name in parameters:
-        columns[explained.get(name) or name] = [_value(row["parameters"].get(name)) for row in selected]
-    return HeadTable(
-        headings=list(columns),
-        lines=[list(line) for line in zip(*columns.values(), strict=True)],
-        caption=_caption(kinds, roles),
-    )
-
-
-def _caption(kinds: list[str], roles: list[str | None]) -> str:
-    counts = [f"{roles.count(name)} {words}" for name, words in ROLES.items() if name in roles]
-    heads = f"{len(roles)} heads, {listing([_words(kind) for kind in kinds])}"
-    return f"{heads}: {listing(counts)}" if counts else heads
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
+        shown["in words"] = [ROLES.get(found or "", "") for found in roles]
+        words += f": {listing([f'{roles.count(name)} {called}' for name, called in ROLES.items() if name in roles])}"
+    # Another prior may have an alpha too, of another meaning.
+    explained = _HEADINGS if kinds == [GAUSSIAN] else {}
+    for name in dict.fromkeys(name for own in rows.parameters for name in own):
+        shown[explained.get(name, name)] = [_value(own.get(name)) for own in rows.parameters]
+    return Table("heads_of_scheme", words, [*shown], shown.to_numpy().tolist(), words=0)
 
 
 def _value(value: float | list[float] | None) -> str:
     return f"{len(value)} numbers" if isinstance(value, list) else quantity(value)
 
 
-def head_count_grid(results: Results) -> Grid:
+def head_counts(results: Results) -> Table:
     """How many heads are local, and how many retrieve."""
+    gaussian, scales = gaussian_heads(results["prior"]), results["logit_scale"].dropna(subset="s")
     lines = []
-    scales = logit_scales(results, schemes_with(results, "logit_scales"))
-    for name in scheme_names(results):
-        shapes = [number(row["parameters"]["beta"]) for row in gaussian_heads(results, name)]
-        found = scales.get(name, [])
-        if not shapes and not found:
+    for name in results.names:
+        beta, s = gaussian.beta[gaussian.scheme == name], scales.s[scales.scheme == name]
+        if not len(beta) and not len(s):
             continue
-        clusters = (
-            sum(shape > 0 for shape in shapes),
-            sum(STRONG_RETRIEVAL <= shape <= 0 for shape in shapes),
-            sum(shape < STRONG_RETRIEVAL for shape in shapes),
-        )
-        spread = (
-            Cell(quantity(sum(found) / len(found)), interval_text(min(found), max(found), quantity))
-            if found
-            else ABSENT
-        )
-        lines.append([name, *(str(count) if shapes else ABSENT for count in clusters), spread])
-    caption = (
-        "Heads of Generalized Gaussian priors, of all layers and seeds, by their shape β: local β > 0, retrieval "
-        f"{STRONG_RETRIEVAL} ≤ β ≤ 0, strong retrieval β < {STRONG_RETRIEVAL}. s: mean logit scale, and its range over "
-        "heads (no interval)."
-    ).replace("-0.6", "−0.6")
-    return Grid(
-        "heads", caption, ["scheme", "local", "retrieval", "strong\nretrieval", "s"], [lines] if lines else [], 1
-    )
+        clusters = (beta > 0, (beta >= STRONG) & (beta <= 0), beta < STRONG)
+        spread = Cell.of((s.mean(), s.min(), s.max()), quantity) if len(s) else ABSENT
+        lines.append([name, *(str(cluster.sum()) if len(beta) else ABSENT for cluster in clusters), spread])
+    header = ["scheme", "local", "retrieval", "strong\nretrieval", "s"]
+    return Table("heads", wording("heads"), header, lines)
 
 
-def prior_mass_grid(results: Results) -> Grid:
+def prior_mass(results: Results) -> Table:
     """Where the prior alone looks, by layer."""
-    groups = []
-    places = ("first", "previous", "itself")
-    for name in schemes_with(results, "prior_mass"):
-        mine = rows(results, "prior_mass", name)
-        seeds, layers = distinct(mine, "seed"), distinct(mine, "layer")
+    rows, places = results["prior_mass"], ["first", "previous", "itself"]
+    lines = []
+    for name, own in by_scheme(rows):
+        layers = own.groupby("layer")
         # Which layer takes which part may be another one with each seed.
-        lines = [(str(layer), [layer]) for layer in layers] + ([("any", layers)] if len(layers) > 1 else [])
-        groups.append(
-            [
-                [
-                    name if first else "",
-                    words,
-                    str(len(seeds)),
-                    *(share_over_seeds(_largest(mine, among, place)) for place in places),
-                ]
-                for first, (words, among) in with_first(lines)
-            ]
-        )
+        parts = [*layers, ("any", own)] if len(layers) > 1 else [*layers]
+        for layer, part in parts:
+            largest = part.groupby("seed")[places].max()
+            cells = [Cell.of_share(over_seeds([*largest[place]])) for place in places]
+            lines.append([name, str(layer), str(own.seed.nunique()), *cells])
     # Earlier results do not say so, and have no scale in them.
-    scaled = any(row.get("scaled") for row in rows(results, "prior_mass"))
-    caption = (
-        "Where priors look before anything is read: the weight that the prior alone"
-        + (", multiplied by the logit scale where attention does so," if scaled else "")
-        + " gives to the first key, to the key before the query's own, and to that itself, %, mean over the queries of "
-        "a text of the training length; of the head of each layer that gives most, and of any layer. Mean over seeds "
-        "with Student's 95 % interval (where there are two seeds at least), cut to 0–100 %."
-    )
-    return Grid("prior_mass", caption, ["scheme", "layer", "seeds", *places], groups, words=2)
+    words = wording("prior_mass", scaled=rows.scaled.eq(True).any())
+    return Table("prior_mass", words, ["scheme", "layer", "seeds", *places], lines, words=2)
 
 
-def prior_reach_grid(results: Results) -> Grid:
+def prior_reach(results: Results) -> Table:
     """How many heads look near and far, and go on to do so as texts grow."""
-    lengths = lengths_of(results)
-    groups = []
-    for name in schemes_with(results, "prior_reach"):
-        heads = reaches(results, name)
-        sights: tuple[Sight, ...] = ("near-sighted", "far-sighted")
-        groups.append(
-            [
-                [name if first else "", sight, str(len(heads)), *_counts(heads, sight, lengths)]
-                for first, sight in with_first(sights)
-            ]
-        )
-    caption = (
-        "Heads by how far their priors look before anything is read, by length of the text in tokens. Near-sighted: "
-        f"half of the prior's mass, as attention applies it to the last query, is at most {NEAR} tokens away; "
-        "far-sighted: half of it is at least an eighth of the text away. Counted are heads that are so at the "
-        "training length, each scheme's first number, and still are at the other lengths; of those of all layers and "
-        "seeds. –: not asked for."
-    )
-    return Grid("prior_reach", caption, ["scheme", "heads", "of", *map(str, lengths)], groups, words=2)
-
-
-def _counts(heads: list[Reach], sight: Sight, lengths: list[int]) -> list[str]:
-    # Runs that were measured when the recipe asked for shorter texts do not know of longer ones.
-    measured = set.intersection(*(set(head.halves) for head in heads))
-    return [str(still(heads, sight, length)) if length in measured else ABSENT for length in lengths]
-
-
-def _largest(selected: Iterable[Row], layers: Collection[int], key: str) -> list[float]:
-    """The largest value of some layers' heads, for each seed."""
-    found: dict[int, float] = {}
-    for row in selected:
-        if row["layer"] in layers:
-            found[row["seed"]] = max(found.get(row["seed"], 0.0), row[key])
-    return list(found.values())
+    found = {name: [halves(row) for row in own.itertuples()] for name, own in by_scheme(results["prior_reach"])}
+    lengths = sorted({length for own in found.values() for half in own for length in half})
+    lines = []
+    for name, own in found.items():
+        # Runs that were measured when the recipe asked for shorter texts do not know of longer ones.
+        measured = set.intersection(*map(set, own))
+        for called in ("near-sighted", "far-sighted"):
+            trained = [half for half in own if sight(half) == called]
+            counts = {n: str(sum(sight(half, n) == called for half in trained)) for n in measured}
+            lines.append([name, called, str(len(own)), *(counts.get(n, ABSENT) for n in lengths)])
+    header = ["scheme", "heads", "of", *map(str, lengths)]
+    return Table("prior_reach", wording("prior_reach", near=NEAR), header, lines, words=2)

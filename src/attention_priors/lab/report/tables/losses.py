@@ -4,130 +4,112 @@ from __future__ import annotations
 
 from functools import partial
 
-from attention_priors._io import number
 from attention_priors.lab.intervals import over_seeds
-from attention_priors.lab.report.numbers import decimals
-from attention_priors.lab.report.selections.copying import KINDS, excess_losses
-from attention_priors.lab.report.selections.losses import loss_measure
-from attention_priors.lab.report.selections.plans import loss_views, number_of_documents
-from attention_priors.lab.report.selections.results import Results, distinct, rows, schemes_with
-from attention_priors.lab.report.tables.cells import (
-    ABSENT,
-    Losses,
-    cells_at_lengths,
-    estimate_cell,
-    with_first,
-)
-from attention_priors.lab.report.tables.grid import Grid, Line
+from attention_priors.lab.report import estimates
+from attention_priors.lab.report.estimates import KINDS, by_scheme
+from attention_priors.lab.report.table import ABSENT, Cell, Table
+from attention_priors.lab.report.wording import decimals, wording
+from attention_priors.lab.results import Frame, Results
+
+_POSITIONS = 6
+"""Ranges of positions in a table; the figures have all."""
 
 
-def perplexity_grid(results: Results) -> Grid:
+class Losses:
+    """Losses by position as cells in their measure.
+
+    Attributes:
+        rows: Perplexity rows.
+        measure: What is made of the losses.
+        beyond: Ranges of positions beyond the shortest training length; of many, some.
+        straddles: Whether a range is neither within the shortest training length nor beyond it.
+        documents: Number of documents, such as "7", or "4 or 7" where models read different numbers; empty if unknown.
+    """
+
+    def __init__(self, results: Results, rows: Frame) -> None:
+        self._results, self.rows, self.measure = results, rows[rows.position.notna()], estimates.loss_measure(results)
+        self._by_scheme = dict(by_scheme(self.rows))
+        shortest = min((results.context_length(name) for name in estimates.schemes_in(self.rows)), default=0)
+        positions = sorted(self.rows.position.unique())
+        beyond = [position for position in positions if estimates.first_of_range(position) >= shortest]
+        count = min(len(beyond), _POSITIONS)
+        places = range(count) if count < 2 else (round(k * (len(beyond) - 1) / (count - 1)) for k in range(count))
+        self.beyond = [beyond[place] for place in places]
+        self.straddles = any(estimates.first_of_range(p) < shortest <= estimates.end_of_range(p) for p in positions)
+        self.documents = " or ".join(f"{count:.0f}" for count in sorted(self.rows.documents.dropna().unique()))
+
+    def of(self, scheme: str) -> Frame:
+        """Return the rows of a scheme."""
+        return self._by_scheme.get(scheme, self.rows[:0])
+
+    def at(self, scheme: str, position: float) -> Cell:
+        """Write the loss in one range of positions."""
+        rows = self.of(scheme)
+        return self.cell(rows[rows.position == position])
+
+    def within_training(self, scheme: str) -> Cell:
+        """Write the loss over the ranges of positions that end within the training length."""
+        rows, length = self.of(scheme), self._results.context_length(scheme)
+        return self.cell(rows[[estimates.end_of_range(position) < length for position in rows.position]])
+
+    def cell(self, rows: Frame) -> Cell:
+        """Write the loss of some rows of a scheme."""
+        losses = estimates.mean_losses(rows)
+        return Cell.of(self.measure.estimate(losses), self.measure.written) if losses else Cell(ABSENT)
+
+
+def perplexity(results: Results) -> Table:
     """Losses within the training length and beyond."""
-    losses = Losses(results)
+    rows = results["perplexity"]
+    losses = Losses(results, rows[rows.plan.isna()])
     lines = [
-        [name, str(losses.seeds(name)), losses.within_training(name), *(losses.at(name, p) for p in losses.beyond)]
-        for name in losses.schemes
+        [name, str(own.seed.nunique()), losses.within_training(name), *(losses.at(name, p) for p in losses.beyond)]
+        for name, own in by_scheme(losses.rows)
     ]
-    caption = (
-        f"{losses.measure.title}: {losses.measure.definition} Within training: over the ranges of positions that end "
-        "within the training length. The other columns are ranges of positions beyond it (of many, some), named by "
-        "their middle, in tokens."
-    )
-    if losses.straddles:
-        caption += " A range that begins within the training length and ends beyond it is in neither."
-    documents = number_of_documents(rows(results, "perplexity"))
-    if documents:
-        caption += f" Documents: {documents}."
+    words = wording("perplexity", measure=losses.measure, straddles=losses.straddles, documents=losses.documents)
     header = ["scheme", "seeds", "within\ntraining", *(f"{position:.0f}" for position in losses.beyond)]
-    return Grid("perplexity", caption, header, [lines] if lines else [], words=1)
+    return Table("perplexity", words, header, lines)
 
 
-def loss_grid(results: Results) -> Grid:
+def plan_losses(results: Results) -> Table:
     """Losses on the texts of each plan."""
-    measure = loss_measure(results)
-    groups = []
-    for view in loss_views(results):
-        losses = Losses(view.results)
-        documents = number_of_documents(view.results["perplexity"])
-        title = f"{view.title}; documents: {documents}" if documents else view.title
-        lines: list[Line] = [
-            [name, str(losses.seeds(name)), losses.within_training(name), losses.everywhere(name)]
-            for name in losses.schemes
-        ]
-        groups.append([["" if place else title, *line] for place, line in enumerate(lines)])
-    caption = (
-        f"{measure.title} of each plan: {measure.definition} Within training: over the ranges of positions that end "
-        "within the training length."
-    )
+    lines = []
+    for title, rows in estimates.by_text(results["perplexity"]):
+        losses = Losses(results, rows)
+        if losses.documents:
+            title += f"; documents: {losses.documents}"
+        for name, own in by_scheme(losses.rows):
+            lines.append([title, name, str(own.seed.nunique()), losses.within_training(name), losses.cell(own)])
     header = ["plan, task and texts", "scheme", "seeds", "within\ntraining", "all\npositions"]
-    return Grid("losses", caption, header, groups, words=2)
+    words = wording("losses", measure=estimates.loss_measure(results))
+    return Table("losses", words, header, lines, words=2)
 
 
-def copying_grid(results: Results) -> Grid:
-    """The copy-mixture task's losses, by length of the row."""
-    lengths = distinct(rows(results, "copying"), "length")
-    groups: list[list[Line]] = []
-    if lengths:
-        expected = {(row["kind"], row["length"]): number(row["expected_nll"]) for row in rows(results, "copying")}
-        groups.append(
-            [
-                ["the optimum" if first else "", words, *(f"{expected[kind, length]:.3f}" for length in lengths)]
-                for first, (kind, words) in with_first(
-                    [item for item in KINDS.items() if all((item[0], length) in expected for length in lengths)]
-                )
-            ]
-        )
-    for name in schemes_with(results, "copying"):
-        found = [(words, excess_losses(results, name, kind)) for kind, words in KINDS.items()]
-        groups.append(
-            [
-                [
-                    name if first else "",
-                    words,
-                    *cells_at_lengths(losses, lengths, partial(decimals, digits=3)),
-                ]
-                for first, (words, losses) in with_first(found)
-            ]
-        )
-    caption = (
-        "The copy-mixture task by length of the row in tokens. The optimum: the expected loss of the true "
-        "distribution, nats per token. Schemes: loss above that of the true distribution on the same tokens, nats per "
-        "token; mean over seeds with Student's 95 % interval (where there are two seeds at least). Of all tokens it "
-        "cannot be below 0 but by chance; of one kind it can, at the cost of the others."
-    )
-    return Grid("copying", caption, ["scheme", "loss of", *map(str, lengths)], groups, words=2)
+def copying(results: Results) -> Table:
+    """Losses in the copy-mixture task, by length of the row."""
+    rows = results["copying"]
+    lengths = sorted(rows.length.unique())
+    expected = {(row.kind, row.length): row.expected_nll for row in rows.itertuples()}
+    lines, written = [], partial(decimals, digits=3)
+    for kind, words in KINDS.items():
+        if lengths and all((kind, length) in expected for length in lengths):
+            lines.append(["the optimum", words, *(f"{expected[kind, length]:.3f}" for length in lengths)])
+    for name, own in by_scheme(rows):
+        for kind, words in KINDS.items():
+            found = estimates.excess_losses(own, kind)
+            lines.append([name, words, *(Cell.of(found[n], written) if n in found else ABSENT for n in lengths)])
+    return Table("copying", wording("copying"), ["scheme", "loss of", *map(str, lengths)], lines, words=2)
 
 
-def completion_grid(results: Results) -> Grid:
+def completions(results: Results) -> Table:
     """How the genomes of each plan go on."""
-    groups = []
-    places = dict.fromkeys((row["plan"], row["length"]) for row in rows(results, "completions"))
-    for plan, length in places:
-        group: list[Line] = []
-        for name in schemes_with(results, "completions"):
-            found = [
-                row for row in rows(results, "completions", name) if (row["plan"], row["length"]) == (plan, length)
-            ]
-            if found:
-                title = "" if group else f"{plan}: {found[0]['pieces']} pieces of {length} tokens"
-                correlations = [row["gc_correlation"] for row in found if row["gc_correlation"] is not None]
-                group.append(
-                    [
-                        title,
-                        name,
-                        estimate_cell(over_seeds([100 * row["identity"] for row in found]), "{:.1f}".format),
-                        f"{100 * found[0]['chance']:.1f}",
-                        estimate_cell(over_seeds(correlations), partial(decimals, digits=2))
-                        if correlations
-                        else ABSENT,
-                    ]
-                )
-        groups.append(group)
-    caption = (
-        "How genomes go on, in 200 bases drawn from each model. Identity: bases that are the true ones. By chance: "
-        "those of bases drawn one by one with the truth's own frequencies. GC: Pearson's r between the share of G and "
-        "C in windows of 25 bases and the true one, the mean over continuations. Mean over seeds with Student's 95 % "
-        "interval (where there are two seeds at least)."
-    )
+    lines = []
+    for (plan, length), rows in results["completion"].groupby(["plan", "length"], sort=False):
+        for name, own in by_scheme(rows):
+            correlations = [*own.gc_correlation.dropna()]
+            gc = Cell.of(over_seeds(correlations), partial(decimals, digits=2)) if correlations else ABSENT
+            identity = Cell.of(over_seeds([*(100 * own.identity)]), "{:.1f}".format)
+            title = f"{plan}: {own.pieces.iloc[0]} pieces of {length} tokens"
+            lines.append([title, name, identity, f"{100 * own.chance.iloc[0]:.1f}", gc])
     header = ["plan and texts", "scheme", "identity, %", "by chance, %", "r of GC"]
-    return Grid("completions", caption, header, groups, words=2)
+    return Table("completions", wording("completions"), header, lines, words=2)

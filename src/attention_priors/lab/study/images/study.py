@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from attention_priors._io import read_json
-from attention_priors.lab.results_format import IMAGE_SECTIONS
 from attention_priors.lab.strict_yaml import RecipeError
 from attention_priors.lab.study.environment import environment_of
 from attention_priors.lab.study.folders import run_folder
@@ -15,7 +14,7 @@ from attention_priors.lab.study.images.augmentation import Collate, PictureRows
 from attention_priors.lab.study.images.pictures import load_pictures
 from attention_priors.lab.study.images.recipe import ImageRecipe, VisionScheme
 from attention_priors.lab.study.images.run import STAGES, execute
-from attention_priors.lab.study.results import described, header
+from attention_priors.lab.study.results import described, run_row, study_row
 from attention_priors.lab.study.study import Progress, Study
 
 
@@ -76,40 +75,39 @@ class ImageStudy(Study):
         """Train and test."""
         execute(self._recipe, self.pictures, scheme, seed, run_folder(output, scheme, seed), progress)
 
-    def collect(self, output: Path, runs: Sequence[tuple[str, int]], wall_seconds: float) -> dict[str, Any]:
-        """``results_format.py`` says what they hold."""
+    def collect(self, output: Path, runs: Sequence[tuple[str, int]], wall_seconds: float) -> list[dict[str, Any]]:
+        """Return the rows that :mod:`attention_priors.lab.results` describes."""
         schemes: dict[str, dict[str, Any]] = {}
-        sections: dict[str, list[dict[str, Any]]] = {name: [] for name in IMAGE_SECTIONS}
+        rows: list[dict[str, Any]] = []
         environments: list[dict[str, Any]] = []
         for scheme, seed in runs:
             folder = run_folder(output, scheme, seed)
             training, done = read_json(folder / "training.json"), read_json(folder / "done.json")
             environments += [environment_of(training), environment_of(done)]
-            row = {"scheme": scheme, "seed": seed}
             schemes.setdefault(
                 scheme,
                 {
-                    "name": scheme,
+                    "row": "scheme",
+                    "scheme": scheme,
                     "description": _description(self._recipe.schemes[scheme]),
                     "parameters": training["parameters"],
                     "prior_parameters": training["prior_parameters"],
                 },
             )
-            kept = ("train_seconds", "steps", "history")
-            loss = training["history"][-1]["loss"] if training["history"] else None
-            sections["runs"].append(row | {key: training[key] for key in kept} | {"final_loss": loss})
-            sections["accuracy"] += [row | one for one in read_json(folder / "accuracy.json")]
-            sections["prior_maps"] += [row | one for one in read_json(folder / "priors.json")]
-        results = header(self._recipe, sections["runs"], environments, wall_seconds)
+            found = [run_row(training)]
+            found += [{"row": "accuracy"} | row for row in read_json(folder / "accuracy.json")]
+            found += [{"row": "prior_map"} | row for row in read_json(folder / "priors.json")]
+            rows += [{"row": row["row"], "scheme": scheme, "seed": seed} | row for row in found]
         pictures = self.pictures
-        results["images"] = {
+        images = {
             "name": pictures.name,
             "fingerprint": pictures.fingerprint,
             "train": len(pictures.train),
             "test": len(pictures.test),
             "classes": len(pictures.classes),
         }
-        return results | {"schemes": [schemes[name] for name in self._recipe.schemes if name in schemes]} | sections
+        first = study_row(self._recipe, rows, environments, wall_seconds) | {"images": images}
+        return [first, *(schemes[name] for name in self._recipe.schemes if name in schemes), *rows]
 
 
 def _description(scheme: VisionScheme) -> str:

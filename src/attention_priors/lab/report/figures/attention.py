@@ -1,0 +1,99 @@
+"""Maps of what the layers and heads of one model look at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+
+from attention_priors.lab.report.figures.scales import set_ticks
+from attention_priors.lab.report.figures.style import blank, label
+
+_MOST_PIXELS = 430
+"""Of an attention map's side: the largest of neighbouring weights stands for them, so that single columns stay lit."""
+
+_MOST_LABELS = (22, 33)
+"""Of tokens, that have room along a map's side and its foot."""
+
+_PARTS = {"instruction": "instruction", "needle": "pass key", "filler": "filler", "question": "question"}
+
+
+def layer_maps(found: Mapping[str, Any]) -> Figure | None:
+    """Draw layers against heads: how much the prior decides, and what the first token and the pass key get.
+
+    Args:
+        found: As :func:`attention_priors.lab.inspect.inspect_model` returns it.
+    """
+    rows, asked = found["text"].get("heads"), found["passkey"].get("heads")
+    if rows is None:
+        return None
+    panels = [("the prior's share, %", rows, "position_share"), ("first token's weight, %", rows, "first")]
+    panels += [("weight on the pass key, %", asked, "needle")] if asked else []
+    layers, heads = len(found["layers"]), max(layer["heads"] for layer in found["layers"])
+    figure = blank(1.3 + 0.16 * max(layers, 6))
+    grid: Any = figure.subplots(1, len(panels), sharey=True, squeeze=False)
+    for axes, (title, values, key) in zip(grid.flat, panels, strict=True):
+        table = np.full((layers, heads), np.nan)
+        for row in values:
+            table[row["layer"], row["head"]] = 100 * row[key]
+        image = axes.imshow(table, cmap="viridis", vmin=0, vmax=100, aspect="auto", interpolation="nearest")
+        axes.set_title(title, loc="left", fontsize=9.5)
+        axes.set_xlabel("head", fontsize=9)
+        for axis, size in ((axes.xaxis, heads), (axes.yaxis, layers)):
+            set_ticks(axis, range(0, size, max(1, math.ceil(size / 8))))
+        axes.tick_params(labelsize=8.5)
+        figure.colorbar(image, ax=axes, shrink=0.85, location="bottom", pad=0.02).ax.tick_params(labelsize=8)
+    grid[0, 0].set_ylabel("layer", fontsize=9)
+    return figure
+
+
+def attention_map(passkey: Mapping[str, Any], shown: Mapping[str, Any], title: str) -> Figure:
+    """Draw the weights of one head over the prompt, and those that the question gives to the pass key.
+
+    Args:
+        passkey: What an inspection found on the pass-key prompt.
+        shown: One of its maps.
+        title: Title of the figure.
+    """
+    weights = np.asarray(shown["weights"], dtype=np.float32)
+    figure = blank(3.9, 8.4)  # for the pass key's tokens to have room beside each other
+    closer, whole = figure.subplots(1, 2, width_ratios=(1.35, 1))  # a narrow window shows what stands first
+    look: dict[str, Any] = {"cmap": "magma", "norm": PowerNorm(0.4, 0, 1), "interpolation": "nearest"}
+    pooled, side = _pooled(weights)
+    whole.imshow(pooled, extent=(0, side, side, 0), **look)
+    for part in _PARTS:
+        if begin := passkey[part][0]:
+            whole.axvline(begin, color="white", linewidth=0.5, alpha=0.5)
+            whole.axhline(begin, color="white", linewidth=0.5, alpha=0.5)
+    ticks = [sum(passkey[part]) / 2 for part in ("needle", "filler")] + [float(passkey["question"][0])]
+    names = [_PARTS[part] for part in ("needle", "filler", "question")]
+    whole.set_xticks(ticks, names, fontsize=7.5)
+    whole.set_yticks(ticks, names, fontsize=7.5)
+    whole.set_title("the whole prompt:\nquery below, key across", loc="left", fontsize=8.5)
+    question, needle = slice(*passkey["question"]), slice(*passkey["needle"])
+    image = closer.imshow(weights[question, needle], aspect="auto", **look)
+    sides = ((closer.yaxis, "question", _MOST_LABELS[0]), (closer.xaxis, "needle", _MOST_LABELS[1]))
+    for axis, part, most in sides:
+        tokens = passkey[f"{part}_tokens"]
+        # Where they are many, as with a tokenizer of characters, some are named.
+        named = range(0, len(tokens), math.ceil(len(tokens) / most))
+        axis.set_ticks(named, [label(tokens[place]) for place in named], fontsize=7)
+    closer.tick_params(axis="x", rotation=90)
+    closer.set_title(f"{title}\nhow the question's tokens look at the pass key's", loc="left", fontsize=8.5)
+    bar = figure.colorbar(image, ax=[closer, whole], shrink=0.7, ticks=[0, 0.01, 0.1, 0.3, 1])
+    bar.set_label("attention weight", fontsize=8)
+    bar.ax.tick_params(labelsize=7.5)
+    return figure
+
+
+def _pooled(weights: np.ndarray) -> tuple[np.ndarray, int]:
+    """Return a map small enough to be shown, and how many tokens its side stands for."""
+    block = math.ceil(len(weights) / _MOST_PIXELS)
+    size = math.ceil(len(weights) / block)
+    padded = np.zeros((size * block, size * block), np.float32)
+    padded[: len(weights), : len(weights)] = weights
+    return padded.reshape(size, block, size, block).max((1, 3)), size * block

@@ -1,1 +1,0 @@
-"""What figures, tables and words take from results."""

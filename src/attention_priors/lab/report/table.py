@@ -1,0 +1,147 @@
+"""A table, and its forms: Markdown, LaTeX and a terminal's. Pages have an HTML form in ``templates/parts.html``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pandas as pd
+from pylatexenc.latexencode import RULE_DICT, UnicodeToLatexConversionRule, UnicodeToLatexEncoder
+from rich.table import Table as TerminalTable
+from rich.text import Text
+
+from attention_priors.lab.report.wording import percent
+
+ABSENT = "–"
+
+
+class Cell(NamedTuple):
+    """A number as it is written.
+
+    Attributes:
+        text: The number.
+        interval: Its interval, or another note in small print.
+        best: Whether it is the best of its column.
+    """
+
+    text: str
+    interval: str = ""
+    best: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.text} {self.interval}".strip()
+
+    @classmethod
+    def of(cls, estimate: Iterable[float], written: Callable[[float], str]) -> Cell:
+        """Write a mean and the two ends of its interval, which are nan where there is none."""
+        mean, low, high = estimate
+        if not math.isfinite(mean):
+            return cls(ABSENT)
+        return cls(written(mean), "" if math.isnan(low) else f"[{written(low)}, {written(high)}]")
+
+    @classmethod
+    def of_share(cls, estimate: Iterable[float], mark: str = "", best: bool = False) -> Cell:
+        """Write a share from 0 to 1 in percent, its interval cut to 0 to 100."""
+        mean, low, high = estimate
+        interval = "" if math.isnan(low) else f"[{100 * max(low, 0.0):.0f}, {100 * min(high, 1.0):.0f}]"
+        return cls(percent(mean) + mark, interval, best)
+
+
+Line = Sequence["Cell | str"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells with a caption.
+
+    Attributes:
+        name: Name of its file, without the ending.
+        caption: What it shows, and what every number and mark in it means.
+        header: One heading for each column; a line break in it is kept where there is room for one.
+        lines: Each has a cell for each column.
+        words: How many columns, from the first, hold words; the others hold numbers.
+    """
+
+    name: str
+    caption: str
+    header: Sequence[str]
+    lines: Sequence[Line]
+    words: int = 1
+
+    @property
+    def merged(self) -> list[list[Cell | str]]:
+        """Lines without the first words that they share with the line above."""
+        merged, above = [], [None] * self.words
+        for line in self.lines:
+            same = next((column for column in range(self.words) if line[column] != above[column]), self.words)
+            merged.append(["" if column < same else cell for column, cell in enumerate(line)])
+            above = line
+        return merged
+
+    def without(self, *headings: str) -> Table:
+        """Return the table without some columns of words."""
+        kept = [column for column, heading in enumerate(self.header) if heading not in headings]
+        pick = lambda line: [line[column] for column in kept]  # noqa: E731
+        words = sum(column < self.words for column in kept)
+        return Table(self.name, self.caption, pick(self.header), [pick(line) for line in self.lines], words)
+
+    def markdown(self) -> str:
+        """Write Markdown, the caption above the table."""
+        alignment = ["---" if column < self.words else "---:" for column in range(len(self.header))]
+        lines = [_markdown(self.header), alignment, *map(_markdown, self.merged)]
+        return f"{_markdown([self.caption])[0]}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+    def latex(self) -> str:
+        """Write LaTeX, which needs the package booktabs and no other."""
+        size = "footnotesize" if len(self.header) <= 8 else "scriptsize"
+        content = [[_latex(cell) for cell in line] for line in self.merged]
+        table = pd.DataFrame(content, columns=[_latex(heading) for heading in self.header]).style.hide(axis="index")
+        columns = "l" * self.words + "r" * (len(self.header) - self.words)
+        written = table.to_latex(
+            hrules=True, position_float="centering", column_format=columns,
+            caption=_latex(self.caption), label=f"tab:{self.name}",
+        )  # fmt: skip
+        small = f"\\{size}\n\\setlength{{\\tabcolsep}}{{3pt}}\n\\begin{{tabular}}"
+        return "% Needs \\usepackage{booktabs} in the preamble.\n" + written.replace("\\begin{tabular}", small)
+
+    def terminal(self, *, intervals: bool = True) -> TerminalTable:
+        """Return the form that rich prints.
+
+        Args:
+            intervals: Whether cells are printed with their intervals.
+        """
+        table = TerminalTable(title=Text(self.caption), title_justify="left", title_style="")
+        for column, heading in enumerate(self.header):
+            # A number that is cut off would be another number.
+            table.add_column(Text(heading), justify="left" if column < self.words else "right", overflow="fold")
+        for line in self.merged:
+            cells = (cell if isinstance(cell, Cell) else Cell(cell) for cell in line)
+            table.add_row(*(Text(str(c) if intervals else c.text, "bold" if c.best else "") for c in cells))
+        return table
+
+
+def _markdown(line: Line) -> list[str]:
+    return ["".join(f"\\{c}" if c in r"\|*_`<>$" else c for c in " ".join(str(cell).split())) for cell in line]
+
+
+_BRACED = {ord(character): f"{{{character}}}" for character in "[]*"}
+"""After the end of a line, LaTeX would take these for the argument of that end."""
+
+_ENCODER = UnicodeToLatexEncoder(
+    conversion_rules=[
+        UnicodeToLatexConversionRule(RULE_DICT, _BRACED | {ord("|"): r"\ensuremath{|}"}),
+        "defaults",
+    ],
+    unknown_char_policy=lambda character: f"U+{ord(character):04X}",
+    unknown_char_warning=False,
+)
+
+
+def _latex(cell: Cell | str) -> str:
+    if isinstance(cell, Cell):
+        text, small = (_ENCODER.unicode_to_latex(part) for part in cell[:2])
+        return f"\\shortstack[r]{{{text}\\\\{{\\tiny {small}}}}}" if small else text
+    lines = [_ENCODER.unicode_to_latex(" ".join(line.split())) for line in cell.split("\n")]
+    return lines[0] if len(lines) == 1 else "\\shortstack[r]{" + r"\\".join(lines) + "}"

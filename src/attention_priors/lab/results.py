@@ -1,0 +1,188 @@
+"""Results of a study: one file of rows, written by a comparison and read by tables, figures and pages.
+
+``results.jsonl.gz`` holds one JSON object a line. Each names its ``row``; numbers that do not exist are null.
+
+- ``study`` (first line): ``format``, ``recipe`` and its ``recipe_sha256``, ``versions``, ``machine``, ``seeds``,
+  ``created``, ``wall_seconds``, and ``corpus`` or ``images``.
+- ``scheme`` (in display order): ``scheme``, ``description``, ``context_length`` of the last training in tokens,
+  ``parameters``, ``prior_parameters``; ``axes`` where a sweep compares schemes, ``extended_from`` where a context was
+  extended.
+- All other rows name ``scheme``, ``seed`` and the fields of :data:`FIELDS`:
+
+==================  ==================================================================================================
+``run``             a training: seconds, steps, losses; why its own pass keys stopped before the longest text
+``retrieval``       texts of one task, length and depth: ``correct`` is the sum of scores. ``plan`` is null for the
+                    recipe's own pass keys
+``perplexity``      mean loss ``nll`` in nats over the ``tokens`` in a range of positions, named by its geometric
+                    middle. ``plan`` is null likewise. A null ``position`` is for whole ``documents``; ``low`` and
+                    ``high`` are then the 95 % interval over them
+``copying``         loss by kind of token, and the losses of the true distribution on the same tokens and expected
+``completion``      share of bases that are the true ones, and r of GC content; each with its interval over pieces
+``needle_weight``   attention of a head on what is asked for; with its interval over texts
+``timing``          milliseconds and bytes of one pass
+``sink_mass``       weight of the first token at a factor on the content logits, whose range is ``signal``
+``prior``           a head's prior: parameters, and its curve over ``distance`` in nats
+``prior_term``      the same of a summand, over ``places``
+``prior_mass``      weight that the prior alone gives to three keys
+``prior_reach``     ``half``: distance that holds half of the prior, by length of the text
+``logit_scale``     a head's ``s``
+``extension``       ``loss`` before and after the extension of a context, by length
+``accuracy``        images of one ``size`` in pixels
+``prior_map``       a head's log-prior around the middle patch
+==================  ==================================================================================================
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from attention_priors._io import write_bytes
+
+FORMAT = 2
+"""Version of the rows; no other is read."""
+
+INSPECTION_FORMAT = 1
+"""Version of what ``attention-priors inspect`` writes; no other is read."""
+
+FILE = "results.jsonl.gz"
+
+FIELDS = {
+    "run": "train_seconds steps final_loss history evaluate_seconds stopped",
+    "retrieval": "plan task length depth trials correct token_accuracy tokens_right stopped",
+    "perplexity": "plan task length position nll tokens documents low high",
+    "copying": "length kind nll optimal_nll expected_nll tokens",
+    "completion": "plan length pieces continuations identity identity_low identity_high chance gc_correlation gc_low "
+    "gc_high",
+    "needle_weight": "plan length layer head texts weight low high",
+    "timing": "plan length pass passes mean_ms std_ms median_ms peak_bytes",
+    "sink_mass": "layer head factor signal mass",
+    "prior": "layer head prior parameters distance log_prior log_prior_ahead",
+    "prior_term": "layer head prior over places log_prior ahead scale",
+    "prior_mass": "layer head first previous itself scaled",
+    "prior_reach": "layer head half",
+    "logit_scale": "layer head s",
+    "extension": "from to steps loss",
+    "accuracy": "size correct trials",
+    "prior_map": "layer head log_prior",
+}
+"""Fields of each kind of row beside ``scheme`` and ``seed``. A row may lack some: they are then missing numbers."""
+
+Row = Mapping[str, Any]
+
+Frame: TypeAlias = Any
+"""A pandas ``DataFrame``, whose own type does not know its columns."""
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """Rows of one study as data frames: ``results["retrieval"]``.
+
+    Attributes:
+        study: First row: recipe, versions, machine.
+        schemes: One entry per scheme, in display order.
+        frames: All other rows by kind, empty where a study has none. ``scheme`` is a categorical in display order, and
+            a number that does not exist is nan.
+    """
+
+    study: Row
+    schemes: list[Row]
+    frames: Mapping[str, Frame]
+
+    def __getitem__(self, kind: str) -> Frame:
+        return self.frames[kind]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the schemes, in display order."""
+        return [entry["scheme"] for entry in self.schemes]
+
+    @property
+    def of_images(self) -> bool:
+        """Whether the models classify images."""
+        return "images" in self.study
+
+    @property
+    def context_lengths(self) -> list[int]:
+        """Different lengths in tokens that schemes were last trained at, rising; none of classifiers of images."""
+        return [] if self.of_images else sorted({self.context_length(name) for name in self.names})
+
+    def context_length(self, scheme: str) -> int:
+        """Return the length in tokens that a scheme was last trained at.
+
+        Raises:
+            ValueError: neither the scheme nor the recipe has a length.
+        """
+        entry = next(entry for entry in self.schemes if entry["scheme"] == scheme)
+        length = entry.get("context_length", self.study["recipe"].get("training", {}).get("context_length"))
+        if not isinstance(length, int) or length < 1:
+            raise ValueError(f"context_length of {scheme!r} must be a positive integer (tokens), got {length!r}")
+        return length
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Results:
+        """Sort rows into data frames.
+
+        Raises:
+            ValueError: the format is not :data:`FORMAT`, or a row is of an unknown kind or scheme.
+        """
+        import pandas as pd
+
+        study, *others = rows
+        if study.get("row") != "study" or study.get("format") != FORMAT:
+            raise ValueError(
+                f"format must be {FORMAT}, the only one that this version reads; got {study.get('format')!r}"
+            )
+        schemes = [row for row in others if row["row"] == "scheme"]
+        names = [row["scheme"] for row in schemes]
+        sorted_rows: dict[str, list[Row]] = {kind: [] for kind in FIELDS}
+        for row in others:
+            if row["scheme"] not in names:
+                raise ValueError(
+                    f"scheme of a {row['row']} row must be one of {', '.join(names)}; got {row['scheme']!r}"
+                )
+            if row["row"] not in (*FIELDS, "scheme"):
+                raise ValueError(f"row must be one of scheme, {', '.join(FIELDS)}; got {row['row']!r}")
+            if row["row"] != "scheme":
+                sorted_rows[row["row"]].append(row)
+        frames = {}
+        for kind, found in sorted_rows.items():
+            frame = pd.DataFrame(found, columns=["scheme", "seed", *FIELDS[kind].split()])
+            # A column of nulls alone would otherwise hold objects.
+            frame = frame.fillna(math.nan).infer_objects()
+            frames[kind] = frame.assign(scheme=pd.Categorical(frame.scheme, categories=names, ordered=True))
+        return cls(study, schemes, frames)
+
+    @classmethod
+    def read(cls, folder: Path) -> Results:
+        """Read the results of a folder.
+
+        Raises:
+            ValueError: as :meth:`of`.
+            FileNotFoundError: the folder has none.
+        """
+        return cls.of(read_rows(folder))
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """Read the rows of a folder as they were written."""
+    with gzip.open(folder / FILE, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def write_rows(folder: Path, rows: Iterable[Row]) -> Path:
+    """Write rows to a folder; the same rows give the same bytes."""
+    text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    write_bytes(folder / FILE, gzip.compress(text.encode(), mtime=0))
+    return folder / FILE
+
+
+def recipe_sha256(recipe: Row) -> str:
+    """Return the SHA-256 of a recipe's JSON with sorted keys, 64 hex digits."""
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

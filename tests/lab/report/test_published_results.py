@@ -1,0 +1,75 @@
+"""docs/results: every table, figure and recipe of its pages follows from the rows that are kept."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from attention_priors.lab.report.figures import illustrations
+from attention_priors.lab.report.tables import tables
+from attention_priors.lab.results import FILE, Results, recipe_sha256
+from attention_priors.lab.study import load_recipe
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "docs" / "results"
+STUDIES = sorted(path.parent for path in RESULTS.glob(f"*/{FILE}"))
+TABLE = re.compile(r"<!-- table: ([\w-]+) -->\n\n(.*?)\n<!-- end of table -->", re.DOTALL)
+FIGURE = re.compile(r"\(figures/([^)]+)\.png\)")
+
+pytestmark = pytest.mark.skipif(not STUDIES, reason="not a checkout of the project")
+each_study = pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
+
+
+@cache
+def read(folder: Path) -> Results:
+    return Results.read(folder)
+
+
+@each_study
+def test_every_table_follows_from_the_rows(folder: Path):
+    shown = TABLE.findall((folder / "README.md").read_text(encoding="utf-8"))
+    made = tables(read(folder))
+    assert shown
+    for name, text in shown:
+        assert text == made[name].markdown(), name
+
+
+@each_study
+def test_every_figure_that_is_shown_is_there_and_small(folder: Path):
+    shown = set(FIGURE.findall((folder / "README.md").read_text(encoding="utf-8")))
+    assert {path.stem for path in folder.glob("figures/*")} == shown
+    assert shown <= {one.stem for one in illustrations(read(folder))}
+    assert all(path.stat().st_size <= 100_000 for path in folder.glob("figures/*"))
+
+
+@each_study
+def test_the_recipe_is_the_one_of_its_name(folder: Path):
+    files = [ROOT / "recipes" / place / f"{folder.name}.yaml" for place in ("results", "")]
+    (file,) = (path for path in files if path.exists())
+    recipe = load_recipe(file)
+    dumped = recipe.model_dump(mode="json", exclude_defaults=True)
+    study = read(folder).study
+    assert study["recipe"] == dumped
+    assert study["recipe_sha256"] == recipe_sha256(dumped)
+    assert {*read(folder)["run"].seed} == {*recipe.seeds} == {*study["seeds"]}
+
+
+@pytest.mark.parametrize("page", sorted(RESULTS.rglob("*.md")), ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_links_lead_somewhere(page: Path):
+    links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+def test_the_folder_weighs_little():
+    files = [path for path in RESULTS.rglob("*") if path.is_file()]
+    assert len(files) <= 200
+    assert sum(path.stat().st_size for path in files) <= 8_000_000
+    raw = (RESULTS / "RAW.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"\| `docs/results/([\w-]+)` \| \d+ \| `([0-9a-f]{64})` \|", raw))
+    assert {*listed} == {folder.name for folder in STUDIES}
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.png")), ids=lambda path: path.name)
+def test_pictures_of_other_pages_are_small_too(picture: Path):
+    assert picture.stat().st_size <= 100_000

@@ -1,0 +1,276 @@
+"""Reports of studies, and pages that someone writes about them."""
+
+import base64
+import os
+import re
+from pathlib import Path
+
+import pytest
+from jinja2 import DictLoader
+from study_rows import Rows, asked_row, study
+from typer.testing import CliRunner
+
+from attention_priors import _io
+from attention_priors.lab import report
+from attention_priors.lab.cli import app
+from attention_priors.lab.report import overview_table, pages, write_report
+from attention_priors.lab.report.figures import illustrations
+from attention_priors.lab.report.pages import study as page_of_study
+from attention_priors.lab.report.pages.study import reach, summarize
+from attention_priors.lab.report.tables import tables
+from attention_priors.lab.results import write_rows
+from html_pages import Page
+
+
+@pytest.fixture
+def quick(rows, monkeypatch):
+    """Figures take seconds; where they are not what is tested, they are never rendered."""
+    rows[:] = [row for row in rows if row["row"] != "retrieval" or row["depth"] in (0, 1)]
+    monkeypatch.setattr(page_of_study, "png", lambda _: b"\x89PNG")
+
+
+def written(rows: Rows, folder: Path) -> Page:
+    return Page(write_report(rows.results(), folder).read_text(encoding="utf-8"))
+
+
+def test_a_report_holds_every_scheme_number_and_figure(rows, quick, tmp_path):
+    page = written(rows, tmp_path)
+    for scheme in rows.of("scheme"):
+        assert scheme["scheme"] in page.text
+        assert scheme["description"] in page.text
+    assert page.open == []  # every tag is closed
+    for words in (rows[0]["recipe"]["name"], "context_length: 160", "20 November 2026, 14:00 UTC", "6 min 52 s"):
+        assert words in page.text
+    assert rows.of("run")[0]["stopped"] in page.text
+    pictures = page.all("img")
+    stems = {one.stem for one in illustrations(rows.results()) if one.draw() is not None}
+    assert len(pictures) == len(stems) == 12
+    assert all(picture["alt"] for picture in pictures)
+    assert {path.stem for path in (tmp_path / "figures").iterdir()} == stems
+    assert (tmp_path / "tables" / "passkey.md").read_text(encoding="utf-8") == tables(rows.results())[
+        "passkey"
+    ].markdown()
+    # Nothing is needed from elsewhere.
+    for _, attributes in page.tags:
+        for name in ("src", "href"):
+            assert attributes.get(name, "data:").startswith(("data:", "#"))
+    assert not page.all("script")
+    assert not page.all("link")
+
+
+def test_pictures_are_whole(rows, tmp_path):
+    for kind in ("perplexity", "prior", "retrieval"):
+        rows.put(kind, [])
+    (picture,) = written(rows, tmp_path).all("img")
+    head, content = picture["src"].split(",")
+    assert head == "data:image/png;base64"
+    (file,) = (tmp_path / "figures").iterdir()
+    assert base64.b64decode(content) == file.read_bytes()
+
+
+def test_names_cannot_become_markup(rows, quick, tmp_path):
+    evil = '<script>alert("x")</script>'
+    for row in rows:
+        row |= {"scheme": evil} if row.get("scheme") == "BAM" else {}
+    rows[0]["recipe"]["name"] = evil
+    page = written(rows, tmp_path)
+    assert not page.all("script")
+    assert evil in page.text
+    assert any(evil in picture["alt"] for picture in page.all("img"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "gone"),
+    [
+        ("retrieval", ["Finding a pass key", "Wilson"]),
+        ("perplexity", ["Predicting text", "e to the mean loss"]),
+        ("prior", ["Local heads and retrieval heads", "The Generalized Gaussian prior is"]),
+        ("logit_scale", ["Logit scales"]),
+        ("run", ["Final loss"]),
+    ],
+)
+def test_what_is_missing_is_left_out(rows, quick, tmp_path, kind, gone):
+    text = written(rows, tmp_path).text
+    assert all(words in text for words in gone)
+    text = written(rows.put(kind, []), tmp_path).text
+    assert not any(words in text for words in gone)
+
+
+def test_an_empty_study_still_has_a_report(tmp_path):
+    page = written(study({}, ["NoPE"]), tmp_path)
+    assert not page.all("img")
+    assert "How it was made" in page.text
+    assert not (tmp_path / "tables").exists()
+
+
+def test_a_report_of_a_sweep_has_axes_and_extensions(swept, tmp_path, monkeypatch):
+    monkeypatch.setattr(page_of_study, "png", lambda _: b"\x89PNG")
+    text = written(swept, tmp_path).text
+    for words in ("Along each axis", "Extended to a longer context", "another prior", "Student"):
+        assert words in text
+    assert "× training length" not in text  # training lengths differ, so that there is no multiple of one
+
+
+def test_numbers_that_do_not_exist_are_dashes(rows, quick, tmp_path):
+    rows.put("run", [rows.of("run")[0] | {"final_loss": None, "train_seconds": None, "stopped": None}])
+    rows.of("prior")[-1]["parameters"]["alpha"] = None
+    source = write_report(rows.results(), tmp_path).read_text(encoding="utf-8")
+    line = source[source.rindex("NoPE</td>") :]
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", line)[:6] == ["0", "500", "–", "–", "1 min 0 s", "–"]
+    assert not re.search(r"\b(nan|None|inf)\b", Page(source).text)
+
+
+def test_a_failing_template_leaves_the_old_report(rows, quick, tmp_path, monkeypatch):
+    (tmp_path / "report.html").write_text("old")
+    template = DictLoader({"study.html": "{{ study.recipe.name }} {{ nowhere }}"})
+    monkeypatch.setattr(pages, "PackageLoader", lambda _: template)
+    with pytest.raises(Exception, match="nowhere"):
+        write_report(rows.results(), tmp_path)
+    assert (tmp_path / "report.html").read_text() == "old"
+
+
+def test_a_failing_move_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    path = tmp_path / "report.html"
+    path.write_text("old")
+
+    def fail(source, target):
+        assert os.path.getsize(source) == 3  # all is written before anything is moved
+        raise OSError("disk")
+
+    monkeypatch.setattr(_io.os, "replace", fail)
+    with pytest.raises(OSError, match="disk"):
+        _io.write_bytes(path, b"new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# ---- the summary
+
+
+def asked(scheme, length, correct, seed=0) -> dict:
+    return {"scheme": scheme, "seed": seed} | asked_row(length, 0.5, correct, trials=20)
+
+
+def test_the_summary_says_how_far_each_scheme_holds(rows):
+    rows.put("retrieval", [
+        *(asked("BAM", length, correct) for length, correct in ((64, 18), (128, 12), (256, 19), (512, 18))),
+        *(asked("NoPE", length, correct) for length, correct in ((64, 20), (128, 18))),
+        asked("RoPE", 64, 5),
+    ])  # fmt: skip
+    found = {one["scheme"]: (one["length"], one["dip"]) for one in reach(rows.results())}
+    assert found == {"NoPE": (64, ""), "RoPE": (0, ""), "BAM": (256, "BAM only 60 % at 128 tokens")}
+    text = summarize(rows.results())
+    assert (
+        "BAM found at least 95 % of the keys in texts of up to 256 tokens, 1.6× the training length "
+        "(but BAM only 60 % at 128 tokens). NoPE found"
+    ) in text
+    assert "RoPE did not find 95 % of the keys at any length." in text
+    assert "No pass keys were asked of ALiBi and BAM <SSMax>." in text
+
+
+def test_a_length_that_a_seed_was_not_evaluated_at_is_not_held(rows):
+    rows.put("retrieval", [asked("BAM", 64, 20), asked("BAM", 64, 20, seed=1), asked("BAM", 128, 20)])
+    assert [one["length"] for one in reach(rows.results())] == [64]
+
+
+def test_the_summary_names_the_best_perplexity_at_the_end(rows):
+    end = max(row["position"] for row in rows.of("perplexity"))
+    for row in rows.of("perplexity", position=end):
+        row["nll"] = 2.5 if row["scheme"] == "ALiBi" else 3.8
+    assert "ALiBi has the lowest perplexity: 12.2." in summarize(rows.results())
+
+
+def test_the_summary_counts_seeds_and_schemes(rows):
+    alone = study({}, ["NoPE"], seeds=[0])
+    assert summarize(alone.results()) == "1 scheme was trained on contexts of 160 tokens, each with 1 seed."
+    runs = rows.of("run")
+    rows.put("run", [row for row in runs if row["seed"] == (row["scheme"] == "BAM")])
+    assert "each with 1 seed." in summarize(rows.results())
+    rows.put("run", [row for row in runs if row["scheme"] != "BAM" or row["seed"] == 0])
+    assert "each with 1 to 2 seeds." in summarize(rows.results())
+
+
+# ---- pages that someone writes
+
+PAGE = """# What came out
+
+Words before. <!-- a comment of one's own -->
+
+<!-- table: passkey -->
+| what | stood here before |
+<!-- end of table -->
+
+![A figure](figures/logit_scale_histogram.png)
+
+<!-- table: training -->
+<!-- end of table -->
+
+Words after.
+"""
+
+
+def test_a_written_page_keeps_its_words_and_gets_what_it_shows(rows, tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text(PAGE, encoding="utf-8")
+    (tmp_path / "figures").mkdir()
+    for name in ("sink_mass.png", "photo.png"):
+        (tmp_path / "figures" / name).write_bytes(b"x")
+    assert write_report(rows.results(), tmp_path) == page
+    passkey, training = (tables(rows.results())[name].markdown() for name in ("passkey", "training"))
+    fresh = page.read_text(encoding="utf-8")
+    assert fresh == (
+        "# What came out\n\nWords before. <!-- a comment of one's own -->\n\n"
+        f"<!-- table: passkey -->\n\n{passkey}\n<!-- end of table -->\n\n"
+        "![A figure](figures/logit_scale_histogram.png)\n\n"
+        f"<!-- table: training -->\n\n{training}\n<!-- end of table -->\n\nWords after.\n"
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {"README.md", "figures"}
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"logit_scale_histogram.png", "photo.png"}
+    before = page.stat().st_mtime_ns
+    write_report(rows.results(), tmp_path)
+    assert page.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(("kind", "name"), [("retrieval", "passkey"), ("logit_scale", "logit_scale_histogram")])
+def test_a_page_that_shows_what_there_is_no_data_for_is_refused(rows, tmp_path, kind, name):
+    (tmp_path / "README.md").write_text(PAGE, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"no data for: {name}$"):
+        write_report(rows.put(kind, []).results(), tmp_path)
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == PAGE
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "<!-- table: passkey -->\nwithout an end\n",
+        "<!-- end of table -->\n",
+        "<!-- table: passkey -->\n<!-- table: training -->\n<!-- end of table -->\n",
+    ],
+)
+def test_marks_without_their_other_half_leave_the_page_alone(rows, tmp_path, page):
+    (tmp_path / "README.md").write_text(page, encoding="utf-8")
+    with pytest.raises(ValueError, match="must be followed by one"):
+        write_report(rows.results(), tmp_path)
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == page
+
+
+def test_notes_that_show_nothing_are_no_page(rows, quick, tmp_path):
+    (tmp_path / "README.md").write_text("My notes.", encoding="utf-8")
+    assert write_report(rows.results(), tmp_path).name == "report.html"
+
+
+def test_the_command_draws_folders_anew_from_their_rows_alone(rows, quick, tmp_path):
+    for name in ("one", "two"):
+        write_rows(tmp_path / name, rows)
+    (tmp_path / "two" / "README.md").write_text(PAGE, encoding="utf-8")
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "one"), str(tmp_path / "two")])
+    assert done.exit_code == 0, done.output
+    assert f"Report: {tmp_path / 'one' / 'report.html'}" in done.output.replace("\n", "")
+    assert "| NoPE | texts |" in (tmp_path / "two" / "README.md").read_text(encoding="utf-8")
+    failed = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert failed.exit_code == 1
+
+
+def test_what_is_imported_is_what_commands_use():
+    assert {name for name in report.__all__ if not hasattr(report, name)} == set()
+    assert overview_table(study({}, ["NoPE"]).results()).lines == []

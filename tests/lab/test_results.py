@@ -1,0 +1,70 @@
+"""Rows of results: written, read and refused."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attention_priors.lab.results import FIELDS, FILE, FORMAT, Results, read_rows, recipe_sha256, write_rows
+
+STUDY: dict[str, Any] = {"row": "study", "format": FORMAT, "recipe": {"training": {"context_length": 64}}}
+SCHEMES = [{"row": "scheme", "scheme": name} for name in ("b", "a")]
+
+
+def test_the_same_rows_give_the_same_bytes_and_come_back(tmp_path: Path):
+    rows = [STUDY, *SCHEMES, {"row": "logit_scale", "scheme": "a", "seed": 0, "layer": 0, "head": 1, "s": 0.1 + 0.2}]
+    first, second = (write_rows(tmp_path / name, rows).read_bytes() for name in ("one", "two"))
+    assert first == second
+    assert read_rows(tmp_path / "one") == rows
+    assert gzip.decompress(first).decode().count("\n") == len(rows)
+    results = Results.read(tmp_path / "one")
+    assert results["logit_scale"].s.tolist() == [0.1 + 0.2]
+    with pytest.raises(ValueError, match="JSON"):
+        write_rows(tmp_path / "one", [STUDY | {"wall_seconds": float("nan")}])
+    assert (tmp_path / "one" / FILE).read_bytes() == first
+
+
+def test_frames_are_in_display_order_and_know_what_is_missing():
+    runs = [{"row": "run", "scheme": name, "seed": 0, "stopped": None, "train_seconds": None} for name in ("a", "b")]
+    results = Results.of([STUDY, *SCHEMES, *runs])
+    assert results.names == ["b", "a"]
+    assert [name for name, _ in results["run"].groupby("scheme", observed=True)] == ["b", "a"]
+    assert results["run"].train_seconds.mean(skipna=False) != results["run"].train_seconds.mean(skipna=False)  # nan
+    assert results["run"].stopped.isna().all()
+    for kind, fields in FIELDS.items():
+        assert list(results[kind]) == ["scheme", "seed", *fields.split()]
+        assert len(results[kind]) == (2 if kind == "run" else 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([STUDY | {"format": 1}], "format must be 2, the only one that this version reads; got 1"),
+        ([SCHEMES[0]], "format must be 2"),
+        ([STUDY, SCHEMES[0], {"row": "run", "scheme": "c"}], "scheme of a run row must be one of b; got 'c'"),
+        ([STUDY, SCHEMES[0], {"row": "passkey", "scheme": "b"}], "row must be one of scheme, run, .*; got 'passkey'"),
+    ],
+)
+def test_other_rows_are_refused(rows: list[dict[str, Any]], message: str):
+    with pytest.raises(ValueError, match=message):
+        Results.of(rows)
+
+
+def test_schemes_know_their_training_length():
+    schemes = [SCHEMES[0] | {"context_length": 128}, SCHEMES[1]]
+    results = Results.of([STUDY, *schemes])
+    assert [results.context_length(name) for name in results.names] == [128, 64]
+    assert results.context_lengths == [64, 128]
+    assert Results.of([STUDY | {"recipe": {}, "images": {}}, *SCHEMES]).context_lengths == []
+    for length in (None, 0, "160"):
+        broken = Results.of([STUDY | {"recipe": {"training": {"context_length": length}}}, *SCHEMES])
+        with pytest.raises(ValueError, match=r"context_length of 'b' must be a positive integer \(tokens\), got"):
+            broken.context_length("b")
+
+
+def test_a_recipe_has_one_hash_however_its_keys_stand():
+    assert recipe_sha256({"a": 1, "b": {"c": "λ", "d": 2}}) == recipe_sha256({"b": {"d": 2, "c": "λ"}, "a": 1})
+    assert recipe_sha256({"a": 1}) != recipe_sha256({"a": 2})
+    assert json.dumps(recipe_sha256({})) == '"44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"'
