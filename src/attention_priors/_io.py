@@ -18,7 +18,7 @@ from typing import Any
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside ``path`` for a file or a folder, which is moved into place if there is no error.
+    """Yield a temporary name beside ``path`` for a file or a folder, which is moved into place unless an error occurs.
 
     Processes and threads that write the same file at the same time have names of their own: the last one is left.
     """
@@ -43,7 +43,7 @@ def remove(path: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Delete what writers of a folder have left that were killed; nobody may be writing to it."""
+    """Delete the temporary files that killed processes left in a folder; no process may be writing to it."""
     for path in folder.glob(".*.tmp"):
         # Earlier versions wrote no random part.
         if re.fullmatch(r"\..+\.\d+(\.[0-9a-f]{16})?\.tmp", path.name):
@@ -63,7 +63,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def append_json_line(path: Path, content: Any) -> None:
-    """Append one line of JSON, at once and to the disk: whoever is killed later loses none that was written before.
+    """Append one line of JSON and flush it to the disk, so that a process that is killed later loses no earlier line.
 
     Args:
         path: the file; it and its folder are made if they are not there.
@@ -78,7 +78,7 @@ def append_json_line(path: Path, content: Any) -> None:
 
 
 def with_nulls(content: Any) -> Any:
-    """The same with None, JSON's null, in the place of every number that is not finite.
+    """Return a copy with None, JSON's null, in the place of every number that is not finite.
 
     For what was measured, such as a loss that has overflowed: that is a result too.
     """

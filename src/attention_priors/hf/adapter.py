@@ -1,4 +1,4 @@
-"""What is attached to a model, in files: apart from it as a small adapter, or together with it."""
+"""Saving and loading of attached priors: apart from the model as a small adapter, or together with it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DESCRIPTION = "prior_adapter_config.json"
 WEIGHTS = "prior_adapter.safetensors"
 PEFT_DESCRIPTION = "adapter_config.json"
 FORMAT = 1
-"""Of the adapter's files."""
+"""Version of the format of the adapter's files."""
 TOGETHER = "save both together: model.save_pretrained(OTHER) of the base model with the adapter in it"
 """Cure for an adapter whose base model is unknown or elsewhere."""
 FOR_FILES = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
@@ -89,7 +89,7 @@ def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Mode
     Raises:
         ValueError: if the adapter does not fit the model or was made for another type of model, or its files are
             damaged or do not fit each other.
-        FileNotFoundError: if there is no adapter.
+        FileNotFoundError: the folder holds no adapter.
         OSError: if it cannot be fetched.
     """
     folder = Path(name_or_path)
@@ -179,7 +179,7 @@ def load_attached(name_or_path: str | Path, **options: Any) -> PreTrainedModel:
     Raises:
         ValueError: if nothing was attached to the model, the files are damaged or do not hold it, or an option is not
             supported.
-        OSError: if there is no such folder, and it cannot be fetched.
+        OSError: the folder does not exist and cannot be fetched.
     """
     for name in ("variant", "output_loading_info"):
         if options.get(name):

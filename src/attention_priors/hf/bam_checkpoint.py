@@ -48,9 +48,9 @@ PRIORS = {"bam": GeneralizedGaussian.name, "nope": Uniform.name, "alibi": Laplac
 """Prior of each ``position_encoding`` of the authors' code that the decoder computes; ``_ssmax`` may follow it."""
 PER_HEAD = re.compile(r"(\.s|\.theta_(alpha|beta|mu))$")
 NORM_EPS = 1e-5
-"""What the authors' code adds to the squares in the norms, where nothing says otherwise."""
+"""Epsilon of the norms in the authors' code, used where no other one is given."""
 WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")
-"""What data parallelism and compilation put before every name."""
+"""Prefixes that data parallelism and compilation put before every name."""
 
 
 def load_bam_checkpoint(
@@ -195,7 +195,7 @@ def save_bam_checkpoint(model: PriorDecoderForCausalLM, path: str | Path, *, the
 
 
 def _arguments(config: PriorDecoderConfig) -> dict[str, Any]:
-    """What the authors' code makes the model of."""
+    """Return the arguments of which the authors' code makes the model."""
     kind = "bam" if isinstance(config.make_prior(), GeneralizedGaussian) else "nope"
     wide, width = config.intermediate_size, config.hidden_size
     arguments = {

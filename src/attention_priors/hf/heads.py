@@ -67,11 +67,11 @@ class OnHeads(Prior):
         )
 
     def check(self, *, causal: bool) -> None:
-        """As the prior's."""
+        """Call the method of the prior."""
         self.prior.check(causal=causal)
 
     def reset_parameters(self) -> None:
-        """As the prior's."""
+        """Call the method of the prior."""
         self.prior.reset_parameters()
 
     def natural_parameters(self) -> dict[str, Tensor]:

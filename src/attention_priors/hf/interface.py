@@ -31,11 +31,11 @@ REFUSED = {
     "position_bias": "a position bias of the model's own",
     "cache": "a paged cache (continuous batching)",
 }
-"""What some models hand to attention that attend() has no form of."""
+"""Arguments that some models hand to attention and attend() does not take."""
 
 
 class AttachedPrior(nn.Module):
-    """What is attached to one layer's attention.
+    """Prior and logit scale that are attached to one layer's attention.
 
     Args:
         prior: over the layer's heads, or None.

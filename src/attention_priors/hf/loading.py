@@ -178,7 +178,7 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def _rotary_settings(config: Any) -> list[dict[str, Any]]:
-    """What a configuration says of rotary positions: of all layers, or of each kind of them."""
+    """Return a configuration's settings of rotary positions: of all layers, and of each kind of layer."""
     rotary = getattr(config, "rope_parameters", None) or {}
     return [rotary, *(each for each in rotary.values() if isinstance(each, dict))]
 

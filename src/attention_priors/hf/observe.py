@@ -20,7 +20,7 @@ from attention_priors.models.pretrained import PriorPreTrainedModel
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What one layer asks of attention."""
+    """The attention that one layer computes."""
 
     index: int
     """How many others have been computed before it."""
@@ -33,7 +33,7 @@ class LayerAttention:
 
 @contextmanager
 def observed_attention(model: PreTrainedModel, see: Callable[[LayerAttention], None]) -> Iterator[None]:
-    """Within this block, ``see`` is told the attention of each layer that the model computes.
+    """Within this block, call ``see`` with the attention of each layer that the model computes.
 
     Args:
         model: of ours, with something attached, BLOOM, MPT, T5, or whatever :func:`attach` takes.

@@ -30,7 +30,7 @@ class _Stack:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As transformers', but there are no attention weights to output."""
+        """Run the stack; attention weights cannot be output."""
         refuse_attention_weights(self, kwargs.get("output_attentions"))
         inputs = inputs_embeds if input_ids is None else input_ids
         if inputs is not None:
@@ -141,7 +141,7 @@ class _T5Attention:
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any, Any]:
-        """As transformers'; ``position_bias`` holds the scalars of the buckets, ``(H, num_buckets)``."""
+        """Run the layer's attention; ``position_bias`` holds the scalars of the buckets, ``(H, num_buckets)``."""
         assert mask is not None
         if key_value_states is not None:
             return _attend_to_encoder(self, hidden_states, key_value_states, mask, past_key_values), None, None
@@ -168,7 +168,7 @@ class UMT5Attention(modeling_umt5.UMT5Attention):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """As transformers'."""
+        """Run the layer's attention."""
         assert attention_mask is not None
         if encoder_hidden_states is not None:
             out = _attend_to_encoder(self, hidden_states, encoder_hidden_states, attention_mask, past_key_values)
