@@ -200,7 +200,7 @@ def _save_if_loadable(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None
 
 
 def positions_are_dropped(model: nn.Module) -> bool:
-    """Whether :func:`attach` took the model's own positions away from all layers; then a table of them sets no limit."""
+    """Whether :func:`attach` took away the model's own positions; a table of them then sets no limit."""
     state: _State | None = getattr(model, STATE, None)
     return state is not None and state.positions_dropped
 
