@@ -21,7 +21,7 @@ class FolderInUseError(RecipeError):
 
 @contextmanager
 def sole_writer(output: Path, *, wait: float = 0.0) -> Iterator[None]:
-    """Let no other call write to a folder meanwhile.
+    """Let no other call write to a folder meanwhile. A call that holds the folder may take it again.
 
     The lock ends with the process, however it ends. Processes on several machines exclude each other if the file
     system that they share supports locks.
@@ -33,9 +33,9 @@ def sole_writer(output: Path, *, wait: float = 0.0) -> Iterator[None]:
     Raises:
         FolderInUseError: another call is still writing to the folder.
     """
-    lock = FileLock(output / _LOCK, timeout=-1 if math.isinf(wait) else wait)
+    lock = FileLock(output / _LOCK, is_singleton=True)
     try:
-        lock.acquire()
+        lock.acquire(timeout=-1 if math.isinf(wait) else wait)
     except Timeout as error:
         raise FolderInUseError(
             f"{output} is being written by another call; wait for it, or use another folder"

@@ -19,8 +19,6 @@ from xopen import xopen
 from attention_priors.lab.data import (
     FastaError,
     FastaFile,
-    NeedleTask,
-    PasskeyTask,
     is_nucleotide_tokenizer,
     load_corpus,
     load_tokenizer,
@@ -34,6 +32,7 @@ from attention_priors.lab.data.nucleotides import check_nucleotides, encode_nucl
 from attention_priors.lab.data.preparation import Preparation, prepare
 from attention_priors.lab.data.shards import TokenShards, read_manifest
 from attention_priors.lab.data.sources import DataSettings, FastaSettings
+from attention_priors.lab.tasks import NeedleTask, PasskeyTask
 
 
 def fasta(path: Path, content: str | bytes) -> Path:

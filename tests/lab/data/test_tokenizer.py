@@ -74,14 +74,14 @@ def test_spaces_before_punctuation_survive_decoding(tokenizer: PreTrainedTokeniz
 @pytest.mark.deep
 def test_training_is_the_same_in_another_process(tokenizer: PreTrainedTokenizerFast, tmp_path: Path):
     script = (
-        "import sys; from conftest import made_up_text\n"
+        "import sys; from model_folders import made_up_text\n"
         "from attention_priors.lab.data import Document, train_tokenizer\n"
         "documents = [Document('', made_up_text(i, sentences=40)) for i in range(20)]\n"
         "train_tokenizer(documents, 400).backend_tokenizer.save(sys.argv[1])\n"
     )
     path = tmp_path / "tokenizer.json"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    run_command([sys.executable, "-c", script, path], folder=Path(__file__).parent, environment=environment)
+    run_command([sys.executable, "-c", script, path], folder=Path(__file__).parents[1], environment=environment)
 
     assert path.read_text() == tokenizer.backend_tokenizer.to_str(pretty=True)
 

@@ -32,7 +32,6 @@ from typer.testing import CliRunner
 from attention_priors.hf import attach
 from attention_priors.lab.cli import app
 from attention_priors.lab.data import load_corpus, train_tokenizer
-from attention_priors.lab.data.passkey import PasskeyTask
 from attention_priors.lab.inspect import (
     InspectionPlan,
     curve_distances,
@@ -49,6 +48,7 @@ from attention_priors.lab.report.figures.comparison import prior_curves
 from attention_priors.lab.report.figures.style import png
 from attention_priors.lab.report.pages.inspection import _as_results
 from attention_priors.lab.report.tables.inspection import inspection_head_grid, layer_grid, reach_grid
+from attention_priors.lab.tasks.passkey import PasskeyTask
 from attention_priors.models import (
     PriorDecoderConfig,
     PriorDecoderForCausalLM,

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_cases import changed, write_texts
+from recipe_cases import carry_out, changed, write_texts
 from rich.console import Console
 
-from attention_priors.lab.study import Recipe, compare
+from attention_priors.lab.study import Recipe
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +39,7 @@ class Finished:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Recipe]) -> Finished:
-    folder, console = tmp_path_factory.mktemp("finished"), Console(file=io.StringIO())
-    only = compare(tiny(), folder, only=["BAM + SSMax"], console=console)
+    folder = tmp_path_factory.mktemp("finished")
+    only = carry_out(tiny(), folder, ["BAM + SSMax"])
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
-    return Finished(folder, only, files, compare(tiny(), folder, processes=1, console=console))
+    return Finished(folder, only, files, carry_out(tiny(), folder))

@@ -2,23 +2,25 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from recipe_cases import decoder_recipe
+from recipe_cases import carry_out, decoder_recipe
 
-from attention_priors._io import write_json
-from attention_priors.lab.data import CopyMixture
 from attention_priors.lab.report import write_report, write_tables
+from attention_priors.lab.report.figures import gallery
 from attention_priors.lab.report.figures.prior_parts import _weights
 from attention_priors.lab.study import Recipe, RecipeError
 from attention_priors.lab.study import materials as materials_module
+from attention_priors.lab.study.decoders import DecoderStudy
 from attention_priors.lab.study.materials import HELD_OUT_SEED, Materials
-from attention_priors.lab.study.results import collect
-from attention_priors.lab.study.run import execute, identities, identity, run_folder
+from attention_priors.lab.study.run_files import run_folder
+from attention_priors.lab.tasks import CopyMixture
+from attention_priors.lab.tasks.copying import copying_rows
 
 CONTENT: dict[str, Any] = {
     "name": "Tiny copies",
@@ -56,25 +58,16 @@ def _recipe(**changes: Any) -> Recipe:
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every run of the recipe, carried out in this process."""
     folder = tmp_path_factory.mktemp("copies")
-    materials = Materials.load(_recipe(), folder / "cache")
-    materials.check()
-    assert not (folder / "cache").exists()  # there is no tokenizer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(materials_module, "HELD_OUT_TOKENS", 96)
-        for scheme in CONTENT["schemes"]:
-            for seed in CONTENT["seeds"]:
-                for path, content in identities(materials, folder, scheme, seed).items():
-                    write_json(path, content)
-                execute(materials, scheme, seed, run_folder(folder, scheme, seed), lambda *arguments: None)
+        carry_out(_recipe(), folder)
+    assert not [*(folder / "cache").iterdir()]  # there is no tokenizer
     return folder
 
 
 @pytest.fixture(scope="module")
 def results(output: Path) -> dict[str, Any]:
-    recipe = _recipe()
-    runs = [(scheme, seed) for scheme in recipe.schemes for seed in recipe.seeds]
-    description = dict(Materials.load(recipe, output).description)
-    return json.loads(json.dumps(collect(recipe, output, runs, wall_seconds=1.0, corpus=description)))
+    return json.loads((output / "results.json").read_text(encoding="utf-8"))
 
 
 # ---- what is read
@@ -88,9 +81,6 @@ def test_what_is_tested_is_never_trained_on(tmp_path):
     }
     assert HELD_OUT_SEED not in range(2**33)
     assert not trained & {tuple(text.tolist()) for text in materials.texts(12, 20)}
-    assert materials.recipe.evaluation.copying is not None
-    samples = materials.copying_samples(materials.recipe.evaluation.copying, 24)
-    assert [len(sample.tokens) for sample in samples] == [24] * 10
     rows = list(materials.held_out_rows(32768))
     assert [len(row["input_ids"]) for row in rows] == [32768] * 2
 
@@ -105,10 +95,8 @@ def test_the_description_says_what_was_drawn(results):
 
 
 def test_other_shares_are_another_run(tmp_path):
-    one, other = (
-        identity(Materials.load(_recipe(corpus={"copy_mixture": task}), tmp_path), "GOAT", 1)
-        for task in ({"first": 0.3}, {"first": 0.4})
-    )
+    studies = (DecoderStudy(_recipe(corpus={"copy_mixture": {"first": first}}), tmp_path) for first in (0.3, 0.4))
+    one, other = (next(iter(study.identities(tmp_path, "GOAT", 1).values())) for study in studies)
     assert one["corpus"]["copy_mixture"]["first"] == 0.3
     assert one["tokenizer"] is None
     assert one["corpus_fingerprint"] != other["corpus_fingerprint"]
@@ -176,14 +164,25 @@ def _is(row: dict[str, Any], scheme: str, seed: int, layer: int, head: int) -> b
     return (row["scheme"], row["seed"], row["layer"], row["head"]) == (scheme, seed, layer, head)
 
 
-def test_an_evaluation_that_was_interrupted_goes_on(output, results, tmp_path):
-    run = run_folder(output, "RoPE", 2)
-    before = (run / "copying.json").read_text()
-    kept = [row for row in json.loads(before) if row["length"] == 12]
-    write_json(run / "copying.json", kept)
-    (run / "done.json").unlink()
-    execute(Materials.load(_recipe(), tmp_path), "RoPE", 2, run, lambda *arguments: None)
-    assert (run / "copying.json").read_text() == before
+def test_an_evaluation_that_was_interrupted_goes_on(output, tmp_path, monkeypatch):
+    run = run_folder(tmp_path, "RoPE", 2)
+    shutil.copytree(run_folder(output, "RoPE", 2), run)
+    before = (run / "results.jsonl").read_text()
+    first, second, *_ = lines = [line for line in before.splitlines(keepends=True) if '"copying"' in line]
+    assert [json.loads(line).get("length") for line in lines] == [None, 12, 24]
+    (run / "results.jsonl").write_text(first + second)
+    for name in ("measured.json", "done.json"):
+        (run / name).unlink()
+    read: list[int] = []
+
+    def remember(model: Any, mixture: Any, samples: Any, **options: Any) -> Any:
+        read.append(len(samples[0].tokens))
+        return copying_rows(model, mixture, samples, **options)
+
+    monkeypatch.setattr("attention_priors.lab.tasks.copying.copying_rows", remember)
+    DecoderStudy(_recipe(), tmp_path).execute(tmp_path, "RoPE", 2, lambda *arguments: None)
+    assert read == [24]
+    assert sorted((run / "results.jsonl").read_text().splitlines()) == sorted(before.splitlines())
 
 
 def test_maps_are_the_prior_that_was_learned(results):
@@ -195,7 +194,7 @@ def test_maps_are_the_prior_that_was_learned(results):
     assert float(weights.diagonal(-1)[1:].mean()) == pytest.approx(masses["previous"], rel=1e-6)
 
 
-def test_tables_and_report_have_all_of_it(results, tmp_path):
+def test_tables_and_report_have_all_of_it(results, tmp_path, monkeypatch):
     tables = {path.name: path.read_text(encoding="utf-8") for path in write_tables(results, tmp_path / "tables")}
     lines = [line.split(" | ") for line in tables["copying.md"].splitlines()]
     optimum = next(line for line in lines if line[0] == "| the optimum")
@@ -210,6 +209,7 @@ def test_tables_and_report_have_all_of_it(results, tmp_path):
     assert re.fullmatch(rf"{sum(losses) / 2:.3f} \[−?[\d.]+, [\d.]+\]", cell)
     assert "\\begin{tabular}{llrr}" in tables["copying.tex"]
     assert "| GOAT | 0 | 2 |" in tables["prior_mass.md"]
+    monkeypatch.setattr(gallery, "png", lambda _: b"\x89PNG")  # for speed
     write_report(results, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     for words in (
@@ -289,7 +289,7 @@ def test_impossible_recipes_are_named(tmp_path, changes, complaint):
     [
         (
             {"evaluation": {"passkey": {"lengths": [100]}}},
-            "evaluation.passkey: pass keys need a corpus of text; it is copy_mixture",
+            "evaluation.passkey: model 'GOAT' has no tokenizer: expected a model of text for this task",
         ),
         (
             {"training": CONTENT["training"] | {"passkey_ratio": 0.5}},
@@ -305,7 +305,8 @@ def test_what_needs_text_is_refused(tmp_path, changes, complaint):
 def test_text_has_no_copies_to_test(tiny, tmp_path):
     materials = Materials.load(tiny({"evaluation.copying": {"lengths": [10]}}), tmp_path)
     with pytest.raises(
-        RecipeError, match=re.escape("evaluation.copying: the corpus is a text; it needs corpus.copy_mix")
+        RecipeError,
+        match=re.escape("evaluation.copying: tasks: 'copying' needs a model of a recipe with corpus.copy_mixture"),
     ):
         materials.check()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_cases import write_genome
+from recipe_cases import carry_out, write_genome
 from rich.console import Console
 
 from attention_priors.lab.report import write_report, write_tables
@@ -33,7 +33,7 @@ def genome(tmp_path: Path) -> Path:
 
 def test_schemes_are_compared_on_a_genome(genome: Path, tmp_path: Path):
     folder = tmp_path / "out"
-    results = compare(Recipe.model_validate(recipe(genome)), folder, processes=1, console=Console(file=io.StringIO()))
+    results = carry_out(Recipe.model_validate(recipe(genome)), folder)
     assert [(row["scheme"], row["pieces"], row["continuations"]) for row in results["completions"]] == [
         ("ALiBi", 3, 2),
         ("NoPE", 3, 2),
@@ -44,7 +44,7 @@ def test_schemes_are_compared_on_a_genome(genome: Path, tmp_path: Path):
     # Bases that are next to even, and a model that has learned next to nothing.
     assert {row["nll"] for row in results["perplexity"]}
     assert all(row["nll"] < 2 * math.log(4) for row in results["perplexity"])
-    write_report(results, folder / "report.html")
+    write_report(results, folder / "report.html", [])
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "How genomes go on" in page
     assert "Bits per base" in page

@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recipe_cases import carry_out
 from rich.console import Console
 
 from attention_priors._io import read_json, write_json
 from attention_priors.lab.data import load_corpus
-from attention_priors.lab.data.needles import haystack_of
 from attention_priors.lab.data.tokenizer import pretrained_tokenizer
-from attention_priors.lab.evaluate import EvaluationPlan, Subject, evaluate
-from attention_priors.lab.report import write_figures, write_report, write_tables
+from attention_priors.lab.evaluate import evaluate
+from attention_priors.lab.report import write_report, write_tables
 from attention_priors.lab.results_format import PLAN_SECTIONS
 from attention_priors.lab.strict_yaml import RecipeError
-from attention_priors.lab.study import Recipe, RunFailedError, compare
+from attention_priors.lab.study import Recipe, compare
+from attention_priors.lab.tasks import EvaluationPlan, Subject
+from attention_priors.lab.tasks.needles.haystack import haystack_of
 from attention_priors.models import PriorDecoderForCausalLM
 
 PLANS: dict[str, Any] = {
@@ -42,7 +44,7 @@ def asked(tiny: Any, finished: Any, plans: dict[str, Any], tmp_path_factory: pyt
     folder = tmp_path_factory.mktemp("asked") / "comparison"
     shutil.copytree(finished.folder, folder)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.parent.name == "model"}
-    results = compare(tiny({"evaluation.plans": plans}), folder, processes=1, console=Console(quiet=True))
+    results = carry_out(tiny({"evaluation.plans": plans}), folder)
     assert {path: path.stat().st_mtime_ns for path in before} == before  # nothing is trained again
     return folder, results
 
@@ -55,27 +57,34 @@ def test_rows_are_what_an_evaluation_of_the_model_finds(asked: Any, tiny: Any, p
         for section, expected in (
             (
                 "retrieval",
-                [(a.task, a.length, d, *v, a.stopped) for a in found.accuracies for d, v in a.by_depth.items()],
+                [
+                    {"task": a.task, "length": a.length, "depth": d, "stopped": a.stopped, "correct": v.mean * v.trials}
+                    | v._asdict()
+                    for a in found.accuracies
+                    for d, v in a.by_depth.items()
+                ],
             ),
             (
                 "losses",
                 [
-                    (loss.task, loss.length, loss.documents, *place)
+                    {"task": loss.task, "length": loss.length, "documents": loss.documents} | place._asdict()
                     for loss in found.losses
                     for place in loss.by_position
                 ],
             ),
         ):
-            mine = [row for row in results[section] if (row["scheme"], row["plan"]) == ("ALiBi", name)]
-            values = [value for row in mine for value in list(row.values())[3:]]
-            assert values == [
-                pytest.approx(value) if type(value) is float else value for one in expected for value in one
-            ]
+            rows = [row for row in results[section] if (row["scheme"], row["plan"]) == ("ALiBi", name)]
+            common = {"scheme": "ALiBi", "seed": 3, "plan": name}
+            assert rows == [common | {key: _about(value) for key, value in one.items()} for one in expected]
     timing = [row for row in results["timing"] if row["scheme"] == "ALiBi"]
     assert [(row["length"], row["pass"]) for row in timing] == [
         (length, kind) for length in (60, 90) for kind in ("forward", "forward+backward")
     ]
     assert all(row["median_ms"] > 0 and row["plan"] == "reading" for row in timing)
+
+
+def _about(value: Any) -> Any:
+    return pytest.approx(value) if type(value) is float else value
 
 
 def test_of_what_is_trained_on_the_held_out_part_is_read(finished: Any, tiny: Any, tmp_path: Path):
@@ -90,11 +99,17 @@ def test_of_what_is_trained_on_the_held_out_part_is_read(finished: Any, tiny: An
         "depths": 2,
     }
     plans = {"unnamed": plan, "named": plan | {"corpus": f"{source}/../{Path(source).name}"}}
-    compare(tiny({"evaluation.plans": plans}), folder, only=["ALiBi"], processes=1, console=Console(quiet=True))
+    carry_out(tiny({"evaluation.plans": plans}), folder, only=["ALiBi"])
     held_out = load_corpus(source).held_out
+    path = folder / "runs" / "ALiBi" / "seed-3" / "results.jsonl"
+    before = len((finished.folder / path.relative_to(folder)).read_text().splitlines())
+    lines = [json.loads(line) for line in path.read_text().splitlines()][before:]
+    # Both plans have the same texts, so that one run of each task is enough.
+    assert len([line for line in lines if "identity" in line]) == 3
     for name in plans:
-        path = folder / "runs" / "ALiBi" / "seed-3" / "plans" / name / "results.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        entries = read_json(path.with_name("measured.json"))
+        (entry,) = (entry for entry in entries if entry["name"] == name)
+        assert entry["texts"].keys() == set(plan["tasks"])
         read = [line["document"] for line in lines if line.get("task") == "perplexity_windows"]
         assert read
         assert all(any(one.startswith(document.name) for document in held_out) for one in read)
@@ -119,7 +134,8 @@ def test_the_tolerance_of_an_evaluation_is_that_of_its_plans(asked: Any, plans: 
         output = tmp_path / str(tolerance)
         evaluate(Subject("mine", model, pretrained_tokenizer(run / "model")), plan, output, chunk=64)
         found[tolerance] = ids(output)
-    assert ids(run / "plans" / "reading") == found[0.01] != found[0.0]
+    assert found[0.01] < ids(run)
+    assert not found[0.0] & ids(run)
 
 
 def test_nothing_is_measured_twice(asked: Any, tiny: Any, plans: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
@@ -139,20 +155,17 @@ def test_a_plan_that_changed_needs_the_model(asked: Any, tiny: Any, plans: dict[
     shutil.copytree(asked[0], folder)
     run = folder / "runs" / "ALiBi" / "seed-3"
     longer = {"reading": plans["reading"] | {"lengths": [60, 80, 90], "tasks": ["perplexity"]}}
-    results = compare(
-        tiny({"evaluation.plans": longer}), folder, only=["ALiBi"], processes=1, console=Console(quiet=True)
-    )
-    lines = (run / "plans" / "reading" / "results.jsonl").read_text().splitlines()
-    before = (asked[0] / run.relative_to(folder) / "plans" / "reading" / "results.jsonl").read_text().splitlines()
+    results = carry_out(tiny({"evaluation.plans": longer}), folder, only=["ALiBi"])
+    lines = (run / "results.jsonl").read_text().splitlines()
+    before = (asked[0] / run.relative_to(folder) / "results.jsonl").read_text().splitlines()
     assert lines[: len(before)] == before
     assert [json.loads(line)["length"] for line in lines[len(before) :]] == [80, 80]
     assert {row["length"] for row in results["losses"] if row["scheme"] == "ALiBi"} == {60, 80, 90}
 
     shutil.rmtree(run / "model")
     plan = tiny({"evaluation.plans": {"reading": longer["reading"] | {"lengths": [70]}}})
-    with pytest.raises(RunFailedError, match=r"model is gone.*remove .*seed-3 to train it again") as error:
-        compare(plan, folder, only=["ALiBi"], processes=1, console=Console(quiet=True))
-    assert error.value.results["passkey"]
+    with pytest.raises(FileNotFoundError, match=r"model is gone.*remove .*seed-3 to train the model again"):
+        carry_out(plan, folder, only=["ALiBi"])
 
 
 @pytest.mark.parametrize(
@@ -181,24 +194,31 @@ def test_models_that_read_other_texts_are_not_compared(asked: Any, tiny: Any, pl
     folder = tmp_path / "comparison"
     shutil.copytree(asked[0], folder)
     recipe = tiny({"evaluation.plans": plans})
-    path = folder / "runs" / "ALiBi" / "seed-3" / "plans" / "reading.json"
-    found = read_json(path)
-    assert set(found["texts"]) == {"perplexity"}  # times are no matter of texts
-    assert set(read_json(path.with_name("eight_digits.json"))["texts"]) == {"passkey_8", "niah_single_1"}
-    write_json(path, found | {"texts": {"perplexity": "of last year"}})
-    with pytest.raises(RecipeError, match=r"plans\.reading: the texts of its task 'perplexity' have changed"):
-        compare(recipe, folder, console=Console(quiet=True))
-    # A file of before this was kept says nothing.
-    write_json(path, {key: value for key, value in found.items() if key not in ("texts", "versions", "machine")})
-    assert compare(recipe, folder, console=Console(quiet=True))["losses"] == asked[1]["losses"]
+    path = folder / "runs" / "ALiBi" / "seed-3" / "measured.json"
+    entries = read_json(path)
+    assert {entry["name"]: set(entry["texts"]) for entry in entries if entry["name"] is not None} == {
+        "eight digits": {"passkey_8", "niah_single_1"},
+        "reading": {"perplexity"},  # times are no matter of texts
+    }
+    for name, place in (("reading", r"plans\.reading"), (None, "perplexity")):
+        old = {"texts": {"perplexity": "of last year"}}
+        changed = [
+            entry | old if (entry["name"], *entry["texts"]) == (name, "perplexity") else entry for entry in entries
+        ]
+        write_json(path, changed)
+        with pytest.raises(
+            RecipeError,
+            match=rf"evaluation\.{place}: the texts of the task 'perplexity' have changed .* measured\.json",
+        ):
+            compare(recipe, folder, console=Console(quiet=True))
 
 
 def test_versions_are_also_those_of_plans(asked: Any, tiny: Any, plans: dict[str, Any], tmp_path: Path):
     folder = tmp_path / "comparison"
     shutil.copytree(asked[0], folder)
-    path = folder / "runs" / "ALiBi" / "seed-3" / "plans" / "reading.json"
+    path = folder / "runs" / "ALiBi" / "seed-3" / "measured.json"
     found = read_json(path)
-    found["versions"]["torch"] = "9.9"
+    found[-1]["versions"]["torch"] = "9.9"
     write_json(path, found)
     results = compare(tiny({"evaluation.plans": plans}), folder, console=Console(quiet=True))
     assert results["versions"]["torch"] == f"{asked[1]['versions']['torch']}, 9.9"
@@ -216,7 +236,7 @@ def test_a_learned_table_must_hold_the_texts_of_plans(tiny: Any):
         tiny(scheme | {"evaluation.plans": PLANS})
 
 
-def test_tables_figures_and_the_report_show_them(asked: Any, tmp_path: Path):
+def test_tables_and_the_report_show_them(asked: Any, tmp_path: Path):
     _, results = asked
     tables = {path.name: path.read_text() for path in write_tables(results, tmp_path / "tables")}
     assert r"eight digits: niah\_single\_1" in tables["retrieval.md"]
@@ -224,12 +244,7 @@ def test_tables_figures_and_the_report_show_them(asked: Any, tmp_path: Path):
     assert "reading: perplexity, texts of 90 tokens; documents: 2" in tables["losses.md"]
     assert "reading: forward+backward, 60 tokens" in tables["timing.md"]
     assert r"\pm" in tables["timing.tex"] or "±" in tables["timing.tex"]
-    names = {path.name for path in write_figures(results, tmp_path / "figures")}
-    assert {
-        "retrieval-eight-digits-passkey-8.png",
-        "losses-reading-perplexity-texts-of-90-tokens.png",
-    } <= names
-    write_report(results, tmp_path / "report.html")
+    write_report(results, tmp_path / "report.html", [])
     page = (tmp_path / "report.html").read_text()
     assert "Further tasks" in page
     assert "Time and memory of a pass" in page

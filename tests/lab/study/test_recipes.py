@@ -62,9 +62,14 @@ def test_plans_ask_about_the_recipes_own_corpus(tmp_path: Path):
         ("BAM + SSMax", {"here": "texts", "there": "embedded"}),
         ("ALiBi", {"here": "texts", "there": "embedded", "besides": "texts"}),
     ):
-        assert {name: plan.corpus for name, plan in recipe.evaluation_of(scheme).plans.items()} == expected
+        found = recipe.plans_of(scheme)
+        assert {name: plan.corpus for name, plan in found if name is not None} == expected
+        assert [(plan.tasks[0], plan.corpus, plan.seeding) for name, plan in found if name is None] == [
+            ("passkey_corpus", "texts", "mixed"),
+            ("perplexity", "texts", "hashed"),
+        ]
     embedded = decoder_recipe(_write(tmp_path, changed({"corpus": {}, "evaluation.plans": plans})))
-    assert {plan.corpus for plan in embedded.evaluation.plans.values()} == {"embedded"}
+    assert {plan.corpus for _, plan in embedded.plans_of("ALiBi")} == {"embedded"}
 
 
 @pytest.mark.parametrize("path", ["demo.yaml", "results/headline.yaml", "results/needles.yaml", "results/regime.yaml"])
@@ -235,10 +240,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a negative seed": ({"seeds": [0, -1]}, ["seeds.1:", "greater than or equal to 0, got -1"]),
     "too few tokens": ({"tokenizer": 256}, ["tokenizer", "greater than 256, got 256"]),
     "one depth": ({"evaluation.passkey.depths": 1}, ["evaluation.passkey.depths:", "equal to 2, got 1"]),
-    "no lengths": ({"evaluation.passkey.lengths": []}, ["evaluation.passkey.lengths:", "at least 1 item"]),
+    "no lengths": (
+        {"evaluation.passkey.lengths": []},
+        ["evaluation.passkey.lengths: at least one length must be given"],
+    ),
     "a length of zero": (
         {"evaluation.passkey.lengths": [20, 0]},
-        ["evaluation.passkey.lengths.1:", "greater than 0, got 0"],
+        ["evaluation.passkey.lengths.1:", "greater than 1, got 0"],
     ),
     "no chunk": ({"evaluation.chunk": 0}, ["evaluation.chunk:", "greater than 0, got 0"]),
     "a tolerance that leaves nothing": (

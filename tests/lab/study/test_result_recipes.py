@@ -10,10 +10,10 @@ from recipe_cases import decoder_recipe, write_genome
 
 from attention_priors._io import read_json
 from attention_priors.lab.report import illustrations, refresh_page, write_figures, write_report, write_tables
-from attention_priors.lab.study import Recipe
-from attention_priors.lab.study.materials import Materials
-from attention_priors.lab.study.results import collect
-from attention_priors.lab.study.run import execute, is_finished, run_folder
+from attention_priors.lab.study import Recipe, materials
+from attention_priors.lab.study.decoders import DecoderStudy
+from attention_priors.lab.study.run_files import run_folder
+from thoroughness import DEEP
 
 PROJECT = Path(__file__).parents[3]
 RECIPES = sorted((PROJECT / "recipes" / "results").glob("*.yaml"))
@@ -21,8 +21,8 @@ RESULTS = PROJECT / "docs" / "results"
 
 pytestmark = pytest.mark.skipif(not RECIPES, reason="not a checkout of the project")
 
-MOST = 3
-"""Schemes of a recipe, and ways to extend one; they are spread over all it has."""
+MOST = 3 if DEEP else 2
+"""Schemes of a recipe, and ways to extend one; they are spread over all that it has."""
 
 
 def small(recipe: Recipe, folder: Path) -> Recipe:
@@ -55,7 +55,7 @@ def small(recipe: Recipe, folder: Path) -> Recipe:
         if section.get("copying"):
             section["copying"] |= {"lengths": sorted(section["copying"]["lengths"])[:2], "tokens": 512}
         for plan in section.get("plans", {}).values():
-            plan |= {"lengths": [min(plan["lengths"])], "depths": 2, "trials": 1, "documents": 1, "passes": 1}
+            plan |= {"lengths": [min(*plan["lengths"], 4096)], "depths": 2, "trials": 1, "documents": 1, "passes": 1}
             if plan.get("corpus", "").startswith("package:"):
                 plan["corpus"] = package
     return Recipe.model_validate(content)
@@ -71,23 +71,30 @@ def _everywhere(recipe: dict[str, Any], section: str) -> list[dict[str, Any]]:
     return [place[section] for place in (recipe, *recipe["schemes"].values()) if place.get(section)]
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokenizers that several recipes share."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_small_form_runs_from_the_recipe_to_the_report(path: Path, tmp_path: Path):
+def test_a_small_form_runs_from_the_recipe_to_the_report(path: Path, tmp_path: Path, cache: Path, monkeypatch):
+    monkeypatch.setattr(materials, "HELD_OUT_TOKENS", 2048)
     recipe = small(decoder_recipe(path), tmp_path)
-    materials = Materials.load(recipe, tmp_path / "cache")
-    materials.check()
+    study = DecoderStudy(recipe, cache)
+    study.check()
     chosen = spread([*recipe.schemes])
     for scheme in chosen:
-        folder = run_folder(tmp_path, scheme, 0)
-        folder.mkdir(parents=True)
-        execute(materials, scheme, 0, folder, lambda stage, done, total: None)
-        assert is_finished(recipe, tmp_path, scheme, 0)
-    results = collect(recipe, tmp_path, [(scheme, 0) for scheme in chosen], wall_seconds=1.0, corpus={"name": "small"})
+        run_folder(tmp_path, scheme, 0).mkdir(parents=True)
+        study.execute(tmp_path, scheme, 0, lambda stage, done, total: None)
+        assert study.is_finished(tmp_path, scheme, 0)
+    results = study.collect(tmp_path, [(scheme, 0) for scheme in chosen], 1.0)
     assert {row["scheme"] for row in results["runs"]} >= set(chosen)
     assert write_tables(results, tmp_path / "tables")
-    drawn = [*illustrations(results)]
-    assert len(write_figures(results, tmp_path / "figures", drawn)) == len(drawn) > 0
-    write_report(results, tmp_path / "report.html", drawn)
+    if DEEP:
+        drawn = [*illustrations(results)]
+        assert len(write_figures(results, tmp_path / "figures", drawn)) == len(drawn) > 0
+        write_report(results, tmp_path / "report.html", drawn)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

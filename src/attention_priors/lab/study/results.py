@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attention_priors._io import read_json
 from attention_priors.lab.results_format import FORMAT, SECTIONS
-from attention_priors.lab.study.environment import environment_of, united
-from attention_priors.lab.study.folders import extended_folder, run_folder
-from attention_priors.lab.study.plans import check_texts, found_of_plans, plan_rows
+from attention_priors.lab.study.measure import check_texts, measured_plans
 from attention_priors.lab.study.recipe import MixtureSettings, Recipe, Scheme
-from attention_priors.lab.study.study import AnyRecipe
+from attention_priors.lab.study.run_files import environment_of, extended_folder, run_folder, united
 from attention_priors.lab.study.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS
 from attention_priors.lab.wall_clock import now
+
+if TYPE_CHECKING:
+    from attention_priors.lab.study.images.recipe import ImageRecipe
 
 
 def collect(
@@ -43,27 +43,31 @@ def collect(
     sections: dict[str, list[dict[str, Any]]] = {name: [] for name in SECTIONS}
     environments: list[dict[str, Any]] = []
     models = [model for scheme, seed in runs for model in _models(recipe, output, scheme, seed)]
-    answers = [found_of_plans(recipe.evaluation_of(model.scheme), model.folder) for model in models]
+    answers = [measured_plans(recipe, model.scheme, model.folder) for model in models]
     check_texts((model.folder, plans) for model, plans in zip(models, answers, strict=True))
     for model, plans in zip(models, answers, strict=True):
         training, done = read_json(model.folder / "training.json"), read_json(model.folder / "done.json")
-        environments += [environment_of(one) for one in (training, done, *plans.values())]
+        environments += [environment_of(one) for one in (training, done, *plans)]
         schemes.setdefault(model.name, _scheme_entry(model, training))
+        presets = [row for entry in plans if entry["name"] is None for row in entry["rows"]]
         sections["runs"].append(
             model.row
             | {key: training[key] for key in ("train_seconds", "steps")}
             | {"final_loss": training["history"][-1]["loss"] if training["history"] else None}
             | {"history": training["history"]}
-            | {key: done[key] for key in ("evaluate_seconds", "stopped")}
+            | {"evaluate_seconds": round(sum(entry["seconds"] for entry in plans), 1)}
+            | {"stopped": next((row["stopped"] for row in presets if row.get("stopped")), None)}
         )
-        if (model.folder / "passkey.jsonl").exists():
-            lines = (model.folder / "passkey.jsonl").read_text(encoding="utf-8").splitlines()
-            sections["passkey"] += [model.row | json.loads(line) for line in lines]
-        for name in ("perplexity", "copying", "sink_mass"):
-            if (model.folder / f"{name}.json").exists():
-                sections[name] += [model.row | row for row in read_json(model.folder / f"{name}.json")]
-        for name, found in plan_rows(plans).items():
-            sections[name] += [model.row | row for row in found]
+        for row in (dict(row) for entry in plans for row in entry["rows"]):
+            kind = row.pop("row")
+            name = {"completion": "completions", "needle_weight": "needle_weights"}.get(kind, kind)
+            if kind == "retrieval" and row["plan"] is None:
+                name, row = "passkey", {key: row[key] for key in ("length", "depth", "trials", "correct", "stopped")}
+            elif kind == "retrieval":
+                row["mean"] = row["correct"] / row["trials"]
+            elif kind == "perplexity" and row["plan"] is not None:
+                name = "losses"
+            sections[str(name)].append(model.row | row)
         for name, learned in read_json(model.folder / "priors.json").items():
             sections[name] += [model.row | row for row in learned]
         if model.extended_from is not None:
@@ -83,7 +87,10 @@ def collect(
 
 
 def header(
-    recipe: AnyRecipe, runs: Sequence[dict[str, Any]], environments: Sequence[dict[str, Any]], wall_seconds: float
+    recipe: Recipe | ImageRecipe,
+    runs: Sequence[dict[str, Any]],
+    environments: Sequence[dict[str, Any]],
+    wall_seconds: float,
 ) -> dict[str, Any]:
     """What all results begin with: the recipe, and on what, when and how long its runs were made.
 

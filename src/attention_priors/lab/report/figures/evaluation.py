@@ -15,14 +15,15 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from attention_priors.lab.evaluate import Accuracy, Continuation, Loss, Summary, gc_correlation, gc_trajectory
-from attention_priors.lab.evaluate.completion import GC_WINDOW
+from attention_priors.lab.evaluate import Accuracy, Continuation, Loss, Summary
 from attention_priors.lab.report.figures.depths import depth_rows
 from attention_priors.lab.report.figures.drawing import legend_below, log_token_axis, nudges, plain_log_ticks
 from attention_priors.lab.report.figures.files import write_pngs
 from attention_priors.lab.report.figures.style import COLOURS, blank, label, look, png, tidy
 from attention_priors.lab.report.numbers import decimals, percent
 from attention_priors.lab.report.selections.losses import PERPLEXITY, LossMeasure, measure_of_tokens
+from attention_priors.lab.tasks import gc_correlation, gc_trajectory
+from attention_priors.lab.tasks.completion import GC_WINDOW
 
 _NAMES = "accuracy_by_length|heatmap_.+|perplexity_by_position|genome_completion"
 """Of files, without the ending."""
