@@ -8,6 +8,7 @@ import math
 import os
 import re
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside ``path``; what is written there is moved into place, if no error comes between.
+    """Yield a temporary name beside ``path`` for a file or a folder, which is moved into place unless an error occurs.
 
     Processes and threads that write the same file at the same time have names of their own: the last one is left.
     """
@@ -26,18 +27,27 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name[:32]}.{os.getpid()}.{secrets.token_hex(8)}.tmp")
     try:
         yield temporary
-        synchronise(temporary)
+        for written in (temporary, *(temporary.rglob("*") if temporary.is_dir() else ())):
+            synchronise(written)
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        remove(temporary)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a folder with all that is in it, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Delete what writers of a folder have left that were killed; nobody may be writing to it."""
+    """Delete the temporary files that killed processes left in a folder; no process may be writing to it."""
     for path in folder.glob(".*.tmp"):
         # Earlier versions wrote no random part.
         if re.fullmatch(r"\..+\.\d+(\.[0-9a-f]{16})?\.tmp", path.name):
-            path.unlink()
+            remove(path)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -53,7 +63,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def append_json_line(path: Path, content: Any) -> None:
-    """Append one line of JSON, at once and to the disk: whoever is killed later loses none that was written before.
+    """Append one line of JSON and flush it to the disk, so that a process that is killed later loses no earlier line.
 
     Args:
         path: the file; it and its folder are made if they are not there.
@@ -68,7 +78,7 @@ def append_json_line(path: Path, content: Any) -> None:
 
 
 def with_nulls(content: Any) -> Any:
-    """The same with None, JSON's null, in the place of every number that is not finite.
+    """Return a copy with None, JSON's null, in the place of every number that is not finite.
 
     For what was measured, such as a loss that has overflowed: that is a result too.
     """

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import thoroughness
 from attention_priors import GeneralizedGaussian, Prior, SSMax, attend, prior_from_config
 from attention_priors.attention import reference as dense
 from attention_priors.attention.lanes import is_factored
@@ -35,14 +36,16 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def examples(number: int, salt: str = "") -> Callable[[Test], Test]:
-    """So many examples, the same ones every time and however slow the machine is; other ones for another ``salt``.
+    """Draw ``number`` examples, ten times as many in a deep run: the same every time, others for another ``salt``.
 
-    They are not made smaller when one fails: that takes minutes, and a failing example prints its shapes.
+    The first example is the simplest one, so a test draws at random only from the second example on.
+
+    Failing examples are not shrunk: shrinking takes minutes, and a failing example prints its shapes.
     """
 
     def decorate(test: Test) -> Test:
         chosen = settings(
-            max_examples=number,
+            max_examples=thoroughness.examples(number),
             phases=[Phase.explicit, Phase.generate],
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         )
@@ -319,7 +322,14 @@ def _attn_masks(draw: st.DrawFn, shape: tuple[int, int, int, int], generator: to
 
 
 @st.composite
-def cases(draw: st.DrawFn, prior_name: str, longest: int = 300, masks: bool = True, scaled: bool = True) -> Case:
+def cases(
+    draw: st.DrawFn,
+    prior_name: str,
+    longest: int = 300,
+    largest_batch: int = 3,
+    masks: bool = True,
+    scaled: bool = True,
+) -> Case:
     """A problem in float32. ``masks`` and ``scaled``: whether it may have dense masks and a logit scale."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
 
@@ -331,7 +341,7 @@ def cases(draw: st.DrawFn, prior_name: str, longest: int = 300, masks: bool = Tr
     if draw(st.booleans()):
         num_queries = num_keys
     heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1), (4, 2), (6, 2)]))
-    batch = draw(st.integers(1, 3))
+    batch = draw(st.integers(1, largest_batch))
     if max(num_queries, num_keys) > 99:  # for the tests' time
         batch, heads, kv_heads = 1, min(heads, 2), 1
     head_dim, value_dim = draw(st.integers(1, 9)), draw(st.integers(1, 9))

@@ -42,7 +42,7 @@ def prior_weights(prior: Prior | None, length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", PRIORS)
-@examples(5)
+@examples(3)
 @given(data=st.data(), seed=st.integers(0, 999))
 def test_bam_definition_1_attention_is_the_expectation_of_its_values(name: str, data: st.DataObject, seed: int) -> None:
     """BAM, Definition 1: ``Σ_j p_ij v_j`` with the probabilities ``p_ij = exp(score_ij) / Σ_z exp(score_iz)``."""
@@ -64,7 +64,7 @@ def test_bam_definition_1_attention_is_the_expectation_of_its_values(name: str, 
 
 
 @pytest.mark.parametrize("name", PRIORS)
-@examples(5)
+@examples(3)
 @given(data=st.data(), seed=st.integers(0, 999))
 def test_bam_definition_2_weights_are_a_joint_probability_of_content_and_position(
     name: str, data: st.DataObject, seed: int
@@ -94,7 +94,7 @@ def test_bam_definition_2_weights_are_a_joint_probability_of_content_and_positio
 
 
 @pytest.mark.parametrize("name", PRIORS)
-@examples(5)
+@examples(3)
 @given(data=st.data(), seed=st.integers(0, 999))
 def test_bam_theorem_1_posterior_is_the_product_of_the_marginals(name: str, data: st.DataObject, seed: int) -> None:
     """BAM, Theorem 1: ``p = p_content · p_position / Z`` with ``Z = Σ p_content p_position``, which is
@@ -120,7 +120,7 @@ def test_bam_theorem_1_posterior_is_the_product_of_the_marginals(name: str, data
     )
 
 
-@examples(20)
+@examples(8)
 @given(seed=st.integers(0, 999), temperature=st.floats(0.1, 5.0))
 def test_goat_definition_2_1_attention_alone_minimises_the_cost_less_the_entropy(seed: int, temperature: float) -> None:
     """GOAT, Definition 2.1: ``<p, -s> - τ H(p)`` with unscaled scores ``s`` is least for ``softmax(s / τ)`` alone."""
@@ -149,7 +149,7 @@ def test_goat_definition_2_1_attention_alone_minimises_the_cost_less_the_entropy
 
 
 @pytest.mark.parametrize("name", PRIORS)
-@examples(5)
+@examples(3)
 @given(data=st.data(), seed=st.integers(0, 999))
 def test_goat_propositions_2_2_and_3_1_attention_is_the_minimum(name: str, data: st.DataObject, seed: int) -> None:
     """GOAT, Propositions 2.2 and 3.1: ``softmax(s + log π)`` is the only minimum of ``-<p, s> + KL(p ‖ π)``, and
@@ -179,7 +179,7 @@ def test_goat_propositions_2_2_and_3_1_attention_is_the_minimum(name: str, data:
 
 
 @pytest.mark.parametrize("name", PRIORS)
-@examples(5)
+@examples(3)
 @given(data=st.data(), seed=st.integers(0, 999), strength=st.sampled_from([0.01, 0.3, 2.0]))
 def test_goat_theorem_5_1_collapse_to_the_prior(name: str, data: st.DataObject, seed: int, strength: float) -> None:
     """GOAT, Theorem 5.1: content scores that differ by at most ω leave ``π e^-ω <= p <= π e^ω``."""
@@ -201,7 +201,7 @@ def test_goat_theorem_5_1_collapse_to_the_prior(name: str, data: st.DataObject, 
 
 
 @pytest.mark.parametrize("name", PRIORS)
-@examples(5)
+@examples(3)
 @given(data=st.data(), seed=st.integers(0, 999), sink=st.integers(0, 11), size=st.floats(0.01, 10.0))
 def test_goat_definition_5_3_noise_in_the_context_moves_the_output_by_its_mass_at_most(
     name: str, data: st.DataObject, seed: int, sink: int, size: float
@@ -230,7 +230,7 @@ def test_goat_definition_5_3_noise_in_the_context_moves_the_output_by_its_mass_a
     assert (found <= most * (1 + 1e-9) + 1e-12).all()
 
 
-@examples(10)
+@examples(4)
 @given(seed=st.integers(0, 999), sink=st.integers(0, 9))
 def test_goat_theorem_5_4_with_a_uniform_prior_sensitivity_tends_to_1(seed: int, sink: int) -> None:
     """GOAT, Theorem 5.4, part 1 (equation 30): content that vanishes leaves ``Ψ = (L - 1) / L``, which tends to 1."""
@@ -251,7 +251,7 @@ def test_goat_theorem_5_4_with_a_uniform_prior_sensitivity_tends_to_1(seed: int,
         assert 1 - limits[-1] == pytest.approx(1e-4)
 
 
-@examples(20)
+@examples(8)
 @given(seed=st.integers(0, 999), slope=st.floats(0.01, 3.0), num_queries=st.integers(1, 20), causal=st.just(True))
 def test_goat_proposition_f6_key_only_slope_is_recency(seed: int, slope: float, num_queries: int, causal: bool) -> None:
     """GOAT, Proposition F.6: under a causal mask ``m j`` gives the weights of ``-m |i - j|``."""

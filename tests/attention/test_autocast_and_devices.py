@@ -94,7 +94,7 @@ _attend = blocks._attend
 def test_other_devices_compute_the_same(name: str) -> None:
     """The formula that stands in for the CPU's kernel elsewhere, run on the CPU."""
 
-    @examples(6, name)
+    @examples(3, name)
     @given(cases(name, longest=60), st.sampled_from([torch.float32, torch.float64]))
     def check(case: Case, dtype: torch.dtype) -> None:
         exact = case.to(torch.float64)
@@ -110,7 +110,7 @@ def test_other_devices_compute_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_devices_in_half_precision(dtype: torch.dtype) -> None:
-    @examples(4)
+    @examples(2)
     @given(st.data(), st.booleans())
     def check(data: st.DataObject, causal: bool) -> None:
         generator = torch.Generator().manual_seed(0)

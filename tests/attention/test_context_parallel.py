@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,27 +11,33 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_cases import CASES_OF, DOUBLE
+from sharded_cases import CASES, DOUBLE
 
 from attention_priors import Laplace, ShardedSequence, SSMax, attend, attend_across, shard_index
 from attention_priors.attention.distributed import ring as context_parallel
 from attention_priors.priors import Spectral2d
-from processes import torchrun
+from processes import run_command
+from thoroughness import DEEP
 
 WORKER = Path(__file__).with_name("sharded_cases.py")
+FOR_PAIRS = tuple(CASES)[:: 2 if DEEP else 8]
+"""Names of the cases that two groups of two processes solve; one group of four solves all."""
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process found."""
     target = tmp_path_factory.mktemp("sharded") / "found.json"
-    torchrun(WORKER, target, processes=4)
+    run_command([sys.executable, WORKER, target, *FOR_PAIRS])
     return json.loads(target.read_text())
 
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [*((name, size) for size in CASES_OF for name in CASES_OF[size]), *((f"{name}, float64", "4") for name in DOUBLE)],
+    [
+        *((name, "4") for name in (*CASES, *(f"{name}, float64" for name in DOUBLE))),
+        *((name, "2") for name in FOR_PAIRS),
+    ],
 )
 def test_the_shards_are_those_of_the_whole(found: list[dict[str, Any]], name: str, size: str) -> None:
     limits = {"out": 1e-5, "lse": 1e-5, "query": 1e-5, "key": 1e-5, "value": 1e-5}

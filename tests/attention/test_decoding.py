@@ -64,7 +64,7 @@ def one_query(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
 def test_as_the_reference(name: str, dtype: torch.dtype) -> None:
     ways: list[bool] = []
 
-    @examples(40, name)
+    @examples(12, name)
     @given(one_query(name, dtype))
     @torch.no_grad()
     def check(case: Case) -> None:

@@ -158,7 +158,7 @@ def far_priors(draw: st.DrawFn, name: str, heads: int, causal: bool, generator: 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_given_positions(name: str) -> None:
-    @examples(30, name)
+    @examples(5, name)
     @given(st.data(), st.integers(0, 999), st.booleans())
     def check(data: st.DataObject, seed: int, causal: bool) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -194,7 +194,7 @@ def chosen_keys(exact: Tensor, number: int = 12) -> Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_query_and_a_long_cache(name: str) -> None:
-    @examples(5, name)
+    @examples(2, name)
     @given(st.data(), st.integers(0, 999), st.sampled_from([0.0, 0.3, -0.05]))
     def check(data: st.DataObject, seed: int, strength: float) -> None:
         generator = torch.Generator().manual_seed(seed)

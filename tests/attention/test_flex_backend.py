@@ -13,7 +13,7 @@ import pytest
 import torch
 from attention_cases import PRIORS, Case, cases, examples, priors
 from attention_errors import ROUNDING, Cotangents, Result, compute, errors, float32_tolerance, gradient_scales
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.exc import Unsupported
@@ -72,10 +72,11 @@ def test_values_and_gradients(name: str) -> None:
     """FlexAttention's backward pass takes weights from a stored log-sum-exp, whose rounding they inherit."""
     compared = 0
 
-    @examples(4, name)
+    @examples(2, name)
     @given(cases(name, longest=40))
     def check(case: Case) -> None:
         nonlocal compared
+        assume(case.key.shape[2] > 1)  # the simplest case is not worth a graph
         exact = case.to(torch.float64)
         expected = compute(exact, "reference")
         cotangents = Cotangents.of(expected.out, expected.lse)
@@ -162,7 +163,7 @@ def test_compiled_tables() -> None:
     before = number_of_compilations()
     for name in STATIONARY:
 
-        @examples(12, name)
+        @examples(3, name)
         @given(alike(name))
         def check(case: Case) -> None:
             check_against_reference(case)
@@ -179,7 +180,7 @@ def number_of_compilations() -> int:
 def test_compiled_lanes_and_logit_scale() -> None:
     scale = SSMax(4)
 
-    @examples(8)
+    @examples(3)
     @given(alike("key_sink", logit_scale=scale), st.integers(0, 99))
     def check(case: Case, number: int) -> None:
         assert case.prior is not None
@@ -191,11 +192,12 @@ def test_compiled_lanes_and_logit_scale() -> None:
 
 
 @compiled
+@pytest.mark.deep  # uncompiled, test_values_and_gradients has such masks and scales
 def test_compiled_dense_mask_and_scaled_content() -> None:
     """Several blocks of queries and keys; the mask hides and adds."""
     scale = SSMax(4, init=0.3, include_prior=False)
 
-    @examples(4)
+    @examples(2)
     @given(alike("laplace", logit_scale=scale, softmax_scale=0.4, shortest=260, longest=380), st.integers(0, 99))
     def check(case: Case, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
@@ -212,13 +214,21 @@ KEPT = ((4, 1), (2, 1100), (2, 1100))
 
 
 @compiled
-@pytest.mark.parametrize("prior", [GeneralizedGaussian(4, init="spread"), Laplace(4) + Window(4, 70)])
-def test_compiled_decoding(prior: Prior) -> None:
+@pytest.mark.parametrize(
+    ("prior", "in_documents"),
+    [
+        (Laplace(4) + Window(4, 70), True),
+        pytest.param(Laplace(4) + Window(4, 70), False, marks=pytest.mark.deep),
+        pytest.param(GeneralizedGaussian(4, init="spread"), True, marks=pytest.mark.deep),
+        pytest.param(GeneralizedGaussian(4, init="spread"), False, marks=pytest.mark.deep),
+    ],
+)
+def test_compiled_decoding(prior: Prior, in_documents: bool) -> None:
     """One query has a kernel of its own; some of its parts of the keys may be out of sight."""
-    for documents in (None, torch.arange(1100).ge(900).long().expand(2, -1)):
-        generator = torch.Generator().manual_seed(0)
-        query, key, value = (torch.randn(2, heads, n, 16, generator=generator) for heads, n in KEPT)
-        check_against_reference(Case(query, key, value, prior, document_ids=documents))
+    documents = torch.arange(1100).ge(900).long().expand(2, -1) if in_documents else None
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, n, 16, generator=generator) for heads, n in KEPT)
+    check_against_reference(Case(query, key, value, prior, document_ids=documents))
 
 
 @compiled
@@ -331,7 +341,7 @@ def test_inside_a_compiled_function() -> None:
 def test_on_cuda(name: str) -> None:
     """Compiled forward and backward pass, log-sum-exp and parameters' gradients."""
 
-    @examples(4, name)
+    @examples(2, name)
     @given(alike(name, longest=300, shortest=100, logit_scale=SSMax(4, init=0.3)))
     def check(case: Case) -> None:
         exact = case.to(torch.float64)

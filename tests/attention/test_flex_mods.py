@@ -51,7 +51,7 @@ def up_to_rows(prior: Prior) -> bool:
 
 @pytest.mark.parametrize("name", [name for name in PRIORS if name != "none"])
 def test_scores(name: str) -> None:
-    @examples(15, name)
+    @examples(6, name)
     @given(cases(name, longest=60, masks=False))
     def check(case: Case) -> None:
         assert case.prior is not None
@@ -80,7 +80,7 @@ def test_scores(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRIORS)
 def test_masks(name: str) -> None:
-    @examples(15, name)
+    @examples(6, name)
     @given(cases(name, longest=60, masks=False))
     def check(case: Case) -> None:
         expected = visibility_of(case)
@@ -96,7 +96,7 @@ def test_masks(name: str) -> None:
 def test_gradients_of_scores(name: str) -> None:
     """What reaches the parameters, through tables and lanes; as after a softmax, a row's gradients add up to 0."""
 
-    @examples(6, name)
+    @examples(3, name)
     @given(cases(name, longest=40, masks=False))
     def check(case: Case) -> None:
         assert case.prior is not None
@@ -128,7 +128,7 @@ def test_gradients_of_scores(name: str) -> None:
 def test_far_positions(name: str, start: int) -> None:
     """The log-prior that is applied, up to a constant per row, is within 1e-4 nats of float64."""
 
-    @examples(4, f"{name} {start}")
+    @examples(2, f"{name} {start}")
     @given(st.data(), st.integers(0, 999), st.booleans())
     def check(data: st.DataObject, number: int, causal: bool) -> None:
         prior = data.draw(priors(name, 2, causal, torch.Generator().manual_seed(number)))
@@ -168,7 +168,7 @@ def dense_blocks(mask: BlockMask, full: bool) -> Tensor:
 def test_blocks_hold_what_is_visible(name: str) -> None:
     """No visible key lies outside of the listed blocks, and no hidden one in a block that is not masked."""
 
-    @examples(40, name)
+    @examples(15, name)
     @given(cases(name, longest=60, masks=False))
     def check(case: Case) -> None:
         _, _, num_queries, num_keys = sizes(case)

@@ -52,7 +52,7 @@ def half_case(name: str, dtype: torch.dtype, seed: int, causal: bool, data: st.D
 def test_no_worse_than_plain_attention(name: str, dtype: torch.dtype) -> None:
     floor = torch.finfo(dtype).eps / 8
 
-    @examples(3, f"{name} {dtype}")
+    @examples(2, f"{name} {dtype}")
     @given(st.data(), st.integers(0, 999), st.booleans())
     def check(data: st.DataObject, seed: int, causal: bool) -> None:
         case = half_case(name, dtype, seed, causal, data)
@@ -85,7 +85,7 @@ def test_no_worse_than_plain_attention(name: str, dtype: torch.dtype) -> None:
 def test_priors_learn_in_float32(name: str, dtype: torch.dtype) -> None:
     """The gradient of a prior's parameters is a float32 computation, even if queries and keys are not."""
 
-    @examples(3, f"{name} {dtype}")
+    @examples(2, f"{name} {dtype}")
     @given(st.data(), st.integers(0, 999))
     def check(data: st.DataObject, seed: int) -> None:
         case = half_case(name, dtype, seed, True, data)

@@ -51,7 +51,7 @@ def weights_of(
 def test_future_queries_lose_no_more_than_the_tolerance(name: str) -> None:
     forgotten = 0
 
-    @examples(30, name)
+    @examples(25, name)
     @given(
         prior_descriptions(name, causal=True),
         st.integers(0, 2**20),

@@ -1,5 +1,6 @@
 """Long sequences: no matrix of queries by keys, forward or backward."""
 
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -34,6 +35,7 @@ def test_gaps_at_random() -> None:
     assert largest_allocation(length, "toeplitz", **options) < 4 * length * length // 2
 
 
+@pytest.mark.deep
 def test_16k_tokens() -> None:
     length = 16384
     assert largest_allocation(length, "toeplitz") < 4 * length * length // 8

@@ -62,7 +62,7 @@ def test_parts_with_a_logit_scale_merge_where_both_know_how_many_keys_there_are(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", PRIORS)
 def test_parts_merge_into_the_whole(name: str, dtype: torch.dtype) -> None:
-    @examples(10, name)
+    @examples(4, name)
     @given(cases(name, longest=50, masks=False, scaled=False), st.floats(0, 1))
     def check(case: Case, where: float) -> None:
         case = replace(case, document_ids=None).to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from attention_priors import (
     grid_positions,
 )
 from attention_priors.attention import attend_with_weights
+from thoroughness import every_other_deep
 
 B, H, D = 2, 4, 8
 PRIORS: dict[str, Callable[[], Prior | None]] = {
@@ -54,10 +56,16 @@ def options_of(num_queries: int, num_keys: int) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("num_queries", "num_keys"), [(20, 20), (1, 30), (5, 700)])
+LENGTHS_AND_DTYPES = every_other_deep(
+    itertools.product([(20, 20), (1, 30), (5, 700)], [torch.float32, torch.bfloat16, torch.float64]),
+    [((20, 20), torch.float32), ((1, 30), torch.bfloat16), ((5, 700), torch.float64)],
+)
+
+
+@pytest.mark.parametrize("lengths_and_dtype", LENGTHS_AND_DTYPES, ids=str)
 @pytest.mark.parametrize("name", PRIORS)
-def test_shapes_and_dtypes(name: str, num_queries: int, num_keys: int, dtype: torch.dtype) -> None:
+def test_shapes_and_dtypes(name: str, lengths_and_dtype: tuple[tuple[int, int], torch.dtype]) -> None:
+    (num_queries, num_keys), dtype = lengths_and_dtype
     made = PRIORS[name]()
     prior = None if made is None else made.to("meta")
     for kind, options in options_of(num_queries, num_keys).items():

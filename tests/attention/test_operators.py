@@ -25,6 +25,7 @@ from attention_priors import (
 from attention_priors.attention import geometry_operator
 from attention_priors.attention import operator as operators
 from attention_priors.priors import Axial, grid_positions
+from thoroughness import every_other_deep
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -69,6 +70,13 @@ VARIANTS: dict[str, tuple[Callable[[], Prior | None], dict[str, Any]]] = {
     "positions in reverse": (gaussian, {"query_positions": torch.arange(L).flip(0), "causal": False}),
 }
 
+IN_TILES = every_other_deep(["as one matrix", "in tiles"], ["in tiles"])
+"""Ways to compute the operator, for tests of transformations: to these, the operator is one node either way."""
+
+REPEATED = ("laplace", "table and lanes", "scaled", "interleaved documents", "pruned")
+DISTINCT = [name for name in VARIANTS if name not in REPEATED]
+"""Variants with a part that no other one has."""
+
 
 @pytest.fixture(autouse=True)
 def _small_blocks() -> Iterator[None]:
@@ -77,7 +85,8 @@ def _small_blocks() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("both_ways", IN_TILES, indirect=True)
+@pytest.mark.parametrize("name", every_other_deep(VARIANTS, DISTINCT))
 def test_compiled_without_a_graph_break(name: str) -> None:
     make, options = VARIANTS[name]
     prior, tensors = make(), inputs()
@@ -98,7 +107,8 @@ def test_compiled_without_a_graph_break(name: str) -> None:
 
 
 @pytest.mark.parametrize("prior", [None, Spectral(H, 2), KeySink(H, 64)], ids=["none", "spectral", "sink"])
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("scaled", every_other_deep([False, True], [True]))
+@pytest.mark.parametrize("both_ways", IN_TILES, indirect=True)
 def test_compiled_with_sizes_that_are_symbols(prior: Prior | None, scaled: bool) -> None:
     scale = SSMax(H, 0.4) if scaled else None
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -118,8 +128,11 @@ def test_compiled_it_refuses_positions_with_gaps() -> None:
         compiled(query, key, value, gaussian(), query_positions=2 * torch.arange(L))
 
 
-@pytest.mark.parametrize("name", [n for n in VARIANTS if n not in ("no prior", "lanes", "positions in reverse")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "name",
+    every_other_deep([n for n in VARIANTS if n not in ("no prior", "lanes", "positions in reverse")], DISTINCT),
+)
+@pytest.mark.parametrize("dtype", every_other_deep([torch.float32, torch.float64], [torch.float32]))
 def test_operator_check(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own check of schema, fake tensors and autograd, on what attend() really passes."""
     make, options = VARIANTS[name]
@@ -212,6 +225,7 @@ def test_gradients_of_parameters_per_example(name: str) -> None:
             torch.testing.assert_close(found[parameter][index], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("both_ways", IN_TILES, indirect=True)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, None), (None, 2, 0)])
 def test_mapped_over_examples(name: str, in_dims: tuple[int | None, ...]) -> None:

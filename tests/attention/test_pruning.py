@@ -27,6 +27,7 @@ from attention_priors import (
 from attention_priors.attention import operator
 from attention_priors.attention.pruning import certificate as pruning
 from attention_priors.attention.pruning import report as pruning_effects
+from thoroughness import every_other_deep
 
 TOLERANCES = st.sampled_from([1e-9, 1e-6, 1e-3, 0.05, 0.5])
 SIZES = st.sampled_from([2, 4, 8])
@@ -36,7 +37,7 @@ SIZES = st.sampled_from([2, 4, 8])
 def test_real_error_is_within_the_certificate_and_the_certificate_within_the_tolerance(name: str) -> None:
     dropped_blocks = 0
 
-    @examples(40, name)
+    @examples(24, name)
     @given(prunable_cases(name, TOLERANCES), SIZES)
     def check(case: Case, size: int) -> None:
         nonlocal dropped_blocks
@@ -63,12 +64,12 @@ def test_real_error_is_within_the_certificate_and_the_certificate_within_the_tol
         assert (low <= -torch.log1p(-allowed[seen]) + rounding * scale).all()
 
     check()
-    assert dropped_blocks > 100, "the test has tested nothing"
+    assert dropped_blocks > 50, f"{dropped_blocks} dropped blocks test nothing"
 
 
 @pytest.mark.parametrize("name", PRIORS)
 def test_gradients_are_those_of_what_is_computed(name: str) -> None:
-    @examples(16, name)
+    @examples(4, name)
     @given(prunable_cases(name, st.sampled_from([1e-3, 0.05, 0.5])), SIZES)
     def check(case: Case, size: int) -> None:
         with torch.no_grad():
@@ -268,7 +269,10 @@ def test_bounds_of_keys_that_autocast_rounds_later_on() -> None:
     assert report.skipped > 0.1, "the bounds of the same keys are no wider than they were"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    every_other_deep([torch.bfloat16, torch.float16, torch.float32, torch.float64], [torch.float16, torch.float32]),
+)
 @pytest.mark.parametrize("name", ["generalized_gaussian", "key_sink", "none"])
 def test_the_certificate_holds_for_keys_cast_after_their_bounds_were_made(name: str, dtype: torch.dtype) -> None:
     """Far from the origin, where a cast moves keys by as much as they differ."""
@@ -302,7 +306,7 @@ def test_the_certificate_holds_for_keys_cast_after_their_bounds_were_made(name: 
         dropped_blocks += int((~seen[0].kept).sum())
 
     check()
-    assert name == "none" or dropped_blocks > 100, "the test has tested nothing"
+    assert name == "none" or dropped_blocks > 100, f"{dropped_blocks} dropped blocks test nothing"
 
 
 @pytest.mark.parametrize("causal", [True, False])

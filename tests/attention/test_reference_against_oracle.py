@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 @pytest.mark.parametrize("name", PRIORS)
 def test_values_and_gradients(name: str) -> None:
-    @examples(15, name)
+    @examples(6, name)
     @given(cases(name, longest=60))
     def check(case: Case) -> None:
         case = case.to(torch.float64)
@@ -46,7 +46,7 @@ def test_values_and_gradients(name: str) -> None:
     check()
 
 
-@examples(40)
+@examples(15)
 @given(st.sampled_from(PRIORS).flatmap(lambda name: cases(name, longest=6)))
 def test_one_number_at_a_time(case: Case) -> None:
     """With loops and Python's own floats: no broadcasting that both sides could get wrong in the same way."""

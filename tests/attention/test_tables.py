@@ -37,7 +37,7 @@ def directly(prior: GeneralizedGaussian, highest: int, lowest: int, dtype: torch
     return prior.log_prior_at(torch.arange(highest, lowest - 1, -1), dtype).detach()
 
 
-@examples(60)
+@examples(25)
 @given(
     st.lists(
         st.tuples(
@@ -400,7 +400,7 @@ def key_sink() -> KeySink:
     return sink
 
 
-@examples(40)
+@examples(15)
 @given(
     st.lists(st.tuples(st.integers(1, 2500), st.integers(0, 3), st.booleans()), min_size=2, max_size=6),
     st.booleans(),

@@ -40,7 +40,7 @@ def seen_by(geometry: Geometry, reach: tuple[int, int] | None) -> Tensor:
 REACHES = st.sampled_from([None, None, (0, 3), (-2, 7), (-40, 40), (3, 9)])
 
 
-@examples(150)
+@examples(50)
 @given(cases("none", longest=60), REACHES, st.integers(1, 30), st.integers(1, 9), st.sampled_from([None, 5, 16]))
 def test_row_blocks(case: Case, reach: tuple[int, int] | None, rows: int, diagonal: int, keys: int | None) -> None:
     geometry = geometry_of(case)
@@ -60,7 +60,7 @@ def test_row_blocks(case: Case, reach: tuple[int, int] | None, rows: int, diagon
     assert bool((rows_held == 1).all())
 
 
-@examples(150)
+@examples(50)
 @given(cases("none", longest=60), REACHES, st.integers(1, 30), st.integers(1, 30))
 def test_columns(case: Case, reach: tuple[int, int] | None, rows: int, keys: int) -> None:
     geometry = geometry_of(case)
@@ -74,7 +74,7 @@ def test_columns(case: Case, reach: tuple[int, int] | None, rows: int, keys: int
     assert bool((count[seen_by(geometry, reach)] == 1).all())
 
 
-@examples(200, "unmasked")
+@examples(60, "unmasked")
 @given(cases("none", longest=300))
 def test_without_masks_distance_alone_hides(case: Case) -> None:
     geometry = geometry_of(case)

@@ -23,7 +23,12 @@ def tools() -> Path | None:
 
 @pytest.mark.skipif(tools() is None, reason="triton with NVIDIA's ptxas and cuobjdump is not installed")
 @pytest.mark.parametrize(
-    ("capability", "head_dim", "kind"), [("80", "80", "positions"), ("90", "64", "slots"), ("90", "128", "plain")]
+    ("capability", "head_dim", "kind"),
+    [
+        pytest.param("80", "80", "positions", marks=pytest.mark.deep),
+        pytest.param("90", "64", "slots", marks=pytest.mark.deep),
+        ("90", "128", "plain"),
+    ],
 )
 def test_kernels_compile(capability: str, head_dim: str, kind: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

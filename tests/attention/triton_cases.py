@@ -71,10 +71,11 @@ def same(blocks: Blocks) -> Configuration:
 
 @contextmanager
 def configured(configuration: Configuration, slot: int = backend.SLOT) -> Iterator[None]:
-    """Kernels that work in these blocks; under the interpreter, no number is read or written outside of a tensor."""
+    """Run kernels in these blocks; the interpreter also checks that every address lies inside a tensor."""
     with (
         mock.patch.multiple(backend, configuration=lambda width, dtype: configuration, SLOT=slot),
         nullcontext() if ON_CUDA else guarded_memory(),
+        nullcontext() if ON_CUDA else language_patched_once_a_launch(),
     ):
         yield
 
@@ -125,5 +126,31 @@ def guarded_memory() -> Iterator[None]:
     with (
         mock.patch.object(interpreter, "_interpreter", guard),
         mock.patch.object(backend._Launcher, "run", allowed),
+    ):
+        yield
+
+
+@contextmanager
+def language_patched_once_a_launch() -> Iterator[None]:
+    """Replace ``triton.language`` once per launch and module; the interpreter does so at each call of a function."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    run = interpreter.GridExecutor.__call__
+    patched: dict[int, Any] = {}
+
+    def patch_once(function: Any) -> Any:
+        module = id(function.__globals__)
+        if module not in patched:
+            patched[module] = patch(function)
+        return patched[module]
+
+    def launch(executor: Any, *arguments: Any, **options: Any) -> None:
+        patched.clear()
+        run(executor, *arguments, **options)
+
+    with (
+        mock.patch.object(interpreter, "_patch_lang", patch_once),
+        mock.patch.object(interpreter.GridExecutor, "__call__", launch),
     ):
         yield

@@ -10,9 +10,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from attention_priors.encodings import Rotary
+from thoroughness import examples
 
 FAR = 2**20
-thorough = settings(max_examples=60)
+thorough = settings(max_examples=examples(25))
 
 SCALINGS: list[dict[str, Any]] = [
     {},

@@ -17,8 +17,9 @@ from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from attention_priors.hf import mpt_slopes, restore_attention, use_priors
-from attention_priors.hf.key_masks import prior_for
 from attention_priors.hf.loading import check_positions
+from attention_priors.hf.replacing import prior_for
+from thoroughness import examples
 
 Make = Callable[..., Any]
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -43,7 +44,7 @@ def test_logits_are_those_of_transformers(make: Make) -> None:
 
 @both_families
 @given(heads=st.integers(1, 7), length=st.integers(1, 12), hidden=st.lists(st.integers(0, 11), max_size=6))
-@settings(max_examples=12)
+@settings(max_examples=examples(5))
 def test_any_number_of_heads_and_any_padding(make: Make, heads: int, length: int, hidden: list[int]) -> None:
     theirs, ours = twins(make, heads=heads)
     mask = torch.ones(2, length, dtype=torch.long)
@@ -292,7 +293,7 @@ def test_refuses_models_it_does_not_know() -> None:
         use_priors(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="does not use priors"):
         restore_attention(bloom())
-    with pytest.raises(ValueError, match="model must be a model of transformers, or a module that holds one, got str"):
+    with pytest.raises(ValueError, match="model must be a model of transformers, or a module with one, got str"):
         use_priors("bigscience/bloom")  # pyright: ignore[reportArgumentType]
     model = use_priors(bloom())
     with pytest.raises(ValueError, match="uses priors already"):

@@ -19,6 +19,7 @@ from torch import Tensor
 from attention_priors.hf import load_bam_checkpoint, save_bam_checkpoint
 from attention_priors.hf.bam_checkpoint import _arguments
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
+from thoroughness import examples
 
 TOLERANCE = 1e-4
 
@@ -53,7 +54,7 @@ def logits(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
     suffix=st.sampled_from([".safetensors", ".pt", ".pth"]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=20)
+@settings(max_examples=examples(8))
 def test_logits_are_theirs(
     tmp_path_factory: pytest.TempPathFactory,
     heads: int,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from attention_priors import KeySink, PriorAttention
 from attention_priors.hf import load_goat_attention
+from thoroughness import examples
 
 TOLERANCE = 1e-4
 
@@ -57,7 +58,7 @@ def difference(a: Tensor, b: Tensor) -> float:
     length=st.integers(1, 30),
     bases=st.sampled_from([(10000.0, 10000.0), (50.0, 200.0)]),
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(15))
 def test_outputs_and_weights_are_the_packages(
     heads: tuple[int, int], head_dim: int, causal: bool, length: int, bases: tuple[float, float], **options: Any
 ) -> None:

@@ -8,7 +8,7 @@ import torch
 from tiny_decoders import FAMILIES, VARIANTS, logits_of, tiny_decoder, tokens
 
 from attention_priors.models import PriorDecoderForCausalLM
-from attention_priors.models.positions import Places
+from attention_priors.models.masks import keys_of_call
 
 CASES = {**FAMILIES, "prior and shaw": VARIANTS["prior and shaw"], "learned": VARIANTS["encoding learned"]}
 
@@ -62,14 +62,14 @@ def test_auto(tmp_path: Path) -> None:
         torch.testing.assert_close(logits_of(loaded, ids), logits_of(model, ids), rtol=1e-4, atol=1e-4)
 
 
-def test_places_follow_the_layers() -> None:
+def test_keys_follow_the_layers() -> None:
     """accelerate moves what a layer is given to where the layer is, by its method ``to``."""
     mask = torch.tensor([[0, 0, 1, 1], [1] * 4])
-    places = Places(2, 4, torch.device("cpu"), attention_mask=mask, position_ids=torch.arange(4)[None] * 2)
-    assert places.to("cpu") is places
-    moved = places.to("meta")
-    assert moved.num_keys == places.num_keys
-    for tensor in (moved.positions, moved.key_positions, moved.key_padding_mask):
+    keys = keys_of_call(2, 4, torch.device("cpu"), attention_mask=mask, position_ids=torch.arange(4)[None] * 2)
+    assert keys.to("cpu") is keys
+    moved = keys.to("meta")
+    assert moved.num_keys == keys.num_keys
+    for tensor in (moved.positions, moved.key_positions, moved.padding):
         assert tensor is not None
         assert tensor.device.type == "meta"
-    assert places.positions.device.type == "cpu"
+    assert keys.positions.device.type == "cpu"

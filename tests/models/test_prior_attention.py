@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, Prior, PriorAttention, SSMax, Uniform, Window
 from attention_priors.priors import CATALOGUE
+from thoroughness import examples
 
 EMBED, HEADS, BATCH, QUERIES, KEYS = 12, 3, 2, 5, 7
 
@@ -317,7 +318,7 @@ def test_positions_and_documents(need_weights: bool) -> None:
 
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("name", [name for name, prior in CATALOGUE.items() if not prior.over_grid])
-@settings(max_examples=8)
+@settings(max_examples=examples(4))
 @given(
     lengths=st.tuples(st.integers(1, 9), st.integers(1, 20)),
     unit=st.integers(1, 7),

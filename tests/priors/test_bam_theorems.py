@@ -12,8 +12,9 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from attention_priors import attend
 from attention_priors.lab.inspect import AttentionLogits, decompose
 from attention_priors.priors import GeneralizedGaussian, Laplace, Uniform, generalized_gaussian
+from thoroughness import examples
 
-thorough = settings(max_examples=100)
+thorough = settings(max_examples=examples(40))
 
 
 def ggd(theta_alpha: float, theta_beta: float) -> GeneralizedGaussian:

@@ -12,11 +12,12 @@ from torch.func import functional_call
 
 from attention_priors.priors import GeneralizedGaussian, Laplace, Prior
 from attention_priors.priors.base import LOG_PRIOR_FLOOR
+from thoroughness import examples
 
 FAR = 2**20
 DISTANCES = torch.tensor([0, *(sign * 2**power for power in range(21) for sign in (1, -1)), 3, -3, 999_983])
 
-thorough = settings(max_examples=200)
+thorough = settings(max_examples=examples(80))
 exponents = st.floats(-1000, 1000, width=32)
 
 
@@ -78,7 +79,7 @@ def test_floor_is_reached_and_not_passed():
 
 
 @every_prior
-@settings(max_examples=15)
+@settings(max_examples=examples(6))
 @given(
     scale=st.sampled_from([1e-30, 1e-3, 1.0, 30.0]),
     seed=st.integers(0, 10_000),

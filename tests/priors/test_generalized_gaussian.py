@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 from scipy.stats import gennorm
 
 from attention_priors.priors import GeneralizedGaussian, Laplace, alibi_slopes
+from thoroughness import examples
 
 EPSILON = 1e-5
 MODERATE = st.floats(-3, 3, width=32)
 DISTANCES = torch.arange(-200, 201)
-thorough = settings(max_examples=100)
+thorough = settings(max_examples=examples(40))
 
 
 def ggd(theta_alpha: float, theta_beta: float, theta_mu: float = 0.0) -> GeneralizedGaussian:

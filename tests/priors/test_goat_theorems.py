@@ -13,8 +13,9 @@ from torch import Tensor
 from attention_priors.encodings import Rotary
 from attention_priors.lab.inspect import AttentionLogits, decompose
 from attention_priors.priors import GeneralizedGaussian, KeySink, Laplace, Prior, RelativeBuckets, Spectral
+from thoroughness import examples
 
-thorough = settings(max_examples=60)
+thorough = settings(max_examples=examples(25))
 
 
 def toeplitz(prior: Prior, length: int) -> Tensor:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from prior_samples import randomise
 
 from attention_priors.priors import KeySink, Laplace, alibi_slopes
+from thoroughness import examples
 
 FAR = 2**20
 
@@ -30,7 +31,7 @@ def directly(prior: KeySink, head: int, j: int) -> float:
     return state["slope"][head] * j + state["gain"][head] * out + state["bump"][head] * (j == 0)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(15))
 @given(
     st.integers(1, 6),
     st.integers(1, 9),

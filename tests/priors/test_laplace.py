@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_priors.priors import Laplace, alibi_slopes
+from thoroughness import examples
 
-thorough = settings(max_examples=100)
+thorough = settings(max_examples=examples(40))
 
 
 @st.composite

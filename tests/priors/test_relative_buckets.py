@@ -7,11 +7,12 @@ from transformers import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from attention_priors.priors import RelativeBuckets
+from thoroughness import examples
 
 DISTANCES = torch.arange(-5000, 5001)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(30))
 @given(st.integers(2, 64), st.integers(1, 3000), st.booleans())
 @example(16, 112, False)  # T5's own sizes
 @example(16, 120, True)

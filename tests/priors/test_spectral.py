@@ -9,9 +9,10 @@ from prior_samples import randomise
 
 from attention_priors.priors import Prior, Spectral
 from attention_priors.priors.spectral import angular_frequencies
+from thoroughness import examples
 
 FAR = 2**20
-thorough = settings(max_examples=60)
+thorough = settings(max_examples=examples(25))
 
 
 def directly(prior: Spectral, head: int, distance: int) -> float:

@@ -4,9 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_priors.priors import Uniform, Window
+from thoroughness import examples
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(20))
 @given(st.integers(1, 50), st.integers(-60, 60))
 def test_window_shows_distances_below_its_size(size: int, distance: int):
     visible = Window(1, size).visible_at(torch.tensor([distance]))

@@ -1,11 +1,11 @@
 """Other people's models and checkpoints: priors in their attention, their weights in our models, and back."""
 
 from attention_priors.hf.adapter import load_adapter, load_attached, push_adapter_to_hub, save_adapter
+from attention_priors.hf.alibi import mpt_slopes
 from attention_priors.hf.attach import attach, attached_priors, detach, train_attached
 from attention_priors.hf.bam_checkpoint import load_bam_checkpoint, save_bam_checkpoint
 from attention_priors.hf.goat import load_goat_attention
 from attention_priors.hf.loading import load_model
-from attention_priors.hf.mpt import mpt_slopes
 from attention_priors.hf.use_priors import restore_attention, use_priors
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What is attached to a model, in files: apart from it as a small adapter, or together with it."""
+"""Saving and loading of attached priors: apart from the model as a small adapter, or together with it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -20,14 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from attention_priors._io import read_json, write_json
-from attention_priors.hf.attach import (
-    CONFIG_KEY,
-    Model,
-    attach,
-    attached_priors,
-    check_attached_can_be_loaded,
-    detach,
-)
+from attention_priors.hf.attach import CONFIG_KEY, Model, attach, attached_priors, check_attached_can_be_loaded, detach
 from attention_priors.hf.interface import ATTRIBUTE
 from attention_priors.hf.repositories import folder_or_repository
 from attention_priors.hf.weights import damage_named, read_weights, write_weights
@@ -36,7 +30,9 @@ DESCRIPTION = "prior_adapter_config.json"
 WEIGHTS = "prior_adapter.safetensors"
 PEFT_DESCRIPTION = "adapter_config.json"
 FORMAT = 1
-"""Of the adapter's files."""
+"""Version of the format of the adapter's files."""
+TOGETHER = "save both together: model.save_pretrained(OTHER) of the base model with the adapter in it"
+"""Cure for an adapter whose base model is unknown or elsewhere."""
 FOR_FILES = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 """Options of ``from_pretrained`` that say where files are."""
 
@@ -93,7 +89,7 @@ def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Mode
     Raises:
         ValueError: if the adapter does not fit the model or was made for another type of model, or its files are
             damaged or do not fit each other.
-        FileNotFoundError: if there is no adapter.
+        FileNotFoundError: the folder holds no adapter.
         OSError: if it cannot be fetched.
     """
     folder = Path(name_or_path)
@@ -183,7 +179,7 @@ def load_attached(name_or_path: str | Path, **options: Any) -> PreTrainedModel:
     Raises:
         ValueError: if nothing was attached to the model, the files are damaged or do not hold it, or an option is not
             supported.
-        OSError: if there is no such folder, and it cannot be fetched.
+        OSError: the folder does not exist and cannot be fetched.
     """
     for name in ("variant", "output_loading_info"):
         if options.get(name):
@@ -275,3 +271,68 @@ def _saved_tensors(name_or_path: str | Path, options: dict[str, Any]) -> Iterato
             for key in file.keys():  # noqa: SIM118 - not a mapping
                 if f".{ATTRIBUTE}." in key:
                     yield key, file.get_tensor(key)
+
+
+# ---- folders that hold an adapter, ours or PEFT's, and no model of their own
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """A folder of :func:`save_adapter`, of PEFT, or of both; ``config.json`` of a model is not in it."""
+
+    folder: Path
+    base: str
+    """Folder or Hugging Face name of the model that the adapter belongs to, as the adapter's files give it."""
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether a tokenizer is beside the adapter."""
+        return (self.folder / "tokenizer_config.json").is_file()
+
+    def put_on(self, base: PreTrainedModel) -> PreTrainedModel:
+        """Attach our priors to the base model, and merge PEFT's weights into it.
+
+        Raises:
+            ValueError: the adapter does not fit the model, PEFT is missing, or its adapter is of a kind that cannot be
+                merged into the model's weights.
+        """
+        if (self.folder / DESCRIPTION).is_file():
+            load_adapter(base, self.folder)
+        return _merged(base, self.folder) if (self.folder / PEFT_DESCRIPTION).is_file() else base
+
+
+def adapter_folder(name: str | Path) -> AdapterFolder | None:
+    """Return the adapter in a folder; None if the folder holds a model, neither, or is none.
+
+    Raises:
+        ValueError: the adapter does not name its base model, or two adapters in the folder name different ones.
+    """
+    folder = Path(name)
+    if (folder / "config.json").is_file():
+        return None
+    found = {file: _base_of(folder / file) for file in (DESCRIPTION, PEFT_DESCRIPTION) if (folder / file).is_file()}
+    if not found:
+        return None
+    bases = {base for base in found.values() if base}
+    if len(bases) != 1:
+        named = f"names two base models, {' and '.join(map(repr, sorted(bases)))}" if bases else "names no base model"
+        raise ValueError(f"model {str(name)!r} is an adapter that {named}; {TOGETHER}")
+    return AdapterFolder(folder, bases.pop())
+
+
+def _base_of(file: Path) -> str | None:
+    description = read_json(file)
+    return description.get("base_model_name_or_path") if isinstance(description, dict) else None
+
+
+def _merged(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    try:
+        from peft import PeftModel
+    except ModuleNotFoundError as error:
+        raise ValueError(f"model {str(folder)!r} is an adapter of PEFT: pip install peft") from error
+    wrapped = PeftModel.from_pretrained(base, str(folder))
+    merge: Any = getattr(wrapped.base_model, "merge_and_unload", None)
+    if merge is None:
+        kind = wrapped.active_peft_config.peft_type
+        raise ValueError(f"model {str(folder)!r} is an adapter of the kind {kind}: expected weights that can be merged")
+    return merge()

@@ -28,7 +28,7 @@ CONFIG_KEY = "attached_priors"
 """Where a model's config describes what is attached to it."""
 STATE = "_attached_state"
 LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings")
-"""What models call their tables of learned positions."""
+"""Names of the tables of learned positions in models."""
 
 PriorLike = Prior | Mapping[str, Any] | Sequence[Mapping[str, Any] | str] | str
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -36,14 +36,14 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 @dataclass
 class _State:
-    """What it takes to restore the model."""
+    """State that is needed to restore the model."""
 
     implementation: str
     handles: list[RemovableHandle] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
     """Parameters that learned before and were frozen: of the model, or of positions that were dropped.
 
-    By name: whoever takes layers out, or lets FSDP split the weights, wants the memory of the parameters back."""
+    By name, so that the memory of layers that are taken out, or of weights that FSDP splits, is freed."""
     positions_dropped: bool = False
     """Whether no layer is left with positions of the model's own."""
 
@@ -102,8 +102,7 @@ def attach(
     there_are = attention_layers(model)
     chosen = _chosen(there_are, _numbers("layers", layers))
     for index, module in there_are.items():
-        problem = None if index in chosen else _not_computed(module)
-        if problem is not None:
+        if index not in chosen and (problem := _not_computed(module)) is not None:
             raise ValueError(f"layer {index} ({type(module).__name__}), which layers leaves as it is: {problem}")
     some_heads = _numbers("heads", heads)
     description = {
@@ -201,7 +200,7 @@ def _save_if_loadable(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None
 
 
 def positions_are_dropped(model: nn.Module) -> bool:
-    """Whether :func:`attach` has taken its own positions away from all layers: a table of them is no limit then."""
+    """Whether :func:`attach` took away the model's own positions; a table of them then sets no limit."""
     state: _State | None = getattr(model, STATE, None)
     return state is not None and state.positions_dropped
 
@@ -232,7 +231,7 @@ def _take_off(model: PreTrainedModel, state: _State) -> None:
 
 
 def attached_priors(model: nn.Module) -> dict[int, AttachedPrior]:
-    """What is attached, by layer: parameters to look at, to train, to freeze.
+    """Return the attached parameters by layer, to look at, to train or to freeze.
 
     Args:
         model: the model :func:`attach` returned, or one around it (PEFT's, DDP's).
@@ -253,7 +252,7 @@ def train_attached(model: nn.Module) -> list[nn.Parameter]:
         model: the model :func:`attach` returned, or one around it (PEFT's).
 
     Returns:
-        The attached parameters that train: those that trained when they were attached.
+        The attached parameters that train, which trained when they were attached too.
     """
     for part in attached_priors(model).values():
         for name, parameter in part.named_parameters():
@@ -387,7 +386,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _not_computed(module: nn.Module) -> str | None:
-    """What a layer has that neither attend() nor SDPA computes; SDPA would leave it out without a word."""
+    """Return the part of a layer that neither attend() nor SDPA computes; SDPA would leave it out silently."""
     cap = getattr(module.config, "attn_logit_softcapping", None)
     if cap is not None:
         return f"its logits are capped (attn_logit_softcapping={cap!r}), which attend() does not compute"
@@ -397,8 +396,7 @@ def _not_computed(module: nn.Module) -> str | None:
 
 
 def _check_attention(module: nn.Module) -> None:
-    problem = _not_computed(module)
-    if problem is not None:
+    if (problem := _not_computed(module)) is not None:
         raise ValueError(problem)
     if getattr(module, "is_causal", True) is False:
         raise ValueError("it is bidirectional; attach() is for decoders")
@@ -477,7 +475,7 @@ def _unrotated(
 
 
 def _rotary_factor(model: nn.Module) -> float:
-    """What cosines and sines are multiplied by, in all layers."""
+    """Return the factor of cosines and sines, which is the same in all layers."""
     found = {
         float(value)
         for module in model.modules()

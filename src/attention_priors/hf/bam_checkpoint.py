@@ -12,7 +12,7 @@ BAM's Appendix C, as in :class:`GeneralizedGaussian`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,9 @@ PRIORS = {"bam": GeneralizedGaussian.name, "nope": Uniform.name, "alibi": Laplac
 """Prior of each ``position_encoding`` of the authors' code that the decoder computes; ``_ssmax`` may follow it."""
 PER_HEAD = re.compile(r"(\.s|\.theta_(alpha|beta|mu))$")
 NORM_EPS = 1e-5
-"""What the authors' code adds to the squares in the norms, where nothing says otherwise."""
+"""Epsilon of the norms in the authors' code, used where no other one is given."""
 WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")
-"""What data parallelism and compilation put before every name."""
+"""Prefixes that data parallelism and compilation put before every name."""
 
 
 def load_bam_checkpoint(
@@ -149,49 +149,37 @@ def save_bam_checkpoint(model: PriorDecoderForCausalLM, path: str | Path, *, the
         raise ValueError(f"model must be a PriorDecoderForCausalLM, got {type(model).__name__}")
     path = Path(path)
     config = model.config
-    if path.suffix and config.rms_norm_eps != NORM_EPS:
-        raise ValueError(
-            f"path is the single file {path.name}, which has no place for rms_norm_eps={config.rms_norm_eps}: it would "
-            f"be loaded with the authors' {NORM_EPS}, as another model; give a folder, whose args.json says it"
-        )
     described = config.make_prior()
     scale = config.make_logit_scale()
     content_alone = isinstance(described, GeneralizedGaussian) and scale is not None and not scale.include_prior
-    if path.suffix and content_alone:
-        raise ValueError(
-            f"path is the single file {path.name}, which has no place for the logit_scale's include_prior=False: it "
-            "would be loaded with the authors' True, as another model; give a folder, whose args.json says it"
-        )
-    if described is not None and not isinstance(described, GeneralizedGaussian | Uniform):
-        raise ValueError(f"the layout of BAM's authors has no place for the prior {config.prior!r}")
-    if config.encoding is not None:
-        raise ValueError(f"the layout of BAM's authors has no place for the encoding {config.encoding!r}")
-    if scale is not None and type(scale) is not SSMax:  # a kind of it would be loaded as SSMax
-        raise ValueError(f"the layout of BAM's authors has no place for the logit_scale {config.logit_scale!r}")
+    for differs, what, usual in (
+        (config.rms_norm_eps != NORM_EPS, f"rms_norm_eps={config.rms_norm_eps}", NORM_EPS),
+        (content_alone, "the logit_scale's include_prior=False", True),
+    ):
+        if path.suffix and differs:
+            raise ValueError(
+                f"path is the single file {path.name}, which has no place for {what}: it would be loaded with the "
+                f"authors' {usual}, as another model; give a folder, whose args.json says it"
+            )
+    for name, has_place in (
+        ("prior", described is None or isinstance(described, GeneralizedGaussian | Uniform)),
+        ("encoding", config.encoding is None),
+        ("logit_scale", scale is None or type(scale) is SSMax),  # a kind of it would be loaded as SSMax
+    ):
+        if not has_place:
+            raise ValueError(f"the layout of BAM's authors has no place for the {name} {getattr(config, name)!r}")
     assert config.head_dim is not None
     if config.head_dim * config.num_attention_heads != config.hidden_size:
         raise ValueError(
             f"BAM's authors' code has heads of hidden_size / heads dimensions; these are {config.num_attention_heads} "
             f"of {config.head_dim} in a width of {config.hidden_size}"
         )
-    theirs = {ours: name for name, ours in NAMES_IN_LAYERS.items()}
-    of_prior = {ours: ours if theta_names else name for name, ours in PRIOR_NAMES.items()}
-    weights = dict[str, Tensor]()
-    for name, tensor in model.state_dict().items():
-        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
-        rest = name if layer is None else layer[2]
-        lead = "" if layer is None else f"layers.{layer[1]}."
-        parameter = rest.rpartition(".prior.")[2]
-        if parameter in of_prior:
-            lead += "" if layer is None else "attention."
-            weights[f"{lead}prior.{of_prior[parameter]}"] = tensor
-        elif layer is not None:
-            weights[lead + theirs[rest]] = tensor
-        else:
-            weights[{ours: name for name, ours in NAMES.items()}[rest]] = tensor
-    for owner, lead in ((model.model, ""), *((x.self_attn, f"layers.{i}.attention.") for i, x in _layers(model))):
-        if isinstance(owner.prior, GeneralizedGaussian):  # θβ itself, also of a prior that keeps its sign
-            weights[f"{lead}prior.{of_prior['theta_beta']}"] = owner.prior.beta
+    names = _names(range(config.num_hidden_layers)).items()
+    theirs = {ours: name for name, ours in names if ".prior." not in ours or ("theta_" in name) == theta_names}
+    weights = {theirs[name]: tensor for name, tensor in model.state_dict().items()}
+    for name, module in model.named_modules():
+        if isinstance(module, GeneralizedGaussian):  # θβ itself, also of a prior that keeps its sign
+            weights[theirs[f"{name}.theta_beta"]] = module.beta
     assert config.num_key_value_heads is not None
     for name, tensor in weights.items():
         if name.endswith(("attention.wk.weight", "attention.wv.weight")):
@@ -207,7 +195,7 @@ def save_bam_checkpoint(model: PriorDecoderForCausalLM, path: str | Path, *, the
 
 
 def _arguments(config: PriorDecoderConfig) -> dict[str, Any]:
-    """What the authors' code makes the model of."""
+    """Return the arguments of which the authors' code makes the model."""
     kind = "bam" if isinstance(config.make_prior(), GeneralizedGaussian) else "nope"
     wide, width = config.intermediate_size, config.hidden_size
     arguments = {
@@ -228,10 +216,6 @@ def _arguments(config: PriorDecoderConfig) -> dict[str, Any]:
         arguments["ssmax_prior"] = scale.include_prior
     encoding = kind if scale is None else f"{kind}_ssmax"
     return {"args": {"position_encoding": encoding}, "model_args": arguments}
-
-
-def _layers(model: PriorDecoderForCausalLM) -> Any:
-    return enumerate(model.model.layers)
 
 
 def _find(path: Path) -> tuple[Path, str | None, dict[str, Any]]:
@@ -288,25 +272,27 @@ def _place_of_scale(given: bool | None, stated: Any, authors_default: bool) -> b
     return next(iter(said.values()), authors_default)
 
 
+def _names(layers: Iterable[int]) -> dict[str, str]:
+    """Their name of every tensor, and ours; those of a prior in both of their spellings."""
+    names = dict(NAMES)
+    of_prior = PRIOR_NAMES | {name: name for name in PRIOR_NAMES.values()}
+    names |= {f"prior.{name}": f"model.prior.{ours}" for name, ours in of_prior.items()}
+    in_layers = NAMES_IN_LAYERS | {f"attention.prior.{name}": f"self_attn.prior.{x}" for name, x in of_prior.items()}
+    for layer in layers:
+        names |= {f"layers.{layer}.{name}": f"model.layers.{layer}.{ours}" for name, ours in in_layers.items()}
+    return names
+
+
 def _our_names(weights: Mapping[str, Tensor], file: Path) -> tuple[dict[str, Tensor], bool | None]:
     """The weights under our names, and whether their prior is shared (None: they have none)."""
-    state, unknown, places = dict[str, Tensor](), list[str](), set[bool]()
-    of_prior = PRIOR_NAMES | {name: name for name in PRIOR_NAMES.values()}
-    for name, tensor in weights.items():
-        layer = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
-        lead, rest = ("model.", name) if layer is None else (f"model.layers.{layer[1]}.", layer[2])
-        parameter = rest.removeprefix("attention." if layer else "").removeprefix("prior.")
-        if parameter in of_prior and "prior." in rest:
-            ours = f"{lead}{'self_attn.' if layer else ''}prior.{of_prior[parameter]}"
-            places.add(layer is None)
-        elif layer is not None and rest in NAMES_IN_LAYERS:
-            ours = lead + NAMES_IN_LAYERS[rest]
-        elif layer is None and name in NAMES:
-            ours = NAMES[name]
-        else:
-            unknown.append(name)
-            continue
-        state[ours] = _per_head(name, tensor) if PER_HEAD.search(ours) else tensor
+    names = _names({int(found[1]) for found in map(re.compile(r"layers\.(\d+)\.").match, weights) if found})
+    unknown = [name for name in weights if name not in names]
+    state = {
+        names[name]: _per_head(name, tensor) if PER_HEAD.search(names[name]) else tensor
+        for name, tensor in weights.items()
+        if name in names
+    }
+    places = {".layers." not in named for named in state if ".prior." in named}
     if unknown or "model.embed_tokens.weight" not in state:
         told = f"it has {_some(unknown)}" if unknown else "it has no tok_embeddings.weight"
         raise ValueError(f"{file} is not a checkpoint of BAM's authors' layout: {told}")

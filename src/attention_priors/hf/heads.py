@@ -67,11 +67,11 @@ class OnHeads(Prior):
         )
 
     def check(self, *, causal: bool) -> None:
-        """As the prior's."""
+        """Call the method of the prior."""
         self.prior.check(causal=causal)
 
     def reset_parameters(self) -> None:
-        """As the prior's."""
+        """Call the method of the prior."""
         self.prior.reset_parameters()
 
     def natural_parameters(self) -> dict[str, Tensor]:
@@ -95,11 +95,7 @@ class ScaleOnHeads(nn.Module):
         self.num_heads = num_heads
         self.scale = scale
         self.heads = tuple(heads)
-
-    @property
-    def include_prior(self) -> bool:
-        """Whether the scale multiplies the prior too."""
-        return self.scale.include_prior
+        self.include_prior = scale.include_prior
 
     def forward(self, visible_keys: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """``c``, ``(..., H, Lq)``."""

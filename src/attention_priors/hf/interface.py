@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from transformers.utils import output_capturing
 
 from attention_priors.attention import SSMax, attend
 from attention_priors.attention.attend import attend_with_weights
-from attention_priors.hf.slots import SlotMask, Slots, Visibility, slot_mask
+from attention_priors.models.masks import Keys, KeysMask, forbidden_by, hides, is_absolute, keys_mask
 from attention_priors.models.placement import beside
-from attention_priors.priors import Prior, Structure, Window
+from attention_priors.priors import Prior, Window
 
 IMPLEMENTATION = "attention_priors"
 """The name under which transformers knows this attention."""
@@ -30,11 +31,11 @@ REFUSED = {
     "position_bias": "a position bias of the model's own",
     "cache": "a paged cache (continuous batching)",
 }
-"""What some models hand to attention that attend() has no form of."""
+"""Arguments that some models hand to attention and attend() does not take."""
 
 
 class AttachedPrior(nn.Module):
-    """What is attached to one layer's attention.
+    """Prior and logit scale that are attached to one layer's attention.
 
     Args:
         prior: over the layer's heads, or None.
@@ -94,16 +95,6 @@ class _WithinWindow:
         return self.scale(visible_keys.clamp(max=self.size) if self.shown is None else self.shown, dtype)
 
 
-def _shown(slots: Slots, size: int, device: torch.device) -> Tensor:
-    """How many slots of a window are no padding, ``(B, 1, Lq)``."""
-    assert slots.attention_mask is not None
-    mask = slots.attention_mask.to(device)
-    until = nn.functional.pad(mask.cumsum(-1), (1, 0))
-    last = torch.arange(1, slots.num_queries + 1, device=device) + slots.query_offset
-    ends = (end.clamp(0, mask.shape[1]).expand(len(mask), -1) for end in (last, last - size))
-    return (until.gather(1, next(ends)) - until.gather(1, next(ends))).unsqueeze(1)
-
-
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -127,19 +118,22 @@ def attention_forward(
             raise ValueError(f"{type(module).__name__} calls attention with {name}= ({what}), which has no prior form")
     if attached is None and not wants_weights:
         # SDPA, exactly as it is without anything attached.
-        mask = attention_mask.slots.matrix(skip=True) if isinstance(attention_mask, SlotMask) else attention_mask
+        mask = attention_mask.matrix(skip=True) if isinstance(attention_mask, KeysMask) else attention_mask
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     attached = AttachedPrior(None, None) if attached is None else attached
-    if isinstance(attention_mask, SlotMask):
-        slots = attention_mask.slots
-        _check_packing(module, slots, kwargs.get("position_ids"), query.shape[2])
-        key, value, options = _of_slots(attached, slots, query, key, value)
+    if isinstance(attention_mask, KeysMask):
+        _check_packing(module, attention_mask, kwargs.get("position_ids"))
+        keys = attention_mask.keys
     else:
-        options = _of_matrix(module, attached, attention_mask, is_causal, query, key)
-    options |= {"softmax_scale": scaling, "dropout_p": dropout}
-    prior = options.pop("prior")
+        keys = _keys_of_matrix(module, attached.prior, attention_mask, is_causal, query, key)
+    key, value = keys.trim(key, value)
+    prior, scale = attached.in_window(keys.window, query.shape[1]), attached.logit_scale
+    if scale is not None and keys.window is not None:
+        # Documents have no padding between them.
+        scale = _WithinWindow(scale, keys.window, None if keys.documents is not None else keys.tokens_in_window())
+    options = keys.options(prior) | {"logit_scale": scale, "softmax_scale": scaling, "dropout_p": dropout}
     weights = None
     with beside(query, prior):
         if wants_weights:
@@ -155,134 +149,56 @@ def _wants_weights(options: dict[str, Any]) -> bool:
     return bool(options.get("output_attentions", False)) or (recorded is not None and "attentions" in recorded)
 
 
-def _of_slots(
-    attached: AttachedPrior, slots: Slots, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Keys and values in use, and what :func:`attend` is told."""
-    heads = query.shape[1]
-    visibility = slots.visibility
-    if visibility is None:
-        forbidden = slots.matrix(skip=False)
-        assert forbidden is not None
-        forbidden = ~forbidden
-        visibility = Visibility(causal=False)
-    else:
-        forbidden = None
-    query_offset, key_offset = slots.query_offset, slots.key_offset
-    number, in_use = key.shape[2], None
-    if isinstance(query_offset, int) and isinstance(key_offset, int):
-        in_use = query_offset + query.shape[2] - key_offset
-        if visibility.causal:
-            # A static cache has room after the last token.
-            number = min(number, in_use)
-            key, value = key[:, :, :number], value[:, :, :number]
-    options: dict[str, Any] = {"causal": visibility.causal, "document_ids": visibility.documents}
-    device = query.device
-    padding, first_token = _padding(slots, key_offset, number, device)
-    options["key_padding_mask"] = padding
-    prior = attached.in_window(visibility.window, heads)
-    starts_at_0 = isinstance(key_offset, int) and key_offset == 0 and first_token is None
-    if visibility.documents is None and not (in_use == number and (starts_at_0 or not _is_absolute(prior))):
-        # Positions count from the first token that is not padding. Distances do not know of it.
-        start = 0 if first_token is None else first_token
-        options["query_positions"] = torch.arange(query.shape[2], device=device).unsqueeze(0) + query_offset - start
-        options["key_positions"] = torch.arange(number, device=device).unsqueeze(0) + key_offset - start
-    if forbidden is not None:
-        options["attn_mask"] = forbidden
-    scale = attached.logit_scale
-    if scale is not None and visibility.window is not None:
-        # Documents have no padding between them.
-        shown = (
-            None if padding is None or visibility.documents is not None else _shown(slots, visibility.window, device)
-        )
-        scale = _WithinWindow(scale, visibility.window, shown)
-    return key, value, options | {"prior": prior, "logit_scale": scale}
-
-
-def _padding(
-    slots: Slots, key_offset: int | Tensor, number: int, device: torch.device
-) -> tuple[Tensor | None, Tensor | None]:
-    """Which keys are padding, ``(B, Lk)``, and the slot of each text's first token, ``(B, 1)``; None without any."""
-    mask = slots.attention_mask
-    # What is compiled does not look at values.
-    if mask is None or (not torch.compiler.is_compiling() and not slots.is_padded):
-        return None, None
-    mask = mask.to(device)
-    first_token = mask.int().argmax(-1, keepdim=True)
-    index = torch.arange(number, device=device) + key_offset
-    # What the mask does not reach is padding.
-    known = index < mask.shape[1]
-    return ~(mask[:, index.clamp(max=mask.shape[1] - 1)] & known), first_token
-
-
-def _is_absolute(prior: Prior | None) -> bool:
-    return prior is not None and any(Structure.STATIONARY not in term.structure for term in prior.terms())
-
-
-def _of_matrix(
-    module: nn.Module,
-    attached: AttachedPrior,
-    mask: Tensor | None,
-    is_causal: bool | None,
-    query: Tensor,
-    key: Tensor,
-) -> dict[str, Any]:
-    """What :func:`attend` is told where a caller brings a mask of his own, or none at all."""
-    options: dict[str, Any] = {"prior": attached.prior, "logit_scale": attached.logit_scale}
+def _keys_of_matrix(
+    module: nn.Module, prior: Prior | None, mask: Tensor | None, is_causal: bool | None, query: Tensor, key: Tensor
+) -> Keys:
+    """Return the keys where a caller brings a mask of his own, or none at all: queries stand at the last of them."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    keys = Keys(query.device, num_keys - num_queries, num_queries, num_keys)
     if mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        if query.shape[2] not in (1, key.shape[2]):
+        if num_queries not in (1, num_keys):
             raise ValueError(
-                f"{type(module).__name__} was given no attention mask for {query.shape[2]} queries and {key.shape[2]} "
-                "keys: it does not say which of the keys the queries stand at"
+                f"{type(module).__name__} was given no attention mask for {num_queries} queries and {num_keys} keys: "
+                "it does not say which of the keys the queries stand at"
             )
-        return options | {"causal": causal}
-    num_queries, num_keys = query.shape[2], key.shape[2]
+        return replace(keys, causal=causal)
     if mask.dim() != 4 or mask.shape[-1] != num_keys:
         raise ValueError(
             f"attention_mask must be (B, Lk), or (B, 1 or H, Lq, Lk) with {num_keys} keys, got {tuple(mask.shape)}"
         )
-    if mask.dtype == torch.bool:  # transformers' are True where a key is seen
-        forbidden = ~mask
-    else:  # transformers writes the least finite number where it means -inf
-        forbidden = mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, float("-inf"))
+    forbidden = forbidden_by(mask)
     # What is compiled does not look at values.
     looks = not torch.compiler.is_compiling()
-    if looks and num_queries != num_keys and bool(_hides(forbidden[..., -1]).all()):
+    if looks and num_queries != num_keys and bool(hides(forbidden[..., -1]).all()):
         raise ValueError(
             f"attention_mask {tuple(mask.shape)} hides the last of {num_keys} keys from all queries, as the empty "
             "slots of a static cache are hidden, and does not say at which keys the queries stand: expected a mask "
             "(B, Lk), or a cache that holds no more than was read"
         )
-    if looks and _is_absolute(attached.prior) and bool(_hides(forbidden[..., 0]).flatten(1).all(-1).any()):
+    if looks and is_absolute(prior) and bool(hides(forbidden[..., 0]).flatten(1).all(-1).any()):
         raise ValueError(
             f"attention_mask {tuple(mask.shape)} hides a text's first key from all queries, and does not say whether "
             "that is padding; the prior depends on keys' positions, which count from the first token that is none: "
             "expected a mask (B, Lk)"
         )
-    return options | {"causal": False, "attn_mask": forbidden}
+    return replace(keys, causal=False, forbidden=forbidden)
 
 
-def _hides(forbidden: Tensor) -> Tensor:
-    """Where a mask of :func:`attend`, boolean or added, lets nothing be seen."""
-    return forbidden if forbidden.dtype == torch.bool else torch.isneginf(forbidden)
-
-
-def _check_packing(module: nn.Module, slots: Slots, position_ids: Tensor | None, length: int) -> None:
+def _check_packing(module: nn.Module, mask: KeysMask, position_ids: Tensor | None) -> None:
     """Say so where position_ids of packed sequences are not heeded: with a cache, transformers makes a plain mask."""
-    if position_ids is None or length == 1 or torch.compiler.is_compiling():
+    if position_ids is None or mask.shape[2] == 1 or torch.compiler.is_compiling() or "packing" in mask.notes:
         return
-    if slots.visibility is None or slots.visibility.documents is not None or slots.attention_mask is not None:
+    mask.notes["packing"] = "checked"
+    if mask.is_dense or mask.keys.documents is not None or mask.arguments.get("attention_mask") is not None:
         return
-    if "packing_checked" in slots.remarks:
-        return
-    slots.remarks.add("packing_checked")
     if position_ids.dim() == 2 and find_packed_sequence_indices(position_ids) is not None:
         message = (
             f"position_ids start anew within a row, as those of packed sequences do, but {type(module).__name__} masks "
             "them as one text"
         )
-        if slots.arguments.get("config") is not None and slots.arguments["config"].model_type == "opt":
+        config = mask.arguments.get("config")
+        if config is not None and config.model_type == "opt":
             raise ValueError(f"{message}: OPT does not support packed sequences in transformers")
         warnings.warn(f"{message}: transformers tells them apart with use_cache=False alone", stacklevel=2)
 
@@ -290,4 +206,4 @@ def _check_packing(module: nn.Module, slots: Slots, position_ids: Tensor | None,
 def register() -> None:
     """Make the implementation known to transformers. It may be called again."""
     AttentionInterface.register(IMPLEMENTATION, attention_forward)
-    AttentionMaskInterface.register(IMPLEMENTATION, slot_mask)
+    AttentionMaskInterface.register(IMPLEMENTATION, keys_mask)

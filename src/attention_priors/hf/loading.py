@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,12 @@ from transformers import (
 )
 
 from attention_priors.encodings import LearnedTable
-from attention_priors.hf.adapter import load_attached
-from attention_priors.hf.adapter_folder import TOGETHER, AdapterFolder, adapter_folder
+from attention_priors.hf.adapter import TOGETHER, adapter_folder, load_attached
+from attention_priors.hf.alibi import MptAttention
 from attention_priors.hf.attach import CONFIG_KEY, learned_positions, positions_are_dropped
-from attention_priors.hf.mpt import MptAttention
 from attention_priors.hf.repositories import folder_or_repository
 from attention_priors.hf.weights import damage_named
-from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
+from attention_priors.models.decoder import PriorDecoderConfig
 from attention_priors.models.encoder import PriorEncoderConfig
 from attention_priors.models.vision import PriorVisionConfig
 
@@ -33,15 +30,15 @@ from attention_priors.models.vision import PriorVisionConfig
 def load_any_config(name: str | Path) -> PreTrainedConfig:
     """Return the configuration of a model of any kind, ours or another; ``name`` as for :func:`load_model`."""
     adapter = adapter_folder(name)
-    if adapter is not None:
-        with _base_named(adapter):
-            return load_any_config(adapter.base)
-    with folder_or_repository("model", name, first="config.json"):
-        found, _ = PreTrainedConfig.get_config_dict(name)
-        for ours in (PriorDecoderConfig, PriorEncoderConfig, PriorVisionConfig):
-            if found.get("model_type") == ours.model_type:
-                return ours.from_pretrained(name)
-        return AutoConfig.from_pretrained(name)
+    if adapter is None:
+        with folder_or_repository("model", name, first="config.json"):
+            return AutoConfig.from_pretrained(name)
+    try:
+        return load_any_config(adapter.base)
+    except OSError as error:
+        raise OSError(
+            f"{str(adapter.folder)!r} is an adapter, and its base model cannot be loaded: {error}; {TOGETHER}"
+        ) from error
 
 
 def load_config(name: str | Path) -> PreTrainedConfig:
@@ -88,20 +85,7 @@ def load_model(name: str | Path, dtype: torch.dtype = torch.float32) -> PreTrain
         return adapter.put_on(load_model(adapter.base, dtype))
     if getattr(config, CONFIG_KEY, None) is not None:
         return load_attached(name, dtype=dtype)
-    if isinstance(config, PriorDecoderConfig):
-        return load_whole(PriorDecoderForCausalLM, name, dtype)
     return load_whole(AutoModelForCausalLM, name, dtype)
-
-
-@contextmanager
-def _base_named(adapter: AdapterFolder) -> Iterator[None]:
-    """Add the adapter's folder to an error about its base model."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(
-            f"{str(adapter.folder)!r} is an adapter, and its base model cannot be loaded: {error}; {TOGETHER}"
-        ) from error
 
 
 def tokenizer_of(name: str | Path) -> str:
@@ -194,7 +178,7 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def _rotary_settings(config: Any) -> list[dict[str, Any]]:
-    """What a configuration says of rotary positions: of all layers, or of each kind of them."""
+    """Return a configuration's settings of rotary positions: of all layers, and of each kind of layer."""
     rotary = getattr(config, "rope_parameters", None) or {}
     return [rotary, *(each for each in rotary.values() if isinstance(each, dict))]
 

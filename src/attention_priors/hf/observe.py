@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,15 @@ from transformers import PreTrainedModel
 
 from attention_priors.attention.observe import observed
 from attention_priors.attention.problem import Problem
-from attention_priors.hf.through_attend import through_attend
+from attention_priors.hf.attach import STATE, attach, attention_layers, detach
+from attention_priors.hf.interface import ATTRIBUTE, AttachedPrior
+from attention_priors.hf.use_priors import REPLACEMENTS, restore_attention, use_priors, uses_priors
+from attention_priors.models.pretrained import PriorPreTrainedModel
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What one layer asks of attention."""
+    """The attention that one layer computes."""
 
     index: int
     """How many others have been computed before it."""
@@ -30,7 +33,7 @@ class LayerAttention:
 
 @contextmanager
 def observed_attention(model: PreTrainedModel, see: Callable[[LayerAttention], None]) -> Iterator[None]:
-    """Within this block, ``see`` is told the attention of each layer that the model computes.
+    """Within this block, call ``see`` with the attention of each layer that the model computes.
 
     Args:
         model: of ours, with something attached, BLOOM, MPT, T5, or whatever :func:`attach` takes.
@@ -64,3 +67,33 @@ def observed_attention(model: PreTrainedModel, see: Callable[[LayerAttention], N
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+@contextmanager
+def through_attend(model: PreTrainedModel) -> Iterator[None]:
+    """Within this block all of a model's attention goes through :func:`attend`: same weights, same outputs.
+
+    Ours and attached ones do so anyway. BLOOM, MPT and T5 do by :func:`use_priors`; for any other, every layer gets a
+    uniform prior, which changes nothing.
+
+    Args:
+        model: of ours, or of transformers.
+
+    Raises:
+        ValueError: its attention cannot be computed so; it says why.
+    """
+    modules = [*model.modules()]
+    with ExitStack() as undo:
+        if hasattr(model, STATE):
+            # Layers that have nothing attached are computed by SDPA, unless they have an empty attachment.
+            for module in attention_layers(model).values():
+                if not hasattr(module, ATTRIBUTE):
+                    setattr(module, ATTRIBUTE, AttachedPrior(None, None))
+                    undo.callback(nn.Module.__delattr__, module, ATTRIBUTE)
+        elif {type(module) for module in modules} & REPLACEMENTS.keys():
+            use_priors(model)
+            undo.callback(restore_attention, model)
+        elif not uses_priors(model) and not any(isinstance(module, PriorPreTrainedModel) for module in modules):
+            attach(model, "uniform")
+            undo.callback(detach, model)
+        yield

@@ -5,20 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.models.mt5 import modeling_mt5
 from transformers.models.t5 import modeling_t5
 from transformers.models.umt5 import modeling_umt5
 
 from attention_priors.attention import attend
-from attention_priors.hf.key_masks import (
-    attend_with_cache,
-    is_padding,
-    key_mask,
-    refuse_attention_weights,
-    split_mask,
-)
+from attention_priors.hf.replacing import attend_with_cache, refuse_attention_weights
+from attention_priors.models.masks import is_about_keys, keys_of_layer, layer_mask
 from attention_priors.priors import Prior, RelativeBuckets
 
 
@@ -35,13 +30,13 @@ class _Stack:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As transformers', but there are no attention weights to output."""
+        """Run the stack; attention weights cannot be output."""
         refuse_attention_weights(self, kwargs.get("output_attentions"))
         inputs = inputs_embeds if input_ids is None else input_ids
         if inputs is not None:
-            attention_mask = key_mask(attention_mask, inputs)
+            attention_mask = layer_mask(attention_mask, inputs)
         if encoder_hidden_states is not None:
-            encoder_attention_mask = key_mask(encoder_attention_mask, encoder_hidden_states)
+            encoder_attention_mask = layer_mask(encoder_attention_mask, encoder_hidden_states)
         theirs: Any = super()
         return theirs.forward(
             input_ids, attention_mask, encoder_hidden_states, encoder_attention_mask, inputs_embeds, *args, **kwargs
@@ -80,7 +75,7 @@ def _attend_to_self(module: Any, hidden: Tensor, mask: Tensor, scalars: Tensor, 
         cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache,
         module.layer_idx,
         # A mask of queries and keys says itself what is causal.
-        causal=module.is_decoder and is_padding(mask),
+        causal=module.is_decoder and is_about_keys(mask),
         softmax_scale=module.scaling,
         dropout_p=_dropout_p(module),
     )
@@ -100,17 +95,10 @@ def _attend_to_encoder(module: Any, hidden: Tensor, encoded: Tensor, mask: Tenso
             key, value = own.update(key, value, index)
         if both is not None:
             both.is_updated[index] = True
-    padding, dense = split_mask(mask, len(key), key.shape[2])
-    out = attend(
-        _heads(module, module.q, hidden),
-        key,
-        value,
-        causal=False,
-        softmax_scale=module.scaling,
-        key_padding_mask=padding,
-        attn_mask=dense,
-        dropout_p=_dropout_p(module),
-    )
+    query = _heads(module, module.q, hidden)
+    keys = keys_of_layer(mask, query, key, key.shape[2] - query.shape[2], causal=False)
+    options = keys.options(None) | {"softmax_scale": module.scaling, "dropout_p": _dropout_p(module)}
+    out = attend(query, key, value, **options)
     return module.o(out.transpose(1, 2).flatten(-2).to(hidden.dtype))
 
 
@@ -153,7 +141,7 @@ class _T5Attention:
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any, Any]:
-        """As transformers'; ``position_bias`` holds the scalars of the buckets, ``(H, num_buckets)``."""
+        """Run the layer's attention; ``position_bias`` holds the scalars of the buckets, ``(H, num_buckets)``."""
         assert mask is not None
         if key_value_states is not None:
             return _attend_to_encoder(self, hidden_states, key_value_states, mask, past_key_values), None, None
@@ -180,10 +168,16 @@ class UMT5Attention(modeling_umt5.UMT5Attention):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """As transformers'."""
+        """Run the layer's attention."""
         assert attention_mask is not None
         if encoder_hidden_states is not None:
             out = _attend_to_encoder(self, hidden_states, encoder_hidden_states, attention_mask, past_key_values)
         else:
             out = _attend_to_self(self, hidden_states, attention_mask, _own_scalars(self), past_key_values)
         return out, None
+
+
+REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
+    ours.__bases__[-1]: ours for ours in (T5Stack, MT5Stack, UMT5Stack, T5Attention, MT5Attention, UMT5Attention)
+}
+"""Classes of transformers, and the ones that take their places."""

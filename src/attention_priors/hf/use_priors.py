@@ -8,27 +8,17 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.models.mpt import modeling_mpt
-from transformers.models.mt5 import modeling_mt5
-from transformers.models.t5 import modeling_t5
-from transformers.models.umt5 import modeling_umt5
 
-from attention_priors.hf import alibi, mpt, t5
+from attention_priors.hf import alibi, t5
 from attention_priors.hf.replacing import check_not_wrapped, check_replaceable, replace, restore
 from attention_priors.priors import Laplace
 
 Model = TypeVar("Model", bound=nn.Module)
 
-T5_STACKS: dict[type[nn.Module], type[nn.Module]] = {
-    modeling_t5.T5Stack: t5.T5Stack,
-    modeling_mt5.MT5Stack: t5.MT5Stack,
-    modeling_umt5.UMT5Stack: t5.UMT5Stack,
-}
-T5_ATTENTION: dict[type[nn.Module], type[nn.Module]] = {
-    modeling_t5.T5Attention: t5.T5Attention,
-    modeling_mt5.MT5Attention: t5.MT5Attention,
-    modeling_umt5.UMT5Attention: t5.UMT5Attention,
-}
+REPLACEMENTS = alibi.REPLACEMENTS | t5.REPLACEMENTS
+"""Classes of transformers, and the ones that take their places."""
 
 
 def use_priors(model: Model, *, slopes: Sequence[float] | None = None, learn: bool = False) -> Model:
@@ -62,15 +52,13 @@ def use_priors(model: Model, *, slopes: Sequence[float] | None = None, learn: bo
             ``slopes`` and ``learn`` do not fit the model.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model must be a model of transformers, or a module that holds one, got {type(model).__name__}"
-        )
+        raise ValueError(f"model must be a model of transformers, or a module with one, got {type(model).__name__}")
     modules = [*model.modules()]
     if uses_priors(model):
         raise ValueError(f"{type(model).__name__} uses priors already; call restore_attention(model) first")
-    kinds = {type(module) for module in modules}
-    has_alibi = bool(kinds & {*alibi.ATTENTION})
-    if not has_alibi and not kinds & {*T5_STACKS}:
+    stacks = {type(module) for module in modules if isinstance(module, PreTrainedModel)} & REPLACEMENTS.keys()
+    has_alibi = bool(stacks & alibi.REPLACEMENTS.keys())
+    if not stacks:
         raise ValueError(
             f"{type(model).__name__} has no attention that use_priors() can replace: it knows BLOOM, MPT, T5, mT5 and "
             "umT5"
@@ -79,17 +67,16 @@ def use_priors(model: Model, *, slopes: Sequence[float] | None = None, learn: bo
     if changed and not has_alibi:
         raise ValueError(f"slopes and learn are for BLOOM and MPT; {type(model).__name__} learns its bias as it is")
     if changed and type(model) not in alibi.WITH_PRIORS:
+        kinds = " or ".join(kind.__name__ for kind in alibi.WITH_PRIORS)
         raise ValueError(
-            f"slopes and learn need a model that can be saved with them, a {' or '.join(_names(alibi.WITH_PRIORS))}; "
-            f"got {type(model).__name__}"
+            f"slopes and learn need a model that can be saved with them, a {kinds}; got {type(model).__name__}"
         )
-    of_t5 = T5_STACKS | T5_ATTENTION
-    check_replaceable(modules, alibi.STACKS | alibi.ATTENTION | of_t5)
+    check_replaceable(modules, REPLACEMENTS)
     if has_alibi:
         _use_laplace(model, slopes, learn)
     for module in modules:
-        if type(module) in of_t5:
-            replace(module, of_t5[type(module)])
+        if type(module) in t5.REPLACEMENTS:
+            replace(module, t5.REPLACEMENTS[type(module)])
     return model
 
 
@@ -101,12 +88,12 @@ def restore_attention(model: Model) -> Model:
     """
     if not uses_priors(model):
         raise ValueError(f"{type(model).__name__} does not use priors; there is nothing to restore")
-    modules = [module for module in model.modules() if type(module) in _replacements()]
+    modules: list[Any] = [module for module in model.modules() if type(module) in REPLACEMENTS.values()]
     check_not_wrapped(modules)
-    alibi.take_laplace(model)
     for module in modules:
-        if type(module) in T5_STACKS.values() or type(module) in T5_ATTENTION.values():
-            restore(module)
+        if isinstance(module, alibi.BloomAttention | alibi.MptAttention):
+            del module.prior
+        restore(module)
     if type(model) in alibi.WITH_PRIORS.values():
         config: Any = model.config
         del config.prior
@@ -133,7 +120,7 @@ def _use_laplace(model: nn.Module, slopes: Sequence[float] | None, learn: bool) 
     config: Any = model.config
     heads = config.num_attention_heads
     if slopes is None and isinstance(model, modeling_mpt.MptForCausalLM):
-        slopes = mpt.mpt_slopes(heads)
+        slopes = alibi.mpt_slopes(heads)
     # Says what is wrong with them before anything is changed.
     prior = Laplace(heads, slopes=slopes, learn=learn).to_config()
     alibi.put_laplace(model, prior)
@@ -149,12 +136,4 @@ def _use_laplace(model: nn.Module, slopes: Sequence[float] | None, learn: bool) 
 
 def uses_priors(model: nn.Module) -> bool:
     """Whether :func:`use_priors` has been called for a model."""
-    return any(type(module) in _replacements() for module in model.modules())
-
-
-def _replacements() -> set[type[nn.Module]]:
-    return {*alibi.STACKS.values(), *alibi.ATTENTION.values(), *T5_STACKS.values(), *T5_ATTENTION.values()}
-
-
-def _names(kinds: dict[type[nn.Module], Any]) -> list[str]:
-    return [kind.__name__ for kind in kinds]
+    return any(type(module) in REPLACEMENTS.values() for module in model.modules())

@@ -1,4 +1,4 @@
-"""What a measurement was made on."""
+"""The machine that a measurement is made on: versions, processor, memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import platform
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import TracebackType
 
+import psutil
 import torch
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Of Python and of packages; None for one that is not installed."""
+    """Return the versions of Python and of packages; None for one that is not installed."""
     return {"python": platform.python_version()} | {package: _version(package) for package in packages}
 
 
@@ -25,26 +25,20 @@ def _version(package: str) -> str | None:
 
 
 def processor() -> str:
-    """The processor's name, as the system gives it."""
+    """Return the processor's name; :func:`platform.processor` and psutil do not know it on Linux."""
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    name = next((line for line in lines if line.startswith("model name")), "").partition(":")[2].strip()
+    return name or platform.processor() or platform.machine()
 
 
-def memory_bytes() -> int | None:
-    """The machine's memory; None where the system does not say (it does on Linux)."""
-    info = Path("/proc/meminfo")
-    if not info.exists():
-        return None
-    line = next(line for line in info.read_text(encoding="utf-8").splitlines() if line.startswith("MemTotal"))
-    return int(line.split()[1]) * 1024
+def memory_bytes() -> int:
+    """Return the size of the machine's memory."""
+    return psutil.virtual_memory().total
 
 
 class PeakMemory:
-    """Measures, as a context, how much memory is taken at the peak, above what was taken before.
+    """Measure, as a context, the memory at its peak above the memory before.
 
     On the CPU: the process's resident memory, with all that its libraries keep, on Linux. On CUDA: what PyTorch
     allocates.
@@ -54,7 +48,7 @@ class PeakMemory:
     """
 
     bytes: int | None = None
-    """What was found; None where it cannot be known."""
+    """The peak; None where it cannot be known."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,7 +65,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
         elif self.can_measure(self._device):
-            # What was left free before goes back to the system, where it is not mistaken for memory in use.
+            # Free memory goes back to the system, where it is not mistaken for memory in use.
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
             if trim is not None:
                 trim(0)
@@ -80,21 +74,20 @@ class PeakMemory:
                 Path("/proc/self/clear_refs").write_text("5")
             except OSError:
                 return self
-            self._before = _highest_kibibytes() * 1024
+            self._before = _highest_bytes()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._before is None:
             return
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
         else:
-            self.bytes = max(0, _highest_kibibytes() * 1024 - self._before)
+            self.bytes = max(0, _highest_bytes() - self._before)
 
 
-def _highest_kibibytes() -> int:
+def _highest_bytes() -> int:
+    """Return the highest resident memory since the last reset, which neither psutil nor ``getrusage`` tell."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])

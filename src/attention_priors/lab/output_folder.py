@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from attention_priors._io import writable_folder
+from attention_priors._io import remove, writable_folder
 from attention_priors.lab.strict_yaml import RecipeError
 
 _LOCK = ".lock"
@@ -22,7 +21,7 @@ class FolderInUseError(RecipeError):
 
 @contextmanager
 def sole_writer(output: Path, *, wait: float = 0.0) -> Iterator[None]:
-    """Let no other call write to a folder meanwhile.
+    """Let no other call write to a folder meanwhile. A call that holds the folder may take it again.
 
     The lock ends with the process, however it ends. Processes on several machines exclude each other if the file
     system that they share supports locks.
@@ -34,9 +33,9 @@ def sole_writer(output: Path, *, wait: float = 0.0) -> Iterator[None]:
     Raises:
         FolderInUseError: another call is still writing to the folder.
     """
-    lock = FileLock(output / _LOCK, timeout=-1 if math.isinf(wait) else wait)
+    lock = FileLock(output / _LOCK, is_singleton=True)
     try:
-        lock.acquire()
+        lock.acquire(timeout=-1 if math.isinf(wait) else wait)
     except Timeout as error:
         raise FolderInUseError(
             f"{output} is being written by another call; wait for it, or use another folder"
@@ -51,12 +50,12 @@ def sole_writer(output: Path, *, wait: float = 0.0) -> Iterator[None]:
 def undone_if_refused(
     folder: Path, names: Collection[str], *, keep: Callable[[], bool], wait: float = 0.0
 ) -> Iterator[None]:
-    """Write to a folder, alone; what is made in it does not outlive bad input, which leaves the way free for another.
+    """Write to a folder, alone; remove new files when bad input raises an error, so that another recipe may use it.
 
     Args:
-        folder: made if it is not there. What was in it before stays.
-        names: what is made in it. What has another name is somebody else's, and stays.
-        keep: whether it holds the fruit of any work.
+        folder: made if it does not exist. Files that were in it before stay.
+        names: names of the files and folders that may be removed. Files with other names belong to somebody else.
+        keep: whether the folder holds finished work, which stays.
         wait: as for :func:`sole_writer`.
 
     Raises:
@@ -73,8 +72,9 @@ def undone_if_refused(
                 yield
             except (ValueError, OSError):
                 is_undone = not keep()
-                if is_undone:
-                    _remove(path for path in folder.iterdir() if path.name in names and path not in before)
+                new = set(folder.iterdir()) - before if is_undone else set[Path]()
+                for path in (path for path in new if path.name in names):
+                    remove(path)
                 raise
     finally:
         if is_undone and made:
@@ -82,11 +82,3 @@ def undone_if_refused(
             for path in made:
                 if path.is_dir() and not any(path.iterdir()):
                     path.rmdir()
-
-
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()

@@ -57,7 +57,7 @@ FIELDS = {
     "run": "train_seconds steps final_loss history evaluate_seconds stopped",
     "retrieval": "plan task length depth trials correct token_accuracy tokens_right stopped",
     "perplexity": "plan task length position nll tokens documents low high",
-    "copying": "length kind nll optimal_nll expected_nll tokens",
+    "copying": "plan length kind nll optimal_nll expected_nll tokens",
     "completion": "plan length pieces continuations identity identity_low identity_high chance gc_correlation gc_low "
     "gc_high",
     "needle_weight": "plan length layer head texts weight low high",

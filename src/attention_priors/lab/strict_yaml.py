@@ -1,4 +1,4 @@
-"""YAML files that are read strictly: an unknown key, or a key that stands twice, is an error."""
+"""YAML files that are read strictly: an unknown or a duplicate key is an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RecipeError(ValueError):
 
 
 class Strict(BaseModel):
-    """What a file may hold: the keys that are named, and no others."""
+    """Content of a file: its own keys and no others."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -44,29 +44,43 @@ def import_plugins(modules: Sequence[str]) -> Sequence[str]:
 Plugins = Annotated[tuple[str, ...], AfterValidator(import_plugins)]
 """Modules that a recipe imports, first of all its keys: they register the priors that it names."""
 
+
+def check_one_of(settings: BaseModel, *names: str) -> None:
+    """Make sure that exactly one of some settings is given.
+
+    Raises:
+        ValueError: none is, or several are.
+    """
+    given = [name for name in names if getattr(settings, name) is not None]
+    if len(given) != 1:
+        listed = f"{', '.join(names[:-1])} and {names[-1]}"
+        raise ValueError(f"give one of {listed}, got {' and '.join(given) or 'none'}")
+
+
 Model = TypeVar("Model", bound=BaseModel)
 _KINDS = ("constrained-int", "constrained-str", "constrained-float", "int", "float", "str", "bool")
-"""What pydantic adds to a place where a key may hold several kinds of values."""
+"""Names that pydantic adds to the place of a key with several kinds of values."""
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML, but a key that stands twice is an error: the first of two schemes would be lost without a word.
+    """YAML in which a duplicate key is an error: the first of two schemes would be lost without a word.
 
-    A key of a mapping that is merged (``<<``) may stand again, where it is changed.
+    A key of a mapping that is merged (``<<``) may be set again. ruamel.yaml's safe loader accepts duplicates beside
+    merged keys.
     """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # As it stands in the file: later, merged keys are among the others.
+        # Before merged keys are among the others.
         node = super().compose_mapping_node(anchor)
-        scalars = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE]
-        keys = [self.construct_object(key) for key in scalars]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
+        names: list[Any] = []
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                name = self.construct_object(key)
+                if name in names:
+                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {name!r}", key.start_mark)
+                names.append(name)
         return node
 
-
-_MERGE = "tag:yaml.org,2002:merge"
 
 # As in YAML 1.2; PyYAML reads 1e-3 as a word, and only 1.0e-3 as a number.
 _UniqueKeyLoader.add_implicit_resolver(
@@ -78,19 +92,19 @@ def read_strictly(path: Path, model: type[Model]) -> Model:
     """Read and check a file.
 
     Raises:
-        RecipeError: if the file is not YAML, or a key or value is impossible; it names the key, its value and
-            what is allowed.
-        FileNotFoundError: if there is no such file.
+        RecipeError: the file is not YAML, or a key or value is impossible; the message names the key, its value and
+            the allowed values.
+        FileNotFoundError: there is no such file.
     """
     return validated(read_yaml(path), model, str(path))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """What a file holds: keys and values, none of them twice.
+    """Read the keys and values of a file.
 
     Raises:
-        RecipeError: if the file is not YAML, or holds something else.
-        FileNotFoundError: if there is no such file.
+        RecipeError: the file is not YAML, has a duplicate key, or holds something else than keys and values.
+        FileNotFoundError: there is no such file.
     """
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
@@ -102,10 +116,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def validated(content: Any, model: type[Model], place: str) -> Model:
-    """Check what a file holds, or what was put together from arguments.
+    """Check the content of a file, or settings that were combined from arguments.
 
     Raises:
-        RecipeError: if a key or value is impossible; it names the place, the key, its value and what is allowed.
+        RecipeError: a key or value is impossible; the message names the place, the key, its value and the allowed
+            values.
     """
     try:
         return model.model_validate(content)
@@ -114,7 +129,7 @@ def validated(content: Any, model: type[Model], place: str) -> Model:
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """All mistakes of a recipe, one a line."""
+    """Describe all mistakes of a recipe, one a line."""
     lines = []
     mistakes = error.errors()
     places = [mistake["loc"] for mistake in mistakes]
@@ -138,7 +153,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """The keys that are allowed at a place of a recipe."""
+    """Return the keys that are allowed at a place of a recipe."""
     current: Any = model
     for part in location:
         if isinstance(part, int):
@@ -149,7 +164,7 @@ def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[
 
 
 def _section(annotation: Any) -> Any:
-    """What of an annotation has keys, a model or a mapping; None if nothing has."""
+    """Return the part of an annotation that has keys, a model or a mapping; None if there is none."""
     if _is_model(annotation) or get_origin(annotation) is dict:
         return annotation
     found = (_section(part) for part in get_args(annotation))
@@ -161,7 +176,7 @@ def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
 
 
 def differences(found: Any, wanted: Any, key: str = "") -> list[str]:
-    """Where two plain descriptions differ, one line for each key; what is not set is the same as what is not there."""
+    """List the differences of two plain descriptions, one line for each key; None and a missing key are equal."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         keys = [*found, *(name for name in wanted if name not in found)]
         return [
@@ -180,11 +195,11 @@ def check_same_recipe(path: Path, wanted: dict[str, Any]) -> None:
     """Make sure that a folder is new, or was begun by the same recipe.
 
     Args:
-        path: the file in it that says what it was begun with.
-        wanted: what would be written there; plain JSON.
+        path: the file in it that describes the recipe that began it.
+        wanted: the description of the present recipe; plain JSON.
 
     Raises:
-        RecipeError: if another recipe began it; it says where the two differ.
+        RecipeError: another recipe began it; the message lists the differences.
     """
     differing = differences(read_json(path), wanted) if path.exists() else []
     if differing:

@@ -1,4 +1,4 @@
-"""The time of day, and wall time of work that may be interrupted and goes on another day."""
+"""The time of day, and the wall time of work over several sessions."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import time
 from contextlib import nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
 
 from filelock import FileLock
 
 from attention_priors._io import read_json, write_json
 
 EVERY = 10.0
-"""Seconds of work, at most, that a process which is killed leaves uncounted."""
+"""Seconds of work, at most, that a killed process leaves uncounted."""
 
 
 def now() -> str:
-    """This moment as results record it: ISO 8601, UTC, to the second."""
+    """Return the present time as results record it: ISO 8601, UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
@@ -57,9 +56,7 @@ class WallClock:
         self._counted = time.monotonic()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         assert self._counted is not None
         self._count(self._counted)
         self._counted = None

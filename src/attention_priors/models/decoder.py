@@ -33,8 +33,8 @@ from attention_priors.checks import check_positive_integers, check_share
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawVectors, encoding_from_config
 from attention_priors.models.config import PriorConfig
 from attention_priors.models.inputs import embedded, refuse_unknown
+from attention_priors.models.masks import Keys, keys_of_call
 from attention_priors.models.placement import beside
-from attention_priors.models.positions import Places
 from attention_priors.models.pretrained import PriorPreTrainedModel
 from attention_priors.priors import Prior
 from attention_priors.priors.base import check_over_line
@@ -155,7 +155,8 @@ class DecoderAttention(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        places: Places,
+        positions: Tensor,
+        keys: Keys | ShardedSequence,
         last: slice,
         *,
         shared_prior: Prior | None = None,
@@ -171,16 +172,14 @@ class DecoderAttention(nn.Module):
             for projection, tokens in ((self.q_proj, hidden[:, last]), (self.k_proj, hidden), (self.v_proj, hidden))
         )
         if isinstance(self.encoding, Rotary):
-            query = self.encoding(query, places.positions[:, last])
-            key = self.encoding(key, places.positions)
+            query = self.encoding(query, positions[:, last])
+            key = self.encoding(key, positions)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_index)
-            # A static cache has room after the last token.
-            key, value = (x[:, :, : places.num_keys] for x in (key, value))
         prior = self.prior if shared_prior is None else shared_prior
         relative = self.encoding if isinstance(self.encoding, ShawVectors) else None
         tolerance = self.tolerance if query.shape[-2] > 1 else 0.0
-        if places.sequence is not None:
+        if isinstance(keys, ShardedSequence):
             if relative is not None:
                 raise ValueError("sequence: Shaw's vectors are not computed over tokens that are spread over processes")
             out = attend_across(
@@ -188,21 +187,14 @@ class DecoderAttention(nn.Module):
                 key,
                 value,
                 prior,
-                sequence=places.sequence,
+                sequence=keys,
                 logit_scale=self.logit_scale,
                 tolerance=tolerance,
             )
             return self.o_proj(out.transpose(1, 2).flatten(-2)), None
-        query_positions, key_positions = places.for_attention(prior)
-        options: dict[str, Any] = {
-            "logit_scale": self.logit_scale,
-            "query_positions": None if query_positions is None else query_positions[:, last],
-            "key_positions": key_positions,
-            "document_ids": places.document_ids,
-            "key_padding_mask": places.key_padding_mask,
-            "attn_mask": None if places.attn_mask is None else places.attn_mask[:, :, last],
-            "relative": relative,
-        }
+        keys = keys.last(query.shape[2])
+        key, value = keys.trim(key, value)
+        options = keys.options(prior) | {"logit_scale": self.logit_scale, "relative": relative}
         weights = None
         with beside(hidden, prior, relative):
             if output_attentions:
@@ -239,7 +231,8 @@ class DecoderLayer(GradientCheckpointingLayer):
     def forward(
         self,
         hidden: Tensor,
-        places: Places,
+        positions: Tensor,
+        keys: Keys | ShardedSequence,
         last: slice,
         *,
         shared_prior: Prior | None = None,
@@ -249,7 +242,8 @@ class DecoderLayer(GradientCheckpointingLayer):
         """``(B, L, hidden_size)`` to the same, for the tokens in ``last`` alone."""
         attended, _ = self.self_attn(
             self.input_layernorm(hidden),
-            places,
+            positions,
+            keys,
             last,
             shared_prior=shared_prior,
             past_key_values=past_key_values,
@@ -339,26 +333,28 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
             use_cache, past_key_values = False, None
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        batch, length = hidden.shape[:2]
-        places = Places(
-            batch,
-            length,
-            hidden.device,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            document_ids=document_ids,
-            cache=past_key_values,
-            sequence=sequence,
-        )
+        said = {"attention_mask": attention_mask, "position_ids": position_ids, "document_ids": document_ids}
+        if sequence is None:
+            batch, length, _ = hidden.shape
+            keys = keys_of_call(batch, length, hidden.device, **said, cache=past_key_values)
+        elif past_key_values is None and all(x is None for x in said.values()):
+            keys = sequence
+        else:
+            raise ValueError(
+                "sequence holds positions, documents and padding itself, and has no cache: give it without "
+                "attention_mask, position_ids, document_ids, past_key_values and use_cache"
+            )
+        positions = keys.positions.to(hidden.device)
         if self.encoding is not None:
-            hidden = hidden + self.encoding(places.positions).to(hidden.dtype)
+            hidden = hidden + self.encoding(positions).to(hidden.dtype)
         # generate's early exit makes a draft model of the first layers by lowering that number.
         layers = self.layers[: self.config.num_hidden_layers]
         for layer in layers:
             last = slice(-states_to_keep if layer is layers[-1] and states_to_keep else None, None)
             hidden = layer(
                 hidden,
-                places,
+                positions,
+                keys,
                 last,
                 shared_prior=self.prior,
                 past_key_values=past_key_values,

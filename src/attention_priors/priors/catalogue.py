@@ -66,7 +66,7 @@ def register_prior(prior: type[AnyPrior]) -> type[AnyPrior]:
         The class. Registering a class again, as a notebook does that runs a cell twice, replaces the former one.
 
     Raises:
-        ValueError: one of these is not so; the message says what is missing.
+        ValueError: the class lacks one of these; the message says which.
     """
     if not (isinstance(prior, type) and issubclass(prior, Prior)):
         raise ValueError(f"register_prior takes a subclass of Prior, got {prior!r}")
@@ -77,7 +77,7 @@ def register_prior(prior: type[AnyPrior]) -> type[AnyPrior]:
 
 
 def _problems(prior: type[Prior]) -> Iterator[str]:
-    """What keeps a class from being made again from its description; later checks rely on earlier ones."""
+    """Yield reasons why a class cannot be made again from its description; later checks rely on earlier ones."""
     name = vars(prior).get("name")
     if not isinstance(name, str) or not name.isidentifier():
         yield f"it needs a name of its own, a class attribute such as name = 'my_prior'; got {name!r}"

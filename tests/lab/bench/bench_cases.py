@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_priors.lab.bench.case import Case, Inputs, Pass
-from attention_priors.lab.bench.recipe import BenchRecipe
-from attention_priors.lab.bench.way import Prepared, Way, expected_rows, output_shape
+from attention_priors.lab.bench.run import BenchRecipe
+from attention_priors.lab.bench.way import Case, Inputs, Pass, Prepared, Way, prepared
 from attention_priors.lab.bench.ways import LINE_WAYS, WAYS
 
 
@@ -24,13 +23,12 @@ def recipe(**changes: Any) -> BenchRecipe:
 
 
 def made(name: str, compute: Callable[[Inputs], Tensor], **options: Any) -> Way:
-    """A contender that computes what it is told to, and is expected to be plain attention."""
+    """Return a contender whose output is expected to be that of plain attention."""
 
     def prepare(case: Case, inputs: Inputs) -> Prepared:
-        leaves = (inputs.query, inputs.key, inputs.value)
-        return Prepared(lambda: compute(inputs), leaves, expected_rows(case, inputs), output_shape(inputs))
+        return prepared(case, inputs, lambda: compute(inputs))
 
-    return Way(name, f"made for a test: {name}", "others", "nothing", prepare, **options)
+    return Way(name, prepare, "others", f"made for a test: {name}", "nothing", **options)
 
 
 def plainly(inputs: Inputs) -> Tensor:

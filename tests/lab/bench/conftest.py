@@ -1,7 +1,7 @@
 import pytest
 from rich.console import Console
 
-from attention_priors.lab.bench import memory
+from attention_priors.lab.bench import measure
 
 
 @pytest.fixture
@@ -11,5 +11,6 @@ def quiet() -> Console:
 
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peak memory takes a process for each measurement; most tests do not need it."""
-    monkeypatch.setattr(memory, "can_measure", lambda device: False)
+    """Measure time alone, and briefly: peak memory takes a process for each measurement."""
+    monkeypatch.setattr(measure, "can_measure", lambda device: False)
+    monkeypatch.setattr(measure, "SHORTEST", 1e-5)

@@ -43,7 +43,7 @@ def test_a_benchmark_writes_results_tables_and_figures(no_memory):
         (["--lengths", "many"], "lengths: 'many' is no number of tokens"),
         (["--lengths", "8"], "lengths.0: Input should be greater than or equal to 16, got 8"),
         (["--lengths", ","], "lengths: "),
-        (["--dtype", "int8"], "dtype must be one of float32, bfloat16, float16; got 'int8'"),
+        (["--dtype", "int8"], "dtype: Input should be 'float32', 'bfloat16' or 'float16', got 'int8'"),
         (["--device", "abacus"], "device must be cpu, cuda or cuda:N, got 'abacus'"),
         (["--device", "mps"], "device must be cpu, cuda or cuda:N, got 'mps'"),
         (["--threads", "0"], "threads: Input should be greater than 0"),

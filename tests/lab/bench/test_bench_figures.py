@@ -9,7 +9,7 @@ from bench_cases import WAYS
 from matplotlib.lines import Line2D
 
 from attention_priors.lab.bench.figures import against_length, write_figures
-from attention_priors.lab.bench.statistics import growth
+from attention_priors.lab.bench.results import growth
 from attention_priors.lab.bench.tables import failures, grids, markdown_tables, seconds_text
 
 LENGTHS = (1024, 8192, 16384, 32768)

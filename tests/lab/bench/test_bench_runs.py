@@ -10,11 +10,12 @@ import pytest
 import torch
 from bench_cases import WAYS, case, made, plainly, recipe
 
-from attention_priors.lab.bench import bench, load_bench_recipe, markdown_tables, memory, write_figures
-from attention_priors.lab.bench.case import Inputs, Pass, make_inputs
+import attention_priors
+from attention_priors.lab.bench import bench, load_bench_recipe, markdown_tables, measure
+from attention_priors.lab.bench.measure import Runner
 from attention_priors.lab.bench.results import IDENTITY
-from attention_priors.lab.bench.timing import Runner
-from attention_priors.lab.bench.way import CannotRunError, Need
+from attention_priors.lab.bench.run import CODE
+from attention_priors.lab.bench.way import CannotRunError, Inputs, Pass, make_inputs
 from attention_priors.lab.strict_yaml import RecipeError
 
 LINUX = sys.platform == "linux"
@@ -60,11 +61,6 @@ def test_what_is_written(tmp_path, quiet, no_memory):
     for words in ("Time: forward+backward", "attend, GOAT in lanes", "dense formula, ALiBi", "L = 32", "What is timed"):
         assert words in table
     assert "Peak memory" not in table
-    assert [path.name for path in write_figures(results, tmp_path / "figures")] == [
-        "time_forward.png",
-        "time_forward_backward.png",
-        "time_decode.png",
-    ]
 
 
 def test_what_is_finished_is_not_run_again(tmp_path, quiet, no_memory, monkeypatch):
@@ -140,7 +136,7 @@ def test_a_contender_that_fails_is_shown_with_its_error(tmp_path, quiet, no_memo
 
 
 def test_what_does_not_fit_is_not_run(tmp_path, quiet, no_memory, monkeypatch):
-    monkeypatch.setitem(WAYS, "huge", made("huge", plainly, need=lambda case: Need(2**34, 2**33)))
+    monkeypatch.setitem(WAYS, "huge", made("huge", plainly, kept=2**23, forward=2**22))
     results = bench(recipe(ways=("huge",)), tmp_path, memory_limit=20, console=quiet)
     row = row_of(results, "huge")
     assert (row["status"], row["reason"]) == ("not run", "needs 24.0 GiB; 20.0 GiB may be used")
@@ -149,43 +145,45 @@ def test_what_does_not_fit_is_not_run(tmp_path, quiet, no_memory, monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [({"threads": 2}, "threads = 1, not 2"), ({"head_dim": 32}, "head_dim = 24, not 32"), ({"seed": 1}, "seed = 0")],
-)
-def test_measurements_that_do_not_belong_together_are_refused(tmp_path, quiet, no_memory, changes, complaint):
-    bench(recipe(repetitions=1), tmp_path, console=quiet)
-    with pytest.raises(RecipeError, match=complaint):
-        bench(recipe(repetitions=1, **changes), tmp_path, console=quiet)
-
-
-def test_measurements_of_another_state_of_the_code_are_refused(tmp_path, quiet, no_memory):
-    bench(recipe(repetitions=1), tmp_path, console=quiet)
+def test_measurements_that_do_not_belong_together_are_refused(tmp_path, quiet, no_memory):
+    before = torch.get_num_threads()
+    settings: dict[str, Any] = {"repetitions": 1, "threads": before + 1}
+    bench(recipe(**settings), tmp_path, console=quiet)
+    assert torch.get_num_threads() == before
+    for changes, complaint in (
+        ({"threads": before + 2}, f"threads = {before + 1}, not {before + 2}"),
+        ({"head_dim": 32}, "head_dim = 24, not 32"),
+        ({"seed": 1}, "seed = 0"),
+    ):
+        with pytest.raises(RecipeError, match=complaint):
+            bench(recipe(**settings | changes), tmp_path, console=quiet)
     identity = json.loads((tmp_path / IDENTITY).read_text())
     (tmp_path / IDENTITY).write_text(json.dumps(identity | {"code": "0"}))
     with pytest.raises(RecipeError, match="another version of this code"):
-        bench(recipe(repetitions=1), tmp_path, console=quiet)
+        bench(recipe(**settings), tmp_path, console=quiet)
 
 
-def test_threads_are_put_back(tmp_path, quiet, no_memory):
-    before = torch.get_num_threads()
-    bench(recipe(repetitions=1, threads=before + 1), tmp_path, console=quiet)
-    assert torch.get_num_threads() == before
+def test_the_fingerprint_of_the_code_covers_all_that_is_measured():
+    """Files that no pattern matches could change between measurements that stand side by side."""
+    package = Path(attention_priors.__file__).parent
+    covered = {path.relative_to(package).as_posix() for pattern in CODE for path in package.glob(pattern)}
+    for file in ("attention/attend.py", "attention/tiles/__init__.py", "priors/laplace.py", "lab/bench/measure.py"):
+        assert file in covered
 
 
 @pytest.mark.skipif(not LINUX, reason="peak memory is Linux's to tell")
 def test_peak_memory_is_that_of_the_pass_alone():
     """The dense formula with a given bias holds three matrices of queries by keys; plain attention, its output."""
     this = replace(case(length=1024, heads=4, head_dim=16))
-    plain = memory.peak(WAYS["plain"], this, 1)
-    dense = memory.peak(WAYS["formula-alibi"], this, 1)
+    plain = measure.peak(WAYS["plain"], this, 1)
+    dense = measure.peak(WAYS["formula-alibi"], this, 1)
     output = 4 * this.heads * this.length * this.head_dim
     assert output <= plain < 4 * output + 2**20
     estimate = sum(WAYS["formula-alibi"].need(this))
     assert abs(dense - estimate) < 0.2 * estimate
     # What a contender raises there comes back in words.
     with pytest.raises(CannotRunError, match="no room for content"):
-        memory.peak(WAYS["attend-goat-inside"], case(head_dim=16), 1)
+        measure.peak(WAYS["attend-goat-inside"], case(head_dim=16), 1)
 
 
 def test_short_passes_are_measured_many_at_a_time():

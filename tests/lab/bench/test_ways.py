@@ -12,9 +12,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from attention_priors import Laplace, Spectral, attend
 from attention_priors.lab.bench import peers
-from attention_priors.lab.bench.case import Case, Pass, make_inputs
-from attention_priors.lab.bench.timing import error_of
-from attention_priors.lab.bench.way import CannotRunError
+from attention_priors.lab.bench.measure import error_of
+from attention_priors.lab.bench.way import CannotRunError, Case, Pass, make_inputs
 from processes import run_command
 
 PACKAGE_OF = {
@@ -126,7 +125,7 @@ def test_gradients_are_those_of_the_reference(name: str):
     prior = None
     if name.startswith("goat"):
         # What the package calls its prior, out of its own parameters.
-        content = this.head_dim - peers.goat_position_dimensions()
+        content = peers.goat_content(this)
         module: Any = next(cell for cell in free_variables(prepared.run) if isinstance(cell, torch.nn.Module))
         prior = Spectral(this.heads, peers.GOAT_FREQUENCIES)
         with torch.no_grad():

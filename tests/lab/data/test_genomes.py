@@ -7,6 +7,7 @@ import lzma
 import random
 import struct
 import zlib
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,6 @@ from xopen import xopen
 from attention_priors.lab.data import (
     FastaError,
     FastaFile,
-    NeedleTask,
-    PasskeyTask,
     is_nucleotide_tokenizer,
     load_corpus,
     load_tokenizer,
@@ -31,9 +30,9 @@ from attention_priors.lab.data.document import Document
 from attention_priors.lab.data.fasta import is_fasta
 from attention_priors.lab.data.nucleotides import check_nucleotides, encode_nucleotides
 from attention_priors.lab.data.preparation import Preparation, prepare
-from attention_priors.lab.data.settings import DataSettings, FastaSettings
 from attention_priors.lab.data.shards import TokenShards, read_manifest
-from attention_priors.lab.data.sources import FastaDocuments
+from attention_priors.lab.data.sources import DataSettings, FastaSettings
+from attention_priors.lab.tasks import NeedleTask, PasskeyTask
 
 
 def fasta(path: Path, content: str | bytes) -> Path:
@@ -46,6 +45,7 @@ def contigs(path: Path) -> dict[str, str]:
     return {document.name: document.text for _, document in FastaFile(path).contigs()}
 
 
+@cache
 def drawn(size: int, seed: int = 0) -> str:
     return "".join(random.Random(seed).choices("ACGT", k=size))
 
@@ -98,7 +98,7 @@ def test_contigs_are_the_record_without_its_gaps(tmp_path_factory: pytest.TempPa
         ("ACGT\n>y\nAC\n", r"cannot be read further at its beginning: .*line 1.*'>'"),
         (">x\nACGT\n>y\n>z\nAC\n", "record 'y' has no sequence"),
         (">x\nACGT\n>\nAC\n", "record number 2 has no name"),
-        (">x\nACGT\n>x again\nAC\n", "record 'x' stands there twice"),
+        (">x\nACGT\n>x again\nAC\n", "record 'x' is a duplicate: expected distinct names"),
         (">x\nACGT\n>y\nACGT\nAC*T\n", r"record 'y' has '\*' at base 7 of 8: expected nucleotides"),
         (">x\nAC GT\n", "record 'x' has ' ' at base 3 of 5"),
         (">x\nAC>GT\n", "record 'x' has '>' at base 3 of 5"),
@@ -117,7 +117,7 @@ def test_a_broken_record_is_an_error_that_names_it(tmp_path: Path, content: str,
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.999])
 def test_nothing_is_used_of_a_gzip_file_that_is_cut_off(tmp_path: Path, share: float):
-    whole = gzip.compress(f">first\nACGT\n>second\n{drawn(400_000)}\n>third\n{drawn(400_000, 1)}\n".encode())
+    whole = gzip.compress(f">first\nACGT\n>second\n{drawn(100_000)}\n>third\n{drawn(100_000, 1)}\n".encode())
     path = tmp_path / "cut.fa.gz"
     path.write_bytes(whole[: int(share * len(whole))])
     before = "first" if share < 0.5 else "second"
@@ -317,7 +317,7 @@ def _preparation(path: Path, **changes) -> Preparation:
     settings = {"held_out_tokens": 100, "max_tokens": None, "shard_tokens": 150}
     settings |= {name: changes.pop(name) for name in list(changes) if name in settings}
     return Preparation(
-        FastaDocuments(FastaSettings(path=str(path), **changes)),
+        FastaSettings(path=str(path), **changes),
         tokenizer="nucleotides",
         held_out_tokens=settings["held_out_tokens"],
         max_tokens=settings["max_tokens"],
@@ -444,7 +444,7 @@ def test_records_that_are_left_out_of_a_folder_are_told(tmp_path: Path):
 
 
 def test_bases_in_lines_are_no_text_of_bases():
-    with pytest.raises(ValueError, match="the text holds line ends, which would be read as unknown ones"):
+    with pytest.raises(ValueError, match="the text holds line ends, which would be read as N"):
         check_nucleotides("ACGT\nACGT\n")
     check_nucleotides("ACGTACGT\n")
 

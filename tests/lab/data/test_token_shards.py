@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ from torch.utils.data import DataLoader
 
 from attention_priors.lab.data import IGNORED_LABEL, Corpus, Document, collate_rows, token_stream, train_tokenizer
 from attention_priors.lab.data.preparation import Preparation, prepare, prepared_tokenizer
-from attention_priors.lab.data.settings import DataSettings, HubDataset
 from attention_priors.lab.data.shards import PackedRows, ShardError, TokenShards, read_manifest, shards_of
-from attention_priors.lab.data.sources import CorpusDocuments, HubDocuments, Place
+from attention_priors.lab.data.sources import DataSettings, HubDataset
 from attention_priors.lab.strict_yaml import RecipeError
 
 
@@ -53,7 +51,7 @@ def make(json_lines: Path, saved_tokenizer: str):
             "max_tokens": None,
             "shard_tokens": 2000,
         }
-        return Preparation(documents or HubDocuments(source), **options | changes)
+        return Preparation(documents or source, **options | changes)
 
     return preparation
 
@@ -92,9 +90,7 @@ def test_tokens_of_other_files_or_of_another_tokenizer_are_others(json_lines: Pa
     settings = {"held_out_tokens": 500, "max_tokens": None, "shard_tokens": 2000, "tokenizer": str(tokenizer)}
 
     def again(path: str, files: str | None) -> None:
-        prepare(
-            Preparation(HubDocuments(HubDataset(path=path, data_files=files)), **settings), tmp_path / f"of-{path[-4:]}"
-        )
+        prepare(Preparation(HubDataset(path=path, data_files=files), **settings), tmp_path / f"of-{path[-4:]}")
 
     for path, files in (("json", str(rows / "*.jsonl")), (str(rows), None)):
         again(path, files)
@@ -137,14 +133,14 @@ def test_parquet_is_read_as_json_is(prepared: Path, json_lines: Path, make, tmp_
     rows.select(range(half)).to_parquet(tmp_path / "0.parquet")
     rows.select(range(half, len(rows))).to_parquet(tmp_path / "1.parquet")
     source = HubDataset(path="parquet", data_files=str(tmp_path / "*.parquet"))
-    prepare(make(HubDocuments(source)), tmp_path / "tokens")
+    prepare(make(source), tmp_path / "tokens")
     assert _files(tmp_path / "tokens") == _files(prepared)
 
 
 def test_a_corpus_keeps_its_own_held_out_part(make, texts, tokenizer, tmp_path):
     documents = tuple(Document(str(index), text) for index, text in enumerate(texts[:50]))
     corpus = Corpus("made-up", documents[:40], documents[40:])
-    prepare(make(CorpusDocuments(corpus)), tmp_path)
+    prepare(make(corpus), tmp_path)
     for part, expected in (("train", documents[:40]), ("held_out", documents[40:])):
         assert torch.equal(_all(tmp_path, part)[0], token_stream(tokenizer, expected).tokens)
 
@@ -167,7 +163,7 @@ def test_limits_hold_within_a_batch_of_documents(make, texts, tokenizer, tmp_pat
     whole = token_stream(tokenizer, documents[5:]).tokens
     longest = max(len(token_stream(tokenizer, [document]).tokens) for document in documents)
     sizes = {"shard_tokens": 2 * longest, "max_tokens": len(whole) // 2}
-    prepare(make(CorpusDocuments(Corpus("made-up", documents[5:], documents[:5])), **sizes), tmp_path)
+    prepare(make(Corpus("made-up", documents[5:], documents[:5]), **sizes), tmp_path)
     shards = shards_of(read_manifest(tmp_path), "train")
     assert len(shards) > 1
     assert all(shard.tokens < 3 * longest for shard in shards)
@@ -293,7 +289,7 @@ def test_nothing_left_to_train_on_is_an_error(make, tmp_path):
 def test_a_dataset_that_cannot_be_read_is_named(make, json_lines, tmp_path, source, complaint):
     settings = HubDataset.model_validate({"data_files": str(json_lines / "*.jsonl")} | source)
     with pytest.raises(ValueError, match=complaint):
-        prepare(make(HubDocuments(settings)), tmp_path)
+        prepare(make(settings), tmp_path)
 
 
 @pytest.mark.parametrize("given", [{}, {"text": "a", "shards": "b"}])
@@ -330,13 +326,12 @@ def test_what_changes_something_is_not_refused():
 
 
 def test_a_dataset_goes_on_after_any_text(json_lines, texts):
-    documents = HubDocuments(HubDataset(path="json", data_files=str(json_lines / "*.jsonl")))
-    places: list[Place] = list(documents.read("train"))
-    assert [place.text for place in places] == texts
+    documents = HubDataset(path="json", data_files=str(json_lines / "*.jsonl"))
+    read = list(documents.read("train"))
+    assert [text for text, _ in read] == texts
     for index in (0, 17, len(texts) // 2 - 1, len(texts) // 2, len(texts) - 2):
-        state = json.loads(json.dumps(places[index].state))
-        rest: Iterator[Place] = documents.read("train", state)
-        assert [place.text for place in rest] == texts[index + 1 :]
+        state = json.loads(json.dumps(read[index][1]))
+        assert [text for text, _ in documents.read("train", state)] == texts[index + 1 :]
 
 
 # ---- rows

@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerFast
 from attention_priors.lab.data import (
     IGNORED_LABEL,
     Document,
-    PasskeyTask,
     RetrievalShare,
     TrainingMixture,
     collate_rows,
     token_stream,
 )
+from attention_priors.lab.tasks import PasskeyTask
 
 LENGTH = 320
 ANSWER_WEIGHT = 7.0

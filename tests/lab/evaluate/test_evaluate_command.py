@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from attention_priors.lab.cli import app
-from attention_priors.lab.evaluate import TASKS
+from attention_priors.lab.tasks import TASKS
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_there_must_be_a_model(run):
     [
         (
             ["--task", "passkeys"],
-            "tasks: unknown task 'passkeys'; there are passkey, passkey_8, passkey_corpus, passkey_weight, niah_",
+            "tasks: unknown task 'passkeys'; there are passkey, passkey_8, passkey_corpus, passkey_sentence, ",
         ),
         (["--task", ""], "tasks: at least one task must be named, of passkey, passkey_8"),
         (["--task", "timing,timing"], "tasks: tasks must be distinct, got timing, timing"),

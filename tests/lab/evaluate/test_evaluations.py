@@ -1,6 +1,5 @@
 """Whole evaluations of small random models: every task, resumed, repeated, grown, stopped."""
 
-import importlib
 import json
 import math
 import shutil
@@ -9,21 +8,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import known_models
 import model_folders
 import pytest
 import torch
 import transformers as hf
-from evaluation_cases import markdown
+from known_models import markdown
 
-from attention_priors.lab.evaluate import TASKS, EvaluationPlan, Observer, Subject, Summary, evaluate, summarize
-from attention_priors.lab.evaluate.perplexity import token_losses
+from attention_priors.lab.evaluate import Observer, Summary, evaluate, summarize
 from attention_priors.lab.evaluate.records import Records
-from attention_priors.lab.evaluate.retrieval import Answer
 from attention_priors.lab.intervals import mean_interval, wilson_interval
 from attention_priors.lab.report import evaluation_results, write_evaluation_figures
+from attention_priors.lab.tasks import TASKS, CopyMixture, CopyMixtureRows, EvaluationPlan, Subject
+from attention_priors.lab.tasks.copying import copying_rows
+from attention_priors.lab.tasks.passkey import PasskeyRetrieval
+from attention_priors.lab.tasks.perplexity import token_losses
+from thoroughness import DEEP
 
 KINDS = pytest.mark.parametrize("kind", model_folders.KINDS)
-OF_TEXT = [task for task in TASKS if task != "genome_completion"]
+OF_TEXT = [task for task in TASKS if task not in ("genome_completion", "copying")]
 RETRIEVAL = [task for task in OF_TEXT if not task.startswith(("perplexity", "passkey_weight", "timing"))]
 
 
@@ -303,20 +306,91 @@ def test_a_task_stops_where_nothing_is_right(subjects: dict[str, Subject], plan:
     assert evaluate(subject, plan("passkey", lengths=lengths), tmp_path) == lifted
 
 
-def test_the_rule_counts_lengths_that_run_on(subjects: dict[str, Subject], plan: Any, tmp_path: Path, monkeypatch: Any):
-    # The package has a function of the module's name.
-    module = importlib.import_module("attention_priors.lab.evaluate.evaluate")
-    right = {180: 0.0, 200: 0.25, 230: 0.0, 260: 0.0}
+@pytest.mark.parametrize(
+    ("right", "after", "stopped_after"),
+    [
+        ((0,), 1, (180,)),
+        ((0, 0), 2, (180, 200)),
+        ((0, 0.25, 0, 0), 2, (230, 260)),
+        ((1, 0, 0), 2, (200, 230)),
+        ((0, 1, 0, 0.5, 0), 2, None),
+        ((0, 0, 0, 0, 0), None, None),
+        ((1, 1, 1, 0, 0), 2, None),
+    ],
+)
+def test_a_task_stops_after_so_many_lengths_running_without_a_right_answer(
+    subjects: dict[str, Subject],
+    plan: Any,
+    tmp_path: Path,
+    monkeypatch: Any,
+    right: Any,
+    after: Any,
+    stopped_after: Any,
+):
+    lengths = (180, 200, 230, 260, 300)
+    scores: dict[int, int] = dict(zip(lengths, right, strict=False))
 
-    def answers(subject: Any, task: Any, questions: Any, **options: Any) -> list[Answer]:
-        return [Answer(right.get(len(question.prompt), 0.0), "", None) for question in questions]
+    def ask(task: PasskeyRetrieval, length: int, units: Any, on_share: Any) -> list[dict[str, Any]]:
+        return [{"depth": 0.0, "score": scores[length] * (unit.key["depth_index"] == 0)} for unit in units]
 
-    monkeypatch.setattr(module, "ask", answers)
-    found = evaluate(subjects["ours"], plan("passkey", lengths=(180, 200, 230, 260, 300)), tmp_path)
-    assert [one.length for one in found.accuracies] == [180, 200, 230, 260]
-    assert [one.mean for one in found.accuracies] == [0, 0.25, 0, 0]
-    assert found.accuracies[1].interval == wilson_interval(0.5, 2)
-    assert found.accuracies[-1].stopped == "nothing right at 2 lengths running (230, 260 tokens)"
+    monkeypatch.setattr(PasskeyRetrieval, "ask", ask)
+    found = evaluate(subjects["ours"], plan("passkey", lengths=lengths, stop_after_zeros=after), tmp_path)
+    assert [one.length for one in found.accuracies] == [*lengths[: len(right)]]
+    assert [one.mean for one in found.accuracies] == [score / 2 for score in right]
+    assert [one.interval for one in found.accuracies] == [wilson_interval(score, 2) for score in right]
+    reason = found.accuracies[-1].stopped
+    if stopped_after is None:
+        assert reason is None
+    else:
+        number = f"{len(stopped_after)} length{'s' * (len(stopped_after) > 1)}"
+        assert reason == f"nothing right at {number} running ({', '.join(map(str, stopped_after))} tokens)"
+    assert not any(one.stopped for one in found.accuracies[:-1])
+
+
+def test_an_interruption_anywhere_changes_nothing(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    """Whole lines are kept and not measured again; the last one may be cut off."""
+    subject, asked = subjects["gpt2"], plan("passkey", "niah_single_1", "perplexity", trials=2, lengths=(380, 400))
+    summary = evaluate(subject, asked, tmp_path, batch=3)
+    path = tmp_path / "results.jsonl"
+    whole = path.read_bytes().splitlines(keepends=True)
+    assert len(whole) == 3 + 2 * (4 + 4 + 2)
+    for kept in range(len(whole) - 1, -1, -1 if DEEP else -4):
+        path.write_bytes(b"".join(whole[:kept]) + whole[kept][:-9])
+        with counted(subject) as passes:
+            assert evaluate(subject, asked, tmp_path, batch=3) == summary
+        assert path.read_bytes() == b"".join(whole)
+        if kept == len(whole) - 1:
+            assert len(passes) == 1  # the last document's
+
+
+def test_copies_are_measured_by_kind(tmp_path: Path):
+    mixture = CopyMixture(vocabulary_size=30, lag=3)
+    subject = Subject("copier", known_models.tiny_decoder(prior="laplace"), None, mixture=mixture)
+    asked = EvaluationPlan(tasks=("copying", "timing", "perplexity"), lengths=(12, 24), tokens=240, passes=1)
+    found = evaluate(subject, asked, tmp_path)
+    assert evaluate(subject, asked, tmp_path) == found
+    for length in (12, 24):
+        rows = CopyMixtureRows(mixture, context_length=length, num_rows=240 // length, seed=-1)
+        samples = [rows.sample(index) for index in range(len(rows))]
+        expected = copying_rows(subject.model, mixture, samples, chunk=1024)
+        assert [row for row in found.copying if row["length"] == length] == expected
+        assert [row["kind"] for row in expected] == ["first", "previous", "noise", "all"]
+    assert [one.length for one in found.durations] == [12, 12, 24, 24]
+    # The loss by position is that of the rows' beginnings.
+    assert [(one.length, one.documents, one.tokens) for one in found.losses] == [(12, 8, 88), (24, 8, 184)]
+    rows = CopyMixtureRows(mixture, context_length=24, num_rows=8, seed=-1)
+    losses = [token_losses(subject.model, rows.sample(index).tokens, chunk=24) for index in range(8)]
+    assert found.losses[1].nll == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+    assert found.losses[0].nll == pytest.approx(float(torch.stack(losses)[:, :11].mean()), rel=1e-5)
+    with pytest.raises(ValueError, match="model 'copier' has no tokenizer: expected a model of text"):
+        evaluate(subject, EvaluationPlan(tasks=("passkey",), lengths=(200,)), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_model_of_text_has_no_copies_to_measure(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"tasks: 'copying' needs a model of a recipe with corpus\.copy_mixture"):
+        evaluate(subjects["ours"], plan("copying"), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_sums_of_losses(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
@@ -344,16 +418,15 @@ def test_losses_that_are_not_finite_are_results(
     subjects: dict[str, Subject], plan: Any, tmp_path: Path, monkeypatch: Any
 ):
     """As in half precision, where logits overflow: what comes after them is measured all the same."""
-    module = importlib.import_module("attention_priors.lab.evaluate.evaluate")
-    measure = module.token_losses
 
     def overflowed(model: Any, tokens: Any, **options: Any) -> Any:
-        losses = measure(model, tokens, **options)
+        losses = token_losses(model, tokens, **options)
         losses[100] = torch.inf
         return losses
 
-    monkeypatch.setattr(module, "token_losses", overflowed)
-    monkeypatch.setattr(module, "needle_weights", lambda *_, **__: [[0.5, float("nan")], [0.25, 1.0]])
+    monkeypatch.setattr("attention_priors.lab.tasks.perplexity.token_losses", overflowed)
+    weights = [[0.5, float("nan")], [0.25, 1.0]]
+    monkeypatch.setattr("attention_priors.lab.tasks.passkey_weight.needle_weights", lambda *_, **__: weights)
     asked = plan("perplexity", "passkey_weight", "passkey", lengths=(200,))
     found = evaluate(subjects["ours"], asked, tmp_path)
     (loss,) = found.losses

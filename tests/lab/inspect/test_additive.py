@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention_priors.lab.inspect import Projected, additive_logits, linear_audit
+from thoroughness import examples
 
-drawn = settings(max_examples=40)
+drawn = settings(max_examples=examples(15))
 CAUSAL = torch.ones(12, 12, dtype=torch.bool).tril()
 
 

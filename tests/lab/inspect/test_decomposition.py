@@ -14,8 +14,9 @@ from attention_priors import GeneralizedGaussian, KeySink, Laplace, Spectral, SS
 from attention_priors.attention.attend import attend_with_weights
 from attention_priors.encodings import ShawVectors
 from attention_priors.lab.inspect import AttentionLogits, attention_logits, decompose, decompose_attention
+from thoroughness import examples
 
-drawn = settings(max_examples=60)
+drawn = settings(max_examples=examples(25))
 
 
 @st.composite
@@ -209,7 +210,7 @@ def test_a_query_without_keys_has_nothing(given: AttentionLogits) -> None:
         assert (grad[~given.visible] == 0).all()
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(5))
 @given(logits())
 def test_gradients(given: AttentionLogits) -> None:
     def of(f: Tensor, g: Tensor) -> tuple[Tensor, ...]:

@@ -35,7 +35,6 @@ from typer.testing import CliRunner
 from attention_priors.hf import attach
 from attention_priors.lab.cli import app
 from attention_priors.lab.data import load_corpus, train_tokenizer
-from attention_priors.lab.data.passkey import PasskeyTask
 from attention_priors.lab.inspect import (
     InspectionPlan,
     curve_distances,
@@ -49,6 +48,7 @@ from attention_priors.lab.inspect.prompt import figure_4_prompt
 from attention_priors.lab.report import inspection_summary, write_inspection
 from attention_priors.lab.report.figures.style import png
 from attention_priors.lab.report.pages.inspection import inspection_results
+from attention_priors.lab.tasks.passkey import PasskeyTask
 from attention_priors.models import (
     PriorDecoderConfig,
     PriorDecoderForCausalLM,

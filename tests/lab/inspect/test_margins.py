@@ -16,8 +16,9 @@ from attention_priors.lab.inspect import (
     sensitivity_bound,
     sink_margin,
 )
+from thoroughness import examples
 
-drawn = settings(max_examples=80)
+drawn = settings(max_examples=examples(30))
 
 
 @st.composite

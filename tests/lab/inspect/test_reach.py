@@ -13,6 +13,7 @@ from attention_priors.attention.logit_scale import ResidualSSMax
 from attention_priors.lab.inspect import effective_reach, head_roles, window_for
 from attention_priors.lab.inspect.reach import last_prior
 from attention_priors.priors import Axial
+from thoroughness import examples
 
 
 def test_of_a_slope_it_is_logarithmic() -> None:
@@ -65,7 +66,7 @@ def test_at_a_million_tokens() -> None:
     assert int(found) == math.ceil(math.log(100) / 1e-3 - 1)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(12))
 @given(
     seed=st.integers(0, 999), tolerance=st.sampled_from([0.0, 1e-6, 0.01, 0.3]), spread=st.sampled_from([0.0, 1.0, 4.0])
 )

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention_priors.lab.inspect import transport_minimum, transport_objective, transport_plan
+from thoroughness import examples
 
-drawn = settings(max_examples=60)
+drawn = settings(max_examples=examples(25))
 
 
 @st.composite

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_cases import changed, of_kind, write_texts
+from recipe_cases import carry_out, changed, of_kind, write_texts
 from rich.console import Console
 
 from attention_priors.lab.results import Results, read_rows
-from attention_priors.lab.study import Recipe, compare
+from attention_priors.lab.study import Recipe
 
 
 @pytest.fixture(scope="session")
@@ -47,8 +47,8 @@ class Finished:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Recipe]) -> Finished:
-    folder, console = tmp_path_factory.mktemp("finished"), Console(file=io.StringIO())
-    compare(tiny(), folder, only=["BAM + SSMax"], console=console)
+    folder = tmp_path_factory.mktemp("finished")
+    carry_out(tiny(), folder, ["BAM + SSMax"])
     only = read_rows(folder)
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
-    return Finished(folder, only, files, compare(tiny(), folder, processes=1, console=console))
+    return Finished(folder, only, files, carry_out(tiny(), folder))

@@ -2,10 +2,17 @@
 
 import copy
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attention_priors.lab.study import Recipe, load_recipe
+import torch
+from rich.console import Console
+
+from attention_priors._io import write_json
+from attention_priors.lab.results import Results
+from attention_priors.lab.study import ImageRecipe, Recipe, compare, load_recipe
+from attention_priors.lab.study.compare import load_study
 
 RECIPE: dict[str, Any] = {
     "name": "Tiny",
@@ -70,6 +77,20 @@ def write_genome(path: Path) -> Path:
             bases = "".join(2 * "".join(draw.choices("ACGT", k=20)) for _ in range(units))
             file.write(f">{name}\n{bases}\n")
     return path
+
+
+def carry_out(recipe: Recipe | ImageRecipe, output: Path, only: Sequence[str] = ()) -> Results:
+    """Compare as ``compare`` does, but carry the runs out in this process: to start others takes long."""
+    study, threads = load_study(recipe, output / "cache"), torch.get_num_threads()
+    torch.set_num_threads(recipe.threads_per_run)
+    study.check()
+    for seed in recipe.seeds:
+        for scheme in only or recipe.schemes:
+            for path, content in study.identities(output, scheme, seed).items():
+                write_json(path, content)
+            study.execute(output, scheme, seed, lambda stage, done, total: None)
+    torch.set_num_threads(threads)
+    return compare(recipe, output, only=only, console=Console(quiet=True))
 
 
 def decoder_recipe(path: Path) -> Recipe:

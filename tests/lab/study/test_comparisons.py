@@ -5,23 +5,23 @@ import io
 import json
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_cases import RECIPE, changed, of_kind
+from recipe_cases import changed, of_kind
 from rich.console import Console
 from typer.testing import CliRunner
 
-from attention_priors.lab import study as experiments
+from attention_priors.lab import study
 from attention_priors.lab.cli import app
 from attention_priors.lab.data import load_corpus
-from attention_priors.lab.evaluate import PasskeySettings, has_given_up, position_bins
 from attention_priors.lab.results import FILE, Results, read_rows, recipe_sha256, write_rows
 from attention_priors.lab.study import Recipe, RecipeError, RunFailedError, compare
-from attention_priors.lab.study.compare import processes_at_a_time
-from attention_priors.lab.study.decoders import DecoderStudy
-from attention_priors.lab.study.studies import load_study
+from attention_priors.lab.study.compare import load_study, processes_at_a_time
+from attention_priors.lab.tasks.perplexity import position_bins
 
 SCHEMES = ["ALiBi", "BAM + SSMax"]
 
@@ -127,7 +127,6 @@ def test_every_run_has_its_history(finished):
 
 
 def test_passkey_rows_go_up_to_where_a_scheme_gave_up(finished):
-    settings = PasskeySettings.model_validate(RECIPE["evaluation"]["passkey"])
     grid = [(length, depth) for length in (150, 160, 170) for depth in (0.0, 1.0)]
     for run in finished.rows("run"):
         rows: list[Any] = finished.rows("retrieval", scheme=run["scheme"], plan=None, task="passkey")
@@ -136,13 +135,14 @@ def test_passkey_rows_go_up_to_where_a_scheme_gave_up(finished):
         if run["stopped"] is None:
             assert len(rows) == 6
         else:
-            assert len(rows) in (4, 6)
-            assert run["stopped"] == has_given_up(rows, settings)
+            last = [row["length"] for row in rows[-4::2]]
+            assert not any(row["correct"] for row in rows[-4:])
+            assert run["stopped"] == f"nothing right at 2 lengths running ({last[0]}, {last[1]} tokens)"
 
 
 def test_perplexity_rows_cover_every_range_of_positions(finished):
     for scheme in SCHEMES:
-        rows = finished.rows("perplexity", scheme=scheme, plan=None, task="perplexity", length=None)
+        rows = finished.rows("perplexity", scheme=scheme, plan=None, task="perplexity", length=100)
         expected = [(first * last) ** 0.5 for first, last in position_bins(100)]
         assert [row["position"] for row in rows] == pytest.approx(expected)
         assert all(row["documents"] >= 1 for row in rows)
@@ -181,12 +181,12 @@ def test_a_finished_run_keeps_its_model_and_no_checkpoints(finished):
         assert {path.name for path in folder.iterdir()} == {
             ".lock",
             "identity.json",
-            "log.txt",
             "model",
             "training.json",
             "priors.json",
-            "passkey.jsonl",
-            "perplexity.json",
+            "results.jsonl",
+            "log.jsonl",
+            "measured.json",
             "done.json",
         }
 
@@ -210,13 +210,17 @@ def test_a_second_call_does_nothing(finished, copy, tiny, quiet, no_workers):
 def test_files_that_are_left_out_are_told(copy, tiny, no_workers, tmp_path, monkeypatch):
     folder = Path(shutil.copytree(tiny().corpus.source, tmp_path / "texts"))
     (folder / "nul.bin").write_bytes(b"a\0b")
-    study = load_study(tiny({"corpus.source": str(folder)}), tmp_path / "cache")
-    assert study.left_out == "left out: nul.bin: it is binary (it holds a NUL byte)"
-    for words in (None, study.left_out):
-        monkeypatch.setattr(DecoderStudy, "left_out", words)
+    words = load_study(tiny({"corpus.source": str(folder)}), tmp_path / "cache").left_out
+    assert words == "left out: nul.bin: it is binary (it holds a NUL byte)"
+    loaded = load_study(tiny(), copy / "cache")
+    # The package has a function of the module's name.
+    monkeypatch.setattr(sys.modules["attention_priors.lab.study.compare"], "load_study", lambda *_: loaded)
+    for loaded.left_out in (None, words):
         printed = io.StringIO()
         compare(tiny(), copy, console=Console(file=printed, width=40))
-        assert ("corpus: left out: nul.bin: it is binary (it holds a NUL byte)\n" in printed.getvalue()) == bool(words)
+        assert ("corpus: left out: nul.bin: it is binary (it holds a NUL byte)\n" in printed.getvalue()) == bool(
+            loaded.left_out
+        )
 
 
 def test_a_new_name_is_no_other_recipe(copy, tiny, quiet, no_workers):
@@ -359,10 +363,13 @@ def test_another_tokenizer_under_the_same_path_is_another_recipe(finished, tiny,
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"evaluation.passkey.lengths": [20, 150]}, r"evaluation\.passkey\.lengths: 20 tokens; .* at least \d+"),
+        (
+            {"evaluation.passkey.lengths": [20, 150]},
+            r"evaluation\.passkey: lengths: 20 tokens for the task 'passkey_corpus'; .* at least \d+",
+        ),
         (
             {"evaluation.perplexity.length": 10**6},
-            r"evaluation\.perplexity\.length: no held-out document of corpus 'texts' has 1000000 tokens",
+            r"evaluation\.perplexity: lengths: no document of '.*texts' \(held out\) has at least 1000000 tokens",
         ),
         ({"training.context_length": 10**6}, r"schemes\.ALiBi: .*1000000"),
         (
@@ -404,22 +411,35 @@ def test_a_text_that_cannot_be_made_is_an_error_before_any_work(tiny, tmp_path, 
 # ---- a run that fails
 
 
-def test_a_run_that_fails_is_named_once_the_others_are_done(copy, tiny, quiet, finished):
-    run = copy / "runs" / "ALiBi" / "seed-3"
-    (run / "model" / "model.safetensors").write_bytes(b"no weights")
-    (run / "done.json").unlink()
-    other = copy / "runs" / "BAM_+_SSMax" / "seed-3"
-    for name in ("done.json", "perplexity.json"):
-        (other / name).unlink()
-    (copy / FILE).unlink()
+@pytest.fixture
+def stub_worker(tmp_path, monkeypatch) -> Callable[[str], None]:
+    """Lets a shell script stand for the workers; its fifth argument is the scheme."""
+
+    def use(script: str) -> None:
+        python = tmp_path / "python"
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+        monkeypatch.setattr("sys.executable", str(python))
+
+    return use
+
+
+def test_a_run_that_fails_is_named_once_the_others_are_done(copy, tiny, quiet, finished, stub_worker):
+    run, other = (copy / "runs" / name / "seed-3" for name in ("ALiBi", "BAM_+_SSMax"))
+    done = (other / "done.json").rename(copy / "kept.json")
+    for path in (run / "done.json", copy / FILE):
+        path.unlink()
+    (run / "log.txt").write_text("".join(f"line {index}\n" for index in range(40)))
+    stub_worker(
+        f"""[ "$5" = ALiBi ] && {{ echo "SafetensorError: no weights" >&2; exit 1; }}; cp {done} '{other}/done.json'"""
+    )
     with pytest.raises(RunFailedError) as caught:
         compare(tiny(), copy, processes=1, console=quiet)
     message = str(caught.value)
     assert message.startswith("ALiBi, seed 3, ended with exit code 1; the end of ")
     assert str(run / "log.txt") in message
-    assert "SafetensorError" in message.splitlines()[-1]
-    assert len(message.splitlines()) <= 16
-    assert (other / "done.json").exists()
+    assert message.splitlines()[-1] == "SafetensorError: no weights"
+    assert len(message.splitlines()) == 16
     assert [*caught.value.results["run"].scheme] == ["BAM + SSMax"]
     assert of_kind(read_rows(copy), "retrieval") == finished.rows("retrieval", scheme="BAM + SSMax")
 
@@ -430,7 +450,7 @@ def test_the_command_reports_what_is_there_when_a_run_fails(finished, tiny, tmp_
 
     found = finished.results
     write_rows(tmp_path / "out", read_rows(finished.folder))
-    monkeypatch.setattr(experiments, "compare", fail)
+    monkeypatch.setattr(study, "compare", fail)
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(json.dumps(changed({"corpus.source": tiny().corpus.source})))
     result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(tmp_path / "out")])
@@ -444,10 +464,10 @@ def test_the_command_reports_what_is_there_when_a_run_fails(finished, tiny, tmp_
     assert result.exit_code == 1
     assert "error: ALiBi, seed 4, ended with exit code 1" in result.output
     assert "no data for: axes" in result.output
-    monkeypatch.setattr(experiments, "compare", lambda *arguments, **options: found)
+    monkeypatch.setattr(study, "compare", lambda *arguments, **options: found)
     result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(tmp_path / "out")])
     assert (result.exit_code, "no data for: axes" in result.output) == (1, True)
-    monkeypatch.setattr(experiments, "compare", fail)
+    monkeypatch.setattr(study, "compare", fail)
     # Where nothing is finished, there is nothing to report.
     found = Results.of([finished.study])
     result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(tmp_path / "none")])
@@ -455,10 +475,7 @@ def test_the_command_reports_what_is_there_when_a_run_fails(finished, tiny, tmp_
     assert not (tmp_path / "none").exists()
 
 
-def test_a_worker_that_speaks_out_of_turn_is_heard_to_its_end(tiny, tmp_path, quiet, monkeypatch):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho not the protocol\nexit 3\n")
-    python.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(python))
+def test_a_worker_that_speaks_out_of_turn_is_heard_to_its_end(tiny, tmp_path, quiet, stub_worker):
+    stub_worker("echo not the protocol\nexit 3")
     with pytest.raises(RunFailedError, match=r"exit code 3(.|\n)*not the protocol"):
         compare(tiny(), tmp_path / "out", only=["ALiBi"], console=quiet)

@@ -2,24 +2,25 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from recipe_cases import decoder_recipe, of_kind
+from recipe_cases import carry_out, decoder_recipe, of_kind
 
-from attention_priors._io import write_json
-from attention_priors.lab.data import CopyMixture
 from attention_priors.lab.report import write_report
 from attention_priors.lab.report.figures.heads import causal_weights
-from attention_priors.lab.results import Results
+from attention_priors.lab.results import Results, read_rows
 from attention_priors.lab.study import Recipe, RecipeError
 from attention_priors.lab.study import materials as materials_module
+from attention_priors.lab.study.decoders import DecoderStudy
 from attention_priors.lab.study.materials import HELD_OUT_SEED, Materials
-from attention_priors.lab.study.results import collect
-from attention_priors.lab.study.run import execute, identities, identity, run_folder
+from attention_priors.lab.study.run_files import run_folder
+from attention_priors.lab.tasks import CopyMixture
+from attention_priors.lab.tasks.copying import copying_rows
 
 CONTENT: dict[str, Any] = {
     "name": "Tiny copies",
@@ -57,25 +58,16 @@ def _recipe(**changes: Any) -> Recipe:
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every run of the recipe, carried out in this process."""
     folder = tmp_path_factory.mktemp("copies")
-    materials = Materials.load(_recipe(), folder / "cache")
-    materials.check()
-    assert not (folder / "cache").exists()  # there is no tokenizer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(materials_module, "HELD_OUT_TOKENS", 96)
-        for scheme in CONTENT["schemes"]:
-            for seed in CONTENT["seeds"]:
-                for path, content in identities(materials, folder, scheme, seed).items():
-                    write_json(path, content)
-                execute(materials, scheme, seed, run_folder(folder, scheme, seed), lambda *arguments: None)
+        carry_out(_recipe(), folder)
+    assert not [*(folder / "cache").iterdir()]  # there is no tokenizer
     return folder
 
 
 @pytest.fixture(scope="module")
 def rows(output: Path) -> list[dict[str, Any]]:
-    recipe = _recipe()
-    runs = [(scheme, seed) for scheme in recipe.schemes for seed in recipe.seeds]
-    description = dict(Materials.load(recipe, output).description)
-    return json.loads(json.dumps(collect(recipe, output, runs, wall_seconds=1.0, corpus=description)))
+    return read_rows(output)
 
 
 # ---- what is read
@@ -89,9 +81,6 @@ def test_what_is_tested_is_never_trained_on(tmp_path):
     }
     assert HELD_OUT_SEED not in range(2**33)
     assert not trained & {tuple(text.tolist()) for text in materials.texts(12, 20)}
-    assert materials.recipe.evaluation.copying is not None
-    samples = materials.copying_samples(materials.recipe.evaluation.copying, 24)
-    assert [len(sample.tokens) for sample in samples] == [24] * 10
     rows = list(materials.held_out_rows(32768))
     assert [len(row["input_ids"]) for row in rows] == [32768] * 2
 
@@ -106,10 +95,8 @@ def test_the_description_says_what_was_drawn(rows):
 
 
 def test_other_shares_are_another_run(tmp_path):
-    one, other = (
-        identity(Materials.load(_recipe(corpus={"copy_mixture": task}), tmp_path), "GOAT", 1)
-        for task in ({"first": 0.3}, {"first": 0.4})
-    )
+    studies = (DecoderStudy(_recipe(corpus={"copy_mixture": {"first": first}}), tmp_path) for first in (0.3, 0.4))
+    one, other = (next(iter(study.identities(tmp_path, "GOAT", 1).values())) for study in studies)
     assert one["corpus"]["copy_mixture"]["first"] == 0.3
     assert one["tokenizer"] is None
     assert one["corpus_fingerprint"] != other["corpus_fingerprint"]
@@ -173,14 +160,25 @@ def test_sinks_and_priors_have_their_rows(rows):
     assert not any(of_kind(rows, kind, scheme="RoPE") for kind in ("prior_mass", "prior_term", "prior_reach"))
 
 
-def test_an_evaluation_that_was_interrupted_goes_on(output, tmp_path):
-    run = run_folder(output, "RoPE", 2)
-    before = (run / "copying.json").read_text()
-    kept = [row for row in json.loads(before) if row["length"] == 12]
-    write_json(run / "copying.json", kept)
-    (run / "done.json").unlink()
-    execute(Materials.load(_recipe(), tmp_path), "RoPE", 2, run, lambda *arguments: None)
-    assert (run / "copying.json").read_text() == before
+def test_an_evaluation_that_was_interrupted_goes_on(output, tmp_path, monkeypatch):
+    run = run_folder(tmp_path, "RoPE", 2)
+    shutil.copytree(run_folder(output, "RoPE", 2), run)
+    before = (run / "results.jsonl").read_text()
+    first, second, *_ = lines = [line for line in before.splitlines(keepends=True) if '"copying"' in line]
+    assert [json.loads(line).get("length") for line in lines] == [None, 12, 24]
+    (run / "results.jsonl").write_text(first + second)
+    for name in ("measured.json", "done.json"):
+        (run / name).unlink()
+    read: list[int] = []
+
+    def remember(model: Any, mixture: Any, samples: Any, **options: Any) -> Any:
+        read.append(len(samples[0].tokens))
+        return copying_rows(model, mixture, samples, **options)
+
+    monkeypatch.setattr("attention_priors.lab.tasks.copying.copying_rows", remember)
+    DecoderStudy(_recipe(), tmp_path).execute(tmp_path, "RoPE", 2, lambda *arguments: None)
+    assert read == [24]
+    assert sorted((run / "results.jsonl").read_text().splitlines()) == sorted(before.splitlines())
 
 
 def test_maps_are_the_prior_that_was_learned(rows):
@@ -284,7 +282,7 @@ def test_impossible_recipes_are_named(tmp_path, changes, complaint):
     [
         (
             {"evaluation": {"passkey": {"lengths": [100]}}},
-            "evaluation.passkey: pass keys need a corpus of text; it is copy_mixture",
+            "evaluation.passkey: model 'GOAT' has no tokenizer: expected a model of text for this task",
         ),
         (
             {"training": CONTENT["training"] | {"passkey_ratio": 0.5}},
@@ -300,7 +298,8 @@ def test_what_needs_text_is_refused(tmp_path, changes, complaint):
 def test_text_has_no_copies_to_test(tiny, tmp_path):
     materials = Materials.load(tiny({"evaluation.copying": {"lengths": [10]}}), tmp_path)
     with pytest.raises(
-        RecipeError, match=re.escape("evaluation.copying: the corpus is a text; it needs corpus.copy_mix")
+        RecipeError,
+        match=re.escape("evaluation.copying: tasks: 'copying' needs a model of a recipe with corpus.copy_mixture"),
     ):
         materials.check()
 

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from recipe_cases import of_kind
+from recipe_cases import carry_out, of_kind
 from safetensors.torch import load_file
 from transformers import set_seed
 
 from attention_priors.lab.report import write_report
-from attention_priors.lab.report.pages import study as page_of_study
 from attention_priors.lab.report.tables import tables
 from attention_priors.lab.results import read_rows
-from attention_priors.lab.study import RecipeError, compare
-from attention_priors.lab.study import run as run_module
-from attention_priors.lab.study.materials import Materials, TextMaterials
-from attention_priors.lab.study.run import STAGES, execute, extended_folder, identities
+from attention_priors.lab.study import RecipeError, compare, decoders
+from attention_priors.lab.study.decoders import STAGES, DecoderStudy
+from attention_priors.lab.study.materials import TextMaterials
+from attention_priors.lab.study.run_files import extended_folder, run_folder
 from attention_priors.models import PriorDecoderForCausalLM
 from attention_priors.models.repositioning import with_positions
+from thoroughness import every_other_deep
 
 BAM = "BAM + SSMax"
 LONGER = {"context_length": 300, "steps": 4, "checkpoint_steps": 2}
@@ -35,7 +35,10 @@ WAYS: dict[str, Any] = {
     BARE: {"context_length": 300, "steps": 0, "prior": None},
 }
 EXTENSIONS: dict[str, Any] = {f"schemes.{BAM}.extensions": WAYS}
-FILES = {"model", "training.json", "losses.json", "priors.json", "passkey.jsonl", "perplexity.json", "done.json"}
+FILES = {
+    "model", "training.json", "losses.json", "priors.json", "results.jsonl", "log.jsonl", "measured.json", "done.json",
+    ".lock",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -55,31 +58,37 @@ class _StopError(Exception):
     pass
 
 
-def _execute(materials: Materials, run: Path, stop: tuple[str, int] | None = None) -> list[tuple[str, int]]:
-    """Carry a run out and give its progress; ``stop`` interrupts it there."""
+def _execute(study: DecoderStudy, output: Path, stop: tuple[str, int | None] | None = None) -> list[tuple[str, int]]:
+    """Carry the run out and give its progress; ``stop`` interrupts it there, None at the first step of the stage."""
     steps: list[tuple[str, int]] = []
 
     def progress(stage: str, done: int, total: int) -> None:
         assert 0 <= done <= total
         steps.append((stage, done))
-        if (stage, done) == stop:
+        if stop in ((stage, done), (stage, None)):
             raise _StopError
 
-    execute(materials, BAM, 3, run, progress)
+    study.execute(output, BAM, 3, progress)
     return steps
 
 
+def _first(finished: Any, output: Path) -> Path:
+    """Put a copy of the finished run into the folder of a comparison."""
+    run = run_folder(output, BAM, 3)
+    shutil.copytree(run_folder(finished.folder, BAM, 3), run)
+    return run
+
+
 @pytest.fixture(scope="module")
-def extended(finished, tiny, tmp_path_factory) -> tuple[Materials, Path]:
+def extended(finished, tiny, tmp_path_factory) -> tuple[DecoderStudy, Path]:
     """A finished run, and its extensions, which nothing interrupted."""
-    run = tmp_path_factory.mktemp("extended") / "run"
-    shutil.copytree(finished.folder / "runs" / "BAM_+_SSMax" / "seed-3", run)
-    materials = Materials.load(tiny(EXTENSIONS), finished.folder / "cache")
+    output = tmp_path_factory.mktemp("extended")
+    run, study = _first(finished, output), DecoderStudy(tiny(EXTENSIONS), finished.folder / "cache")
     before = _weights(run)
-    _execute(materials, run)
+    _execute(study, output)
     assert _weights(run) == before
     assert _weights(extended_folder(run, ON)) != before
-    return materials, run
+    return study, run
 
 
 def test_extensions_leave_the_first_models_files_and_their_own(extended):
@@ -121,31 +130,33 @@ def test_every_way_starts_from_the_first_model(extended):
 
 @pytest.mark.parametrize(
     "stop",
-    [
-        (f"{ON}: train", 0),
-        (f"{ON}: train", 3),
-        (f"{ON}: train", 4),
-        (f"{ON}: passkey", 0),
-        (f"{FRESH}: train", 0),
-        (f"{FRESH}: train", 3),
-        (f"{FRESH}: perplexity", 1),
-        (f"{BARE}: train", 1),
-        (f"{BARE}: passkey", 0),
-    ],
+    every_other_deep(
+        [
+            (f"{ON}: train", 0),
+            (f"{ON}: train", 3),
+            (f"{ON}: train", 4),
+            (f"{ON}: evaluate", None),
+            (f"{FRESH}: train", 0),
+            (f"{FRESH}: train", 3),
+            (f"{FRESH}: evaluate", 100),
+            (f"{BARE}: train", 1),
+            (f"{BARE}: evaluate", None),
+        ],
+        quick=[(f"{ON}: train", 3), (f"{ON}: evaluate", None), (f"{FRESH}: evaluate", 100), (f"{BARE}: train", 1)],
+    ),
 )
 def test_an_extension_that_was_interrupted_ends_as_if_nothing_had_happened(extended, finished, tiny, tmp_path, stop):
     _, whole = extended
     way = stop[0].split(":")[0]
-    materials = Materials.load(tiny({f"schemes.{BAM}.extensions": {way: WAYS[way]}}), finished.folder / "cache")
-    run = tmp_path / "run"
-    shutil.copytree(finished.folder / "runs" / "BAM_+_SSMax" / "seed-3", run)
+    study = DecoderStudy(tiny({f"schemes.{BAM}.extensions": {way: WAYS[way]}}), finished.folder / "cache")
+    run = _first(finished, tmp_path)
     with pytest.raises(_StopError):
-        _execute(materials, run, stop)
+        _execute(study, tmp_path, stop)
     assert not (extended_folder(run, way) / "done.json").exists()
-    steps = _execute(materials, run)
+    steps = _execute(study, tmp_path)
     one, other = (extended_folder(folder, way) for folder in (run, whole))
     assert _weights(one) == _weights(other)
-    for name in ("losses.json", "passkey.jsonl", "perplexity.json", "priors.json"):
+    for name in ("losses.json", "results.jsonl", "priors.json"):
         assert (one / name).read_text() == (other / name).read_text(), name
     assert _json(one / "training.json")["history"] == _json(other / "training.json")["history"]
     if stop[1] == 3:
@@ -155,21 +166,21 @@ def test_an_extension_that_was_interrupted_ends_as_if_nothing_had_happened(exten
 
 def test_what_is_done_is_not_done_again_when_a_way_is_added(extended, finished, tiny, tmp_path):
     _, whole = extended
-    run = tmp_path / "run"
-    shutil.copytree(finished.folder / "runs" / "BAM_+_SSMax" / "seed-3", run)
+    run = _first(finished, tmp_path)
     for ways in ({ON: WAYS[ON]}, WAYS):
         before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
-        materials = Materials.load(tiny({f"schemes.{BAM}.extensions": ways}), finished.folder / "cache")
-        steps = _execute(materials, run)
+        study = DecoderStudy(tiny({f"schemes.{BAM}.extensions": ways}), finished.folder / "cache")
+        steps = _execute(study, tmp_path)
         # The losses before are of the lengths that are known already.
         assert before == {path: path.stat().st_mtime_ns for path in before}
-    assert [step for step in steps if step[0].startswith(ON)] == [(f"{ON}: {stage}", 1) for stage in STAGES]
+    done = [(f"{ON}: {stage}", count) for stage, count in zip(STAGES, (4, 1), strict=True)]
+    assert [step for step in steps if step[0].startswith(ON)] == done
     for way in WAYS:
         assert _weights(extended_folder(run, way)) == _weights(extended_folder(whole, way))
 
 
 def test_the_rows_of_an_extension_are_new_ones(extended, monkeypatch, finished, tmp_path):
-    materials, _ = extended
+    study, _ = extended
     seeds = []
     original = TextMaterials.training_rows
 
@@ -178,15 +189,16 @@ def test_the_rows_of_an_extension_are_new_ones(extended, monkeypatch, finished, 
         return original(self, settings, seed)
 
     monkeypatch.setattr(TextMaterials, "training_rows", remember)
-    run = tmp_path / "run"
-    shutil.copytree(finished.folder / "runs" / "BAM_+_SSMax" / "seed-3", run)
-    monkeypatch.setattr(run_module, "measure", lambda *arguments: None)
-    _execute(materials, run)
+    _first(finished, tmp_path)
+    monkeypatch.setattr(decoders, "measure", lambda *arguments: None)
+    _execute(study, tmp_path)
     assert seeds == [(300, 3 + 2**32)] * 2
 
 
 def test_losses_are_over_whole_held_out_rows_of_the_same_tokens(extended):
-    materials, _ = extended
+    study, _ = extended
+    materials = study.materials
+    assert isinstance(materials, TextMaterials)
     short, long = (list(materials.held_out_rows(length)) for length in (150, 300))
     tokens = [token for row in short for token in row["input_ids"].tolist()]
     assert tokens == materials.held_out_stream.tokens[: len(tokens)].tolist()
@@ -194,7 +206,7 @@ def test_losses_are_over_whole_held_out_rows_of_the_same_tokens(extended):
     assert 0 <= len(short) - 2 * len(long) <= 1
 
 
-def test_a_sweep_with_extensions_is_compared_and_reported(copy, tiny, quiet, monkeypatch):
+def test_a_sweep_with_extensions_is_compared_and_reported(copy, tiny):
     changes = EXTENSIONS | {
         "sweep": {
             "schemes": [BAM],
@@ -203,11 +215,11 @@ def test_a_sweep_with_extensions_is_compared_and_reported(copy, tiny, quiet, mon
         }
     }
     uniform = f"{BAM} · init=uniform"
-    # Two at a time; what the folder has of the base is kept.
-    before = (copy / "runs" / "BAM_+_SSMax" / "seed-3" / "passkey.jsonl").stat().st_mtime_ns
-    results = compare(tiny(changes), copy, only=["BAM*"], processes=2, console=quiet)
+    # The results of the base are kept.
+    before = (run_folder(copy, BAM, 3) / "results.jsonl").stat().st_mtime_ns
+    results = carry_out(tiny(changes), copy, only=[BAM, uniform])
+    assert (run_folder(copy, BAM, 3) / "results.jsonl").stat().st_mtime_ns == before
     rows = partial(of_kind, read_rows(copy))
-    assert (copy / "runs" / "BAM_+_SSMax" / "seed-3" / "passkey.jsonl").stat().st_mtime_ns == before
     names = {scheme: [f"{scheme}, extended to 300: {way}" for way in WAYS] for scheme in (BAM, uniform)}
     assert results.names == [
         "ALiBi", BAM, *names[BAM], uniform, *names[uniform],
@@ -239,18 +251,16 @@ def test_a_sweep_with_extensions_is_compared_and_reported(copy, tiny, quiet, mon
         "before": _json(run / "losses.json"), "after": _json(extended_folder(run, FRESH) / "losses.json"),
     }  # fmt: skip
 
-    monkeypatch.setattr(page_of_study, "png", lambda _: b"\x89PNG")  # for speed
     write_report(results, copy)
     assert [line[:3] for line in tables(results)["extension"].merged][:4] == [
         [BAM, "before", "–"], ["150 → 300", ON, "4"], ["", FRESH, "4"], ["", BARE, "0"],
     ]  # fmt: skip
-    assert (copy / "figures" / "perplexity_by_axis_01_init.png").exists()
     made = {"passkey", "perplexity", "axes", "extension", "heads", "prior_mass", "prior_reach", "training", "runs"}
     assert {path.name for path in (copy / "tables").iterdir()} == {f"{n}.{end}" for n in made for end in ("md", "tex")}
 
 
 def test_another_extension_is_refused_and_the_first_run_kept(copy, tiny, quiet, monkeypatch):
-    for path, content in identities(Materials.load(tiny(EXTENSIONS), copy / "cache"), copy, BAM, 3).items():
+    for path, content in DecoderStudy(tiny(EXTENSIONS), copy / "cache").identities(copy, BAM, 3).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content))
     monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: pytest.fail("a worker was started"))
@@ -278,7 +288,7 @@ def test_another_extension_is_refused_and_the_first_run_kept(copy, tiny, quiet, 
         ),
         (
             {"schemes.ALiBi.evaluation": {"passkey": {"lengths": [10, 150]}}},
-            r"schemes\.ALiBi\.evaluation\.passkey\.lengths: 10 tokens",
+            r"schemes\.ALiBi\.evaluation\.passkey: lengths: 10 tokens",
         ),
     ],
 )

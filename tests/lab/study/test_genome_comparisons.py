@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_cases import write_genome
+from recipe_cases import carry_out, write_genome
 from rich.console import Console
 
 from attention_priors.lab.report import write_report
@@ -33,7 +33,7 @@ def genome(tmp_path: Path) -> Path:
 
 def test_schemes_are_compared_on_a_genome(genome: Path, tmp_path: Path):
     folder = tmp_path / "out"
-    results = compare(Recipe.model_validate(recipe(genome)), folder, processes=1, console=Console(file=io.StringIO()))
+    results = carry_out(Recipe.model_validate(recipe(genome)), folder)
     completions = results["completion"]
     assert [*zip(completions.scheme, completions.pieces, completions.continuations, strict=True)] == [
         ("ALiBi", 3, 2),

@@ -14,6 +14,7 @@ from datasets import Image as DatasetImage
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from recipe_cases import carry_out
 from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, pipeline
@@ -22,14 +23,13 @@ from attention_priors._io import read_json
 from attention_priors.lab.data.packing import row_seed
 from attention_priors.lab.report import overview_table, write_report
 from attention_priors.lab.results import Results
-from attention_priors.lab.study import ImageRecipe, Recipe, RecipeError, RunFailedError, compare, load_recipe
+from attention_priors.lab.study import ImageRecipe, Recipe, RecipeError, compare, load_recipe
 from attention_priors.lab.study.images import load_pictures
 from attention_priors.lab.study.images.augmentation import Collate, PictureRows, cutmix, mixup, normalised
 from attention_priors.lab.study.images.pictures import processor_for, resized
 from attention_priors.lab.study.images.recipe import Augmentation, ImageTrainingSettings, PictureSettings
-from attention_priors.lab.study.images.run import prior_maps
-from attention_priors.lab.study.images.study import ImageStudy
-from attention_priors.lab.train import RunningSettings, SealedTrainer, Trained, fit
+from attention_priors.lab.study.images.study import ImageStudy, prior_maps
+from attention_priors.lab.train import RunningSettings, SealedTrainer, Trained, train
 from attention_priors.models import PriorVisionConfig, PriorVisionForImageClassification
 from attention_priors.priors import grid_positions
 
@@ -75,7 +75,7 @@ def recipe(**changes: Any) -> ImageRecipe:
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
     folder = tmp_path_factory.mktemp("digits")
-    return folder, compare(recipe(), folder, processes=1, console=quiet())
+    return folder, carry_out(recipe(), folder)
 
 
 def test_every_scheme_is_tested_at_every_size(compared: tuple[Path, Results]) -> None:
@@ -131,7 +131,7 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(
     study = ImageStudy(recipe())
     # Of other devices nothing may be drawn anew: a checkpoint holds their states.
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("all devices were seeded"))
-    monkeypatch.setattr("attention_priors.lab.study.images.run.set_seed", torch.default_generator.manual_seed)
+    monkeypatch.setattr("attention_priors.lab.study.images.study.set_seed", torch.default_generator.manual_seed)
     monkeypatch.setattr("transformers.trainer.set_seed", lambda *arguments, **options: None)
 
     def interrupt(stage: str, done: int, total: int) -> None:
@@ -188,8 +188,7 @@ def test_passes_that_are_accumulated_have_the_mean_of_their_losses(rows_at_a_tim
     rows = PictureRows(pictures.train, 8, 16, seed=0, augmentation=Augmentation())
     with torch.no_grad():
         expected = float(model(**Collate(changes, 10, seed=0)([rows[index] for index in range(8)])).loss)
-    trained = fit(
-        SealedTrainer,
+    trained = train(
         model,
         rows,
         changes,
@@ -198,6 +197,7 @@ def test_passes_that_are_accumulated_have_the_mean_of_their_losses(rows_at_a_tim
         seed=0,
         running=RunningSettings(rows_at_a_time=rows_at_a_time),
         shuffle=False,
+        trainer_class=SealedTrainer,
     )
     assert trained.history[0]["loss"] == pytest.approx(expected, rel=1e-4)
 
@@ -210,8 +210,8 @@ def test_a_scheme_changes_the_augmentation_key_by_key() -> None:
 
 def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
     wrong = TINY["training"] | {"learning_rate": 1e30, "steps": 40}
-    with pytest.raises(RunFailedError, match="try a lower learning_rate"):
-        compare(recipe(training=wrong, seeds=[0]), tmp_path, only=["table"], processes=1, console=quiet())
+    with pytest.raises(FloatingPointError, match="try a lower learning_rate"):
+        carry_out(recipe(training=wrong, seeds=[0]), tmp_path, only=["table"])
 
 
 # ---- what is drawn
@@ -403,7 +403,7 @@ def test_images_of_a_hugging_face_dataset(folder_of_images: Path, tmp_path: Path
         "seeds": [0],
         "schemes": {"table": {"position_table": True}},
     }
-    results = compare(recipe(**changes), tmp_path / "out", processes=1, console=quiet())
+    results = carry_out(recipe(**changes), tmp_path / "out")
     assert results["accuracy"].correct.tolist() == [12, 12]
 
 

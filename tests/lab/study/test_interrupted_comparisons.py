@@ -6,24 +6,25 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
 import torch
+from filelock import FileLock
 from recipe_cases import changed, of_kind
 
 from attention_priors import attend
 from attention_priors._io import write_json
-from attention_priors.lab.data import PasskeyTask
-from attention_priors.lab.output_folder import sole_writer
 from attention_priors.lab.results import FILE, read_rows
-from attention_priors.lab.study import Recipe, compare
-from attention_priors.lab.study.folders import run_folder
-from attention_priors.lab.study.materials import Materials
-from attention_priors.lab.study.run import execute
-from attention_priors.lab.study.workers import TAKEN, cuda_devices, least_taken
+from attention_priors.lab.study import Recipe, compare, worker
+from attention_priors.lab.study.decoders import DecoderStudy
+from attention_priors.lab.study.results import collect
+from attention_priors.lab.study.run_files import run_folder
+from attention_priors.lab.study.workers import FINISHED, TAKEN, cuda_devices, least_taken
 from attention_priors.lab.train import Trained
 
 
@@ -82,39 +83,56 @@ def test_ctrl_c_in_training_ends_all_processes_and_loses_nothing(finished, tiny,
     assert results.study["wall_seconds"] >= results["run"].train_seconds[0]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Popen has no preexec_fn there")
-def test_workers_do_not_outlive_a_parent_that_is_killed(tiny, tmp_path):
-    """They would write to the files of those that the next call starts."""
-    process = _begin(tiny().corpus.source, tmp_path)
-    try:
-        _wait_for(tmp_path / "out" / "runs" / "ALiBi" / "seed-3" / "checkpoints" / "checkpoint-40", process)
-        workers = psutil.Process(process.pid).children(recursive=True)
-        assert workers
-    finally:
-        process.kill()
-    process.communicate()
-    # Of those that nobody waits for, what is left may be a name in a table.
-    _, alive = psutil.wait_procs(workers, timeout=20)
-    assert not [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE]
+@pytest.fixture
+def recipe_file(tiny: Any, tmp_path: Path) -> Path:
+    write_json(tmp_path / "recipe.json", tiny().model_dump(mode="json"))
+    return tmp_path / "recipe.json"
 
 
-@pytest.mark.parametrize("patience", ["0", "0.5"])
-def test_two_processes_do_not_carry_out_the_same_run(tiny, tmp_path, patience):
-    output, recipe = tmp_path / "out", tiny()
-    write_json(output / "recipe.json", recipe.model_dump(mode="json"))
-    folder = run_folder(output, "ALiBi", 3)
+def test_a_worker_does_not_outlive_its_parent(recipe_file: Path, tmp_path: Path):
+    """It would write to the files of those that the next call starts."""
+    run_folder(tmp_path / "out", "ALiBi", 3).mkdir(parents=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "attention_priors.lab.study.worker", recipe_file, tmp_path / "out", "ALiBi", "3", "0"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline()) == {"stage": "train", "done": 0, "total": 120}
+    process.stdin.close()  # as when the parent is killed
+    assert process.wait(timeout=60) == 1
+    assert not (run_folder(tmp_path / "out", "ALiBi", 3) / "model").exists()
+
+
+@pytest.fixture
+def exit_code(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
+    """A worker, in this process and without what it changes there, as a function of its arguments."""
+    for name in ("_end_with_the_parent", "logging"):
+        monkeypatch.setattr(worker, name, MagicMock())
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+
+    def run(*arguments: object) -> object:
+        with pytest.raises(SystemExit) as ended:
+            worker.main(*map(str, arguments))
+        return ended.value.code
+
+    return run
+
+
+@pytest.mark.parametrize("patience", [0, 0.5])
+def test_two_processes_do_not_carry_out_the_same_run(recipe_file, tmp_path, exit_code, patience):
+    folder = run_folder(tmp_path / "out", "ALiBi", 3)
     folder.mkdir(parents=True)
-    worker = [sys.executable, "-m", "attention_priors.lab.study.worker"]
-    with sole_writer(folder):
-        process = subprocess.Popen(
-            [*worker, output / "recipe.json", output, "ALiBi", "3", patience],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert process.wait(timeout=120) == TAKEN
-    assert process.communicate()[1] == ""
-    assert not (folder / "identity.json").exists()
+    with FileLock(folder / ".lock"):
+        assert exit_code(recipe_file, tmp_path / "out", "ALiBi", 3, patience) == TAKEN
+    assert not (folder / "training.json").exists()
+
+
+def test_a_worker_says_that_its_run_was_finished(finished, exit_code):
+    assert exit_code(finished.folder / "recipe.json", finished.folder, "ALiBi", 3, 0) == FINISHED
 
 
 # ---- single runs, in this process
@@ -124,7 +142,7 @@ class _StopError(Exception):
     pass
 
 
-def _execute(recipe: Recipe, scheme: str, folder: Path, cache: Path, stop: str | None = None) -> list[str]:
+def _execute(recipe: Recipe, scheme: str, output: Path, cache: Path, stop: str | None = None) -> list[str]:
     """Carry a run out and give the stages it went through; ``stop`` interrupts it after a first step."""
     stages: list[str] = []
 
@@ -134,132 +152,123 @@ def _execute(recipe: Recipe, scheme: str, folder: Path, cache: Path, stop: str |
         if stage == stop and done > 0:
             raise _StopError
 
-    execute(Materials.load(recipe, cache), scheme, 3, folder, progress)
+    run_folder(output, scheme, 3).mkdir(parents=True, exist_ok=True)
+    DecoderStudy(recipe, cache).execute(output, scheme, 3, progress)
     return stages
 
 
 @pytest.fixture
 def trained(finished, tmp_path) -> Path:
-    """A run that is trained and not tested."""
-    run = tmp_path / "run"
-    shutil.copytree(finished.folder / "runs" / "ALiBi" / "seed-3", run)
-    for name in ("passkey.jsonl", "perplexity.json", "priors.json", "done.json"):
+    """A run that is trained and not tested, in the folder of a comparison."""
+    output = tmp_path / "comparison"
+    run = run_folder(output, "ALiBi", 3)
+    shutil.copytree(run_folder(finished.folder, "ALiBi", 3), run)
+    for name in ("results.jsonl", "log.jsonl", "measured.json", "priors.json", "done.json"):
         (run / name).unlink()
-    return run
+    return output
 
 
 @pytest.fixture
-def half_right(monkeypatch) -> list[int]:
-    """Texts count as right by their last digit. Gives their lengths as they are read."""
+def lengths_read(monkeypatch) -> list[int]:
+    """Lengths of the texts as they are read; they count as right by their last digit."""
     lengths: list[int] = []
 
-    def retrieves(model: object, tokens: Any, *, chunk: int) -> bool:
-        lengths.append(len(tokens))
-        return bool(int(tokens[-1]) % 2)
+    def forced(model: object, prompts: torch.Tensor, answers: torch.Tensor, **options: Any) -> torch.Tensor:
+        lengths.append(prompts.shape[1])
+        odd = answers[:, -1:] % 2 == 1
+        return torch.where(odd, answers, answers + 1)
 
-    monkeypatch.setattr("attention_priors.lab.evaluate.passkey.retrieves", retrieves)
+    monkeypatch.setattr("attention_priors.lab.tasks.retrieval.forced_predictions", forced)
     return lengths
-
-
-def _whole_test(recipe: Recipe, trained: Path, finished: Any, half_right: list[int]) -> list[str]:
-    """The lines of an evaluation that nothing interrupted."""
-    reference = trained.with_name("reference")
-    shutil.copytree(trained, reference)
-    _execute(recipe, "ALiBi", reference, finished.folder / "cache")
-    half_right.clear()
-    return (reference / "passkey.jsonl").read_text().splitlines(keepends=True)
 
 
 MANY = {"evaluation.passkey.trials": 3, "evaluation.passkey.stop_after_zeros": None}
 
 
-@pytest.mark.parametrize("kept", [0, 1, 3, 5])
-def test_a_line_that_was_cut_off_is_measured_again(tiny, finished, trained, half_right, kept):
-    recipe = tiny(MANY)
-    whole = _whole_test(recipe, trained, finished, half_right)
-    assert len(whole) == 6
-    assert len({json.loads(line)["correct"] for line in whole}) > 1
-    (trained / "passkey.jsonl").write_text("".join(whole[:kept]) + whole[kept][:-9])
+def test_an_evaluation_that_was_interrupted_goes_on_anywhere(tiny, finished, trained, lengths_read):
+    """After whole lines, after a line that was cut off, and after the end of one of the plans."""
+    recipe, run = tiny(MANY), run_folder(trained, "ALiBi", 3)
+    with pytest.raises(_StopError):
+        _execute(recipe, "ALiBi", trained, finished.folder / "cache", stop="evaluate")
+    begun = (run / "results.jsonl").read_text().splitlines()
+    assert len(begun) == 2  # the plan's identity, and one text
+    assert not (run / "done.json").exists()
     stages = _execute(recipe, "ALiBi", trained, finished.folder / "cache")
-    assert (trained / "passkey.jsonl").read_text() == "".join(whole)
-    assert half_right == [length + 5 for length in (150, 160, 170) for _ in range(6)][3 * kept :]
-    assert (trained / "done.json").exists()
     assert stages.count("train") == 1  # said to be done, and not done again
-
-
-def test_an_evaluation_that_was_interrupted_keeps_its_rows(tiny, finished, trained, half_right):
-    recipe = tiny(MANY)
-    whole = _whole_test(recipe, trained, finished, half_right)
-    with pytest.raises(_StopError):
-        _execute(recipe, "ALiBi", trained, finished.folder / "cache", stop="passkey")
-    assert (trained / "passkey.jsonl").read_text() == whole[0]
-    assert not (trained / "done.json").exists()
+    assert lengths_read == [150] * 6 + [160] * 6 + [170] * 6
+    whole, measured = ((run / name).read_text() for name in ("results.jsonl", "measured.json"))
+    lines = whole.splitlines(keepends=True)
+    assert [line.rstrip() for line in lines[:2]] == begun
+    assert len({json.loads(line).get("score") for line in lines[1:19]}) == 2
+    for kept in (1, 7, 18):
+        (run / "results.jsonl").write_text("".join(lines[:kept]) + lines[kept][:-9])
+        for name in ("measured.json", "done.json"):
+            (run / name).unlink()
+        lengths_read.clear()
+        _execute(recipe, "ALiBi", trained, finished.folder / "cache")
+        assert lengths_read == ([150] * 6 + [160] * 6 + [170] * 6)[kept - 1 :]
+        assert (run / "results.jsonl").read_text() == whole
+        assert _without_times(_json(run / "measured.json")) == _without_times(json.loads(measured))
+        assert (run / "done.json").exists()
+    # A plan that is finished is not asked again, whatever became of its lines.
+    entries = _json(run / "measured.json")
+    write_json(run / "measured.json", entries[:1])
+    (run / "results.jsonl").unlink()
+    lengths_read.clear()
     _execute(recipe, "ALiBi", trained, finished.folder / "cache")
-    assert (trained / "passkey.jsonl").read_text() == "".join(whole)
-    assert len(half_right) == 3 * 6
+    assert lengths_read == []
+    assert _without_times(_json(run / "measured.json")) == _without_times(entries)
 
 
-def test_a_test_of_perplexity_that_was_interrupted_starts_again(tiny, finished, trained):
-    original = finished.folder / "runs" / "ALiBi" / "seed-3"
-    shutil.copy(original / "passkey.jsonl", trained)
-    with pytest.raises(_StopError):
-        _execute(tiny(), "ALiBi", trained, finished.folder / "cache", stop="perplexity")
-    assert not (trained / "perplexity.json").exists()
-    _execute(tiny(), "ALiBi", trained, finished.folder / "cache")
-    again, before = _json(trained / "perplexity.json"), _json(original / "perplexity.json")
-    assert [row["nll"] for row in again] == pytest.approx([row["nll"] for row in before], rel=1e-4)
-    assert (trained / "passkey.jsonl").read_text() == (original / "passkey.jsonl").read_text()
+def _without_times(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in entry.items() if key != "seconds"} for entry in entries]
 
 
-@pytest.mark.parametrize("right_at", [{150}, {160}, {170}, set()])
+@pytest.mark.parametrize("right_at", [{150}, {160}, set()])
 def test_a_scheme_that_retrieves_nothing_stops_early_and_says_so(tiny, finished, trained, monkeypatch, right_at):
     monkeypatch.setattr(
-        "attention_priors.lab.evaluate.passkey.retrieves", lambda model, tokens, chunk: len(tokens) - 5 in right_at
+        "attention_priors.lab.tasks.retrieval.forced_predictions",
+        lambda model, prompts, answers, **options: answers if prompts.shape[1] in right_at else answers + 1,
     )
     recipe = tiny({"evaluation.perplexity": ...})
-    _execute(recipe, "ALiBi", trained, finished.folder / "cache")
-    rows = [json.loads(line) for line in (trained / "passkey.jsonl").read_text().splitlines()]
-    stopped = _json(trained / "done.json")["stopped"]
     # Two lengths running without a success.
-    expected = {150: (6, "160, 170"), 160: (6, None), 170: (4, "150, 160"), 0: (4, "150, 160")}
-    count, lengths = expected[max(right_at, default=0)]
-    assert len(rows) == count
-    if count == 6:
-        assert stopped is None
-    else:
-        assert stopped == f"no pass key retrieved at 2 lengths running ({lengths} tokens)"
-    # Going on after that measures nothing more.
-    (trained / "done.json").unlink()
+    count, reason = {
+        150: (6, None), 160: (6, None), 0: (4, "nothing right at 2 lengths running (150, 160 tokens)")
+    }[max(right_at, default=0)]  # fmt: skip
+    for _ in range(2):  # going on after that measures nothing more
+        _execute(recipe, "ALiBi", trained, finished.folder / "cache")
+        results = collect(recipe, trained, [("ALiBi", 3)], wall_seconds=1.0, corpus={})
+        assert [row["length"] for row in of_kind(results, "retrieval")] == [150, 150, 160, 160, 170, 170][:count]
+        assert [run["stopped"] for run in of_kind(results, "run")] == [reason]
+        for name in ("measured.json", "done.json"):
+            (run_folder(trained, "ALiBi", 3) / name).unlink()
+
+
+def test_a_further_plan_that_stops_does_not_stop_the_preset(tiny, finished, trained, monkeypatch):
+    monkeypatch.setattr(
+        "attention_priors.lab.tasks.retrieval.forced_predictions",
+        lambda model, prompts, answers, **options: answers if answers.shape[1] == 5 else answers + 1,
+    )
+    further = {"tasks": ["passkey_8"], "lengths": [300, 310], "depths": 2, "stop_after_zeros": 1}
+    recipe = tiny({"evaluation.perplexity": ..., "evaluation.plans": {"further": further}})
     _execute(recipe, "ALiBi", trained, finished.folder / "cache")
-    assert len((trained / "passkey.jsonl").read_text().splitlines()) == count
-    assert _json(trained / "done.json")["stopped"] == stopped
+    results = collect(recipe, trained, [("ALiBi", 3)], wall_seconds=1.0, corpus={})
+    assert {row["length"]: row["stopped"] for row in of_kind(results, "retrieval", plan="further")} == {
+        300: "nothing right at 1 length running (300 tokens)"
+    }
+    assert [run["stopped"] for run in of_kind(results, "run")] == [None]
 
 
-def test_every_scheme_is_tested_on_the_same_texts(tiny, finished, monkeypatch, tmp_path):
-    texts: list[list[int]] = []
-    sample = PasskeyTask.sample
-
-    def remember(self: PasskeyTask, *arguments: Any) -> Any:
-        text = sample(self, *arguments)
-        texts.append(text.tokens.tolist())
-        return text
-
-    recipe = tiny({"evaluation.perplexity": ...})
-    read = []
-    for name in ("ALiBi", "BAM_+_SSMax"):
-        run = shutil.copytree(finished.folder / "runs" / name / "seed-3", tmp_path / name)
-        for file in ("passkey.jsonl", "done.json"):
-            (run / file).unlink()
-        materials = Materials.load(recipe, finished.folder / "cache")
-        with monkeypatch.context() as patch:
-            patch.setattr(PasskeyTask, "sample", remember)
-            patch.setattr("attention_priors.lab.evaluate.passkey.retrieves", lambda *args, **kwargs: True)
-            # The seed of the run is no part of the texts.
-            execute(materials, name.replace("_", " "), len(read), run, lambda *args: None)
-        read.append(texts.copy())
-        texts.clear()
-    assert len(read[0]) == 6
-    assert read[0] == read[1]
+def test_every_scheme_is_tested_on_the_same_texts(finished):
+    """The seed of the run is no part of the texts."""
+    identities, expected = [], []
+    for scheme in ("ALiBi", "BAM + SSMax"):
+        path = run_folder(finished.folder, scheme, 3) / "results.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        identities.append([line["identity"] | {"model": ""} for line in lines if "identity" in line])
+        expected.append([line["expected"] for line in lines if "expected" in line][:4])
+    assert identities[0] == identities[1]
+    assert expected[0] == expected[1]
 
 
 def test_the_time_of_a_training_survives_a_failure_to_save_it(tiny, finished, tmp_path, monkeypatch):
@@ -267,19 +276,18 @@ def test_the_time_of_a_training_survives_a_failure_to_save_it(tiny, finished, tm
         raise OSError("No space left on device")
 
     changes = {"training.steps": 2, "evaluation.passkey": ..., "evaluation.perplexity": ...}
-    recipe, run = tiny(changes), tmp_path / "run"
-    run.mkdir()
+    recipe, run = tiny(changes), run_folder(tmp_path, "ALiBi", 3)
     with monkeypatch.context() as patch:
         patch.setattr(Trained, "save", full)
         with pytest.raises(OSError, match="No space left"):
-            _execute(recipe, "ALiBi", run, finished.folder / "cache")
+            _execute(recipe, "ALiBi", tmp_path, finished.folder / "cache")
     write_json(run / "train_seconds.json", 1000 + _json(run / "train_seconds.json"))
-    _execute(recipe, "ALiBi", run, finished.folder / "cache")
+    _execute(recipe, "ALiBi", tmp_path, finished.folder / "cache")
     assert _json(run / "training.json")["train_seconds"] >= 1000
     assert not (run / "train_seconds.json").exists()
 
 
-def _first_difference(one: list[dict[str, float]], other: list[dict[str, float]]) -> float:
+def _first_difference(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> float:
     """The first position from which losses differ."""
     pairs = zip(one, other, strict=True)
     return next((a["position"] for a, b in pairs if abs(a["nll"] - b["nll"]) > 1e-5), float("inf"))
@@ -308,11 +316,10 @@ def test_positions_that_change_without_steps_change_after_training(tiny, finishe
         "model.initializer_range": 0.5,
         "evaluation.passkey": ...,
     }
-    run = tmp_path / "run"
-    run.mkdir()
-    _execute(tiny(changes), "new", run, finished.folder / "cache")
+    _execute(tiny(changes), "new", tmp_path, finished.folder / "cache")
+    run = run_folder(tmp_path, "new", 3)
     changed = run / "extended" / "changed"
-    position = _first_difference(_json(changed / "perplexity.json"), _json(run / "perplexity.json"))
+    position = _first_difference(*(_json(folder / "measured.json")[0]["rows"] for folder in (changed, run)))
     if "prior" in way:
         # A query sees 40 tokens, itself included: the 41st is the first to miss one.
         assert position == pytest.approx((32 * 63) ** 0.5)
@@ -331,23 +338,22 @@ def test_a_tolerance_at_evaluation_is_not_one_in_training(tiny, finished, tmp_pa
 
     monkeypatch.setattr("attention_priors.models.decoder.attend", watched)
     scheme = {"prior": "laplace", "evaluation": {"tolerance": 0.25}}
-    run = tmp_path / "run"
-    run.mkdir()
     changes = {"schemes": {"new": scheme}, "training.steps": 1, "evaluation.passkey": ...}
-    _execute(tiny(changes), "new", run, finished.folder / "cache")
+    _execute(tiny(changes), "new", tmp_path, finished.folder / "cache")
     assert seen[True] == {0.0}
     assert 0.25 in seen[False]
 
 
-def test_rows_of_a_model_that_is_gone_do_not_join_those_of_the_next(tiny, finished, trained, half_right):
-    recipe = tiny(MANY)
-    whole = _whole_test(recipe, trained, finished, half_right)
-    half_right.clear()
-    (trained / "passkey.jsonl").write_text("".join(whole[:3]))
-    shutil.rmtree(trained / "model")
+def test_rows_of_a_model_that_is_gone_do_not_join_those_of_the_next(tiny, finished, trained, lengths_read):
+    recipe, run = tiny(MANY | {"training.steps": 1}), run_folder(trained, "ALiBi", 3)
+    with pytest.raises(_StopError):
+        _execute(recipe, "ALiBi", trained, finished.folder / "cache", stop="evaluate")
+    shutil.rmtree(run / "model")
+    lengths_read.clear()
     _execute(recipe, "ALiBi", trained, finished.folder / "cache")
-    assert len(half_right) == 3 * len(whole)  # all texts are read, and not the second half of them
-    assert len((trained / "passkey.jsonl").read_text().splitlines()) == len(whole)
+    assert len(lengths_read) == 3 * 6  # all texts are read
+    lines = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()]
+    assert len({line["identity"]["model"] for line in lines if "identity" in line}) == 1
 
 
 # ---- devices

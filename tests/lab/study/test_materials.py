@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 from attention_priors.lab.report import write_report
 from attention_priors.lab.results import Results
 from attention_priors.lab.study import RecipeError
-from attention_priors.lab.study.folders import run_folder
+from attention_priors.lab.study.decoders import DecoderStudy
 from attention_priors.lab.study.materials import Materials
 from attention_priors.lab.study.results import collect
-from attention_priors.lab.study.run import execute
+from attention_priors.lab.study.run_files import run_folder
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 COMPARISONS = [RECIPES / "demo.yaml", *sorted((RECIPES / "results").glob("*.yaml"))]
@@ -39,22 +39,17 @@ WITHOUT_KEYS: dict[str, Any] = {"training.passkey_ratio": 0, "training.steps": 1
 
 
 def test_a_recipe_without_pass_keys_takes_a_tokenizer_that_joins_digits(tiny, joining, tmp_path):
-    recipe = tiny(WITHOUT_KEYS | {"tokenizer": joining})
-    materials = Materials.load(recipe, tmp_path / "cache")
-    materials.check()
+    study = DecoderStudy(tiny(WITHOUT_KEYS | {"tokenizer": joining}), tmp_path / "cache")
+    study.check()
     folder = run_folder(tmp_path, "ALiBi", 3)
     folder.mkdir(parents=True)
-    execute(materials, "ALiBi", 3, folder, lambda *step: None)
+    study.execute(tmp_path, "ALiBi", 3, lambda *step: None)
     assert (folder / "done.json").exists()
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        (
-            {"evaluation.passkey": {"lengths": [150]}},
-            r"evaluation\.passkey: tokenizer .* joins digits: .* evaluation\.plans",
-        ),
         ({"training.passkey_ratio": 0.5}, r"schemes\.ALiBi: tokenizer .* joins digits: .* to train on pass keys"),
         (
             {"training.passkey_ratio": 0.5, "training.passkey_decoys": 1},
@@ -75,12 +70,12 @@ def test_a_plan_asks_for_pass_keys_of_a_tokenizer_that_joins_digits(tiny, joinin
 FEWER = {
     "perplexity": (
         {"evaluation.perplexity": {"length": 100, "documents": 4}},
-        r"evaluation\.perplexity\.documents: 1 of the 4 documents asked for have 100 tokens in the held-out part of "
-        r"the corpus: set documents: 1 or a shorter length, or minimum_documents: 1",
+        r"evaluation\.perplexity: documents: .* \(held out\) has 1 of the 4 texts of 100 tokens that the task "
+        r"'perplexity' asks for: set documents: 1 or shorter lengths, or minimum_documents: 1",
     ),
     "of a scheme": (
         {"schemes.ALiBi.evaluation": {"perplexity": {"documents": 3, "minimum_documents": 2}}},
-        r"schemes\.ALiBi\.evaluation\.perplexity\.documents: 1 of the 3 documents",
+        r"schemes\.ALiBi\.evaluation\.perplexity: documents: .* has 1 of the 3 texts",
     ),
     "sink mass": (
         {"evaluation.sink_mass": {"length": 64, "texts": 2}},
@@ -112,11 +107,10 @@ def test_fewer_documents_are_measured_and_shown_if_the_recipe_accepts_them(tiny,
     plan = {"tasks": ["perplexity", "perplexity_windows"], "lengths": [64], "documents": 99, "minimum_documents": 1}
     perplexity = {"length": 100, "documents": 4, "minimum_documents": 1}
     recipe = tiny(WITHOUT_KEYS | {"evaluation.plans": {"more": plan}, "evaluation.perplexity": perplexity})
-    materials = Materials.load(recipe, tmp_path / "cache")
-    materials.check()
-    folder = run_folder(tmp_path, "ALiBi", 3)
-    folder.mkdir(parents=True)
-    execute(materials, "ALiBi", 3, folder, lambda *step: None)
+    study = DecoderStudy(recipe, tmp_path / "cache")
+    study.check()
+    run_folder(tmp_path, "ALiBi", 3).mkdir(parents=True)
+    study.execute(tmp_path, "ALiBi", 3, lambda *step: None)
     rows = collect(recipe, tmp_path, [("ALiBi", 3)], wall_seconds=1.0, corpus={"name": "texts"})
     assert {row["documents"] for row in of_kind(rows, "perplexity", plan=None)} == {1}
     write_report(Results.of(rows), tmp_path)
@@ -142,4 +136,4 @@ def test_recipes_of_the_project_have_the_texts_that_they_ask_for(path: Path, cac
     except FileNotFoundError:
         pytest.skip("the package whose files are the corpus is not installed")
     for scheme in recipe.schemes:
-        materials._check_evaluation("", recipe.evaluation_of(scheme).model_copy(update={"passkey": None}))
+        materials._check_evaluation(scheme)

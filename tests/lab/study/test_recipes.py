@@ -64,9 +64,14 @@ def test_plans_ask_about_the_recipes_own_corpus(tmp_path: Path):
         ("BAM + SSMax", {"here": "texts", "there": "embedded"}),
         ("ALiBi", {"here": "texts", "there": "embedded", "besides": "texts"}),
     ):
-        assert {name: plan.corpus for name, plan in recipe.evaluation_of(scheme).plans.items()} == expected
+        found = recipe.plans_of(scheme)
+        assert {name: plan.corpus for name, plan in found if name is not None} == expected
+        assert [(plan.tasks[0], plan.corpus, plan.seeding) for name, plan in found if name is None] == [
+            ("passkey_corpus", "texts", "mixed"),
+            ("perplexity", "texts", "hashed"),
+        ]
     embedded = decoder_recipe(_write(tmp_path, changed({"corpus": {}, "evaluation.plans": plans})))
-    assert {plan.corpus for plan in embedded.evaluation.plans.values()} == {"embedded"}
+    assert {plan.corpus for _, plan in embedded.plans_of("ALiBi")} == {"embedded"}
 
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -241,10 +246,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a negative seed": ({"seeds": [0, -1]}, ["seeds.1:", "greater than or equal to 0, got -1"]),
     "too few tokens": ({"tokenizer": 256}, ["tokenizer", "greater than 256, got 256"]),
     "one depth": ({"evaluation.passkey.depths": 1}, ["evaluation.passkey.depths:", "equal to 2, got 1"]),
-    "no lengths": ({"evaluation.passkey.lengths": []}, ["evaluation.passkey.lengths:", "at least 1 item"]),
+    "no lengths": (
+        {"evaluation.passkey.lengths": []},
+        ["evaluation.passkey.lengths: at least one length must be given"],
+    ),
     "a length of zero": (
         {"evaluation.passkey.lengths": [20, 0]},
-        ["evaluation.passkey.lengths.1:", "greater than 0, got 0"],
+        ["evaluation.passkey.lengths.1:", "greater than 1, got 0"],
     ),
     "no chunk": ({"evaluation.chunk": 0}, ["evaluation.chunk:", "greater than 0, got 0"]),
     "a tolerance that leaves nothing": (
@@ -352,7 +360,7 @@ def test_what_is_possible_is_accepted(tmp_path, changes):
 def test_a_key_that_stands_twice_is_an_error(tmp_path):
     path = tmp_path / "twice.yaml"
     path.write_text("name: A\nschemes:\n  BAM: {}\n  BAM: {}\n")
-    with pytest.raises(RecipeError, match="the key 'BAM' stands twice"):
+    with pytest.raises(RecipeError, match=r"duplicate key 'BAM'\n.*line 4, column 3"):
         decoder_recipe(path)
 
 
@@ -362,5 +370,5 @@ def test_what_is_merged_may_be_changed(tmp_path):
     path.write_text("a: {b: {c: &c {<<: &d {x: 1, y: 2}, y: 3}}}\ne: {<<: *c, x: 4}\nf: *d\n")
     assert read_yaml(path) == {"a": {"b": {"c": {"x": 1, "y": 3}}}, "e": {"x": 4, "y": 3}, "f": {"x": 1, "y": 2}}
     path.write_text("c: &c {x: 1}\ne: {<<: *c, x: 4, x: 5}\n")
-    with pytest.raises(RecipeError, match="the key 'x' stands twice"):
+    with pytest.raises(RecipeError, match="duplicate key 'x'"):
         read_yaml(path)

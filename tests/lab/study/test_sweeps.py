@@ -4,15 +4,16 @@ import hashlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
 from recipe_cases import RECIPE, changed, decoder_recipe
 
 from attention_priors.lab.study import Recipe, RecipeError
-from attention_priors.lab.study.folders import LONGEST_FOLDER_NAME, folder_name
-from attention_priors.lab.study.run import identities, identity
+from attention_priors.lab.study.decoders import DecoderStudy
+from attention_priors.lab.study.materials import Materials
+from attention_priors.lab.study.run_files import LONGEST_FOLDER_NAME, folder_name
 from attention_priors.lab.study.sweep import label
 from attention_priors.lab.train import PositionSettings
 
@@ -490,20 +491,26 @@ DEMO_IDENTITIES = {
 }
 
 
-def _materials(recipe: Recipe) -> Any:
-    return SimpleNamespace(
-        recipe=recipe, fingerprints={"corpus_fingerprint": "corpus", "tokenizer_fingerprint": "tokenizer"}
-    )
+def _identities(recipe: Recipe, scheme: str, seed: int = 3) -> dict[Path, dict[str, Any]]:
+    """Identities of a run and its extensions, with a corpus and a tokenizer that need not be there."""
+    study = object.__new__(DecoderStudy)
+    study.recipe = recipe
+    hashes = {"corpus_fingerprint": "corpus", "tokenizer_fingerprint": "tokenizer"}
+    study.materials = cast(Materials, SimpleNamespace(fingerprints=hashes))
+    return study.identities(Path(), scheme, seed)
+
+
+def _identity(recipe: Recipe, scheme: str, seed: int = 3) -> dict[str, Any]:
+    return next(iter(_identities(recipe, scheme, seed).values()))
 
 
 def test_the_demos_runs_keep_their_identities():
     demo = Path(__file__).parents[3] / "recipes" / "demo.yaml"
     if not demo.exists():
         pytest.skip("not a checkout of the project")
-    materials = _materials(decoder_recipe(demo))
-    found = {}
-    for name in materials.recipe.schemes:
-        described = identity(materials, name, 0)
+    recipe, found = decoder_recipe(demo), {}
+    for name in recipe.schemes:
+        described = _identity(recipe, name, 0)
         # These came later. What is not set is the same as what is not there to check_same_recipe.
         training = described["training"]
         later = {
@@ -522,16 +529,15 @@ def test_the_demos_runs_keep_their_identities():
     assert found == DEMO_IDENTITIES
 
 
-def test_the_identity_of_a_run_does_not_depend_on_how_its_scheme_was_written(tmp_path):
+def test_the_identity_of_a_run_does_not_depend_on_how_its_scheme_was_written():
     written = _recipe({"schemes.ALiBi.model": {"hidden_size": 8}})
     swept = _recipe({"sweep": {"schemes": ["ALiBi"], "axes": {"size": {"model.hidden_size": [8]}}}})
-    one = identity(_materials(written), "ALiBi", 3)
-    assert one == identity(_materials(swept), "ALiBi · size=8", 3)
-    assert one != identity(_materials(_recipe({})), "ALiBi", 3)
+    one = _identity(written, "ALiBi")
+    assert one == _identity(swept, "ALiBi · size=8")
+    assert one != _identity(_recipe({}), "ALiBi")
     ways = {"on": {"context_length": 300}, "no prior": {"context_length": 300, "steps": 0, "prior": None}}
-    extended = _materials(_recipe({"schemes.ALiBi.extensions": ways}))
-    files = identities(extended, tmp_path, "ALiBi", 3)
-    run = tmp_path / "runs" / "ALiBi" / "seed-3"
+    files = _identities(_recipe({"schemes.ALiBi.extensions": ways}), "ALiBi")
+    run = Path() / "runs" / "ALiBi" / "seed-3"
     parts = [run, run / "extended" / "on", run / "extended" / "no_prior"]
     assert list(files) == [part / "identity.json" for part in parts]
     assert files[parts[1] / "identity.json"]["positions"]["prior"] == "laplace"
@@ -540,5 +546,5 @@ def test_the_identity_of_a_run_does_not_depend_on_how_its_scheme_was_written(tmp
         "positions": {"prior": None, "share_prior": False, "encoding": None, "logit_scale": None},
         "training": None,
     }
-    assert files[run / "identity.json"] == identity(_materials(_recipe({})), "ALiBi", 3)
+    assert files[run / "identity.json"] == _identity(_recipe({}), "ALiBi")
     assert RECIPE["schemes"]["ALiBi"] == {"prior": "laplace"}

@@ -69,7 +69,7 @@ def main(recipe: str, whole: str, output: str, kills: str, seed: str) -> None:
             deadline = time.monotonic() + 5
             while not staging.exists() and time.monotonic() < deadline:
                 time.sleep(0.0005)
-            time.sleep(draw.uniform(0, 0.03))
+            time.sleep(draw.uniform(0, 0.015))
         else:
             time.sleep(draw.uniform(0, 0.1))
         os.kill(process, signal.SIGKILL)

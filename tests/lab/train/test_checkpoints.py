@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_training_runs import Rows, _largest_difference, _stop_at, _StopError, _weights
-from training_cases import tiny_decoder, tiny_settings
+from training_cases import InterruptionError, Rows, furthest, stop_at, tiny_decoder, tiny_settings, weights_of
 
-from attention_priors.lab.train import CheckpointError, PriorTrainer, RunningSettings, train
+from attention_priors.lab.train import CheckpointError, Observer, PriorTrainer, RunningSettings, train
 from attention_priors.lab.train.checkpoints import (
     MANIFEST,
     checkpoint_steps,
@@ -23,6 +22,8 @@ from attention_priors.lab.train.checkpoints import (
     sweep,
     what_is_wrong,
 )
+from attention_priors.models import PriorDecoderForCausalLM
+from thoroughness import every_other_deep
 
 
 def _write(folder: Path, step: int, content: bytes = b"weights") -> Path:
@@ -108,10 +109,10 @@ def test_half_a_deletion_leaves_nothing_under_the_name(tmp_path, monkeypatch):
 
     def stop(path: Path, *args: Any, **kwargs: Any) -> None:
         if path.exists():
-            raise _StopError
+            raise InterruptionError
 
     monkeypatch.setattr(shutil, "rmtree", stop)
-    with pytest.raises(_StopError):
+    with pytest.raises(InterruptionError):
         discard(checkpoint)
     assert checkpoint_steps(tmp_path) == []
 
@@ -119,18 +120,26 @@ def test_half_a_deletion_leaves_nothing_under_the_name(tmp_path, monkeypatch):
 # ---- in a training
 
 
+def _train(model: PriorDecoderForCausalLM, folder: Path, observer: Observer | None = None) -> list[dict[str, float]]:
+    """Train as all trainings of this file do, with losses that are means over three steps; return them."""
+    running = RunningSettings(log_every=3)
+    return train(model, Rows(12), tiny_settings(), folder, seed=5, running=running, observer=observer).history
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """Weights and losses of an uninterrupted training."""
     model = tiny_decoder()
-    train(model, Rows(12), tiny_settings(), tmp_path_factory.mktemp("whole"), seed=5)
-    return _weights(model)
+    history = _train(model, tmp_path_factory.mktemp("whole"))
+    assert [entry["step"] for entry in history] == [3, 6]
+    return weights_of(model), history
 
 
 @pytest.fixture(scope="module")
 def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("interrupted")
-    with pytest.raises(_StopError):
-        train(tiny_decoder(), Rows(12), tiny_settings(), folder, seed=5, on_step=_stop_at(5, []))
+    with pytest.raises(InterruptionError):
+        _train(tiny_decoder(), folder, stop_at(5))
     assert checkpoint_steps(folder) == [2, 4]
     return folder
 
@@ -141,37 +150,49 @@ def interrupted(two_checkpoints, tmp_path) -> Path:
     return Path(shutil.copytree(two_checkpoints, tmp_path / "run"))
 
 
-def _resume(folder: Path, whole: dict[str, torch.Tensor]) -> tuple[int, list[str]]:
-    """Train to the end, which must be that of an uninterrupted training; the first step done, and what was said."""
-    model, steps, messages = tiny_decoder(seed=99), [], []
-    train(model, Rows(12), tiny_settings(), folder, seed=5, on_step=steps.append, on_message=messages.append)
-    assert _largest_difference(_weights(model), whole) == 0
-    return steps[0], messages
+def _resume(folder: Path, whole: tuple[Any, Any], seed: int = 99) -> tuple[list[int], list[str]]:
+    """Train to the end, which must be that of an uninterrupted training; return the steps and the messages."""
+    steps: list[int] = []
+    messages: list[str] = []
+    # Where there is a checkpoint, the weights that are handed in do not matter.
+    model = tiny_decoder(seed)
+    history = _train(model, folder, Observer(on_step=steps.append, on_message=messages.append))
+    assert furthest(weights_of(model), whole[0]) == 0
+    assert history == whole[1]
+    return steps, messages
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("model.safetensors", _truncate),
-        ("optimizer.pt", Path.unlink),
-        ("rng_state.pth", Path.unlink),
-        ("scheduler.pt", _change),
-        ("trainer_state.json", _truncate),
-    ],
-)
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_taken(interrupted, whole, name, damage):
+def test_an_interrupted_training_ends_as_an_uninterrupted_one(interrupted, whole):
+    """The sum of losses since the last log, here that of step 4, is in the checkpoint too."""
+    assert _resume(interrupted, whole) == ([5, 6], [f"Going on from {interrupted / 'checkpoint-4'}"])
+    # A finished one gives its weights again.
+    assert _resume(interrupted, whole)[0] == []
+
+
+def test_without_a_checkpoint_an_interrupted_training_starts_anew(tmp_path, whole):
+    with pytest.raises(InterruptionError):
+        _train(tiny_decoder(), tmp_path, stop_at(1))
+    assert _resume(tmp_path, whole, seed=0) == ([1, 2, 3, 4, 5, 6], [])
+
+
+DAMAGE: list[tuple[str, Callable[[Path], Any]]] = [
+    ("model.safetensors", _truncate),
+    ("optimizer.pt", Path.unlink),
+    ("rng_state.pth", Path.unlink),
+    ("scheduler.pt", _change),
+    ("trainer_state.json", _truncate),
+]
+
+
+@pytest.mark.parametrize("damaged", every_other_deep(DAMAGE, quick=DAMAGE[:1]), ids=lambda damaged: damaged[0])
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_taken(interrupted, whole, damaged):
+    name, damage = damaged
     damage(interrupted / "checkpoint-4" / name)
-    first, messages = _resume(interrupted, whole)
-    assert first == 3
+    steps, messages = _resume(interrupted, whole)
+    assert steps[0] == 3
     assert "checkpoint-4 is refused" in messages[0]
     assert name in messages[0]
     assert "checkpoint-2" in messages[1]
-
-
-def test_without_damage_the_newest_is_taken(interrupted, whole):
-    first, messages = _resume(interrupted, whole)
-    assert first == 5
-    assert len(messages) == 1
 
 
 def _full_on_the_second(function: Callable[..., Any], error: Exception) -> Callable[..., Any]:
@@ -187,19 +208,17 @@ def _full_on_the_second(function: Callable[..., Any], error: Exception) -> Calla
 
 
 @pytest.mark.parametrize(
-    "method",
-    ["save_model", "_save_optimizer_and_scheduler", "_save_rng_state"],
-    ids=["weights", "moments", "generator"],
+    "method", every_other_deep(["save_model", "_save_optimizer_and_scheduler", "_save_rng_state"], ["_save_rng_state"])
 )
 def test_a_full_disk_ends_the_training_with_the_last_good_state_on_disk(tmp_path, whole, monkeypatch, method):
     full = OSError(28, "No space left on device")
     with monkeypatch.context() as patch:
         patch.setattr(PriorTrainer, method, _full_on_the_second(getattr(PriorTrainer, method), full))
         with pytest.raises(CheckpointError, match=r"step 4 could .*No space left.*last good state is .*-2$"):
-            train(tiny_decoder(), Rows(12), tiny_settings(), tmp_path, seed=5)
+            _train(tiny_decoder(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
     assert what_is_wrong(tmp_path / "checkpoint-2") is None
-    assert _resume(tmp_path, whole)[0] == 3
+    assert _resume(tmp_path, whole)[0][0] == 3
 
 
 @pytest.mark.parametrize("limit", [10_000, 30_000], ids=["weights", "moments"])
@@ -212,12 +231,12 @@ def test_files_that_may_not_grow_end_the_training_in_the_same_way(interrupted, w
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         with pytest.raises(CheckpointError, match=r"step 6 could not be written .*last good state is .*-4$"):
-            train(tiny_decoder(), Rows(12), tiny_settings(), interrupted, seed=5)
+            _train(tiny_decoder(), interrupted)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert checkpoint_steps(interrupted) == [2, 4]
     assert not staging_folder(interrupted).exists()
-    assert _resume(interrupted, whole)[0] == 5
+    assert _resume(interrupted, whole)[0][0] == 5
 
 
 class _BadRows(Rows):
@@ -241,20 +260,7 @@ def test_a_loss_that_is_not_a_number_ends_the_training_before_it_is_saved(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
-def test_so_many_checkpoints_are_kept_as_are_asked_for(tmp_path):
+def test_the_settings_say_how_many_checkpoints_are_kept(tmp_path):
     running = RunningSettings(checkpoints_kept=1)
-    train(tiny_decoder(), Rows(12), tiny_settings(), tmp_path, seed=5, running=running)
-    assert checkpoint_steps(tmp_path) == [6]
-
-
-def test_losses_between_two_logs_survive_an_interruption(tmp_path):
-    running = RunningSettings(log_every=3)
-    expected = train(tiny_decoder(), Rows(12), tiny_settings(), tmp_path / "a", seed=5, running=running).history
-    with pytest.raises(_StopError):
-        train(
-            tiny_decoder(), Rows(12), tiny_settings(), tmp_path / "b", seed=5, running=running, on_step=_stop_at(5, [])
-        )
-    # It goes on from step 4, where one step of three has been done.
-    found = train(tiny_decoder(), Rows(12), tiny_settings(), tmp_path / "b", seed=5, running=running).history
-    assert found == expected
-    assert [entry["step"] for entry in found] == [3, 6]
+    train(tiny_decoder(), Rows(8), tiny_settings(steps=4), tmp_path, seed=5, running=running)
+    assert checkpoint_steps(tmp_path) == [4]

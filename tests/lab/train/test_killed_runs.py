@@ -10,10 +10,12 @@ import pytest
 
 from attention_priors._io import read_json
 from processes import run_command
+from thoroughness import DEEP
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="it forks")
 
-KILLS = 10
+# Half of the kills come while a checkpoint is written.
+KILLS, STEPS = (10, 42) if DEEP else (6, 27)
 
 
 def _carry_out(recipe: Path, whole: Path, killed: Path) -> list[dict[str, Any]]:
@@ -23,20 +25,20 @@ def _carry_out(recipe: Path, whole: Path, killed: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
-def test_ten_kills_at_random_moments_change_nothing(write_recipe: Callable[..., Path], tmp_path):
+def test_kills_at_random_moments_change_nothing(write_recipe: Callable[..., Path], tmp_path):
     recipe = write_recipe(
         # Checkpoints so often that a good part of the kills comes while one is written.
-        training={"steps": 42, "checkpoint_steps": 2, "tokens_per_step": 48},
+        training={"steps": STEPS, "checkpoint_steps": 2, "tokens_per_step": 48},
         running={"log_every": 3},
-        validation={"every": 25, "tokens": 200},
+        validation={"every": 15, "tokens": 200},
     )
     lives = _carry_out(recipe, tmp_path / "whole", tmp_path / "killed")
     assert len(lives) == KILLS
     # The test is one of resuming: most children were killed, some while they wrote, and later ones went on from
     # checkpoints.
-    assert sum(life["killed"] for life in lives) >= 5, lives
+    assert sum(life["killed"] for life in lives) >= KILLS // 2, lives
     assert any(life["half_written"] for life in lives), lives
-    assert len({life["from"] for life in lives}) >= 3, lives
+    assert len({life["from"] for life in lives}) >= 2, lives
 
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         whole, killed = (tmp_path / run / "model" / name for run in ("whole", "killed"))
@@ -44,5 +46,5 @@ def test_ten_kills_at_random_moments_change_nothing(write_recipe: Callable[..., 
     whole, killed = (read_json(tmp_path / run / "training.json") for run in ("whole", "killed"))
     assert whole["history"] == killed["history"]
     assert whole["validation"] == killed["validation"]
-    assert [entry["step"] for entry in whole["history"]] == list(range(3, 43, 3))
+    assert [entry["step"] for entry in whole["history"]] == list(range(3, STEPS + 1, 3))
     assert not list((tmp_path / "killed").rglob("*unfinished*"))

@@ -148,7 +148,7 @@ def test_a_model_of_unknown_training_needs_data_and_rate(finished, tmp_path):
     with pytest.raises(ValueError, match="learning_rate must be given"):
         extend(loose, tmp_path / "long", length="48", steps=2, data=finished / "data")
     options: dict[str, Any] = {"steps": 2, "data": finished / "data", "learning_rate": 1e-3}
-    with pytest.raises(ValueError, match="length='2x': what the model was trained at is not known"):
+    with pytest.raises(ValueError, match="length='2x': the model's training length is not known"):
         extend(loose, tmp_path / "long", length="2x", **options)
     result = extend(loose, tmp_path / "long", length="48", tokens_per_step=96, **options)
     assert result["loss"]["after"].keys() == {"48"}

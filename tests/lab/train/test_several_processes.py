@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from attention_priors.lab.train import TrainRecipe, run_recipe
 from processes import run_command
+from thoroughness import every_other_deep
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 POSITIONS = {"prior": {"name": "generalized_gaussian", "init": "spread"}, "logit_scale": {"name": "ssmax", "init": 0.4}}
@@ -76,18 +77,17 @@ def alone(recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
     return run_recipe(TrainRecipe.model_validate(recipe), folder / "alone")
 
 
-@pytest.mark.parametrize(
-    ("name", "launcher", "running"),
-    [("torchrun", TORCHRUN, {"rows_at_a_time": 1}), ("accelerate", ACCELERATE, {})],
-)
+LAUNCHERS = [("torchrun", TORCHRUN, {"rows_at_a_time": 1}), ("accelerate", ACCELERATE, {})]
+
+
+@pytest.mark.parametrize("how", every_other_deep(LAUNCHERS, quick=LAUNCHERS[:1]), ids=lambda how: how[0])
 def test_two_processes_train_as_one_does(
     recipe: dict[str, Any],
     alone: dict[str, Any],
     folder: Path,
-    name: str,
-    launcher: tuple[str, ...],
-    running: dict[str, Any],
+    how: tuple[str, tuple[str, ...], dict[str, Any]],
 ) -> None:
+    name, launcher, running = how
     together = {key: value for key, value in recipe.items() if key != "tokenizer"} | {
         "name": name,
         "data": {"shards": str(folder / "alone" / "data")},

@@ -85,12 +85,29 @@ class InterruptionError(Exception):
     """Ends a training that a test interrupts."""
 
 
-def interrupt(recipe: TrainRecipe, output: Path, at: int) -> None:
-    """Train as far as a step and no further."""
+def stop_at(last: int, steps: list[int] | None = None) -> Observer:
+    """Return an observer that records steps and ends the training after one of them."""
 
     def on_step(step: int) -> None:
-        if step == at:
+        if steps is not None:
+            steps.append(step)
+        if step == last:
             raise InterruptionError
 
+    return Observer(on_step=on_step)
+
+
+def interrupt(recipe: TrainRecipe, output: Path, at: int) -> None:
+    """Train as far as a step and no further."""
     with pytest.raises(InterruptionError):
-        run_recipe(recipe, output, Observer(on_step=on_step))
+        run_recipe(recipe, output, stop_at(at))
+
+
+def weights_of(model: PriorDecoderForCausalLM) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def furthest(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    """Return the largest difference of two models' weights."""
+    assert first.keys() == second.keys()
+    return max(float((first[name].float() - second[name].float()).abs().max()) for name in first)

@@ -1,15 +1,11 @@
 """``attend()`` beside attention without a prior, the dense formulas and other people's code: time and memory."""
 
-from attention_priors.lab.bench.case import DTYPES, PASSES
 from attention_priors.lab.bench.figures import write_figures
-from attention_priors.lab.bench.recipe import BenchRecipe, load_bench_recipe, make_bench_recipe
-from attention_priors.lab.bench.run import bench
+from attention_priors.lab.bench.run import BenchRecipe, bench, load_bench_recipe, make_bench_recipe
 from attention_priors.lab.bench.tables import markdown_tables, render_text_tables
 from attention_priors.lab.bench.ways import WAYS
 
 __all__ = [
-    "DTYPES",
-    "PASSES",
     "WAYS",
     "BenchRecipe",
     "bench",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,14 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator
 
 from attention_priors._io import write_bytes
-from attention_priors.lab.bench.case import PASSES
+from attention_priors.lab.bench.tables import seconds_text
+from attention_priors.lab.bench.way import PASSES
 from attention_priors.lab.report.figures.scales import set_ticks, thin
 from attention_priors.lab.report.figures.style import Look, blank, label, look, png, tidy
 
 Results = Mapping[str, Any]
 MIB = 2**20
-QUANTITIES = {"time": ("median_seconds", "time per pass"), "memory": ("peak_bytes", "peak memory above the inputs")}
+QUANTITIES = {"time": "time per pass", "memory": "peak memory above the inputs"}
 _WIDTH = 10.6
 _LIMIT = Look("#000000", "o", "-")
 
@@ -27,7 +28,7 @@ def write_figures(results: Results, folder: Path) -> list[Path]:
     """Draw time and memory of each pass that was measured.
 
     Args:
-        results: what :func:`bench` gives.
+        results: what :func:`bench` returns.
         folder: where the PNG files go.
 
     Returns:
@@ -44,31 +45,32 @@ def write_figures(results: Results, folder: Path) -> list[Path]:
 
 
 def against_length(results: Results, passing: str, of: str) -> Figure:
-    """One quantity of one pass: this library on the left, other ways on the right, the limit in both.
+    """Draw one quantity of one pass: this library on the left, other ways on the right, the limit in both.
 
     Args:
-        results: what :func:`bench` gives.
+        results: what :func:`bench` returns.
         passing: which pass.
         of: ``time`` or ``memory``.
     """
     points = _points(results, passing, of)
-    sides = [side for side in ("ours", "others") if any(_kind(results, name) == side for name in points)] or ["ours"]
-    figure = blank(4.9, _WIDTH)
-    panels = figure.subplots(1, 2, sharey=True)
+    kinds = {way["name"]: way["kind"] for way in results["ways"]}
     lengths = sorted({length for values in points.values() for length in values})
-    for axes, side in zip(panels, ("ours", "others"), strict=True):
-        if side not in sides and side != "ours":
-            axes.set_visible(False)
-            continue
+    figure = blank(4.9, _WIDTH)
+    left, right = figure.subplots(1, 2, sharey=True)
+    right.set_visible(any(kinds[name] == "others" for name in points))
+    for axes, side in ((left, "ours"), (right, "others")) if right.get_visible() else ((left, "ours"),):
         _panel(results, axes, side, passing, of, points)
-        _length_axis(axes, lengths)
-    panels[0].set_ylabel(QUANTITIES[of][1])
-    _plain_values(panels[0], of)
+        axes.set_xlabel("length, tokens")
+        axes.set_xlim(lengths[0] / 1.2, lengths[-1] * 1.2)
+        set_ticks(axes.xaxis, thin(lengths, 7))
+    left.set_ylabel(QUANTITIES[of])
+    left.yaxis.set_major_locator(LogLocator(base=10, numticks=12))
+    left.yaxis.set_major_formatter(FuncFormatter(_time_tick if of == "time" else lambda value, _: f"{value:g} MiB"))
     return figure
 
 
 def _points(results: Results, passing: str, of: str) -> dict[str, dict[int, float]]:
-    """Values above 0 of each way, by length: a logarithmic axis has no 0."""
+    """Return the values above 0 of each way, by length: a logarithmic axis has no 0."""
     points: dict[str, dict[int, float]] = {}
     for row in results["rows"]:
         if row["pass"] == passing and row["status"] == "measured":
@@ -76,10 +78,6 @@ def _points(results: Results, passing: str, of: str) -> dict[str, dict[int, floa
             if value > 0:
                 points.setdefault(row["way"], {})[row["length"]] = value
     return points
-
-
-def _kind(results: Results, name: str) -> str:
-    return next(way["kind"] for way in results["ways"] if way["name"] == name)
 
 
 def _panel(
@@ -90,8 +88,9 @@ def _panel(
     axes.set_yscale("log")
     axes.set_title(f"{'attend()' if side == 'ours' else 'other ways'}: {passing}", fontsize=11)
     fits = {fit["way"]: fit["exponent"] for fit in results["growth"] if (fit["pass"], fit["of"]) == (passing, of)}
-    tried = {row["way"]: row["length"] for row in results["rows"] if row["pass"] == passing}
-    erred = {row["way"] for row in results["rows"] if row["pass"] == passing and row["status"] == "cannot run"}
+    rows = [row for row in results["rows"] if row["pass"] == passing]
+    tried = {row["way"]: row["length"] for row in rows}
+    erred = {row["way"] for row in rows if row["status"] == "cannot run"}
     keys: list[Line2D] = []
     stopped = False
     place = 0
@@ -101,54 +100,28 @@ def _panel(
         here = way["kind"] == side or name == "plain" or (way["kind"] == "limit" and side == "ours")
         if name not in tried or not here:
             continue
-        if name == "plain":
-            style = _LIMIT
-        else:
+        style, width, order = _LIMIT, 2.4, 2
+        if name != "plain":
             # Black is the limit's.
             place += look(place).color == _LIMIT.color
-            style = look(place)
+            style, width, order = look(place), 1.5, 3
             place += 1
         values = points.get(name, {})
         power = f", L^{fits[name]:.2f}" if name in fits else ""
         # Without an error, it was memory that it lacked.
         note = power if values else ": cannot run" if name in erred else ": not run"
-        lengths = sorted(values)
-        axes.plot(
-            lengths,
-            [values[length] for length in lengths],
-            **style._asdict(),
-            linewidth=2.4 if name == "plain" else 1.5,
-            markersize=5,
-            zorder=2 if name == "plain" else 3,
-            gid=f"{side}:{name}",
-        )
+        x, y = sorted(values), [values[length] for length in sorted(values)]
+        axes.plot(x, y, **style._asdict(), linewidth=width, markersize=5, zorder=order, gid=f"{side}:{name}")
         keys.append(Line2D([], [], **style._asdict(), linewidth=1.5, markersize=5, label=label(way["label"]) + note))
-        if lengths and tried[name] > lengths[-1]:
+        if x and tried[name] > x[-1]:
             stopped = True
-            last = lengths[-1]
-            axes.plot(last, values[last], "x", color="black", markersize=9, zorder=5, gid=f"stopped:{name}")
+            axes.plot(x[-1], y[-1], "x", color="black", markersize=9, zorder=5, gid=f"stopped:{name}")
     if stopped:
-        keys.append(
-            Line2D([], [], color="black", marker="x", linestyle="none", label="not measured beyond (see table)")
-        )
-    axes.legend(
-        handles=keys, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False, fontsize=8.5, handlelength=3
-    )
+        text = "not measured beyond (see table)"
+        keys.append(Line2D([], [], color="black", marker="x", linestyle="none", label=text))
+    options = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "frameon": False, "handlelength": 3}
+    axes.legend(handles=keys, fontsize=8.5, **options)
 
 
-def _length_axis(axes: Axes, lengths: Sequence[int]) -> None:
-    axes.set_xlabel("length, tokens")
-    axes.set_xlim(lengths[0] / 1.2, lengths[-1] * 1.2)
-    set_ticks(axes.xaxis, thin(lengths, 7))
-
-
-def _plain_values(axes: Axes, of: str) -> None:
-    from attention_priors.lab.bench.tables import seconds_text
-
-    def text(value: float, _: int) -> str:
-        if of == "time":
-            return seconds_text(value).replace(".00", "").replace(".0 ", " ")
-        return f"{value:g} MiB"
-
-    axes.yaxis.set_major_locator(LogLocator(base=10, numticks=12))
-    axes.yaxis.set_major_formatter(FuncFormatter(text))
+def _time_tick(seconds: float, _: int) -> str:
+    return seconds_text(seconds).replace(".00", "").replace(".0 ", " ")

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention_priors.lab.bench.case import Case, Inputs
-from attention_priors.lab.bench.way import CannotRunError, Prepared, expected_rows, learned, output_shape
+from attention_priors.lab.bench.way import CannotRunError, Case, Inputs, Prepared, learned, prepared
 from attention_priors.priors import GeneralizedGaussian, Laplace, Prior, Spectral
 
 FLEX_BLOCK = 128
 """FlexAttention's own block size."""
 GOAT_FREQUENCIES = 8
-"""The package's default, for both of its spectra."""
+"""The default of goat-attention, for both of its spectra."""
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -28,22 +27,16 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def flex_alibi(case: Case) -> tuple[Prior, Callable[[], ScoreMod]]:
-    """ALiBi as a score modification: a slope per head."""
+    """Return ALiBi and what makes its score modification: a slope per head."""
     prior = Laplace(case.heads).to(case.device)
-    slopes = prior.slope.detach()
-    offset = case.length - case.num_queries
-
-    def make() -> ScoreMod:
-        return lambda score, b, h, i, j: score - slopes[h] * (i + offset - j)
-
-    return prior, make
+    slopes, offset = prior.slope.detach(), case.offset
+    return prior, lambda: lambda score, b, h, i, j: score - slopes[h] * (i + offset - j)
 
 
 def flex_gaussian(case: Case) -> tuple[Prior, Callable[[], ScoreMod]]:
-    """A learned table of distances as a score modification; its gradient would be a scatter."""
+    """Return a learned GGD and what makes its score modification: a table of distances, whose gradient scatters."""
     prior = GeneralizedGaussian(case.heads, init="spread", learn=True).to(case.device)
-    distances = torch.arange(case.length, device=case.device)
-    offset = case.length - case.num_queries
+    distances, offset = torch.arange(case.length, device=case.device), case.offset
 
     def make() -> ScoreMod:
         table = prior.log_prior_at(distances)
@@ -53,32 +46,27 @@ def flex_gaussian(case: Case) -> tuple[Prior, Callable[[], ScoreMod]]:
     return prior, make
 
 
-def flex(make_score: Callable[[Case], tuple[Prior, Callable[[], ScoreMod]]]) -> Callable[[Case, Inputs], Prepared]:
-    """Compiled FlexAttention."""
+def flex(case: Case, inputs: Inputs, *, make_score: Callable[[Case], tuple[Prior, Callable[[], ScoreMod]]]) -> Prepared:
+    """Prepare compiled FlexAttention."""
+    from torch.nn.attention.flex_attention import flex_attention
 
-    def prepare(case: Case, inputs: Inputs) -> Prepared:
-        from torch.nn.attention.flex_attention import flex_attention
+    prior, make = make_score(case)
+    # A full graph: beyond the limit of recompilations PyTorch would go on uncompiled, and say nothing.
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    make_mask = cache(causal_blocks)
 
-        prior, make = make_score(case)
-        # A full graph: beyond the limit of recompilations PyTorch would go on uncompiled, and say nothing.
-        compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-        make_mask = cache(causal_blocks)
+    def run() -> Tensor:
+        # One query sees every key.
+        mask = None if case.passing == "decode" else make_mask(case.length, case.device)
+        out = compiled(*inputs, score_mod=make(), block_mask=mask)
+        assert isinstance(out, Tensor)
+        return out
 
-        def run() -> Tensor:
-            # One query sees every key.
-            mask = None if case.passing == "decode" else make_mask(case.length, case.device)
-            out = compiled(inputs.query, inputs.key, inputs.value, score_mod=make(), block_mask=mask)
-            assert isinstance(out, Tensor)
-            return out
-
-        leaves = (inputs.query, inputs.key, inputs.value, *learned(prior))
-        return Prepared(run, leaves, expected_rows(case, inputs, prior), output_shape(inputs))
-
-    return prepare
+    return prepared(case, inputs, run, prior)
 
 
 def causal_blocks(length: int, device: str) -> Any:
-    """The causal block mask of FlexAttention, without the L x L matrix that ``create_block_mask`` makes first."""
+    """Return FlexAttention's causal block mask, without the L x L matrix that ``create_block_mask`` makes first."""
     from torch.nn.attention.flex_attention import BlockMask
 
     number = -(-length // FLEX_BLOCK)
@@ -99,26 +87,20 @@ def causal_blocks(length: int, device: str) -> Any:
 # ---- x-transformers
 
 
-def x_transformers(*, flash: bool) -> Callable[[Case, Inputs], Prepared]:
-    """The attention of x-transformers with its ALiBi; ``flash`` hands the bias to PyTorch's own attention."""
+def x_transformers(case: Case, inputs: Inputs, *, flash: bool) -> Prepared:
+    """Prepare x-transformers' attention with its ALiBi; ``flash`` hands the bias to PyTorch's own attention."""
+    from x_transformers.attend import Attend  # pyright: ignore[reportMissingImports]
+    from x_transformers.x_transformers import AlibiPositionalBias  # pyright: ignore[reportMissingImports]
 
-    def prepare(case: Case, inputs: Inputs) -> Prepared:
-        from x_transformers.attend import Attend  # pyright: ignore[reportMissingImports]
-        from x_transformers.x_transformers import AlibiPositionalBias  # pyright: ignore[reportMissingImports]
+    attention = Attend(causal=True, heads=case.heads, flash=flash).to(case.device)
+    alibi = AlibiPositionalBias(case.heads).to(case.device)
 
-        attention = Attend(causal=True, heads=case.heads, flash=flash).to(case.device)
-        alibi = AlibiPositionalBias(case.heads).to(case.device)
+    def run() -> Tensor:
+        # As its own layers do it. The bias of the longest call so far is kept.
+        bias = alibi(case.num_queries, case.length).to(case.dtype)
+        return attention(*inputs, attn_bias=bias)[0]
 
-        def run() -> Tensor:
-            # As its own layers do it. The bias of the longest call so far is kept.
-            bias = alibi(case.num_queries, case.length).to(case.dtype)
-            return attention(inputs.query, inputs.key, inputs.value, attn_bias=bias)[0]
-
-        prior = Laplace(case.heads).to(case.device)
-        leaves = (inputs.query, inputs.key, inputs.value)
-        return Prepared(run, leaves, expected_rows(case, inputs, prior), output_shape(inputs))
-
-    return prepare
+    return prepared(case, inputs, run, Laplace(case.heads).to(case.device))
 
 
 # ---- transformers
@@ -135,20 +117,18 @@ class _FixedCache:
 
 
 def bloom(case: Case, inputs: Inputs) -> Prepared:
-    """BLOOM's attention module, eager (the only one it has), between its projections."""
+    """Prepare BLOOM's attention module, eager (the only one it has), between its projections."""
     from transformers import BloomConfig
     from transformers.models.bloom.modeling_bloom import BloomAttention, build_alibi_tensor
 
     width = case.heads * case.head_dim
     module = BloomAttention(BloomConfig(hidden_size=width, n_head=case.heads), layer_idx=0).eval()
-    module.query_key_value = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
-    module.dense = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
-    new = slice(case.length - case.num_queries, None)
+    module.query_key_value = module.dense = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
     # What its fused projection would give: (B, Lq, H, 3, D), flat.
-    parts = (inputs.query, inputs.key[:, :, new], inputs.value[:, :, new])
-    fused = torch.stack([x.detach().transpose(1, 2) for x in parts], dim=3).flatten(2)
-    fused.requires_grad_(case.backward)
+    parts = (inputs.query, inputs.key[:, :, case.offset :], inputs.value[:, :, case.offset :])
+    fused = torch.stack([x.detach().transpose(1, 2) for x in parts], dim=3).flatten(2).requires_grad_(case.backward)
     past = _FixedCache(inputs.key, inputs.value) if case.passing == "decode" else None
+    residual = torch.zeros(case.batch, case.num_queries, width, dtype=case.dtype, device=case.device)
 
     @cache
     def bias_and_mask() -> tuple[Tensor, Tensor | None]:
@@ -159,80 +139,74 @@ def bloom(case: Case, inputs: Inputs) -> Prepared:
         mask = torch.full((case.length, case.length), torch.finfo(case.dtype).min, device=case.device)
         return alibi, mask.to(case.dtype).triu_(1)[None, None]
 
-    residual = torch.zeros(case.batch, case.num_queries, width, dtype=case.dtype, device=case.device)
-
     def run() -> Tensor:
         return module(fused, residual, *bias_and_mask(), layer_past=past)[0]
 
-    prior = Laplace(case.heads).to(case.device)
-    return Prepared(run, (fused,), expected_rows(case, inputs, prior), tuple(residual.shape))
+    return prepared(case, inputs, run, Laplace(case.heads).to(case.device), leaves=(fused,), flat=True)
 
 
 # ---- goat-attention
 
 
-def goat_position_dimensions() -> int:
-    """How many of a head's dimensions the package gives to positions: two per frequency, one for the key's bias."""
-    return 2 * GOAT_FREQUENCIES + 1
+def goat_content(case: Case) -> int:
+    """Return the dimensions that goat-attention leaves to content: positions take 2 per frequency, the sink 1.
+
+    Raises:
+        CannotRunError: the head dimension has no room for content.
+    """
+    content = case.head_dim - 2 * GOAT_FREQUENCIES - 1
+    if content < 1:
+        raise CannotRunError(f"a head dimension of {case.head_dim} has no room for content beside GOAT's positions")
+    return content
 
 
-def goat(*, need_weights: bool) -> Callable[[Case, Inputs], Prepared]:
-    """GOAT's package between its projections. Its prior is that of :class:`Spectral` and :class:`KeySink`."""
+def goat(case: Case, inputs: Inputs, *, need_weights: bool) -> Prepared:
+    """Prepare GOAT's package between its projections. Its prior is :class:`Spectral` plus :class:`KeySink`."""
+    from goat import GoatAttention  # pyright: ignore[reportMissingImports]
 
-    def prepare(case: Case, inputs: Inputs) -> Prepared:
-        from goat import GoatAttention  # pyright: ignore[reportMissingImports]
+    content = goat_content(case)
+    torch.manual_seed(case.seed)
+    module = GoatAttention(
+        case.heads * case.head_dim,
+        case.heads,
+        batch_first=True,
+        pos_rank=GOAT_FREQUENCIES,
+        abs_rank=GOAT_FREQUENCIES,
+        training_seq_len=2048,
+    ).to(case.device)
+    with torch.no_grad():
+        # Its start is so close to 0 that nobody would see whether these are computed.
+        module.lambda_asym.normal_(std=0.02)
+        module.sink_bump.fill_(1.0)
+        for layer in (module.key_bias.fc1, module.key_bias.fc2):
+            layer.weight.normal_(std=0.5)
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        setattr(module, name, nn.Identity())
+    # The fixed weights of its gate are not part of what is learned here.
+    module.prior_gate_scale_raw.requires_grad_(False)
+    module.prior_gate_bias.requires_grad_(False)
+    query, key, value = (
+        x.detach().transpose(1, 2).flatten(2).requires_grad_(case.backward)
+        for x in (inputs.query, inputs.key[:, :, case.offset :], inputs.value[:, :, case.offset :])
+    )
+    past = _goat_cache(module, inputs) if case.passing == "decode" else None
 
-        content = case.head_dim - goat_position_dimensions()
-        if content < 1:
-            raise CannotRunError(f"a head dimension of {case.head_dim} has no room for content beside GOAT's positions")
-        torch.manual_seed(case.seed)
-        module = GoatAttention(
-            case.heads * case.head_dim,
-            case.heads,
-            batch_first=True,
-            pos_rank=GOAT_FREQUENCIES,
-            abs_rank=GOAT_FREQUENCIES,
-            training_seq_len=2048,
-        ).to(case.device)
-        with torch.no_grad():
-            # Its start is so close to 0 that nobody would see whether these are computed.
-            module.lambda_asym.normal_(std=0.02)
-            module.sink_bump.fill_(1.0)
-            for layer in (module.key_bias.fc1, module.key_bias.fc2):
-                layer.weight.normal_(std=0.5)
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            setattr(module, name, nn.Identity())
-        # The fixed weights of its gate are not part of what is learned here.
-        module.prior_gate_scale_raw.requires_grad_(False)
-        module.prior_gate_bias.requires_grad_(False)
+    def run() -> Tensor:
+        return module(query, key, value, is_causal=True, need_weights=need_weights, past_key_value=past)[0]
 
-        new = slice(case.length - case.num_queries, None)
-        query, key, value = (
-            x.detach().transpose(1, 2).flatten(2).requires_grad_(case.backward)
-            for x in (inputs.query, inputs.key[:, :, new], inputs.value[:, :, new])
-        )
-        past = None
-        if case.passing == "decode":
-            past = _goat_cache(module, inputs, content)
-
-        def run() -> Tensor:
-            return module(query, key, value, is_causal=True, need_weights=need_weights, past_key_value=past)[0]
-
-        narrow = Inputs(inputs.query[..., :content], inputs.key[..., :content], inputs.value)
-        spectral = Spectral(case.heads, GOAT_FREQUENCIES).to(case.device)
-        with torch.no_grad():
-            spectral.alpha.copy_(module.lambda_sym)
-            spectral.beta.copy_(module.lambda_asym)
-        bias = goat_key_bias(module, case.length).double()[None, :, None]
-        expected = expected_rows(case, narrow, spectral, attn_mask=bias)
-        return Prepared(run, (query, key, value, *learned(module)), expected, tuple(query.shape))
-
-    return prepare
+    narrow = Inputs(inputs.query[..., :content], inputs.key[..., :content], inputs.value)
+    spectral = Spectral(case.heads, GOAT_FREQUENCIES).to(case.device)
+    with torch.no_grad():
+        spectral.alpha.copy_(module.lambda_sym)
+        spectral.beta.copy_(module.lambda_asym)
+    bias = goat_key_bias(module, case.length).double()[None, :, None]
+    leaves = (query, key, value, *learned(module))
+    return prepared(case, narrow, run, spectral, leaves=leaves, flat=True, attn_mask=bias)
 
 
 @torch.no_grad()
 def goat_key_bias(module: Any, length: int) -> Tensor:
-    """``u(j)`` of the package, ``(H, L)``: its own curve, and the slope and the bump by their formulas."""
+    """Return ``u(j)`` of the package, ``(H, L)``: its own curve, and the slope and the bump by their formulas."""
     device = module.sink_gain.device
     features = module._get_abs_feats(length, torch.float32, device)
     curve = module.key_bias(module._augment_abs_features(features, pos_offset=0)).squeeze(-1)
@@ -243,12 +217,11 @@ def goat_key_bias(module: Any, length: int) -> Tensor:
 
 
 @torch.no_grad()
-def _goat_cache(module: Any, inputs: Inputs, content: int) -> tuple[Tensor, Tensor]:
-    """The cache of all tokens but the last, as the package keeps it: content, Fourier features and ``u(j)``."""
-    key, value = inputs.key[:, :, :-1], inputs.value[:, :, :-1]
-    length = key.shape[2]
-    batch, heads, _, head_dim = key.shape
-    flat = [x.transpose(1, 2).reshape(batch, length, heads * head_dim) for x in (key, value)]
+def _goat_cache(module: Any, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return the cache of all tokens but the last, as the package keeps it: content, Fourier features and ``u(j)``."""
+    key, value = (x[:, :, :-1].transpose(1, 2).flatten(2) for x in inputs[1:])
     # One pass over the past, in which only keys and values matter.
-    *_, past = module(flat[0][:, :1], *flat, is_causal=True, need_weights=False, use_cache=True, return_present_kv=True)
+    *_, past = module(
+        key[:, :1], key, value, is_causal=True, need_weights=False, use_cache=True, return_present_kv=True
+    )
     return past

@@ -3,45 +3,145 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import os
+import platform
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field, ValidationError, field_validator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+import attention_priors
 from attention_priors._io import read_json, writable_folder, write_json
-from attention_priors.lab.bench import memory
-from attention_priors.lab.bench.case import Case, make_inputs
-from attention_priors.lab.bench.errors import in_short
-from attention_priors.lab.bench.recipe import BenchRecipe
-from attention_priors.lab.bench.results import check_identity, collect, identity
-from attention_priors.lab.bench.timing import Runner, repetitions
-from attention_priors.lab.bench.way import Need
-from attention_priors.lab.bench.ways import WAYS
+from attention_priors.lab.bench import measure
+from attention_priors.lab.bench.measure import Runner, repetitions
+from attention_priors.lab.bench.results import IDENTITY, collect
+from attention_priors.lab.bench.way import PASSES, CannotRunError, Case, Need, Pass, in_short, make_inputs
+from attention_priors.lab.bench.ways import LINE_WAYS, WAYS
+from attention_priors.lab.machine import memory_bytes, processor, versions
 from attention_priors.lab.output_folder import sole_writer
+from attention_priors.lab.strict_yaml import RecipeError, Strict, explain, read_strictly
+from attention_priors.lab.wall_clock import now
 
+GIB = 2**30
 HEADROOM = 0.9
 """Share of the free memory that may be asked for."""
+SOFTWARE = ("attention-priors", "torch", "triton", "transformers", "x-transformers", "goat-attention")
+CODE = ("attention/**/*.py", "priors/*.py", *(f"lab/bench/{name}.py" for name in ("way", "ways", "peers", "measure")))
+"""Files of this package that decide how long a pass takes, and in how much memory."""
 
 Record = dict[str, Any]
-"""What is known of one pass at one length: ``peaks``, ``failures`` and ``sittings``.
+"""Measurements of one pass at one length: ``peaks``, ``failures`` and ``sittings``.
 
-A sitting is a set of ways that were run in turn: ``ways`` (calls per measurement and error of each), ``for`` (those
-for whose sake it was held) and ``rounds`` (seconds of each, one entry per repetition). Ratios are taken inside a
-sitting.
+A sitting is a set of ways that were run in turn. It has ``ways`` (calls per measurement and error of each), ``for``
+(the ways without earlier measurements) and ``rounds`` (seconds of each way, one entry per repetition). Ratios are taken
+inside a sitting.
 """
 
 
+# ---- recipes
+
+
+class Part(Strict):
+    """Ways, side by side, in every pass and at every length."""
+
+    lengths: tuple[Annotated[int, Field(ge=16)], ...] = Field(min_length=1)
+    """Tokens; cached keys in decoding."""
+    passes: tuple[Pass, ...] = Field(default=PASSES, min_length=1)
+    ways: tuple[str, ...] = Field(default=LINE_WAYS, min_length=1)
+
+    @field_validator("ways")
+    @classmethod
+    def _known(cls, ways: tuple[str, ...]) -> tuple[str, ...]:
+        for name in ways:
+            if name not in WAYS:
+                raise ValueError(f"unknown way {name!r}; known are {', '.join(WAYS)}")
+        return ways
+
+
+class BenchRecipe(Strict):
+    """A benchmark: parts that share everything but lengths, passes and ways."""
+
+    name: str = Field(default="bench", min_length=1)
+    description: str = ""
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    threads: int = Field(default_factory=torch.get_num_threads, gt=0)
+    batch: int = Field(default=1, gt=0)
+    heads: int = Field(default=8, gt=0)
+    head_dim: int = Field(default=64, gt=0)
+    repetitions: int = Field(default=9, gt=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    parts: tuple[Part, ...] = Field(min_length=1)
+
+    @field_validator("device")
+    @classmethod
+    def _there(cls, device: str) -> str:
+        try:
+            kind = torch.device(device).type
+        except RuntimeError:
+            kind = None
+        if kind not in ("cpu", "cuda"):
+            raise ValueError(f"device must be cpu, cuda or cuda:N, got {device!r}")
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device is {device!r}, but PyTorch sees no CUDA device")
+        return device
+
+    def plan(self) -> dict[tuple[Pass, int], list[str]]:
+        """Return the ways of each pass and length, in the catalogue's order, with the baselines that they need."""
+        chosen: dict[tuple[Pass, int], set[str]] = {}
+        for part in self.parts:
+            for cell in product(part.passes, part.lengths):
+                chosen.setdefault(cell, set()).update(part.ways, (WAYS[name].baseline for name in part.ways))
+        order = sorted(chosen, key=lambda cell: (cell[1], PASSES.index(cell[0])))
+        return {cell: [name for name in WAYS if name in chosen[cell]] for cell in order}
+
+    def case(self, passing: Pass, length: int) -> Case:
+        """Return the case of a pass and a length."""
+        return Case(
+            passing, length, self.batch, self.heads, self.head_dim, getattr(torch, self.dtype), self.device, self.seed
+        )
+
+
+def load_bench_recipe(path: Path) -> BenchRecipe:
+    """Read and check a recipe.
+
+    Raises:
+        RecipeError: a key or value is impossible; the message names the key, its value and the allowed values.
+        FileNotFoundError: there is no such file.
+    """
+    return read_strictly(path, BenchRecipe)
+
+
+def make_bench_recipe(**settings: Any) -> BenchRecipe:
+    """Return a recipe of one part from the options of a command line.
+
+    Raises:
+        RecipeError: as :func:`load_bench_recipe`.
+    """
+    part = {key: settings.pop(key) for key in Part.model_fields if key in settings}
+    try:
+        return BenchRecipe.model_validate(settings | {"parts": [part]})
+    except ValidationError as error:
+        raise RecipeError(explain(error, BenchRecipe).replace("parts.0.", "")) from error
+
+
+# ---- runs
+
+
 def bench(recipe: BenchRecipe, output: Path, *, memory_limit: float | None = None, console: Console) -> dict[str, Any]:
-    """Measure what is not measured yet, and write ``results.json``.
+    """Measure the ways that have no finished measurements, and write ``results.json``.
 
     Interrupted at any point, the same call goes on from there, from the last repetition. Ways that could not run
     are tried again.
 
     Args:
-        recipe: what to measure.
+        recipe: the ways, lengths and passes.
         output: the folder that holds everything.
         memory_limit: GiB that a case may take; by default nine tenths of what is free.
         console: where progress is shown.
@@ -55,8 +155,7 @@ def bench(recipe: BenchRecipe, output: Path, *, memory_limit: float | None = Non
         OSError: before any work, if ``output`` cannot be written.
     """
     with sole_writer(writable_folder(output)):
-        who = identity(recipe)
-        check_identity(output, who)
+        _check_identity(output, recipe)
         threads = torch.get_num_threads()
         torch.set_num_threads(recipe.threads)
         try:
@@ -68,40 +167,84 @@ def bench(recipe: BenchRecipe, output: Path, *, memory_limit: float | None = Non
         return results
 
 
+def _check_identity(output: Path, recipe: BenchRecipe) -> None:
+    """Record what a folder's measurements are made with, or make sure that it has not changed.
+
+    A package that was not installed before may be now.
+    """
+    device = torch.device(recipe.device)
+    who: dict[str, Any] = {
+        "settings": recipe.model_dump(mode="json", exclude={"name", "description", "parts"}),
+        "versions": versions(SOFTWARE),
+        "machine": {
+            "platform": platform.platform(),
+            "processor": processor(),
+            "cores": os.cpu_count(),
+            "memory_bytes": memory_bytes(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        },
+        "code": _code_fingerprint(),
+        "begun": now(),
+    }
+    path = output / IDENTITY
+    if path.exists():
+        old = read_json(path)
+        for section in ("settings", "versions", "machine"):
+            for key, value in who[section].items():
+                was = old[section].get(key)
+                if was != value and (was is not None or section != "versions"):
+                    raise RecipeError(
+                        f"{output} holds measurements with {key} = {was}, not {value}; use another folder"
+                    )
+        if old["code"] != who["code"]:
+            raise RecipeError(f"{output} holds measurements of another version of this code; use another folder")
+        who["begun"] = old["begun"]
+    write_json(path, who)
+
+
+def _code_fingerprint() -> str:
+    """Return a hash of the code that is measured, and measures: two states of it are not mixed."""
+    root = Path(attention_priors.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in CODE for path in root.glob(pattern)}):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
 class _Bench:
     def __init__(self, recipe: BenchRecipe, output: Path, memory_limit: float | None, console: Console) -> None:
         self.recipe = recipe
         self.output = output
         self.memory_limit = memory_limit
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %"),
-            TimeElapsedColumn(),
-        )
-        self.bars = Progress(*columns, console=console)
+        text = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+        self.bars = Progress(SpinnerColumn(), *text, TimeElapsedColumn(), console=console)
         self.task = TaskID(0)
 
     def run(self) -> None:
         plan = self.recipe.plan()
         # A way in a case: one step for its memory, one to warm it up, one for each repetition.
-        steps = sum(len(names) * (2 + self.recipe.repetitions) for names in plan.values())
+        each = 2 + self.recipe.repetitions
+        done = 0
         with self.bars:
-            self.task = self.bars.add_task("starting", total=steps)
+            self.task = self.bars.add_task("starting", total=sum(len(names) * each for names in plan.values()))
             for (passing, length), names in plan.items():
-                case = self.recipe.case(passing, length)
                 path = self.output / "measurements" / f"{passing}-{length}.json"
-                record = read_json(path) if path.exists() else _new_record(case)
-                self._measure(case, names, record, lambda path=path, record=record: write_json(path, record))
+                new = {"pass": passing, "length": length, "peaks": {}, "failures": {}, "sittings": []}
+                record = read_json(path) if path.exists() else new
+                self._measure(
+                    self.recipe.case(passing, length), names, record, lambda p=path, r=record: write_json(p, r)
+                )
+                # Steps that were not needed are done too.
+                done += len(names) * each
+                self.bars.update(self.task, completed=done)
 
     def _measure(self, case: Case, names: list[str], record: Record, save: Callable[[], None]) -> None:
-        before = self._completed()
         record["failures"] = {name: why for name, why in record["failures"].items() if name not in names}
-        for sitting in record["sittings"]:
+        for sitting in list(record["sittings"]):
             if len(sitting["rounds"]) < self.recipe.repetitions:
                 self._sit(case, sitting, record, save)
-        missing = [name for name in names if not _finished(record, name) and name not in record["failures"]]
+        finished = {name for sitting in record["sittings"] for name in sitting["ways"]}
+        missing = [name for name in names if name not in finished and name not in record["failures"]]
         possible = [name for name in missing if self._has_memory(case, name, record, save)]
         needs = {name: WAYS[name].need(case) for name in names}
         for chosen in sittings(possible, names, needs, self._limit(case)):
@@ -109,34 +252,27 @@ class _Bench:
             sitting = {"for": wanted, "ways": {name: {} for name in chosen}, "rounds": []}
             record["sittings"].append(sitting)
             self._sit(case, sitting, record, save)
-        # Steps that were not needed are done too.
-        self.bars.update(self.task, completed=before + len(names) * (2 + self.recipe.repetitions))
         save()
 
-    def _completed(self) -> float:
-        return self.bars.tasks[0].completed
-
     def _limit(self, case: Case) -> float:
-        if self.memory_limit is not None:
-            return self.memory_limit * memory.GIB
-        return HEADROOM * memory.available(case.device)
+        return HEADROOM * measure.available(case.device) if self.memory_limit is None else self.memory_limit * GIB
 
     def _say(self, case: Case, what: str) -> None:
         self.bars.update(self.task, description=f"{case.passing}, {case.length} tokens: {what}")
 
     def _has_memory(self, case: Case, name: str, record: Record, save: Callable[[], None]) -> bool:
-        """Estimate, then measure, what a way takes; False, and a reason on record, if it is too much or fails."""
+        """Estimate, then measure, the memory of a way; False, and a reason on record, if it is too much or fails."""
         way = WAYS[name]
         need, limit = sum(way.need(case)), self._limit(case)
         if need > limit:
-            reason = f"needs {need / memory.GIB:.1f} GiB; {limit / memory.GIB:.1f} GiB may be used"
+            reason = f"needs {need / GIB:.1f} GiB; {limit / GIB:.1f} GiB may be used"
             record["failures"][name] = {"status": "not run", "reason": reason}
             return False
         self._say(case, f"memory of {way.label}")
-        if name not in record["peaks"] and memory.can_measure(case.device):
+        if name not in record["peaks"] and measure.can_measure(case.device):
             try:
-                record["peaks"][name] = memory.peak(way, case, self.recipe.threads)
-            except memory.CannotRunError as error:
+                record["peaks"][name] = measure.peak(way, case, self.recipe.threads)
+            except CannotRunError as error:
                 record["failures"][name] = {"status": "cannot run", "reason": in_short(error)}
                 return False
             save()
@@ -144,7 +280,7 @@ class _Bench:
         return True
 
     def _sit(self, case: Case, sitting: Record, record: Record, save: Callable[[], None]) -> None:
-        """Warm up the ways of a sitting and run what is left of its repetitions."""
+        """Warm up the ways of a sitting and run the missing repetitions."""
         runners: dict[str, Runner] = {}
         inputs = make_inputs(case)
         # PyTorch keeps so many compiled versions of a function and no more.
@@ -163,20 +299,16 @@ class _Bench:
             runners[name] = runner
             sitting["ways"][name] = {"calls": runner.calls, "error": runner.error}
             self.bars.advance(self.task)
-
-        def measured(name: str) -> Callable[[], float]:
-            def measure() -> float:
-                self._say(case, f"{WAYS[name].label}, repetition {len(sitting['rounds']) + 1} of {count}")
-                seconds = runners[name].measure()
-                self.bars.advance(self.task)
-                return seconds
-
-            return measure
-
         count = self.recipe.repetitions
-        measures = {name: measured(name) for name in runners}
+
+        def seconds_of(name: str) -> float:
+            self._say(case, f"{WAYS[name].label}, repetition {len(sitting['rounds']) + 1} of {count}")
+            seconds = runners[name].measure()
+            self.bars.advance(self.task)
+            return seconds
+
         if any(name in runners for name in sitting["for"]):
-            for seconds in repetitions(measures, len(sitting["rounds"]), count, self.recipe.seed):
+            for seconds in repetitions(seconds_of, list(runners), len(sitting["rounds"]), count, self.recipe.seed):
                 sitting["rounds"].append(seconds)
                 save()
         else:
@@ -187,15 +319,6 @@ class _Bench:
             # The next measurement of memory is another process's.
             torch.cuda.empty_cache()
         save()
-
-
-def _new_record(case: Case) -> Record:
-    return {"pass": case.passing, "length": case.length, "peaks": {}, "failures": {}, "sittings": []}
-
-
-def _finished(record: Record, name: str) -> bool:
-    """Whether a way has all its repetitions; unfinished sittings are completed before this is asked."""
-    return any(name in sitting["ways"] for sitting in record["sittings"])
 
 
 def sittings(missing: Sequence[str], available: Iterable[str], needs: dict[str, Need], limit: float) -> list[list[str]]:
@@ -215,13 +338,9 @@ def sittings(missing: Sequence[str], available: Iterable[str], needs: dict[str, 
     for name in missing:
         way = WAYS[name]
         together = {name, way.baseline} | ({way.counterpart} & set(available) if way.counterpart else set())
-        if divided:
-            wider = {*divided[-1], *together}
-            kept = sum(needs[other].kept for other in wider)
-            if kept + max(needs[other].working for other in wider) <= limit:
-                divided[-1] = [other for other in available if other in wider]
-                continue
-        if any(name in sitting for sitting in divided):
-            continue
-        divided.append([other for other in available if other in together])
+        wider = {*divided[-1], *together} if divided else set()
+        if wider and sum(needs[n].kept for n in wider) + max(needs[n].working for n in wider) <= limit:
+            divided[-1] = [other for other in available if other in wider]
+        elif not any(name in sitting for sitting in divided):
+            divided.append([other for other in available if other in together])
     return divided

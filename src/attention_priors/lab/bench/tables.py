@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from rich.table import Table
 
-from attention_priors.lab.bench.case import PASSES
+from attention_priors.lab.bench.way import PASSES
 from attention_priors.lab.report.wording import listing, moment, quantity
 
 Results = Mapping[str, Any]
@@ -27,30 +27,50 @@ class Grid:
 
 
 def grids(results: Results, *, quartiles: bool = True) -> Iterator[Grid]:
-    """Time, memory and comparisons of each pass that was measured.
+    """Yield time, memory and comparisons of each pass that was measured.
 
     Args:
-        results: what :func:`bench` gives.
+        results: what :func:`bench` returns.
         quartiles: whether ratios come with theirs, and growth with the lengths it was fitted over.
     """
+    labels = {way["name"]: way["label"] for way in results["ways"]}
     for passing in PASSES:
         rows = [row for row in results["rows"] if row["pass"] == passing]
-        if not rows:
-            continue
-        cell = partial(time_cell, quartiles=quartiles)
-        yield _by_length(results, f"Time: {passing}", rows, cell, ("time", passing), quartiles)
-        if any(row.get("peak_bytes") is not None for row in rows):
-            peaks = {(row["way"], row["length"]): row.get("peak_bytes") for row in rows}
-            title = f"Peak memory above the inputs: {passing}"
-            cell = partial(memory_cell, peaks=peaks)
-            yield _by_length(results, title, rows, cell, ("memory", passing), quartiles)
-        comparisons = [row for row in results["comparisons"] if row["pass"] == passing]
-        if comparisons:
-            yield _compared(results, passing, comparisons, quartiles)
+        fits = {(fit["of"], fit["way"]): fit for fit in results["growth"] if fit["pass"] == passing}
+        peaks = {(row["way"], row["length"]): row.get("peak_bytes") for row in rows}
+        tables = [("time", f"Time: {passing}", partial(time_cell, quartiles=quartiles))]
+        if any(peak is not None for peak in peaks.values()):
+            tables += [("memory", f"Peak memory above the inputs: {passing}", partial(memory_cell, peaks=peaks))]
+        for of, title, cell in tables if rows else []:
+            cells = [(row, cell(row) if row["status"] == "measured" else row["status"]) for row in rows]
+            last = {name: exponent_text(fits.get((of, name)), with_lengths=quartiles) for name in labels}
+            yield _by_length(title, labels, cells, growth=last)
+        compared = [row for row in results["comparisons"] if row["pass"] == passing]
+        if compared:
+            title = f"How many times as long others take for the same function: {passing}"
+            cells = [(row, _times(row["median_ratio"], quartiles)) for row in compared]
+            second = {row["way"]: labels[row["counterpart"]] for row in compared}
+            yield _by_length(title, labels, cells, {"compared with": second})
+
+
+def _by_length(
+    title: str,
+    labels: Mapping[str, str],
+    cells: Sequence[tuple[Row, str]],
+    before: Mapping[str, Mapping[str, str]] = {},
+    **after: Mapping[str, str],
+) -> Grid:
+    """Arrange cells by way and length, with further columns before and after the lengths."""
+    text = {(row["way"], row["length"]): cell for row, cell in cells}
+    lengths = sorted({length for _, length in text})
+    names = [name for name in labels if any(way == name for way, _ in text)]
+    columns = [labels, *before.values(), *({n: text.get((n, length), "") for n in names} for length in lengths)]
+    header = ["", *before, *(f"L = {length}" for length in lengths), *after]
+    return Grid(title, header, [[column[name] for column in (*columns, *after.values())] for name in names])
 
 
 def markdown_tables(results: Results) -> str:
-    """Everything a page needs to say about a benchmark, as Markdown."""
+    """Return all tables of a benchmark as Markdown, with its machine, its failures and the meaning of its rows."""
     parts = [f"{about(results)}\n"]
     for grid in grids(results):
         lines = [f"**{grid.title}**", "", _markdown_line(grid.header), _markdown_line(["---"] * len(grid.header))]
@@ -64,7 +84,7 @@ def markdown_tables(results: Results) -> str:
 
 
 def render_text_tables(results: Results) -> Iterator[Table | str]:
-    """The same tables for a terminal, and the reasons of what was not measured."""
+    """Yield the tables for a terminal, and the reasons of missing measurements."""
     for grid in grids(results, quartiles=False):
         table = Table(title=grid.title, title_justify="left")
         for index, head in enumerate(grid.header):
@@ -76,7 +96,7 @@ def render_text_tables(results: Results) -> Iterator[Table | str]:
 
 
 def about(results: Results) -> str:
-    """Machine, versions, sizes and date in two sentences."""
+    """Describe machine, versions, sizes and date in two sentences."""
     settings, machine, versions = results["settings"], results["machine"], results["versions"]
     on_gpu = settings["device"].startswith("cuda")
     where = machine["device"] if on_gpu else f"{settings['threads']} threads of {machine['processor']}"
@@ -90,8 +110,8 @@ def about(results: Results) -> str:
 
 
 def failures(results: Results) -> list[str]:
-    """Each reason for which something was not measured, with the cases it applies to."""
-    labels = _labels(results)
+    """List each reason of a missing measurement, with the cases that it applies to."""
+    labels = {way["name"]: way["label"] for way in results["ways"]}
     grouped: dict[tuple[str, str, str, str], list[int]] = {}
     for row in results["rows"]:
         if row["status"] != "measured":
@@ -104,7 +124,7 @@ def failures(results: Results) -> list[str]:
 
 
 def timed(results: Results) -> list[str]:
-    """What exactly is timed, of each way that was tried, and how far its outputs were from the reference."""
+    """Describe what is timed of each way that was tried, and how far its outputs were from the reference."""
     lines = []
     for way in results["ways"]:
         rows = [row for row in results["rows"] if row["way"] == way["name"]]
@@ -116,7 +136,7 @@ def timed(results: Results) -> list[str]:
 
 
 def time_cell(row: Row, *, quartiles: bool = True) -> str:
-    """``12.3 ms · 1.05× (1.03–1.07)``; no ratio for a baseline."""
+    """Write a time as ``12.3 ms · 1.05× (1.03–1.07)``; no ratio for a baseline."""
     text = seconds_text(row["median_seconds"][0])
     if "median_ratio" in row and row["baseline"] != row["way"]:
         text += f" · {_times(row['median_ratio'], quartiles)}"
@@ -124,7 +144,7 @@ def time_cell(row: Row, *, quartiles: bool = True) -> str:
 
 
 def memory_cell(row: Row, peaks: Mapping[tuple[str, int], int | None]) -> str:
-    """``55 MiB · 1.31×``; no ratio for a baseline, nor to one that takes next to nothing."""
+    """Write a peak as ``55 MiB · 1.31×``; no ratio for a baseline, nor to a baseline below 1 MiB."""
     peak = row["peak_bytes"]
     if peak is None:
         return "–"
@@ -138,7 +158,7 @@ def memory_cell(row: Row, peaks: Mapping[tuple[str, int], int | None]) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A time with three significant digits: ``850 µs``, ``12.3 ms``, ``4.57 s``."""
+    """Write a time with three significant digits: ``850 µs``, ``12.3 ms``, ``4.57 s``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= 0.9995 * size:
             return f"{_three(seconds / size)} {unit}"
@@ -146,7 +166,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def _three(value: float) -> str:
-    """Three significant digits without an exponent."""
+    """Write three significant digits without an exponent."""
     if value >= 99.95:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
@@ -157,56 +177,12 @@ def _times(spread: Sequence[float], quartiles: bool) -> str:
     return f"{_three(median)}×" + (f" ({_three(low)}–{_three(high)})" if quartiles else "")
 
 
-def _by_length(
-    results: Results,
-    title: str,
-    rows: Sequence[Row],
-    cell: Callable[[Row], str],
-    grown: tuple[str, str],
-    quartiles: bool,
-) -> Grid:
-    labels = _labels(results)
-    lengths = sorted({row["length"] for row in rows})
-    of, passing = grown
-    fits = {fit["way"]: fit for fit in results["growth"] if (fit["of"], fit["pass"]) == (of, passing)}
-    lines = []
-    for name in labels:
-        mine = {row["length"]: row for row in rows if row["way"] == name}
-        if not mine:
-            continue
-        line = [labels[name]]
-        for length in lengths:
-            row = mine.get(length)
-            line.append("" if row is None else cell(row) if row["status"] == "measured" else row["status"])
-        line.append(exponent_text(fits.get(name), with_lengths=quartiles))
-        lines.append(line)
-    return Grid(title, ["", *(f"L = {length}" for length in lengths), "growth"], lines)
-
-
 def exponent_text(fit: Row | None, *, with_lengths: bool = True) -> str:
-    """``L^1.98 (8192–65536)``: the power and the lengths it was fitted over."""
+    """Write a growth as ``L^1.98 (8192–65536)``: the power and the lengths it was fitted over."""
     if fit is None:
         return "–"
     over = f" ({fit['lengths'][0]}–{fit['lengths'][-1]})" if with_lengths else ""
     return f"L^{fit['exponent']:.2f}{over}"
-
-
-def _compared(results: Results, passing: str, comparisons: Sequence[Row], quartiles: bool) -> Grid:
-    labels = _labels(results)
-    lengths = sorted({row["length"] for row in comparisons})
-    lines = []
-    for name in labels:
-        mine = {row["length"]: row for row in comparisons if row["way"] == name}
-        if mine:
-            counterpart = labels[next(iter(mine.values()))["counterpart"]]
-            cells = [_times(mine[length]["median_ratio"], quartiles) if length in mine else "" for length in lengths]
-            lines.append([labels[name], counterpart, *cells])
-    title = f"How many times as long others take for the same function: {passing}"
-    return Grid(title, ["", "compared with", *(f"L = {length}" for length in lengths)], lines)
-
-
-def _labels(results: Results) -> dict[str, str]:
-    return {way["name"]: way["label"] for way in results["ways"]}
 
 
 def _markdown_line(cells: Sequence[str]) -> str:

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, ClassVar
 
 from attention_priors.lab.data.document import Document
 from attention_priors.lab.data.fasta import FastaFile, is_fasta
 
 EMBEDDED = "embedded"
 PACKAGE = "package:"
-"""What the name of an installed Python package follows where its files are the text, or one of them is."""
+"""Prefix of the name of an installed Python package whose files, or one file, are the text."""
 
 _HELD_OUT_FRACTION = 0.05
 # Of few documents of unlike sizes, whole ones may be nearly all of the text, or nearly nothing.
@@ -42,10 +43,10 @@ class Corpus:
     """Documents, split into a part to train on and a part to test on.
 
     Attributes:
-        name: What the corpus is called in reports.
+        name: Name in reports.
         train: Documents to train on, sorted as they were read.
         held_out: Documents that are never trained on.
-        skipped: One line for each file that was found but not used, as ``"NAME: why"``.
+        skipped: One line for each file that was not used, as ``"NAME: why"``.
     """
 
     name: str
@@ -64,14 +65,33 @@ class Corpus:
                     digest.update(len(data).to_bytes(8, "big") + data)
         return digest.hexdigest()
 
+    # ---- as a source of documents (sources.Documents)
+
+    has_held_out_part: ClassVar[bool] = True
+
+    @property
+    def left_out(self) -> str | None:
+        """Message about files that are not used."""
+        return left_out(self.name, self.skipped)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the corpus' name and fingerprint."""
+        return {"corpus": self.name, "fingerprint": self.fingerprint}
+
+    def read(self, part: str, state: Any = None) -> Iterator[tuple[str, Any]]:
+        """Yield the texts of a part in their order, each with the number of texts up to it."""
+        documents = self.train if part == "train" else self.held_out
+        for index in range(state or 0, len(documents)):
+            yield documents[index].text, index + 1
+
 
 def left_out(corpus: str, skipped: Sequence[str]) -> str | None:
-    """What a user should know of files that are not used; None if there is nothing to say.
+    """Return a message about files that are not used; None if there is nothing to say.
 
-    Of installed packages and the standard library there is not: what is no text in them is not meant to be.
+    Files of installed packages and the standard library that are no text are not meant to be, and need no message.
 
     Args:
-        corpus: its name.
+        corpus: name of the corpus.
         skipped: as :attr:`Corpus.skipped`; the first three are named.
     """
     if not skipped or corpus == EMBEDDED or corpus.startswith(PACKAGE):
@@ -83,11 +103,12 @@ def left_out(corpus: str, skipped: Sequence[str]) -> str | None:
 def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Corpus:
     """Read a corpus and split it, by document, into about 95 % to train on and 5 % held out.
 
-    The split depends on the documents' names and sizes alone, so it is the same on every run and machine: held out are
-    5 % of the documents, by a hash of their names, and at least one, but none that would make them more than 20 % of
-    the characters. Where that leaves less than 1 % of these (one large document and some small ones), or nothing, the
-    end of the longest document is held out instead, about 10 % of all characters, from a line's end if it has any; of
-    several that are all shorter than 1000 characters one is held out whole.
+    The split depends on the documents' names and sizes alone, so it is the same on every run and machine. The held-out
+    part is 5 % of the documents, by a hash of their names, and at least one. A document that would make it more than
+    20 % of the characters is not held out. If the held-out part then has less than 1 % of the characters (one large
+    document and some small ones), the end of the longest document is held out instead. That end has about 10 % of all
+    characters and begins at a line's end if there is one. Of several documents that are all shorter than 1000
+    characters, one is held out whole.
 
     Args:
         source: One of
@@ -121,19 +142,19 @@ def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Cor
         documents = tuple(_distinct((part for whole in documents for part in _paragraph_groups(whole)), copies))
         skipped += tuple(copies)
     train, held_out = _split(documents)
-    if max_characters is not None and max_characters < sum(len(document.text) for document in train):
+    if max_characters is not None and max_characters < _characters(train):
         train = _sample(train, max_characters)
-    return Corpus(name=name, train=train, held_out=held_out, skipped=skipped)
+    return Corpus(name, train, held_out, skipped)
 
 
 def read_documents(source: str | Path) -> tuple[str, tuple[Document, ...], tuple[str, ...]]:
     """Read the documents of a corpus, whole and in order.
 
     Args:
-        source: As for `load_corpus`, but that a text file is one document.
+        source: As for `load_corpus`, except that a text file is one document.
 
     Returns:
-        The corpus' name, its documents, and a line for each file that was found but not used.
+        The corpus' name, its documents, and a line for each file that was not used.
 
     Raises:
         FileNotFoundError: ``source`` does not exist, or is a package that is not installed.
@@ -141,34 +162,31 @@ def read_documents(source: str | Path) -> tuple[str, tuple[Document, ...], tuple
     """
     skipped: list[str] = []
     if source == EMBEDDED:
-        name = EMBEDDED
-        documents = _distinct(_embedded_documents(skipped), skipped)
+        name, found = EMBEDDED, _embedded_documents(skipped)
     else:
         name, path = _place(source)
         if path.is_dir():
             excluded = ("__pycache__",) if name.startswith(PACKAGE) else ()
             found = _read_files(path, _walk(path, excluded), skipped)
         elif is_fasta(path):
-            genome = FastaFile(path)
-            skipped += genome.summary().left_out
-            found = (contig for _, contig in genome.contigs())
+            found = _contigs(path, "", skipped)
         else:
-            found = [_read_single_file(path)]
-        documents = _distinct(found, skipped)
+            try:
+                found = [Document(path.name, _read_text(path))]
+            except ValueError as error:
+                raise ValueError(f"source {str(path)!r} cannot be used: {error}") from error
+    documents = _distinct(found, skipped)
     if not documents:
-        found = f"skipped {'; '.join(skipped[:5])}" if skipped else "it has no files"
-        raise ValueError(f"source {str(source)!r} holds no text file ({found})")
+        why = f"skipped {'; '.join(skipped[:5])}" if skipped else "it has no files"
+        raise ValueError(f"source {str(source)!r} holds no text file ({why})")
     return name, tuple(documents), tuple(skipped)
 
 
 def _embedded_documents(skipped: list[str]) -> Iterator[Document]:
     root = Path(sysconfig.get_path("stdlib")).resolve()
-    sources = [
-        path
-        for path in _walk(root, _STDLIB_EXCLUDED_FOLDERS, _STDLIB_EXCLUDED_PREFIXES)
-        # Some systems link files of their own into the standard library's folder.
-        if path.suffix == ".py" and path.resolve().is_relative_to(root)
-    ]
+    found = _walk(root, _STDLIB_EXCLUDED_FOLDERS, _STDLIB_EXCLUDED_PREFIXES)
+    # Some systems link files of their own into the standard library's folder.
+    sources = [path for path in found if path.suffix == ".py" and path.resolve().is_relative_to(root)]
     yield from _read_files(root, sources, skipped)
     from pydoc_data.topics import topics  # half a million characters: loaded only when they are wanted
 
@@ -177,7 +195,7 @@ def _embedded_documents(skipped: list[str]) -> Iterator[Document]:
 
 
 def _place(source: str | Path) -> tuple[str, Path]:
-    """What a file or folder is called, and where it is."""
+    """Return the name and the path of a file or folder."""
     if str(source).startswith(PACKAGE):
         return str(source), _place_in_package(str(source))
     path = Path(source)
@@ -203,16 +221,12 @@ def _place_in_package(source: str) -> Path:
 
 
 def _walk(root: Path, excluded_folders: Iterable[str] = (), excluded_prefixes: tuple[str, ...] = ()) -> list[Path]:
-    """Files below `root`, hidden ones left out, sorted by their path relative to it."""
-    excluded_folders = frozenset(excluded_folders)
-    hidden_or_excluded = (".", *excluded_prefixes)
+    """List the files below `root`, hidden ones left out, sorted by their path relative to it."""
+    prefixes = (".", *excluded_prefixes)
     files = []
     for folder, subfolders, names in os.walk(root, onerror=_raise):
-        subfolders[:] = [
-            name for name in subfolders if name not in excluded_folders and not name.startswith(hidden_or_excluded)
-        ]
-        paths = [Path(folder, name) for name in names if not name.startswith(hidden_or_excluded)]
-        files += [path for path in paths if path.is_file()]
+        subfolders[:] = [name for name in subfolders if name not in excluded_folders and not name.startswith(prefixes)]
+        files += [path for name in names if not name.startswith(prefixes) and (path := Path(folder, name)).is_file()]
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
@@ -222,42 +236,40 @@ def _raise(error: OSError) -> None:
 
 def _read_files(root: Path, paths: Iterable[Path], skipped: list[str]) -> Iterator[Document]:
     for path in paths:
-        # A name on the disk may be no text either; what it is called here can be written anywhere.
+        # A name on the disk may be no text either; escapes can be written anywhere.
         name = os.fsencode(path.relative_to(root).as_posix()).decode(errors="backslashreplace")
         if is_fasta(path):
             # Its headers and line ends are no text.
-            genome = FastaFile(path)
-            skipped += [f"{name}/{line}" for line in genome.summary().left_out]
-            for _, contig in genome.contigs():
-                yield Document(f"{name}/{contig.name}", contig.text)
+            yield from _contigs(path, f"{name}/", skipped)
             continue
         try:
             yield Document(name, _read_text(path))
-        except _NotTextError as error:
+        except ValueError as error:
             skipped.append(f"{name}: {error}")
 
 
-def _read_single_file(path: Path) -> Document:
-    try:
-        return Document(path.name, _read_text(path))
-    except _NotTextError as error:
-        raise ValueError(f"source {str(path)!r} cannot be used: {error}") from error
-
-
-class _NotTextError(Exception):
-    """A file is not text; the message says why."""
+def _contigs(path: Path, prefix: str, skipped: list[str]) -> Iterator[Document]:
+    genome = FastaFile(path)
+    skipped += [f"{prefix}{line}" for line in genome.summary().left_out]
+    for _, contig in genome.contigs():
+        yield Document(f"{prefix}{contig.name}", contig.text)
 
 
 def _read_text(path: Path) -> str:
+    """Read a text file.
+
+    Raises:
+        ValueError: the file is not text; the message says why.
+    """
     data = path.read_bytes()
     if b"\0" in data:
-        raise _NotTextError("it is binary (it holds a NUL byte)")
+        raise ValueError("it is binary (it holds a NUL byte)")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _NotTextError(f"it is not UTF-8 (byte {error.start})") from error
+        raise ValueError(f"it is not UTF-8 (byte {error.start})") from error
     if not text.strip():
-        raise _NotTextError("it is empty or blank")
+        raise ValueError("it is empty or blank")
     return text
 
 
@@ -293,37 +305,37 @@ def _name_hash(document: Document) -> bytes:
     return hashlib.sha256(document.name.encode()).digest()
 
 
+def _characters(documents: Iterable[Document]) -> int:
+    return sum(len(document.text) for document in documents)
+
+
 def _split(documents: Sequence[Document]) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
     """Split into training and held-out documents, neither part empty."""
-    total = sum(len(document.text) for document in documents)
-    names = _held_out_names(documents, int(_HELD_OUT_MOST * total))
-    if sum(len(document.text) for document in documents if document.name in names) < _HELD_OUT_LEAST * total:
+    total = _characters(documents)
+    held_out = _held_out(documents, int(_HELD_OUT_MOST * total))
+    if _characters(held_out) < _HELD_OUT_LEAST * total:
         longest = max(documents, key=lambda document: len(document.text))
-        if len(documents) == 1 or len(longest.text) >= _CUT_MIN_CHARACTERS:
-            return _split_longest(documents, longest, total - int(_UNCUT_FRACTION * total))
-        names = frozenset({min(documents, key=_name_hash).name})
+        size = len(longest.text)
+        if len(documents) == 1 or size >= _CUT_MIN_CHARACTERS:
+            # The end of the longest document, half of it at most.
+            kept, rest = _cut_in_two(longest, max(size - (total - int(_UNCUT_FRACTION * total)), size // 2))
+            return tuple(kept if document is longest else document for document in documents), (rest,)
+        held_out = [min(documents, key=_name_hash)]
+    names = {document.name for document in held_out}
     train = tuple(document for document in documents if document.name not in names)
     return train, tuple(document for document in documents if document.name in names)
 
 
-def _held_out_names(documents: Sequence[Document], budget: int) -> frozenset[str]:
-    """Of the share of documents that is held out, or of the first one, in the order of their hashes, what fits."""
+def _held_out(documents: Sequence[Document], budget: int) -> list[Document]:
+    """Choose a share of the documents that fit, at least one, in the order of their hashes."""
     threshold = int(_HELD_OUT_FRACTION * 2**64)
     wanted = max(1, sum(int.from_bytes(_name_hash(document)[:8], "big") < threshold for document in documents))
-    names: set[str] = set()
+    chosen: list[Document] = []
     for document in sorted(documents, key=_name_hash):
-        if len(names) < wanted and len(document.text) <= budget:
-            names.add(document.name)
+        if len(chosen) < wanted and len(document.text) <= budget:
+            chosen.append(document)
             budget -= len(document.text)
-    return frozenset(names)
-
-
-def _split_longest(
-    documents: Sequence[Document], longest: Document, size: int
-) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
-    """Hold out about `size` characters from the end of the longest document, half of it at most."""
-    kept, held_out = _cut_in_two(longest, max(len(longest.text) - size, len(longest.text) // 2))
-    return tuple(kept if document is longest else document for document in documents), (held_out,)
+    return chosen
 
 
 def _cut_in_two(document: Document, target: int) -> tuple[Document, Document]:

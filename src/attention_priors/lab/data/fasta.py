@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import bz2
-import importlib
 import io
 import lzma
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -17,7 +17,7 @@ from attention_priors._io import checksum
 from attention_priors.lab.data.document import Document
 
 SUFFIXES = (".fa", ".fasta", ".fas", ".fsa", ".fna", ".ffn", ".frn")
-"""What names of FASTA files end with; a compression may follow."""
+"""Endings of the names of FASTA files; a compression may follow."""
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 
 GAP = 10
@@ -29,40 +29,32 @@ _AMBIGUOUS = "RYSWKMBDHVN"
 _UNKNOWN = re.compile(b"N{%d,}" % GAP)
 
 _STREAMS: dict[bytes, Any] = {b"BZh": bz2.BZ2Decompressor, b"\xfd7zXZ\0": lzma.LZMADecompressor}
-"""What bzip2's and xz's files begin with, and what reads a stream of theirs."""
+"""First bytes of bzip2's and xz's files, and their decompressors."""
 _BLOCK = 2**16
-"""Bytes that are read of these at a time."""
+"""Compressed bytes that are read at a time."""
 
 _BGZF_END = bytes.fromhex("1f8b08040000000000ff0600424302001b0003000000000000000000")
 """The empty block that ends a BGZF file (SAM specification, section 4.1.2)."""
 
 
-def _folding() -> bytes:
-    """For each byte the base it stands for: A, C, G, T, N, or 0 for none."""
-    table = bytearray(256)
-    for letters, base in (("A", "A"), ("C", "C"), ("G", "G"), ("TU", "T"), (_AMBIGUOUS, "N")):
-        for letter in letters + letters.lower():
-            table[ord(letter)] = ord(base)
-    return bytes(table)
-
-
-_BASE_OF = _folding()
+_BASES = dict(zip("ACGTU" + _AMBIGUOUS, "ACGTT" + "N" * len(_AMBIGUOUS), strict=True))
+_BASE_OF = bytes(ord(_BASES.get(chr(byte).upper(), "\0")) for byte in range(256))
+"""For each byte the base that it stands for: A, C, G, T, N, or 0 for none."""
 
 
 class FastaError(ValueError):
-    """A FASTA file is broken. The message names the file, the record and what is wrong."""
+    """A FASTA file is broken. The message names the file, the record and the mistake."""
 
 
 def is_fasta(path: Path) -> bool:
-    """Whether a file's name is one of a FASTA file."""
+    """Whether a file's name is one of a FASTA file, plain or compressed."""
     name = path.name.lower()
-    bare = next((name.removesuffix(end) for end in COMPRESSIONS if name.endswith(end)), name)
-    return bare.endswith(SUFFIXES)
+    return name.endswith((*SUFFIXES, *(suffix + end for suffix in SUFFIXES for end in COMPRESSIONS)))
 
 
 @dataclass(frozen=True)
 class FastaSummary:
-    """What a whole FASTA file holds."""
+    """Content of a whole FASTA file."""
 
     records: tuple[str, ...]
     """Their names: the header's first word."""
@@ -74,7 +66,7 @@ class FastaSummary:
 
     @property
     def left_out(self) -> list[str]:
-        """A line for each of these."""
+        """One line for each record without a known base."""
         return [f"{record}: none of its bases is known" for record in self.unknown]
 
 
@@ -86,8 +78,8 @@ class FastaFile:
     between contigs that are sequenced: it is left out, and what follows is another document. A contig is named as
     samtools names a region, ``chr1:10001-177417``, first and last base counted from 1.
 
-    Of compressed parts one after the other (``cat a.gz b.gz``) that end just where one of them does, nothing says that
-    there were more: such a file is taken for whole. bgzip's are of many parts, and end with a mark, which is required.
+    A file of several compressed parts (``cat a.gz b.gz``) that is cut off exactly between two parts counts as whole,
+    because nothing tells that there were more. bgzip's files have many parts and end with a mark, which is required.
 
     Args:
         path: the file, plain or compressed (gzip, also bgzip's BGZF; bzip2, xz, Zstandard).
@@ -105,15 +97,15 @@ class FastaFile:
 
     @cached_property
     def sha256(self) -> str:
-        """Of the file as it is, compressed or not."""
+        """SHA-256 of the file as it is, compressed or not."""
         return checksum(self.path)
 
     def summary(self) -> FastaSummary:
-        """Read all of the file, once, and say what there is.
+        """Read all of the file, once, and summarise it.
 
         Raises:
             FastaError: the file is broken, cut off or empty, or a record has no name, no sequence, another's name, or a
-                character that is no nucleotide.
+                character other than nucleotides.
         """
         if self._summary is None:
             if _lacks_bgzf_end(self.path):
@@ -135,7 +127,7 @@ class FastaFile:
         return self._summary
 
     def contigs(self) -> Iterator[tuple[str, Document]]:
-        """The name of each contig's record, and the contig, in the file's order; nothing before all has been read.
+        """Yield the name of each contig's record, and the contig, in the file's order, once all has been read.
 
         Raises:
             FastaError: as :meth:`summary`.
@@ -146,7 +138,7 @@ class FastaFile:
                 yield name, Document(f"{name}:{start + 1}-{end}", sequence[start:end].decode())
 
     def _records(self) -> Iterator[tuple[str, bytes]]:
-        """Names and sequences, each sequence of A, C, G, T and N."""
+        """Yield names and sequences, each sequence of A, C, G, T and N."""
         # It is needed for genomes alone.
         import dnaio
 
@@ -160,14 +152,16 @@ class FastaFile:
                     if not name:
                         raise FastaError(f"{place} has no name after its '>'")
                     if name in names:
-                        raise FastaError(f"{place} stands there twice; expected names to be distinct")
+                        raise FastaError(f"{place} is a duplicate: expected distinct names")
                     names.add(name)
                     bases = _bases(place, record.sequence)
                     self._check_unchanged()
                     yield name, bases
                     last = f"after record {name!r}"
-        except (dnaio.FileFormatError, EOFError, OSError, UnicodeDecodeError, *_damages()) as error:
-            # Of a compressed file that is cut off, or damaged, the reader says one of these, whichever the format.
+        except FastaError:
+            raise
+        except Exception as error:
+            # The errors of decompressors have no base class in common.
             raise FastaError(f"{self.path} cannot be read further {last}: {error}") from error
         self._check_unchanged()
 
@@ -176,13 +170,13 @@ class FastaFile:
         return status.st_ino, status.st_size, status.st_mtime_ns
 
     def _check_unchanged(self) -> None:
-        """Make sure that what is used is what was read through: a file may be written while it is read again."""
+        """Make sure that the file is the one that was read through: it may be written while it is read again."""
         if self._state_now() != self._state:
             raise FastaError(f"{self.path} has changed while it was being read; expected a file that nobody writes to")
 
 
 def _opened(path: str, mode: Literal["rb"]) -> BinaryIO:
-    """A file to be read, decompressed."""
+    """Open a file to read its decompressed bytes."""
     from xopen import xopen
 
     with open(path, "rb") as file:
@@ -194,42 +188,39 @@ def _opened(path: str, mode: Literal["rb"]) -> BinaryIO:
 
 
 class _Streams(io.RawIOBase):
-    """The decompressed bytes of all of a file, which may be of several streams.
+    """The decompressed bytes of all streams of a bzip2 or xz file, each of which must be whole.
 
-    Python's readers of bzip2 and xz take what is no stream after a whole one, or a damaged one, for the file's end.
+    Python's own readers, and so xopen, take anything but a stream after a whole one, or a damaged one, for the file's
+    end.
     """
 
     def __init__(self, path: Path, decompressor: Any) -> None:
         self._file = path.open("rb")
         self._new = decompressor
         self._stream = decompressor()
+        # Zeros may follow a stream of xz.
+        self._padding = b"\0" if decompressor is lzma.LZMADecompressor else b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while True:
+        data = b""
+        while not data:
             block = b""
             if self._stream.eof:
-                block = self._unpadded(self._stream.unused_data)
-                while not block:
-                    more = self._file.read(_BLOCK)
-                    if not more:
-                        return 0
-                    block = self._unpadded(more)
+                blocks = chain([self._stream.unused_data], iter(partial(self._file.read, _BLOCK), b""))
+                block = next(filter(None, (block.lstrip(self._padding) for block in blocks)), None)
+                if block is None:
+                    return 0
                 self._stream = self._new()
             elif self._stream.needs_input:
                 block = self._file.read(_BLOCK)
                 if not block:
                     raise EOFError("Compressed file ended before the end-of-stream marker was reached")
             data = self._stream.decompress(block, len(buffer))
-            if data:
-                buffer[: len(data)] = data
-                return len(data)
-
-    def _unpadded(self, between: bytes) -> bytes:
-        """What follows a stream, without the zeros that may stand behind one of xz."""
-        return between.lstrip(b"\0") if self._new is lzma.LZMADecompressor else between
+        buffer[: len(data)] = data
+        return len(data)
 
     def close(self) -> None:
         self._file.close()
@@ -248,25 +239,6 @@ def _lacks_bgzf_end(path: Path) -> bool:
             return False
         file.seek(max(0, path.stat().st_size - len(_BGZF_END)))
         return file.read() != _BGZF_END
-
-
-def _damages() -> tuple[type[Exception], ...]:
-    """What the decompressors say of a damaged file, of those that the reader has here."""
-    places = (
-        ("zlib", "error"),
-        ("isal.igzip_lib", "IsalError"),
-        ("lzma", "LZMAError"),
-        ("compression.zstd", "ZstdError"),
-        ("backports.zstd", "ZstdError"),
-        ("zstandard", "ZstdError"),
-    )
-    found = []
-    for module, name in places:
-        try:
-            found.append(getattr(importlib.import_module(module), name))
-        except ImportError:
-            continue
-    return tuple(found)
 
 
 def _bases(place: str, sequence: str) -> bytes:

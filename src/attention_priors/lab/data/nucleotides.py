@@ -11,36 +11,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from attention_priors.lab.data.document import END_OF_TEXT, document_tokenizer
 from attention_priors.lab.data.fasta import SUFFIXES
-from attention_priors.lab.data.special_tokens import END_OF_TEXT, NO_LENGTH_LIMIT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 NUCLEOTIDES = "nucleotides"
-"""What recipes call :func:`nucleotide_tokenizer`."""
+"""Name of :func:`nucleotide_tokenizer` in recipes."""
 
 BASES = "ACGT"
 UNKNOWN_BASE = "N"
 
 
 def nucleotide_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of six tokens: ``<|endoftext|>``, A, C, G, T, and N for every other character.
+    """Return a tokenizer of six tokens: ``<|endoftext|>``, A, C, G, T, and N for every other character.
 
     Lower case is read as upper case, and U as T. ``<|endoftext|>`` begins, ends and pads sequences. Text decodes to
     itself but for that.
     """
-    # transformers takes more than a second to import.
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(
-        tokenizer_object=_backend(),
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-        model_max_length=NO_LENGTH_LIMIT,
-    )
+    return document_tokenizer(_backend())
 
 
 def is_nucleotide_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -52,7 +42,7 @@ def is_nucleotide_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def encode_nucleotides(texts: Sequence[str]) -> list[np.ndarray]:
-    """The tokens of each text as ``nucleotide_tokenizer()`` gives them, a hundred times as fast; uint8.
+    """Return the tokens of ``nucleotide_tokenizer()`` for each text, a hundred times as fast; uint8.
 
     Chromosomes have hundreds of millions of bases.
     """
@@ -61,7 +51,7 @@ def encode_nucleotides(texts: Sequence[str]) -> list[np.ndarray]:
 
 
 def check_nucleotides(text: str) -> None:
-    """Make sure that a text is bases: of any other, half would be read as N, and the rest as bases that are none.
+    """Make sure that a text is bases: half of any other text would be read as N, and the rest as bases that are none.
 
     Raises:
         ValueError: less than half of its first 4096 characters are A, C, G, T, U and N, of either case; or there are
@@ -77,9 +67,7 @@ def check_nucleotides(text: str) -> None:
     if header is not None:
         raise ValueError(f"{reads_bases}, and the text holds a header of FASTA, {header[0][:40]!r}: {expected}")
     if "\n" in beginning.rstrip():
-        raise ValueError(
-            f"{reads_bases}, and the text holds line ends, which would be read as unknown ones: {expected}"
-        )
+        raise ValueError(f"{reads_bases}, and the text holds line ends, which would be read as N: {expected}")
     known = sum(map(beginning.upper().count, "ACGTUN"))
     if known < len(beginning) / 2:
         raise ValueError(
@@ -90,12 +78,7 @@ def check_nucleotides(text: str) -> None:
 
 @cache
 def _token_of_byte() -> np.ndarray:
-    vocabulary = _backend().get_vocab()
-    table = np.full(256, vocabulary[UNKNOWN_BASE], dtype=np.uint8)
-    for letter in (*BASES, "U"):
-        for case in (letter, letter.lower()):
-            table[ord(case)] = vocabulary["T" if letter == "U" else letter]
-    return table
+    return np.array([_backend().encode(chr(byte)).ids[0] for byte in range(128)], dtype=np.uint8)
 
 
 @cache
@@ -112,6 +95,6 @@ def _backend() -> Tokenizer:
 
 
 def _meaning(tokenizer: Tokenizer) -> dict[str, object]:
-    """What decides the tokens of a text, whatever is set about padding and truncation."""
+    """Return the parts of a tokenizer that decide the tokens of a text: all but padding and truncation."""
     content = json.loads(tokenizer.to_str())
     return {part: content[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")}

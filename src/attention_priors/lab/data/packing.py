@@ -6,18 +6,40 @@ import hashlib
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from attention_priors.lab.data.retrieval import RetrievalShare, RetrievalText
-from attention_priors.lab.data.stream import TokenStream
+from attention_priors.lab.data.tokenizer import TokenStream
 
 IGNORED_LABEL = -100
 """Label of a token that has no loss."""
 
 _ROUNDING = 1e-9
-"""By how much ratios that sum to 1 may seem to exceed it."""
+"""Rounding error of ratios that sum to 1."""
+
+
+class EpochOrder:
+    """Place ``i`` is a function of the seed and ``i`` alone, and each epoch has each of ``count`` things once.
+
+    Args:
+        count: number of things.
+        seed: with the epoch, the seed of each permutation.
+    """
+
+    def __init__(self, count: int, seed: int) -> None:
+        self._count, self._seed = count, seed
+        self._drawn: tuple[int, np.ndarray] | None = None
+
+    def __getitem__(self, index: int) -> int:
+        epoch, place = divmod(index, self._count)
+        if self._drawn is None or self._drawn[0] != epoch:
+            kind = np.uint32 if self._count < 2**32 else np.uint64
+            order = np.random.default_rng([self._seed, epoch]).permutation(np.arange(self._count, dtype=kind))
+            self._drawn = (epoch, order)
+        return int(self._drawn[1][place])
 
 
 class TrainingMixture(Dataset[dict[str, Tensor]]):
@@ -101,14 +123,14 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
         return None
 
     def _draw_window(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """A random window of the documents: its tokens, and their documents counted from 0."""
+        """Draw a window of the documents: its tokens, and their documents counted from 0."""
         start = int(torch.randint(len(self._stream) - size + 1, (), generator=generator))
         document_ids = self._stream.document_ids[start : start + size]
         return self._stream.tokens[start : start + size].clone(), document_ids - document_ids[:1]
 
 
 def packed_row(input_ids: Tensor, document_ids: Tensor) -> dict[str, Tensor]:
-    """A row of packed documents, with the fields of `TrainingMixture` and every label's weight 1.
+    """Return a row of packed documents, with the fields of `TrainingMixture` and every label's weight 1.
 
     Args:
         input_ids: Tokens, int64, shape ``(L,)``.
@@ -131,5 +153,5 @@ def collate_rows(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def row_seed(seed: int, index: int) -> int:
-    """A seed for one row; a hash, so that neighbouring rows and seeds have nothing in common."""
+    """Return a seed for one row: a hash, so that neighbouring rows and seeds have nothing in common."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{index}".encode()).digest()[:8], "big")

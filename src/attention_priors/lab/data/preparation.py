@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,14 @@ from numpy.lib.format import write_array
 from attention_priors._io import checksum, remove_temporaries, replacing, write_json
 from attention_priors.lab.data.document import Document
 from attention_priors.lab.data.shards import FORMAT, MANIFEST, PARTS, Shard, ShardError, read_manifest, shards_of
-from attention_priors.lab.data.sources import Documents, Place
-from attention_priors.lab.data.stream import DOCUMENTS_PER_BATCH, encode_documents
-from attention_priors.lab.data.tokenizer import pretrained_tokenizer, tokenizer_fingerprint, train_tokenizer
+from attention_priors.lab.data.sources import Documents
+from attention_priors.lab.data.tokenizer import (
+    DOCUMENTS_PER_BATCH,
+    encode_documents,
+    pretrained_tokenizer,
+    tokenizer_fingerprint,
+    train_tokenizer,
+)
 from attention_priors.lab.output_folder import undone_if_refused
 from attention_priors.lab.strict_yaml import RecipeError, differences
 
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_CHARACTERS = 20_000_000
-"""A tokenizer is trained on the first documents with about so many characters."""
+"""A tokenizer is trained on the first documents with about this many characters."""
 
 CHARACTERS_PER_BATCH = 2**24
 
@@ -35,14 +39,14 @@ TOKENIZER = "tokenizer"
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is prepared.
+    """The tokens that are prepared.
 
     Args:
         documents: the texts.
         tokenizer: entries of a byte-level BPE trained on the documents, or a tokenizer's path or Hugging Face name.
-        held_out_tokens: of documents without a held-out part, the first ones that have so many tokens together.
-        max_tokens: of the part to train on, so many tokens at most; None for all. The last document is cut to that.
-        shard_tokens: a file ends with the document that brings it to so many tokens.
+        held_out_tokens: tokens of the first documents that are held out, if the documents have no held-out part.
+        max_tokens: tokens to train on, at most; None for all. The last document is cut to that.
+        shard_tokens: a file ends with the document that brings it to this number of tokens.
     """
 
     documents: Documents
@@ -52,7 +56,7 @@ class Preparation:
     shard_tokens: int
 
     def identity(self) -> dict[str, Any]:
-        """What determines the tokens, but for the versions of the libraries; what cannot be known is None.
+        """Describe what determines the tokens, but for the versions of the libraries; None is unknown.
 
         Raises:
             ValueError: the tokenizer's folder holds none.
@@ -77,24 +81,24 @@ def prepare(
     on_tokens: Callable[[str, int], None] = lambda part, tokens: None,
     on_message: Callable[[str], None] = lambda message: None,
 ) -> None:
-    """Tokenise documents into ``folder``, going on from whatever it holds; nothing is done if all is there.
+    """Tokenise documents into ``folder``, going on from its shards; nothing is done if all are there.
 
     Of several processes that are asked to do the same, one does it and the others wait.
 
     Args:
-        preparation: what.
-        folder: where.
-        repair: compare every file with its checksum first, and make anew what is damaged.
-        on_tokens: called with a part's name and how many tokens of it there are.
-        on_message: called with what a user should know.
+        preparation: the documents, the tokenizer and the sizes.
+        folder: where the tokens go.
+        repair: compare every file with its checksum first, and replace damaged ones.
+        on_tokens: called with a part's name and the number of its tokens.
+        on_message: called with messages to the user.
 
     Raises:
         RecipeError: ``folder`` holds tokens of another preparation.
         ValueError: the documents or the tokenizer cannot be read, or there is nothing to train on.
         OSError: ``folder`` cannot be written.
     """
-    made = (MANIFEST, TOKENIZER, f"{TOKENIZER}.unfinished")
-    with undone_if_refused(folder, made, keep=lambda: _has_tokens(folder), wait=math.inf):
+    has_tokens = lambda: any(folder.glob("*.tokens.npy"))  # noqa: E731
+    with undone_if_refused(folder, (MANIFEST, TOKENIZER), keep=has_tokens, wait=math.inf):
         remove_temporaries(folder)
         manifest = _begin(preparation, folder)
         if repair:
@@ -117,15 +121,11 @@ def prepare(
         write_json(folder / MANIFEST, manifest)
 
 
-def _has_tokens(folder: Path) -> bool:
-    return any(folder.glob("*.tokens.npy"))
-
-
 def prepared_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer that tokens were prepared with.
+    """Load the tokenizer that tokens were prepared with.
 
     Raises:
-        ShardError: it is not the one any more.
+        ShardError: it has changed since.
     """
     manifest = read_manifest(folder)
     tokenizer = pretrained_tokenizer(folder / TOKENIZER)
@@ -135,11 +135,12 @@ def prepared_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _begin(preparation: Preparation, folder: Path) -> dict[str, Any]:
+    """Read the manifest of a folder, or write a new one."""
     wanted = preparation.identity()
     if (folder / MANIFEST).is_file():
         manifest = read_manifest(folder)
         known = manifest["identity"]
-        # What is not there any more says nothing against the tokens.
+        # A tokenizer or files that are not there any more say nothing against the tokens.
         gone = {key for key in ("tokenizer_fingerprint", "files") if known.get(key) is None or wanted.get(key) is None}
         there, here = ({key: x[key] for key in x if key not in gone} for x in (known, wanted))
         differing = differences(there, here)
@@ -179,25 +180,23 @@ def _drop_damaged(manifest: dict[str, Any], folder: Path, on_message: Callable[[
 
 
 def _tokenizer(preparation: Preparation, folder: Path) -> PreTrainedTokenizerBase:
-    saved = folder / TOKENIZER
+    saved, spec = folder / TOKENIZER, preparation.tokenizer
     if not saved.is_dir():
-        spec = preparation.tokenizer
         if isinstance(spec, int):
             tokenizer = train_tokenizer(_first_documents(preparation.documents), spec)
         else:
             tokenizer = pretrained_tokenizer(spec)
-        unfinished = folder / f"{TOKENIZER}.unfinished"
-        tokenizer.save_pretrained(unfinished)
-        unfinished.rename(saved)
-    # Always the saved one: what is saved and loaded may differ in details from what was there before.
+        with replacing(saved) as unfinished:
+            tokenizer.save_pretrained(unfinished)
+    # Always the saved one: details may change when a tokenizer is saved and loaded.
     return pretrained_tokenizer(saved)
 
 
 def _first_documents(documents: Documents) -> Iterator[Document]:
     read = 0
-    for place in documents.read("train"):
-        yield Document(str(read), place.text)
-        read += len(place.text)
+    for text, _ in documents.read("train"):
+        yield Document(str(read), text)
+        read += len(text)
         if read >= TOKENIZER_CHARACTERS:
             return
 
@@ -210,70 +209,58 @@ def _prepare_part(
     folder: Path,
     on_tokens: Callable[[str, int], None],
 ) -> None:
-    documents, done = preparation.documents, manifest["parts"][part]
+    documents, before, source = preparation.documents, manifest["parts"][part], part
     limit = preparation.max_tokens if part == "train" else preparation.held_out_tokens
-    if documents.has_held_out_part:
-        before = done
-        source = part
-        limit = limit if part == "train" else None
-    else:
-        # What is held out is the beginning of what there is.
-        before = [entry for name in PARTS for entry in manifest["parts"][name]]
-        source = "train"
-    places = documents.read(source, before[-1]["state"] if before else None)
+    if not documents.has_held_out_part:
+        # The held-out part is the beginning of the documents.
+        before, source = [entry for name in PARTS for entry in manifest["parts"][name]], "train"
+    elif part == "held_out":
+        limit = None
+    texts = documents.read(source, before[-1]["state"] if before else None)
+    total = _tokens(manifest, part)
     tokens: list[np.ndarray] = []
-    starts, count, total = [0], 0, _tokens(manifest, part)
     state: Any = None
     on_tokens(part, total)
-    while limit is None or total + count < limit:
-        batch = list(_batch(places))
-        if not batch:
-            break
-        for place, ids in zip(batch, encode_documents(tokenizer, [place.text for place in batch]), strict=True):
-            if limit is not None and total + count >= limit:
+    while (limit is None or total < limit) and (batch := _batch(texts)):
+        for (_, after), ids in zip(batch, encode_documents(tokenizer, [text for text, _ in batch]), strict=True):
+            if limit is not None and total >= limit:
                 break
-            # What is held out is whole documents: the rest of the last one would be neither held out nor trained on.
-            used = ids if limit is None or part != "train" else ids[: limit - total - count]
-            tokens.append(used)
-            count += len(used)
-            starts.append(count)
-            state = place.state
-            if count >= preparation.shard_tokens:
-                _write_shard(tokens, starts, state, part, manifest, folder)
-                total += count
-                tokens, starts, count = [], [0], 0
-        on_tokens(part, total + count)
-    if count:
-        _write_shard(tokens, starts, state, part, manifest, folder)
+            # The held-out part is whole documents: the rest of the last would be neither held out nor trained on.
+            tokens.append(ids if limit is None or part != "train" else ids[: limit - total])
+            total += len(tokens[-1])
+            state = after
+            if total - _tokens(manifest, part) >= preparation.shard_tokens:
+                _write_shard(tokens, state, part, manifest, folder)
+                tokens = []
+        on_tokens(part, total)
+    if tokens:
+        _write_shard(tokens, state, part, manifest, folder)
     manifest["finished"].append(part)
     write_json(folder / MANIFEST, manifest)
 
 
-def _batch(places: Iterator[Place]) -> Iterator[Place]:
-    """The next documents, few enough to be in memory with their tokens."""
+def _batch(texts: Iterator[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Read the next documents, few enough to be in memory with their tokens."""
+    batch: list[tuple[str, Any]] = []
     characters = 0
-    for place in islice(places, DOCUMENTS_PER_BATCH):
-        yield place
-        characters += len(place.text)
-        if characters >= CHARACTERS_PER_BATCH:
-            return
+    while len(batch) < DOCUMENTS_PER_BATCH and characters < CHARACTERS_PER_BATCH and (read := next(texts, None)):
+        batch.append(read)
+        characters += len(read[0])
+    return batch
 
 
 def _tokens(manifest: dict[str, Any], part: str) -> int:
     return sum(entry["tokens"] for entry in manifest["parts"][part])
 
 
-def _write_shard(
-    tokens: list[np.ndarray], starts: list[int], state: Any, part: str, manifest: dict[str, Any], folder: Path
-) -> None:
-    name = f"{part}-{len(manifest['parts'][part]):05}"
-    arrays = {"tokens": np.concatenate(tokens), "starts": np.array(starts[:-1], dtype=np.int64)}
-    shard = Shard(name, tokens=starts[-1], documents=len(starts) - 1, sha256={})
+def _write_shard(tokens: list[np.ndarray], state: Any, part: str, manifest: dict[str, Any], folder: Path) -> None:
+    ends = np.cumsum([len(ids) for ids in tokens], dtype=np.int64)
+    arrays = {"tokens": np.concatenate(tokens), "starts": np.concatenate([[0], ends[:-1]])}
+    number = len(manifest["parts"][part])
+    shard = Shard(f"{part}-{number:05}", tokens=int(ends[-1]), documents=len(tokens), state=state)
     for kind, path in shard.paths(folder).items():
         with replacing(path) as temporary, temporary.open("wb") as file:
             write_array(file, arrays[kind], allow_pickle=False)
         shard.sha256[kind] = checksum(path)
-    manifest["parts"][part].append(
-        {"name": name, "tokens": shard.tokens, "documents": shard.documents, "sha256": shard.sha256, "state": state}
-    )
+    manifest["parts"][part].append(asdict(shard))
     write_json(folder / MANIFEST, manifest)

@@ -2,13 +2,13 @@
 
 A folder holds, for each of the parts ``train`` and ``held_out``, files ``PART-00000.tokens.npy`` (unsigned integers)
 and ``PART-00000.starts.npy`` (where each document begins), the tokenizer, and ``manifest.json``, which is written last:
-what it does not name is not there.
+a file that it does not name is not read. ``datasets`` would keep rows, not documents in one sequence, and no checksums.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from attention_priors._io import checksum, read_json
-from attention_priors.lab.data.epoch_order import EpochOrder
-from attention_priors.lab.data.packing import packed_row
+from attention_priors.lab.data.packing import EpochOrder, packed_row
 
 MANIFEST = "manifest.json"
 PARTS = ("held_out", "train")
@@ -32,15 +31,18 @@ class ShardError(ValueError):
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens and the file of its documents' beginnings, as the manifest has them."""
+    """One file of tokens and the file of its documents' beginnings: an entry of the manifest."""
 
     name: str
     tokens: int
     documents: int
-    sha256: dict[str, str]
+    sha256: dict[str, str] = field(default_factory=dict)
+    """Checksums of its two files."""
+    state: Any = None
+    """State of the documents' source after the shard."""
 
     def paths(self, folder: Path) -> dict[str, Path]:
-        """Its two files."""
+        """Return its two files."""
         return {kind: folder / f"{self.name}.{kind}.npy" for kind in ("tokens", "starts")}
 
     def open(self, folder: Path) -> dict[str, np.ndarray]:
@@ -63,7 +65,7 @@ _CURE = "attention-priors prepare makes it, and what follows it, anew"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder of prepared tokens.
+    """Read the manifest of a folder of prepared tokens.
 
     Raises:
         ShardError: there is none, or it is of another format.
@@ -78,10 +80,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def shards_of(manifest: dict[str, Any], part: str) -> list[Shard]:
-    """The shards of a part, in order."""
-    return [
-        Shard(entry["name"], entry["tokens"], entry["documents"], entry["sha256"]) for entry in manifest["parts"][part]
-    ]
+    """Return the shards of a part, in order."""
+    return [Shard(**entry) for entry in manifest["parts"][part]]
 
 
 class TokenShards:
@@ -98,46 +98,41 @@ class TokenShards:
     def __init__(self, folder: Path, part: str = "train") -> None:
         manifest = read_manifest(folder)
         if not manifest["complete"]:
-            raise ShardError(
-                f"the tokens in {folder} are not all prepared; attention-priors prepare goes on from there"
-            )
-        self.folder = folder
-        self.part = part
+            raise ShardError(f"the tokens in {folder} are not all prepared; run attention-priors prepare")
+        self.folder, self.part = folder, part
         self.shards = shards_of(manifest, part)
         if not self.shards:
             raise ShardError(f"{folder} has no tokens in its part {part!r}")
-        self._ends = np.cumsum([shard.tokens for shard in self.shards]).tolist()
+        self._starts = np.cumsum([0, *(shard.tokens for shard in self.shards)]).tolist()
         self._documents_before = np.cumsum([0, *(shard.documents for shard in self.shards)]).tolist()
         self._open: dict[int, dict[str, np.ndarray]] = {}
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._starts[-1]
 
     def __getstate__(self) -> dict[str, Any]:
         # Processes that read ahead map the files themselves.
         return self.__dict__ | {"_open": {}}
 
     def window(self, start: int, size: int) -> tuple[Tensor, Tensor]:
-        """Tokens ``start`` to ``start + size`` and the documents they are of, both int64, shape ``(size,)``.
+        """Return tokens ``start`` to ``start + size`` and the numbers of their documents, both int64, ``(size,)``.
 
         Raises:
             ShardError: a file that is needed is damaged or missing.
-            IndexError: there are not so many tokens.
+            IndexError: the window ends beyond the tokens.
         """
         stop = start + size
         if not 0 <= start < stop <= len(self):
             raise IndexError(f"tokens {start} to {stop} of {len(self)}")
         tokens, documents = [], []
-        while start < stop:
-            index = bisect_right(self._ends, start)
-            begin = self._ends[index] - self.shards[index].tokens
-            arrays = self._arrays(index)
-            end = min(stop, self._ends[index])
-            tokens.append(arrays["tokens"][start - begin : end - begin].astype(np.int64))
-            own = np.searchsorted(arrays["starts"], np.arange(start - begin, end - begin), side="right") - 1
-            documents.append(own + self._documents_before[index])
-            start = end
-        return torch.from_numpy(np.concatenate(tokens)), torch.from_numpy(np.concatenate(documents).astype(np.int64))
+        for index in range(bisect_right(self._starts, start) - 1, bisect_right(self._starts, stop - 1)):
+            arrays, first = self._arrays(index), self._starts[index]
+            places = np.arange(max(start, first), min(stop, self._starts[index + 1])) - first
+            tokens.append(arrays["tokens"][places[0] : places[-1] + 1].astype(np.int64))
+            documents.append(
+                np.searchsorted(arrays["starts"], places, side="right") - 1 + self._documents_before[index]
+            )
+        return torch.from_numpy(np.concatenate(tokens)), torch.from_numpy(np.concatenate(documents))
 
     def _arrays(self, index: int) -> dict[str, np.ndarray]:
         if index not in self._open:
@@ -186,7 +181,7 @@ class PackedRows(Dataset[dict[str, Tensor]]):
 
     @property
     def epochs(self) -> float:
-        """How often all rows read each block, in the mean."""
+        """Mean number of times that all rows read each block."""
         return self._rows / self.blocks
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:

@@ -1,39 +1,35 @@
-"""What is measured of a trained model."""
+"""Evaluation settings of a recipe: presets of plans, and plans of one's own."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from attention_priors.lab.evaluate.plan import EvaluationPlan, check_minimum_documents
-
-
-def _rising(lengths: tuple[int, ...]) -> tuple[int, ...]:
-    if list(lengths) != sorted(set(lengths)):
-        raise ValueError(f"lengths must rise, got {list(lengths)}")
-    return lengths
+from attention_priors.lab.strict_yaml import Strict
+from attention_priors.lab.tasks.plan import COPYING, EvaluationPlan, Lengths, check_minimum_documents
 
 
-class PasskeySettings(BaseModel):
-    """Passkey retrieval: share of texts whose five digits all come out right. Lengths are in tokens."""
+class PasskeySettings(Strict):
+    """Passkey retrieval: share of texts whose five digits all come out right."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    lengths: Annotated[tuple[Annotated[int, Field(gt=0)], ...], AfterValidator(_rising)] = Field(min_length=1)
+    lengths: Lengths
     depths: int = Field(default=20, ge=2)
     """Depths, evenly spaced from the start of the text to its end."""
     trials: int = Field(default=1, gt=0)
     """Texts per length and depth."""
     filler: Literal["corpus", "sentence"] = "corpus"
     stop_after_zeros: int | None = Field(default=2, gt=0)
-    """A scheme that has got nothing right at so many lengths running need not go on; null to go on."""
+    """Leave out longer texts after this many lengths without a right answer; null to go on."""
+
+    def plan(self) -> EvaluationPlan:
+        """Return the plan of this preset."""
+        tasks = (f"passkey_{self.filler}",)
+        return EvaluationPlan(tasks=tasks, seeding="mixed", **self.model_dump(exclude={"filler"}))
 
 
-class PerplexitySettings(BaseModel):
+class PerplexitySettings(Strict):
     """Negative log-likelihood against position, over held-out documents of at least ``length`` tokens."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     length: int = Field(gt=1)
     documents: int = Field(default=8, gt=0)
@@ -47,43 +43,50 @@ class PerplexitySettings(BaseModel):
         check_minimum_documents(self.minimum_documents, self.documents)
         return self
 
+    def plan(self) -> EvaluationPlan:
+        """Return the plan of this preset."""
+        return EvaluationPlan(tasks=("perplexity",), lengths=(self.length,), **self.model_dump(exclude={"length"}))
 
-class CopyingSettings(BaseModel):
-    """Loss in the copy-mixture task, by what a token copies and by the length of the row. Lengths are in tokens."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+class CopyingSettings(Strict):
+    """Loss in the copy-mixture task, by the kind of token and by the length of the row."""
 
-    lengths: Annotated[tuple[Annotated[int, Field(gt=1)], ...], AfterValidator(_rising)] = Field(min_length=1)
+    lengths: Lengths
     tokens: int = Field(default=65536, gt=0)
-    """As many rows of each length as hold so many tokens; one at least."""
+    """Number of tokens of the rows of each length; at least one row."""
+
+    def plan(self) -> EvaluationPlan:
+        """Return the plan of this preset."""
+        return EvaluationPlan(tasks=(COPYING,), **self.model_dump())
 
 
-class SinkMassSettings(BaseModel):
-    """The attention that the first token gets while the content logits grow from nothing. Lengths are in tokens."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+class SinkMassSettings(Strict):
+    """Attention on the first token while the content logits grow from zero."""
 
     length: int = Field(gt=1)
     texts: int = Field(default=16, gt=0)
-    """Held-out texts or rows; their beginnings are read."""
+    """Held-out texts or rows; the first ``length`` tokens of each are read."""
     factors: tuple[Annotated[float, Field(ge=0)], ...] = Field(
         default=(0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0), min_length=1
     )
-    """What content logits are multiplied by: 0 leaves the prior alone, 1 the model as it is."""
+    """Factors of the content logits: 0 leaves the prior alone, 1 the model as it is."""
 
 
-class EvaluationSettings(BaseModel):
-    """Everything that is measured, in chunks over a KV cache so that memory stays bounded."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+class EvaluationSettings(Strict):
+    """Everything that a comparison measures of a model, in chunks over a KV cache so that memory stays bounded."""
 
     passkey: PasskeySettings | None = None
     perplexity: PerplexitySettings | None = None
     copying: CopyingSettings | None = None
     sink_mass: SinkMassSettings | None = None
     plans: dict[str, EvaluationPlan] = Field(default_factory=dict)
-    """What ``attention-priors evaluate`` is to measure beside these, by any name."""
+    """Further plans, by any name."""
     chunk: int = Field(default=512, gt=0)
     """Tokens per forward pass."""
     tolerance: float | None = Field(default=None, ge=0, lt=1)
-    """Leave out keys that weigh no more than this together, which is faster; the model's own where none is given."""
+    """Leave out keys that weigh no more than this together, which is faster; by default the model's own setting."""
+
+    def all_plans(self) -> list[tuple[str | None, EvaluationPlan]]:
+        """Return the plans of a comparison with their names; None for the presets."""
+        presets = (self.passkey, self.perplexity, self.copying)
+        return [*((None, preset.plan()) for preset in presets if preset is not None), *self.plans.items()]

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from attention_priors._io import number
-from attention_priors.lab.evaluate.completion import chance_identity, gc_correlation, identity
 from attention_priors.lab.evaluate.records import Record
 from attention_priors.lab.intervals import Interval, mean_interval, wilson_interval
+from attention_priors.lab.tasks.completion import chance_identity, gc_correlation, identity
+from attention_priors.lab.tasks.copying import CopyingRow
 
 
 class AtDepth(NamedTuple):
@@ -139,6 +140,7 @@ class Summary:
     completions: list[Completion]
     weights: list[HeadWeight]
     durations: list[Duration]
+    copying: list[CopyingRow] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
     """For each task that an evaluation has just read texts for, or found them read, a hash of all that determines them:
     whoever has the same hash has read the same texts. Empty where a file alone was read."""
@@ -169,6 +171,7 @@ class Summary:
             yield _row("needle_weight", one, "layer", "head", "texts", "weight", **_ends(one.interval, "low", "high"))
         for one in self.durations:
             yield _row("timing", one, **{key: one.record[key] for key in _TIMES})
+        yield from ({"row": "copying"} | one for one in self.copying)
 
 
 _TIMES = ("pass", "passes", "mean_ms", "std_ms", "median_ms", "peak_bytes")
@@ -193,6 +196,7 @@ def summarize(records: Iterable[Record]) -> Summary:
     completions: list[Completion] = []
     weights: list[HeadWeight] = []
     durations: list[Duration] = []
+    copying: list[CopyingRow] = []
     runs: dict[str, list[Record]] = {}
     for line in records:
         if "identity" not in line:
@@ -210,9 +214,11 @@ def summarize(records: Iterable[Record]) -> Summary:
                 completions.append(_completion(here))
             elif "weights" in here[0]:
                 weights += _weights(here)
+            elif "kinds" in here[0]:
+                copying += here[0]["kinds"]
             else:
                 durations += [Duration(length, line["pass"], line) for line in here]
-    return Summary(accuracies, losses, completions, weights, durations)
+    return Summary(accuracies, losses, completions, weights, durations, copying)
 
 
 def _stop_after(stops: dict[int, str], length: int, results: Sequence[Record]) -> str | None:
@@ -238,26 +244,14 @@ def _accuracy(lines: Sequence[Record], stopped: str | None) -> Accuracy:
 
 
 def _scores(lines: Sequence[Record]) -> AtDepth:
+    shares = [line["token_accuracy"] for line in lines if "token_accuracy" in line]
+    right = [line.get("tokens_right") for line in lines]
     return AtDepth(
         mean=statistics.fmean(line["score"] for line in lines),
         trials=len(lines),
-        token_accuracy=_token_accuracy(lines),
-        tokens_right=_tokens_right(lines),
+        token_accuracy=statistics.fmean(shares) if shares else None,
+        tokens_right=None if None in right else [sum(place) for place in zip(*right, strict=True)],
     )
-
-
-def _token_accuracy(lines: Sequence[Record]) -> float | None:
-    shares = [line["token_accuracy"] for line in lines if "token_accuracy" in line]
-    return statistics.fmean(shares) if shares else None
-
-
-def _tokens_right(lines: Sequence[Record]) -> list[int] | None:
-    if not all("tokens_right" in line for line in lines):
-        return None
-    # Where numbers are joined into tokens, their count differs, and so do the places.
-    if len({len(line["tokens_right"]) for line in lines}) > 1:
-        return None
-    return [sum(place) for place in zip(*(line["tokens_right"] for line in lines), strict=True)]
 
 
 def _loss(lines: Sequence[Record]) -> Loss:

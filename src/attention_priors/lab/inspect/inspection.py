@@ -16,7 +16,6 @@ from attention_priors.checks import check_positive_integers
 from attention_priors.encodings import LinearToy
 from attention_priors.hf.loading import check_positions, number_of_positions
 from attention_priors.hf.observe import LayerAttention, observed_attention
-from attention_priors.lab.data.passkey import PasskeySample
 from attention_priors.lab.inspect.account import head_accounts
 from attention_priors.lab.inspect.additive import LinearAudit
 from attention_priors.lab.inspect.curves import curve_distances, logit_scale_rows, prior_rows
@@ -28,6 +27,7 @@ from attention_priors.lab.inspect.roles import head_roles
 from attention_priors.lab.inspect.terms import prior_term_rows
 from attention_priors.lab.machine import processor, versions
 from attention_priors.lab.results import INSPECTION_FORMAT
+from attention_priors.lab.tasks.passkey import PasskeySample
 from attention_priors.lab.wall_clock import now
 from attention_priors.priors import Prior, Uniform
 

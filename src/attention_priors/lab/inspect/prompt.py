@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from attention_priors.lab.data import PasskeyTask
-from attention_priors.lab.data.passkey import PasskeySample
+from attention_priors.lab.tasks import PasskeyTask
+from attention_priors.lab.tasks.passkey import PasskeySample
 
 FILLER = 768
 """Tokens of filler between the pass key and the question."""

@@ -17,8 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from attention_priors.lab.data.nucleotides import NUCLEOTIDES
-from attention_priors.lab.evaluate import Continuation, Summary, gc_correlation, gc_trajectory
-from attention_priors.lab.evaluate.completion import GC_WINDOW
+from attention_priors.lab.evaluate import Continuation, Summary
 from attention_priors.lab.report.estimates import by_task, loss_measure
 from attention_priors.lab.report.figures import curves, layout, write_pngs
 from attention_priors.lab.report.figures.heatmaps import depth_heatmap
@@ -28,6 +27,8 @@ from attention_priors.lab.report.tables.scores import answer_tokens, share_lines
 from attention_priors.lab.report.tables.study import timing
 from attention_priors.lab.report.wording import counted, decimals, quantity, wording
 from attention_priors.lab.results import FORMAT, Frame, Results
+from attention_priors.lab.tasks import gc_correlation, gc_trajectory
+from attention_priors.lab.tasks.completion import GC_WINDOW
 
 _FILES = "accuracy_by_length|heatmap_.+|perplexity_by_position|genome_completion"
 """Regular expression of the figures' names, without the ending."""

@@ -30,13 +30,14 @@ from rich.progress import (
 from attention_priors._io import writable_folder, write_json
 from attention_priors.lab.output_folder import sole_writer
 from attention_priors.lab.results import Results, write_rows
-from attention_priors.lab.strict_yaml import RecipeError, check_same_recipe
-from attention_priors.lab.study.folders import run_folder
-from attention_priors.lab.study.images import ImageRecipe
+from attention_priors.lab.strict_yaml import RecipeError, check_same_recipe, read_yaml, validated
+from attention_priors.lab.study.decoders import DecoderStudy
+from attention_priors.lab.study.images import ImageRecipe, ImageStudy
 from attention_priors.lab.study.recipe import Recipe
-from attention_priors.lab.study.studies import load_study
-from attention_priors.lab.study.study import AnyRecipe, Study
+from attention_priors.lab.study.run_files import run_folder
+from attention_priors.lab.study.study import Study
 from attention_priors.lab.study.workers import (
+    FINISHED,
     STARTING,
     TAKEN,
     Ended,
@@ -47,6 +48,36 @@ from attention_priors.lab.study.workers import (
     usable_cores,
 )
 from attention_priors.lab.wall_clock import WallClock
+
+
+def load_recipe(path: Path) -> Recipe | ImageRecipe:
+    """Read and check a recipe: of classifiers of images where it says ``images``, else of decoders.
+
+    Raises:
+        RecipeError: The file is not YAML, or a key or value is impossible; the message names the key, its value and
+            the values that are allowed.
+        FileNotFoundError: There is no such file.
+    """
+    return recipe_of(read_yaml(path), str(path))
+
+
+def recipe_of(content: dict[str, Any], place: str) -> Recipe | ImageRecipe:
+    """Return the checked recipe that a file holds.
+
+    Raises:
+        RecipeError: As :func:`load_recipe`; the message names the place.
+    """
+    return validated(content, ImageRecipe if "images" in content else Recipe, place)
+
+
+def load_study(recipe: Recipe | ImageRecipe, cache: Path) -> Study[Any]:
+    """Load everything that a recipe's runs read.
+
+    Raises:
+        ValueError: Something cannot be read.
+        OSError: Something cannot be read.
+    """
+    return ImageStudy(recipe) if isinstance(recipe, ImageRecipe) else DecoderStudy(recipe, cache)
 
 
 class RunFailedError(RuntimeError):
@@ -155,7 +186,7 @@ def _compare(
     return results
 
 
-def _chosen(recipe: AnyRecipe, only: Sequence[str], seeds: Sequence[int]) -> list[Run]:
+def _chosen(recipe: Recipe | ImageRecipe, only: Sequence[str], seeds: Sequence[int]) -> list[Run]:
     """Return the runs of a call, in the order in which they are carried out."""
     for seed in seeds:
         if seed not in recipe.seeds:
@@ -164,18 +195,18 @@ def _chosen(recipe: AnyRecipe, only: Sequence[str], seeds: Sequence[int]) -> lis
     return [run for run in _runs(recipe) if run[0] in schemes and run[1] in (seeds or recipe.seeds)]
 
 
-def _runs(recipe: AnyRecipe) -> list[Run]:
+def _runs(recipe: Recipe | ImageRecipe) -> list[Run]:
     return [(name, seed) for seed in recipe.seeds for name in recipe.schemes]
 
 
-def _matching(recipe: AnyRecipe, pattern: str) -> list[str]:
+def _matching(recipe: Recipe | ImageRecipe, pattern: str) -> list[str]:
     found = [name for name in recipe.schemes if name == pattern or fnmatchcase(name, pattern)]
     if not found:
         raise RecipeError(f"unknown scheme {pattern!r}; the recipe has {', '.join(recipe.schemes)}")
     return found
 
 
-def _claim(study: Study, output: Path, chosen: Sequence[Run]) -> None:
+def _claim(study: Study[Any], output: Path, chosen: Sequence[Run]) -> None:
     """Check that the folder holds no other recipe's runs, and write what identifies those of this call."""
     wanted = {run: study.identities(output, *run) for run in _runs(study.recipe)}
     for files in wanted.values():
@@ -188,7 +219,7 @@ def _claim(study: Study, output: Path, chosen: Sequence[Run]) -> None:
     write_json(output / "recipe.json", study.recipe.model_dump(mode="json"))
 
 
-def _recipe_file(recipe: AnyRecipe, cache: Path) -> Path:
+def _recipe_file(recipe: Recipe | ImageRecipe, cache: Path) -> Path:
     """Write the recipe for the workers of this call: another call may write another ``recipe.json`` meanwhile."""
     content = recipe.model_dump(mode="json")
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -198,7 +229,7 @@ def _recipe_file(recipe: AnyRecipe, cache: Path) -> Path:
     return path
 
 
-def _gather(study: Study, output: Path, failures: Sequence[str]) -> Results:
+def _gather(study: Study[Any], output: Path, failures: Sequence[str]) -> Results:
     """Write ``results.jsonl.gz`` of all runs that are finished."""
     finished = [run for run in _runs(study.recipe) if (run_folder(output, *run) / "done.json").exists()]
     try:
@@ -209,7 +240,7 @@ def _gather(study: Study, output: Path, failures: Sequence[str]) -> Results:
     return Results.of(rows)
 
 
-def processes_at_a_time(recipe: AnyRecipe, wanted: int | None, usual: int | None = None) -> int:
+def processes_at_a_time(recipe: Recipe | ImageRecipe, wanted: int | None, usual: int | None = None) -> int:
     """Return the number of runs to carry out at a time.
 
     Args:
@@ -247,7 +278,7 @@ class _Bar:
 class _Display:
     """Shows the progress of runs while it carries them out."""
 
-    def __init__(self, study: Study, output: Path, total: int, console: Console) -> None:
+    def __init__(self, study: Study[Any], output: Path, total: int, console: Console) -> None:
         self._study, self._output, self._total = study, output, total
         self._bars = Progress(
             SpinnerColumn(),
@@ -318,6 +349,9 @@ class _Display:
             self._bars.remove_task(self._running.pop(run).task)
         if event.code == TAKEN:
             self._end(run, "is left to another call, which is carrying it out")
+            return
+        if event.code == FINISHED:
+            self._end(run, "was finished by another call")
             return
         if event.code:
             self._failures[run] = (

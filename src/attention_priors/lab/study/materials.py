@@ -1,4 +1,4 @@
-"""What every run of a recipe reads: rows to train on and texts to test on, made of a corpus or of a synthetic task."""
+"""Rows to train on and texts to test on, made of a corpus or of a synthetic task: everything that runs read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,14 +14,6 @@ import torch
 from torch import Tensor
 
 from attention_priors.lab.data import (
-    ANSWER_LENGTH,
-    CopyMixture,
-    CopyMixtureRows,
-    CopySample,
-    Corpus,
-    Haystack,
-    NeedleTexts,
-    PasskeyTask,
     RetrievalShare,
     TokenStream,
     TrainingMixture,
@@ -33,16 +24,20 @@ from attention_priors.lab.data import (
 )
 from attention_priors.lab.data.corpora import left_out
 from attention_priors.lab.data.packing import packed_row
-from attention_priors.lab.evaluate import (
-    CopyingSettings,
-    EvaluationPlan,
-    EvaluationSettings,
-    PasskeySettings,
-    Subject,
-    check_plan,
-)
+from attention_priors.lab.evaluate import check_plan
 from attention_priors.lab.strict_yaml import RecipeError
 from attention_priors.lab.study.recipe import MixtureSettings, Recipe
+from attention_priors.lab.tasks import (
+    CopyMixture,
+    CopyMixtureRows,
+    EvaluationPlan,
+    Haystack,
+    NeedleTexts,
+    PasskeyTask,
+    Subject,
+)
+from attention_priors.lab.tasks.copying import HELD_OUT_SEED
+from attention_priors.lab.tasks.passkey import ANSWER_LENGTH
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 
 if TYPE_CHECKING:
@@ -51,108 +46,69 @@ if TYPE_CHECKING:
 HELD_OUT_TOKENS = 65536
 """Losses before and after a context extension are measured on so many held-out tokens at most."""
 
-
-HELD_OUT_SEED = -1
-"""Of synthetic rows to test on; no training has it."""
-
 Rows = torch.utils.data.Dataset[dict[str, Tensor]]
 
 
 class Materials(ABC):
-    """What a recipe's models read. Which kind it is follows from the recipe's ``corpus``."""
+    """Everything that a recipe's models read. Which kind it is follows from the recipe's ``corpus``.
 
-    recipe: Recipe
+    Attributes:
+        recipe: Recipe of the comparison.
+        fingerprints: Hashes that tell these materials from others of the same description.
+        description: Name, fingerprint and sizes, as results show them.
+        vocabulary: ``vocab_size`` and ``eos_token_id`` of a model's config.
+        saved_tokenizer: Tokenizer to save with a model; None where tokens stand for nothing.
+        left_out: Files that are not used, for the user; None if all are used.
+    """
+
+    fingerprints: Mapping[str, str]
+    description: Mapping[str, Any]
+    vocabulary: Mapping[str, Any]
+    saved_tokenizer: PreTrainedTokenizerBase | None = None
+    left_out: str | None = None
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._checked: list[EvaluationPlan] = []
 
     @staticmethod
     def load(recipe: Recipe, cache: Path) -> Materials:
-        """Make everything ready: load the corpus, train its tokenizer unless ``cache`` holds it already."""
+        """Load the corpus, and train its tokenizer unless ``cache`` holds it already."""
         task = recipe.corpus.copy_mixture
-        return TextMaterials.read(recipe, cache) if task is None else CopyMixtureMaterials(recipe, task.task())
-
-    # ---- what it is
-
-    @property
-    @abstractmethod
-    def fingerprints(self) -> Mapping[str, str]:
-        """What tells these materials from others that are described alike."""
-
-    @property
-    @abstractmethod
-    def description(self) -> Mapping[str, Any]:
-        """What the results say of it: name, fingerprint, sizes."""
-
-    @property
-    @abstractmethod
-    def vocabulary(self) -> Mapping[str, Any]:
-        """``vocab_size`` and ``eos_token_id`` of a model's config."""
-
-    @property
-    @abstractmethod
-    def saved_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """What is saved with a model; None where tokens stand for nothing."""
-
-    @property
-    def left_out(self) -> str | None:
-        """What a user should know of files that are not used."""
-        return None
-
-    # ---- what is read
+        return TextMaterials(recipe, cache) if task is None else CopyMixtureMaterials(recipe, task.task())
 
     @abstractmethod
     def training_rows(self, settings: MixtureSettings, seed: int) -> Rows:
-        """The rows that one training reads.
+        """Return the rows that one training reads.
 
         Raises:
-            ValueError: they cannot be made.
+            ValueError: The rows cannot be made.
         """
 
     @abstractmethod
     def held_out_rows(self, length: int) -> Iterator[dict[str, Tensor]]:
-        """Rows of a length to measure a loss on; :data:`HELD_OUT_TOKENS` at most.
+        """Return rows of a length to measure a loss on; :data:`HELD_OUT_TOKENS` at most.
 
         Raises:
-            ValueError: there is not one.
+            ValueError: There is no such row.
         """
 
     @abstractmethod
     def texts(self, length: int, count: int) -> list[Tensor]:
-        """So many held-out texts of a length, without others packed beside them; fewer if there are no more.
+        """Return held-out texts of a length, one text a row; fewer than ``count`` if there are no more.
 
         Raises:
-            ValueError: there is not one.
-        """
-
-    @abstractmethod
-    def passkey_task(self, settings: PasskeySettings) -> PasskeyTask:
-        """The passkey texts to test on.
-
-        Raises:
-            ValueError: they cannot be made.
+            ValueError: There is no such text.
         """
 
     @abstractmethod
     def subject(self, scheme: str, model: PriorDecoderForCausalLM) -> Subject:
-        """What is asked the questions of ``evaluation.plans``.
+        """Return a model as the subject of an evaluation.
 
-        Raises:
-            ValueError: it cannot be asked any.
+        Args:
+            scheme: Name of the model.
+            model: Model to be asked.
         """
-
-    @abstractmethod
-    def copying_task(self) -> CopyMixture:
-        """The copy-mixture task.
-
-        Raises:
-            ValueError: this is none.
-        """
-
-    def copying_samples(self, settings: CopyingSettings, length: int) -> list[CopySample]:
-        """The rows of a length to test copying on."""
-        rows = max(1, settings.tokens // length)
-        made = CopyMixtureRows(self.copying_task(), context_length=length, num_rows=rows, seed=HELD_OUT_SEED)
-        return [made.sample(index) for index in range(rows)]
-
-    # ---- whether it can be
 
     def check(self) -> None:
         """Raise a RecipeError if something that the recipe asks for cannot be made."""
@@ -165,62 +121,37 @@ class Materials(ABC):
                     self._check_rows(place, extension.training)
                 with _at(f"{place}.context_length"):
                     self.held_out_rows(extension.context_length)
-        self._check_plans()
-        self._check_evaluation("", recipe.evaluation)
-        for name, scheme in recipe.schemes.items():
-            if scheme.evaluation:
-                self._check_evaluation(f"schemes.{name}.", recipe.evaluation_of(name))
+        for name in recipe.schemes:
+            self._check_evaluation(name)
 
     def _check_rows(self, place: str, settings: MixtureSettings) -> None:
         with _at(place):
             self.training_rows(settings.model_copy(update={"steps": 1, "tokens": None}), seed=0)
 
-    def _check_plans(self) -> None:
-        checked: list[EvaluationPlan] = []
-        for scheme in self.recipe.schemes:
-            for name, plan in self.recipe.evaluation_of(scheme).plans.items():
-                if plan in checked:
-                    continue
-                # What a plan needs of a model is its kind; a model of its size has no weights here yet.
-                with torch.device("meta"):
-                    model = PriorDecoderForCausalLM(self.recipe.config_of(scheme, **self.vocabulary))
-                strict = plan.model_copy(update={"minimum_documents": plan.minimum_documents or plan.documents})
-                with _at(f"evaluation.plans.{name}"):
-                    check_plan(self.subject(scheme, model), strict, chunk=self.recipe.evaluation_of(scheme).chunk)
-                checked.append(plan)
-
-    def _check_evaluation(self, place: str, evaluation: EvaluationSettings) -> None:
-        place = f"{place}evaluation"
-        if evaluation.passkey is not None:
-            with _at(f"{place}.passkey"):
-                task = self.passkey_task(evaluation.passkey)
-            for length in evaluation.passkey.lengths:
-                if length < task.minimum_length:
-                    raise RecipeError(
-                        f"{place}.passkey.lengths: {length} tokens; with this tokenizer a text has at least "
-                        f"{task.minimum_length} tokens"
-                    )
-        if evaluation.copying is not None:
-            with _at(f"{place}.copying"):
-                self.copying_task()
-        if evaluation.perplexity is not None:
-            settings = evaluation.perplexity
-            minimum = settings.minimum_documents or settings.documents
-            self._check_number(f"{place}.perplexity", "documents", settings.length, settings.documents, minimum)
-        if evaluation.sink_mass is not None:
-            settings = evaluation.sink_mass
-            self._check_number(f"{place}.sink_mass", "texts", settings.length, settings.texts, settings.texts)
-
-    def _check_number(self, place: str, key: str, length: int, wanted: int, minimum: int) -> None:
-        """Check that there are enough held-out texts of a length."""
-        with _at(f"{place}.length"):
-            found = len(self.texts(length, wanted))
-        if found < minimum:
-            accept = f", or minimum_documents: {found} to measure as many as there are" if key == "documents" else ""
-            raise RecipeError(
-                f"{place}.{key}: {found} of the {wanted} {key} asked for have {length} tokens in the held-out part of "
-                f"the corpus: set {key}: {found} or a shorter length{accept}"
-            )
+    def _check_evaluation(self, scheme: str) -> None:
+        recipe = self.recipe
+        place = f"schemes.{scheme}.evaluation" if recipe.schemes[scheme].evaluation else "evaluation"
+        evaluation = recipe.evaluation_of(scheme)
+        for name, plan in recipe.plans_of(scheme):
+            strict = plan.model_copy(update={"minimum_documents": plan.minimum_documents or plan.documents})
+            if strict in self._checked:
+                continue
+            # A plan needs a model of the right kind and size; this one has no weights yet.
+            with torch.device("meta"):
+                model = PriorDecoderForCausalLM(recipe.config_of(scheme, **self.vocabulary))
+            preset = plan.tasks[0].partition("_")[0]
+            with _at(f"{place}.{preset if name is None else f'plans.{name}'}"):
+                check_plan(self.subject(scheme, model), strict, chunk=evaluation.chunk)
+            self._checked.append(strict)
+        sinks = evaluation.sink_mass
+        if sinks is not None:
+            with _at(f"{place}.sink_mass.length"):
+                found = len(self.texts(sinks.length, sinks.texts))
+            if found < sinks.texts:
+                raise RecipeError(
+                    f"{place}.sink_mass.texts: {found} of the {sinks.texts} texts asked for have {sinks.length} tokens "
+                    f"in the held-out part of the corpus: set texts: {found} or a shorter length"
+                )
 
 
 @contextmanager
@@ -231,80 +162,51 @@ def _at(place: str) -> Iterator[None]:
         raise RecipeError(f"{place}: {error}") from error
 
 
-@dataclass(frozen=True)
 class TextMaterials(Materials):
-    """A corpus of text and its tokenizer."""
+    """A corpus of text and its tokenizer.
 
-    recipe: Recipe
-    corpus: Corpus
-    tokenizer: PreTrainedTokenizerBase
+    Args:
+        recipe: Recipe of the comparison.
+        cache: Folder of trained tokenizers.
+    """
 
-    @classmethod
-    def read(cls, recipe: Recipe, cache: Path) -> TextMaterials:
-        """Load the corpus, and train the tokenizer unless ``cache`` holds it already."""
-        source = recipe.corpus.source
-        assert source is not None
+    def __init__(self, recipe: Recipe, cache: Path) -> None:
+        super().__init__(recipe)
+        assert recipe.corpus.source is not None
         assert recipe.tokenizer is not None
-        corpus = load_corpus(source, max_characters=recipe.corpus.max_characters)
-        return cls(recipe, corpus, load_tokenizer(recipe.tokenizer, corpus, cache))
-
-    @property
-    def fingerprints(self) -> Mapping[str, str]:
-        """Of the corpus and of the tokenizer."""
-        return {"corpus_fingerprint": self.corpus.fingerprint, "tokenizer_fingerprint": self.tokenizer_fingerprint}
-
-    @property
-    def left_out(self) -> str | None:
-        """Of the corpus' files."""
-        return left_out(self.corpus.name, self.corpus.skipped)
-
-    @property
-    def description(self) -> Mapping[str, Any]:
-        """The corpus and its sizes."""
-        return {
-            "name": self.corpus.name,
-            "fingerprint": self.corpus.fingerprint,
-            "train_characters": sum(len(document.text) for document in self.corpus.train),
-            "held_out_characters": sum(len(document.text) for document in self.corpus.held_out),
+        corpus = self.corpus = load_corpus(recipe.corpus.source, max_characters=recipe.corpus.max_characters)
+        self.tokenizer = self.saved_tokenizer = load_tokenizer(recipe.tokenizer, corpus, cache)
+        self.vocabulary = {"vocab_size": len(self.tokenizer), "eos_token_id": self.tokenizer.eos_token_id}
+        self.fingerprints = {
+            "corpus_fingerprint": corpus.fingerprint,
+            "tokenizer_fingerprint": tokenizer_fingerprint(self.tokenizer),
         }
-
-    @property
-    def vocabulary(self) -> Mapping[str, Any]:
-        """The tokenizer's."""
-        return {"vocab_size": len(self.tokenizer), "eos_token_id": self.tokenizer.eos_token_id}
-
-    @property
-    def saved_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer."""
-        return self.tokenizer
-
-    @cached_property
-    def tokenizer_fingerprint(self) -> str:
-        """What tells this tokenizer from others of its name."""
-        return tokenizer_fingerprint(self.tokenizer)
+        self.description = {
+            "name": corpus.name,
+            "fingerprint": corpus.fingerprint,
+            "train_characters": sum(len(document.text) for document in corpus.train),
+            "held_out_characters": sum(len(document.text) for document in corpus.held_out),
+        }
+        self.left_out = left_out(corpus.name, corpus.skipped)
+        self._needle_texts: dict[str, NeedleTexts] = {}
+        self._read: dict[str, Any] = {}
 
     @cached_property
     def train_stream(self) -> TokenStream:
-        """The documents to train on."""
+        """Tokens of the documents to train on."""
         return token_stream(self.tokenizer, self.corpus.train)
 
     @cached_property
-    def train_haystack(self) -> Haystack:
-        """The documents to train on, as the text that needles hide in."""
-        return Haystack.of(f"{self.corpus.name} (train)", self.corpus.train)
-
-    @cached_property
-    def _needle_texts(self) -> dict[str, NeedleTexts]:
-        """By task, what makes its texts to train on: all schemes share it, as it takes a moment to begin."""
-        return {}
-
-    @cached_property
     def held_out_stream(self) -> TokenStream:
-        """The documents to test on."""
+        """Tokens of the documents to test on."""
         return token_stream(self.tokenizer, self.corpus.held_out)
 
+    @cached_property
+    def _train_haystack(self) -> Haystack:
+        return Haystack.of(f"{self.corpus.name} (train)", self.corpus.train)
+
     def training_rows(self, settings: MixtureSettings, seed: int) -> TrainingMixture:
-        """The rows that one training reads."""
+        """Return the rows that one training reads."""
         return TrainingMixture(
             self.train_stream,
             context_length=settings.context_length,
@@ -332,10 +234,9 @@ class TextMaterials(Materials):
         if settings.needle_ratio is None or settings.needle_tasks is None:
             return
         for task in settings.needle_tasks:
-            texts = self._needle_texts.get(task)
-            if texts is None:
-                texts = self._needle_texts[task] = NeedleTexts(self.tokenizer, task, self.train_haystack)
-            least = settings.needle_minimum_length
+            if task not in self._needle_texts:  # all schemes share it, as it takes a moment to begin
+                self._needle_texts[task] = NeedleTexts(self.tokenizer, task, self._train_haystack)
+            texts, least = self._needle_texts[task], settings.needle_minimum_length
             yield RetrievalShare(
                 texts,
                 settings.needle_ratio / len(settings.needle_tasks),
@@ -343,40 +244,23 @@ class TextMaterials(Materials):
                 settings.needle_answer_weight or settings.passkey_answer_weight,
             )
 
-    def passkey_task(self, settings: PasskeySettings) -> PasskeyTask:
-        """Make the task that draws passkey texts to test on, with held-out filler.
-
-        Raises:
-            ValueError: the tokenizer joins digits.
-        """
-        task = PasskeyTask(self.tokenizer, self.held_out_stream if settings.filler == "corpus" else None)
-        if task.joins_digits:
-            raise ValueError(
-                f"tokenizer {self.tokenizer.name_or_path!r} joins digits: expected one token for each; ask for the "
-                "task passkey in evaluation.plans, which reads answers as text, or train a tokenizer (tokenizer: 2048)"
-            )
-        return task
-
     def subject(self, scheme: str, model: PriorDecoderForCausalLM) -> Subject:
-        """The model with its tokenizer, and the corpus whose held-out part it is asked about."""
+        """Return the model with its tokenizer, and the corpus whose held-out part it is asked about."""
         assert self.recipe.corpus.source is not None
-        return Subject(scheme, model, self.tokenizer, (self.recipe.corpus.source, self.corpus))
-
-    def copying_task(self) -> CopyMixture:
-        """None: this is text."""
-        raise ValueError("the corpus is a text; it needs corpus.copy_mixture")
+        trained_on = (self.recipe.corpus.source, self.corpus)
+        return Subject(scheme, model, self.tokenizer, trained_on, read=self._read)
 
     def texts(self, length: int, count: int) -> list[Tensor]:
-        """The beginnings of held-out documents that are long enough."""
+        """Return the beginnings of held-out documents that are long enough."""
         _, lengths = self.held_out_stream.document_ids.unique_consecutive(return_counts=True)
-        texts = [text[:length] for text in self.held_out_stream.tokens.split(lengths.tolist())]
-        texts = [text for text in texts if len(text) == length]
+        documents = self.held_out_stream.tokens.split(lengths.tolist())
+        texts = [text[:length] for text in documents if len(text) >= length]
         if not texts:
             raise ValueError(f"no held-out document of corpus {self.corpus.name!r} has {length} tokens")
         return texts[:count]
 
     def held_out_rows(self, length: int) -> Iterator[dict[str, Tensor]]:
-        """The held-out documents, up to :data:`HELD_OUT_TOKENS`, cut into packed rows of a length."""
+        """Return the held-out documents, up to :data:`HELD_OUT_TOKENS`, cut into packed rows of a length."""
         stream = self.held_out_stream
         if len(stream) < length:
             raise ValueError(
@@ -387,68 +271,49 @@ class TextMaterials(Materials):
         return (packed_row(stream.tokens[part], stream.document_ids[part]) for part in parts)
 
 
-@dataclass(frozen=True)
 class CopyMixtureMaterials(Materials):
-    """GOAT's copy-mixture task: rows that are drawn, of tokens that stand for nothing."""
+    """GOAT's copy-mixture task: rows that are drawn, of tokens that stand for nothing.
 
-    recipe: Recipe
-    task: CopyMixture
+    Args:
+        recipe: Recipe of the comparison.
+        task: Task that the rows are drawn from.
+    """
 
-    @property
-    def fingerprints(self) -> Mapping[str, str]:
-        """Of some rows: another generator of random numbers would draw others."""
+    def __init__(self, recipe: Recipe, task: CopyMixture) -> None:
+        super().__init__(recipe)
+        self.task = task
         (text,) = self.texts(256, 1)
-        return {"corpus_fingerprint": hashlib.sha256(bytes(str(text.tolist()), "ascii")).hexdigest()}
-
-    @property
-    def description(self) -> Mapping[str, Any]:
-        """The task, its shares and sizes."""
-        return {
+        # Of some rows: another generator of random numbers would draw others.
+        self.fingerprints = {"corpus_fingerprint": hashlib.sha256(bytes(str(text.tolist()), "ascii")).hexdigest()}
+        self.vocabulary = {"vocab_size": task.vocabulary_size, "eos_token_id": None}
+        self.description = {
             "name": "copy mixture",
             "fingerprint": self.fingerprints["corpus_fingerprint"],
-            "vocabulary_size": self.task.vocabulary_size,
-            "lag": self.task.lag,
-            "shares": self.task.shares,
+            "vocabulary_size": task.vocabulary_size,
+            "lag": task.lag,
+            "shares": task.shares,
         }
 
-    @property
-    def vocabulary(self) -> Mapping[str, Any]:
-        """The task's."""
-        return {"vocab_size": self.task.vocabulary_size, "eos_token_id": None}
-
-    @property
-    def saved_tokenizer(self) -> None:
-        """None."""
-        return None
-
     def training_rows(self, settings: MixtureSettings, seed: int) -> CopyMixtureRows:
-        """Rows of a seed's own."""
+        """Return rows of a seed's own."""
         for name, share in (("passkey_ratio", settings.passkey_ratio), ("needle_ratio", settings.needle_ratio)):
             if share:
                 raise ValueError(f"{name}={share} needs a corpus of text; it is copy_mixture")
         return self._rows(settings.context_length, settings.total_rows, seed)
 
     def held_out_rows(self, length: int) -> Iterator[dict[str, Tensor]]:
-        """As many rows as hold :data:`HELD_OUT_TOKENS`."""
+        """Return as many rows as hold :data:`HELD_OUT_TOKENS`."""
         rows = self._rows(length, max(1, HELD_OUT_TOKENS // length), HELD_OUT_SEED)
         return (rows[index] for index in range(len(rows)))
 
     def texts(self, length: int, count: int) -> list[Tensor]:
-        """Rows."""
+        """Return rows."""
         rows = self._rows(length, count, HELD_OUT_SEED)
         return [rows.sample(index).tokens for index in range(count)]
 
-    def passkey_task(self, settings: PasskeySettings) -> PasskeyTask:
-        """None: there is no text."""
-        raise ValueError("pass keys need a corpus of text; it is copy_mixture")
-
     def subject(self, scheme: str, model: PriorDecoderForCausalLM) -> Subject:
-        """None: there is no tokenizer."""
-        raise ValueError("plans need a corpus of text; it is copy_mixture")
-
-    def copying_task(self) -> CopyMixture:
-        """What the rows are drawn from."""
-        return self.task
+        """Return the model with the mixture that it is trained on; it has no tokenizer."""
+        return Subject(scheme, model, None, mixture=self.task)
 
     def _rows(self, length: int, count: int, seed: int) -> CopyMixtureRows:
         return CopyMixtureRows(self.task, context_length=length, num_rows=count, seed=seed)

@@ -9,13 +9,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from attention_priors.encodings import LearnedTable
-from attention_priors.lab.data import ANSWER_LENGTH, EMBEDDED, NEEDLE_TASKS, CopyMixture
-from attention_priors.lab.data.settings import TokenizerSpec
+from attention_priors.lab.data import EMBEDDED
+from attention_priors.lab.data.sources import TokenizerSpec
 from attention_priors.lab.evaluate import EvaluationSettings
 from attention_priors.lab.strict_yaml import Plugins, Strict, explain
-from attention_priors.lab.study.folders import check_folders
+from attention_priors.lab.study.run_files import check_folders
 from attention_priors.lab.study.study import Seeds
 from attention_priors.lab.study.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid
+from attention_priors.lab.tasks import NEEDLE_TASKS, CopyMixture, EvaluationPlan
 from attention_priors.lab.train import DecoderSettings, DecoderSizes, PositionSettings, TrainingSettings, continued
 from attention_priors.models.decoder import PriorDecoderConfig
 
@@ -216,8 +217,8 @@ class Recipe(Strict):
     @field_validator("evaluation")
     @classmethod
     def _of_the_corpus(cls, evaluation: EvaluationSettings, info: ValidationInfo) -> EvaluationSettings:
-        corpus = info.data.get("corpus")  # it is not there if it is wrong itself
-        return evaluation if corpus is None else _with_plans_of(evaluation, corpus)
+        corpus = info.data.get("corpus")  # missing if it is wrong itself
+        return evaluation if corpus is None else _with_corpus(evaluation, corpus)
 
     @field_validator("schemes")
     @classmethod
@@ -291,15 +292,9 @@ class Recipe(Strict):
         evaluation = self.evaluation_of(scheme)
         lengths = [self.training_of(scheme).context_length]
         lengths += [extension.context_length for extension in self.extensions_of(scheme).values()]
-        if evaluation.passkey is not None:
-            lengths += [length + ANSWER_LENGTH for length in evaluation.passkey.lengths]
-        if evaluation.perplexity is not None:
-            lengths.append(evaluation.perplexity.length)
-        if evaluation.copying is not None:
-            lengths += evaluation.copying.lengths
         if evaluation.sink_mass is not None:
             lengths.append(evaluation.sink_mass.length)
-        return max([*lengths, *(plan.longest_text for plan in evaluation.plans.values())])
+        return max([*lengths, *(plan.longest_text for _, plan in self.plans_of(scheme))])
 
     def model_of(self, scheme: str) -> DecoderSizes:
         """The sizes of one scheme's model."""
@@ -311,13 +306,19 @@ class Recipe(Strict):
         own = self.schemes[scheme].training
         return MixtureSettings.model_validate(overlaid(self.training.model_dump(), own)) if own else self.training
 
+    def plans_of(self, scheme: str) -> list[tuple[str | None, EvaluationPlan]]:
+        """Return the plans of one scheme's models with their names; None for the presets."""
+        own = {} if self.corpus.source is None else {"corpus": self.corpus.source}
+        plans = self.evaluation_of(scheme).all_plans()
+        return [(name, plan.model_copy(update=own) if name is None else plan) for name, plan in plans]
+
     def evaluation_of(self, scheme: str) -> EvaluationSettings:
         """What is measured of one scheme."""
         own = self.schemes[scheme].evaluation
         if not own:
             return self.evaluation
         together = EvaluationSettings.model_validate(overlaid(self.evaluation.model_dump(), own))
-        return _with_plans_of(together, self.corpus)
+        return _with_corpus(together, self.corpus)
 
     def extensions_of(self, scheme: str) -> dict[str, Extension]:
         """The ways to extend one scheme's trained model, by what they are called."""
@@ -375,8 +376,8 @@ class Recipe(Strict):
         )
 
 
-def _with_plans_of(evaluation: EvaluationSettings, corpus: CorpusSettings) -> EvaluationSettings:
-    """Plans that name no corpus ask about the one that is trained on: about what is held out of it."""
+def _with_corpus(evaluation: EvaluationSettings, corpus: CorpusSettings) -> EvaluationSettings:
+    """Let plans that name no corpus read the held-out part of the one that is trained on."""
     if corpus.source is None:
         return evaluation
     plans = {

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attention_priors._io import read_json
 from attention_priors.lab.results import FIELDS, FORMAT, recipe_sha256
-from attention_priors.lab.study.environment import environment_of, united
-from attention_priors.lab.study.folders import extended_folder, run_folder
-from attention_priors.lab.study.plans import check_texts, found_of_plans, plan_rows
+from attention_priors.lab.study.measure import check_texts, measured_plans
 from attention_priors.lab.study.recipe import MixtureSettings, Recipe, Scheme
-from attention_priors.lab.study.study import AnyRecipe
+from attention_priors.lab.study.run_files import environment_of, extended_folder, run_folder, united
 from attention_priors.lab.study.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS
 from attention_priors.lab.wall_clock import now
+
+if TYPE_CHECKING:
+    from attention_priors.lab.study.images.recipe import ImageRecipe
 
 Row = dict[str, Any]
 
@@ -27,6 +27,7 @@ _KINDS = {
     "prior_mass": "prior_mass",
     "prior_reach": "prior_reach",
     "logit_scales": "logit_scale",
+    "sink_mass": "sink_mass",
 }
 """Kind of the rows in each list of ``priors.json``."""
 
@@ -55,20 +56,16 @@ def collect(
     rows: list[Row] = []
     environments: list[dict[str, Any]] = []
     models = [model for scheme, seed in runs for model in _models(recipe, output, scheme, seed)]
-    answers = [found_of_plans(recipe.evaluation_of(model.scheme), model.folder) for model in models]
+    answers = [measured_plans(recipe, model.scheme, model.folder) for model in models]
     check_texts((model.folder, plans) for model, plans in zip(models, answers, strict=True))
     for model, plans in zip(models, answers, strict=True):
         training, done = read_json(model.folder / "training.json"), read_json(model.folder / "done.json")
-        environments += [environment_of(one) for one in (training, done, *plans.values())]
+        environments += [environment_of(one) for one in (training, done, *plans)]
         schemes.setdefault(model.name, _scheme_row(model, training))
-        found = [run_row(training) | {key: done[key] for key in ("evaluate_seconds", "stopped")}]
-        if (model.folder / "passkey.jsonl").exists():
-            lines = (model.folder / "passkey.jsonl").read_text(encoding="utf-8").splitlines()
-            found += [{"row": "retrieval", "plan": None, "task": "passkey"} | json.loads(line) for line in lines]
-        for name, fixed in _MEASURED.items():
-            if (model.folder / f"{name}.json").exists():
-                found += [{"row": name} | fixed | row for row in read_json(model.folder / f"{name}.json")]
-        found += plan_rows(plans)
+        measured = [row for entry in plans for row in entry["rows"]]
+        stops = (row["stopped"] for row in measured if row["plan"] is None and row.get("stopped"))
+        seconds = round(sum(entry["seconds"] for entry in plans), 1)
+        found = [run_row(training) | {"evaluate_seconds": seconds, "stopped": next(stops, None)}, *measured]
         for name, learned in read_json(model.folder / "priors.json").items():
             found += [{"row": _KINDS[name]} | row for row in learned]
         if model.extended_from is not None:
@@ -90,11 +87,9 @@ def collect(
     return [first, *(schemes[name] for name in names if name in schemes), *rows]
 
 
-_MEASURED = {"perplexity": {"plan": None, "task": "perplexity", "length": None}, "copying": {}, "sink_mass": {}}
-"""Kinds of rows that have a file of their own in a run, and the fields that all rows of the file share."""
-
-
-def study_row(recipe: AnyRecipe, rows: Sequence[Row], environments: Sequence[Row], wall_seconds: float) -> Row:
+def study_row(
+    recipe: Recipe | ImageRecipe, rows: Sequence[Row], environments: Sequence[Row], wall_seconds: float
+) -> Row:
     """Return the first row of results: the recipe, and on what, when and how long its runs were made.
 
     Args:

@@ -3,7 +3,8 @@
 ``python -m attention_priors.lab.study.worker RECIPE.json OUTPUT SCHEME SEED WAIT`` writes a line of JSON per step
 to standard output: ``{"stage": ..., "done": ..., "total": ...}``. Its standard input must be a pipe that stays open:
 when it ends, so does the process. If another process is still carrying out the run after WAIT seconds, the exit code is
-:data:`~attention_priors.lab.study.workers.TAKEN`.
+:data:`~attention_priors.lab.study.workers.TAKEN`; if the run is finished already,
+:data:`~attention_priors.lab.study.workers.FINISHED`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from transformers.utils import logging
 
 from attention_priors._io import read_json
 from attention_priors.lab.output_folder import FolderInUseError, sole_writer
-from attention_priors.lab.study.folders import run_folder
-from attention_priors.lab.study.studies import load_study, recipe_of
-from attention_priors.lab.study.workers import TAKEN
+from attention_priors.lab.study.compare import load_study, recipe_of
+from attention_priors.lab.study.run_files import run_folder
+from attention_priors.lab.study.workers import FINISHED, TAKEN
 
 
 def main(recipe_file: str, output: str, scheme: str, seed: str, wait: str) -> None:
@@ -43,7 +44,10 @@ def main(recipe_file: str, output: str, scheme: str, seed: str, wait: str) -> No
             held.enter_context(sole_writer(run_folder(Path(output), scheme, int(seed)), wait=float(wait)))
         except FolderInUseError:
             sys.exit(TAKEN)
-        load_study(recipe, Path(output) / "cache").execute(Path(output), scheme, int(seed), progress)
+        study = load_study(recipe, Path(output) / "cache")
+        if study.is_finished(Path(output), scheme, int(seed)):
+            sys.exit(FINISHED)
+        study.execute(Path(output), scheme, int(seed), progress)
 
 
 def _end_with_the_parent() -> None:

@@ -15,13 +15,15 @@ from typing import IO, Any, Protocol
 
 import torch
 
-from attention_priors.lab.study.folders import run_folder
+from attention_priors.lab.study.run_files import run_folder
 
 Run = tuple[str, int]
 """Scheme and seed."""
 
 TAKEN = 75
 """Exit code of a worker that found its run in the hands of another call; EX_TEMPFAIL of sysexits.h."""
+FINISHED = 76
+"""Exit code of a worker that found its run finished."""
 STARTING = "starting"
 """Stage of a run whose worker has not reported any progress."""
 LOG_LINES = 15

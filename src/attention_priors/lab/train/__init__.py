@@ -1,20 +1,19 @@
 """Training: one way to describe it, and one to run it, on transformers' ``Trainer``."""
 
 from attention_priors.lab.train.checkpoints import CheckpointError
-from attention_priors.lab.train.engine import Trained, Validation, fit, is_first_process, train
+from attention_priors.lab.train.engine import Observer, Trained, Validation, is_first_process, train
 from attention_priors.lab.train.extend import continued, default_output, extend, mean_loss
-from attention_priors.lab.train.model import (
-    DecoderSettings,
-    DecoderSizes,
-    ModelSettings,
-    PositionSettings,
-    make_model,
+from attention_priors.lab.train.model import DecoderSettings, DecoderSizes, ModelSettings, PositionSettings, make_model
+from attention_priors.lab.train.parameters import make_optimizer, parameter_groups, shard_priors
+from attention_priors.lab.train.recipe import (
+    OptimizationSettings,
+    ProcessSettings,
+    RunningSettings,
+    TrainingSettings,
+    TrainRecipe,
+    load_train_recipe,
 )
-from attention_priors.lab.train.optimizer import make_optimizer, parameter_groups
-from attention_priors.lab.train.recipe import TrainRecipe, load_train_recipe
-from attention_priors.lab.train.run import Observer, prepare_data, run_recipe
-from attention_priors.lab.train.settings import OptimizationSettings, ProcessSettings, RunningSettings, TrainingSettings
-from attention_priors.lab.train.sharding import shard_priors
+from attention_priors.lab.train.run import prepare_data, run_recipe
 from attention_priors.lab.train.trainer import PriorTrainer, SealedTrainer, weighted_loss
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "continued",
     "default_output",
     "extend",
-    "fit",
     "is_first_process",
     "load_train_recipe",
     "make_model",

@@ -1,7 +1,8 @@
 """Checkpoints that are complete or absent.
 
 A checkpoint is written under another name, sealed with a manifest of its files and their checksums, and moved into
-place. What has no manifest, or does not agree with it, is not used.
+place. A folder without a manifest, or that differs from it, is not used. transformers writes checkpoints in place,
+without checksums, and deletes old ones file by file.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from attention_priors._io import checksum, read_json, synchronise, write_json
+from attention_priors._io import checksum, read_json, remove, synchronise, write_json
 
 MANIFEST = "manifest.json"
 STAGING = ".unfinished"
@@ -20,44 +21,47 @@ _REFUSED = "refused-"
 
 
 class CheckpointError(OSError):
-    """A checkpoint could not be written. The message says why, and which one is the last that could."""
+    """A checkpoint could not be written. The message names the reason and the last checkpoint."""
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in ``folder``, rising."""
+    """List the steps of the checkpoints in ``folder``, rising."""
     names = (path.name.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*"))
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """Return the folder of the checkpoint of a step."""
     return folder / f"{_PREFIX}{step}"
 
 
 def staging_folder(folder: Path) -> Path:
-    """Where checkpoints are while they are written."""
+    """Return the folder of checkpoints that are being written."""
     return folder / STAGING
 
 
 def seal(staged: Path, target: Path) -> None:
-    """Add the manifest to a checkpoint that is written, and move it into place."""
+    """Add the manifest to a written checkpoint, and move it into place."""
     files = sorted(path for path in staged.rglob("*") if path.is_file())
     entries = {
         path.relative_to(staged).as_posix(): {"bytes": path.stat().st_size, "sha256": checksum(path)} for path in files
     }
-    for path in files:
-        synchronise(path)
     write_json(staged / MANIFEST, {"format": 1, "files": entries})
-    synchronise(staged)
+    move_into_place(staged, target)
+
+
+def move_into_place(staged: Path, target: Path) -> None:
+    """Move a written folder to its name, in place of a folder that has the name; all is on the disk then."""
+    for path in (*staged.rglob("*"), staged):
+        synchronise(path)
     if target.exists():
-        # The same step once more, after going back to an earlier one.
         discard(target)
     staged.rename(target)
     synchronise(target.parent)
 
 
 def discard(path: Path) -> None:
-    """Delete a folder; at no moment is half of it left under its name."""
+    """Delete a folder, so that at no moment half of it has its name."""
     hidden = path.with_name(_DISCARDED + path.name)
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
@@ -65,10 +69,9 @@ def discard(path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Delete what an interrupted writing or deleting left behind."""
+    """Delete the remains of interrupted writing or deleting."""
     for path in (staging_folder(folder), *folder.glob(f"{_DISCARDED}*")):
-        if path.exists():
-            shutil.rmtree(path)
+        remove(path)
 
 
 def keep_last(folder: Path, count: int) -> None:
@@ -78,7 +81,7 @@ def keep_last(folder: Path, count: int) -> None:
 
 
 def what_is_wrong(checkpoint: Path) -> str | None:
-    """What a checkpoint lacks; None if it is complete."""
+    """Return the defect of a checkpoint; None if it is complete."""
     manifest = checkpoint / MANIFEST
     if not manifest.exists():
         return f"it has no {MANIFEST}"
@@ -98,11 +101,11 @@ def what_is_wrong(checkpoint: Path) -> str | None:
 
 
 def last_complete(folder: Path, on_message: Callable[[str], None] = lambda message: None) -> Path | None:
-    """The newest checkpoint that is complete; newer ones that are not are set aside under another name.
+    """Return the newest complete checkpoint; newer ones get another name.
 
     Args:
-        folder: where checkpoints are.
-        on_message: told of each that is refused.
+        folder: of the checkpoints.
+        on_message: called with a message about each refused checkpoint.
     """
     for step in reversed(checkpoint_steps(folder)):
         checkpoint = checkpoint_folder(folder, step)
@@ -110,8 +113,7 @@ def last_complete(folder: Path, on_message: Callable[[str], None] = lambda messa
         if problem is None:
             return checkpoint
         aside = folder / (_REFUSED + checkpoint.name)
-        if aside.exists():
-            shutil.rmtree(aside)
+        remove(aside)
         checkpoint.rename(aside)
         on_message(f"{checkpoint} is refused: {problem}. It is now {aside.name}; the one before it is taken")
     return None

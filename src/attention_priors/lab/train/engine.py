@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,16 +16,28 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.trainer_callback import PrinterCallback
 
-from attention_priors._io import synchronise
-from attention_priors.hf.loading import check_positions
+from attention_priors._io import remove
 from attention_priors.lab.data import collate_rows
-from attention_priors.lab.train.checkpoints import discard
-from attention_priors.lab.train.packed import check_documents_apart
-from attention_priors.lab.train.settings import OptimizationSettings, RunningSettings, TrainingSettings
-from attention_priors.lab.train.sharding import shard_priors
+from attention_priors.lab.train.checkpoints import move_into_place
+from attention_priors.lab.train.parameters import shard_priors
+from attention_priors.lab.train.recipe import OptimizationSettings, RunningSettings
 from attention_priors.lab.train.trainer import PriorTrainer, SealedTrainer, StepReport
 
 Rows = Dataset[dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Observer:
+    """Progress callbacks of a run. The first of several processes alone calls them."""
+
+    on_message: Callable[[str], None] = lambda message: None
+    """Called with messages to the user."""
+    on_tokens: Callable[[str, int], None] = lambda part, tokens: None
+    """Called with a part of the data and the number of its prepared tokens."""
+    on_step: Callable[[int], None] = lambda step: None
+    """Called with the number of finished steps."""
+    on_log: Callable[[Mapping[str, float]], None] = lambda logs: None
+    """Called with logged numbers."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training ends with."""
+    """The end of a training."""
 
     trainer: SealedTrainer
     history: list[dict[str, float]]
@@ -49,36 +60,32 @@ class Trained:
     """``{"step": ..., "loss": ...}``, the loss on the validation rows."""
 
     def save(self, folder: Path, processor: PreTrainedTokenizerBase | ImageProcessingMixin | None) -> None:
-        """Write the model, and what makes its inputs if it has such: the whole folder, or nothing.
+        """Write the model, and the processor of its inputs if it has one: the whole folder, or nothing.
 
         Every process calls it, the first one writes.
         """
         unfinished = folder.with_name(f"{folder.name}.unfinished")
-        if self.trainer.args.should_save:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        self.trainer.accelerator.wait_for_everyone()
+        is_first, wait = self.trainer.args.should_save, self.trainer.accelerator.wait_for_everyone
+        if is_first:
+            remove(unfinished)
+        wait()
         self.trainer.save_model(str(unfinished))
-        if self.trainer.args.should_save:
+        if is_first:
             if processor is not None:
                 processor.save_pretrained(unfinished)
             # The trainer's own note of its arguments is a pickle, which nobody needs.
             (unfinished / "training_args.bin").unlink(missing_ok=True)
-            for path in unfinished.rglob("*"):
-                synchronise(path)
-            if folder.exists():
-                discard(folder)
-            unfinished.rename(folder)
-            synchronise(folder.parent)
-        self.trainer.accelerator.wait_for_everyone()
+            move_into_place(unfinished, folder)
+        wait()
 
 
 def processes() -> int:
-    """How many processes torchrun or accelerate launch has started; 1 without them."""
+    """Return the number of processes that torchrun or accelerate launch has started; 1 without them."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first_process() -> bool:
-    """Whether this is the process that writes what all share."""
+    """Whether this process writes the files that all share."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -110,82 +117,43 @@ def check_machinery(settings: OptimizationSettings, running: RunningSettings) ->
 
 def train(
     model: PreTrainedModel,
-    rows: Rows,
-    settings: TrainingSettings,
-    folder: Path,
-    *,
-    seed: int,
-    running: RunningSettings | None = None,
-    shuffle: bool = True,
-    validation: Validation | None = None,
-    run_name: str | None = None,
-    on_step: Callable[[int], None] = lambda step: None,
-    on_log: Callable[[Mapping[str, float]], None] = lambda logs: None,
-    on_message: Callable[[str], None] = lambda message: None,
-) -> Trained:
-    """Train a model in place; go on from the last complete checkpoint in ``folder`` if there is one.
-
-    Args:
-        model: a causal language model that takes ``document_ids``, or ``position_ids`` of packed rows.
-        rows: at least ``settings.total_rows`` rows.
-        settings: what is computed.
-        folder: where checkpoints go.
-        seed: of the order of rows and of dropout.
-        running: on what machinery.
-        shuffle: whether rows are read in an order drawn from the seed, or in their own.
-        validation: what is measured on the way.
-        run_name: what TensorBoard and Weights & Biases call it.
-        on_step: called with the number of steps done, in the first process.
-        on_log: called with what is logged, in the first process.
-        on_message: called with what a user should know, in the first process.
-
-    Raises:
-        ValueError: before any work, if the model, the machine or the sizes do not go together.
-        FloatingPointError: if the loss is no longer finite.
-        CheckpointError: if a checkpoint cannot be written.
-    """
-    check_positions(model, settings.context_length)
-    check_documents_apart(model)
-    return fit(
-        PriorTrainer,
-        model,
-        rows,
-        settings,
-        folder,
-        collate=collate_rows,
-        seed=seed,
-        running=running,
-        shuffle=shuffle,
-        validation=validation,
-        run_name=run_name,
-        on_step=on_step,
-        on_log=on_log,
-        on_message=on_message,
-    )
-
-
-def fit(
-    trainer_class: type[SealedTrainer],
-    model: PreTrainedModel,
     rows: Dataset[Any],
     settings: OptimizationSettings,
     folder: Path,
     *,
-    collate: Callable[[Any], Any],
     seed: int,
     running: RunningSettings | None = None,
     shuffle: bool = True,
     validation: Validation | None = None,
     run_name: str | None = None,
-    on_step: Callable[[int], None] = lambda step: None,
-    on_log: Callable[[Mapping[str, float]], None] = lambda logs: None,
-    on_message: Callable[[str], None] = lambda message: None,
+    observer: Observer | None = None,
+    trainer_class: type[SealedTrainer] = PriorTrainer,
+    collate: Callable[[Any], Any] = collate_rows,
 ) -> Trained:
-    """What :func:`train` does, for any model and any rows.
+    """Train a model in place; go on from the last complete checkpoint in ``folder`` if there is one.
 
-    ``trainer_class`` knows the loss, and ``collate`` makes a batch of rows; everything else is as for :func:`train`.
+    Args:
+        model: a causal language model that takes ``document_ids``, or ``position_ids`` of packed rows; with another
+            ``trainer_class``, a model that it can train.
+        rows: at least ``settings.total_rows`` rows.
+        settings: :class:`TrainingSettings`; with another ``trainer_class``, other settings of the optimiser.
+        folder: of the checkpoints.
+        seed: of the order of rows and of dropout.
+        running: the machinery.
+        shuffle: whether rows are read in an order drawn from the seed, or in their own.
+        validation: rows whose loss is measured on the way.
+        run_name: name in TensorBoard and Weights & Biases.
+        observer: progress callbacks.
+        trainer_class: knows the loss.
+        collate: makes a batch of rows.
+
+    Raises:
+        ValueError: before any work, if the model, the machine or the sizes do not go together.
+        FloatingPointError: the loss is not finite.
+        CheckpointError: a checkpoint cannot be written.
     """
-    running = running or RunningSettings()
+    running, observer = running or RunningSettings(), observer or Observer()
+    trainer_class.check_model(model, settings)
     check_machinery(settings, running)
     rows_at_a_time, passes = running.accumulation(settings, processes())
     # Every parameter that trains has a gradient in every step.
@@ -198,6 +166,8 @@ def fit(
         options |= {"fsdp": True, "fsdp_config": dict(running.fsdp)}
     if running.activation_checkpointing:
         options["activation_checkpointing"] = True
+    if validation is not None:
+        options |= {"eval_strategy": "steps", "eval_steps": validation.every}
     arguments = TrainingArguments(
         output_dir=str(folder),
         run_name=run_name,
@@ -212,8 +182,6 @@ def fit(
         max_grad_norm=settings.gradient_clip,
         bf16=settings.precision == "bfloat16",
         fp16=settings.precision == "float16",
-        eval_strategy="no" if validation is None else "steps",
-        eval_steps=None if validation is None else validation.every,
         save_strategy="steps",
         save_steps=settings.checkpoint_steps,
         logging_steps=running.log_every or max(1, settings.total_steps // 50),
@@ -250,12 +218,12 @@ def fit(
             f"{processes()} processes were started, but accelerate runs {trainer.accelerator.num_processes}: each "
             "would train alone"
         )
-    trainer.add_callback(StepReport(trainer, on_step, on_log))
-    # It would print every loss; the caller has them from us.
+    trainer.add_callback(StepReport(trainer, observer.on_step, observer.on_log))
+    # It would print every loss; the observer has them.
     trainer.remove_callback(PrinterCallback)
-    checkpoint = trainer.find_checkpoint(on_message)
+    checkpoint = trainer.find_checkpoint(observer.on_message)
     if checkpoint is not None:
-        on_message(f"Going on from {checkpoint}")
+        observer.on_message(f"Going on from {checkpoint}")
     trainer.train_from(checkpoint)
     history = trainer.state.log_history
     return Trained(

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from attention_priors.hf import attach, train_attached
 from attention_priors.hf.attach import CONFIG_KEY
 from attention_priors.hf.loading import check_positions, load_config, load_model
-from attention_priors.lab.strict_yaml import Strict
+from attention_priors.lab.strict_yaml import Strict, check_one_of
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
 
 
 class PositionSettings(Strict):
-    """How positions come into our decoder: what a :class:`PriorDecoderConfig` takes of them."""
+    """Positions in our decoder: fields of :class:`PriorDecoderConfig`."""
 
     prior: dict[str, Any] | list[dict[str, Any] | str] | str | None = None
     share_prior: bool = False
@@ -45,19 +45,14 @@ class DecoderSettings(DecoderSizes, PositionSettings):
     """The tokenizer's by default; may be larger, to be a multiple of something."""
 
     def config(self, *, vocab_size: int, eos_token_id: int | None = None) -> PriorDecoderConfig:
-        """The decoder's config, for a tokenizer."""
+        """Return the decoder's config for a tokenizer."""
+        special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eos_token_id)
         sizes = self.model_dump(exclude={"vocab_size"})
-        return PriorDecoderConfig(
-            vocab_size=self.vocab_size or vocab_size,
-            bos_token_id=eos_token_id,
-            eos_token_id=eos_token_id,
-            pad_token_id=eos_token_id,
-            **sizes,
-        )
+        return PriorDecoderConfig(vocab_size=self.vocab_size or vocab_size, **special, **sizes)
 
 
 class AttachSettings(Strict):
-    """What :func:`attach` gives to a model of another make; its arguments."""
+    """Arguments of :func:`attach` for a model of another architecture."""
 
     prior: dict[str, Any] | list[dict[str, Any] | str] | str | None = None
     logit_scale: dict[str, Any] | str | None = None
@@ -73,19 +68,17 @@ class ModelSettings(Strict):
 
     decoder: DecoderSettings | None = None
     config: str | None = None
-    """A Hugging Face model's folder or name, of which only the config is taken."""
+    """A Hugging Face model's folder or name, whose config alone is used."""
     pretrained: str | None = None
     """A Hugging Face model's folder or name (or a folder of ours), with its weights."""
     attach: AttachSettings | None = None
     """Priors for a model that is not our decoder."""
     train_only: Literal["attached"] | None = None
-    """Of a trained model with something attached, whether all learns (None) or what is attached alone."""
+    """Whether all of a trained model learns (None), or its attached priors and logit scales alone."""
 
     @model_validator(mode="after")
     def _one_model(self) -> ModelSettings:
-        given = [name for name in ("decoder", "config", "pretrained") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give one of decoder, config and pretrained, got {' and '.join(given) or 'none'}")
+        check_one_of(self, "decoder", "config", "pretrained")
         if self.decoder is not None:
             self.decoder.config(vocab_size=1)  # a mistake in a description shows here
             if self.attach is not None:
@@ -96,16 +89,16 @@ class ModelSettings(Strict):
 
     @property
     def trains_attached_alone(self) -> bool:
-        """Whether the model's own weights stay what they were."""
+        """Whether the model's own weights stay as they are."""
         return self.train_only is not None or (self.attach is not None and self.attach.freeze_model)
 
 
 def check_model(settings: ModelSettings, *, length: int, tokenizer_size: int | None = None) -> None:
-    """Make sure, before any work, that :func:`make_model` can make the model: it is made here without its weights.
+    """Make sure, before any work, that :func:`make_model` can make the model, by making it without its weights.
 
     Args:
         settings: describe it.
-        length: of the rows that it is to read, in tokens.
+        length: tokens of the rows that it will read.
         tokenizer_size: entries of the tokenizer, where they are known already.
 
     Raises:
@@ -113,13 +106,7 @@ def check_model(settings: ModelSettings, *, length: int, tokenizer_size: int | N
         ValueError: nothing can be attached, nothing would learn, or its vocabulary or its positions are too few.
     """
     with torch.device("meta"):
-        if settings.decoder is not None:
-            model: PreTrainedModel = PriorDecoderForCausalLM(settings.decoder.config(vocab_size=tokenizer_size or 1))
-        else:
-            config = _load_config(settings)
-            if settings.config is not None:
-                config.update({"vocab_size": tokenizer_size or 1})
-            model = _new_model(config)
+        model = _new_model(settings, tokenizer_size or 1)
         described = None if settings.pretrained is None else getattr(model.config, CONFIG_KEY, None)
         if described is not None:
             if settings.attach is not None:
@@ -129,44 +116,44 @@ def check_model(settings: ModelSettings, *, length: int, tokenizer_size: int | N
                 )
             delattr(model.config, CONFIG_KEY)
             attach(model, **described)
-        _finish(settings, model)
+        _finish(settings, model, tokenizer_size)
     check_positions(model, length)
-    if tokenizer_size is not None:
-        _check_vocabulary(model, tokenizer_size)
 
 
 def make_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The model, in float32; new weights are drawn from torch's generator.
+    """Make the model, in float32; new weights are drawn from torch's generator.
 
     Raises:
         OSError: the model cannot be loaded.
         ValueError: its vocabulary is smaller than the tokenizer's, nothing can be attached, or nothing would learn.
     """
-    if settings.decoder is not None:
-        eos: Any = tokenizer.eos_token_id
-        model: PreTrainedModel = PriorDecoderForCausalLM(
-            settings.decoder.config(vocab_size=len(tokenizer), eos_token_id=eos)
-        )
-    elif settings.config is not None:
-        config = _load_config(settings)
-        config.update(
-            {
-                "vocab_size": len(tokenizer),
-                "bos_token_id": tokenizer.bos_token_id,
-                "eos_token_id": tokenizer.eos_token_id,
-                "pad_token_id": tokenizer.pad_token_id,
-            }
-        )
-        model = _new_model(config)
-    else:
-        assert settings.pretrained is not None
-        model = load_model(settings.pretrained)
-    _finish(settings, model)
-    _check_vocabulary(model, len(tokenizer))
+    special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    new = settings.pretrained is None
+    model = _new_model(settings, len(tokenizer), **special) if new else load_model(str(settings.pretrained))
+    _finish(settings, model, len(tokenizer))
     return model
 
 
-def _finish(settings: ModelSettings, model: PreTrainedModel) -> None:
+def _new_model(settings: ModelSettings, vocab_size: int, **special: Any) -> PreTrainedModel:
+    """Make a model with new weights; ``special`` are the ids of special tokens."""
+    if settings.decoder is not None:
+        eos = special.get("eos_token_id")
+        config: PreTrainedConfig = settings.decoder.config(vocab_size=vocab_size, eos_token_id=eos)
+    else:
+        key = "pretrained" if settings.config is None else "config"
+        try:
+            config = load_config(getattr(settings, key))
+        except (OSError, ValueError) as error:
+            raise OSError(f"model.{key}: {error}") from error
+        if settings.config is not None:
+            config.update({"vocab_size": vocab_size, **special})
+    if isinstance(config, PriorDecoderConfig):
+        return PriorDecoderForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _finish(settings: ModelSettings, model: PreTrainedModel, tokenizer_size: int | None) -> None:
+    """Attach priors, choose the parameters that learn, and check the vocabulary."""
     if settings.attach is not None:
         try:
             attach(model, **settings.attach.model_dump())
@@ -176,27 +163,10 @@ def _finish(settings: ModelSettings, model: PreTrainedModel) -> None:
         model.requires_grad_(False)
         if not train_attached(model):
             raise ValueError("model.train_only: nothing that learns is attached to the model")
-
-
-def _check_vocabulary(model: PreTrainedModel, tokenizer_size: int) -> None:
     embeddings: Any = model.get_input_embeddings()
     size = embeddings.weight.shape[0]
-    if size < tokenizer_size:
+    if size < (tokenizer_size or 0):
         raise ValueError(
             f"the model's vocabulary has {size} entries, the tokenizer's {tokenizer_size}: expected no more than the "
             "model's"
         )
-
-
-def _load_config(settings: ModelSettings) -> PreTrainedConfig:
-    key = "config" if settings.config is not None else "pretrained"
-    try:
-        return load_config(getattr(settings, key))
-    except (OSError, ValueError) as error:
-        raise OSError(f"model.{key}: {error}") from error
-
-
-def _new_model(config: PreTrainedConfig) -> PreTrainedModel:
-    if isinstance(config, PriorDecoderConfig):
-        return PriorDecoderForCausalLM(config)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -2,29 +2,178 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from attention_priors.encodings import LearnedTable
-from attention_priors.lab.data import load_corpus
+from attention_priors._io import checksum
 from attention_priors.lab.data.preparation import Preparation
-from attention_priors.lab.data.settings import DataSettings, TokenizerSpec
-from attention_priors.lab.data.sources import CorpusDocuments, Documents, FastaDocuments, HubDocuments
-from attention_priors.lab.strict_yaml import Plugins, Strict, read_strictly
-from attention_priors.lab.train.fingerprints import CONFIG, MODEL, files_fingerprint, tokens_fingerprint
+from attention_priors.lab.data.shards import MANIFEST, PARTS, TokenShards, read_manifest, shards_of
+from attention_priors.lab.data.sources import DataSettings, TokenizerSpec
+from attention_priors.lab.strict_yaml import Plugins, Strict, check_one_of, read_strictly
 from attention_priors.lab.train.model import ModelSettings
-from attention_priors.lab.train.settings import RunningSettings, TrainingSettings
+
+CONFIG = ("config.json",)
+"""Files of a model that describe its architecture."""
+
+MODEL = (*CONFIG, "adapter_config.json", "*.safetensors", "*.bin")
+"""Files of a model that determine its outputs."""
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizationSettings(Strict, ABC):
+    """The optimiser and its schedule, whatever is trained."""
+
+    optimizer: Literal["adamw", "radam"] = "radam"
+    learning_rate: float = Field(gt=0)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    epsilon: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    gradient_clip: float = Field(default=1.0, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    minimum_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
+    """The cosine schedule ends at this share of the learning rate."""
+    prior_learning_rate_multiplier: float = Field(default=1.0, gt=0)
+    """Multiplies the learning rate of every parameter of a prior."""
+    logit_scale_learning_rate_multiplier: float = Field(default=1.0, gt=0)
+    """Multiplies the learning rate of SSMax's ``s``."""
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of matrix products; weights, priors and the optimiser's moments stay in float32."""
+    checkpoint_steps: int = Field(default=200, gt=0)
+    """An interrupted training goes on from the last checkpoint."""
+
+    @property
+    @abstractmethod
+    def total_steps(self) -> int:
+        """Steps of the whole training."""
+
+    @property
+    @abstractmethod
+    def rows_per_step(self) -> int:
+        """Rows, or other examples, of one step of the optimiser."""
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of the whole training."""
+        return self.total_steps * self.rows_per_step
+
+    @property
+    def step_in_words(self) -> str:
+        """Size of a step, as text."""
+        return f"{self.rows_per_step} rows a step"
+
+
+class TrainingSettings(OptimizationSettings):
+    """The optimiser, its schedule and the size of a step, which decide the trained weights. Lengths are in tokens."""
+
+    context_length: int = Field(gt=1)
+    steps: int | None = Field(default=None, gt=0)
+    tokens: int | None = Field(default=None, gt=0)
+    """Alternative to ``steps``: as many whole steps as fit into this number of tokens."""
+    batch_size: int | None = Field(default=None, gt=0)
+    """Rows of a step, over all processes and accumulated passes."""
+    tokens_per_step: int | None = Field(default=None, gt=0)
+    """Alternative to ``batch_size``; a multiple of ``context_length``."""
+
+    @model_validator(mode="after")
+    def _sizes(self) -> TrainingSettings:
+        check_one_of(self, "steps", "tokens")
+        check_one_of(self, "batch_size", "tokens_per_step")
+        if self.tokens_per_step is not None and self.tokens_per_step % self.context_length:
+            raise ValueError(
+                f"tokens_per_step={self.tokens_per_step} must be a multiple of context_length={self.context_length}"
+            )
+        if self.total_steps < 1:
+            raise ValueError(f"tokens={self.tokens} must be at least one step, {self.step_tokens} tokens")
+        if self.warmup_steps >= self.total_steps:
+            raise ValueError(f"warmup_steps={self.warmup_steps} must be less than the {self.total_steps} steps")
+        return self
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of one step of the optimiser."""
+        return self.batch_size or (self.tokens_per_step or 0) // self.context_length
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one step of the optimiser."""
+        return self.rows_per_step * self.context_length
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole training."""
+        return self.steps or (self.tokens or 0) // self.step_tokens
+
+    @property
+    def final_learning_rate(self) -> float:
+        """Learning rate at the end of the schedule."""
+        return self.learning_rate * self.minimum_learning_rate_ratio
+
+    @property
+    def step_in_words(self) -> str:
+        """Size of a step, as text; also in tokens."""
+        return f"{self.rows_per_step} rows a step ({self.step_tokens} tokens)"
+
+
+class ProcessSettings(Strict):
+    """Settings of a training process that change the result by the order of floating-point sums alone."""
+
+    workers: int = Field(default=0, ge=0)
+    """Processes that read rows ahead, for each training process; 0 reads in the training process itself."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: about a third more time, far less memory."""
+
+
+class RunningSettings(ProcessSettings):
+    """Machinery of a training, as one process or many."""
+
+    rows_at_a_time: int | None = Field(default=None, gt=0)
+    """Rows of one forward pass on one device; by default a step's rows, shared out among the processes. Several passes
+    accumulate the rows of a step."""
+    checkpoints_kept: int = Field(default=2, gt=0)
+    log_every: int | None = Field(default=None, gt=0)
+    """Steps of the mean of one logged loss; a fiftieth of the training by default."""
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    fsdp: dict[str, Any] | None = None
+    """Shard parameters, gradients and moments: ``TrainingArguments.fsdp_config``; ``{}`` for its defaults."""
+    ddp: dict[Literal["find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph"], Any] = Field(
+        default_factory=dict
+    )
+    """``TrainingArguments.ddp_*``."""
+    ddp_timeout: int = Field(default=1800, gt=0)
+    """Seconds that a process waits for the others."""
+
+    def accumulation(self, settings: OptimizationSettings, processes: int) -> tuple[int, int]:
+        """Return the rows of one forward pass on one device, and the number of passes in a step.
+
+        Raises:
+            ValueError: a step's rows cannot be shared out evenly.
+        """
+        rows = settings.rows_per_step
+        if self.rows_at_a_time is None and rows % processes:
+            raise ValueError(f"{rows} rows a step cannot be shared out evenly among {processes} processes")
+        at_a_time = self.rows_at_a_time or rows // processes
+        passes, rest = divmod(rows, at_a_time * processes)
+        if rest:
+            raise ValueError(
+                f"{settings.step_in_words} are no multiple of rows_at_a_time={at_a_time} "
+                f"on {processes} process{'es' if processes > 1 else ''}"
+            )
+        return at_a_time, passes
 
 
 class ValidationSettings(Strict):
-    """What is measured on held-out text while a model trains."""
+    """Measurements on held-out text while a model trains."""
 
     every: int = Field(default=500, gt=0)
     """Steps from one measurement to the next; the last step always has one."""
     tokens: int = Field(default=1_000_000, gt=0)
-    """At most so many of the held-out tokens, from their beginning."""
+    """Number of held-out tokens, at most, from their beginning."""
 
 
 class TrainRecipe(Strict):
@@ -42,7 +191,7 @@ class TrainRecipe(Strict):
     validation: ValidationSettings | None = None
     running: RunningSettings = RunningSettings()
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Of new weights, of the order of rows and of dropout."""
+    """Seed of new weights, of the order of rows and of dropout."""
 
     @model_validator(mode="after")
     def _possible(self) -> TrainRecipe:
@@ -55,19 +204,12 @@ class TrainRecipe(Strict):
             raise ValueError(
                 f"data.max_tokens must be at least training.context_length, {length}, for a single row; it is {most}"
             )
-        if self.model.decoder is not None:
-            encoding = self.model.decoder.config(vocab_size=1).make_encoding()
-            if isinstance(encoding, LearnedTable) and encoding.max_length < length:
-                raise ValueError(
-                    f"model.decoder.encoding: the learned table has max_length={encoding.max_length} positions, but "
-                    f"training.context_length is {length}"
-                )
         return self
 
     def identity(self) -> dict[str, Any]:
-        """What determines the result, but for the versions of the libraries and the tokens that a run prepares itself.
+        """Describe what determines the result, but for the versions of libraries and the tokens that a run prepares.
 
-        Folders that the recipe names are told by what is in them: weights are read in full.
+        Folders are identified by their content: weights are read in full.
 
         Raises:
             ShardError: the preparation of ``data.shards`` has not finished.
@@ -77,50 +219,70 @@ class TrainRecipe(Strict):
         fingerprints: dict[str, str | None] = {}
         if self.data.shards is not None:
             fingerprints["data.shards"] = tokens_fingerprint(Path(self.data.shards))
-        if self.model.pretrained is not None:
-            fingerprints["model.pretrained"] = files_fingerprint(self.model.pretrained, MODEL)
-        if self.model.config is not None:
-            fingerprints["model.config"] = files_fingerprint(self.model.config, CONFIG)
+        for key, patterns in (("pretrained", MODEL), ("config", CONFIG)):
+            name = getattr(self.model, key)
+            if name is not None:
+                fingerprints[f"model.{key}"] = files_fingerprint(name, patterns)
         return kept | {"fingerprints": fingerprints}
 
     def preparation(self) -> Preparation:
-        """What ``attention-priors prepare`` makes for this recipe.
+        """Return the preparation of this recipe's tokens, as ``attention-priors prepare`` makes them.
 
         Raises:
             ValueError, FileNotFoundError: there is nothing to prepare, or the text cannot be read.
         """
         data = self.data
-        if data.shards is not None:
-            if not Path(data.shards).is_dir():
-                raise FileNotFoundError(f"data.shards: there is no folder {data.shards!r}")
-            raise ValueError(f"data.shards: {data.shards!r} is prepared already")
-        documents: Documents
+        documents = data.documents()
         limit = data.max_tokens
         if data.dataset is not None:
-            documents = HubDocuments(data.dataset)
-            # Datasets may be far larger than what is read of them.
+            # Datasets may be far larger than the part of them that is read.
             limit = limit or self.training.total_rows * self.training.context_length
-        elif data.fasta is not None:
-            documents = FastaDocuments(data.fasta)
-        else:
-            assert data.text is not None
-            documents = CorpusDocuments(load_corpus(data.text))
         assert self.tokenizer is not None
-        return Preparation(
-            documents,
-            tokenizer=self.tokenizer,
-            held_out_tokens=data.held_out_tokens,
-            max_tokens=limit,
-            shard_tokens=data.shard_tokens,
-        )
+        return Preparation(documents, self.tokenizer, data.held_out_tokens, limit, data.shard_tokens)
 
 
 def load_train_recipe(path: Path) -> TrainRecipe:
     """Read and check a recipe.
 
     Raises:
-        RecipeError: if the file is not YAML, or a key or value is impossible; it names the key, its value and
-            what is allowed.
-        FileNotFoundError: if there is no such file.
+        RecipeError: the file is not YAML, or a key or value is impossible; the message names the key, its value and
+            the allowed values.
+        FileNotFoundError: there is no such file.
     """
     return read_strictly(path, TrainRecipe)
+
+
+def files_fingerprint(name: str, patterns: tuple[str, ...]) -> str | None:
+    """Return the SHA-256 (64 hex digits) of some files of a folder; None if there is no such folder.
+
+    A model on the Hugging Face Hub has none: its commit changes with every word of its page.
+
+    Args:
+        name: of the folder.
+        patterns: of the files' names.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        return None
+    files = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+    return _digest([[path.name, checksum(path)] for path in files])
+
+
+def tokens_fingerprint(folder: Path) -> str | None:
+    """Return the SHA-256 of prepared tokens and their tokenizer, from the manifest; None if there are none.
+
+    Equal tokens have equal fingerprints, whatever versions they were prepared with.
+
+    Raises:
+        ShardError: the preparation has not finished.
+    """
+    if not (folder / MANIFEST).is_file():
+        return None
+    TokenShards(folder)  # raises an error if the preparation has not finished
+    manifest = read_manifest(folder)
+    shards = {part: [shard.sha256 for shard in shards_of(manifest, part)] for part in PARTS}
+    return _digest([manifest["tokenizer_fingerprint"], shards])
+
+
+def _digest(content: list) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from attention_priors.lab.data.tokenizer import pretrained_tokenizer
 from attention_priors.lab.machine import processor, versions
 from attention_priors.lab.output_folder import undone_if_refused
 from attention_priors.lab.strict_yaml import check_same_recipe
-from attention_priors.lab.train.engine import Validation, check_machinery, is_first_process, processes, train
+from attention_priors.lab.train.engine import Observer, Validation, check_machinery, is_first_process, processes, train
 from attention_priors.lab.train.model import check_model, make_model
 from attention_priors.lab.train.recipe import TrainRecipe
 from attention_priors.lab.wall_clock import WallClock
@@ -33,28 +33,17 @@ IDENTITY = "identity.json"
 SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelerate", "numpy")
 
 
-@dataclass(frozen=True)
-class Observer:
-    """Whom a run tells how far it is. Only the first of several processes has something to say."""
-
-    on_message: Callable[[str], None] = lambda message: None
-    on_tokens: Callable[[str, int], None] = lambda part, tokens: None
-    """A part of the data, and how many tokens of it are prepared."""
-    on_step: Callable[[int], None] = lambda step: None
-    on_log: Callable[[Mapping[str, float]], None] = lambda logs: None
-
-
 def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = None) -> dict[str, Any]:
     """Train what a recipe describes; interrupted at any point, the same call goes on from there.
 
-    ``output`` then holds ``recipe.json``, ``machine.json`` (versions and machine, a list of all that there were),
+    ``output`` then holds ``recipe.json``, ``machine.json`` (versions and machine, a list of all sessions that differ),
     ``data/`` (tokens, unless the recipe names prepared ones), ``checkpoints/``, ``model/`` (weights, config and
     tokenizer) and ``training.json`` (losses, parameters, time). A finished run is left as it is.
 
     Args:
-        recipe: what to train.
+        recipe: the training.
         output: the folder.
-        observer: is told how far it is.
+        observer: progress callbacks.
 
     Returns:
         The content of ``training.json``; a validation loss that is not finite is None.
@@ -63,14 +52,14 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
         RecipeError: before any work, if ``output`` holds another run or is being written by another call.
         ShardError: prepared tokens are damaged.
         ValueError: the parts of the recipe do not go together.
-        FloatingPointError: the loss is no longer finite.
+        FloatingPointError: the loss is not finite.
         OSError: something cannot be read or written.
     """
     observer = observer if observer is not None and is_first_process() else Observer()
-    check_machinery(recipe.training, recipe.running)
+    settings, length = recipe.training, recipe.training.context_length
+    check_machinery(settings, recipe.running)
     if not _is_finished(output):
-        size = _tokenizer_size(recipe, output)
-        check_model(recipe.model, length=recipe.training.context_length, tokenizer_size=size)
+        check_model(recipe.model, length=length, tokenizer_size=_tokenizer_size(recipe, output))
     identity = _identity(recipe, output)
     with writing(output):
         check_same_recipe(output / IDENTITY, identity)
@@ -84,9 +73,6 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
             _note_machine(output / "machine.json")
         shards = prepare_data(recipe, output, observer)
         tokenizer = prepared_tokenizer(shards)
-
-        settings = recipe.training
-        length = settings.context_length
         rows = PackedRows(
             TokenShards(shards, "train"),
             context_length=length,
@@ -96,10 +82,9 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
         validation = None
         if recipe.validation is not None:
             held_out = TokenShards(shards, "held_out")
-            wanted = min(recipe.validation.tokens, len(held_out)) // length
-            validation = Validation(
-                PackedRows(held_out, context_length=length, num_rows=max(1, wanted)), recipe.validation.every
-            )
+            wanted = max(1, min(recipe.validation.tokens, len(held_out)) // length)
+            held_out_rows = PackedRows(held_out, context_length=length, num_rows=wanted)
+            validation = Validation(held_out_rows, recipe.validation.every)
         set_seed(recipe.seed)
         model = make_model(recipe.model, tokenizer)
         check_positions(model, length)
@@ -126,23 +111,20 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
                 shuffle=False,
                 validation=validation,
                 run_name=recipe.name,
-                on_step=on_step,
-                on_log=observer.on_log,
-                on_message=observer.on_message,
+                observer=replace(observer, on_step=on_step),
             )
-        results = with_nulls(
-            {
-                "seed": recipe.seed,
-                "steps": settings.total_steps,
-                "tokens": settings.total_steps * settings.step_tokens,
-                "epochs": rows.epochs,
-                **parameters,
-                "processes": processes(),
-                "train_seconds": round(clock.seconds, 1),
-                "history": trained.history,
-                "validation": trained.validation,
-            }
-        )
+        results = {
+            "seed": recipe.seed,
+            "steps": settings.total_steps,
+            "tokens": settings.total_steps * settings.step_tokens,
+            "epochs": rows.epochs,
+            **parameters,
+            "processes": processes(),
+            "train_seconds": round(clock.seconds, 1),
+            "history": trained.history,
+            "validation": trained.validation,
+        }
+        results = with_nulls(results)
         if is_first_process():
             write_json(output / "training.json", results)
         trained.save(output / "model", tokenizer)
@@ -152,7 +134,7 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
 
 
 def _identity(recipe: TrainRecipe, output: Path) -> dict[str, Any]:
-    """What ``identity.json`` must hold.
+    """Return the content that ``identity.json`` must have.
 
     Raises:
         ShardError: the preparation of the tokens has not finished.
@@ -164,17 +146,17 @@ def _identity(recipe: TrainRecipe, output: Path) -> dict[str, Any]:
     for key, here in identity["fingerprints"].items():
         there = known.get("fingerprints", {}).get(key)
         if here is None and _is_finished(output):
-            # What a finished run has read may be gone: it says nothing against the run.
+            # Files that a finished run has read may be gone: that says nothing against the run.
             identity["fingerprints"][key] = there
         elif here is not None and here == there:
-            # The same files are the same, wherever they are, and from wherever they are named.
+            # Files may have moved, and may be named from another folder.
             section, name = key.split(".")
             identity[section][name] = known[section][name]
     return identity
 
 
 def _tokenizer_size(recipe: TrainRecipe, output: Path) -> int | None:
-    """Entries of the tokenizer; None where the tokens are prepared already, or in part."""
+    """Return the entries of the tokenizer; None where the tokens are prepared already, or in part."""
     if recipe.data.shards is not None:
         return len(prepared_tokenizer(Path(recipe.data.shards)))
     if isinstance(recipe.tokenizer, str):
@@ -194,22 +176,18 @@ def writing(output: Path) -> Iterator[None]:
         RecipeError: another call is writing to it.
         OSError: the folder cannot be made, or not be written to.
     """
-    if not is_first_process():
+    if is_first_process():
+        # Prepared tokens stay as well, but their manifest says what they are made of: another recipe may read them.
+        has_work = (output / "checkpoints").exists
+        with undone_if_refused(output, (IDENTITY, "recipe.json", "machine.json"), keep=has_work):
+            yield
+    else:
         writable_folder(output)
-        yield
-        return
-
-    def has_work() -> bool:
-        # Prepared tokens stay as well, but say themselves what they are made of: another recipe may read them.
-        return (output / "checkpoints").exists()
-
-    made = (IDENTITY, "recipe.json", "machine.json")
-    with undone_if_refused(output, made, keep=has_work):
         yield
 
 
 def prepare_data(recipe: TrainRecipe, output: Path, observer: Observer, *, repair: bool = False) -> Path:
-    """Where a recipe's tokens are; they are prepared, if they are not yet.
+    """Prepare a recipe's tokens, if they are not yet, and return their folder.
 
     Raises:
         ValueError, OSError: as :func:`prepare` and :meth:`TrainRecipe.preparation`.
@@ -224,7 +202,7 @@ def prepare_data(recipe: TrainRecipe, output: Path, observer: Observer, *, repai
 
 
 def machine() -> dict[str, Any]:
-    """What something was computed with and on."""
+    """Describe the versions and the machine of a computation."""
     return {
         "versions": versions(SOFTWARE),
         "platform": platform.platform(),
@@ -237,7 +215,7 @@ def machine() -> dict[str, Any]:
 
 
 def _note_machine(path: Path) -> None:
-    """Add what this session computes with and on, unless an earlier one had the same."""
+    """Add this session's versions and machine, unless an earlier session had the same."""
     sessions = read_json(path) if path.exists() else []
     here = machine()
     if here not in sessions:
@@ -245,16 +223,14 @@ def _note_machine(path: Path) -> None:
 
 
 def _count(model: nn.Module, kind: type[nn.Module]) -> int:
-    """How many numbers the parts of a kind hold, fixed ones included."""
-    parameters = {
-        parameter for module in model.modules() if isinstance(module, kind) for parameter in module.parameters()
-    }
-    return sum(parameter.numel() for parameter in parameters)
+    """Count the numbers in the parts of a kind, fixed ones included."""
+    parts = (module for module in model.modules() if isinstance(module, kind))
+    return sum(parameter.numel() for parameter in {parameter for part in parts for parameter in part.parameters()})
 
 
 @contextmanager
 def _logs_beside(output: Path) -> Iterator[None]:
-    """TensorBoard and Weights & Biases write beside the run, unless they have been told otherwise."""
+    """Let TensorBoard and Weights & Biases write beside the run, unless their variables are set already."""
     places = {"TENSORBOARD_LOGGING_DIR": str(output / "tensorboard"), "WANDB_DIR": str(output)}
     added = {name: place for name, place in places.items() if name not in os.environ}
     os.environ.update(added)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,38 +12,98 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
-from transformers import EvalPrediction, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    EvalPrediction,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from attention_priors._io import read_json, write_json
+from attention_priors.attention.geometry import positions_in_documents
+from attention_priors.hf.loading import check_positions
 from attention_priors.lab.data import IGNORED_LABEL
 from attention_priors.lab.train import checkpoints
 from attention_priors.lab.train.checkpoints import CheckpointError
-from attention_priors.lab.train.optimizer import make_optimizer
-from attention_priors.lab.train.packed import packed_inputs
-from attention_priors.lab.train.settings import OptimizationSettings
+from attention_priors.lab.train.parameters import make_optimizer
+from attention_priors.lab.train.recipe import OptimizationSettings, TrainingSettings
 
 _RUNNING_LOSS = "running_loss.json"
 
 
 def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, total: Tensor | None = None) -> Tensor:
-    """Weighted mean of the next tokens' negative log-likelihoods, in nats.
+    """Return the weighted mean of the next tokens' negative log-likelihoods, in nats.
 
     Args:
         logits: ``(B, L, vocabulary)``.
         labels: ``(B, L)``, aligned with the inputs, ``-100`` = ignore.
         weights: ``(B, L)``, aligned with ``labels``.
-        total: what the sum is divided by; the sum of the weights by default.
+        total: divisor of the sum; the sum of the weights by default.
     """
     sums, own = loss_sums(logits, labels, weights)
     return sums.sum() / (own.sum().clamp(min=1e-9) if total is None else total)
 
 
 def loss_sums(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted losses ``(B * (L-1),)`` and their weights."""
+    """Return weighted losses ``(B * (L-1),)`` and their weights."""
     targets, weights = labels[:, 1:].flatten(), weights[:, 1:].flatten()
     losses = cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="none", ignore_index=IGNORED_LABEL)
     weights = weights * (targets != IGNORED_LABEL)
     return losses * weights, weights
+
+
+def packed_inputs(model: nn.Module, input_ids: Tensor, document_ids: Tensor) -> dict[str, Any]:
+    """Return the arguments of a model for a batch of packed rows.
+
+    Our models take ``document_ids``. Others take ``position_ids`` that start again at 0 with each document. Without a
+    cache, transformers' masks read these positions as packing.
+
+    Args:
+        model: a causal language model, not wrapped.
+        input_ids: ``(B, L)``.
+        document_ids: ``(B, L)``.
+
+    Raises:
+        ValueError: the model takes neither.
+    """
+    takes = inspect.signature(model.forward).parameters
+    inputs = {"input_ids": input_ids, "use_cache": False}
+    if "document_ids" in takes:
+        return inputs | {"document_ids": document_ids}
+    if "position_ids" in takes:
+        return inputs | {"position_ids": positions_in_documents(document_ids)}
+    raise ValueError(
+        f"{type(model).__name__} takes neither document_ids nor position_ids: packed documents cannot be kept apart"
+    )
+
+
+@torch.no_grad()
+def check_documents_apart(model: nn.Module) -> None:
+    """Make sure that a packed document does not see the one before it.
+
+    Raises:
+        ValueError: it does in this model, or the model takes no packed documents.
+    """
+    device, config = next(model.parameters()).device, getattr(model, "config", None)
+    document_ids = torch.tensor([[0] * 4 + [1] * 4], device=device)
+    # The first documents differ in any vocabulary of two tokens at least.
+    rows = torch.tensor([[[1, 2, 3, 4, 5, 6, 7, 8]], [[4, 1, 1, 2, 5, 6, 7, 8]]], device=device)
+    was_training = model.training
+    model.eval()
+    one, other = (
+        model(**packed_inputs(model, ids % getattr(config, "vocab_size", 9), document_ids)).logits[:, 4:].float()
+        for ids in rows
+    )
+    model.train(was_training)
+    if float((one - other).abs().max()) > 1e-5 * float(one.abs().max()):
+        attention = getattr(config, "_attn_implementation", "unknown")
+        raise ValueError(
+            f"{type(model).__name__} with attention implementation {attention!r} lets a packed document see the one "
+            "before it: it cannot be trained on packed rows"
+        )
 
 
 class SealedTrainer(Trainer):
@@ -65,8 +126,16 @@ class SealedTrainer(Trainer):
         self._loss_sum = torch.zeros((), device=self.args.device)
         self._loss_from = 0
 
+    @classmethod
+    def check_model(cls, model: PreTrainedModel, settings: OptimizationSettings) -> None:
+        """Make sure, before any work, that a model can be trained.
+
+        Raises:
+            ValueError: it cannot.
+        """
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """RAdam is none of ``Trainer``'s names, and its groups know nothing of priors."""
+        """Make our optimiser: ``Trainer`` knows neither RAdam nor groups for priors."""
         if self.optimizer is None:
             assert self.model is not None
             self.optimizer = make_optimizer(self.model if model is None else model, self.settings)
@@ -77,13 +146,13 @@ class SealedTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Trainer's, keeping count of the loss."""
+        """Train as ``Trainer`` does, and add up the loss."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._loss_sum = self._loss_sum + loss
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Trainer's; but its mean would forget the steps before an interruption."""
+        """Log as ``Trainer`` does, but with a mean loss that counts steps before an interruption too."""
         if "loss" in logs:
             logs["loss"] = self._mean_over_processes(self._loss_sum) / (self.state.global_step - self._loss_from)
             self._loss_sum, self._loss_from = torch.zeros_like(self._loss_sum), self.state.global_step
@@ -103,7 +172,7 @@ class SealedTrainer(Trainer):
         """End a training that has diverged, before it can write a checkpoint.
 
         Raises:
-            FloatingPointError: the loss is not finite; it says where the last good state is.
+            FloatingPointError: the loss is not finite; the message names the last checkpoint.
         """
         if not bool(self._loss_sum.isfinite()):
             self._diverged(f"the loss became {float(self._loss_sum)}")
@@ -122,13 +191,15 @@ class SealedTrainer(Trainer):
         )
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Where checkpoints are written: aside, until they are complete."""
+        """Return the folder in which checkpoints are written until they are complete."""
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Trainer's, written aside, sealed and moved into place."""
+        """Save as ``Trainer`` does, but elsewhere; then seal the checkpoint and move it into place."""
         assert self.model is not None
-        broken = [name for name, p in self.model.named_parameters() if not bool(_here(p).isfinite().all())]
+        # The part of each parameter that this process holds.
+        held = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in self.model.named_parameters()}
+        broken = [name for name, part in held.items() if not bool(part.detach().isfinite().all())]
         # Every process must come to the same end: the others would wait for the one that stops.
         if self._mean_over_processes(torch.tensor(float(bool(broken)), device=self.args.device)):
             self._diverged(f"weights are not finite ({', '.join(broken[:3]) or 'in another process'})")
@@ -148,8 +219,7 @@ class SealedTrainer(Trainer):
                 checkpoints.seal(staged, checkpoints.checkpoint_folder(self._folder, step))
                 staging.rmdir()
                 checkpoints.keep_last(self._folder, self.checkpoints_kept)
-        # What libraries raise for a full disk is an OSError, a RuntimeError (torch.save) or an error of their own
-        # (safetensors).
+        # For a full disk, libraries raise an OSError, a RuntimeError (torch.save) or their own error (safetensors).
         except Exception as error:
             shutil.rmtree(staging, ignore_errors=True)
             raise CheckpointError(
@@ -160,7 +230,7 @@ class SealedTrainer(Trainer):
         self.accelerator.wait_for_everyone()
 
     def find_checkpoint(self, on_message: Callable[[str], None]) -> Path | None:
-        """The checkpoint to go on from, if there is one. What is incomplete is set aside."""
+        """Return the checkpoint to go on from, if there is one. Incomplete ones get another name."""
         if self.args.should_save:
             checkpoints.sweep(self._folder)
             checkpoints.last_complete(self._folder, on_message)
@@ -187,6 +257,13 @@ class PriorTrainer(SealedTrainer):
         options: as for :class:`SealedTrainer`.
     """
 
+    @classmethod
+    def check_model(cls, model: PreTrainedModel, settings: OptimizationSettings) -> None:
+        """Make sure that a model has enough positions and keeps packed documents apart."""
+        assert isinstance(settings, TrainingSettings)
+        check_positions(model, settings.context_length)
+        check_documents_apart(model)
+
     def __init__(self, **options: Any) -> None:
         super().__init__(compute_metrics=_mean_of_sums, **options)
         self._bare: nn.Module = options["model"]
@@ -197,7 +274,7 @@ class PriorTrainer(SealedTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """A step's batches, and the sum of all of their weights over all processes."""
+        """Return a step's batches, and the sum of all of their weights over all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         total = torch.zeros((), device=device)
         for batch in batches:
@@ -217,7 +294,7 @@ class PriorTrainer(SealedTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The weighted loss; in a step of the optimiser, this process's and this pass's part of it."""
+        """Return the weighted loss; in a step of the optimiser, the part of this process and this pass."""
         logits = self._logits(model, inputs)
         total = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=logits.device)
         loss = weighted_loss(logits, inputs["labels"], inputs["loss_weights"], total)
@@ -227,24 +304,14 @@ class PriorTrainer(SealedTrainer):
         return (loss, {"logits": logits}) if return_outputs else loss
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Each row's weighted sum of losses and its weights, so that the mean does not depend on the batches."""
+        """Return each row's weighted sum of losses and its weights: the mean does not depend on the batches."""
         inputs = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            sums, weights = loss_sums(self._logits(model, inputs), inputs["labels"], inputs["loss_weights"])
         rows = len(inputs["input_ids"])
-        return None, torch.stack([x.double().view(rows, -1).sum(-1) for x in (sums, weights)], -1), sums.new_zeros(rows)
-
-
-def _here(parameter: Tensor) -> Tensor:
-    """The part of a parameter that this process holds."""
-    parameter = parameter.detach()
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        with torch.no_grad(), self.compute_loss_context_manager():
+            sums = loss_sums(self._logits(model, inputs), inputs["labels"], inputs["loss_weights"])
+        return None, torch.stack([x.double().view(rows, -1).sum(-1) for x in sums], -1), sums[0].new_zeros(rows)
 
 
 def _mean_of_sums(prediction: EvalPrediction) -> dict[str, float]:
@@ -253,35 +320,26 @@ def _mean_of_sums(prediction: EvalPrediction) -> dict[str, float]:
 
 
 class StepReport(TrainerCallback):
-    """Hand every step on to a function, and end a training that has diverged.
+    """Report every step and log, and end a training that has diverged.
 
     Args:
         trainer: the trainer.
-        on_step: called with the number of steps done.
-        on_log: called with what is logged.
+        on_step: called with the number of finished steps.
+        on_log: called with logged numbers.
     """
 
     def __init__(
         self, trainer: SealedTrainer, on_step: Callable[[int], None], on_log: Callable[[Mapping[str, float]], None]
     ) -> None:
-        self.trainer = trainer
-        self.on_step = on_step
-        self.on_logs = on_log
+        self.trainer, self.report_step, self.report_log = trainer, on_step, on_log
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Called by the Trainer before it logs and saves."""
+        """Report a step, before the trainer logs and saves."""
         self.trainer.check_loss()
         if state.is_world_process_zero:
-            self.on_step(state.global_step)
+            self.report_step(state.global_step)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Called by the Trainer."""
-        if state.is_world_process_zero and logs:
-            self.on_logs(logs)
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Report logged numbers."""
+        if state.is_world_process_zero and kwargs["logs"]:
+            self.report_log(kwargs["logs"])

@@ -1,9 +1,11 @@
-"""Training rows of images: each step's images, drawn and changed by a seed and the row's number alone."""
+"""Training rows of images, drawn and changed by a seed and the row's number alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +13,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.utils.data import Dataset
 
-from attention_priors.lab.data.epoch_order import EpochOrder
-from attention_priors.lab.data.packing import row_seed
+from attention_priors.lab.data.packing import EpochOrder, row_seed
 from attention_priors.lab.study.images.pictures import Labelled, resized, scaled
 from attention_priors.lab.study.images.recipe import Augmentation, ImageTrainingSettings
 
@@ -51,7 +52,7 @@ class PictureRows(Dataset[dict[str, Any]]):
         return {"row": index, "image": image, "label": label}
 
     def _cut(self, image: Tensor) -> Tensor:
-        """The cut that kornia draws, smoothed where it is scaled down, as the images that are tested on are."""
+        """Return the cut that kornia draws, smoothed where it is scaled down, as test images are."""
         assert self._crop is not None
         corners = self._crop.forward_parameters(image[None].shape)["src"][0].long()
         (left, top), (right, bottom) = corners[0].tolist(), corners[2].tolist()
@@ -61,7 +62,7 @@ class PictureRows(Dataset[dict[str, Any]]):
 class Collate:
     """Makes a batch of rows: changed as a recipe says, from -1 to 1, with the shares of the classes.
 
-    What is drawn depends on the seed and on the rows of the batch alone.
+    The draws depend on the seed and on the rows of the batch alone.
 
     Args:
         settings: of the training.
@@ -74,7 +75,8 @@ class Collate:
         # Rows are cut with numbers drawn from the seed's own: what is drawn for a batch has nothing to do with them.
         self._seed = row_seed(seed, -1)
         self._changes = _changes(settings.augmentation)
-        self._mixes = _mixes(settings.augmentation)
+        mixes = ((mixup, settings.augmentation.mixup), (cutmix, settings.augmentation.cutmix))
+        self._mixes = [partial(mix, parameter=parameter) for mix, parameter in mixes if parameter is not None]
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         """``pixel_values``, ``(B, C, rows, columns)``, and ``labels``, ``(B, classes)``."""
@@ -85,14 +87,13 @@ class Collate:
                 images = change(images)
             shares = one_hot(labels, self._classes).float()
             if self._mixes:
-                mix, parameter = self._mixes[int(torch.randint(len(self._mixes), ()))]
-                images, shares = mix(images, shares, parameter)
+                images, shares = self._mixes[int(torch.randint(len(self._mixes), ()))](images, shares)
         smooth = self._smoothing
         return {"pixel_values": normalised(images), "labels": shares * (1 - smooth) + smooth / self._classes}
 
 
 def normalised(images: Tensor) -> Tensor:
-    """From 0 to 1 to from -1 to 1, as models read them."""
+    """Scale images from ``[0, 1]`` to ``[-1, 1]``, as models read them."""
     return images * 2 - 1
 
 
@@ -108,16 +109,12 @@ def _changes(settings: Augmentation) -> list[Any]:
     return changes
 
 
-def _mixes(settings: Augmentation) -> list[tuple[Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]], float]]:
-    return [
-        (mix, parameter)
-        for mix, parameter in ((mixup, settings.mixup), (cutmix, settings.cutmix))
-        if parameter is not None
-    ]
+# kornia's mixup draws uniform weights, one for each image, and its cutmix keeps pieces inside the image. Both papers
+# draw one weight for the batch from a beta distribution, and cutmix lets pieces be cut off at the edge.
 
 
 def mixup(images: Tensor, shares: Tensor, parameter: float) -> tuple[Tensor, Tensor]:
-    """Each image and its classes' shares, faded into another's of the batch (Zhang et al. 2018).
+    """Fade each image and its classes' shares into another image of the batch (Zhang et al. 2018).
 
     Args:
         images: ``(B, C, rows, columns)``.
@@ -130,23 +127,22 @@ def mixup(images: Tensor, shares: Tensor, parameter: float) -> tuple[Tensor, Ten
 
 
 def cutmix(images: Tensor, shares: Tensor, parameter: float) -> tuple[Tensor, Tensor]:
-    """Each image with a piece of another in its place, the classes' shares by area (Yun et al. 2019).
+    """Replace a piece of each image by that of another, with the classes' shares by area (Yun et al. 2019).
 
     Args:
-        images: and
-        shares: as for :func:`mixup`.
-        parameter: likewise, of the share of the area that stays.
+        images: ``(B, C, rows, columns)``.
+        shares: ``(B, classes)``.
+        parameter: ``a`` of the ``Beta(a, a)`` that the share of the area that stays is drawn from, one for the batch.
     """
     weight = float(torch.distributions.Beta(parameter, parameter).sample())
     other, sides = torch.randperm(len(images)), torch.tensor(images.shape[2:])
     half = sides * math.sqrt(1 - weight) / 2
     middle = torch.rand(2) * sides
-    first = (middle - half).round().clamp(min=0).long().tolist()
-    last = torch.minimum((middle + half).round().long(), sides).tolist()
+    top, left = (middle - half).round().clamp(min=0).long().tolist()
+    bottom, right = torch.minimum((middle + half).round().long(), sides).tolist()
     mixed = images.clone()
-    piece = (slice(None), slice(None), slice(first[0], last[0]), slice(first[1], last[1]))
-    mixed[piece] = images[other][piece]
-    area = (last[0] - first[0]) * (last[1] - first[1]) / int(sides.prod())
+    mixed[:, :, top:bottom, left:right] = images[other, :, top:bottom, left:right]
+    area = (bottom - top) * (right - left) / int(sides.prod())
     return mixed, shares * (1 - area) + shares[other] * area
 
 
@@ -158,16 +154,10 @@ def _kornia() -> Any:
     return kornia.augmentation
 
 
-class _seeded:  # noqa: N801
-    """Draws of PyTorch on the CPU from a seed, and then as if nothing had been."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def __enter__(self) -> None:
-        self._state = torch.random.get_rng_state()
-        # Of the CPU alone: torch.manual_seed would start those of all devices anew.
-        torch.default_generator.manual_seed(self._seed)
-
-    def __exit__(self, *error: object) -> None:
-        torch.random.set_rng_state(self._state)
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Draw PyTorch's numbers on the CPU from a seed; afterwards its generator is as before."""
+    with torch.random.fork_rng(devices=[]):
+        # Of the CPU alone: torch.manual_seed would seed the generators of all devices.
+        torch.default_generator.manual_seed(seed)
+        yield

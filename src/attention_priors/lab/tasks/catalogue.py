@@ -1,0 +1,33 @@
+"""The task of each name. A new task is one file, one line here, and its description in ``plan.py``."""
+
+from __future__ import annotations
+
+from attention_priors.lab.tasks.completion import GenomeCompletion
+from attention_priors.lab.tasks.copying import Copying
+from attention_priors.lab.tasks.needles.prompts import NEEDLE_TASKS
+from attention_priors.lab.tasks.needles.task import NeedleRetrieval
+from attention_priors.lab.tasks.passkey import PasskeyRetrieval
+from attention_priors.lab.tasks.passkey_weight import PasskeyWeight
+from attention_priors.lab.tasks.perplexity import Perplexity
+from attention_priors.lab.tasks.plan import COMPLETION, COPYING, PASSKEY_WEIGHT, PASSKEYS, PERPLEXITIES
+from attention_priors.lab.tasks.task import Setting, Task
+from attention_priors.lab.tasks.timing import Timing
+
+_CLASSES: dict[str, type[Task]] = {
+    **dict.fromkeys(PASSKEYS, PasskeyRetrieval),
+    **dict.fromkeys(NEEDLE_TASKS, NeedleRetrieval),
+    **dict.fromkeys(PERPLEXITIES, Perplexity),
+    PASSKEY_WEIGHT: PasskeyWeight,
+    COMPLETION: GenomeCompletion,
+    COPYING: Copying,
+    "timing": Timing,
+}
+
+
+def make_task(name: str, setting: Setting) -> Task:
+    """Make the task of a name.
+
+    Raises:
+        ValueError: Its texts cannot be made.
+    """
+    return _CLASSES[name](name, setting)

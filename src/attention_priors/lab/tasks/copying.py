@@ -1,0 +1,314 @@
+"""GOAT's copy-mixture task: tokens that copy the first one, copy one just before, or are noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel
+
+from attention_priors.lab.data.packing import packed_row, row_seed
+from attention_priors.lab.tasks.generation import chunked_logits
+from attention_priors.lab.tasks.task import OnShare, Record, Setting, Task, Unit
+
+HELD_OUT_SEED = -1
+"""Seed of rows to test on; no training has it."""
+
+COPY_KINDS = ("first", "previous", "noise")
+"""What a token is; the numbers of :attr:`CopySample.kinds` count in this order."""
+
+_FIRST, _PREVIOUS, _NOISE = range(3)
+
+
+class CopySample(NamedTuple):
+    """A row of the task."""
+
+    tokens: Tensor
+    """int64, ``(L,)``."""
+    kinds: Tensor
+    """What each token is, an index into :data:`COPY_KINDS`, int64 ``(L,)``. The first token is noise."""
+
+
+@dataclass(frozen=True)
+class CopyMixture:
+    """Each token copies the first token, copies the one ``lag`` before it, or is uniform noise, independently.
+
+    ``P(x_i = v | x_<i) = first · 1[v = x_0] + previous · 1[v = x_{i - lag}] + noise / V``; before position ``lag``, the
+    first token stands for what is not there. The query that predicts ``x_i`` stands at ``i - 1``, so it must look at
+    key 0 and at distance ``lag - 1``, and at nothing else.
+
+    Source: GOAT, Figure 1 and section 6 ("Ablating the prior"): tokens copy "the previous token", and "the optimal
+    strategy is to attend to" ``j = 0`` or ``j = i - 1``. Both hold where "previous" is counted from the query: that is
+    ``lag = 2``, the default. At ``lag = 1`` a token copies the one that the model has just read, which takes no
+    attention. The paper states neither the shares nor the sizes; the defaults here are equal shares and 64 tokens.
+
+    Args:
+        vocabulary_size: ``V``, at least 2.
+        first: Share of tokens that copy the first one.
+        previous: Share of tokens that copy the one ``lag`` before. What is left of 1 is noise, and must be above 0:
+            without noise every token would equal the first.
+        lag: In tokens, at least 1.
+
+    Raises:
+        ValueError: An argument is outside its range.
+    """
+
+    vocabulary_size: int = 64
+    first: float = 1 / 3
+    previous: float = 1 / 3
+    lag: int = 2
+
+    def __post_init__(self) -> None:
+        if self.vocabulary_size < 2:
+            raise ValueError(f"vocabulary_size must be at least 2; it is {self.vocabulary_size}")
+        if self.lag < 1:
+            raise ValueError(f"lag must be at least 1 token; it is {self.lag}")
+        for name, share in (("first", self.first), ("previous", self.previous)):
+            if not 0 <= share < 1:
+                raise ValueError(f"{name} must be a share from 0 to below 1; it is {share}")
+        if self.first + self.previous >= 1:
+            raise ValueError(
+                f"first and previous must sum to less than 1, so that there is noise; they are {self.first} and "
+                f"{self.previous}"
+            )
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each of :data:`COPY_KINDS`."""
+        return {"first": self.first, "previous": self.previous, "noise": 1 - self.first - self.previous}
+
+    def sample(self, length: int, generator: torch.Generator) -> CopySample:
+        """Draw a row.
+
+        Args:
+            length: Tokens, at least 1.
+            generator: What is drawn from.
+        """
+        draws = torch.rand(length, generator=generator, dtype=torch.float64)
+        kinds = (draws >= self.first).long() + (draws >= self.first + self.previous).long()
+        kinds[0] = _NOISE
+        tokens = torch.randint(self.vocabulary_size, (length,), generator=generator)
+        tokens[kinds == _FIRST] = tokens[0].clone()
+        # A chain of copies, one every lag tokens, goes back to a token that is none, or to the first.
+        origins = torch.where(kinds == _PREVIOUS, 0, torch.arange(length))
+        chains = torch.nn.functional.pad(origins, (0, -length % self.lag)).view(-1, self.lag)
+        return CopySample(tokens[chains.cummax(0).values.flatten()[:length]], kinds)
+
+    def optimal_token_losses(self, tokens: Tensor) -> Tensor:
+        """The negative log-likelihood of each token but the first under the true distribution, in nats.
+
+        Args:
+            tokens: ``(..., L)``.
+
+        Returns:
+            float64, ``(..., L - 1)``. No model can have a lower expected loss.
+        """
+        target = tokens[..., 1:]
+        previous = tokens[..., (torch.arange(1, tokens.shape[-1]) - self.lag).clamp(min=0)]
+        likelihood = torch.full(target.shape, self.shares["noise"] / self.vocabulary_size, dtype=torch.float64)
+        likelihood = likelihood + self.first * (target == tokens[..., :1]) + self.previous * (target == previous)
+        return -likelihood.log()
+
+    def optimal_losses(self, length: int) -> dict[str, float]:
+        """The expected loss of the best predictor, per token of each kind, in closed form and nats.
+
+        The predictor knows the shares, but not which kind a token is. What a token's loss depends on is whether the one
+        that it may copy equals the first. ``e_i = P(x_i = x_0)`` is 1 up to position 0 and then obeys ``e_i = first +
+        previous · e_{i - lag} + noise / V``, so ``e_i = e + (1 - e) · previous^⌈i / lag⌉``, where ``e`` is
+        ``(first + noise / V) / (1 - previous)``.
+
+        Args:
+            length: Tokens of a row, at least 2. The mean is over all but the first.
+
+        Returns:
+            By kind, and under ``all`` the mean of them by their shares.
+
+        Raises:
+            ValueError: ``length`` is below 2.
+        """
+        if length < 2:
+            raise ValueError(f"length must be at least 2 tokens; it is {length}")
+        size, shares = self.vocabulary_size, self.shares
+        limit = (self.first + shares["noise"] / size) / (1 - self.previous)
+        powers = [self.previous ** math.ceil(max(place - self.lag, 0) / self.lag) for place in range(1, length)]
+        equal = limit + (1 - limit) * sum(powers) / len(powers)
+
+        rare = shares["noise"] / size
+
+        def loss(likelihood: float) -> float:
+            return -math.log(likelihood)
+
+        both = loss(self.first + self.previous + rare)
+        alone = {"first": loss(self.first + rare), "previous": loss(self.previous + rare)}
+        noise_if_equal = (both + (size - 1) * loss(rare)) / size
+        noise_if_not = (sum(alone.values()) + (size - 2) * loss(rare)) / size
+        losses = {kind: equal * both + (1 - equal) * alone[kind] for kind in alone}
+        losses["noise"] = equal * noise_if_equal + (1 - equal) * noise_if_not
+        return losses | {"all": sum(shares[kind] * losses[kind] for kind in COPY_KINDS)}
+
+
+class CopyMixtureRows(Dataset[dict[str, Tensor]]):
+    """Rows of the copy-mixture task for a causal language model, with the fields of `TrainingMixture`.
+
+    Row ``i`` is a function of ``seed`` and ``i`` alone, so training can stop and go on at any row, and workers do not
+    change what is read.
+
+    Args:
+        task: What the rows are drawn from.
+        context_length: Tokens of a row, at least 2.
+        num_rows: Rows of the dataset, at least 1.
+        seed: Selects the rows; any integer.
+
+    Raises:
+        ValueError: An argument is outside the range given above.
+    """
+
+    def __init__(self, task: CopyMixture, *, context_length: int, num_rows: int, seed: int) -> None:
+        if context_length < 2:
+            raise ValueError(f"context_length must be at least 2 tokens; it is {context_length}")
+        if num_rows < 1:
+            raise ValueError(f"num_rows must be at least 1; it is {num_rows}")
+        self.task = task
+        self._context_length = context_length
+        self._num_rows = num_rows
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def sample(self, index: int) -> CopySample:
+        """A row's tokens, and what each of them is."""
+        if not 0 <= index < self._num_rows:
+            raise IndexError(f"index must be from 0 to {self._num_rows - 1}; it is {index}")
+        generator = torch.Generator().manual_seed(row_seed(self._seed, index))
+        return self.task.sample(self._context_length, generator)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = self.sample(index).tokens
+        return packed_row(tokens, torch.zeros_like(tokens))
+
+
+TOKENS_AT_A_TIME = 16384
+"""As many rows are read together as hold so many tokens."""
+
+
+class CopyingRow(TypedDict):
+    """Mean losses of the tokens of one kind in rows of one length, in nats per token."""
+
+    length: int
+    kind: str
+    """One of :data:`COPY_KINDS`, or ``all``."""
+    nll: float
+    """The model's."""
+    optimal_nll: float
+    """The true distribution's, of the same tokens; the difference of the two varies far less than either."""
+    expected_nll: float
+    """What the true distribution's tends to (:meth:`CopyMixture.optimal_losses`)."""
+    tokens: int
+
+
+def copying_rows(
+    model: PreTrainedModel,
+    task: CopyMixture,
+    samples: Sequence[CopySample],
+    *,
+    chunk: int,
+    on_rows: Callable[[int], None] = lambda count: None,
+) -> list[CopyingRow]:
+    """The loss of every kind of token, and of all, in rows of one length.
+
+    The first token of a row has no loss. A kind that no token has is left out.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        task: what the rows were drawn from.
+        samples: the rows.
+        chunk: tokens of a row per forward pass.
+        on_rows: called with the number of rows done.
+
+    Raises:
+        ValueError: there are no rows, or they differ in length.
+    """
+    lengths = {len(sample.tokens) for sample in samples}
+    if len(lengths) != 1:
+        raise ValueError(f"samples must be rows of one length, got the lengths {sorted(lengths)}")
+    (length,) = lengths
+    together = max(1, TOKENS_AT_A_TIME // length)
+    sums = torch.zeros(len(COPY_KINDS), 3, dtype=torch.float64)  # the model's losses, the optimum's, tokens
+    for start in range(0, len(samples), together):
+        part = samples[start : start + together]
+        tokens = torch.stack([sample.tokens for sample in part])
+        kinds = torch.stack([sample.kinds for sample in part])[:, 1:].flatten()
+        losses = _losses(model, tokens, chunk)
+        values = torch.stack([losses, task.optimal_token_losses(tokens), torch.ones_like(losses)], -1)
+        sums.index_add_(0, kinds, values.flatten(0, 1))
+        on_rows(start + len(part))
+    expected = task.optimal_losses(length)
+    rows: list[CopyingRow] = []
+    for kind, (loss, optimal, count) in zip(
+        (*COPY_KINDS, "all"), torch.cat([sums, sums.sum(0, keepdim=True)]).tolist(), strict=True
+    ):
+        if count:
+            rows.append(
+                {
+                    "length": length,
+                    "kind": kind,
+                    "nll": loss / count,
+                    "optimal_nll": optimal / count,
+                    "expected_nll": expected[kind],
+                    "tokens": int(count),
+                }
+            )
+    return rows
+
+
+def _losses(model: PreTrainedModel, tokens: Tensor, chunk: int) -> Tensor:
+    """Of each token but the first, ``(B, L - 1)`` in float64."""
+    places = tokens.shape[1] - 1
+    parts = []
+    start = 0
+    for logits in chunked_logits(model, tokens[:, :-1], chunk=chunk, keep=places):
+        stop = start + logits.shape[1]
+        targets = tokens[:, start + 1 : stop + 1].to(logits.device)
+        parts.append(cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").double().cpu())
+        start = stop
+    return torch.cat(parts, 1)
+
+
+class Copying(Task):
+    """Measure the loss of each kind of token in held-out rows of the mixture that the model was trained on."""
+
+    def __init__(self, name: str, setting: Setting) -> None:
+        super().__init__(name, setting)
+        if self.subject.mixture is None:
+            raise ValueError(f"tasks: {name!r} needs a model of a recipe with corpus.copy_mixture")
+        self._mixture = self.subject.mixture
+
+    def identity(self) -> dict[str, Any]:
+        """Return all that determines the rows."""
+        return {"mixture": asdict(self._mixture), "tokens": self.plan.tokens}
+
+    def groups(self, length: int) -> Iterator[Sequence[Unit]]:
+        """Yield the rows of a length, all together."""
+        yield [Unit({}, length, max(1, self.plan.tokens // length))]
+
+    def ask(self, length: int, units: Sequence[Unit], on_share: OnShare) -> list[Record]:
+        """Return the losses of each kind."""
+        (unit,) = units
+        count = unit.content
+        rows = CopyMixtureRows(self._mixture, context_length=length, num_rows=count, seed=HELD_OUT_SEED)
+        samples = [rows.sample(index) for index in range(count)]
+        found = copying_rows(
+            self.subject.model,
+            self._mixture,
+            samples,
+            chunk=self.setting.chunk,
+            on_rows=lambda done: on_share(done / count),
+        )
+        return [{"kinds": [dict(row) for row in found]}]

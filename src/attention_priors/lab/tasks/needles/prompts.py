@@ -1,0 +1,334 @@
+"""RULER's needle tasks: what sets them apart, what is drawn at random, and the text of a prompt."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from random import Random
+from typing import Literal, NamedTuple, get_args, overload
+
+from attention_priors.checks import check_choice, check_positive_integers
+
+DEPTHS = tuple(round(100 * step / 39) for step in range(40))
+"""RULER's 40 depths in percent, from 0 to 100; needles in an essay stand at different ones."""
+
+HaystackKind = Literal["noise", "essay", "needle"]
+KeyKind = Literal["words", "uuids"]
+ValueKind = Literal["numbers", "uuids"]
+
+
+@dataclass(frozen=True)
+class NeedleSettings:
+    """One needle-in-a-haystack task.
+
+    A needle is a sentence that gives one value of one key. The question asks for all values of some keys.
+
+    Attributes:
+        haystack: What the needles hide in. ``"noise"``: five short sentences, repeated; ``"essay"``: running text;
+            ``"needle"``: needles that nobody asks for.
+        key_kind: ``"words"``, an adjective and a noun, or ``"uuids"``.
+        value_kind: ``"numbers"`` of seven digits, or ``"uuids"``.
+        num_keys: Keys that have needles of their own. RULER raises its ``num_needle_k`` to the number of queries;
+            here the number is stated as it is used.
+        num_values: Values, and needles, of each key.
+        num_queries: Keys that are asked for.
+
+    Raises:
+        ValueError: a kind is unknown, a number is below 1, ``num_queries`` is above ``num_keys``, or an essay would
+            have more needles than RULER has depths: 40.
+    """
+
+    haystack: HaystackKind
+    key_kind: KeyKind = "words"
+    value_kind: ValueKind = "numbers"
+    num_keys: int = 1
+    num_values: int = 1
+    num_queries: int = 1
+
+    def __post_init__(self) -> None:
+        check_choice("haystack", self.haystack, get_args(HaystackKind))
+        check_choice("key_kind", self.key_kind, get_args(KeyKind))
+        check_choice("value_kind", self.value_kind, get_args(ValueKind))
+        check_positive_integers(num_keys=self.num_keys, num_values=self.num_values, num_queries=self.num_queries)
+        if self.num_queries > self.num_keys:
+            raise ValueError(f"num_queries must be at most num_keys, {self.num_keys}; it is {self.num_queries}")
+        if self.haystack == "essay" and self.num_needles > len(DEPTHS):
+            raise ValueError(
+                f"num_keys * num_values must be at most {len(DEPTHS)} in an essay; it is {self.num_needles}"
+            )
+
+    @property
+    def num_needles(self) -> int:
+        """Needles in a prompt; those that are the haystack do not count."""
+        return self.num_keys * self.num_values
+
+    @property
+    def num_answers(self) -> int:
+        """Values that an answer must hold."""
+        return self.num_queries * self.num_values
+
+
+NEEDLE_TASKS: dict[str, NeedleSettings] = {
+    "niah_single_1": NeedleSettings("noise"),
+    "niah_single_2": NeedleSettings("essay"),
+    "niah_single_3": NeedleSettings("essay", value_kind="uuids"),
+    "niah_multikey_1": NeedleSettings("essay", num_keys=4),
+    "niah_multikey_2": NeedleSettings("needle"),
+    "niah_multikey_3": NeedleSettings("needle", key_kind="uuids", value_kind="uuids"),
+    "niah_multivalue": NeedleSettings("essay", num_values=4),
+    "niah_multiquery": NeedleSettings("essay", num_keys=4, num_queries=4),
+}
+"""The tasks of RULER's ``synthetic.yaml``, under RULER's names."""
+
+# ---- draws
+
+# RULER shuffles the needles of every prompt by the seed of the run, so all prompts of a run shuffle alike.
+_SHUFFLE_SEED = 42
+_SMALLEST_NUMBER, _LARGEST_NUMBER = 1_000_000, 9_999_999
+
+
+@dataclass(frozen=True)
+class NeedleDraws:
+    """Everything random in one prompt.
+
+    Attributes:
+        keys: The keys of the needles.
+        values: For each key, its values.
+        needles: For each needle, in the order in which they stand in the text, its key and value as indices into
+            ``keys`` and ``values[key]``.
+        positions: For each needle, in the same order, how many units of haystack stand before it.
+        depths: The same in percent: as drawn for an essay, ``100 * position / units`` otherwise.
+        distractors: Key and value of each needle that the haystack is made of; empty for other haystacks.
+        queries: Indices of the keys that are asked for, in the order of the question.
+    """
+
+    keys: tuple[str, ...]
+    values: tuple[tuple[str, ...], ...]
+    needles: tuple[tuple[int, int], ...]
+    positions: tuple[int, ...]
+    depths: tuple[float, ...]
+    distractors: tuple[tuple[str, str], ...]
+    queries: tuple[int, ...]
+
+    @property
+    def expected(self) -> tuple[str, ...]:
+        """The values asked for, in the order of the question."""
+        return tuple(value for query in self.queries for value in self.values[query])
+
+    @property
+    def expected_depths(self) -> tuple[float, ...]:
+        """Depths in percent of the needles that hold the values of `expected`, in its order."""
+        depth_of = dict(zip(self.needles, self.depths, strict=True))
+        num_values = len(self.values[0])
+        return tuple(depth_of[query, value] for query in self.queries for value in range(num_values))
+
+
+def draw(settings: NeedleSettings, units: int, rng: Random) -> NeedleDraws:
+    """Draw in the order in which RULER does, so that the same state of the generator gives the same prompt.
+
+    Args:
+        settings: The task.
+        units: Size of the haystack: sentences of an essay, lines of another haystack.
+        rng: Plays the part of the module ``random`` in RULER.
+
+    Raises:
+        ValueError: A haystack other than an essay has fewer units than there are needles.
+    """
+    if settings.haystack != "essay" and units < settings.num_needles:
+        raise ValueError(f"units must be at least the number of needles, {settings.num_needles}; it is {units}")
+    keys, values = [], []
+    for _ in range(settings.num_keys):
+        keys.append(_draw_one(settings.key_kind, rng))
+        values.append(tuple(_draw_one(settings.value_kind, rng) for _ in range(settings.num_values)))
+    needles = list(itertools.product(range(settings.num_keys), range(settings.num_values)))
+    Random(_SHUFFLE_SEED).shuffle(needles)
+
+    distractors: list[tuple[str, str]] = []
+    if settings.haystack == "essay":
+        depths = sorted(rng.sample(DEPTHS, len(needles)))
+        positions = [int(units * (depth / 100)) for depth in depths]
+    else:
+        if settings.haystack == "needle":
+            for _ in range(units):
+                key = _draw_one(settings.key_kind, rng)
+                distractors.append((key, _draw_one(settings.value_kind, rng)))
+        positions = sorted(rng.sample(range(units), len(needles)))
+        depths = [100 * position / units for position in positions]
+        needles.reverse()  # RULER inserts the first of the shuffled needles last in the text
+    return NeedleDraws(
+        keys=tuple(keys),
+        values=tuple(values),
+        needles=tuple(needles),
+        positions=tuple(positions),
+        depths=tuple(depths),
+        distractors=tuple(distractors),
+        queries=tuple(rng.sample(range(settings.num_keys), settings.num_queries)),
+    )
+
+
+def at_depth(draws: NeedleDraws, units: int, depth: float) -> NeedleDraws:
+    """Move the one needle that is asked for to a depth from 0 to 1; everything else stays as it was drawn."""
+    wanted = draws.queries[0], 0
+    placed = [
+        (int(units * depth), 100 * depth, needle) if needle == wanted else (position, drawn, needle)
+        for position, drawn, needle in zip(draws.positions, draws.depths, draws.needles, strict=True)
+    ]
+    placed.sort(key=lambda place: place[0])
+    positions, depths, needles = zip(*placed, strict=True)
+    return NeedleDraws(
+        draws.keys, draws.values, tuple(needles), tuple(positions), tuple(depths), draws.distractors, draws.queries
+    )
+
+
+class CompoundWords(Sequence[str]):
+    """All distinct ``"first-second"``, sorted, without making the list: of wonderwords' words, six million.
+
+    Args:
+        first: What stands before the hyphen.
+        second: What stands after it.
+    """
+
+    def __init__(self, first: Iterable[str], second: Iterable[str]) -> None:
+        self._seconds = sorted(set(second))
+        # A word sorts as its beginning does, unless one beginning starts another ("blue-", "blue-eyed-"): words
+        # with such beginnings may alternate, and be equal, so that they are made and sorted together.
+        groups: list[list[str]] = []
+        for beginning in sorted({f"{word}-" for word in first}):
+            if groups and beginning.startswith(groups[-1][0]):
+                groups[-1].append(beginning)
+            else:
+                groups.append([beginning])
+        self._groups: list[str | list[str]] = [
+            group[0] if len(group) == 1 else sorted({one + other for one in group for other in self._seconds})
+            for group in groups
+        ]
+        sizes = (len(self._seconds) if isinstance(group, str) else len(group) for group in self._groups)
+        self._ends = list(itertools.accumulate(sizes))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        index = range(len(self))[index]  # counts negative indices, and refuses those out of range
+        place = bisect.bisect_right(self._ends, index)
+        group = self._groups[place]
+        index -= self._ends[place - 1] if place else 0
+        return group + self._seconds[index] if isinstance(group, str) else group[index]
+
+
+@cache
+def key_words() -> CompoundWords:
+    """The keys of kind ``"words"``: adjective and noun of the lists of ``wonderwords``.
+
+    Raises:
+        ModuleNotFoundError: ``wonderwords`` is not installed; the ``lab`` extra brings it.
+    """
+    return CompoundWords(_word_list("adjectivelist.txt"), _word_list("nounlist.txt"))
+
+
+def _word_list(name: str) -> list[str]:
+    # The file itself, as wonderwords' own functions for its lists are private.
+    with (resources.files("wonderwords") / "assets" / name).open(encoding="utf-8") as lines:
+        return [line.rstrip() for line in lines]
+
+
+def _draw_one(kind: str, rng: Random) -> str:
+    if kind == "words":
+        return rng.choice(key_words())
+    if kind == "numbers":
+        return str(rng.randint(_SMALLEST_NUMBER, _LARGEST_NUMBER))
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+# ---- text
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+"""One line of the haystack of kind ``"noise"``."""
+
+_NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+
+# The one form RULER turns into the other, by replacing words.
+_ONE = (
+    "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n{context}\n"
+    "What is the special magic {kind} for {query} mentioned in the provided text?",
+    " The special magic {kind} for {query} mentioned in the provided text is",
+)
+_SEVERAL = (
+    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n{context}\n"
+    "What are all the special magic {kind} for {query} mentioned in the provided text?",
+    " The special magic {kind} for {query} mentioned in the provided text are",
+)
+
+
+class Rendered(NamedTuple):
+    """A prompt, up to and including the answer prefix, and that prefix alone."""
+
+    prompt: str
+    answer_prefix: str
+
+
+def render(settings: NeedleSettings, draws: NeedleDraws, haystack: Sequence[str] = ()) -> Rendered:
+    """Write the prompt for some draws.
+
+    Args:
+        settings: The task.
+        draws: What is random in it.
+        haystack: Sentences of the essay, or lines of noise. A haystack of needles is in the draws.
+    """
+    if settings.haystack == "needle":
+        haystack = [_needle(settings, key, value) for key, value in draws.distractors]
+    needles = [_needle(settings, draws.keys[key], draws.values[key][value]) for key, value in draws.needles]
+    pieces = _between(haystack, draws.positions)
+    if settings.haystack == "essay":
+        # A piece may be empty; its space stands all the same, as it does in RULER.
+        parts = [" ".join(pieces[0])]
+        for needle, piece in zip(needles, pieces[1:], strict=True):
+            parts += [needle, " ".join(piece)]
+        context = " ".join(parts)
+    else:
+        lines = list(pieces[0])
+        for needle, piece in zip(needles, pieces[1:], strict=True):
+            lines += [needle, *piece]
+        context = "\n".join(lines)
+
+    keys = [draws.keys[query] for query in draws.queries]
+    query = _listed(keys)
+    one = settings.num_answers == 1
+    question, prefix = _ONE if one else _SEVERAL
+    kind = settings.value_kind.removesuffix("s") if one else settings.value_kind
+    answer_prefix = prefix.format(kind=kind, query=query)
+    return Rendered(question.format(kind=kind, query=query, context=context) + answer_prefix, answer_prefix)
+
+
+def continuation(expected: Sequence[str]) -> str:
+    """How an answer goes on after the answer prefix: the values, listed as the question lists several keys."""
+    return f" {_listed(expected)}"
+
+
+def _listed(items: Sequence[str]) -> str:
+    return ", ".join(items[:-1]) + ", and " + items[-1] if len(items) > 1 else items[0]
+
+
+def _needle(settings: NeedleSettings, key: str, value: str) -> str:
+    return _NEEDLE.format(kind=settings.value_kind, key=key, value=value)
+
+
+def _between(units: Sequence[str], positions: Sequence[int]) -> list[Sequence[str]]:
+    """The units before the first position, between positions, and after the last."""
+    cuts = [0, *positions, len(units)]
+    return [units[start:end] for start, end in itertools.pairwise(cuts)]

@@ -1,0 +1,382 @@
+"""Pass keys: find a number hidden at a chosen depth of a text of a chosen length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention_priors.lab.data.retrieval import RetrievalText
+from attention_priors.lab.data.tokenizer import TokenStream, check_writes, digit_token_ids, joins_digits, letters
+from attention_priors.lab.tasks.plan import LONGEST_KEY
+from attention_priors.lab.tasks.retrieval import Question, Retrieval
+from attention_priors.lab.tasks.task import Setting
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ANSWER_LENGTH = 5
+"""Digits of a pass key, and tokens of an answer, unless a task says otherwise."""
+
+# The space stands first, so that a repeated sentence is tokenised as running text is.
+FILLER_SENTENCE = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+
+class Wording(NamedTuple):
+    """What stands around the filler; ``{key}`` is the pass key."""
+
+    instruction: str
+    needle: str
+    question: str
+    """Ends with the answer."""
+
+
+WORDINGS = {
+    # Short contexts have room for filler.
+    "short": Wording(
+        "Remember the pass key in this text.\n",
+        "\nThe pass key is {key}. Remember it. {key} is the pass key.\n",
+        "\nWhat is the pass key? The pass key is {key}",
+    ),
+    # As people evaluate large models.
+    "long": Wording(
+        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz you "
+        "about the important information there.\n",
+        "\nThe pass key is {key}. Remember it. {key} is the pass key.\n",
+        "\nWhat is the pass key? The pass key is {key}",
+    ),
+}
+_LONGEST_DECOY = 8
+_PROBES = ("1234567890", "9067812345")
+"""Together, every digit in the first places of a key."""
+
+
+@dataclass(frozen=True)
+class PasskeySample(RetrievalText):
+    """One passkey text and its answer: one token for each digit, unless the tokenizer joins digits.
+
+    Attributes:
+        needle_start: Index of the needle's first token.
+        needle_end: Index of the token after it.
+        question_start: Index of the question's first token.
+        key: The pass key: so many digits, of which the first is not 0.
+    """
+
+    needle_start: int
+    needle_end: int
+    question_start: int
+    key: int
+
+
+class PasskeyTask:
+    """Makes passkey texts of an exact length in tokens.
+
+    A text is an instruction, filler with the needle in it, and a question; the answer follows.
+
+    Args:
+        tokenizer: Any that has an end-of-text token. One that joins digits (see :attr:`joins_digits`) serves to test,
+            and not to train.
+        filler: Documents, encoded by the same tokenizer: each sample takes a random contiguous window of them,
+            joined by line ends; one that is longer than all of them repeats them. ``None`` repeats one paragraph of
+            short sentences.
+        decoys: Up to so many numbers of 1 to 8 digits take the place of filler in each text; how many is drawn
+            uniformly, from 0. To train on: short texts hold few other numbers that a key could be taken for.
+        decoy_overlap: Probability that a decoy begins with digits that stand together in the key, and goes on with
+            others: a long text is full of numbers that are like any key for a digit or two, a short one is not.
+        digits: Digits of a pass key, from 1 to 9.
+        wording: One of ``WORDINGS``.
+
+    Raises:
+        ValueError: an argument is outside the range given above, or ``tokenizer`` makes one token of a pass key and the
+            words before it.
+    """
+
+    name = "passkey"
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        filler: TokenStream | None = None,
+        decoys: int = 0,
+        decoy_overlap: float = 0.0,
+        digits: int = ANSWER_LENGTH,
+        wording: str = "short",
+    ) -> None:
+        if decoys < 0:
+            raise ValueError(f"decoys must be at least 0; it is {decoys}")
+        if not 0 <= decoy_overlap <= 1:
+            raise ValueError(f"decoy_overlap must be from 0 to 1; it is {decoy_overlap}")
+        if not 1 <= digits <= 9:
+            raise ValueError(f"digits must be from 1 to 9; it is {digits}")
+        if wording not in WORDINGS:
+            raise ValueError(f"wording must be one of {', '.join(WORDINGS)}; it is {wording!r}")
+        self._decoys = decoys
+        self._decoy_overlap = decoy_overlap
+        self.digits = digits
+        self.joins_digits = joins_digits(tokenizer)
+        """Whether several digits may be one token, so that keys have different numbers of tokens."""
+        check_writes(tokenizer, "12345")
+        if self.joins_digits and decoys:
+            raise ValueError(
+                f"decoys={decoys} need a tokenizer that gives every digit its own token, and tokenizer "
+                f"{tokenizer.name_or_path!r} joins digits; a tokenizer that a recipe trains (tokenizer: 2048) does not"
+            )
+        instruction, self._needle_text, self._question_text = WORDINGS[wording]
+        self._tokenizer = tokenizer
+        self._instruction = _encode(tokenizer, instruction)
+        probes = tuple(probe[:digits] for probe in _PROBES)
+        if self.joins_digits:
+            questions = [_encode(tokenizer, self._question_text.format(key=key)) for key in probes]
+            self._question = questions[0][: _common(questions)]
+            before = self._question_text.partition("{key}")[0]
+            # Some tokenizers give the space before a number a token of its own.
+            if not letters(str(tokenizer.decode(self._question))).endswith(letters(before)):
+                raise ValueError(
+                    f"tokenizer {tokenizer.name_or_path!r} joins a pass key to the words before it: expected tokens of "
+                    f"their own for {before[-20:]!r}"
+                )
+            # A key has at most one token for each digit, and one for the space before it.
+            self._slack = (digits + 1) * self._needle_text.count("{key}")
+            self._longest_needle = _encode(tokenizer, self._needle_text.format(key="")).numel() + self._slack
+        else:
+            # Everything is tokenised once, here: `sample` only joins tokens.
+            self._digit_tokens = torch.tensor(digit_token_ids(tokenizer))
+            self._needle = self._around_keys(self._needle_text, probes, count=3)
+            self._question = self._around_keys(self._question_text, probes, count=2)[0]
+            self._slack = 0
+            self._longest_needle = sum(piece.numel() for piece in self._needle) + 2 * digits
+        self._varies = filler is not None
+        if filler is None:
+            self._filler = _encode(tokenizer, FILLER_SENTENCE)
+        else:
+            # A line end in place of the end-of-text token, which only ever ends a document; or nothing, of a
+            # tokenizer that has no line ends.
+            line_end = _encode(tokenizer, "\n")
+            ends = filler.tokens.eq(int(tokenizer.eos_token_id))  # pyright: ignore[reportArgumentType]
+            if line_end.numel():
+                self._filler = filler.tokens.masked_fill(ends, int(line_end[-1]))
+            else:
+                self._filler = filler.tokens[~ends]
+
+    @property
+    def minimum_length(self) -> int:
+        """Tokens of a prompt whatever its key, which has next to no filler: instruction, needle and question."""
+        return self._instruction.numel() + self._longest_needle + self._question.numel()
+
+    @property
+    def shortest_text(self) -> int:
+        """Tokens of the shortest prompt and its answer.
+
+        Raises:
+            ValueError: the tokenizer joins digits, so that texts of an exact length cannot be made.
+        """
+        if self.joins_digits:
+            raise ValueError(
+                f"tokenizer {self._tokenizer.name_or_path!r} joins digits: expected one token for each, to train "
+                "on pass keys; a tokenizer that a recipe trains (tokenizer: 2048) has them"
+            )
+        return self.minimum_length + self.digits
+
+    def draw_text(self, length: int, generator: torch.Generator) -> PasskeySample:
+        """Draw a text to train on, with the needle at any depth.
+
+        Args:
+            length: Tokens of the whole text, its answer included; at least `shortest_text`.
+            generator: Draws the depth, and what `sample` draws.
+        """
+        depth = float(torch.rand((), generator=generator))
+        return self.sample(length - self.digits, depth, generator)
+
+    def sample(self, length: int, depth: float, generator: torch.Generator) -> PasskeySample:
+        """Make one text with a random pass key.
+
+        Args:
+            length: Tokens of the whole prompt, question included and answer not.
+            depth: Where in the filler the needle stands: 0 before all of it, 1 after. The needle follows
+                ``round(depth * filler_length)`` tokens of filler.
+            generator: Draws the pass key, the decoys and, for the corpus filler, the window.
+
+        Raises:
+            ValueError: ``length`` is below `minimum_length`, or ``depth`` is outside [0, 1].
+        """
+        if length < self.minimum_length:
+            raise ValueError(f"length must be at least minimum_length, {self.minimum_length} tokens; it is {length}")
+        if not 0 <= depth <= 1:
+            raise ValueError(f"depth must be from 0 to 1; it is {depth}")
+        # The draws come in this order, so that a seed means the same text whatever is asked of it.
+        filler = self._draw_filler(length - self.minimum_length + self._slack, generator)
+        if self._decoys and not self._decoy_overlap:
+            filler = self._with_decoys(filler, None, generator)
+        smallest = 10 ** (self.digits - 1)
+        key = int(torch.randint(smallest, 10 * smallest, (), generator=generator))
+        if self._decoys and self._decoy_overlap:
+            filler = self._with_decoys(filler, str(key), generator)
+        needle, question, answer = self._parts(str(key))
+        room = length - self._instruction.numel() - needle.numel() - question.numel()
+        if not 0 <= room <= filler.numel():
+            raise ValueError(
+                f"tokenizer {self._tokenizer.name_or_path!r} gives the sentence of pass key {key} {needle.numel()} "
+                f"tokens: expected at most {self._longest_needle}, and {self._slack} fewer at least"
+            )
+        filler = filler[:room]
+        before = round(depth * filler.numel())
+        tokens = torch.cat([self._instruction, filler[:before], needle, filler[before:], question, answer])
+        needle_start = self._instruction.numel() + before
+        return PasskeySample(
+            tokens=tokens,
+            answer_start=length,
+            needle_start=needle_start,
+            needle_end=needle_start + needle.numel(),
+            question_start=length - question.numel(),
+            key=key,
+        )
+
+    def _parts(self, key: str) -> tuple[Tensor, Tensor, Tensor]:
+        """The needle, the question without its answer, and the answer."""
+        if not self.joins_digits:
+            answer = self._key_tokens(key)
+            first, *others = self._needle
+            needle = torch.cat([first, *(piece for other in others for piece in (answer, other))])
+            return needle, self._question, answer
+        question = _encode(self._tokenizer, self._question_text.format(key=key))
+        start = self._question.numel()
+        if not torch.equal(question[:start], self._question):
+            raise ValueError(
+                f"tokenizer {self._tokenizer.name_or_path!r} encodes the words before the pass key {key} otherwise "
+                "than before other keys: expected the same tokens in every text"
+            )
+        return _encode(self._tokenizer, self._needle_text.format(key=key)), self._question, question[start:]
+
+    def _draw_filler(self, filler_length: int, generator: torch.Generator) -> Tensor:
+        size, start = self._filler.numel(), 0
+        if self._varies:
+            # What is longer than the documents begins anywhere, and goes on with the first one after the last.
+            places = size if filler_length > size else size - filler_length + 1
+            start = int(torch.randint(places, (), generator=generator))
+        return self._filler[(start + torch.arange(filler_length)) % size]
+
+    def _with_decoys(self, filler: Tensor, key: str | None, generator: torch.Generator) -> Tensor:
+        """Numbers in place of some of the filler; some of them like the ``key``, if it is given."""
+        filler = filler.clone()
+        for _ in range(int(torch.randint(self._decoys + 1, (), generator=generator))):
+            size = int(torch.randint(1, _LONGEST_DECOY + 1, (), generator=generator))
+            part = "" if key is None else self._part_of(key, generator)
+            size = max(size, len(part))
+            if size <= filler.numel():
+                start = int(torch.randint(filler.numel() - size + 1, (), generator=generator))
+                number = self._digit_tokens[torch.randint(10, (size,), generator=generator)]
+                number[: len(part)] = self._key_tokens(part)
+                filler[start : start + size] = number
+        return filler
+
+    def _part_of(self, key: str, generator: torch.Generator) -> str:
+        """Some digits that stand together in a key, and one that does not follow there; or none."""
+        if float(torch.rand((), generator=generator)) >= self._decoy_overlap:
+            return ""
+        size = int(torch.randint(1, max(2, self.digits), (), generator=generator))
+        start = int(torch.randint(self.digits - size + 1, (), generator=generator))
+        step = int(torch.randint(1, 10, (), generator=generator))
+        following = key[start + size] if start + size < self.digits else key[0]
+        return key[start : start + size] + str((int(following) + step) % 10)
+
+    def _around_keys(self, template: str, probes: Sequence[str], count: int) -> list[Tensor]:
+        """The `count` pieces of a template around its keys, as they are tokenised with keys in place."""
+        pieces, other_pieces = (
+            _split_at(_encode(self._tokenizer, template.format(key=key)), self._key_tokens(key)) for key in probes
+        )
+        same = all(torch.equal(piece, other) for piece, other in zip(pieces, other_pieces, strict=False))
+        if len(pieces) != count or len(other_pieces) != count or not same:
+            raise ValueError(
+                f"tokenizer {self._tokenizer.name_or_path!r} encodes the digits of a pass key differently in "
+                f"{template!r}: expected one token for each, the same in every text"
+            )
+        return pieces
+
+    def _key_tokens(self, key: str) -> Tensor:
+        return self._digit_tokens[[int(digit) for digit in key]]
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
+    return torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
+
+
+def _common(sequences: Sequence[Tensor]) -> int:
+    """How many first tokens all have in common."""
+    number = 0
+    for tokens in zip(*(sequence.tolist() for sequence in sequences), strict=False):
+        if len(set(tokens)) > 1:
+            break
+        number += 1
+    return number
+
+
+def _split_at(tokens: Tensor, separator: Tensor) -> list[Tensor]:
+    """What stands before, between and after each occurrence of `separator`; may be empty."""
+    pieces, start, position, size = [], 0, 0, separator.numel()
+    while position + size <= tokens.numel():
+        if torch.equal(tokens[position : position + size], separator):
+            pieces.append(tokens[start:position])
+            start = position = position + size
+        else:
+            position += 1
+    return [*pieces, tokens[start:]]
+
+
+class PasskeyRetrieval(Retrieval):
+    """Find a number (:class:`PasskeyTask`). A text counts if greedy decoding gives all of its digits.
+
+    The name of the task says which texts: ``passkey`` and ``passkey_8`` have the long wording and repeated sentences,
+    ``passkey_sentence`` and ``passkey_corpus`` the short wording that recipes train with.
+    """
+
+    def __init__(self, name: str, setting: Setting) -> None:
+        super().__init__(name, setting)
+        self._corpus = None if name in ("passkey", "passkey_8", "passkey_sentence") else self.texts.corpus
+        self._wording = "long" if name in ("passkey", "passkey_8") else "short"
+        self._texts = PasskeyTask(
+            self.subject.tokenizer,
+            None if self._corpus is None else self._corpus.stream,
+            digits=LONGEST_KEY if name == "passkey_8" else ANSWER_LENGTH,
+            wording=self._wording,
+        )
+        self._beginning = self.subject.beginning()
+        # Where digits may be joined: one for the space before them, and one to see that the number ends.
+        self._answer_tokens = self._texts.digits + (2 if self._texts.joins_digits else 0)
+
+    def text_identity(self) -> dict[str, Any]:
+        """Return all that determines the texts."""
+        filler = {"filler": "sentence"} if self._corpus is None else self._corpus.description()
+        return {"digits": self._texts.digits, "wording": self._wording} | filler
+
+    def check_length(self, length: int) -> None:
+        """Raise a ValueError if there is no room for any filler."""
+        shortest = self._texts.minimum_length + len(self._beginning)
+        if length < shortest:
+            raise ValueError(
+                f"lengths: {length} tokens for the task {self.name!r}; with this tokenizer its texts have at least "
+                f"{shortest} tokens"
+            )
+
+    def tokens_read(self, length: int) -> int:
+        """Return the tokens of prompt and answer but for the last, which is written and not read."""
+        return length + self._answer_tokens - 1
+
+    def question(self, length: int, depth: float | None, seed: int) -> Question:
+        """Make a text with a number at this depth, and the question for it."""
+        assert depth is not None
+        generator = torch.Generator().manual_seed(seed)
+        sample = self._texts.sample(length - len(self._beginning), depth, generator)
+        prompt = torch.cat([self._beginning, sample.prompt])
+        # Where digits are joined, other tokens may spell the same number: the text counts.
+        answer = None if self._texts.joins_digits else sample.answer
+        needle = sample.needle_start + len(self._beginning), sample.needle_end + len(self._beginning)
+        return Question(prompt, (str(sample.key),), self._answer_tokens, answer, needle=needle)
+
+    def score(self, output: str, expected: Sequence[str]) -> float:
+        """Return 1 if the continuation starts with the number, and not with a longer one."""
+        (key,) = expected
+        output = output.lstrip()
+        return float(output.startswith(key) and not output[len(key) : len(key) + 1].isdigit())

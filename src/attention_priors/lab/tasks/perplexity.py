@@ -1,0 +1,115 @@
+"""Negative log-likelihood against position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from attention_priors.lab.tasks.copying import HELD_OUT_SEED, CopyMixtureRows
+from attention_priors.lab.tasks.generation import chunked_logits
+from attention_priors.lab.tasks.task import OnShare, Record, Task, Unit, tokens_as_share
+
+
+def position_bins(length: int) -> list[tuple[int, int]]:
+    """Ranges ``first..last`` of positions that grow by a factor of two: 1-1, 2-3, 4-7, ... up to ``length - 1``.
+
+    Position 0 has nothing before it and is left out.
+    """
+    return [(2**k, min(2 ** (k + 1), length) - 1) for k in range((length - 1).bit_length()) if 2**k < length]
+
+
+def token_losses(
+    model: PreTrainedModel, tokens: Tensor, *, chunk: int, on_tokens: Callable[[int], None] = lambda count: None
+) -> Tensor:
+    """The negative log-likelihood of each token but the first, in nats, float64 ``(L - 1,)``.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        tokens: of one text, ``(L,)``.
+        chunk: tokens per forward pass.
+        on_tokens: called with the number of tokens read.
+    """
+    losses = torch.zeros(len(tokens) - 1, dtype=torch.float64)
+    start = 0
+    for logits in chunked_logits(model, tokens[None, :-1], chunk=chunk, keep=len(tokens) - 1, on_tokens=on_tokens):
+        stop = start + logits.shape[1]
+        targets = tokens[start + 1 : stop + 1].to(logits.device)
+        losses[start:stop] = cross_entropy(logits[0].float(), targets, reduction="none").double().cpu()
+        start = stop
+    return losses
+
+
+def binned(losses: Tensor) -> list[tuple[int, int, float]]:
+    """The first and last position of each range (:func:`position_bins`), and the sum of the losses in it.
+
+    Args:
+        losses: of the tokens at positions 1, 2, 3, ..., ``(L - 1,)``.
+    """
+    bins = position_bins(len(losses) + 1)
+    return [(first, last, float(losses[first - 1 : last].sum())) for first, last in bins]
+
+
+class Perplexity(Task):
+    """Measure the loss of each token of held-out texts, in ranges of positions.
+
+    The name of the task says which texts: ``perplexity`` reads the first tokens of documents that are as long as the
+    longest length, the same documents at every length; ``perplexity_short`` whole documents no longer than a length;
+    ``perplexity_windows`` pieces of a length, cut from all documents.
+    """
+
+    def identity(self) -> dict[str, Any]:
+        """Return all that determines the texts."""
+        mixture = self.subject.mixture
+        return self.texts.corpus.description() if mixture is None else {"mixture": asdict(mixture)}
+
+    @cached_property
+    def _documents(self) -> list[tuple[str, Tensor]]:
+        """Names and tokens of the documents: of the corpus, or rows of the mixture that the model was trained on."""
+        if self.subject.mixture is None:
+            return self.texts.corpus.pieces
+        length, count = max(self.plan.lengths), self.plan.documents
+        rows = CopyMixtureRows(self.subject.mixture, context_length=length, num_rows=count, seed=HELD_OUT_SEED)
+        return [(f"row {index}", rows.sample(index).tokens) for index in range(count)]
+
+    def groups(self, length: int) -> Iterator[Sequence[Unit]]:
+        """Yield each text alone."""
+        for document, text in self._texts(length):
+            yield [Unit({"document": document}, len(text), text)]
+
+    def _texts(self, length: int) -> list[tuple[str, Tensor]]:
+        if self.name == "perplexity_windows":
+            return self.texts.windows(length)
+        begin = self.subject.beginning()
+        found: list[tuple[str, Tensor]] = []
+        for document, tokens in self._documents:
+            size = len(begin) + len(tokens)
+            if size >= max(self.plan.lengths) if self.name == "perplexity" else 2 <= size <= length:
+                found.append((document, torch.cat([begin, tokens])[:length]))
+                if len(found) == self.plan.documents:
+                    break
+        return found
+
+    def check_length(self, length: int) -> None:
+        """Raise a ValueError if there are no documents, or too few, of a length."""
+        texts = self._texts(length)
+        if not texts:
+            kind = "between 2 and" if self.name == "perplexity_short" else "at least"
+            size = max(self.plan.lengths) if self.name == "perplexity" else length
+            raise ValueError(
+                f"lengths: no document of {self.texts.source} has {kind} {size} tokens, for the task {self.name!r}"
+            )
+        self.check_number(length, len(texts))
+
+    def ask(self, length: int, units: Sequence[Unit], on_share: OnShare) -> list[Record]:
+        """Return the sum of the losses in each range of positions, as :func:`binned`."""
+        (unit,) = units
+        on_tokens = tokens_as_share(on_share, unit.size)
+        losses = token_losses(self.subject.model, unit.content, chunk=self.setting.chunk, on_tokens=on_tokens)
+        return [{"losses": [list(entry) for entry in binned(losses)]}]

@@ -1,0 +1,185 @@
+"""Tasks that hide an answer in a text and ask for it."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_priors.lab.tasks.generation import continue_texts, forced_predictions
+from attention_priors.lab.tasks.task import OnShare, Record, Task, Unit, tokens_as_share
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt and the expected continuation.
+
+    Attributes:
+        prompt: Token ids, shape ``(L,)``.
+        expected: Strings that a right continuation holds.
+        new_tokens: Largest number of tokens of the continuation.
+        answer: Token ids of the one right continuation, ``(A,)``; None where several would do.
+        depth: Place of the answer in the text, from 0 to 1, for tasks that choose it themselves and have one place.
+        needle: First token of the prompt that holds the answer, and the one after the last; None where not known.
+    """
+
+    prompt: Tensor
+    expected: tuple[str, ...]
+    new_tokens: int
+    answer: Tensor | None = None
+    depth: float | None = None
+    needle: tuple[int, int] | None = None
+
+
+def depths(count: int) -> tuple[float, ...]:
+    """Return depths evenly spaced from 0 to 1: ``0, 1/(count-1), ..., 1``.
+
+    Raises:
+        ValueError: ``count`` is below 2.
+    """
+    if count < 2:
+        raise ValueError(f"count must be at least 2, to have both ends; it is {count}")
+    return tuple(index / (count - 1) for index in range(count))
+
+
+def text_seed(rule: str, seed: int, length: int, depth: int, trial: int) -> int:
+    """Return the seed of one text.
+
+    Args:
+        rule: ``hashed``; or ``mixed``, the rule of comparisons, with which all published pass keys were drawn.
+        seed: The plan's.
+        length: Tokens of the text.
+        depth: Index of the depth.
+        trial: Number of the text at this length and depth.
+    """
+    if rule == "mixed":
+        mixed = seed
+        for part in (length, depth, trial):
+            mixed = (mixed * 1_000_003 + part + 1) % (2**31 - 1)
+        return mixed
+    digest = hashlib.sha256(f"{seed}:{length}:{depth}:{trial}".encode()).digest()
+    # PyTorch and NumPy read 32 bits of a seed.
+    return int.from_bytes(digest[:4], "big")
+
+
+class Retrieval(Task):
+    """Ask for something in a text. The score of an answer is from 0 to 1.
+
+    Where a question has one right answer, each of its tokens is predicted after the true ones: greedy decoding gives
+    the whole answer exactly if all of these predictions are right, and one pass is enough to know.
+    """
+
+    stops_after_zeros = True
+    has_depth = True
+    """Whether a depth can be chosen."""
+
+    @abstractmethod
+    def question(self, length: int, depth: float | None, seed: int) -> Question:
+        """Make a question, a function of its arguments alone.
+
+        Args:
+            length: Tokens of the prompt.
+            depth: Place of the answer in the text, from 0 to 1; None for tasks that choose it.
+            seed: Selects the text.
+        """
+
+    @abstractmethod
+    def score(self, output: str, expected: Sequence[str]) -> float:
+        """Return how right a continuation is, from 0 to 1."""
+
+    @abstractmethod
+    def text_identity(self) -> dict[str, Any]:
+        """Return all that determines a question, beside length, depth and seed; plain JSON."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return all that determines the records."""
+        plan = self.plan
+        rule = {} if plan.seeding == "hashed" else {"seeding": plan.seeding}
+        drawn = {"seed": plan.seed, "depths": plan.depths if self.has_depth else None}
+        return self.text_identity() | drawn | rule
+
+    def groups(self, length: int) -> Iterator[Sequence[Unit]]:
+        """Yield all depths once, then again: more trials join the first ones, and groups stay as they were."""
+        plan = self.plan
+        places = depths(plan.depths) if self.has_depth else (None,) * plan.depths
+        grid = [
+            Unit(
+                {"depth_index": index, "trial": trial},
+                length,
+                (place, text_seed(plan.seeding, plan.seed, length, index, trial)),
+            )
+            for trial, (index, place) in product(range(plan.trials), enumerate(places))
+        ]
+        for start in range(0, len(grid), self.setting.batch):
+            yield grid[start : start + self.setting.batch]
+
+    def questions(self, length: int, units: Sequence[Unit]) -> list[Question]:
+        """Return the question of each unit."""
+        return [self.question(length, *unit.content) for unit in units]
+
+    def place(self, unit: Unit, question: Question) -> Record:
+        """Return the depth and the size of a question, as its record holds them."""
+        return {"depth": unit.content[0] if self.has_depth else question.depth, "tokens": len(question.prompt)}
+
+    def ask(self, length: int, units: Sequence[Unit], on_share: OnShare) -> list[Record]:
+        """Return score and output of each unit."""
+        questions = self.questions(length, units)
+        # Questions of different lengths would need padding.
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, question in enumerate(questions):
+            size = len(question.prompt), 0 if question.answer is None else len(question.answer)
+            groups.setdefault(size, []).append(index)
+        records: list[Record] = [{} for _ in units]
+        done = 0
+        for indices in groups.values():
+
+            def on_part(share: float, done: int = done, count: int = len(indices)) -> None:
+                on_share((done + count * share) / len(units))
+
+            answers = self._answers([questions[index] for index in indices], length, on_part)
+            for index, answer in zip(indices, answers, strict=True):
+                question = questions[index]
+                records[index] = self.place(units[index], question) | answer | {"expected": list(question.expected)}
+            done += len(indices)
+        return records
+
+    def _answers(self, questions: Sequence[Question], length: int, on_share: OnShare) -> list[Record]:
+        """Return score and output of questions of one length."""
+        model, chunk = self.subject.model, self.setting.chunk
+        on_tokens = tokens_as_share(on_share, length)
+        prompts = torch.stack([question.prompt for question in questions])
+        answers = [question.answer for question in questions if question.answer is not None]
+        if len(answers) == len(questions):
+            expected = torch.stack(answers)
+            found = forced_predictions(model, prompts, expected, chunk=chunk, on_tokens=on_tokens)
+            right = found == expected
+            return [
+                {
+                    "score": float(ok.all()),
+                    "output": self._decoded(tokens),
+                    "token_accuracy": round(statistics.fmean(ok.tolist()), 7),
+                    "tokens_right": ok.tolist(),
+                }
+                for ok, tokens in zip(right, found.tolist(), strict=True)
+            ]
+        longest = max(question.new_tokens for question in questions)
+        texts = continue_texts(model, prompts, longest, chunk=chunk, stop=self.subject.ends(), on_tokens=on_tokens)
+        outputs = [
+            self._decoded(tokens[: question.new_tokens]) for tokens, question in zip(texts, questions, strict=True)
+        ]
+        return [
+            {"score": self.score(output, question.expected), "output": output}
+            for output, question in zip(outputs, questions, strict=True)
+        ]
+
+    def _decoded(self, tokens: list[int]) -> str:
+        # Cleaning up would take spaces away that the model wrote.
+        decode = self.subject.tokenizer.decode
+        return str(decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -1,0 +1,122 @@
+"""How long a model takes to read a text, and to learn from one."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from attention_priors.lab.machine import PeakMemory, processor, versions
+from attention_priors.lab.tasks.task import OnShare, Record, Task, Unit
+
+SOFTWARE = ("attention-priors", "torch", "transformers")
+"""Packages that times depend on."""
+
+WARM_UP = 3
+"""Passes that are not counted."""
+
+
+def time_model(
+    model: PreTrainedModel,
+    length: int,
+    *,
+    passes: int,
+    learns: bool,
+    seed: int,
+    on_pass: Callable[[int], None] = lambda count: None,
+) -> dict[str, Any]:
+    """Mean and standard deviation over passes of batch 1, without a cache (BAM's protocol).
+
+    Args:
+        model: a causal language model.
+        length: of the text, in tokens drawn at random.
+        passes: how many are counted.
+        learns: forward and backward, in training mode; else forward alone, without gradients.
+        seed: of the tokens.
+        on_pass: called with the number of passes that have been counted.
+
+    Returns:
+        ``mean_ms``, ``std_ms`` and ``median_ms``, and ``peak_bytes``: what one pass takes at its peak beside the model,
+        with gradients if it learns; None where that cannot be measured.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
+    tokens = torch.randint(vocabulary, (1, length), generator=generator).to(model.device)
+    was_training = model.training
+
+    def one_pass() -> None:
+        if learns:
+            model.zero_grad()
+            model(tokens, labels=tokens, use_cache=False).loss.backward()
+        else:
+            with torch.no_grad():
+                model(tokens, use_cache=False)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+
+    model.train(learns)
+    try:
+        for _ in range(WARM_UP):
+            one_pass()
+        model.zero_grad()
+        with PeakMemory(model.device) as memory:
+            one_pass()
+        seconds = []
+        for _ in range(passes):
+            start = time.perf_counter()
+            one_pass()
+            seconds.append(time.perf_counter() - start)
+            on_pass(len(seconds))
+    finally:
+        model.zero_grad()
+        model.train(was_training)
+    return {
+        "passes": passes,
+        "mean_ms": 1e3 * statistics.fmean(seconds),
+        "std_ms": 1e3 * statistics.stdev(seconds) if passes > 1 else None,
+        "median_ms": 1e3 * statistics.median(seconds),
+        "peak_bytes": memory.bytes,
+    }
+
+
+class Timing(Task):
+    """Measure the time and memory of one pass, forward and with gradients."""
+
+    reads_texts = False
+
+    def identity(self) -> dict[str, Any]:
+        """Return all that times depend on."""
+        device = self.subject.model.device
+        return {
+            "passes": self.plan.passes,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+            "threads": torch.get_num_threads(),
+            "versions": versions(SOFTWARE),
+        }
+
+    def _check_chunk(self, tokens: int) -> None:
+        """Accept any chunk: a timed pass reads the whole text at once."""
+
+    def groups(self, length: int) -> Iterator[Sequence[Unit]]:
+        """Yield the forward pass, and the pass with gradients."""
+        for kind in ("forward", "forward+backward"):
+            yield [Unit({"pass": kind}, length)]
+
+    def ask(self, length: int, units: Sequence[Unit], on_share: OnShare) -> list[Record]:
+        """Return mean, standard deviation and median of the time, and the peak memory."""
+        (unit,) = units
+        passes = self.plan.passes
+        return [
+            time_model(
+                self.subject.model,
+                length,
+                passes=passes,
+                learns=unit.key["pass"] == "forward+backward",
+                seed=self.plan.seed,
+                on_pass=lambda count: on_share(count / passes),
+            )
+        ]

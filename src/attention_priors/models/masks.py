@@ -1,0 +1,600 @@
+"""Offsets, positions, padding and masks of transformers, in the form that :func:`attend` takes.
+
+Transformers states them in three ways, and :class:`Keys` is the result of each:
+
+- A call of our own decoder has ``attention_mask``, ``position_ids``, ``document_ids`` and a cache
+  (:func:`keys_of_call`).
+- A mask function of transformers gets every offset and rule once per forward pass; attention layers get its result
+  alone. So our mask function returns a tensor without memory that knows the :class:`Keys` (:class:`KeysMask`).
+- BLOOM, MPT and T5 hand masks of four dimensions to their layers unchanged. Padding travels in such a mask
+  (:func:`layer_mask`, :func:`keys_of_layer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from inspect import getclosurevars
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_map
+from transformers import masking_utils
+from transformers.cache_utils import Cache
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+from attention_priors.attention.geometry import positions_in_documents
+from attention_priors.priors import Prior, Structure
+from attention_priors.priors.base import check_positions
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Where the queries and keys of one forward pass stand, and which keys a query may see.
+
+    A *slot* counts all tokens of a row from 0, padding included. A cache may have dropped the first slots, and a static
+    one has empty slots after the last token. Offsets are tensors in compiled code with a static cache, else numbers.
+    """
+
+    device: torch.device
+    query_offset: int | Tensor
+    """Slot of the first query."""
+    num_queries: int
+    num_keys: int
+    """Slots of keys, filled or not."""
+    key_offset: int | Tensor = 0
+    """Slot of the first key: above 0 where a cache has dropped the ones before."""
+    causal: bool = True
+    window: int | None = None
+    """Number of last slots that are visible, the query's own included; None for all."""
+    documents: Tensor | None = None
+    """Numbers of packed documents, ``(B, num_keys)``, which do not see each other."""
+    padding: Tensor | None = None
+    """``(B, num_keys)``, True = padding; None without any."""
+    start: int | Tensor = 0
+    """Slot of the first real token, from which positions count; ``(B, 1)`` where there is padding."""
+    forbidden: Tensor | None = None
+    """Mask of queries and keys: the ``attn_mask`` of :func:`attend`."""
+    query_positions: Tensor | None = None
+    """``(1 or B, num_queries)``; None: counted from ``start``, or in each document."""
+    key_positions: Tensor | None = None
+    """``(1 or B, num_keys)``; None: counted likewise."""
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of the queries, ``(1 or B, num_queries)``."""
+        if self.query_positions is not None:
+            return self.query_positions
+        if self.documents is not None:
+            return positions_in_documents(self.documents)[:, -self.num_queries :]
+        return self._count(self.query_offset, self.num_queries)
+
+    @property
+    def positions_of_keys(self) -> Tensor:
+        """Positions of the keys, ``(1 or B, num_keys)``."""
+        if self.key_positions is not None:
+            return self.key_positions
+        if self.documents is not None:
+            return positions_in_documents(self.documents)
+        return self._count(self.key_offset, self.num_keys)
+
+    def _count(self, offset: int | Tensor, number: int) -> Tensor:
+        return torch.arange(number, device=self.device).unsqueeze(0) + offset - self.start
+
+    @property
+    def end(self) -> int | None:
+        """Number of keys up to the last query's slot; None if compiled code cannot know."""
+        if isinstance(self.query_offset, Tensor) or isinstance(self.key_offset, Tensor):
+            return None
+        return self.query_offset + self.num_queries - self.key_offset
+
+    @property
+    def in_use(self) -> int:
+        """Number of keys that are not the empty slots of a static cache, where that is known."""
+        return self.num_keys if self.end is None or not self.causal else min(self.num_keys, self.end)
+
+    def trim(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values in use."""
+        return key[:, :, : self.in_use], value[:, :, : self.in_use]
+
+    def options(self, prior: Prior | None) -> dict[str, Any]:
+        """Return what :func:`attend` takes beside the prior and trimmed keys; None for what it finds itself.
+
+        Padding shifts all positions of a row alike, which a prior over distances does not see.
+        """
+        number = self.in_use
+        queries, keys = self.query_positions, self.key_positions
+        if queries is None and self.documents is None:
+            shifted = any(isinstance(x, Tensor) or x for x in (self.start, self.key_offset))
+            if self.end != number or (shifted and is_absolute(prior)):
+                queries, keys = self.positions, self.positions_of_keys
+        return {
+            "causal": self.causal,
+            "query_positions": queries,
+            "key_positions": None if keys is None else keys[:, :number],
+            "document_ids": self.documents,
+            "key_padding_mask": None if self.padding is None else self.padding[:, :number],
+            "attn_mask": None if self.forbidden is None else self.forbidden[..., :number],
+        }
+
+    def tokens_in_window(self) -> Tensor | None:
+        """Count the slots of each query's window that are no padding, ``(B, 1, num_queries)``; None if all are."""
+        if self.padding is None:
+            return None
+        assert self.window is not None
+        until = pad((~self.padding).cumsum(-1), (1, 0))
+        last = torch.arange(1, self.num_queries + 1, device=self.device) + self.query_offset - self.key_offset
+        ends = (end.clamp(0, self.num_keys).expand(len(until), -1) for end in (last, last - self.window))
+        return (until.gather(1, next(ends)) - until.gather(1, next(ends))).unsqueeze(1)
+
+    def last(self, number: int) -> Keys:
+        """Return the same of the last queries alone."""
+        if number == self.num_queries:
+            return self
+        forbidden, positions = self.forbidden, self.query_positions
+        return replace(
+            self,
+            query_offset=self.query_offset + self.num_queries - number,
+            num_queries=number,
+            forbidden=forbidden if forbidden is None or forbidden.shape[2] == 1 else forbidden[:, :, -number:],
+            query_positions=None if positions is None else positions[:, -number:],
+        )
+
+    def to(self, device: torch.device | str | int) -> Keys:
+        """Return the same on another device: accelerate asks for it where a model is spread over several."""
+        device = torch.device(device)
+        if device == self.device:
+            return self
+        moved = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **moved, device=device)
+
+
+def is_absolute(prior: Prior | None) -> bool:
+    """Whether a prior depends on more than distances."""
+    return prior is not None and any(Structure.STATIONARY not in term.structure for term in prior.terms())
+
+
+def past_tokens(cache: Cache | None, layer: int | None = 0) -> int | Tensor:
+    """Return how many tokens a cache holds now; a tensor where compiled code has a static one."""
+    return 0 if cache is None else _now(cache.get_seq_length(layer or 0))
+
+
+def _now(offset: int | Tensor) -> int | Tensor:
+    """Return an offset as it is now, for a static cache counts on in its tensor. Compiled code looks at no values."""
+    if not isinstance(offset, Tensor):
+        return offset
+    return offset.clone() if torch.compiler.is_compiling() else int(offset)
+
+
+def _is_whole(tokens: Tensor) -> bool:
+    """Whether no slot is padding; False in compiled code, which looks at no values."""
+    return not torch.compiler.is_compiling() and bool(tokens.all())
+
+
+def _padding(tokens: Tensor, key_offset: int | Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """Return which keys are padding, and each row's first token: ``padding`` and ``start`` of :class:`Keys`.
+
+    Args:
+        tokens: ``(B, slots)``, False = padding; slots missing at the end are padding.
+        key_offset: slot of the first key.
+        num_keys: number of keys.
+    """
+    slots = torch.arange(num_keys, device=tokens.device) + key_offset
+    known = slots < tokens.shape[1]
+    return ~(tokens[:, slots.clamp(max=tokens.shape[1] - 1)] & known), first_token(tokens)
+
+
+def first_token(tokens: Tensor) -> Tensor:
+    """Return the slot of each row's first real token, ``(B, 1)``."""
+    return tokens.int().argmax(-1, keepdim=True)
+
+
+def forbidden_by(mask: Tensor) -> Tensor:
+    """Return :func:`attend`'s ``attn_mask`` for a mask of transformers: boolean (True = visible), or added to logits.
+
+    transformers writes the least finite number where it means -inf.
+    """
+    if mask.dtype == torch.bool:
+        return ~mask
+    return mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, float("-inf"))
+
+
+def hides(forbidden: Tensor) -> Tensor:
+    """Return where an ``attn_mask`` of :func:`attend`, boolean or added, lets nothing be seen."""
+    return forbidden if forbidden.dtype == torch.bool else torch.isneginf(forbidden)
+
+
+def sees_the_future(forbidden: Tensor, keys: Keys) -> bool:
+    """Whether a mask shows a query a key at a later position; False in compiled code, which looks at no values."""
+    if torch.compiler.is_compiling():
+        return False
+    later = keys.positions_of_keys[:, None, None, :] > keys.positions[:, None, :, None]
+    return bool((later & ~hides(forbidden)).any())
+
+
+# ---- a call of our decoder
+
+
+def keys_of_call(
+    batch: int,
+    length: int,
+    device: torch.device,
+    *,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    cache: Cache | None = None,
+) -> Keys:
+    """Return the keys of a decoder's call: all tokens so far, of which the queries are the last ``length``.
+
+    Args:
+        batch: ``B``.
+        length: ``L``, the number of new tokens.
+        device: of the tokens.
+        attention_mask: ``(B, num_keys)``, 1 for tokens and 0 for padding; or ``(B or 1, H or 1, L, num_keys)``,
+            boolean (True = may see) or added to the logits, which hides more than the causal mask does.
+        position_ids: ``(B or 1, num_keys)``, integers; without a cache these are all new tokens. They rise within a
+            document: where they do not, a new one begins (as in a batch that transformers packed), unless
+            ``document_ids`` or a 4-D mask say who sees whom. Those of padding do not matter. Beside a cache
+            ``(B or 1, L)`` is enough if it is what the model would count itself.
+        document_ids: ``(B, num_keys)``, integers.
+        cache: of the tokens before.
+
+    Raises:
+        ValueError: naming the argument, its shape, and what was expected.
+    """
+    past = past_tokens(cache)
+    slots = length if cache is None else cache.get_mask_sizes(length, 0)[0]
+    # A compiled model with a static cache cannot know how many slots are filled.
+    num_keys = slots if isinstance(past, Tensor) else past + length
+    slots = max(slots, num_keys)
+    if document_ids is not None and tuple(document_ids.shape) != (batch, num_keys):
+        raise ValueError(
+            f"document_ids must cover every key, shape ({batch}, {num_keys}), got {tuple(document_ids.shape)}"
+        )
+    keys = Keys(device, past, length, num_keys, documents=document_ids)
+    if attention_mask is not None and attention_mask.dim() == 4:
+        rows, _, queries, columns = attention_mask.shape
+        fits = rows in (1, batch) and queries == length and num_keys <= columns <= slots
+        if not fits or not (attention_mask.dtype == torch.bool or attention_mask.is_floating_point()):
+            raise ValueError(
+                "a 4-D attention_mask must be boolean (True = may see) or floating point (added to the logits), of "
+                f"shape ({batch}, heads or 1, {length}, {num_keys}), got {attention_mask.dtype} "
+                f"{tuple(attention_mask.shape)}"
+            )
+        keys = replace(keys, forbidden=forbidden_by(attention_mask[..., :num_keys]))
+    elif attention_mask is not None:
+        shape = tuple(attention_mask.shape)
+        # A static cache has room after the last token, and a mask may cover it.
+        fewest = 0 if keys.end is None else num_keys
+        if len(shape) != 2 or shape[0] != batch or not fewest <= shape[1] <= slots:
+            raise ValueError(
+                f"attention_mask must have shape ({batch}, {num_keys}), 1 for tokens and 0 for padding, or 4 "
+                f"dimensions, got {shape}"
+            )
+        tokens = attention_mask[:, :num_keys] != 0
+        if not _is_whole(tokens):
+            padding, start = _padding(tokens, 0, num_keys)
+            keys = replace(keys, padding=padding, start=start)
+    if position_ids is not None:
+        keys = _with_positions(keys, position_ids, batch)
+    if keys.forbidden is not None and sees_the_future(keys.forbidden, keys):
+        raise ValueError(
+            "a 4-D attention_mask must not let a token see one at a later position: the decoder is causal "
+            "(position_ids say where tokens stand)"
+        )
+    return keys
+
+
+def _with_positions(keys: Keys, position_ids: Tensor, batch: int) -> Keys:
+    check_positions("position_ids", position_ids)
+    looks = not torch.compiler.is_compiling()
+    shape, length, num_keys = tuple(position_ids.shape), keys.num_queries, keys.num_keys
+    fits = len(shape) == 2 and (
+        shape[1] in (length, num_keys) if keys.end is not None else length <= shape[1] <= num_keys
+    )
+    if not fits or shape[0] not in (1, batch):
+        raise ValueError(
+            f"position_ids must have shape ({batch}, {num_keys}), a position for each token so far, got {shape}"
+        )
+    if shape[1] == length < num_keys:
+        _require_own_positions(keys, position_ids, batch)
+        return keys
+    own, new = keys.positions_of_keys, position_ids.to(torch.int64)
+    given = new.expand(batch, -1)
+    if shape[1] < num_keys:
+        # Empty slots of a static cache stand after all tokens, where no query sees them.
+        after = given.amax(-1, keepdim=True) + 1 + torch.arange(num_keys - shape[1], device=given.device)
+        given = torch.cat([given, after], -1)
+    real = None if keys.padding is None else ~keys.padding
+    if real is not None:
+        given = torch.where(real, given, own)
+    if looks:
+        if bool((given == own).all()):
+            return keys
+        least = int((given if real is None else given.masked_fill(~real, 0)).min())
+        if least < 0:
+            raise ValueError(f"position_ids must not be negative, got {least}")
+    queries = given[:, -length:] if keys.end is not None else new[:, -length:]
+    placed = replace(keys, query_positions=queries, key_positions=given)
+    return placed if keys.forbidden is not None else _with_documents(placed, given, real)
+
+
+def _with_documents(keys: Keys, given: Tensor, real: Tensor | None) -> Keys:
+    """Begin a new document wherever a token's position is not beyond that of the token before it."""
+    looks = not torch.compiler.is_compiling()
+    if real is None:
+        falls = pad(given[:, 1:] <= given[:, :-1], (1, 0))
+    else:
+        latest = torch.where(real, torch.arange(keys.num_keys, device=real.device), -1).cummax(-1).values
+        before = pad(latest[:, :-1], (1, 0), value=-1)
+        falls = real & (before >= 0) & (given <= given.gather(-1, before.clamp(min=0)))
+    if keys.documents is not None:
+        same = pad(keys.documents[:, 1:] == keys.documents[:, :-1], (1, 0))
+        if looks and bool((falls & same).any()):
+            raise ValueError("position_ids must rise within each of the documents that document_ids name")
+        return keys
+    if looks and not bool(falls.any()):
+        return keys
+    documents = falls.long().cumsum(-1)
+    if looks and bool((positions_in_documents(documents) == given).all()):
+        # attend() finds them itself, which is faster.
+        return replace(keys, documents=documents, query_positions=None, key_positions=None)
+    return replace(keys, documents=documents)
+
+
+def _require_own_positions(keys: Keys, position_ids: Tensor, batch: int) -> None:
+    """Refuse positions of the new tokens alone unless they follow from what is known of the tokens before."""
+    same = position_ids == keys.positions
+    if keys.padding is not None and keys.end is not None:
+        same = same | keys.padding[:, -keys.num_queries :]
+    message = (
+        f"position_ids {tuple(position_ids.shape)} are those of new tokens beside a cache, and not those that the "
+        f"model counts itself: a prior needs those of all tokens so far, shape ({batch}, {keys.num_keys})"
+    )
+    if torch.compiler.is_compiling():
+        torch._assert_async(same.all(), message)  # pyright: ignore[reportPrivateImportUsage]
+    elif not bool(same.all()):
+        raise ValueError(message)
+
+
+# ---- masks that layers are handed
+
+
+def layer_mask(attention_mask: Tensor | None, embeddings: Tensor) -> Tensor:
+    """Return the padding mask in a form that models of transformers hand to their layers as it is.
+
+    They make a dense mask of queries and keys, unless they are given one of four dimensions.
+
+    Args:
+        attention_mask: ``(B, L)``, not 0 for tokens; or None; or of four dimensions, which stays what it is.
+        embeddings: token ids or embeddings ``(B, ...)``, for the batch and the device.
+
+    Returns:
+        Boolean ``(B, 1, 1, L)``, True for tokens; ``(1, 1, 1, 0)`` without padding.
+    """
+    device = embeddings.device
+    if attention_mask is None:
+        return torch.ones(1, 1, 1, 0, dtype=torch.bool, device=device)
+    if attention_mask.dim() == 4:
+        return attention_mask.to(device)
+    if attention_mask.dim() != 2 or len(attention_mask) != len(embeddings):
+        raise ValueError(
+            f"attention_mask must have shape ({len(embeddings)}, length), 1 for tokens and 0 for padding, got "
+            f"{tuple(attention_mask.shape)}"
+        )
+    tokens = attention_mask.to(device) != 0
+    if _is_whole(tokens):
+        tokens = tokens[:1, :0]
+    return tokens[:, None, None]
+
+
+def is_about_keys(mask: Tensor) -> bool:
+    """Whether a mask of four dimensions says which keys are padding, and nothing of queries."""
+    return mask.dtype == torch.bool and mask.shape[1:3] == (1, 1)
+
+
+def keys_of_layer(
+    mask: Tensor,
+    query: Tensor,
+    key: Tensor,
+    past: int | Tensor,
+    *,
+    causal: bool = True,
+    positions: Tensor | None = None,
+) -> Keys:
+    """Return the keys of one layer, of what its model hands down.
+
+    Args:
+        mask: from :func:`layer_mask`, of all tokens so far; or a mask of queries and keys ``(B, 1 or H, L, Lk)``,
+            boolean (True = visible) or added to the logits.
+        query: ``(B, H, L, D)``.
+        key: ``(B, H, Lk, D)``, with those of the cache.
+        past: how many tokens there were before.
+        causal: whether a token sees none after it.
+        positions: ``(B, tokens so far)``; by default slots, which any prior over distances takes as well.
+
+    Raises:
+        ValueError: the mask is one of fewer tokens than there are keys.
+    """
+    batch, length, device = len(query), query.shape[2], query.device
+    num_keys = key.shape[2] if isinstance(past, Tensor) else past + length
+    keys = Keys(device, past, length, num_keys, causal=causal)
+    if not is_about_keys(mask):
+        keys = replace(keys, forbidden=forbidden_by(mask[..., :num_keys]))
+    elif mask.shape[-1]:
+        if keys.end is not None and mask.shape[-1] < num_keys:
+            raise ValueError(
+                f"attention_mask covers {mask.shape[-1]} tokens; with those in the cache there are {num_keys}"
+            )
+        padding, start = _padding(mask[:, 0, 0].expand(batch, -1), 0, num_keys)
+        keys = replace(keys, padding=padding, start=start)
+    if positions is None:
+        return keys
+    positions = pad(positions[:, :num_keys], (0, max(0, num_keys - positions.shape[1])))
+    slots = torch.arange(length, device=device) + past
+    return replace(keys, query_positions=positions[:, slots], key_positions=positions)
+
+
+# ---- masks that transformers' mask functions make
+
+
+def _read(mask_function: Callable[..., Tensor]) -> dict[str, Any] | None:
+    """Return what a mask function of transformers stands for, as fields of :class:`Keys`; None if it is not known here.
+
+    The function itself and the variables that it closes over tell.
+    """
+    if mask_function is causal_mask_function:
+        return {"causal": True}
+    if mask_function is bidirectional_mask_function:
+        return {}
+    if getattr(mask_function, "__module__", None) != masking_utils.__name__:
+        return None
+    maker = getattr(mask_function, "__qualname__", "").partition(".<locals>")[0]
+    known: Mapping[str, Any] = getclosurevars(mask_function).nonlocals
+    if maker == "sliding_window_overlay":
+        return {"window": int(known["sliding_window"])}
+    if maker == "packed_sequence_mask_function":
+        return {"documents": known["packed_sequence_mask"]}
+    if maker == "remap_positions_for_packed_sequence":
+        # Within a sequence, positions differ as slots do.
+        return _read(known["mask_function"])
+    if maker != "and_masks":
+        return None
+    found: dict[str, Any] = {}
+    for part in map(_read, known["mask_functions"]):
+        if part is None or ("documents" in part and "documents" in found):
+            return None
+        if "window" in part and "window" in found:
+            part["window"] = min(part["window"], found["window"])
+        found |= part
+    return found
+
+
+class KeysMask(Tensor):
+    """A mask ``(B, 1, Lq, Lk)`` without memory that knows its :class:`Keys`.
+
+    Functions that compute with the mask get the dense matrix instead.
+    """
+
+    _keys: Keys
+    is_dense: bool
+    """Whether the matrix alone says what is visible."""
+    arguments: Mapping[str, Any]
+    """Arguments of transformers' own mask function."""
+    notes: dict[str | bool, Any]
+    """Matrices made so far, and checks done, in this forward pass."""
+
+    @classmethod
+    def of(
+        cls, keys: Keys, arguments: Mapping[str, Any], is_dense: bool, notes: dict[str | bool, Any] | None = None
+    ) -> KeysMask:
+        """Return the mask of these keys."""
+        one = torch.zeros(1, dtype=torch.bool, device=keys.device)
+        mask = one.expand(arguments["batch_size"], 1, keys.num_queries, keys.num_keys).as_subclass(cls)
+        mask._keys, mask.arguments, mask.is_dense = keys, arguments, is_dense
+        mask.notes = {} if notes is None else notes
+        return mask
+
+    @property
+    def keys(self) -> Keys:
+        """Keys, with a matrix where nothing less says what is visible."""
+        if not self.is_dense:
+            return self._keys
+        matrix = self.matrix(skip=False)
+        assert matrix is not None
+        return replace(self._keys, forbidden=~matrix)
+
+    def matrix(self, skip: bool) -> Tensor | None:
+        """Return the boolean mask ``(B, 1, Lq, Lk)``, True = visible, that transformers makes for SDPA.
+
+        Args:
+            skip: whether it may be None where SDPA's causal flag says the same.
+        """
+        if skip not in self.notes:
+            skips = {} if skip else {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            arguments: dict[str, Any] = dict(self.arguments) | skips
+            self.notes[skip] = sdpa_mask(**arguments)
+        return self.notes[skip]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Keep the keys where the result has the same values; compute with the matrix elsewhere."""
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("__get__", "__set__") or func in _ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        mask = args[0] if args and isinstance(args[0], KeysMask) else None
+        if mask is not None and func in _SAME:
+            return cls.of(mask._keys, mask.arguments, mask.is_dense, mask.notes)
+        if mask is not None and func is Tensor.to:
+            device = torch._C._nn._parse_to(*args[1:], **kwargs)[0]  # pyright: ignore[reportAttributeAccessIssue]
+            if device is not None:
+                arguments = {name: _moved(value, device) for name, value in mask.arguments.items()}
+                notes = {name: _moved(value, device) for name, value in mask.notes.items()}
+                return cls.of(mask._keys.to(device), arguments | {"device": device}, mask.is_dense, notes)
+        elif mask is not None and func is Tensor.__getitem__:
+            last = _last_rows(args[1], mask._keys.num_queries)
+            if last is not None:
+                keys = mask._keys.last(last)
+                arguments = {**mask.arguments, "q_offset": keys.query_offset, "q_length": last}
+                return cls.of(keys, arguments, mask.is_dense)
+        plain = tree_map(_matrix_of, args)
+        return func(*plain, **{name: _matrix_of(value) for name, value in kwargs.items()})
+
+
+_SAME = frozenset({Tensor.detach, Tensor.contiguous, Tensor.clone, Tensor.requires_grad_})
+"""Functions whose result has the same values."""
+_ABOUT = frozenset(
+    {
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.stride,
+        Tensor.is_floating_point,
+        Tensor.is_contiguous,
+        Tensor.untyped_storage,
+        Tensor.data_ptr,
+        Tensor.element_size,
+        Tensor.__len__,
+    }
+)
+"""Functions that need no value of the matrix."""
+
+
+def _last_rows(index: Any, rows: int) -> int | None:
+    """Return how many of the last rows an index such as ``[:, :, -8:, :]`` takes; None for any other index."""
+    everything = slice(None)
+    if not isinstance(index, tuple) or len(index) not in (3, 4) or any(not isinstance(each, slice) for each in index):
+        return None
+    if any(each != everything for place, each in enumerate(index) if place != 2):
+        return None
+    start, stop, step = index[2].indices(rows)
+    return stop - start if (stop, step) == (rows, 1) and start < rows else None
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _matrix_of(value: Any) -> Any:
+    return value.matrix(skip=False) if isinstance(value, KeysMask) else value
+
+
+def keys_mask(batch_size: int, device: torch.device | str = "cpu", **arguments: Any) -> KeysMask:
+    """Return a mask that remembers the arguments of transformers' mask functions: the function to register."""
+    device = torch.device(device)
+    # The matrix may be made after a static cache has counted on.
+    offsets = {name: _now(arguments.get(name, 0)) for name in ("q_offset", "kv_offset")}
+    arguments = arguments | {"batch_size": batch_size, "device": device} | offsets
+    known = None if arguments.get("use_vmap") else _read(arguments.get("mask_function", causal_mask_function))
+    options: dict[str, Any] = {"causal": False, **(known or {})}
+    mask, number = arguments.get("attention_mask"), arguments["kv_length"]
+    if mask is not None and not _is_whole(mask):
+        options["padding"], options["start"] = _padding(mask.to(torch.bool), offsets["kv_offset"], number)
+    keys = Keys(device, offsets["q_offset"], arguments["q_length"], number, offsets["kv_offset"], **options)
+    return KeysMask.of(keys, arguments, known is None)

@@ -1,0 +1,133 @@
+"""The copy-mixture task: what its rows are, and the best loss there is."""
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention_priors.lab.data import IGNORED_LABEL, collate_rows
+from attention_priors.lab.tasks import CopyMixture, CopyMixtureRows
+from attention_priors.lab.tasks.copying import COPY_KINDS
+from thoroughness import examples
+
+
+def _samples(task: CopyMixture, length: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = CopyMixtureRows(task, context_length=length, num_rows=count, seed=5)
+    samples = [rows.sample(index) for index in range(count)]
+    return torch.stack([sample.tokens for sample in samples]), torch.stack([sample.kinds for sample in samples])
+
+
+@given(length=st.integers(1, 40), lag=st.integers(1, 6), seed=st.integers(0, 1000))
+@settings(max_examples=examples(25))
+def test_copies_equal_what_they_copy(length, lag, seed):
+    task = CopyMixture(50, first=0.3, previous=0.4, lag=lag)
+    tokens, kinds = task.sample(length, torch.Generator().manual_seed(seed))
+    assert tokens.shape == kinds.shape == (length,)
+    assert kinds[0] == COPY_KINDS.index("noise")
+    for place in range(1, length):
+        copied = {"first": 0, "previous": max(place - lag, 0)}.get(COPY_KINDS[kinds[place]])
+        assert copied is None or tokens[place] == tokens[copied]
+
+
+def test_kinds_have_their_shares_and_noise_is_uniform():
+    task = CopyMixture(4, first=0.2, previous=0.5)
+    tokens, kinds = _samples(task, 65, 600)
+    counts = kinds[:, 1:].flatten().bincount(minlength=3) / kinds[:, 1:].numel()
+    assert task.shares == {"first": 0.2, "previous": 0.5, "noise": pytest.approx(0.3)}
+    assert counts.tolist() == pytest.approx([0.2, 0.5, 0.3], abs=0.01)  # 38400 draws: 4 standard deviations
+    noise = tokens[kinds == COPY_KINDS.index("noise")].bincount(minlength=4)
+    assert (noise / noise.sum()).tolist() == pytest.approx([0.25] * 4, abs=0.02)
+
+
+def test_the_first_and_the_previous_token_are_all_that_counts():
+    """The true distribution, counted: P(x_i | x_0, x_{i - 2}) is what optimal_token_losses() says it is."""
+    task = CopyMixture(3, first=0.25, previous=0.35)
+    tokens, _ = _samples(task, 4, 20000)
+    losses = task.optimal_token_losses(tokens)
+    for one, before in ((0, 0), (0, 1)):
+        chosen = (tokens[:, 0] == one) & (tokens[:, 1] == before)
+        for token in range(3):
+            hit = chosen & (tokens[:, 3] == token)
+            counted = int(hit.sum()) / int(chosen.sum())
+            assert math.exp(-float(losses[hit, 2][0])) == pytest.approx(counted, abs=0.04)
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+@pytest.mark.parametrize("length", [2, 9])
+def test_the_closed_form_is_the_mean_of_a_simulation(lag, length):
+    task = CopyMixture(7, first=0.3, previous=0.45, lag=lag)
+    tokens, kinds = _samples(task, length, 6000)
+    losses, expected = task.optimal_token_losses(tokens), task.optimal_losses(length)
+    assert losses.shape == (6000, length - 1)
+    for index, kind in enumerate((*COPY_KINDS, "all")):
+        mine = losses if kind == "all" else losses[kinds[:, 1:] == index]
+        error = float(mine.std()) / math.sqrt(6000)  # losses of one row are correlated, so by rows
+        assert float(mine.mean()) == pytest.approx(expected[kind], abs=4 * error + 1e-9)
+
+
+def test_no_predictor_is_better_than_the_optimum():
+    task = CopyMixture(16)
+    tokens, _ = _samples(task, 33, 400)
+    best = float(task.optimal_token_losses(tokens).mean())
+    for other in (CopyMixture(16, 0.3, 0.4), CopyMixture(16, 0.5, 0.2), CopyMixture(16, lag=1), CopyMixture(16, lag=3)):
+        assert float(other.optimal_token_losses(tokens).mean()) > best
+
+
+def test_a_long_row_tends_to_the_limit():
+    task = CopyMixture(64, first=0.2, previous=0.4)
+    far, farther = task.optimal_losses(100_000), task.optimal_losses(200_000)
+    assert far == pytest.approx(farther, abs=1e-4)
+    assert far["all"] > task.optimal_losses(8)["all"]  # the first tokens of a row are easier
+
+
+def test_rows_are_functions_of_seed_and_index_alone():
+    def rows(seed: int, count: int) -> CopyMixtureRows:
+        return CopyMixtureRows(CopyMixture(), context_length=32, num_rows=count, seed=seed)
+
+    forwards = [rows(3, 8)[index]["input_ids"] for index in range(8)]
+    backwards = [rows(3, 100)[index]["input_ids"] for index in reversed(range(8))][::-1]
+    assert all(torch.equal(one, other) for one, other in zip(forwards, backwards, strict=True))
+    assert not torch.equal(forwards[0], forwards[1])
+    assert not torch.equal(forwards[0], rows(4, 8)[0]["input_ids"])
+
+
+def test_rows_are_rows_for_training():
+    rows = CopyMixtureRows(CopyMixture(), context_length=32, num_rows=4, seed=0)
+    assert len(rows) == 4
+    batch = collate_rows([rows[index] for index in range(4)])
+    assert {name: tuple(field.shape) for name, field in batch.items()} == dict.fromkeys(
+        ("input_ids", "labels", "document_ids", "loss_weights"), (4, 32)
+    )
+    assert (batch["labels"][:, 0] == IGNORED_LABEL).all()
+    assert torch.equal(batch["labels"][:, 1:], batch["input_ids"][:, 1:])
+    assert torch.equal(batch["input_ids"][2], rows.sample(2).tokens)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"vocabulary_size": 1}, "vocabulary_size must be at least 2; it is 1"),
+        ({"first": -0.1}, "first must be a share from 0 to below 1; it is -0.1"),
+        ({"previous": 1.0}, "previous must be a share from 0 to below 1; it is 1.0"),
+        ({"first": 0.5, "previous": 0.5}, "first and previous must sum to less than 1, so that there is noise"),
+        ({"lag": 0}, "lag must be at least 1 token; it is 0"),
+    ],
+)
+def test_impossible_tasks_are_refused(arguments: dict[str, Any], complaint: str):
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        CopyMixture(**arguments)
+
+
+def test_impossible_rows_are_refused():
+    with pytest.raises(ValueError, match="context_length must be at least 2 tokens; it is 1"):
+        CopyMixtureRows(CopyMixture(), context_length=1, num_rows=1, seed=0)
+    with pytest.raises(ValueError, match="num_rows must be at least 1; it is 0"):
+        CopyMixtureRows(CopyMixture(), context_length=2, num_rows=0, seed=0)
+    with pytest.raises(IndexError, match="index must be from 0 to 0; it is 1"):
+        CopyMixtureRows(CopyMixture(), context_length=2, num_rows=1, seed=0).sample(1)
+    with pytest.raises(ValueError, match="length must be at least 2 tokens; it is 1"):
+        CopyMixture().optimal_losses(1)

@@ -1,0 +1,252 @@
+"""The model under test: what is loaded, and what tells it from others."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import model_folders
+import peft
+import pytest
+import torch
+import transformers as hf
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from attention_priors.hf import attach, attached_priors, save_adapter
+from attention_priors.lab.inspect.load import load_inspected
+from attention_priors.lab.tasks import Subject
+from attention_priors.lab.tasks.subject import device_named, model_fingerprint
+from attention_priors.models.encoder import PriorEncoderConfig, PriorEncoderForMaskedLM
+from attention_priors.models.vision import PriorVisionConfig, PriorVisionForImageClassification
+
+
+@pytest.mark.parametrize("kind", model_folders.KINDS)
+def test_the_fingerprint_is_of_the_model_and_not_of_its_folder(kind: str, folders: dict[str, Path], tmp_path: Path):
+    found = Subject.load(str(folders[kind]))
+    shutil.copytree(folders[kind], tmp_path / "elsewhere")
+    assert Subject.load(str(tmp_path / "elsewhere")).identity() == found.identity()
+    assert not found.model.training
+    assert (len(attached_priors(found.model)) == 2) == (kind == "attached")
+
+
+@pytest.mark.parametrize("kind", ["ours", "attached"])
+def test_the_fingerprint_changes_with_any_weight(kind: str, folders: dict[str, Path]):
+    model = Subject.load(str(folders[kind])).model
+    seen = {model_fingerprint(model)}
+    parameters = dict(model.named_parameters())
+    assert any("prior" in name for name in parameters)
+    for parameter in parameters.values():
+        with torch.no_grad():
+            value = parameter.flatten()[-1].clone()
+            parameter.view(-1)[-1] = value + 1e-3
+            seen.add(model_fingerprint(model))
+            parameter.view(-1)[-1] = value
+    assert len(seen) == 1 + len(parameters)
+    assert model_fingerprint(model) in seen
+
+
+def test_models_that_cannot_be_read_in_chunks_are_refused(tmp_path: Path):
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": model_folders.VOCABULARY}
+    model = hf.MambaForCausalLM(hf.MambaConfig(**sizes, state_size=4))
+    folder = model_folders.save(model, model_folders.tokenizer(), tmp_path / "mamba")
+    with pytest.raises(ValueError, match="expected a causal language model with a KV cache"):
+        Subject.load(str(folder))
+
+
+_ATTENTION: dict[str, Any] = {
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16
+}  # fmt: skip
+_OF_TEXT: dict[str, Any] = _ATTENTION | {"vocab_size": model_folders.VOCABULARY}
+_T5: dict[str, Any] = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8}
+_ViT = hf.ViTConfig(**_ATTENTION, image_size=8, patch_size=4)
+NOT_CAUSAL = {
+    "BERT with a head": (lambda: hf.BertForMaskedLM(hf.BertConfig(**_OF_TEXT)), r"an encoder \(bert\)"),
+    "BERT": (lambda: hf.BertModel(hf.BertConfig(**_OF_TEXT)), r"an encoder \(bert\)"),
+    "our encoder": (
+        lambda: PriorEncoderForMaskedLM(PriorEncoderConfig(**_OF_TEXT)),
+        r"an encoder \(prior_encoder\): .*; attention-priors inspect takes this one",
+    ),
+    "T5": (
+        lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5, vocab_size=model_folders.VOCABULARY)),
+        r"an encoder and a decoder \(t5\): .*; attention-priors inspect takes T5",
+    ),
+    "ViT": (lambda: hf.ViTForImageClassification(_ViT), r"a model of another kind \(vit\)"),
+    "our classifier": (
+        lambda: PriorVisionForImageClassification(PriorVisionConfig(**_ATTENTION, image_size=8, patch_size=4)),
+        r"a classifier of images \(prior_vision\): .*; the report of its comparison shows its priors",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "complaint"), NOT_CAUSAL.values(), ids=NOT_CAUSAL)
+def test_models_of_other_kinds_are_named(make: Callable[[], Any], complaint: str, tmp_path: Path):
+    make().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"is {complaint}".partition(":")[0]) as refusal:
+        Subject.load(str(tmp_path))
+    assert re.search(f"is {complaint}", str(refusal.value))
+    assert ": expected a causal language model" in str(refusal.value)
+
+
+# ---- adapters
+
+
+@pytest.fixture
+def base(folders: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folders["llama"], tmp_path / "base"))
+
+
+def _low_rank(model: Any) -> Any:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def _logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(3, 40)[None]).logits
+
+
+@pytest.mark.parametrize("kind", ["priors", "peft", "both", "priors and a tokenizer"])
+def test_an_adapter_is_loaded_with_its_base_model(kind: str, base: Path, tmp_path: Path):
+    folder, whole = tmp_path / "adapter", hf.AutoModelForCausalLM.from_pretrained(base)
+    plain = _logits(whole)
+    if kind != "peft":
+        attach(whole, {"name": "laplace"})
+        save_adapter(whole, folder)
+    if kind in ("peft", "both"):
+        torch.manual_seed(0)
+        whole = _low_rank(whole)
+        whole.save_pretrained(str(folder))
+    if "tokenizer" in kind:
+        AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+        (base / "tokenizer.json").unlink()
+        (base / "tokenizer_config.json").unlink()
+    subject = Subject.load(str(folder))
+    assert not torch.allclose(_logits(whole), plain, atol=1e-3)
+    torch.testing.assert_close(_logits(subject.model), _logits(whole), atol=1e-4, rtol=1e-4)
+    assert subject.tokenizer.encode("12") == load_inspected(folder).tokenizer.encode("12")  # pyright: ignore[reportOptionalMemberAccess]
+    torch.testing.assert_close(_logits(load_inspected(folder).model), _logits(whole), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("base_name", [None, "nowhere/at all/base"])
+@pytest.mark.parametrize("load", [Subject.load, load_inspected])
+def test_an_adapter_without_its_base_model_says_what_to_do(
+    load: Callable[[str], Any], base_name: str | None, base: Path, tmp_path: Path
+):
+    _low_rank(hf.AutoModelForCausalLM.from_pretrained(base)).save_pretrained(str(tmp_path / "adapter"))
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base_name}))
+    missing = "names no base model" if base_name is None else f"base model cannot be loaded: .*{base_name}': there is"
+    with pytest.raises((ValueError, OSError), match=missing) as refusal:
+        load(str(tmp_path / "adapter"))
+    assert "adapter' is an adapter" in str(refusal.value)
+    assert "save both together: model.save_pretrained(OTHER)" in str(refusal.value)
+
+
+def test_an_adapter_that_cannot_be_merged_is_named(base: Path, tmp_path: Path):
+    config = peft.PromptTuningConfig(task_type=peft.TaskType.CAUSAL_LM, num_virtual_tokens=2)
+    adapted = peft.get_peft_model(hf.AutoModelForCausalLM.from_pretrained(base), config)
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(ValueError, match=r"adapter' is an adapter of the kind .*PROMPT_TUNING: expected weights"):
+        Subject.load(str(tmp_path / "adapter"))
+
+
+def test_a_model_whose_logits_are_not_numbers_is_refused(tmp_path: Path):
+    model = model_folders.model("llama")
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    folder = model_folders.save(model, model_folders.tokenizer(), tmp_path / "nan")
+    with pytest.raises(ValueError, match="they differ by nan of their standard deviation"):
+        Subject.load(str(folder))
+
+
+def test_the_fingerprint_changes_with_the_configuration(folders: dict[str, Path]):
+    model: Any = Subject.load(str(folders["llama"])).model
+    before = model_fingerprint(model)
+    model.config.rms_norm_eps *= 2
+    assert model_fingerprint(model) != before
+
+
+def test_the_identity_changes_with_precision_tokenizer_and_the_end_of_texts(folders: dict[str, Path]):
+    subject = Subject.load(str(folders["llama"]))
+    before = subject.identity()
+    assert before["dtype"] == "float32"
+    half = Subject.load(str(folders["llama"]), dtype="bfloat16").identity()
+    assert half["dtype"] == "bfloat16"
+    assert half["model"] != before["model"]
+    assert half["tokenizer"] == before["tokenizer"]
+    generation: Any = subject.model.generation_config
+    generation.eos_token_id = [0, 5]
+    assert subject.ends() == {0, 5}
+    assert subject.identity() == before | {"end": [0, 5]}
+    other = Subject(subject.name, subject.model, AutoTokenizer.from_pretrained(folders["llama"]))
+    backend: Any = other.tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    backend.add_tokens(["irrelevant text"])
+    assert other.identity()["tokenizer"] != before["tokenizer"]
+
+
+def test_a_limit_that_a_tokenizer_was_saved_with_does_not_change_its_identity(folders: dict[str, Path]):
+    subject = Subject.load(str(folders["llama"]))
+    backend: Any = subject.tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    backend.enable_truncation(max_length=7)
+    first = subject.identity()
+    assert subject.identity() == first
+
+
+def test_texts_begin_as_the_tokenizer_begins_them(folders: dict[str, Path]):
+    subject = Subject.load(str(folders["llama"]))
+    assert subject.beginning().tolist() == []
+    before = subject.identity()
+    backend: Any = subject.tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    tokens = [("<|endoftext|>", 0)]
+    backend.post_processor = TemplateProcessing(single="<|endoftext|> $A <|endoftext|>", special_tokens=tokens)
+    assert subject.beginning().tolist() == [0]
+    assert subject.beginning().dtype == torch.int64
+    assert subject.identity()["begin"] == [0] != before["begin"]
+
+
+@pytest.mark.parametrize("device", ["mps", "meta", "gpu", "cuda:99", ""])
+def test_devices_that_are_not_there(device: str, folders: dict[str, Path]):
+    with pytest.raises(ValueError, match="device"):
+        Subject.load(str(folders["gpt2"]), device=device)
+
+
+def test_a_model_that_lacks_weights_is_refused(folders: dict[str, Path], tmp_path: Path):
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "broken"
+    shutil.copytree(folders["llama"], folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(OSError, match=r"broken' cannot be loaded: .*no weights for model.layers.1.mlp.up_proj.weight"):
+        Subject.load(str(folder))
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(folders: dict[str, Path], tmp_path: Path):
+    folder = tmp_path / "unlike"
+    shutil.copytree(folders["llama"], folder)
+    words = AutoTokenizer.from_pretrained(folder)
+    words.add_tokens(["pass key"])
+    words.save_pretrained(folder)
+    with pytest.raises(ValueError, match="has 400 tokens, but its tokenizer has 401"):
+        Subject.load(str(folder))
+
+
+def test_a_model_without_a_tokenizer_is_refused(folders: dict[str, Path], tmp_path: Path):
+    for kind in ("gpt2", "llama"):  # for one of them transformers makes up an empty tokenizer
+        folder = tmp_path / kind
+        shutil.copytree(folders[kind], folder, ignore=shutil.ignore_patterns("tokenizer*", "special*", "vocab*"))
+        assert json.loads((folder / "config.json").read_text())["vocab_size"] == 400
+        with pytest.raises(OSError, match=r"model .* cannot be loaded: tokenizer .* cannot be loaded"):
+            Subject.load(str(folder))
+
+
+@pytest.mark.parametrize(("there", "name"), [(True, "cuda"), (False, "cpu")])
+def test_a_gpu_is_used_where_there_is_one(there: bool, name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: there)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: int(there))
+    assert device_named(None).type == name
+    assert device_named("cpu").type == "cpu"
