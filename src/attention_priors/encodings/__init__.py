@@ -1,12 +1,10 @@
 """Encodings: position that enters embeddings, queries, keys or values."""
 
+from attention_priors.encodings.additive import LearnedTable, LinearToy, Sinusoidal
 from attention_priors.encodings.base import AdditiveEncoding, Encoding
 from attention_priors.encodings.catalogue import ENCODINGS, encoding_from_config
-from attention_priors.encodings.learned import LearnedTable
-from attention_priors.encodings.linear import LinearToy
 from attention_priors.encodings.rotary import Rotary
 from attention_priors.encodings.shaw import ShawVectors
-from attention_priors.encodings.sinusoidal import Sinusoidal
 
 __all__ = [
     "ENCODINGS",

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from attention_priors.config import build
+from attention_priors.encodings.additive import LearnedTable, LinearToy, Sinusoidal
 from attention_priors.encodings.base import Encoding
-from attention_priors.encodings.learned import LearnedTable
-from attention_priors.encodings.linear import LinearToy
 from attention_priors.encodings.rotary import Rotary
 from attention_priors.encodings.shaw import ShawVectors
-from attention_priors.encodings.sinusoidal import Sinusoidal
 
 ENCODINGS: dict[str, type[Encoding]] = {
     encoding.name: encoding for encoding in (Sinusoidal, LearnedTable, Rotary, ShawVectors, LinearToy)

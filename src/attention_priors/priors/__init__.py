@@ -4,9 +4,8 @@ from attention_priors.priors import families
 from attention_priors.priors.base import Lanes, Prior, Structure
 from attention_priors.priors.catalogue import CATALOGUE, prior_from_config, register_prior
 from attention_priors.priors.families import *  # noqa: F403
-from attention_priors.priors.grid import grid_positions
-from attention_priors.priors.on_grid import PatchArea, at_spacing
-from attention_priors.priors.slopes import alibi_slopes
+from attention_priors.priors.grid import PatchArea, at_spacing, grid_positions
+from attention_priors.priors.laplace import alibi_slopes
 from attention_priors.priors.sum import Sum
 
 __all__ = [

@@ -12,7 +12,7 @@ from torch.nn.functional import softplus
 
 from attention_priors.checks import check_booleans
 from attention_priors.priors.base import LOG_PRIOR_FLOOR, Prior, Structure, per_head
-from attention_priors.priors.slopes import alibi_slopes
+from attention_priors.priors.laplace import alibi_slopes
 from attention_priors.priors.starts import Init, checked_init, started
 
 EPSILON = 1e-5

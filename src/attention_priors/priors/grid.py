@@ -7,12 +7,16 @@ are all at one place, far from every grid.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import copy
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attention_priors.checks import check_positive_integers
+from attention_priors.checks import check_above, check_positive_integers
+from attention_priors.priors.base import Lanes, Prior, Structure
+from attention_priors.priors.sum import Sum
 
 ROW = 2**24
 """From one row to the next."""
@@ -66,3 +70,116 @@ def places_of(positions: Tensor) -> Places:
     inside = positions.masked_fill(outside, 0)
     column = (inside + ROW // 2) % ROW - ROW // 2
     return Places((inside - column) // ROW, column, outside)
+
+
+class OnGrid(Prior):
+    """A prior whose positions are rows and columns (:func:`grid_positions`)."""
+
+    over_grid = True
+    spacing: tuple[float, float] = (1.0, 1.0)
+    """From a row to the next and from a column to the next, in the patches that the prior is stated in."""
+
+    def spaced(self, rows: float, columns: float) -> OnGrid:
+        """The same prior, with the same parameters, on a grid of another spacing.
+
+        Args:
+            rows: from a row to the next, in the patches that this prior is stated in: 1/2 where an image is cut into
+                twice as many rows as in training.
+            columns: likewise.
+
+        Raises:
+            ValueError: a number is not positive, or this prior means nothing between whole patches.
+        """
+        check_above(0, rows=rows, columns=columns)
+        other = copy.copy(self)
+        other.spacing = (float(rows), float(columns))
+        return other
+
+    def to_config(self) -> dict[str, Any]:
+        """As every prior's.
+
+        Raises:
+            ValueError: this is a prior at another spacing than it is stated in, which no description has.
+        """
+        if self.spacing != (1.0, 1.0):
+            raise ValueError(f"a prior at spacing {self.spacing} has no description: describe the one it was made of")
+        return super().to_config()
+
+    def extra_repr(self) -> str:
+        """The constructor's arguments, and the spacing if it is another."""
+        if self.spacing == (1.0, 1.0):
+            return super().extra_repr()
+        return f"spacing={self.spacing}"
+
+    def _apart(self, distance: Tensor) -> Places:
+        """Rows and columns between places, in the prior's patches."""
+        apart = places_of(distance)
+        if self.spacing == (1.0, 1.0):
+            return apart
+        return Places(apart.row.double() * self.spacing[0], apart.column.double() * self.spacing[1], apart.outside)
+
+    def _stands(self, positions: Tensor) -> Places:
+        """Rows and columns of places; 0 for what stands outside.
+
+        Patches of any size share the image: its corner stays where it is, and not the first patch's middle.
+        """
+        stands = places_of(positions)
+        if self.spacing == (1.0, 1.0):
+            return stands
+        places = ((stands.row, self.spacing[0]), (stands.column, self.spacing[1]))
+        row, column = (((place.double() + 0.5) * step - 0.5).masked_fill(stands.outside, 0.0) for place, step in places)
+        return Places(row, column, stands.outside)
+
+
+class PatchArea(OnGrid):
+    """What a patch weighs beside what stands outside of the grid: ``K(i, j) = ln(area)`` for ``j`` on the grid, else 0.
+
+    Twice as many rows and columns put four patches where one was. They share its weight if each has a quarter of it; a
+    class token would else be outweighed by their number.
+
+    Args:
+        num_heads: ``H``.
+        area: of a patch; 1 is that of a patch in training.
+    """
+
+    name = "patch_area"
+    structure = Structure.FACTORED
+
+    def __init__(self, num_heads: int, area: float) -> None:
+        super().__init__(num_heads)
+        check_above(0, area=area)
+        self.area = float(area)
+
+    def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
+        """``ln(area)`` against ``1[j on the grid]``."""
+        query = torch.full_like(query_positions, math.log(self.area), dtype=dtype)
+        query = query[..., None, :, None].expand(*query_positions.shape[:-1], self.num_heads, -1, 1)
+        return Lanes(query, (~places_of(key_positions).outside).to(dtype).unsqueeze(-1), None)
+
+
+def at_spacing(prior: Prior | None, num_heads: int, rows: float, columns: float) -> Prior:
+    """A model's prior at another resolution than in training: distances as before, patches by their area.
+
+    Attention over the patches is then the mean over the image that it was in training, taken at more or fewer places.
+    That holds without a logit scale, which would multiply the areas too.
+
+    Args:
+        prior: a sum of priors on grids, or None for none.
+        num_heads: ``H``.
+        rows: from a row to the next, in the patches of training.
+        columns: likewise.
+
+    Raises:
+        ValueError: as :meth:`OnGrid.spaced`, or ``prior`` is over a line, or at another spacing than it is stated in.
+    """
+    terms: list[Prior] = []
+    for term in () if prior is None else prior.terms():
+        if isinstance(term, PatchArea) or (isinstance(term, OnGrid) and term.spacing != (1.0, 1.0)):
+            raise ValueError(f"prior must be at the spacing that it is stated in, got {term!r}: give the one it is of")
+        if isinstance(term, OnGrid):
+            terms.append(term.spaced(rows, columns))
+        elif term.over_grid is None:
+            terms.append(term)
+        else:
+            raise ValueError(f"prior must be one on grids, got {term.name}")
+    return Sum([*terms, PatchArea(num_heads, rows * columns)])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from attention_priors.checks import check_above, check_choice, check_positive_integers
 from attention_priors.priors.base import Lanes, Prior, Structure
-from attention_priors.priors.slopes import alibi_slopes
+from attention_priors.priors.laplace import alibi_slopes
 from attention_priors.priors.spectral import angular_frequencies
 from attention_priors.priors.starts import Init, checked_init, started
 

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from attention_priors.checks import check_positive_integers
 from attention_priors.priors.base import Lanes, Prior
-from attention_priors.priors.grid import places_of
+from attention_priors.priors.grid import OnGrid, places_of
 from attention_priors.priors.key_sink import FLOAT32_LENGTHS, KeySink
-from attention_priors.priors.on_grid import OnGrid
 from attention_priors.priors.spectral import angular_frequencies
 from attention_priors.priors.starts import Init
 

@@ -43,8 +43,7 @@ from attention_priors.lab.inspect import (
     load_inspected,
     text_to_read,
 )
-from attention_priors.lab.inspect.inspection import _tokens
-from attention_priors.lab.inspect.prompt import figure_4_prompt
+from attention_priors.lab.inspect.inspection import _tokens, figure_4_prompt
 from attention_priors.lab.report import inspection_summary, write_inspection
 from attention_priors.lab.report.figures.style import png
 from attention_priors.lab.report.pages.inspection import inspection_results

@@ -32,7 +32,7 @@ from attention_priors.lab.inspect import (
     sink_margin,
     sink_mass_rows,
 )
-from attention_priors.lab.inspect.logits import problem_logits
+from attention_priors.lab.inspect.posterior import problem_logits
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
 from attention_priors.priors import KeySink, Prior, RelativeBuckets
 

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from attention_priors.lab.inspect.prompt import figure_4_prompt
+from attention_priors.lab.inspect.inspection import figure_4_prompt
 
 PIECES = (
     "▁There ▁is ▁an ▁important ▁info ▁hidden ▁inside ▁a ▁lot ▁of ▁irrelevant ▁text . ▁Find ▁it ▁and ▁memor ize ▁I "

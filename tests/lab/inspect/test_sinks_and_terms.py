@@ -19,7 +19,7 @@ from attention_priors.lab.inspect import (
     sink_mass,
     sink_mass_rows,
 )
-from attention_priors.lab.inspect.logits import problem_logits
+from attention_priors.lab.inspect.posterior import problem_logits
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
 from attention_priors.priors import ClippedOffsets, KeySink, Laplace, Prior, Spectral, Uniform, Window
 
@@ -330,7 +330,7 @@ def test_masses_are_of_the_prior_as_attention_applies_it(include_prior):
 
 
 def test_masses_of_texts_longer_than_a_block(monkeypatch: pytest.MonkeyPatch):
-    from attention_priors.lab.inspect import terms
+    from attention_priors.lab.inspect import curves as terms
 
     whole = prior_mass_rows([nn.ModuleList([Laplace(2)])], length=12)
     monkeypatch.setattr(terms, "_QUERIES_AT_A_TIME", 4)

@@ -1,9 +1,14 @@
 """Corpora, tokenizers, token shards, and training rows."""
 
-from attention_priors.lab.data.corpora import EMBEDDED, Corpus, load_corpus
-from attention_priors.lab.data.document import END_OF_TEXT, Document
-from attention_priors.lab.data.fasta import FastaError, FastaFile, FastaSummary
-from attention_priors.lab.data.nucleotides import NUCLEOTIDES, is_nucleotide_tokenizer, nucleotide_tokenizer
+from attention_priors.lab.data.corpora import EMBEDDED, END_OF_TEXT, Corpus, Document, load_corpus
+from attention_priors.lab.data.genomes import (
+    NUCLEOTIDES,
+    FastaError,
+    FastaFile,
+    FastaSummary,
+    is_nucleotide_tokenizer,
+    nucleotide_tokenizer,
+)
 from attention_priors.lab.data.packing import IGNORED_LABEL, TrainingMixture, collate_rows
 from attention_priors.lab.data.retrieval import RetrievalShare, RetrievalText, RetrievalTexts
 from attention_priors.lab.data.tokenizer import (

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import BeforeValidator, Field, model_validator
 
 from attention_priors.lab.data.corpora import Corpus, left_out, load_corpus
-from attention_priors.lab.data.fasta import FastaFile
+from attention_priors.lab.data.genomes import FastaFile
 from attention_priors.lab.data.tokenizer import tokenizer_spec
 from attention_priors.lab.strict_yaml import Strict, check_one_of
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attention_priors._io import append_json_line, writable_folder
-from attention_priors.lab.data.nucleotides import is_nucleotide_tokenizer
+from attention_priors.lab.data.genomes import is_nucleotide_tokenizer
 from attention_priors.lab.evaluate.records import Record, Records
 from attention_priors.lab.evaluate.summary import Summary, summarize
 from attention_priors.lab.machine import PeakMemory, memory_bytes, processor, versions

@@ -2,39 +2,52 @@
 
 from attention_priors.hf.observe import LayerAttention, observed_attention
 from attention_priors.lab.inspect.account import HeadAccount, head_accounts
-from attention_priors.lab.inspect.additive import AdditiveLogits, LinearAudit, Projected, additive_logits, linear_audit
+from attention_priors.lab.inspect.additive import (
+    AdditiveLogits,
+    LinearAudit,
+    Projected,
+    additive_logits,
+    first_layer_linear_audit,
+    first_layer_logits,
+    linear_audit,
+)
 from attention_priors.lab.inspect.curves import (
     LogitScaleRow,
+    PriorMassRow,
+    PriorReachRow,
     PriorRow,
+    PriorTermRow,
     curve_distances,
     logit_scale_rows,
+    prior_mass_rows,
+    prior_reach_rows,
     prior_rows,
+    prior_term_rows,
 )
-from attention_priors.lab.inspect.decomposition import Decomposition, decompose, decompose_attention
-from attention_priors.lab.inspect.first_layer import first_layer_linear_audit, first_layer_logits
 from attention_priors.lab.inspect.inspection import InspectionPlan, inspect_model
 from attention_priors.lab.inspect.load import Inspected, check_same_model, load_inspected, text_to_read
-from attention_priors.lab.inspect.logits import AttentionLogits, attention_logits
-from attention_priors.lab.inspect.margins import (
+from attention_priors.lab.inspect.posterior import (
+    AttentionLogits,
+    Decomposition,
+    attention_logits,
+    decompose,
+    decompose_attention,
+    transport_minimum,
+    transport_objective,
+    transport_plan,
+)
+from attention_priors.lab.inspect.reach import Role, effective_reach, head_roles, window_for
+from attention_priors.lab.inspect.sinks import (
     Margin,
+    SinkMassRow,
     collapse_bounds,
     content_range,
     context_sensitivity,
     sensitivity_bound,
     sink_margin,
+    sink_mass,
+    sink_mass_rows,
 )
-from attention_priors.lab.inspect.reach import effective_reach, window_for
-from attention_priors.lab.inspect.roles import Role, head_roles
-from attention_priors.lab.inspect.sinks import SinkMassRow, sink_mass, sink_mass_rows
-from attention_priors.lab.inspect.terms import (
-    PriorMassRow,
-    PriorReachRow,
-    PriorTermRow,
-    prior_mass_rows,
-    prior_reach_rows,
-    prior_term_rows,
-)
-from attention_priors.lab.inspect.transport import transport_minimum, transport_objective, transport_plan
 
 __all__ = [
     "AdditiveLogits",

@@ -10,9 +10,8 @@ from torch import Tensor
 from attention_priors.attention.geometry import block_length
 from attention_priors.attention.problem import Problem
 from attention_priors.lab.inspect.curves import finite
-from attention_priors.lab.inspect.decomposition import decompose
-from attention_priors.lab.inspect.logits import AttentionLogits, problem_logits
-from attention_priors.lab.inspect.margins import content_range, sink_margin
+from attention_priors.lab.inspect.posterior import AttentionLogits, decompose, problem_logits
+from attention_priors.lab.inspect.sinks import content_range, sink_margin
 
 
 class HeadAccount(TypedDict):

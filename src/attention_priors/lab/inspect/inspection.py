@@ -1,4 +1,4 @@
-"""Everything that is found in a model, as one dictionary that JSON holds."""
+"""Everything that is found in a model, as one dictionary that JSON holds; the prompt of BAM's Figure 4 among it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from attention_priors.attention import SSMax
 from attention_priors.attention.problem import Problem
@@ -17,16 +18,13 @@ from attention_priors.encodings import LinearToy
 from attention_priors.hf.loading import check_positions, number_of_positions
 from attention_priors.hf.observe import LayerAttention, observed_attention
 from attention_priors.lab.inspect.account import head_accounts
-from attention_priors.lab.inspect.additive import LinearAudit
-from attention_priors.lab.inspect.curves import curve_distances, logit_scale_rows, prior_rows
-from attention_priors.lab.inspect.first_layer import first_layer_linear_audit, first_layer_logits
+from attention_priors.lab.inspect.additive import LinearAudit, first_layer_linear_audit, first_layer_logits
+from attention_priors.lab.inspect.curves import curve_distances, logit_scale_rows, prior_rows, prior_term_rows
 from attention_priors.lab.inspect.load import Inspected
-from attention_priors.lab.inspect.prompt import figure_4_prompt
-from attention_priors.lab.inspect.reach import REACH_LENGTHS, effective_reach
-from attention_priors.lab.inspect.roles import head_roles
-from attention_priors.lab.inspect.terms import prior_term_rows
+from attention_priors.lab.inspect.reach import REACH_LENGTHS, effective_reach, head_roles
 from attention_priors.lab.machine import processor, versions
 from attention_priors.lab.results import INSPECTION_FORMAT
+from attention_priors.lab.tasks import PasskeyTask
 from attention_priors.lab.tasks.passkey import PasskeySample
 from attention_priors.lab.wall_clock import now
 from attention_priors.priors import Prior, Uniform
@@ -387,3 +385,30 @@ def _linear(audit: LinearAudit, visible: Tensor) -> dict[str, list[Any]]:
         "skewed": audit.skewed[..., several].double().mean(-1).tolist(),
         "drowned": audit.drowned[..., several].double().mean(-1).tolist(),
     }
+
+
+FILLER = 768
+"""Tokens of filler between the pass key and the question."""
+_SEED = 4
+
+
+def figure_4_prompt(tokenizer: PreTrainedTokenizerBase) -> PasskeySample:
+    """The instruction, the pass key, 768 tokens of filler, the question; the answer follows.
+
+    Source: BAM, Figure 4, a prompt of 32 + 25 + 768 + 16 = 841 tokens. With the paper's tokenizer (Mistral-7B v0.3) it
+    is 32 + 28 + 768 + 13 = 841 here: the pass key's sentence has 3 tokens of line ends and the question 2, and the 5
+    of the answer are no part of the prompt. Without the former and with the latter they are 25 and 16. With other
+    tokenizers the parts but for the filler have other numbers of tokens.
+
+    Raises:
+        ValueError: the tokenizer joins a pass key to the words before it.
+    """
+    task = PasskeyTask(tokenizer, wording="long")
+    length = task.minimum_length + FILLER
+    while True:
+        sample = task.sample(length, 0.0, torch.Generator().manual_seed(_SEED))
+        missing = FILLER - (sample.question_start - sample.needle_end)
+        # A tokenizer that joins digits needs less room for this key than for the longest one.
+        if not missing:
+            return sample
+        length += missing

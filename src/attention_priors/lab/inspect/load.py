@@ -16,7 +16,7 @@ from attention_priors.hf.attach import CONFIG_KEY, LEARNED_POSITIONS
 from attention_priors.hf.loading import load_any_config, load_model, load_whole, tokenizer_of
 from attention_priors.lab.data import load_corpus
 from attention_priors.lab.data.corpora import read_documents
-from attention_priors.lab.data.fasta import is_fasta
+from attention_priors.lab.data.genomes import is_fasta
 from attention_priors.lab.data.tokenizer import pretrained_tokenizer
 from attention_priors.lab.tasks.subject import check_vocabulary, device_named
 from attention_priors.models.decoder import PriorDecoderConfig

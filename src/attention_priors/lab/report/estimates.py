@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from attention_priors.lab.data.nucleotides import NUCLEOTIDES
+from attention_priors.lab.data.genomes import NUCLEOTIDES
 from attention_priors.lab.intervals import Estimate, over_seeds, wilson_interval
 from attention_priors.lab.report.wording import quantity, words
 from attention_priors.lab.results import Frame, Results

@@ -16,7 +16,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from attention_priors.lab.data.nucleotides import NUCLEOTIDES
+from attention_priors.lab.data.genomes import NUCLEOTIDES
 from attention_priors.lab.evaluate import Continuation, Summary
 from attention_priors.lab.report.estimates import by_task, loss_measure
 from attention_priors.lab.report.figures import curves, layout, write_pngs

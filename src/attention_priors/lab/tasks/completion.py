@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from attention_priors.lab.data.nucleotides import BASES, NUCLEOTIDES, is_nucleotide_tokenizer
+from attention_priors.lab.data.genomes import BASES, NUCLEOTIDES, is_nucleotide_tokenizer
 from attention_priors.lab.tasks.generation import continue_texts, draw_among
 from attention_priors.lab.tasks.plan import COMPLETED
 from attention_priors.lab.tasks.task import OnShare, Record, Task, Unit, tokens_as_share
