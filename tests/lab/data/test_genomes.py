@@ -26,7 +26,7 @@ from attention_priors.lab.data import (
     token_stream,
     train_tokenizer,
 )
-from attention_priors.lab.data.corpora import Document
+from attention_priors.lab.data.document import Document
 from attention_priors.lab.data.genomes import check_nucleotides, encode_nucleotides, is_fasta
 from attention_priors.lab.data.preparation import Preparation, prepare
 from attention_priors.lab.data.shards import TokenShards, read_manifest

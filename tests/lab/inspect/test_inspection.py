@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from attention_priors.lab.report.figures.attention_maps import attention_map
-from attention_priors.lab.report.figures.comparison import prior_curves
-from attention_priors.lab.report.tables.inspection import inspection_head_grid, layer_grid, reach_grid
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -45,8 +42,10 @@ from attention_priors.lab.inspect import (
 )
 from attention_priors.lab.inspect.inspection import _tokens, figure_4_prompt
 from attention_priors.lab.report import inspection_summary, write_inspection
+from attention_priors.lab.report.figures.attention import attention_map
+from attention_priors.lab.report.figures.heads import prior_curves
 from attention_priors.lab.report.figures.style import png
-from attention_priors.lab.report.pages.inspection import inspection_results
+from attention_priors.lab.report.pages.inspection import inspection_results, inspection_tables
 from attention_priors.lab.tasks.passkey import PasskeyTask
 from attention_priors.models import (
     PriorDecoderConfig,
@@ -206,10 +205,10 @@ def test_the_reach_in_the_table_of_heads_is_at_the_length_that_its_caption_names
     findings: dict[str, dict[str, Any]],
 ) -> None:
     found = findings["some heads"]
-    grid = inspection_head_grid(found)
-    assert "for the last query of 512 tokens" in grid.caption
-    column = [*grid.header].index("90 % within, tokens")
-    shown = [line[column] for group in grid.groups for line in group]
+    table = inspection_tables(found)["heads"]
+    assert "for the last query of 512 tokens" in table.caption
+    column = table.header.index("90 % within, tokens")
+    shown = [line[column] for line in table.lines]
     assert shown == [str(row["reach_at_length"][1]) for row in found["priors"]]
     assert [row["reach_at_length"] for row in found["priors"] if row["role"] == "uniform"] == [[255, 460, 506]] * 4
 
@@ -409,7 +408,7 @@ def test_maps_are_as_wide_as_their_labels_need_and_scroll_where_the_window_is_no
     opened.context.close()
 
 
-@pytest.mark.parametrize(("across", "down"), [(28, 13), (33, 22), (34, 23), (64, 40)])
+@pytest.mark.parametrize(("across", "down"), [(28, 13), (32, 22), (33, 23), (64, 40)])
 def test_labels_of_tokens_do_not_overlap(across: int, down: int) -> None:
     ends = list(itertools.accumulate((30, across, 100, down)))
     passkey = {
@@ -462,8 +461,8 @@ def test_models_without_priors_are_not_said_to_have_some(findings: dict[str, dic
     without = {"linear", "a linear encoder", "a scale on some heads", "GPT-2", "short GPT-2"}
     for name, found in findings.items():
         assert {layer["has_prior"] for layer in found["layers"]} == {name not in without}, name
-        column = layer_grid(found).header.index("prior")
-        words = {line[column] for group in layer_grid(found).groups for line in group}
+        table = inspection_tables(found)["layers"]
+        words = {line[table.header.index("prior")] for line in table.lines}
         assert words == {"uniform" if name in without else "yes"}, name
 
 
@@ -481,14 +480,16 @@ def test_a_mask_of_the_models_own_is_seen_for_what_it_is(tokenizer: Any, tmp_pat
     assert [layer["causal"] for layer in found["layers"]] == [True] * 4
     assert [layer["own_mask"] for layer in found["layers"]] == [True] * 3 + [False]
     assert not any("log_prior_ahead" in row for row in found["priors"])
-    sees = [line[2] for group in layer_grid(found).groups for line in group]
+    tables = inspection_tables(found)
+    sees = [line[2] for line in tables["layers"].lines]
     assert sees == ["what precedes, within a mask of the model's own"] * 3 + ["what precedes"]
-    for grid in (reach_grid(found), inspection_head_grid(found)):
-        assert "In 3 of 4 layers a mask of the model's own may hide more than this says" in grid.caption
+    for name in ("reach", "heads"):
+        assert "In 3 of 4 layers a mask of the model's own may hide more than this says" in tables[name].caption
     for layer in found["layers"]:
         del layer["own_mask"]  # as it was before that was noted
-    assert "mask" not in reach_grid(found).caption
-    assert {line[2] for group in layer_grid(found).groups for line in group} == {"what precedes"}
+    tables = inspection_tables(found)
+    assert "mask" not in tables["reach"].caption
+    assert {line[2] for line in tables["layers"].lines} == {"what precedes"}
 
 
 def test_layers_that_see_one_key_leave_the_rest_to_be_looked_at(tokenizer: Any, tmp_path: Path) -> None:
@@ -593,6 +594,7 @@ def test_curves_of_keys_that_follow_are_drawn_where_they_are_others(
     for name, layers in (("T5", {0, 1}), ("an encoder", set()), ("ours", set())):
         found = findings[name]
         figure = prior_curves(inspection_results(found)["prior"], found["title"])
+        assert figure is not None
         drawn = {
             layer for layer, axes in enumerate(figure.axes) for line in axes.lines if "ahead" in str(line.get_gid())
         }
@@ -625,7 +627,7 @@ def test_gaussians_within_sums_are_in_the_scatter(tokenizer: Any, tmp_path: Path
     write_inspection(found, tmp_path / "page.html")
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert [picture for picture in page.all("img") if picture["alt"].startswith("Shape β against θα")]
-    heads = inspection_head_grid(found).header
+    heads = inspection_tables(found)["heads"].header
     assert {"generalized gaussian β", "generalized gaussian θα", "key sink bump"} <= {*heads}
     assert "generalized gaussian amplitude" not in heads
 

@@ -232,11 +232,14 @@ def test_a_written_page_keeps_its_words_and_gets_what_it_shows(rows, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "name"), [("retrieval", "passkey"), ("logit_scale", "logit_scale_histogram")])
-def test_a_page_that_shows_what_there_is_no_data_for_is_refused(rows, tmp_path, kind, name):
+def test_what_a_page_shows_and_there_is_no_data_for_is_named_and_stays(rows, tmp_path, kind, name):
     (tmp_path / "README.md").write_text(PAGE, encoding="utf-8")
     with pytest.raises(ValueError, match=f"no data for: {name}$"):
         write_report(rows.put(kind, []).results(), tmp_path)
-    assert (tmp_path / "README.md").read_text(encoding="utf-8") == PAGE
+    page = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert ("| what | stood here before |" in page) == (name == "passkey")
+    assert (tmp_path / "figures" / "logit_scale_histogram.png").exists() == (name == "passkey")
+    assert tables(rows.results())["training"].markdown() in page
 
 
 @pytest.mark.parametrize(

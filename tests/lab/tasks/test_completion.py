@@ -179,7 +179,7 @@ def test_pieces_are_completed_and_summarised(subject: Subject, genome: Path, tmp
     assert completion.identity_interval == pytest.approx(mean_interval([float(mean) for mean in means]))
     assert completion.chance == pytest.approx(0.25, abs=0.02)
     text = markdown(summary)
-    assert f"| 100 | 3 | 3 | {100 * completion.identity:.1f} | " in text
+    assert f"| 100 | 3 | 3 | {100 * completion.identity:.1f} [" in text
     figures = write_evaluation_figures(summary, evaluation_results(summary, "model"), tmp_path)
     assert [path.name for path in figures] == ["genome_completion.png"]
 

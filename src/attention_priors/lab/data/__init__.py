@@ -1,6 +1,7 @@
 """Corpora, tokenizers, token shards, and training rows."""
 
-from attention_priors.lab.data.corpora import EMBEDDED, END_OF_TEXT, Corpus, Document, load_corpus
+from attention_priors.lab.data.corpora import EMBEDDED, Corpus, load_corpus
+from attention_priors.lab.data.document import END_OF_TEXT, Document
 from attention_priors.lab.data.genomes import (
     NUCLEOTIDES,
     FastaError,

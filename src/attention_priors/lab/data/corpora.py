@@ -11,14 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from attention_priors.lab.data.document import Document
 from attention_priors.lab.data.genomes import FastaFile, is_fasta
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
 
 EMBEDDED = "embedded"
 PACKAGE = "package:"
@@ -368,47 +364,3 @@ def _sample(documents: Sequence[Document], budget: int) -> tuple[Document, ...]:
         kept[document.name] = document if size == len(document.text) else _cut(document, 0, size)
         budget -= size
     return tuple(kept[document.name] for document in documents if document.name in kept)
-
-
-END_OF_TEXT = "<|endoftext|>"
-"""Begins, ends and pads sequences."""
-
-NO_LENGTH_LIMIT = int(1e30)
-"""transformers' own number for "no limit": it warns of a text longer than the tokenizer's limit, but here the model
-decides what length it reads."""
-
-
-@dataclass(frozen=True)
-class Document:
-    """A named piece of text; the name is unique within its corpus."""
-
-    name: str
-    text: str
-
-
-def texts_of(documents: Iterable[Document]) -> Iterator[str]:
-    """Yield the text of each document.
-
-    Raises:
-        ValueError: ``documents`` is a string, or holds something else than `Document`.
-    """
-    for document in documents if not isinstance(documents, str) else (documents,):
-        if not isinstance(document, Document):
-            raise ValueError(
-                f"documents must be documents, such as [Document('name', text)]; got a {type(document).__name__}, "
-                f"{str(document)[:20]!r}"
-            )
-        yield document.text
-
-
-def document_tokenizer(backend: Tokenizer) -> PreTrainedTokenizerFast:
-    """Wrap a tokenizer whose one special token, ``<|endoftext|>``, begins, ends and pads sequences."""
-    # transformers takes more than a second to import.
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT),
-        clean_up_tokenization_spaces=False,
-        model_max_length=NO_LENGTH_LIMIT,
-    )

@@ -18,7 +18,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from attention_priors._io import checksum
-from attention_priors.lab.data.corpora import END_OF_TEXT, Document, document_tokenizer
+from attention_priors.lab.data.document import END_OF_TEXT, Document, document_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast

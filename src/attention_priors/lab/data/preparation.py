@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib.format import write_array
 
 from attention_priors._io import checksum, remove_temporaries, replacing, write_json
-from attention_priors.lab.data.corpora import Document
+from attention_priors.lab.data.document import Document
 from attention_priors.lab.data.shards import FORMAT, MANIFEST, PARTS, Shard, ShardError, read_manifest, shards_of
 from attention_priors.lab.data.sources import Documents
 from attention_priors.lab.data.tokenizer import (

@@ -19,14 +19,8 @@ from torch import Tensor
 
 from attention_priors._io import replacing
 from attention_priors.hf.repositories import folder_or_repository
-from attention_priors.lab.data.corpora import (
-    END_OF_TEXT,
-    NO_LENGTH_LIMIT,
-    Corpus,
-    Document,
-    document_tokenizer,
-    texts_of,
-)
+from attention_priors.lab.data.corpora import Corpus
+from attention_priors.lab.data.document import END_OF_TEXT, NO_LENGTH_LIMIT, Document, document_tokenizer, texts_of
 from attention_priors.lab.data.genomes import (
     NUCLEOTIDES,
     check_nucleotides,

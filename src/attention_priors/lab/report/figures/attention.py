@@ -16,7 +16,7 @@ from attention_priors.lab.report.figures.style import blank, label
 _MOST_PIXELS = 430
 """Of an attention map's side: the largest of neighbouring weights stands for them, so that single columns stay lit."""
 
-_MOST_LABELS = (22, 33)
+_MOST_LABELS = (22, 32)
 """Of tokens, that have room along a map's side and its foot."""
 
 _PARTS = {"instruction": "instruction", "needle": "pass key", "filler": "filler", "question": "question"}

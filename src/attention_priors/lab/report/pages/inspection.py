@@ -117,7 +117,8 @@ def inspection_tables(found: Found) -> dict[str, Table]:
 def _heads(found: Found) -> Table:
     """Each head: in words, in parameters, and by what it does on the texts."""
     asked = [{key: row[key] for key in ("layer", "head", "needle")} for row in found["passkey"].get("heads", ())]
-    heads = pd.DataFrame(found["priors"]).set_index(["layer", "head"])
+    columns = ["layer", "head", "role", "prior", "parameters", "reach_at_length"]
+    heads = pd.DataFrame(found["priors"], columns=columns).set_index(["layer", "head"])
     for rows in (found["text"].get("heads"), asked, found["logit_scales"]):
         heads = heads.join(pd.DataFrame(rows).set_index(["layer", "head"])) if rows else heads
     shown: dict[str, Any] = {"head": [f"{layer}.{head}" for layer, head in heads.index], "in words": heads.role}

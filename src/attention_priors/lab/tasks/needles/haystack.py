@@ -11,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-from attention_priors.lab.data.corpora import EMBEDDED, Corpus, Document, load_corpus, read_documents
+from attention_priors.lab.data.corpora import EMBEDDED, Corpus, load_corpus, read_documents
+from attention_priors.lab.data.document import Document
 from attention_priors.lab.data.genomes import is_fasta
 
 
