@@ -21,8 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from attention_priors._io import write_json
 from attention_priors.hf import attach
-from attention_priors.lab.machine import memory_bytes, processor, versions
-from attention_priors.lab.wall_clock import now
+from attention_priors.lab.machine import memory_bytes, now, processor, versions
 
 WIDTH, LAYERS, HEADS, VOCABULARY = 512, 2, 8, 4096
 GGD = {"name": "generalized_gaussian", "init": "spread", "learn": True}

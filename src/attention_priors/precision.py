@@ -1,4 +1,4 @@
-"""Which dtype is computed in, and parameters that stay in float32 when the model around them is cast."""
+"""Which dtype is computed in, parameters that stay in float32 in a model that is cast, and numbers that can be read."""
 
 from __future__ import annotations
 
@@ -34,3 +34,21 @@ class KeepsFloat32(nn.Module):
             if name in state_dict and state_dict[name].dtype != parameter.dtype:
                 state_dict[name] = state_dict[name].detach().to(parameter.dtype)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def is_traced() -> bool:
+    """Whether tensors may have no values: while compiling, and among FakeTensors."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def can_be_read(tensor: Tensor) -> bool:
+    """Whether a check may read the tensor's numbers: no device is waited for, and nothing traces or transforms it."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )

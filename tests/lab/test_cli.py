@@ -12,8 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from attention_priors.lab.cli import app
-from attention_priors.lab.cli.arguments import name_of_model
-from attention_priors.lab.cli.terminal import errors
+from attention_priors.lab.cli.terminal import errors, name_of_model
 from processes import run_command
 
 RECIPE: dict[str, Any] = {

@@ -6,8 +6,8 @@ from unittest import mock
 
 import pytest
 
-from attention_priors.lab import wall_clock
-from attention_priors.lab.wall_clock import WallClock
+from attention_priors.lab import machine as wall_clock
+from attention_priors.lab.machine import WallClock
 
 
 class Time:

@@ -3,7 +3,7 @@
 import torch
 
 from attention_priors import GeneralizedGaussian
-from attention_priors.models.placement import beside
+from attention_priors.models.pretrained import beside
 
 
 def test_shared_by_layers_on_several_devices() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention_priors.attention.augment import augment
-from attention_priors.attention.content import all_of, columns_together
+from attention_priors.attention.content import all_of, augment, columns_together
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.recentred import lanes_are_exact
 from attention_priors.attention.reference import blockwise

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from attention_priors.attention.content import Content, columns_together
-from attention_priors.attention.dispatch import nobody_watches, one_by_one
 from attention_priors.attention.geometry import Geometry
-from attention_priors.attention.geometry_operator import GEOMETRY, geometry_from
+from attention_priors.attention.geometry_operator import GEOMETRY, geometry_from, nobody_watches, one_by_one
 from attention_priors.attention.pruning.bounds import BLOCK, Balls
 from attention_priors.attention.pruning.certificate import prune
 from attention_priors.attention.tiles import blocks as blocks

@@ -16,10 +16,9 @@ from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.pruning.bounds import KeyBounds
 from attention_priors.checks import check_share
 from attention_priors.encodings import ShawVectors
-from attention_priors.precision import compute_dtype_of
+from attention_priors.precision import can_be_read, compute_dtype_of
 from attention_priors.priors import Prior
 from attention_priors.priors.base import check_in_use, check_positions
-from attention_priors.tracing import can_be_read
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -14,16 +14,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attention_priors.attention.augment import Augmented, slope_term
+from attention_priors.attention.content import Augmented, slope_term
 from attention_priors.attention.geometry import Geometry, positions_in_documents
 from attention_priors.attention.geometry_operator import geometry_arguments
 from attention_priors.attention.operator import Table, attend_in_tiles
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.sliding import sliding_maximum
 from attention_priors.attention.tables import known_range
+from attention_priors.precision import is_traced
 from attention_priors.priors import Prior
 from attention_priors.priors.base import checked_log_prior
-from attention_priors.tracing import is_traced
 
 NEAR = 400.0
 """Nats from 0 up to which float32 is exact to 1e-4: log-prior, logit and what they are made of are each rounded."""

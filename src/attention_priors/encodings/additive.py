@@ -1,4 +1,4 @@
-"""Sinusoidal positions."""
+"""Positions that are added to embeddings: sinusoidal, learned, and a toy that adds the position itself."""
 
 from __future__ import annotations
 

@@ -22,9 +22,8 @@ from transformers.utils.hub import cached_file
 
 from attention_priors._io import read_json, write_json
 from attention_priors.hf.attach import CONFIG_KEY, Model, attach, attached_priors, check_attached_can_be_loaded, detach
+from attention_priors.hf.files import damage_named, folder_or_repository, read_weights, write_weights
 from attention_priors.hf.interface import ATTRIBUTE
-from attention_priors.hf.repositories import folder_or_repository
-from attention_priors.hf.weights import damage_named, read_weights, write_weights
 
 DESCRIPTION = "prior_adapter_config.json"
 WEIGHTS = "prior_adapter.safetensors"

@@ -22,7 +22,7 @@ from torch import Tensor
 from attention_priors._io import read_json, write_json
 from attention_priors.attention import SSMax
 from attention_priors.checks import check_above, check_booleans, check_positive_integers
-from attention_priors.hf.weights import read_weights, write_weights
+from attention_priors.hf.files import read_weights, write_weights
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
 from attention_priors.priors import GeneralizedGaussian, Laplace, Uniform
 

@@ -16,7 +16,7 @@ from transformers.utils import output_capturing
 from attention_priors.attention import SSMax, attend
 from attention_priors.attention.attend import attend_with_weights
 from attention_priors.models.masks import Keys, KeysMask, forbidden_by, hides, is_absolute, keys_mask
-from attention_priors.models.placement import beside
+from attention_priors.models.pretrained import beside
 from attention_priors.priors import Prior, Window
 
 IMPLEMENTATION = "attention_priors"

@@ -20,8 +20,7 @@ from attention_priors.encodings import LearnedTable
 from attention_priors.hf.adapter import TOGETHER, adapter_folder, load_attached
 from attention_priors.hf.alibi import MptAttention
 from attention_priors.hf.attach import CONFIG_KEY, learned_positions, positions_are_dropped
-from attention_priors.hf.repositories import folder_or_repository
-from attention_priors.hf.weights import damage_named
+from attention_priors.hf.files import damage_named, folder_or_repository
 from attention_priors.models.decoder import PriorDecoderConfig
 from attention_priors.models.encoder import PriorEncoderConfig
 from attention_priors.models.vision import PriorVisionConfig

@@ -31,11 +31,8 @@ from attention_priors.attention import ShardedSequence, attend, attend_across
 from attention_priors.attention.attend import attend_with_weights
 from attention_priors.checks import check_positive_integers, check_share
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawVectors, encoding_from_config
-from attention_priors.models.config import PriorConfig
-from attention_priors.models.inputs import embedded, refuse_unknown
 from attention_priors.models.masks import Keys, keys_of_call
-from attention_priors.models.placement import beside
-from attention_priors.models.pretrained import PriorPreTrainedModel
+from attention_priors.models.pretrained import PriorConfig, PriorPreTrainedModel, beside, embedded, refuse_unknown
 from attention_priors.priors import Prior
 from attention_priors.priors.base import check_over_line
 

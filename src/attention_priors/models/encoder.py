@@ -21,11 +21,8 @@ from attention_priors.attention.attend import attend_with_weights
 from attention_priors.attention.geometry import positions_in_documents
 from attention_priors.checks import check_positive_integers, check_share
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, encoding_from_config
-from attention_priors.models.config import PriorConfig
 from attention_priors.models.decoder import SwiGLU
-from attention_priors.models.inputs import embedded, refuse_unknown
-from attention_priors.models.placement import beside
-from attention_priors.models.pretrained import PriorPreTrainedModel
+from attention_priors.models.pretrained import PriorConfig, PriorPreTrainedModel, beside, embedded, refuse_unknown
 from attention_priors.priors import Prior, Structure, at_spacing
 from attention_priors.priors.base import check_over_line, check_positions
 

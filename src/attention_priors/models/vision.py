@@ -20,8 +20,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from attention_priors.checks import check_booleans, check_choice, check_positive_integers
 from attention_priors.models.encoder import EncoderAttention, EncoderLayer, EncoderPlaces, EncoderStack, StackConfig
-from attention_priors.models.inputs import refuse_unknown
-from attention_priors.models.pretrained import PriorPreTrainedModel
+from attention_priors.models.pretrained import PriorPreTrainedModel, refuse_unknown
 from attention_priors.priors import at_spacing, grid_positions
 from attention_priors.priors.base import check_on_grid
 

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from attention_priors.config import build
-from attention_priors.priors.base import Lanes, Prior, Structure
+from attention_priors.priors.base import Init, Lanes, Prior, Structure
 from attention_priors.priors.clipped_offsets import ClippedOffsets
 from attention_priors.priors.generalized_gaussian import GeneralizedGaussian
 from attention_priors.priors.grid import OnGrid
 from attention_priors.priors.laplace import Laplace
 from attention_priors.priors.relative_buckets import RelativeBuckets
 from attention_priors.priors.spectral import Spectral
-from attention_priors.priors.starts import Init
 from attention_priors.priors.uniform import Uniform
 
 Description = Mapping[str, Any] | str | Prior

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_priors.checks import check_positive_integers
-from attention_priors.priors.base import Prior, Structure
-from attention_priors.priors.starts import Init, checked_init, started
+from attention_priors.priors.base import Init, Prior, Structure, checked_init, started
 
 
 class ClippedOffsets(Prior):

@@ -15,6 +15,6 @@ from attention_priors.priors.window import Window as Window
 from attention_priors.priors.axial import Axial as Axial
 from attention_priors.priors.axial import Spectral2d as Spectral2d
 from attention_priors.priors.axial import Radial as Radial
-from attention_priors.priors.key_sink_2d import KeySink2d as KeySink2d
+from attention_priors.priors.key_sink import KeySink2d as KeySink2d
 
 __all__ = [name for name in globals() if not name.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from attention_priors.checks import check_booleans
-from attention_priors.priors.base import LOG_PRIOR_FLOOR, Prior, Structure, per_head
+from attention_priors.priors.base import LOG_PRIOR_FLOOR, Init, Prior, Structure, checked_init, per_head, started
 from attention_priors.priors.laplace import alibi_slopes
-from attention_priors.priors.starts import Init, checked_init, started
 
 EPSILON = 1e-5
 """Added to the distance, so that β < 0 is finite at d = 0 (BAM, Appendix C)."""

@@ -2,7 +2,8 @@
 
 One integer says where a token stands, ``row · 2^24 + column``, so that whatever takes positions takes these, and the
 difference of two says how many rows and columns lie between them. Tokens that stand outside (a class token, registers)
-are all at one place, far from every grid.
+are all at one place, far from every grid. Priors on grids can be read on finer and
+coarser grids than the one that they were trained on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Laplace prior (ALiBi)."""
+"""The Laplace prior (ALiBi), and ALiBi's slopes."""
 
 from __future__ import annotations
 

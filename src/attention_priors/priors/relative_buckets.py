@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_priors.checks import check_booleans
-from attention_priors.priors.base import Prior, Structure
-from attention_priors.priors.starts import Init, checked_init, started
+from attention_priors.priors.base import Init, Prior, Structure, checked_init, started
 
 
 class RelativeBuckets(Prior):

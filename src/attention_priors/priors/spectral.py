@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_priors.checks import check_above, check_at_least, check_positive_integers
-from attention_priors.priors.base import Lanes, Prior, Structure
-from attention_priors.priors.starts import Init, checked_init, started
+from attention_priors.priors.base import Init, Lanes, Prior, Structure, checked_init, started
 
 
 class Spectral(Prior):

@@ -29,11 +29,10 @@ from study_rows import (
 from attention_priors.lab.data import NUCLEOTIDES
 from attention_priors.lab.intervals import over_seeds
 from attention_priors.lab.report.comparisons import comparisons, panels
-from attention_priors.lab.report.estimates import KINDS, by_task, own_passkeys, shares_by_length
+from attention_priors.lab.report.estimates import KINDS, by_task, gaussian_heads, own_passkeys, shares_by_length
 from attention_priors.lab.report.figures import curves, heads, heatmaps, illustrations, style, write_pngs
 from attention_priors.lab.report.figures.heatmaps import depth_rows
 from attention_priors.lab.report.figures.style import COLOURS, label, look, looks
-from attention_priors.lab.report.roles import gaussian_heads
 
 
 def drawn(rows: Rows, stem: str) -> Any:

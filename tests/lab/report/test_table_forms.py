@@ -9,7 +9,7 @@ import pytest
 from jinja2 import UndefinedError
 from rich.console import Console
 
-from attention_priors.lab.report.roles import ROLES, role
+from attention_priors.lab.report.estimates import ROLES, role
 from attention_priors.lab.report.table import Cell, Table
 from attention_priors.lab.report.tables import tables, write_tables
 from attention_priors.lab.report.wording import (

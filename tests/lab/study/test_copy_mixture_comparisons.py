@@ -18,7 +18,7 @@ from attention_priors.lab.study import Recipe, RecipeError
 from attention_priors.lab.study import materials as materials_module
 from attention_priors.lab.study.decoders import DecoderStudy
 from attention_priors.lab.study.materials import HELD_OUT_SEED, Materials
-from attention_priors.lab.study.run_files import run_folder
+from attention_priors.lab.study.runs import run_folder
 from attention_priors.lab.tasks import CopyMixture
 from attention_priors.lab.tasks.copying import copying_rows
 

@@ -20,7 +20,7 @@ from attention_priors.lab.results import read_rows
 from attention_priors.lab.study import RecipeError, compare, decoders
 from attention_priors.lab.study.decoders import STAGES, DecoderStudy
 from attention_priors.lab.study.materials import TextMaterials
-from attention_priors.lab.study.run_files import extended_folder, run_folder
+from attention_priors.lab.study.runs import extended_folder, run_folder
 from attention_priors.models import PriorDecoderForCausalLM
 from attention_priors.models.repositioning import with_positions
 from thoroughness import every_other_deep

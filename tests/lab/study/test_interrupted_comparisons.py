@@ -23,7 +23,7 @@ from attention_priors.lab.results import FILE, read_rows
 from attention_priors.lab.study import Recipe, compare, worker
 from attention_priors.lab.study.decoders import DecoderStudy
 from attention_priors.lab.study.results import collect
-from attention_priors.lab.study.run_files import run_folder
+from attention_priors.lab.study.runs import run_folder
 from attention_priors.lab.study.workers import FINISHED, TAKEN, cuda_devices, least_taken
 from attention_priors.lab.train import Trained
 

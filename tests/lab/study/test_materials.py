@@ -14,7 +14,7 @@ from attention_priors.lab.study import RecipeError
 from attention_priors.lab.study.decoders import DecoderStudy
 from attention_priors.lab.study.materials import Materials
 from attention_priors.lab.study.results import collect
-from attention_priors.lab.study.run_files import run_folder
+from attention_priors.lab.study.runs import run_folder
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 COMPARISONS = [RECIPES / "demo.yaml", *sorted((RECIPES / "results").glob("*.yaml"))]

@@ -2,7 +2,7 @@ import pytest
 
 from attention_priors.lab.study.recipe import Scheme
 from attention_priors.lab.study.results import describe
-from attention_priors.lab.study.run_files import folder_name
+from attention_priors.lab.study.runs import folder_name
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from recipe_cases import RECIPE, changed, decoder_recipe
 from attention_priors.lab.study import Recipe, RecipeError
 from attention_priors.lab.study.decoders import DecoderStudy
 from attention_priors.lab.study.materials import Materials
-from attention_priors.lab.study.run_files import LONGEST_FOLDER_NAME, folder_name
+from attention_priors.lab.study.runs import LONGEST_FOLDER_NAME, folder_name
 from attention_priors.lab.study.sweep import label
 from attention_priors.lab.train import PositionSettings
 

@@ -13,7 +13,7 @@ from attention_priors.attention.reference import reference
 from attention_priors.hf.observe import LayerAttention, observed_attention
 from attention_priors.lab.evaluate import evaluate
 from attention_priors.lab.tasks import EvaluationPlan, Subject
-from attention_priors.lab.tasks.passkey_weight import needle_weights
+from attention_priors.lab.tasks.passkey import needle_weights
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
 
 PROMPT = torch.randint(0, model_folders.VOCABULARY, (90,), generator=torch.Generator().manual_seed(1))

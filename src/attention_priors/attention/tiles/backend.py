@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 
-from attention_priors.attention.augment import Augmented, augment, slope_term
+from attention_priors.attention.content import Augmented, augment, slope_term
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.geometry_operator import geometry_arguments
 from attention_priors.attention.grids import Grids
@@ -35,8 +35,8 @@ from attention_priors.attention.reference import blockwise
 from attention_priors.attention.tables import consecutive_table
 from attention_priors.attention.tiles.one_query import attend_one_query
 from attention_priors.attention.triton.backend import distance_range
+from attention_priors.precision import is_traced
 from attention_priors.priors import Prior, Structure
-from attention_priors.tracing import is_traced
 
 DISTANCES_PER_TOKEN = 16
 """Entries of a table, at most, per query and key, where positions do not step by one: gaps at random make a distance of

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attention_priors.attention.dispatch import nobody_watches
+from attention_priors.attention.geometry_operator import nobody_watches
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.recentred import is_known_near, may_look
 from attention_priors.attention.tables import consecutive_table

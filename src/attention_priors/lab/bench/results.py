@@ -11,7 +11,7 @@ import numpy as np
 from attention_priors._io import read_json
 from attention_priors.lab.bench.way import PASSES
 from attention_priors.lab.bench.ways import WAYS
-from attention_priors.lab.wall_clock import now
+from attention_priors.lab.machine import now
 
 FORMAT = 1
 IDENTITY = "identity.json"

@@ -23,10 +23,9 @@ from attention_priors.lab.bench.measure import Runner, repetitions
 from attention_priors.lab.bench.results import IDENTITY, collect
 from attention_priors.lab.bench.way import PASSES, CannotRunError, Case, Need, Pass, in_short, make_inputs
 from attention_priors.lab.bench.ways import LINE_WAYS, WAYS
-from attention_priors.lab.machine import memory_bytes, processor, versions
+from attention_priors.lab.machine import memory_bytes, now, processor, versions
 from attention_priors.lab.output_folder import sole_writer
 from attention_priors.lab.strict_yaml import RecipeError, Strict, explain, read_strictly
-from attention_priors.lab.wall_clock import now
 
 GIB = 2**30
 HEADROOM = 0.9

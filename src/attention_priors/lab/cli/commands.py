@@ -10,8 +10,18 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from attention_priors.lab.cli.arguments import head_of_layer, listed, name_of_model, number_of_tokens, seed_number
-from attention_priors.lab.cli.terminal import EvaluationDisplay, TrainingDisplay, errors, quiet_transformers, written
+from attention_priors.lab.cli.terminal import (
+    EvaluationDisplay,
+    TrainingDisplay,
+    errors,
+    head_of_layer,
+    listed,
+    name_of_model,
+    number_of_tokens,
+    quiet_transformers,
+    seed_number,
+    written,
+)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

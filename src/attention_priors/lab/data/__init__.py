@@ -10,8 +10,14 @@ from attention_priors.lab.data.genomes import (
     is_nucleotide_tokenizer,
     nucleotide_tokenizer,
 )
-from attention_priors.lab.data.packing import IGNORED_LABEL, TrainingMixture, collate_rows
-from attention_priors.lab.data.retrieval import RetrievalShare, RetrievalText, RetrievalTexts
+from attention_priors.lab.data.packing import (
+    IGNORED_LABEL,
+    RetrievalShare,
+    RetrievalText,
+    RetrievalTexts,
+    TrainingMixture,
+    collate_rows,
+)
 from attention_priors.lab.data.tokenizer import (
     TokenStream,
     digit_token_ids,

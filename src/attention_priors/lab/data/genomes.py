@@ -1,4 +1,4 @@
-"""Genomes: FASTA files, plain or compressed, of which nothing is used before all of it has been read once."""
+"""Genomes: FASTA files, plain or compressed, all read once before anything is used, and their tokenizer."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from attention_priors._io import replacing
-from attention_priors.hf.repositories import folder_or_repository
+from attention_priors.hf.files import folder_or_repository
 from attention_priors.lab.data.corpora import Corpus
 from attention_priors.lab.data.document import END_OF_TEXT, NO_LENGTH_LIMIT, Document, document_tokenizer, texts_of
 from attention_priors.lab.data.genomes import (

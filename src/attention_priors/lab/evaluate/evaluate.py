@@ -17,11 +17,10 @@ from attention_priors._io import append_json_line, writable_folder
 from attention_priors.lab.data.genomes import is_nucleotide_tokenizer
 from attention_priors.lab.evaluate.records import Record, Records
 from attention_priors.lab.evaluate.summary import Summary, summarize
-from attention_priors.lab.machine import PeakMemory, memory_bytes, processor, versions
+from attention_priors.lab.machine import PeakMemory, memory_bytes, now, processor, versions
 from attention_priors.lab.output_folder import sole_writer
 from attention_priors.lab.tasks import EvaluationPlan, Setting, Subject, Task, make_task
 from attention_priors.lab.tasks.timing import SOFTWARE
-from attention_priors.lab.wall_clock import now
 
 FORMAT = 2
 """Version of texts and records; records of another version are not reused."""

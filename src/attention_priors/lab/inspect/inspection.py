@@ -22,11 +22,10 @@ from attention_priors.lab.inspect.additive import LinearAudit, first_layer_linea
 from attention_priors.lab.inspect.curves import curve_distances, logit_scale_rows, prior_rows, prior_term_rows
 from attention_priors.lab.inspect.load import Inspected
 from attention_priors.lab.inspect.reach import REACH_LENGTHS, effective_reach, head_roles
-from attention_priors.lab.machine import processor, versions
+from attention_priors.lab.machine import now, processor, versions
 from attention_priors.lab.results import INSPECTION_FORMAT
 from attention_priors.lab.tasks import PasskeyTask
 from attention_priors.lab.tasks.passkey import PasskeySample
-from attention_priors.lab.wall_clock import now
 from attention_priors.priors import Prior, Uniform
 
 REACH_SHARES = (0.5, 0.9, 0.99)

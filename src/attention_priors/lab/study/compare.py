@@ -28,14 +28,14 @@ from rich.progress import (
 )
 
 from attention_priors._io import writable_folder, write_json
+from attention_priors.lab.machine import WallClock
 from attention_priors.lab.output_folder import sole_writer
 from attention_priors.lab.results import Results, write_rows
 from attention_priors.lab.strict_yaml import RecipeError, check_same_recipe, read_yaml, validated
 from attention_priors.lab.study.decoders import DecoderStudy
 from attention_priors.lab.study.images import ImageRecipe, ImageStudy
 from attention_priors.lab.study.recipe import Recipe
-from attention_priors.lab.study.run_files import run_folder
-from attention_priors.lab.study.study import Study
+from attention_priors.lab.study.runs import Study, run_folder
 from attention_priors.lab.study.workers import (
     FINISHED,
     STARTING,
@@ -47,7 +47,6 @@ from attention_priors.lab.study.workers import (
     log_of,
     usable_cores,
 )
-from attention_priors.lab.wall_clock import WallClock
 
 
 def load_recipe(path: Path) -> Recipe | ImageRecipe:

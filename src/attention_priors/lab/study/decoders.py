@@ -16,14 +16,13 @@ from transformers import set_seed
 
 from attention_priors._io import read_json, synchronise, with_nulls, write_json
 from attention_priors.hf.loading import load_model
+from attention_priors.lab.machine import WallClock
 from attention_priors.lab.study.materials import Materials
 from attention_priors.lab.study.measure import FILES, is_measured, measure, on_device
 from attention_priors.lab.study.recipe import Extension, MixtureSettings, Recipe
 from attention_priors.lab.study.results import collect
-from attention_priors.lab.study.run_files import extended_folder, run_folder, write_training
-from attention_priors.lab.study.study import Progress, Study
+from attention_priors.lab.study.runs import Progress, Study, extended_folder, run_folder, write_training
 from attention_priors.lab.train import Observer, PositionSettings, mean_loss, train
-from attention_priors.lab.wall_clock import WallClock
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 from attention_priors.models.repositioning import with_positions
 

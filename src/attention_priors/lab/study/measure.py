@@ -19,14 +19,13 @@ from attention_priors.lab.inspect import (
     prior_term_rows,
     sink_mass_rows,
 )
+from attention_priors.lab.machine import WallClock
 from attention_priors.lab.strict_yaml import RecipeError
 from attention_priors.lab.study.materials import Materials
 from attention_priors.lab.study.recipe import Recipe
-from attention_priors.lab.study.run_files import environment
-from attention_priors.lab.study.study import Progress
+from attention_priors.lab.study.runs import Progress, environment
 from attention_priors.lab.tasks import EvaluationPlan
 from attention_priors.lab.train import PositionSettings
-from attention_priors.lab.wall_clock import WallClock
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 
 Row = dict[str, Any]

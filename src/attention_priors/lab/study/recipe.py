@@ -13,8 +13,7 @@ from attention_priors.lab.data import EMBEDDED
 from attention_priors.lab.data.sources import TokenizerSpec
 from attention_priors.lab.evaluate import EvaluationSettings
 from attention_priors.lab.strict_yaml import Plugins, Strict, explain
-from attention_priors.lab.study.run_files import check_folders
-from attention_priors.lab.study.study import Seeds
+from attention_priors.lab.study.runs import Seeds, check_folders
 from attention_priors.lab.study.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid
 from attention_priors.lab.tasks import NEEDLE_TASKS, CopyMixture, EvaluationPlan
 from attention_priors.lab.train import DecoderSettings, DecoderSizes, PositionSettings, TrainingSettings, continued

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention_priors._io import read_json
+from attention_priors.lab.machine import now
 from attention_priors.lab.results import FIELDS, FORMAT, recipe_sha256
 from attention_priors.lab.study.measure import check_texts, measured_plans
 from attention_priors.lab.study.recipe import MixtureSettings, Recipe, Scheme
-from attention_priors.lab.study.run_files import environment_of, extended_folder, run_folder, united
+from attention_priors.lab.study.runs import environment_of, extended_folder, run_folder, united
 from attention_priors.lab.study.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS
-from attention_priors.lab.wall_clock import now
 
 if TYPE_CHECKING:
     from attention_priors.lab.study.images.recipe import ImageRecipe

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from attention_priors._io import read_json
 from attention_priors.lab.output_folder import FolderInUseError, sole_writer
 from attention_priors.lab.study.compare import load_study, recipe_of
-from attention_priors.lab.study.run_files import run_folder
+from attention_priors.lab.study.runs import run_folder
 from attention_priors.lab.study.workers import FINISHED, TAKEN
 
 

@@ -15,7 +15,7 @@ from typing import IO, Any, Protocol
 
 import torch
 
-from attention_priors.lab.study.run_files import run_folder
+from attention_priors.lab.study.runs import run_folder
 
 Run = tuple[str, int]
 """Scheme and seed."""

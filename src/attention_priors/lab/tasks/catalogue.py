@@ -6,8 +6,7 @@ from attention_priors.lab.tasks.completion import GenomeCompletion
 from attention_priors.lab.tasks.copying import Copying
 from attention_priors.lab.tasks.needles.prompts import NEEDLE_TASKS
 from attention_priors.lab.tasks.needles.task import NeedleRetrieval
-from attention_priors.lab.tasks.passkey import PasskeyRetrieval
-from attention_priors.lab.tasks.passkey_weight import PasskeyWeight
+from attention_priors.lab.tasks.passkey import PasskeyRetrieval, PasskeyWeight
 from attention_priors.lab.tasks.perplexity import Perplexity
 from attention_priors.lab.tasks.plan import COMPLETION, COPYING, PASSKEY_WEIGHT, PASSKEYS, PERPLEXITIES
 from attention_priors.lab.tasks.task import Setting, Task

@@ -3,18 +3,28 @@
 from attention_priors.lab.train.checkpoints import CheckpointError
 from attention_priors.lab.train.engine import Observer, Trained, Validation, is_first_process, train
 from attention_priors.lab.train.extend import continued, default_output, extend, mean_loss
-from attention_priors.lab.train.model import DecoderSettings, DecoderSizes, ModelSettings, PositionSettings, make_model
-from attention_priors.lab.train.parameters import make_optimizer, parameter_groups, shard_priors
 from attention_priors.lab.train.recipe import (
+    DecoderSettings,
+    DecoderSizes,
+    ModelSettings,
     OptimizationSettings,
+    PositionSettings,
     ProcessSettings,
     RunningSettings,
     TrainingSettings,
     TrainRecipe,
     load_train_recipe,
+    make_model,
 )
 from attention_priors.lab.train.run import prepare_data, run_recipe
-from attention_priors.lab.train.trainer import PriorTrainer, SealedTrainer, weighted_loss
+from attention_priors.lab.train.trainer import (
+    PriorTrainer,
+    SealedTrainer,
+    make_optimizer,
+    parameter_groups,
+    shard_priors,
+    weighted_loss,
+)
 
 __all__ = [
     "CheckpointError",

@@ -19,9 +19,8 @@ from transformers.trainer_callback import PrinterCallback
 from attention_priors._io import remove
 from attention_priors.lab.data import collate_rows
 from attention_priors.lab.train.checkpoints import move_into_place
-from attention_priors.lab.train.parameters import shard_priors
 from attention_priors.lab.train.recipe import OptimizationSettings, RunningSettings
-from attention_priors.lab.train.trainer import PriorTrainer, SealedTrainer, StepReport
+from attention_priors.lab.train.trainer import PriorTrainer, SealedTrainer, StepReport, shard_priors
 
 Rows = Dataset[dict[str, Tensor]]
 

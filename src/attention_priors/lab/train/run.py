@@ -20,13 +20,11 @@ from attention_priors.hf.loading import check_positions, note_length
 from attention_priors.lab.data.preparation import prepare, prepared_tokenizer
 from attention_priors.lab.data.shards import PackedRows, TokenShards, read_manifest
 from attention_priors.lab.data.tokenizer import pretrained_tokenizer
-from attention_priors.lab.machine import processor, versions
+from attention_priors.lab.machine import WallClock, processor, versions
 from attention_priors.lab.output_folder import undone_if_refused
 from attention_priors.lab.strict_yaml import check_same_recipe
 from attention_priors.lab.train.engine import Observer, Validation, check_machinery, is_first_process, processes, train
-from attention_priors.lab.train.model import check_model, make_model
-from attention_priors.lab.train.recipe import TrainRecipe
-from attention_priors.lab.wall_clock import WallClock
+from attention_priors.lab.train.recipe import TrainRecipe, check_model, make_model
 from attention_priors.priors import Prior
 
 IDENTITY = "identity.json"

@@ -18,11 +18,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from attention_priors.lab.report.comparisons import Comparison, overview
-from attention_priors.lab.report.estimates import by_scheme, schemes_in
+from attention_priors.lab.report.estimates import NEAR, STRONG, by_scheme, gaussian_heads, halves, schemes_in, sight
 from attention_priors.lab.report.figures import scales, style
 from attention_priors.lab.report.figures.layout import Looks, figure_of, legend_below, line_key
 from attention_priors.lab.report.figures.style import COLOURS, GREY, MARKERS, blank, label
-from attention_priors.lab.report.roles import NEAR, STRONG, gaussian_heads, halves, sight
 from attention_priors.lab.report.wording import percent
 from attention_priors.lab.results import Frame, Results
 

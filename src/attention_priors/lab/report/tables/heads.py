@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from attention_priors.lab.intervals import over_seeds
-from attention_priors.lab.report.estimates import by_scheme
-from attention_priors.lab.report.roles import GAUSSIAN, NEAR, ROLES, STRONG, gaussian_heads, halves, role, sight
+from attention_priors.lab.report.estimates import (
+    GAUSSIAN,
+    NEAR,
+    ROLES,
+    STRONG,
+    by_scheme,
+    gaussian_heads,
+    halves,
+    role,
+    sight,
+)
 from attention_priors.lab.report.table import ABSENT, Cell, Table
 from attention_priors.lab.report.wording import listing, quantity, wording
 from attention_priors.lab.results import Frame, Results

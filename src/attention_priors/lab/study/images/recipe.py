@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from attention_priors.lab.strict_yaml import Plugins, Strict, explain
-from attention_priors.lab.study.run_files import check_folders
-from attention_priors.lab.study.study import Seeds
+from attention_priors.lab.study.runs import Seeds, check_folders
 from attention_priors.lab.study.sweep import overlaid
 from attention_priors.lab.train import OptimizationSettings, ProcessSettings
 from attention_priors.models.vision import PriorVisionConfig

@@ -16,15 +16,21 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import set_seed
 
 from attention_priors._io import read_json, write_json
+from attention_priors.lab.machine import WallClock
 from attention_priors.lab.strict_yaml import RecipeError
 from attention_priors.lab.study.images.augmentation import Collate, PictureRows, normalised
 from attention_priors.lab.study.images.pictures import Labelled, load_pictures, processor_for, resized
 from attention_priors.lab.study.images.recipe import ImageRecipe, VisionScheme
 from attention_priors.lab.study.results import described, run_row, study_row
-from attention_priors.lab.study.run_files import environment, environment_of, run_folder, write_training
-from attention_priors.lab.study.study import Progress, Study
+from attention_priors.lab.study.runs import (
+    Progress,
+    Study,
+    environment,
+    environment_of,
+    run_folder,
+    write_training,
+)
 from attention_priors.lab.train import Observer, RunningSettings, SealedTrainer, train
-from attention_priors.lab.wall_clock import WallClock
 from attention_priors.models.vision import PriorVisionForImageClassification
 from attention_priors.priors import grid_positions
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention_priors.lab.data.retrieval import RetrievalText
+from attention_priors.lab.data.packing import RetrievalText
 from attention_priors.lab.data.tokenizer import TextEncoder
 from attention_priors.lab.tasks.needles.haystack import Haystack, RegexSplitter, SentenceSplitter
 from attention_priors.lab.tasks.needles.prompts import NOISE, NeedleSettings, Rendered, continuation, draw, render
