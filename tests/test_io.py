@@ -146,8 +146,7 @@ def test_what_killed_writers_left_is_deleted_and_nothing_else(tmp_path):
     with replacing(tmp_path / "a.bin") as temporary:
         temporary.write_bytes(b"half")
     temporary.write_bytes(b"half")  # as if the writer had been killed
-    (tmp_path / ".a.bin.12345.tmp").write_bytes(b"an earlier version's")
-    others = [".hidden.tmp", "a.bin", "a.12345.tmp", ".a.bin.12345.other.tmp"]
+    others = [".hidden.tmp", ".a.bin.12345.tmp", "a.bin", "a.12345.tmp", ".a.bin.12345.other.tmp"]
     for name in others:
         (tmp_path / name).write_bytes(b"")
     remove_temporaries(tmp_path)

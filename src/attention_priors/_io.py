@@ -45,8 +45,7 @@ def remove(path: Path) -> None:
 def remove_temporaries(folder: Path) -> None:
     """Delete the temporary files that killed processes left in a folder; no process may be writing to it."""
     for path in folder.glob(".*.tmp"):
-        # Earlier versions wrote no random part.
-        if re.fullmatch(r"\..+\.\d+(\.[0-9a-f]{16})?\.tmp", path.name):
+        if re.fullmatch(r"\..+\.\d+\.[0-9a-f]{16}\.tmp", path.name):
             remove(path)
 
 

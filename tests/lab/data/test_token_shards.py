@@ -238,7 +238,7 @@ def test_a_damaged_shard_is_named_and_made_anew(make, prepared, tmp_path, name, 
 
 def test_what_a_killed_preparation_was_writing_is_deleted(make, prepared, tmp_path):
     shutil.copytree(prepared, tmp_path / "copy")
-    left = tmp_path / "copy" / ".train-00001.tokens.npy.12345.tmp"
+    left = tmp_path / "copy" / ".train-00001.tokens.npy.12345.0123456789abcdef.tmp"
     left.write_bytes(b"half")
     prepare(make(), tmp_path / "copy")
     assert not left.exists()
