@@ -52,3 +52,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Recip
     only = read_rows(folder)
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
     return Finished(folder, only, files, carry_out(tiny(), folder))
+
+
+@pytest.fixture
+def stub_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let a script stand for workers; its arguments 3 to 7 are recipe, output, scheme, seed and seconds to wait."""
+
+    def use(script: str) -> None:
+        python = tmp_path / "python"
+        python.write_text(script if script.startswith("#!") else f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+        monkeypatch.setattr("sys.executable", str(python))
+
+    return use

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -409,19 +408,6 @@ def test_a_text_that_cannot_be_made_is_an_error_before_any_work(tiny, tmp_path, 
 
 
 # ---- a run that fails
-
-
-@pytest.fixture
-def stub_worker(tmp_path, monkeypatch) -> Callable[[str], None]:
-    """Lets a shell script stand for the workers; its fifth argument is the scheme."""
-
-    def use(script: str) -> None:
-        python = tmp_path / "python"
-        python.write_text(f"#!/bin/sh\n{script}\n")
-        python.chmod(0o755)
-        monkeypatch.setattr("sys.executable", str(python))
-
-    return use
 
 
 def test_a_run_that_fails_is_named_once_the_others_are_done(copy, tiny, quiet, finished, stub_worker):
