@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import dask
+import dask.config
 import psutil
 import pytest
 from distributed import Client, LocalCluster

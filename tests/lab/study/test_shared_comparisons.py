@@ -34,6 +34,7 @@ ONE_SCHEME: dict[str, Any] = {
 STUB = """#!{python}
 import shutil, sys, time
 from pathlib import Path
+from select import select
 from filelock import FileLock, Timeout
 
 output, scheme, seed, wait = Path(sys.argv[4]), *sys.argv[5:]
@@ -44,7 +45,8 @@ try:
             sys.exit({FINISHED})
         (output / "begun").touch()
         while not (output / "both").exists():
-            time.sleep(0.005)
+            if select([sys.stdin], [], [], 0.005)[0]:
+                sys.exit("the call has ended")
         time.sleep(0.2)
         finished = Path({finished!r}, *run.parts[-3:])
         shutil.copytree(finished, run, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".lock", "done.json"))
