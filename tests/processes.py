@@ -1,11 +1,14 @@
 """Other processes, which tests start and never wait for without end."""
 
+import multiprocessing
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
+import torch
 
 
 def run_command(
@@ -42,3 +45,22 @@ def torchrun(program: Path, *arguments: str | Path, processes: int) -> None:
     """Run a program in several processes that find each other."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     run_command([*command, program, *arguments])
+
+
+def fork(function: Callable[[], object], printed: Path) -> BaseProcess:
+    """Start a function in a copy of this process, which has imported what takes others seconds; ends with this one.
+
+    Args:
+        function: may compute on the CPU alone.
+        printed: file for all that it prints.
+    """
+
+    def call() -> None:
+        torch.set_num_threads(1)  # the threads of the first process are not there
+        with printed.open("w", buffering=1, encoding="utf-8") as sys.stdout:
+            sys.stderr = sys.stdout
+            function()
+
+    process = multiprocessing.get_context("fork").Process(target=call, daemon=True)
+    process.start()
+    return process

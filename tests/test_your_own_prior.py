@@ -3,14 +3,21 @@
 import os
 import re
 import shlex
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
 import attention_priors
+from attention_priors._io import read_json
 from attention_priors.hf import detach, load_adapter, load_attached
+from attention_priors.lab.cli import app
+from attention_priors.lab.study import workers
+from attention_priors.lab.study.compare import recipe_of
 from attention_priors.priors import CATALOGUE
 from processes import run_command
 from written_pages import ROOT, python_of, run_page
@@ -19,10 +26,25 @@ PAGE = "docs/your-own-prior.md"
 TEXT = (ROOT / PAGE).read_text(encoding="utf-8")
 MODULE, *PROGRAM, OTHER = python_of(PAGE)
 (RECIPE,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
-COMPARE, INSPECT, EVALUATE = (
-    [sys.executable, "-m", "attention_priors", *shlex.split(command)]
-    for command in re.findall(r"^\$ attention-priors (.*)", TEXT, re.MULTILINE)
-)
+COMPARE, INSPECT, EVALUATE = map(shlex.split, re.findall(r"^\$ attention-priors (.*)", TEXT, re.MULTILINE))
+
+
+def forget() -> None:
+    """Make this process one that has not imported the page's module."""
+    sys.modules.pop("bump", None)
+    CATALOGUE.registered.pop("bump", None)
+
+
+def run(words: Sequence[str], *, code: int = 0) -> Result:
+    """Run the command with these arguments as a new process would; only the workers of a comparison are processes."""
+    forget()
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def without_plugin(words: Sequence[str]) -> list[str]:
+    return [word for word in words if word not in ("--plugin", "bump")]
 
 
 @pytest.fixture
@@ -65,28 +87,39 @@ def test_the_python_runs_and_another_process_loads_what_it_saves(
 
 def test_the_commands_run(folder: Path) -> None:
     for command in (COMPARE, INSPECT, EVALUATE):
-        run_command(command)
+        run(command)
     assert (folder / "runs" / "bump" / "report.html").is_file()
     assert '"centre"' in (folder / "runs" / "inspect" / "inspection.json").read_text(encoding="utf-8")
     assert list((folder / "runs" / "evaluate").rglob("results.jsonl"))
-    unknown = run_command([word for word in INSPECT if word not in ("--plugin", "bump")], check=False)
-    assert unknown.returncode == 1
-    assert "unknown prior 'bump'" in unknown.stderr
+    assert "unknown prior 'bump'" in run(without_plugin(INSPECT), code=1).output
 
 
-def test_plugins_of_a_command_reach_the_processes_of_a_comparison(folder: Path) -> None:
+def test_plugins_of_a_command_reach_the_processes_of_a_comparison(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "bump.yaml").write_text(RECIPE.replace("plugins: [bump]\n", ""), encoding="utf-8")
-    where = COMPARE.index("compare")
-    run_command([*COMPARE[:where], "--plugin", "bump", *COMPARE[where:], "--only", "Bump"])
-    assert (folder / "runs" / "bump" / "runs" / "Bump" / "seed-0" / "done.json").is_file()
+    read = []
+
+    def start(recipe_file: Path, *arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        forget()
+        read.append(recipe_of(read_json(recipe_file), "the recipe that a process reads").plugins)
+        return subprocess.Popen(["true"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(workers, "start_worker", start)
+    monkeypatch.setattr(workers, "tail_of", lambda log: "")
+    run(["--plugin", "bump", *COMPARE, "--only", "Bump"])
+    assert read == [("bump",)]
 
 
 def test_a_package_needs_no_plugins(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_page(PAGE, PROGRAM)
+    forget()
     head, importing, tail = OTHER.partition("import bump  # registers the prior\n")
     load, model, rest = tail.partition('model = load_attached("llama-with-bumps")\n')
-    program = head + load + model + importing + rest
-    assert run_command([sys.executable, "-c", program]).stdout == capsys.readouterr().out
+    run_page(PAGE, [head + load + model + importing + rest])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second
     (package / "bump.yaml").write_text(RECIPE.replace("plugins: [bump]\n", ""), encoding="utf-8")
-    run_command([*COMPARE, "--only", "Bump"])
-    run_command([word for word in INSPECT if word not in ("--plugin", "bump")])
+    run([*COMPARE, "--only", "Bump"])
+    assert (package / "runs" / "bump" / "runs" / "Bump" / "seed-0" / "done.json").is_file()
+    run(without_plugin(INSPECT))

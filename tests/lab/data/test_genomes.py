@@ -433,7 +433,7 @@ def test_other_compressions(tmp_path: Path, compress):
 
 def test_large_tokenizers_are_not_written_down_to_be_told_apart(monkeypatch: pytest.MonkeyPatch):
     large = train_tokenizer([Document("x", "ab " * 200)], 257)
-    monkeypatch.setattr("attention_priors.lab.data.nucleotides._meaning", lambda tokenizer: pytest.fail("written down"))
+    monkeypatch.setattr("attention_priors.lab.data.genomes._meaning", lambda tokenizer: pytest.fail("written down"))
     assert not is_nucleotide_tokenizer(large)
 
 

@@ -426,7 +426,7 @@ def test_losses_that_are_not_finite_are_results(
 
     monkeypatch.setattr("attention_priors.lab.tasks.perplexity.token_losses", overflowed)
     weights = [[0.5, float("nan")], [0.25, 1.0]]
-    monkeypatch.setattr("attention_priors.lab.tasks.passkey_weight.needle_weights", lambda *_, **__: weights)
+    monkeypatch.setattr("attention_priors.lab.tasks.passkey.needle_weights", lambda *_, **__: weights)
     asked = plan("perplexity", "passkey_weight", "passkey", lengths=(200,))
     found = evaluate(subjects["ours"], asked, tmp_path)
     (loss,) = found.losses

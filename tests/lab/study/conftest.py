@@ -8,6 +8,7 @@ import pytest
 from recipe_cases import carry_out, changed, of_kind, write_texts
 from rich.console import Console
 
+from attention_priors.lab.report.pages import study as page_of_study
 from attention_priors.lab.results import Results, read_rows
 from attention_priors.lab.study import Recipe
 
@@ -26,6 +27,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recipe]:
 @pytest.fixture
 def quiet() -> Console:
     return Console(file=io.StringIO())
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without drawings: the figures are made, and not drawn."""
+    monkeypatch.setattr(page_of_study, "png", lambda figure: b"\x89PNG")
 
 
 @dataclass
@@ -52,3 +59,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Recip
     only = read_rows(folder)
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
     return Finished(folder, only, files, carry_out(tiny(), folder))
+
+
+@pytest.fixture
+def stub_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let a script stand for workers; its arguments 3 to 7 are recipe, output, scheme, seed and seconds to wait."""
+
+    def use(script: str) -> None:
+        python = tmp_path / "python"
+        python.write_text(script if script.startswith("#!") else f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+        monkeypatch.setattr("sys.executable", str(python))
+
+    return use

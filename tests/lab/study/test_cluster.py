@@ -1,23 +1,25 @@
 """Runs on the workers of a Dask cluster, here two processes of this machine."""
 
 import json
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import dask.config
 import psutil
 import pytest
-from distributed import LocalCluster
-from recipe_cases import changed, of_kind
+from distributed import Client, LocalCluster
+from recipe_cases import of_kind
+from rich.console import Console
 
 from attention_priors.lab.results import Results, read_rows
+from attention_priors.lab.study import RunFailedError, compare
 from attention_priors.lab.study import cluster as cluster_module
-from attention_priors.lab.study import compare
 from attention_priors.lab.study.cluster import ClusterWorkers
 from attention_priors.lab.study.compare import _Display
+from processes import fork
 
 BOTH: dict[str, Any] = {"schemes.BAM + SSMax.training": {}}
 """Schemes that take equally long."""
@@ -26,8 +28,26 @@ BOTH: dict[str, Any] = {"schemes.BAM + SSMax.training": {}}
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": None}
-    with LocalCluster(**options, local_directory=str(tmp_path_factory.mktemp("dask"))) as found:
+    # Copies of this process, which has imported what takes others seconds.
+    with (
+        dask.config.set({"distributed.worker.multiprocessing-method": "fork"}),
+        LocalCluster(**options, local_directory=str(tmp_path_factory.mktemp("dask"))) as found,
+    ):
         yield found
+
+
+@pytest.fixture
+def stub_worker_there(cluster: Any, stub_worker: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """Lets a script stand for the workers that a Dask worker starts, as ``stub_worker`` for those of this process."""
+    python = sys.executable
+
+    def use(script: str) -> None:
+        stub_worker(script)
+        client.run(setattr, sys, "executable", sys.executable)
+
+    with Client(cluster, set_as_default=False) as client:
+        yield use
+        client.run(setattr, sys, "executable", python)
 
 
 def _processes(scheme: str) -> list[psutil.Process]:
@@ -95,40 +115,28 @@ def test_a_run_goes_on_elsewhere_when_its_machine_is_lost(cluster, finished, tin
     assert [path.read_text() for path in output.rglob("log.txt")] == ["", ""]
 
 
-def test_runs_do_not_outlive_a_call_that_is_killed(cluster, tiny, tmp_path, quiet):
-    recipe, output = tmp_path / "tiny.yaml", tmp_path / "out"
-    recipe.write_text(json.dumps(changed({"corpus.source": tiny().corpus.source, "training.steps": 100_000})))
-    command = [sys.executable, "-c", "from attention_priors.lab.cli import main; main()", "compare", str(recipe)]
-    options = ["--output", str(output), "--only", "ALiBi", "--scheduler", cluster.scheduler_address]
-    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def test_runs_do_not_outlive_a_call_that_is_killed(cluster, tiny, tmp_path, stub_worker_there):
+    stub_worker_there("cat")  # ends with its standard input, as a worker
+
+    def call() -> None:
+        compare(tiny(), tmp_path / "out", only=["ALiBi"], scheduler=cluster.scheduler_address, console=Console())
+
+    process = fork(call, tmp_path / "printed")
     try:
-        _wait_for(lambda: process.poll() is not None or [*output.rglob("checkpoint-40")])
-        assert process.poll() is None, process.communicate()
-        runs = _processes("ALiBi")
-        assert runs
+        _wait_for(lambda: not process.is_alive() or _processes("ALiBi"))
+        assert process.is_alive(), (tmp_path / "printed").read_text()
     finally:
         process.kill()
-        process.communicate()
+        process.join()
     _wait_for(lambda: not _processes("ALiBi"))
 
 
-def test_a_run_that_fails_is_named(cluster, finished, tiny, tmp_path, quiet, monkeypatch):
-    recipe = tiny({"training.steps": 1, "evaluation.passkey": ...})
-    file = tmp_path / "out" / "recipe.json"
-    file.parent.mkdir()
-    file.write_text(json.dumps(recipe.model_dump(mode="json")))
-    log = tmp_path / "out" / "runs" / "RoPE" / "seed-3" / "log.txt"  # which the recipe does not have
-    log.parent.mkdir(parents=True)
-    with ClusterWorkers(cluster.scheduler_address, tmp_path / "out", threads=1, at_a_time=1) as workers:
-        workers.use(file)
-        workers.start(("RoPE", 3))
-        while True:
-            run, event = workers.events.get(timeout=120)
-            assert run == ("RoPE", 3)
-            if isinstance(event, cluster_module.Ended):
-                break
-    assert event.code == 1
-    assert event.log.splitlines()[-1] == "KeyError: 'RoPE'"
+def test_a_run_that_fails_is_named(cluster, tiny, tmp_path, quiet, stub_worker_there):
+    stub_worker_there("echo \"KeyError: 'RoPE'\" >&2; exit 3")
+    with pytest.raises(
+        RunFailedError, match=r"ALiBi, seed 3, ended with exit code 3; the end of .*:\nKeyError: 'RoPE'"
+    ):
+        compare(tiny(), tmp_path / "out", only=["ALiBi"], scheduler=cluster.scheduler_address, console=quiet)
 
 
 def test_workers_must_see_the_output_folder(cluster, tmp_path):

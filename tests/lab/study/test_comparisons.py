@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -413,19 +412,6 @@ def test_a_text_that_cannot_be_made_is_an_error_before_any_work(tiny, tmp_path, 
 # ---- a run that fails
 
 
-@pytest.fixture
-def stub_worker(tmp_path, monkeypatch) -> Callable[[str], None]:
-    """Lets a shell script stand for the workers; its fifth argument is the scheme."""
-
-    def use(script: str) -> None:
-        python = tmp_path / "python"
-        python.write_text(f"#!/bin/sh\n{script}\n")
-        python.chmod(0o755)
-        monkeypatch.setattr("sys.executable", str(python))
-
-    return use
-
-
 def test_a_run_that_fails_is_named_once_the_others_are_done(copy, tiny, quiet, finished, stub_worker):
     run, other = (copy / "runs" / name / "seed-3" for name in ("ALiBi", "BAM_+_SSMax"))
     done = (other / "done.json").rename(copy / "kept.json")
@@ -446,7 +432,7 @@ def test_a_run_that_fails_is_named_once_the_others_are_done(copy, tiny, quiet, f
     assert of_kind(read_rows(copy), "retrieval") == finished.rows("retrieval", scheme="BAM + SSMax")
 
 
-def test_the_command_reports_what_is_there_when_a_run_fails(finished, tiny, tmp_path, monkeypatch):
+def test_the_command_reports_what_is_there_when_a_run_fails(finished, tiny, tmp_path, monkeypatch, undrawn):
     def fail(*arguments: object, **options: object) -> None:
         raise RunFailedError("ALiBi, seed 4, ended with exit code 1", found)
 

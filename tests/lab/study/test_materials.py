@@ -1,5 +1,7 @@
 """Whether the texts of a recipe can be made: checked before any training."""
 
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,8 @@ from recipe_cases import decoder_recipe, of_kind
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from attention_priors.lab.data import Document
+from attention_priors.lab.data.corpora import read_documents
 from attention_priors.lab.report import write_report
 from attention_priors.lab.results import Results
 from attention_priors.lab.study import RecipeError
@@ -103,7 +107,7 @@ def test_the_smallest_number_of_documents_is_no_larger_than_the_wanted_number(ti
             tiny(changes)
 
 
-def test_fewer_documents_are_measured_and_shown_if_the_recipe_accepts_them(tiny, tmp_path):
+def test_fewer_documents_are_measured_and_shown_if_the_recipe_accepts_them(tiny, tmp_path, undrawn):
     plan = {"tasks": ["perplexity", "perplexity_windows"], "lengths": [64], "documents": 99, "minimum_documents": 1}
     perplexity = {"length": 100, "documents": 4, "minimum_documents": 1}
     recipe = tiny(WITHOUT_KEYS | {"evaluation.plans": {"more": plan}, "evaluation.perplexity": perplexity})
@@ -127,6 +131,19 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.fixture
+def short_corpora(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a plan read the first documents of its corpus alone: to encode all of SciPy's source takes half a minute."""
+
+    def first_documents(source: str) -> tuple[str, Sequence[Document], tuple[str, ...]]:
+        name, documents, skipped = read_documents(source)
+        ends = accumulate(len(document.text) for document in documents)
+        return name, [document for document, end in zip(documents, ends, strict=True) if end < 2_000_000], skipped
+
+    monkeypatch.setattr("attention_priors.lab.tasks.task.read_documents", first_documents)
+
+
+@pytest.mark.usefixtures("short_corpora")
 @pytest.mark.skipif(not RECIPES.is_dir(), reason="not a checkout of the project")
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
 def test_recipes_of_the_project_have_the_texts_that_they_ask_for(path: Path, cache: Path):

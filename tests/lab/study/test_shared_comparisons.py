@@ -3,68 +3,97 @@
 import io
 import json
 import shutil
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from recipe_cases import changed, of_kind
 from rich.console import Console
 
-from attention_priors._io import write_json
+from attention_priors._io import read_json, write_json
 from attention_priors.lab.output_folder import sole_writer
 from attention_priors.lab.results import Results, read_rows
 from attention_priors.lab.study import Recipe, compare
-from attention_priors.lab.study.workers import LocalWorkers
+from attention_priors.lab.study.workers import FINISHED, TAKEN, LocalWorkers
+from processes import fork, run_command
 
-BOTH: dict[str, Any] = {
-    "schemes.BAM + SSMax.training": {},
+ONE_SCHEME: dict[str, Any] = {
+    "schemes.BAM + SSMax": ...,
     "seeds": [3, 4],
-    "training.steps": 40,
-    "training.checkpoint_steps": 10,
+    "training.steps": 5,
+    "training.checkpoint_steps": ...,
+    "evaluation.passkey.lengths": [150],
 }
-"""Schemes that take equally long, with two seeds."""
+
+STUB = """#!{python}
+import shutil, sys, time
+from pathlib import Path
+from select import select
+from filelock import FileLock, Timeout
+
+output, scheme, seed, wait = Path(sys.argv[4]), *sys.argv[5:]
+run = output / "runs" / scheme.replace(" ", "_") / f"seed-{{seed}}"
+try:
+    with FileLock(run / ".lock", timeout=float(wait)):
+        if (run / "done.json").exists():
+            sys.exit({FINISHED})
+        (output / "begun").touch()
+        while not (output / "both").exists():
+            if select([sys.stdin], [], [], 0.005)[0]:
+                sys.exit("the call has ended")
+        time.sleep(0.2)
+        finished = Path({finished!r}, *run.parts[-3:])
+        shutil.copytree(finished, run, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".lock", "done.json"))
+        shutil.copy(finished / "done.json", run)
+except Timeout:
+    sys.exit({TAKEN})
+"""
+"""A worker that copies a finished run, once there is a file that says that both calls are at work."""
 
 
 @pytest.fixture
-def begin(tiny: Callable[..., Recipe], tmp_path: Path) -> Any:
-    """Start the command in a process; all calls share the folder ``out``."""
-    recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(json.dumps(changed({"corpus.source": tiny().corpus.source} | BOTH)))
-    processes: list[subprocess.Popen[str]] = []
+def copying(finished: Any, stub_worker: Callable[[str], None]) -> None:
+    """Let workers copy what they should carry out."""
+    stub_worker(STUB.format(python=sys.executable, finished=str(finished.folder), TAKEN=TAKEN, FINISHED=FINISHED))
 
-    def start(*options: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", "from attention_priors.lab.cli import main; main()", "compare", str(recipe)]
-        options = ("--output", str(tmp_path / "out"), "--processes", "1", *options)
-        processes.append(
-            subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-        return processes[-1]
+
+@pytest.fixture
+def begin(tiny: Callable[..., Recipe], tmp_path: Path) -> Iterator[Callable[..., tuple[BaseProcess, Path]]]:
+    """Start a call in a copy of this process; gives it, and the file with all that it prints."""
+    calls: list[BaseProcess] = []
+
+    def start(*only: str) -> tuple[BaseProcess, Path]:
+        printed = tmp_path / f"printed-{len(calls)}"
+
+        def call() -> None:
+            compare(tiny(), tmp_path / "out", only=only, processes=1, console=Console(width=200))
+
+        calls.append(fork(call, printed))
+        return calls[-1], printed
 
     yield start
-    for process in processes:
-        process.kill()
-        process.wait()
+    for call in calls:
+        call.kill()
+        call.join()
 
 
-def _ended(process: subprocess.Popen[str]) -> str:
-    """What a call printed; words may be wrapped."""
-    output = process.communicate(timeout=300)[0]
-    assert process.returncode == 0, output
-    return " ".join(output.split())
+def _ended(call: BaseProcess, printed: Path) -> str:
+    """What a call printed."""
+    call.join(120)
+    assert call.exitcode == 0, printed.read_text()
+    return printed.read_text()
 
 
-def _wait_for(condition: Callable[[], bool], *processes: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 240
-    while not condition():
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
         assert time.monotonic() < deadline
-        for process in processes:
-            assert process.poll() is None, process.communicate()
         time.sleep(0.005)
 
 
@@ -72,61 +101,66 @@ def _runs(results: Results) -> list[tuple[str, int]]:
     return [*zip(results["run"].scheme, results["run"].seed, strict=True)]
 
 
-def test_calls_with_different_runs_work_at_the_same_time(begin, tiny, tmp_path, quiet, monkeypatch):
-    calls = [begin("--seeds", "3", "--only", "ALiBi"), begin("--seeds", "4", "--only", "ALiBi")]
-    for call, seed in zip(calls, (3, 4), strict=True):
-        printed = _ended(call)
-        assert f"ALiBi, seed {seed}, has ended: 1 of 1 runs" in printed
-        assert "other call" not in printed
-    found = Results.read(tmp_path / "out")
+def test_calls_with_different_runs_work_at_the_same_time(tiny, tmp_path, quiet, monkeypatch):
+    """Commands and their workers are those of users."""
+    recipe, output = tmp_path / "tiny.yaml", tmp_path / "out"
+    recipe.write_text(json.dumps(changed({"corpus.source": tiny().corpus.source} | ONE_SCHEME)))
+    command = [sys.executable, "-c", "from attention_priors.lab.cli import main; main()", "compare", str(recipe)]
+    with ThreadPoolExecutor(2) as pool:
+        calls = pool.map(lambda seed: run_command([*command, "--output", str(output), "--seeds", seed]), ("3", "4"))
+        for call, seed in zip(calls, (3, 4), strict=True):
+            printed = " ".join(call.stdout.split())  # words may be wrapped
+            assert f"ALiBi, seed {seed}, has ended: 1 of 1 runs" in printed
+            assert "other call" not in printed
+    found = Results.read(output)
     assert _runs(found) == [("ALiBi", 3), ("ALiBi", 4)]  # whichever ended last has gathered both
     assert found.study["wall_seconds"] >= found["run"].train_seconds.sum()
     for name in ("report.html", "tables/passkey.md"):
-        assert (tmp_path / "out" / name).exists()
-    assert len([*(tmp_path / "out" / "cache").glob("tokenizer-*")]) == 1
-    assert not [*(tmp_path / "out").rglob("*.tmp")]
+        assert (output / name).exists()
+    assert len([*(output / "cache").glob("tokenizer-*")]) == 1
+    assert not [*output.rglob("*.tmp")]
+    assert [path.read_text() for path in output.rglob("log.txt")] == ["", ""]
 
     # The same command without a choice of seeds gathers them and carries out nothing.
     monkeypatch.setattr(LocalWorkers, "start", lambda self, run: pytest.fail("a worker was started"))
-    assert _runs(compare(tiny(BOTH), tmp_path / "out", only=["ALiBi"], console=quiet)) == [("ALiBi", 3), ("ALiBi", 4)]
+    assert _runs(compare(tiny(ONE_SCHEME), output, console=quiet)) == [("ALiBi", 3), ("ALiBi", 4)]
 
 
-def test_a_run_of_another_call_is_left_to_it(begin, tiny, tmp_path):
-    call = begin("--only", "ALiBi", "--seeds", "3")
-    run = tmp_path / "out" / "runs" / "ALiBi" / "seed-3"
-    _wait_for(lambda: (run / "checkpoints" / "checkpoint-10").exists(), call)
-    workers = psutil.Process(call.pid).children(recursive=True)
-    for worker in workers:
-        worker.suspend()
+def test_a_run_of_another_call_is_left_to_it(begin, copying, tiny, tmp_path):
+    output = tmp_path / "out"
+    call = begin("ALiBi")
+    _wait_for(output / "begun")
     printed = io.StringIO()
     console = Console(file=printed, width=60)
-    results = compare(tiny(BOTH), tmp_path / "out", only=["ALiBi"], seeds=[3], console=console)
-    assert not (run / "done.json").exists()
-    for worker in workers:
-        worker.resume()
+    results = compare(tiny(), output, only=["ALiBi"], console=console)
+    assert not [*output.rglob("done.json")]
     lines = printed.getvalue().splitlines()
     assert "ALiBi, seed 3, is left to another call, which is carrying it out: 1 of 1 runs" in lines
     assert "not finished, as other calls carry them out: ALiBi, seed 3" in lines
     assert lines[-1] == "to gather their results, run the same command once more when they have ended"
     assert _runs(results) == []
-    assert "left to another call" not in _ended(call)
-    assert (run / "log.txt").read_text() == ""
-    gathered = compare(tiny(BOTH), tmp_path / "out", only=["ALiBi"], seeds=[3], console=console)
+    (output / "both").touch()
+    assert "left to another call" not in _ended(*call)
+    gathered = compare(tiny(), output, only=["ALiBi"], console=console)
     assert _runs(gathered) == [("ALiBi", 3)]
 
 
-def test_calls_with_the_same_runs_share_them_out(begin, tmp_path):
-    outputs = [_ended(call) for call in [begin("--seeds", "3"), begin("--seeds", "3")]]
+def test_calls_with_the_same_runs_share_them_out(begin, copying, tmp_path):
+    output = tmp_path / "out"
+    calls = [begin(), begin()]
+    _wait_for(output / "begun")
+    (output / "both").touch()
+    printed = [_ended(*call) for call in calls]
     for name in ("ALiBi", "BAM + SSMax"):
-        ended = [f"{name}, seed 3, has ended" in output for output in outputs]
-        left = [f"{name}, seed 3, is left to another call" in output for output in outputs]
-        before = [f"{name}, seed 3, was finished by another call" in output for output in outputs]
+        ended = [f"{name}, seed 3, has ended" in words for words in printed]
+        left = [f"{name}, seed 3, is left to another call" in words for words in printed]
+        before = [f"{name}, seed 3, was finished by another call" in words for words in printed]
         assert sum(ended) == 1
         assert [a or b or c for a, b, c in zip(ended, left, before, strict=True)] == [True, True]
-    assert len(_runs(Results.read(tmp_path / "out"))) == 2
+    assert len(_runs(Results.read(output))) == 2
 
 
-def test_workers_do_not_read_the_recipe_of_another_call(tiny, tmp_path, quiet, monkeypatch):
+def test_workers_do_not_read_the_recipe_of_another_call(tiny, tmp_path, quiet, monkeypatch, stub_worker):
     start = LocalWorkers.start
 
     def after_another_call(self: LocalWorkers, run: tuple[str, int]) -> None:
@@ -134,8 +168,9 @@ def test_workers_do_not_read_the_recipe_of_another_call(tiny, tmp_path, quiet, m
         start(self, run)
 
     monkeypatch.setattr(LocalWorkers, "start", after_another_call)
-    recipe = tiny({"training.steps": 1, "evaluation.passkey": ...})
-    assert len(compare(recipe, tmp_path / "out", only=["ALiBi"], console=quiet)["run"]) == 1
+    stub_worker(f'cp "$3" {tmp_path / "read.json"}')
+    compare(tiny(), tmp_path / "out", only=["ALiBi"], console=quiet)
+    assert read_json(tmp_path / "read.json") == tiny().model_dump(mode="json")
 
 
 def test_a_call_waits_for_another_one_that_gathers(finished, tiny, tmp_path, quiet):
