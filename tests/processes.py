@@ -1,6 +1,9 @@
 """Other processes, which tests start and never wait for without end."""
 
 import multiprocessing
+import multiprocessing.connection
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +11,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
+
+FORKS = pytest.mark.skipif(
+    sys.platform == "win32" or torch.cuda.is_available(), reason="a copy of a process that uses CUDA cannot compute"
+)
 
 
 def run_command(
@@ -41,12 +49,6 @@ def run_command(
     return subprocess.CompletedProcess(list(map(str, command)), process.returncode, out, err)
 
 
-def torchrun(program: Path, *arguments: str | Path, processes: int) -> None:
-    """Run a program in several processes that find each other."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    run_command([*command, program, *arguments])
-
-
 def fork(function: Callable[[], object], printed: Path) -> BaseProcess:
     """Start a function in a copy of this process, which has imported what takes others seconds; ends with this one.
 
@@ -64,3 +66,39 @@ def fork(function: Callable[[], object], printed: Path) -> BaseProcess:
     process = multiprocessing.get_context("fork").Process(target=call, daemon=True)
     process.start()
     return process
+
+
+def run_ranks(function: Callable[[], object], folder: Path, processes: int, timeout: float = 300) -> None:
+    """Run a function in several copies of this process that find each other, as those that ``torchrun`` starts do.
+
+    If one fails, or not all end within ``timeout`` seconds, all of them are killed.
+
+    Args:
+        function: may compute on the CPU alone.
+        folder: for what they print.
+    """
+    from accelerate.state import AcceleratorState
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    found |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+
+    def call(rank: int) -> None:
+        os.environ |= found | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        AcceleratorState._reset_state(reset_partial_state=True)  # that of the first process, alone
+        function()
+
+    printed = [folder / f"printed-{rank}.txt" for rank in range(processes)]
+    members = [fork(lambda rank=rank: call(rank), path) for rank, path in enumerate(printed)]
+    running = {member.sentinel: rank for rank, member in enumerate(members)}
+    try:
+        while running:
+            ended = multiprocessing.connection.wait(list(running), timeout)
+            assert ended, f"processes {[*running.values()]} did not end in {timeout} s"
+            for rank in (running.pop(sentinel) for sentinel in ended):  # pyright: ignore[reportArgumentType]
+                members[rank].join()
+                assert members[rank].exitcode == 0, f"process {rank} failed; it printed\n{printed[rank].read_text()}"
+    finally:
+        for member in members:
+            member.kill()

@@ -1,12 +1,11 @@
 """Decoders whose tokens are spread over two processes, beside the same ones on one.
 
-Run by ``torchrun`` (see ``test_sharded_decoder.py``); each process writes what it found to a file.
+See ``test_sharded_decoder.py``; each process writes what it found to a file.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -139,8 +138,7 @@ def refusals() -> dict[str, str]:
     return said
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
+def compare_sharded(folder: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     assert dist.get_world_size() == 2
     found: dict[str, Any] = {"refusals": refusals()}
@@ -149,7 +147,3 @@ def main(folder: Path) -> None:
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

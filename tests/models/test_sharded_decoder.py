@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from sharded_decoders import CASES
+from sharded_decoders import CASES, compare_sharded
 
-from processes import torchrun
+from processes import FORKS, run_ranks
 
-WORKER = Path(__file__).with_name("sharded_decoders.py")
+pytestmark = FORKS
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process found."""
     folder = tmp_path_factory.mktemp("sharded")
-    torchrun(WORKER, folder, processes=2)
+    run_ranks(lambda: compare_sharded(folder), folder, processes=2)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -1,42 +1,30 @@
-"""Carries out one evaluation in child processes: one that lives, then some that it kills at random moments.
+"""Carries out one evaluation in child processes: one that lives, then some that it kills at random moments."""
 
-``python evaluation_nursery.py WHOLE KILLED KILLS SEED ARGUMENTS...``; run apart, since it forks. It imports once, so
-that a child's life is the command and nothing else. Writes a line for each child that was to be killed: whether it was,
-and how large the results were before and after.
-"""
-
-import json
-import os
 import random
 import signal
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
-# What the command imports when it runs.
+# What the command imports when it runs: so that a child's life is the command and nothing else.
 import attention_priors.lab.evaluate
 import attention_priors.lab.report  # noqa: F401
 from attention_priors.lab.cli import app
+from processes import fork
 
 
-def start(output: Path, arguments: list[str]) -> int:
-    """Run the command in a child; gives its id."""
-    process = os.fork()
-    if process == 0:
-        code = 1
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            code = app(["evaluate", *arguments, "--output", str(output)], standalone_mode=False) or 0
-        finally:
-            os._exit(code)
-    return process
+def start(output: Path, arguments: list[str]) -> BaseProcess:
+    """Start a child that runs the command."""
+    words = ["evaluate", *arguments, "--output", str(output)]
+    return fork(lambda: app(words, standalone_mode=False), output.with_name("printed.txt"))
 
 
 def let_live(output: Path, arguments: list[str]) -> None:
     """Run the command in a child that nobody kills."""
-    _, status = os.waitpid(start(output, arguments), 0)
-    if status:
-        sys.exit(f"the command failed: {os.waitstatus_to_exitcode(status)}")
+    process = start(output, arguments)
+    process.join()
+    assert process.exitcode == 0, output.with_name("printed.txt").read_text()
 
 
 def size(path: Path) -> int:
@@ -44,34 +32,29 @@ def size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def main(whole: str, killed: str, kills: str, seed: str, *arguments: str) -> None:
-    """Let one live; then kill, and kill again, and let the last one live."""
-    let_live(Path(whole), list(arguments))
-    draw = random.Random(int(seed))
-    results = Path(killed) / "results.jsonl"
-    complete = size(Path(whole) / "results.jsonl")
-    for _ in range(int(kills)):
+def kill_at_random(output: Path, arguments: list[str], complete: int, kills: int, seed: int) -> list[dict[str, Any]]:
+    """Kill, and kill again, and let the last one live; ``complete`` is the size of all results.
+
+    Returns for each child that was to be killed whether it was, and how large the results were before and after.
+    """
+    draw = random.Random(seed)
+    results = output / "results.jsonl"
+    lives = []
+    for _ in range(kills):
         before = size(results)
-        process = start(Path(killed), list(arguments))
+        process = start(output, arguments)
         # Some moment within the next part of the work, however fast the machine is.
         wanted = before + draw.uniform(0, 0.15) * complete
         deadline = time.monotonic() + 20
-        while (
-            size(results) < wanted
-            and time.monotonic() < deadline
-            and not os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        ):
+        while size(results) < wanted and time.monotonic() < deadline and process.is_alive():
             time.sleep(0.0005)
         time.sleep(draw.uniform(0, 0.02))
-        os.kill(process, signal.SIGKILL)
-        _, status = os.waitpid(process, 0)
+        process.kill()
+        process.join()
         # A crash of the machine may also leave half a line.
         content = results.read_bytes() if results.exists() else b""
         if content and draw.random() < 0.3:
             results.write_bytes(content[: -draw.randint(1, min(len(content), 60))])
-        print(json.dumps({"killed": os.WIFSIGNALED(status), "before": before, "after": size(results)}), flush=True)
-    let_live(Path(killed), list(arguments))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        lives.append({"killed": process.exitcode == -signal.SIGKILL, "before": before, "after": size(results)})
+    let_live(output, arguments)
+    return lives

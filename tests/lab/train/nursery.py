@@ -1,69 +1,61 @@
-"""Carries out one recipe in child processes: first one that lives, then some that it kills at random moments.
+"""Carries out one recipe in child processes: first one that lives, then some that it kills at random moments."""
 
-``python nursery.py RECIPE WHOLE KILLED KILLS SEED``; run apart, since it forks. It imports once, so that a child's
-life is the run and nothing else. Writes one line for each child that was to be killed: the step that it went on from,
-and how many it did.
-"""
-
-import json
-import os
+import multiprocessing
 import random
 import signal
-import sys
 import time
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from attention_priors.lab.train import Observer, load_train_recipe, run_recipe
 from attention_priors.lab.train.checkpoints import checkpoint_steps, last_complete
+from processes import fork
 
 
-def child(recipe: Path, output: Path, writing: int) -> None:
-    """Carry the recipe out, telling the parent of every step."""
+def start(recipe: Path, output: Path) -> tuple[BaseProcess, Connection]:
+    """Start a child that carries the recipe out; gives it, and where it tells of every step."""
+    hearing, telling = multiprocessing.Pipe(duplex=False)
+    observer = Observer(on_step=lambda step: telling.send_bytes(b"s"))
+    process = fork(lambda: run_recipe(load_train_recipe(recipe), output, observer), recipe.with_name("printed.txt"))
+    telling.close()
+    return process, hearing
 
-    def tell(step: int) -> None:
-        os.write(writing, b"s")
 
-    run_recipe(load_train_recipe(recipe), output, Observer(on_step=tell))
-
-
-def start(recipe: Path, output: Path) -> tuple[int, int]:
-    """Start a child; gives its id, and where it can be heard."""
-    reading, writing = os.pipe()
-    process = os.fork()
-    if process == 0:
-        code = 1
-        try:
-            child(recipe, output, writing)
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(writing)
-    return process, reading
+def hear(hearing: Connection, most: int | None = None) -> int:
+    """Return how many steps a child tells of until it ends, or until there are ``most``."""
+    heard = 0
+    try:
+        while heard != most:
+            hearing.recv_bytes()
+            heard += 1
+    except EOFError:
+        pass
+    return heard
 
 
 def let_live(recipe: Path, output: Path) -> None:
     """Carry the recipe out in a child that nobody kills."""
-    process, reading = start(recipe, output)
-    while os.read(reading, 64):
-        pass
-    os.close(reading)
-    _, status = os.waitpid(process, 0)
-    if status:
-        sys.exit(os.waitstatus_to_exitcode(status))
+    process, hearing = start(recipe, output)
+    hear(hearing)
+    process.join()
+    assert process.exitcode == 0, recipe.with_name("printed.txt").read_text()
 
 
-def main(recipe: str, whole: str, output: str, kills: str, seed: str) -> None:
-    """Let one live; then kill, and kill again, and let the last one live."""
-    let_live(Path(recipe), Path(whole))
-    draw = random.Random(int(seed))
-    folder = Path(output) / "checkpoints"
+def kill_at_random(recipe: Path, output: Path, kills: int, seed: int) -> list[dict[str, Any]]:
+    """Kill, and kill again, and let the last one live.
+
+    Returns for each child that was to be killed the step that it went on from, and how many it did.
+    """
+    draw = random.Random(seed)
+    folder = output / "checkpoints"
     staging = folder / ".unfinished"
-    for kill in range(int(kills)):
+    lives = []
+    for kill in range(kills):
         before = last_complete(folder) if folder.exists() else None
-        process, reading = start(Path(recipe), Path(output))
-        heard, wanted = 0, draw.randint(0, 5)
-        while heard < wanted and (word := os.read(reading, 1)):
-            heard += len(word)
+        process, hearing = start(recipe, output)
+        heard = hear(hearing, draw.randint(0, 5))
         if kill % 2:
             # Every other one while a checkpoint is written.
             deadline = time.monotonic() + 5
@@ -72,25 +64,17 @@ def main(recipe: str, whole: str, output: str, kills: str, seed: str) -> None:
             time.sleep(draw.uniform(0, 0.015))
         else:
             time.sleep(draw.uniform(0, 0.1))
-        os.kill(process, signal.SIGKILL)
-        _, status = os.waitpid(process, 0)
-        while word := os.read(reading, 64):
-            heard += len(word)
-        os.close(reading)
-        print(
-            json.dumps(
-                {
-                    "from": 0 if before is None else int(before.name.split("-")[1]),
-                    "steps": heard,
-                    "killed": os.WIFSIGNALED(status),
-                    "half_written": staging.exists(),
-                    "checkpoints": checkpoint_steps(folder),
-                }
-            ),
-            flush=True,
+        process.kill()
+        process.join()
+        lives.append(
+            {
+                "from": 0 if before is None else int(before.name.split("-")[1]),
+                "steps": heard + hear(hearing),
+                "killed": process.exitcode == -signal.SIGKILL,
+                "half_written": staging.exists(),
+                "checkpoints": checkpoint_steps(folder),
+            }
         )
-    let_live(Path(recipe), Path(output))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        hearing.close()
+    let_live(recipe, output)
+    return lives

@@ -1,12 +1,11 @@
 """Trainings whose parameters are sharded over two processes by FSDP2, beside the same ones on one.
 
-Run by ``torchrun`` (see ``test_fsdp.py``); each process writes what it found to a file.
+See ``test_fsdp.py``; each process writes what it found to a file.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -147,8 +146,7 @@ def refusals() -> dict[str, str]:
     return said
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
+def train_sharded(folder: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     assert dist.get_world_size() == 2
     as_it_is = MixedPrecisionPolicy()
@@ -166,7 +164,3 @@ def main(folder: Path) -> None:
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

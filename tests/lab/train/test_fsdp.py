@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+from sharded_training import train_sharded
 from training_cases import tiny_settings
 
 from attention_priors.lab.train import RunningSettings
 from attention_priors.lab.train.engine import check_machinery
-from processes import torchrun
+from processes import FORKS, run_ranks
 
-WORKER = Path(__file__).with_name("sharded_training.py")
+pytestmark = FORKS
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process found."""
     folder = tmp_path_factory.mktemp("sharded")
-    torchrun(WORKER, folder, processes=2)
+    run_ranks(lambda: train_sharded(folder), folder, processes=2)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -1,28 +1,18 @@
 """Runs that are killed without warning end as if they had not been."""
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pytest
+from nursery import kill_at_random, let_live
 
 from attention_priors._io import read_json
-from processes import run_command
+from processes import FORKS
 from thoroughness import DEEP
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="it forks")
+pytestmark = FORKS
 
 # Half of the kills come while a checkpoint is written.
 KILLS, STEPS = (10, 42) if DEEP else (6, 27)
-
-
-def _carry_out(recipe: Path, whole: Path, killed: Path) -> list[dict[str, Any]]:
-    nursery = Path(__file__).with_name("nursery.py")
-    # One process, which forks: nothing that it does has threads.
-    result = run_command([sys.executable, nursery, recipe, whole, killed, str(KILLS), "1"])
-    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
 def test_kills_at_random_moments_change_nothing(write_recipe: Callable[..., Path], tmp_path):
@@ -32,7 +22,8 @@ def test_kills_at_random_moments_change_nothing(write_recipe: Callable[..., Path
         running={"log_every": 3},
         validation={"every": 15, "tokens": 200},
     )
-    lives = _carry_out(recipe, tmp_path / "whole", tmp_path / "killed")
+    let_live(recipe, tmp_path / "whole")
+    lives = kill_at_random(recipe, tmp_path / "killed", KILLS, seed=1)
     assert len(lives) == KILLS
     # The test is one of resuming: most children were killed, some while they wrote, and later ones went on from
     # checkpoints.

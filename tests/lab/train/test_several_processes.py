@@ -14,8 +14,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from attention_priors.lab.cli import app
 from attention_priors.lab.train import TrainRecipe, run_recipe
-from processes import run_command
+from processes import FORKS, run_command, run_ranks
 from thoroughness import every_other_deep
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -28,7 +29,6 @@ TRAINING = {
     "warmup_steps": 2,
     "prior_learning_rate_multiplier": 10.0,
 }
-COMMAND = ("-m", "attention_priors", "train")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 # Without --multi_gpu, and with --cpu, it starts a single process, whatever --num_processes says.
 ACCELERATE = (
@@ -37,14 +37,17 @@ ACCELERATE = (
 )  # fmt: skip
 
 
-def trained(launcher: tuple[str, ...], recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train, and return what ``training.json`` says."""
+def trained(launcher: tuple[str, ...] | None, recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train by a command that starts the processes, or in our own; return what ``training.json`` says."""
     path = folder / f"{recipe['name']}.yaml"
     path.write_text(yaml.safe_dump(recipe))
     output = folder / recipe["name"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [*launcher, *COMMAND, str(path), "--output", str(output)]
-    run_command(command, environment=environment)
+    arguments = ["train", str(path), "--output", str(output)]
+    if launcher is None:
+        run_ranks(lambda: app(arguments, standalone_mode=False), folder, processes=2)
+    else:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        run_command([*launcher, "-m", "attention_priors", *arguments], environment=environment)
     return json.loads((output / "training.json").read_text())
 
 
@@ -77,7 +80,11 @@ def alone(recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
     return run_recipe(TrainRecipe.model_validate(recipe), folder / "alone")
 
 
-LAUNCHERS = [("torchrun", TORCHRUN, {"rows_at_a_time": 1}), ("accelerate", ACCELERATE, {})]
+LAUNCHERS: list[tuple[str, tuple[str, ...] | None, dict[str, Any]]] = [
+    ("copies", None, {"rows_at_a_time": 1}),
+    ("torchrun", TORCHRUN, {"rows_at_a_time": 1}),
+    ("accelerate", ACCELERATE, {}),
+]
 
 
 @pytest.mark.parametrize("how", every_other_deep(LAUNCHERS, quick=LAUNCHERS[:1]), ids=lambda how: how[0])
@@ -85,7 +92,7 @@ def test_two_processes_train_as_one_does(
     recipe: dict[str, Any],
     alone: dict[str, Any],
     folder: Path,
-    how: tuple[str, tuple[str, ...], dict[str, Any]],
+    how: tuple[str, tuple[str, ...] | None, dict[str, Any]],
 ) -> None:
     name, launcher, running = how
     together = {key: value for key, value in recipe.items() if key != "tokenizer"} | {
