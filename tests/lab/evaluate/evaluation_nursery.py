@@ -17,7 +17,7 @@ from processes import fork
 def start(output: Path, arguments: list[str]) -> BaseProcess:
     """Start a child that runs the command."""
     words = ["evaluate", *arguments, "--output", str(output)]
-    return fork(lambda: app(words, standalone_mode=False), output.with_name("printed.txt"))
+    return fork(lambda: app(words), output.with_name("printed.txt"))
 
 
 def let_live(output: Path, arguments: list[str]) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from attention_priors.lab.cli import app
 from attention_priors.lab.train import TrainRecipe, run_recipe
-from processes import FORKS, run_command, run_ranks
+from processes import run_command, run_ranks
 from thoroughness import every_other_deep
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -44,7 +44,7 @@ def trained(launcher: tuple[str, ...] | None, recipe: dict[str, Any], folder: Pa
     output = folder / recipe["name"]
     arguments = ["train", str(path), "--output", str(output)]
     if launcher is None:
-        run_ranks(lambda: app(arguments, standalone_mode=False), folder, processes=2)
+        run_ranks(lambda: app(arguments), folder, processes=2)
     else:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         run_command([*launcher, "-m", "attention_priors", *arguments], environment=environment)
