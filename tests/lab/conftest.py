@@ -5,6 +5,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from attention_priors.lab.data import Document, token_stream, train_tokenizer
+from attention_priors.lab.report.pages import inspection as page_of_inspection
+from attention_priors.lab.report.pages import study as page_of_study
 from attention_priors.lab.tasks import PasskeyTask
 
 
@@ -39,3 +41,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for document in model_folders.documents():
         (texts / document.name).write_text(document.text)
     return made | {"texts": texts}
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages without drawings: the figures are made, and not drawn."""
+    for page in (page_of_inspection, page_of_study):
+        monkeypatch.setattr(page, "png", lambda figure: b"\x89PNG")

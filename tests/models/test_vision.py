@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForImageClassification
 from attention_priors.lab.inspect import observed_attention
 from attention_priors.models import PriorVisionConfig, PriorVisionForImageClassification
 from attention_priors.priors import grid_positions
+from thoroughness import every_other_deep
 
 SMALL: dict[str, Any] = {
     "image_size": 16,
@@ -42,7 +43,7 @@ def images(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", every_other_deep(KINDS, ["table and prior", "axial"]))
 def test_compiled(name: str) -> None:
     """One graph; where tables are interpolated to each image's size, as many as it takes."""
     model, pixels = made(**KINDS[name]), images(2, 2, 12, 20)

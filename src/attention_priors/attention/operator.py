@@ -23,8 +23,8 @@ PROBLEM = (
     "Tensor? table, Tensor? row_scale, Tensor? inside, Tensor? listed, SymInt highest, SymInt number, "
     f"float softmax_scale, {GEOMETRY}, Tensor? kept, bool fused"
 )
-"""The first six, with the scale, are a :class:`Content`. ``kept``: see ``pruning.py``. ``fused``: by Triton's kernels;
-else in tiles."""
+"""The first six, with the scale, are a :class:`Content`. ``kept``: see ``pruning/kept_tiles.py``. ``fused``: by
+Triton's kernels; else in tiles."""
 _PARAMETERS = tuple(parameter.split()[-1] for parameter in PROBLEM.split(", "))
 DIFFERENTIABLE = 8
 """How many of them, the first ones, have gradients."""

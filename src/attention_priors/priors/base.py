@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from attention_priors.checks import check_positive_integers
+from attention_priors.checks import check_choice, check_positive_integers
 from attention_priors.config import Described
 from attention_priors.precision import KeepsFloat32, can_be_read
 
 if TYPE_CHECKING:
     from attention_priors.priors.sum import Sum
-
-
-from collections.abc import Mapping
-from typing import Any, TypeAlias
-
-from attention_priors.checks import check_choice
 
 LOG_PRIOR_FLOOR = -1e30
 """Log-priors are finite: anything below this many nats is raised to it.

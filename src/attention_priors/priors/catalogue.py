@@ -1,4 +1,4 @@
-"""The catalogue: every prior by its name, of the library and of its users."""
+"""The catalogue: every prior by its name, of the library (``families.py`` lists them) and of its users."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from attention_priors.lab.tasks import TASKS, CopyMixture, CopyMixtureRows, Eval
 from attention_priors.lab.tasks.copying import copying_rows
 from attention_priors.lab.tasks.passkey import PasskeyRetrieval
 from attention_priors.lab.tasks.perplexity import token_losses
-from thoroughness import DEEP
+from thoroughness import DEEP, every_other_deep
 
 KINDS = pytest.mark.parametrize("kind", model_folders.KINDS)
 OF_TEXT = [task for task in TASKS if task not in ("genome_completion", "copying")]
@@ -106,7 +106,7 @@ def test_every_task(kind: str, subjects: dict[str, Subject], plan: Any, tmp_path
     assert all(entry["texts"] == 2 and not entry["interrupted"] for entry in log)
 
 
-@KINDS
+@pytest.mark.parametrize("kind", every_other_deep(model_folders.KINDS, ["ours", "llama"]))
 def test_chunks_and_batches_change_no_result(kind: str, subjects: dict[str, Subject], plan: Any, tmp_path: Path):
     tasks = ("passkey", "passkey_corpus", "niah_single_1", "niah_multikey_2", "perplexity")
     found = []

@@ -8,7 +8,6 @@ import pytest
 from recipe_cases import carry_out, changed, of_kind, write_texts
 from rich.console import Console
 
-from attention_priors.lab.report.pages import study as page_of_study
 from attention_priors.lab.results import Results, read_rows
 from attention_priors.lab.study import Recipe
 
@@ -27,12 +26,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recipe]:
 @pytest.fixture
 def quiet() -> Console:
     return Console(file=io.StringIO())
-
-
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports without drawings: the figures are made, and not drawn."""
-    monkeypatch.setattr(page_of_study, "png", lambda figure: b"\x89PNG")
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Pass keys for tokenizers that join digits, of other numbers of digits, in other words; and the texts of old."""
 
 import hashlib
+import itertools
 import random
 import re
 
@@ -13,6 +14,7 @@ from attention_priors.lab.data import Document, RetrievalShare, token_stream, tr
 from attention_priors.lab.data.tokenizer import joins_digits
 from attention_priors.lab.tasks import PasskeyTask
 from attention_priors.lab.tasks.passkey import WORDINGS
+from thoroughness import every_other_deep
 
 # Of the texts that the task of five digits made before there were others.
 FIVE_DIGITS = "346af48b5a35fe8d993567bf6f880acaa837d8092385bdfcb75036bd2ee31f4f"
@@ -55,10 +57,12 @@ def _joining(kind: str, vocab_size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
 
 
-@pytest.mark.parametrize("vocab_size", [300, 1500])
-@pytest.mark.parametrize("kind", ["words", "words and spaces before texts", "pieces", "threes"])
-@pytest.mark.parametrize("digits", [1, 5, 8])
-def test_lengths_are_exact_where_digits_are_joined(kind: str, vocab_size: int, digits: int):
+JOINING = [*itertools.product(["words", "words and spaces before texts", "pieces", "threes"], [300, 1500], [1, 5, 8])]
+
+
+@pytest.mark.parametrize("case", every_other_deep(JOINING, JOINING[::5]), ids=str)
+def test_lengths_are_exact_where_digits_are_joined(case: tuple[str, int, int]):
+    kind, vocab_size, digits = case
     tokenizer = _joining(kind, vocab_size)
     assert joins_digits(tokenizer)
     stream = token_stream(tokenizer, [Document("a", " ".join(_texts()[:20]))])

@@ -66,7 +66,7 @@ class BlockProblem:
     dtype: torch.dtype
     """Of biases, logits and log-sum-exps."""
     kept: Tensor | None = None
-    """Which blocks of keys each block of queries looks at (``pruning.py``); None for all."""
+    """Which blocks of keys each block of queries looks at (``pruning/kept_tiles.py``); None for all."""
 
     @cached_property
     def tiling(self) -> Tiling:

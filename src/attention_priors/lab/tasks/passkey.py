@@ -1,32 +1,26 @@
-"""Pass keys: find a number hidden at a chosen depth of a text; how much attention each head gives to it."""
+"""Pass keys: make texts that hide a number at a chosen depth, ask for it, see how much attention each head gives it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from attention_priors.lab.data.packing import RetrievalText
-from attention_priors.lab.data.tokenizer import TokenStream, check_writes, digit_token_ids, joins_digits, letters
-from attention_priors.lab.tasks.plan import LONGEST_KEY
-from attention_priors.lab.tasks.retrieval import Question, Retrieval
-from attention_priors.lab.tasks.task import Setting
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-from collections.abc import Callable, Iterator
-
 from transformers import DynamicCache, PreTrainedModel
 
 from attention_priors.attention.reference import reference
 from attention_priors.hf.observe import LayerAttention, observed_attention
+from attention_priors.lab.data.packing import RetrievalText
+from attention_priors.lab.data.tokenizer import TokenStream, check_writes, digit_token_ids, joins_digits, letters
 from attention_priors.lab.tasks.generation import chunked_logits
-from attention_priors.lab.tasks.task import OnShare, Record, Unit, tokens_as_share
+from attention_priors.lab.tasks.plan import LONGEST_KEY
+from attention_priors.lab.tasks.retrieval import Question, Retrieval
+from attention_priors.lab.tasks.task import OnShare, Record, Setting, Unit, tokens_as_share
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ANSWER_LENGTH = 5
 """Digits of a pass key, and tokens of an answer, unless a task says otherwise."""

@@ -1,4 +1,7 @@
-"""Tables of what the heads' priors became: how many of which shape, and where they look."""
+"""Tables of what the heads' priors became: how many of which shape, and where they look.
+
+They are ``heads``, ``prior_mass`` and ``prior_reach``.
+"""
 
 from __future__ import annotations
 

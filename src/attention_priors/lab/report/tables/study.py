@@ -1,4 +1,7 @@
-"""Tables of a whole study: how its models were made, what they cost, and what each axis and extension comes to."""
+"""Tables of a whole study: how its models were made, what they cost, and what each axis and extension comes to.
+
+They are ``accuracy``, ``axes``, ``extension``, ``runs``, ``timing`` and ``training``.
+"""
 
 from __future__ import annotations
 
