@@ -57,6 +57,7 @@ from attention_priors.models import (
 )
 from browsing import Opened, in_a_browser
 from html_pages import Page
+from thoroughness import DEEP
 
 VOCABULARY = 300
 TEXT = "def first(second):\n    return second + 1\n" * 20
@@ -147,6 +148,12 @@ def folders(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPat
 def findings(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
     plan = InspectionPlan(length=512, text=TEXT, text_name="a text", text_tokens=96)
     return {name: inspect_model(load_inspected(folder), plan) for name, folder in folders.items()}
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages without drawings: the figures are made, and not drawn."""
+    monkeypatch.setattr("attention_priors.lab.report.pages.inspection.png", lambda figure: b"\x89PNG")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -348,7 +355,11 @@ def test_weights_on_the_pass_key_are_the_models(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_page(name: str, findings: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_the_page(
+    name: str, findings: dict[str, dict[str, Any]], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if name not in ("ours", "goat on Llama") and not DEEP:
+        request.getfixturevalue("undrawn")
     found = findings[name]
     write_inspection(found, tmp_path / "page.html")
     source = (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -428,6 +439,7 @@ def test_labels_of_tokens_do_not_overlap(across: int, down: int) -> None:
         assert apart >= 1.1 * 7, number
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_page_says_why_these_heads_have_maps(
     findings: dict[str, dict[str, Any]], folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -492,6 +504,7 @@ def test_a_mask_of_the_models_own_is_seen_for_what_it_is(tokenizer: Any, tmp_pat
     assert {line[2] for line in tables["layers"].lines} == {"what precedes"}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_layers_that_see_one_key_leave_the_rest_to_be_looked_at(tokenizer: Any, tmp_path: Path) -> None:
     config = MistralConfig(**SMALL, intermediate_size=32, num_hidden_layers=2, num_key_value_heads=2, sliding_window=1)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
@@ -510,6 +523,7 @@ def test_a_page_of_another_format_is_refused(findings: dict[str, dict[str, Any]]
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_without_a_tokenizer_only_the_priors_are_described(tmp_path: Path) -> None:
     ours().save_pretrained(tmp_path / "model")
     found = inspect_model(load_inspected(tmp_path / "model"), InspectionPlan(length=64, text=TEXT))
@@ -588,6 +602,7 @@ def test_no_more_of_a_text_is_split_into_tokens_than_is_read(
     assert max(sizes) < 10_000 < len(texts["words"])
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_curves_of_keys_that_follow_are_drawn_where_they_are_others(
     findings: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -603,6 +618,7 @@ def test_curves_of_keys_that_follow_are_drawn_where_they_are_others(
         assert ("Thin lines" in (tmp_path / "page.html").read_text(encoding="utf-8")) is bool(layers)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_page_says_what_it_shows(findings: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     pages = {}
     for name in ("ours", "linear", "GPT-2"):
@@ -617,6 +633,7 @@ def test_the_page_says_what_it_shows(findings: dict[str, dict[str, Any]], tmp_pa
         assert re.search(r"it named .* of .*, each after the right ones before it;", inspection_summary(findings[name]))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_gaussians_within_sums_are_in_the_scatter(tokenizer: Any, tmp_path: Path) -> None:
     config = PriorDecoderConfig(
         **SMALL, intermediate_size=32, num_hidden_layers=1,
@@ -632,6 +649,7 @@ def test_gaussians_within_sums_are_in_the_scatter(tokenizer: Any, tmp_path: Path
     assert "generalized gaussian amplitude" not in heads
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "text.py").write_text(TEXT, encoding="utf-8")
     heads = ["--heads", "1.3", "--heads", "0.0"]
@@ -711,6 +729,7 @@ def test_models_without_priors_are_not_said_to_decide_by_them(findings: dict[str
     )
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_inspection_of_a_namesake_is_not_written_over(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
