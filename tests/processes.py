@@ -7,16 +7,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
-import pytest
 import torch
 
-FORKS = pytest.mark.skipif(
-    sys.platform == "win32" or torch.cuda.is_available(), reason="a copy of a process that uses CUDA cannot compute"
-)
+COMPUTING = "spawn" if torch.cuda.is_available() or sys.platform == "win32" else "fork"
+"""How a process starts that trains or evaluates: a copy of one that uses CUDA could not compute."""
 
 
 def run_command(
@@ -49,23 +48,26 @@ def run_command(
     return subprocess.CompletedProcess(list(map(str, command)), process.returncode, out, err)
 
 
-def fork(function: Callable[[], object], printed: Path) -> BaseProcess:
+def fork(function: Callable[[], object], printed: Path, method: str = "fork") -> BaseProcess:
     """Start a function in a copy of this process, which has imported what takes others seconds; ends with this one.
 
     Args:
-        function: may compute on the CPU alone.
+        function: computes nothing if it is to run in a copy on a machine with CUDA.
         printed: file for all that it prints.
+        method: :data:`COMPUTING` for a function that computes, and that can be pickled.
     """
-
-    def call() -> None:
-        torch.set_num_threads(1)  # the threads of the first process are not there
-        with printed.open("w", buffering=1, encoding="utf-8") as sys.stdout:
-            sys.stderr = sys.stdout
-            function()
-
-    process = multiprocessing.get_context("fork").Process(target=call, daemon=True)
+    process: BaseProcess = multiprocessing.get_context(method).Process(  # pyright: ignore[reportAttributeAccessIssue]
+        target=_call, args=(function, printed), daemon=True
+    )
     process.start()
     return process
+
+
+def _call(function: Callable[[], object], printed: Path) -> None:
+    torch.set_num_threads(1)  # the threads of the first process are not in its copy
+    with printed.open("w", buffering=1, encoding="utf-8") as sys.stdout:
+        sys.stderr = sys.stdout
+        function()
 
 
 def run_ranks(function: Callable[[], object], folder: Path, processes: int, timeout: float = 300) -> None:
@@ -74,23 +76,18 @@ def run_ranks(function: Callable[[], object], folder: Path, processes: int, time
     If one fails, or not all end within ``timeout`` seconds, all of them are killed.
 
     Args:
-        function: may compute on the CPU alone.
+        function: can be pickled.
         folder: for what they print.
     """
-    from accelerate.state import AcceleratorState
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     found |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
 
-    def call(rank: int) -> None:
-        os.environ |= found | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        AcceleratorState._reset_state(reset_partial_state=True)  # that of the first process, alone
-        function()
-
     printed = [folder / f"printed-{rank}.txt" for rank in range(processes)]
-    members = [fork(lambda rank=rank: call(rank), path) for rank, path in enumerate(printed)]
+    of_rank = [found | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    calls = [partial(_call_as_rank, function, own) for own in of_rank]
+    members = [fork(call, path, COMPUTING) for call, path in zip(calls, printed, strict=True)]
     running = {member.sentinel: rank for rank, member in enumerate(members)}
     try:
         while running:
@@ -102,3 +99,11 @@ def run_ranks(function: Callable[[], object], folder: Path, processes: int, time
     finally:
         for member in members:
             member.kill()
+
+
+def _call_as_rank(function: Callable[[], object], environment: Mapping[str, str]) -> None:
+    from accelerate.state import AcceleratorState
+
+    os.environ |= environment
+    AcceleratorState._reset_state(reset_partial_state=True)  # that of the first process, alone
+    function()

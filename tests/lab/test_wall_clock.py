@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from attention_priors.lab import machine as wall_clock
+from attention_priors.lab import machine
 from attention_priors.lab.machine import WallClock
 
 
@@ -26,7 +26,7 @@ def time() -> Time:
 
 @pytest.fixture(autouse=True)
 def _its_clock(time: Time):
-    with mock.patch.object(wall_clock, "time", time):
+    with mock.patch.object(machine, "time", time):
         yield
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 from sharded_decoders import CASES, compare_sharded
 
-from processes import FORKS, run_ranks
-
-pytestmark = FORKS
+from processes import run_ranks
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process found."""
     folder = tmp_path_factory.mktemp("sharded")
-    run_ranks(lambda: compare_sharded(folder), folder, processes=2)
+    run_ranks(partial(compare_sharded, folder), folder, processes=2)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

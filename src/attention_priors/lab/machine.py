@@ -99,7 +99,7 @@ def _highest_bytes() -> int:
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
-EVERY = 10.0
+MOST_UNCOUNTED = 10.0
 """Seconds of work, at most, that a killed process leaves uncounted."""
 
 
@@ -131,7 +131,7 @@ class WallClock:
 
     def tick(self) -> None:
         """Keep the sum on disk up to date; to be called often while there is progress."""
-        if self._counted is not None and time.monotonic() - self._counted >= EVERY:
+        if self._counted is not None and time.monotonic() - self._counted >= MOST_UNCOUNTED:
             self._count(self._counted)
 
     def forget(self) -> None:

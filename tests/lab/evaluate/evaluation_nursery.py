@@ -3,6 +3,7 @@
 import random
 import signal
 import time
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ from typing import Any
 import attention_priors.lab.evaluate
 import attention_priors.lab.report  # noqa: F401
 from attention_priors.lab.cli import app
-from processes import fork
+from processes import COMPUTING, fork
 
 
 def start(output: Path, arguments: list[str]) -> BaseProcess:
     """Start a child that runs the command."""
     words = ["evaluate", *arguments, "--output", str(output)]
-    return fork(lambda: app(words), output.with_name("printed.txt"))
+    return fork(partial(app, words), output.with_name("printed.txt"), COMPUTING)
 
 
 def let_live(output: Path, arguments: list[str]) -> None:

@@ -5,10 +5,7 @@ from pathlib import Path
 
 from evaluation_nursery import kill_at_random, let_live, size
 
-from processes import FORKS
 from thoroughness import DEEP
-
-pytestmark = FORKS
 
 KILLS = 10 if DEEP else 4
 

@@ -52,6 +52,17 @@ def study(recipe: dict[str, Any], names: list[str] | dict[str, dict[str, Any]], 
     return Rows([first, *(scheme | {"scheme": n, "description": f"{n.lower()}()"} | e for n, e in entries.items())])
 
 
+def attention_on_the_key() -> Rows:
+    """Weights of one of two schemes: in seed 0 head 1 gives most at first, in seed 1 head 0, and loses it later."""
+    rows = study({}, ["ALiBi", "BAM"])
+    weights = {(0, 0): (0.1, 0.9), (0, 1): (0.8, 0.7), (1, 0): (0.6, 0.2), (1, 1): (0.5, 0.5)}
+    for (seed, head), values in weights.items():
+        for length, weight in zip((160, 8192), values, strict=True):
+            own = {"scheme": "ALiBi", "seed": seed, "plan": "drowning", "length": length, "layer": 1, "head": head}
+            rows.append({"row": "needle_weight"} | own | {"texts": 5, "weight": weight})
+    return rows
+
+
 def five_schemes() -> Rows:
     """Five schemes, two seeds, some stopped early."""
     draw = random.Random(0)

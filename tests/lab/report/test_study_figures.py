@@ -22,6 +22,7 @@ from study_rows import (
     TRAINED,
     Rows,
     asked_row,
+    attention_on_the_key,
     loss_row,
     study,
 )  # fmt: skip
@@ -643,12 +644,7 @@ def test_losses_of_copies_are_drawn_above_the_optimum():
 
 
 def test_attention_on_the_pass_key_is_drawn_by_seed():
-    rows = study({}, ["ALiBi", "BAM"])
-    weights = {(0, 0): (0.1, 0.9), (0, 1): (0.8, 0.7), (1, 0): (0.6, 0.2), (1, 1): (0.5, 0.5)}
-    for (seed, head), values in weights.items():
-        for length, weight in zip((160, 8192), values, strict=True):
-            own = {"scheme": "ALiBi", "seed": seed, "plan": "drowning", "length": length, "layer": 1, "head": head}
-            rows.append({"row": "needle_weight"} | own | {"texts": 5, "weight": weight})
+    rows = attention_on_the_key()
     for shown_in in ({}, {"One": ["ALiBi"], "Other": ["BAM"]}):
         rows[0]["recipe"]["panels"] = shown_in
         figure = drawn(rows, "needle-weights-drowning")

@@ -18,6 +18,7 @@ from study_rows import (
     TRAINED,
     Rows,
     asked_row,
+    attention_on_the_key,
     loss_row,
     study,
 )  # fmt: skip
@@ -212,13 +213,7 @@ def test_answers_whose_tokens_were_not_kept_have_their_share_alone():
 
 
 def test_the_head_that_gives_most_at_first_is_followed():
-    rows = study({}, ["ALiBi", "BAM"])
-    # In the first seed head 1 gives most at first, in the second head 0, and it loses what it looked for.
-    weights = {(0, 0): (0.1, 0.9), (0, 1): (0.8, 0.7), (1, 0): (0.6, 0.2), (1, 1): (0.5, 0.5)}
-    for (seed, head), values in weights.items():
-        for length, weight in zip((160, 8192), values, strict=True):
-            own = {"scheme": "ALiBi", "seed": seed, "plan": "drowning", "length": length, "layer": 1, "head": head}
-            rows.append({"row": "needle_weight"} | own | {"texts": 5, "weight": weight})
+    rows = attention_on_the_key()
     # Student's interval of two seeds is far wider than a share can be.
     cells = [Cell("70.0", "[0.0, 100.0]"), Cell("45.0", "[0.0, 100.0]")]
     assert table(rows, "needle_weights").lines == [["drowning", "ALiBi", *cells]]

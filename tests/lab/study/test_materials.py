@@ -144,7 +144,6 @@ def short_corpora(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_corpora")
-@pytest.mark.skipif(not RECIPES.is_dir(), reason="not a checkout of the project")
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
 def test_recipes_of_the_project_have_the_texts_that_they_ask_for(path: Path, cache: Path):
     recipe = decoder_recipe(path)

@@ -78,7 +78,6 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 COMPARISONS = [RECIPES / "demo.yaml", *sorted((RECIPES / "results").glob("*.yaml"))]
 
 
-@pytest.mark.skipif(not RECIPES.is_dir(), reason="not a checkout of the project")
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
 def test_models_can_be_made_of_the_projects_own_recipes(path: Path):
     recipe = decoder_recipe(path)

@@ -4,6 +4,7 @@ import multiprocessing
 import random
 import signal
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -11,16 +12,19 @@ from typing import Any
 
 from attention_priors.lab.train import Observer, load_train_recipe, run_recipe
 from attention_priors.lab.train.checkpoints import checkpoint_steps, last_complete
-from processes import fork
+from processes import COMPUTING, fork
 
 
 def start(recipe: Path, output: Path) -> tuple[BaseProcess, Connection]:
     """Start a child that carries the recipe out; gives it, and where it tells of every step."""
     hearing, telling = multiprocessing.Pipe(duplex=False)
-    observer = Observer(on_step=lambda step: telling.send_bytes(b"s"))
-    process = fork(lambda: run_recipe(load_train_recipe(recipe), output, observer), recipe.with_name("printed.txt"))
+    process = fork(partial(_carry_out, recipe, output, telling), recipe.with_name("printed.txt"), COMPUTING)
     telling.close()
     return process, hearing
+
+
+def _carry_out(recipe: Path, output: Path, telling: Connection) -> None:
+    run_recipe(load_train_recipe(recipe), output, Observer(on_step=lambda step: telling.send_bytes(b"s")))
 
 
 def hear(hearing: Connection, most: int | None = None) -> int:

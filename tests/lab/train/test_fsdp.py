@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,16 +12,14 @@ from training_cases import tiny_settings
 
 from attention_priors.lab.train import RunningSettings
 from attention_priors.lab.train.engine import check_machinery
-from processes import FORKS, run_ranks
-
-pytestmark = FORKS
+from processes import run_ranks
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process found."""
     folder = tmp_path_factory.mktemp("sharded")
-    run_ranks(lambda: train_sharded(folder), folder, processes=2)
+    run_ranks(partial(train_sharded, folder), folder, processes=2)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

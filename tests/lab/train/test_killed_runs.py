@@ -6,10 +6,7 @@ from pathlib import Path
 from nursery import kill_at_random, let_live
 
 from attention_priors._io import read_json
-from processes import FORKS
 from thoroughness import DEEP
-
-pytestmark = FORKS
 
 # Half of the kills come while a checkpoint is written.
 KILLS, STEPS = (10, 42) if DEEP else (6, 27)

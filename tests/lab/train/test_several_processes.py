@@ -6,6 +6,7 @@ import json
 import os
 import random
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def trained(launcher: tuple[str, ...] | None, recipe: dict[str, Any], folder: Pa
     output = folder / recipe["name"]
     arguments = ["train", str(path), "--output", str(output)]
     if launcher is None:
-        run_ranks(lambda: app(arguments), folder, processes=2)
+        run_ranks(partial(app, arguments), folder, processes=2)
     else:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         run_command([*launcher, "-m", "attention_priors", *arguments], environment=environment)
