@@ -138,6 +138,7 @@ def test_without_us_the_model_is_plain(tmp_path: Path) -> None:
         attach(plain)
 
 
+@pytest.mark.deep
 def test_a_new_process_generates_the_same(tmp_path: Path) -> None:
     model = changed("llama", "sum, scaled")
     model.save_pretrained(tmp_path)

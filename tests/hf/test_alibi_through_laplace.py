@@ -19,7 +19,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from attention_priors.hf import mpt_slopes, restore_attention, use_priors
 from attention_priors.hf.loading import check_positions
 from attention_priors.hf.replacing import prior_for
-from thoroughness import examples
+from thoroughness import every_other_deep, examples
 
 Make = Callable[..., Any]
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -235,7 +235,7 @@ def test_other_heads_of_the_same_model() -> None:
     assert difference(logits(theirs, tokens()), logits(ours, tokens())) < TOLERANCE
 
 
-@pytest.mark.parametrize("learn", [False, True])
+@pytest.mark.parametrize("learn", every_other_deep([False, True], [True]))
 def test_compiles_without_a_graph_break(learn: bool) -> None:
     model = use_priors(bloom(), learn=learn)
     compiled = torch.compile(model, backend="eager", fullgraph=True)

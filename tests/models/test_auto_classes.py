@@ -16,13 +16,26 @@ from attention_priors import models
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM, PriorDecoderModel
 from processes import run_command
 
+TRUST = {"trust_remote_code": True}
 FILES = {"config.json", "generation_config.json", "model.safetensors", "modeling_prior_decoder.py"}
 
 
-def in_a_new_process(program: str, tmp_path: Path) -> str:
-    """What a program prints, without a network and with a cache of its own."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
-    return run_command([sys.executable, "-c", program], environment=environment).stdout
+# Runs each of its arguments in a copy of itself, whose imports are transformers and not ours. "---" stands between what
+# two programs print.
+COPIES = """import os, sys
+import torch
+from transformers import AutoModel, PreTrainedModel
+assert "attention_priors" not in sys.modules
+for program in sys.argv[1:]:
+    copy = os.fork()
+    if copy == 0:
+        torch.set_num_threads(1)
+        exec(program, {"__name__": "__main__"})
+        sys.exit()
+    if os.waitpid(copy, 0)[1]:
+        sys.exit("a program failed")
+    print("---", flush=True)
+"""
 
 
 def test_registered() -> None:
@@ -33,66 +46,63 @@ def test_registered() -> None:
     assert type(AutoModelForCausalLM.from_config(config)) is PriorDecoderForCausalLM
 
 
-@pytest.mark.parametrize(
-    ("before", "options"),
-    [
-        ("import attention_priors.models.decoder", ""),
-        ("", ", trust_remote_code=True"),
-    ],
-)
-def test_in_a_new_process(before: str, options: str, tmp_path: Path) -> None:
-    model, ids = tiny_decoder(torch.float32, **FAMILIES["GOAT"]), tokens(1, 5)
-    folder, again = tmp_path / "model", tmp_path / "again"
-    model.save_pretrained(folder)
-    program = f"""{before}
+DECODER = """
 import json, torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-where = {str(folder)!r}
-if {not before}:
+where = {folder!r}
+if {untrusted}:
     try:
         AutoModelForCausalLM.from_pretrained(where, trust_remote_code=False)
         raise AssertionError("classes were found without an import and without trust")
     except ValueError as error:
         assert "trust_remote_code=True" in str(error)
-model = AutoModelForCausalLM.from_pretrained(where{options}).eval()
-config, base = AutoConfig.from_pretrained(where{options}), AutoModel.from_pretrained(where{options})
+model = AutoModelForCausalLM.from_pretrained(where, **{options}).eval()
+config, base = (kind.from_pretrained(where, **{options}) for kind in (AutoConfig, AutoModel))
 from attention_priors import models
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM, PriorDecoderModel
 assert type(model) is PriorDecoderForCausalLM and type(base) is PriorDecoderModel and type(config) is PriorDecoderConfig
-model.save_pretrained({str(again)!r})
+model.save_pretrained({again!r})
 with torch.no_grad():
-    print(json.dumps(model(torch.tensor({ids.tolist()})).logits.tolist()))
+    print(json.dumps(model(torch.tensor({ids})).logits.tolist()))
 """
-    found = torch.tensor(json.loads(in_a_new_process(program, tmp_path)))
-    torch.testing.assert_close(found, logits_of(model, ids), rtol=1e-5, atol=1e-5)
-    assert {path.name for path in again.iterdir()} == FILES
-    assert (again / "config.json").read_text() == (folder / "config.json").read_text()
+OTHER = """
+import json
+from transformers import {auto}
+model = {auto}.from_pretrained({folder!r}, trust_remote_code=True)
+print(json.dumps([type(model).__name__, float(sum(p.double().sum() for p in model.parameters()))]))
+"""
 
 
-def test_other_models_in_a_new_process(tmp_path: Path) -> None:
-    small: dict[str, Any] = {
-        "hidden_size": 12, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
-    }  # fmt: skip
-    saved: dict[str, Any] = {
-        "MaskedLM": models.PriorEncoderForMaskedLM(models.PriorEncoderConfig(**small, vocab_size=20)),
-        "ImageClassification": models.PriorVisionForImageClassification(
-            models.PriorVisionConfig(**small, image_size=8, patch_size=4, position_table=True)
-        ),
-    }
-    for name, model in saved.items():
-        model.save_pretrained(tmp_path / name)
-    program = f"""import json, transformers
-found = {{}}
-for name in {[*saved]}:
-    auto = getattr(transformers, f"AutoModelFor{{name}}")
-    model = auto.from_pretrained(f"{tmp_path}/{{name}}", trust_remote_code=True)
-    found[name] = [type(model).__name__, float(sum(p.double().sum() for p in model.parameters()))]
-print(json.dumps(found))
-"""
-    found = json.loads(in_a_new_process(program, tmp_path))
-    for name, model in saved.items():
-        kind, total = found[name]
-        assert kind == type(model).__name__
+@pytest.mark.skipif(sys.platform == "win32", reason="it forks")
+def test_in_a_new_process(tmp_path: Path) -> None:
+    """After an import, or by what is saved: a decoder, an encoder, a classifier of images."""
+    decoder, ids = tiny_decoder(torch.float32, **FAMILIES["GOAT"]), tokens(1, 5)
+    folder, again = tmp_path / "model", [tmp_path / "imported", tmp_path / "trusted"]
+    decoder.save_pretrained(folder)
+    programs, others = [], []
+    for first, options, copy in (("import attention_priors.models.decoder", {}, again[0]), ("", TRUST, again[1])):
+        described = {"folder": str(folder), "again": str(copy), "options": options, "untrusted": not first}
+        programs.append(first + DECODER.format(**described, ids=ids.tolist()))
+    for auto, kind, sizes in (
+        ("AutoModelForMaskedLM", "PriorEncoder", {"vocab_size": 20}),
+        ("AutoModelForImageClassification", "PriorVision", {"image_size": 8, "patch_size": 4, "position_table": True}),
+    ):
+        small = {"hidden_size": 12, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config: Any = getattr(models, f"{kind}Config")(**small, **sizes)
+        model: Any = getattr(models, auto.replace("AutoModel", kind))(config)
+        model.save_pretrained(tmp_path / kind)
+        programs.append(OTHER.format(auto=auto, folder=str(tmp_path / kind)))
+        others.append(model)
+    # Without a network, and with a cache of its own.
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    printed = run_command([sys.executable, "-c", COPIES, *programs], environment=environment).stdout.split("---")
+    found = [json.loads(each) for each in printed[:4]]
+    for logits, copy in zip(found, again, strict=False):
+        torch.testing.assert_close(torch.tensor(logits), logits_of(decoder, ids), rtol=1e-5, atol=1e-5)
+        assert {path.name for path in copy.iterdir()} == FILES
+        assert (copy / "config.json").read_text() == (folder / "config.json").read_text()
+    for (name, total), model in zip(found[2:], others, strict=True):
+        assert name == type(model).__name__
         assert total == pytest.approx(float(sum(p.detach().double().sum() for p in model.parameters())))
 
 

@@ -256,7 +256,7 @@ def test_offloaded_cache() -> None:
 
 def test_generate_compiles_the_model() -> None:
     """As it does on accelerators with a static cache: one graph for each token, and padding in it."""
-    model, ids = decoder("GOAT"), tokens(2, PROMPT)
+    model, ids = decoder("GOAT", num_hidden_layers=1), tokens(2, PROMPT)
     mask = torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
     compilation: Any = CompileConfig(backend="aot_eager", fullgraph=True)
     compilation._compile_all_devices = True

@@ -30,11 +30,20 @@ def small_decoder(variant: str) -> PriorDecoderForCausalLM:
 
 
 PAIRS = [(variant, option) for variant in VARIANTS for option in OPTIONS]
-# Every other variant with one option in turn; the sum of three priors with all.
-IN_TURN = [pair for place, pair in enumerate(PAIRS) if place // 3 % 6 == 2 * (place % 3) or pair[0] == "sum"]
+# What a decoder does with priors, encodings and scales; tests of attention compile each prior alone.
+DISTINCT = [
+    ("prior and shaw", "plain"),
+    ("prior and rotary", "padding"),
+    ("encoding learned", "documents"),
+    ("ssmax and a prior", "plain"),
+    ("ssmax beside a prior", "documents"),
+    ("shared prior", "padding"),
+    ("sum", "documents"),
+    ("sum", "padding"),
+]
 
 
-@pytest.mark.parametrize("pair", every_other_deep(PAIRS, IN_TURN), ids="-".join)
+@pytest.mark.parametrize("pair", every_other_deep(PAIRS, DISTINCT), ids="-".join)
 def test_no_graph_break(pair: tuple[str, str]) -> None:
     variant, options = pair[0], OPTIONS[pair[1]]
     model, ids = small_decoder(variant), tokens(2, LENGTH)
@@ -59,7 +68,7 @@ def test_no_graph_break(pair: tuple[str, str]) -> None:
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
-CACHED = ["nothing", "prior key_sink", "ssmax and a prior"]
+CACHED = ["prior key_sink", "encoding rotary", "ssmax and a prior"]
 
 
 @pytest.mark.parametrize("variant", every_other_deep(VARIANTS, CACHED))

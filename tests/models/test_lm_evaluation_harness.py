@@ -121,7 +121,7 @@ def test_from_python(
         assert all(math.isclose(one, other, abs_tol=1e-3) for one, other in zip(logs, expected, strict=True))
 
 
-@pytest.mark.deep
+@pytest.mark.deep  # a new process takes 20 seconds; that it finds the saved classes, test_auto_classes.py tests too
 def test_from_the_command_line(
     saved: tuple[PriorDecoderForCausalLM, PreTrainedTokenizerFast, Path], offline: dict[str, str], tmp_path: Path
 ) -> None:

@@ -241,7 +241,7 @@ BRANCHES[:, :, 6:, 3:6] = False
     ],
 )
 def test_compiled_with_positions(options: dict[str, Any]) -> None:
-    model, ids = tiny_decoder(**FAMILIES["GOAT"]), tokens(1, LENGTH)
+    model, ids = tiny_decoder(**FAMILIES["GOAT"], num_hidden_layers=1), tokens(1, LENGTH)
     torch._dynamo.reset()
 
     @torch.no_grad()
@@ -256,7 +256,7 @@ def test_compiled_with_positions(options: dict[str, Any]) -> None:
 
 def test_compiled_with_gaps() -> None:
     """A compiled attend() makes its tables before it has seen the positions."""
-    model, ids = tiny_decoder(**FAMILIES["BAM"]), tokens(1, LENGTH)
+    model, ids = tiny_decoder(**FAMILIES["BAM"], num_hidden_layers=1), tokens(1, LENGTH)
     torch._dynamo.reset()
     compiled: Any = torch.compile(model, backend="aot_eager")
     with pytest.raises(ValueError, match="compiled attend"):
@@ -266,7 +266,7 @@ def test_compiled_with_gaps() -> None:
 @torch.no_grad()
 def test_compiled_decoding_with_positions() -> None:
     """A static cache, all positions so far: with gaps as without a cache; wrong ones of new tokens alone stop it."""
-    model, ids = tiny_decoder(**FAMILIES["GOAT"]), tokens(1, 6)
+    model, ids = tiny_decoder(**FAMILIES["GOAT"], num_hidden_layers=1), tokens(1, 6)
     positions = torch.tensor([[0, 1, 4, 5, 8, 9]])
     expected = logits_of(model, ids, position_ids=positions)
     cache: Any = StaticCache(config=model.config, max_cache_len=10)

@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def made(**options: Any) -> PriorVisionForImageClassification:
     torch.manual_seed(0)
-    return PriorVisionForImageClassification(PriorVisionConfig(**SMALL, **options)).eval()
+    return PriorVisionForImageClassification(PriorVisionConfig(**SMALL | options)).eval()
 
 
 def images(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -46,7 +46,8 @@ def images(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("name", every_other_deep(KINDS, ["table and prior", "axial"]))
 def test_compiled(name: str) -> None:
     """One graph; where tables are interpolated to each image's size, as many as it takes."""
-    model, pixels = made(**KINDS[name]), images(2, 2, 12, 20)
+    layers = 2 if KINDS[name].get("share_prior") else 1
+    model, pixels = made(**KINDS[name], num_hidden_layers=layers), images(2, 2, 12, 20)
     sizes = torch.tensor([[12, 20], [8, 12]])
     for given in ({}, {"image_sizes": sizes}):
         whole = not (given and model.config.position_table)

@@ -57,7 +57,7 @@ from attention_priors.models import (
 )
 from browsing import Opened, in_a_browser
 from html_pages import Page
-from thoroughness import every_other_deep
+from thoroughness import DEEP
 
 VOCABULARY = 300
 TEXT = "def first(second):\n    return second + 1\n" * 20
@@ -348,8 +348,12 @@ def test_weights_on_the_pass_key_are_the_models(
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", every_other_deep(MODELS, ["ours", "T5", "short GPT-2"]))
-def test_the_page(name: str, findings: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_the_page(
+    name: str, findings: dict[str, dict[str, Any]], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if name not in ("ours", "goat on Llama") and not DEEP:
+        request.getfixturevalue("undrawn")
     found = findings[name]
     write_inspection(found, tmp_path / "page.html")
     source = (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -429,8 +433,9 @@ def test_labels_of_tokens_do_not_overlap(across: int, down: int) -> None:
         assert apart >= 1.1 * 7, number
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_page_says_why_these_heads_have_maps(
-    findings: dict[str, dict[str, Any]], folders: dict[str, Path], tmp_path: Path, undrawn: None
+    findings: dict[str, dict[str, Any]], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     def page(found: dict[str, Any]) -> str:
         write_inspection(found, tmp_path / "page.html")
@@ -493,6 +498,7 @@ def test_a_mask_of_the_models_own_is_seen_for_what_it_is(tokenizer: Any, tmp_pat
     assert {line[2] for line in tables["layers"].lines} == {"what precedes"}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_layers_that_see_one_key_leave_the_rest_to_be_looked_at(tokenizer: Any, tmp_path: Path) -> None:
     config = MistralConfig(**SMALL, intermediate_size=32, num_hidden_layers=2, num_key_value_heads=2, sliding_window=1)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
@@ -511,6 +517,7 @@ def test_a_page_of_another_format_is_refused(findings: dict[str, dict[str, Any]]
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_without_a_tokenizer_only_the_priors_are_described(tmp_path: Path) -> None:
     ours().save_pretrained(tmp_path / "model")
     found = inspect_model(load_inspected(tmp_path / "model"), InspectionPlan(length=64, text=TEXT))
@@ -589,8 +596,9 @@ def test_no_more_of_a_text_is_split_into_tokens_than_is_read(
     assert max(sizes) < 10_000 < len(texts["words"])
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_curves_of_keys_that_follow_are_drawn_where_they_are_others(
-    findings: dict[str, dict[str, Any]], tmp_path: Path, undrawn: None
+    findings: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     for name, layers in (("T5", {0, 1}), ("an encoder", set()), ("ours", set())):
         found = findings[name]
@@ -604,7 +612,8 @@ def test_curves_of_keys_that_follow_are_drawn_where_they_are_others(
         assert ("Thin lines" in (tmp_path / "page.html").read_text(encoding="utf-8")) is bool(layers)
 
 
-def test_the_page_says_what_it_shows(findings: dict[str, dict[str, Any]], tmp_path: Path, undrawn: None) -> None:
+@pytest.mark.usefixtures("undrawn")
+def test_the_page_says_what_it_shows(findings: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     pages = {}
     for name in ("ours", "linear", "GPT-2"):
         write_inspection(findings[name], tmp_path / f"{name}.html")
@@ -618,6 +627,7 @@ def test_the_page_says_what_it_shows(findings: dict[str, dict[str, Any]], tmp_pa
         assert re.search(r"it named .* of .*, each after the right ones before it;", inspection_summary(findings[name]))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_gaussians_within_sums_are_in_the_scatter(tokenizer: Any, tmp_path: Path) -> None:
     config = PriorDecoderConfig(
         **SMALL, intermediate_size=32, num_hidden_layers=1,
@@ -633,6 +643,7 @@ def test_gaussians_within_sums_are_in_the_scatter(tokenizer: Any, tmp_path: Path
     assert "generalized gaussian amplitude" not in heads
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "text.py").write_text(TEXT, encoding="utf-8")
     heads = ["--heads", "1.3", "--heads", "0.0"]
@@ -712,8 +723,9 @@ def test_models_without_priors_are_not_said_to_decide_by_them(findings: dict[str
     )
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_inspection_of_a_namesake_is_not_written_over(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, kind in (("one", "GPT-2"), ("other", "ours")):

@@ -29,6 +29,14 @@ def quick(rows, monkeypatch):
     monkeypatch.setattr(page_of_study, "png", lambda _: b"\x89PNG")
 
 
+@pytest.fixture
+def few(quick, monkeypatch):
+    """Where figures are not what is tested at all, one of each kind is made."""
+    monkeypatch.setattr(
+        page_of_study, "illustrations", lambda rows: {one.kind: one for one in illustrations(rows)}.values()
+    )
+
+
 def written(rows: Rows, folder: Path) -> Page:
     return Page(write_report(rows.results(), folder).read_text(encoding="utf-8"))
 
@@ -89,7 +97,7 @@ def test_names_cannot_become_markup(rows, quick, tmp_path):
         ("run", ["Final loss"]),
     ],
 )
-def test_what_is_missing_is_left_out(rows, quick, tmp_path, kind, gone):
+def test_what_is_missing_is_left_out(rows, few, tmp_path, kind, gone):
     text = written(rows, tmp_path).text
     assert all(words in text for words in gone)
     text = written(rows.put(kind, []), tmp_path).text
@@ -111,7 +119,7 @@ def test_a_report_of_a_sweep_has_axes_and_extensions(swept, tmp_path, monkeypatc
     assert "× training length" not in text  # training lengths differ, so that there is no multiple of one
 
 
-def test_numbers_that_do_not_exist_are_dashes(rows, quick, tmp_path):
+def test_numbers_that_do_not_exist_are_dashes(rows, few, tmp_path):
     rows.put("run", [rows.of("run")[0] | {"final_loss": None, "train_seconds": None, "stopped": None}])
     rows.of("prior")[-1]["parameters"]["alpha"] = None
     source = write_report(rows.results(), tmp_path).read_text(encoding="utf-8")
@@ -120,7 +128,7 @@ def test_numbers_that_do_not_exist_are_dashes(rows, quick, tmp_path):
     assert not re.search(r"\b(nan|None|inf)\b", Page(source).text)
 
 
-def test_a_failing_template_leaves_the_old_report(rows, quick, tmp_path, monkeypatch):
+def test_a_failing_template_leaves_the_old_report(rows, few, tmp_path, monkeypatch):
     (tmp_path / "report.html").write_text("old")
     template = DictLoader({"study.html": "{{ study.recipe.name }} {{ nowhere }}"})
     monkeypatch.setattr(pages, "PackageLoader", lambda _: template)
@@ -257,7 +265,7 @@ def test_marks_without_their_other_half_leave_the_page_alone(rows, tmp_path, pag
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == page
 
 
-def test_notes_that_show_nothing_are_no_page(rows, quick, tmp_path):
+def test_notes_that_show_nothing_are_no_page(rows, few, tmp_path):
     (tmp_path / "README.md").write_text("My notes.", encoding="utf-8")
     assert write_report(rows.results(), tmp_path).name == "report.html"
 

@@ -15,7 +15,7 @@ from known_models import markdown
 from scipy.stats import pearsonr
 
 from attention_priors.lab.data import nucleotide_tokenizer
-from attention_priors.lab.evaluate import evaluate, summarize
+from attention_priors.lab.evaluate import Summary, evaluate, summarize
 from attention_priors.lab.intervals import mean_interval
 from attention_priors.lab.report import evaluation_results, write_evaluation_figures
 from attention_priors.lab.tasks import EvaluationPlan, Subject
@@ -38,7 +38,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
         vocab_size=6,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         initializer_range=0.1,
         prior="laplace",
@@ -60,6 +60,12 @@ def genome(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plan(genome: Path, **changes: Any) -> EvaluationPlan:
     settings: dict[str, Any] = {"tasks": ("genome_completion",), "lengths": (100,), "trials": 3, "corpus": str(genome)}
     return EvaluationPlan.model_validate(settings | changes)
+
+
+@pytest.fixture(scope="module")
+def whole(subject: Subject, genome: Path, tmp_path_factory: pytest.TempPathFactory) -> Summary:
+    """An evaluation of every piece in one go."""
+    return evaluate(subject, plan(genome), tmp_path_factory.mktemp("whole"), chunk=64)
 
 
 # ---- what is measured
@@ -159,9 +165,8 @@ def test_tokens_are_drawn_with_the_model_s_probabilities(subject: Subject):
 # ---- evaluations
 
 
-def test_pieces_are_completed_and_summarised(subject: Subject, genome: Path, tmp_path: Path):
-    summary = evaluate(subject, plan(genome), tmp_path, chunk=64)
-    (completion,) = summary.completions
+def test_pieces_are_completed_and_summarised(whole: Summary, tmp_path: Path):
+    (completion,) = whole.completions
     texts = {"one": drawn(700, 1), "two": drawn(200, 2) + "NNNN" + drawn(400, 3)}
     # Of 700 bases two pieces of 300; of 604 the second alone, as the first goes on with unknown bases.
     assert [piece.document for piece in completion.pieces] == [
@@ -178,19 +183,19 @@ def test_pieces_are_completed_and_summarised(subject: Subject, genome: Path, tmp
     assert completion.identity == pytest.approx(np.mean(means))
     assert completion.identity_interval == pytest.approx(mean_interval([float(mean) for mean in means]))
     assert completion.chance == pytest.approx(0.25, abs=0.02)
-    text = markdown(summary)
+    text = markdown(whole)
     assert f"| 100 | 3 | 3 | {100 * completion.identity:.1f} [" in text
-    figures = write_evaluation_figures(summary, evaluation_results(summary, "model"), tmp_path)
+    figures = write_evaluation_figures(whole, evaluation_results(whole, "model"), tmp_path)
     assert [path.name for path in figures] == ["genome_completion.png"]
 
 
-def test_more_trials_and_pieces_join_what_is_there(subject: Subject, genome: Path, tmp_path: Path):
+def test_more_trials_and_pieces_join_what_is_there(subject: Subject, genome: Path, whole: Summary, tmp_path: Path):
     evaluate(subject, plan(genome, trials=1, documents=2), tmp_path / "grown", chunk=64)
     before = (tmp_path / "grown" / "results.jsonl").read_text()
     grown = evaluate(subject, plan(genome), tmp_path / "grown", chunk=64)
     assert (tmp_path / "grown" / "results.jsonl").read_text().startswith(before)
     # What is drawn for a piece depends on nothing else that is continued.
-    assert grown.completions == evaluate(subject, plan(genome), tmp_path / "one", chunk=64).completions
+    assert grown.completions == whole.completions
     few = evaluate(subject, plan(genome, documents=2), tmp_path / "few", chunk=64).completions[0].pieces
     assert set(few) < set(grown.completions[0].pieces)
     kept = [json.loads(line) for line in (tmp_path / "grown" / "results.jsonl").read_text().splitlines()]

@@ -14,7 +14,7 @@ from attention_priors.lab.data import Document, RetrievalShare, token_stream, tr
 from attention_priors.lab.data.tokenizer import joins_digits
 from attention_priors.lab.tasks import PasskeyTask
 from attention_priors.lab.tasks.passkey import WORDINGS
-from thoroughness import every_other_deep
+from thoroughness import every_other_deep, examples
 
 # Of the texts that the task of five digits made before there were others.
 FIVE_DIGITS = "346af48b5a35fe8d993567bf6f880acaa837d8092385bdfcb75036bd2ee31f4f"
@@ -70,7 +70,7 @@ def test_lengths_are_exact_where_digits_are_joined(case: tuple[str, int, int]):
     for filler in (None, stream):
         task = PasskeyTask(tokenizer, filler, digits=digits, wording="long" if filler is None else "short")
         longest = task.minimum_length + (900 if filler is None else 2 * len(filler))
-        for seed in range(60):
+        for seed in range(examples(11)):  # all depths
             for length in (task.minimum_length, task.minimum_length + seed, longest):
                 depth = (seed % 11) / 10
                 sample = task.sample(length, depth, _generator(seed))
