@@ -9,13 +9,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile
 
 RESULTS ?= runs/results
 BENCHMARKS ?= runs/benchmarks
 RECIPES := $(wildcard recipes/results/*.yaml) recipes/digits-tuning.yaml recipes/digits.yaml
 PAGES := $(wildcard docs/results/*/README.md)
 
-.PHONY: demo test check test-deep pages results benchmarks format
+.PHONY: demo test check lint tests core test-deep pages results benchmarks format
 .DELETE_ON_ERROR:
 
 # pip must know dependency groups (25.1); older ones come with many Pythons.
@@ -58,24 +59,29 @@ benchmarks: $(VENV)/peers
 	done
 	[ -e $(BENCHMARKS)/attached.json ] || $(BIN)/python benchmarks/attached.py --repetitions 15 --output $(BENCHMARKS)/attached.json
 
+# Types take one core's time while tests take the other's.
 test: $(VENV)/dev
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/pyright
-	$(BIN)/lint-imports
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile
+	$(MAKE) --no-print-directory --jobs=2 lint tests
 
-# Lint, types, contracts and the core's tests, for while one works.
+# Lint, types, contracts and the core's tests but the slow ones, for while one works.
 check: $(VENV)/dev
+	$(MAKE) --no-print-directory --jobs=2 lint core
+
+lint: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
 	$(BIN)/lint-imports
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile tests/priors tests/encodings tests/attention
+	$(BIN)/pyright
+
+tests: $(VENV)/dev
+	$(PYTEST)
+
+core: $(VENV)/dev
+	$(PYTEST) -m "not slow" tests/priors tests/encodings tests/attention
 
 # Ten times the drawn examples, and every combination: hours.
 test-deep: $(VENV)/dev
-	TEST_DEPTH=deep OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile
+	TEST_DEPTH=deep $(PYTEST)
 
 format: $(VENV)/dev
 	$(BIN)/ruff format .

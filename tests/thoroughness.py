@@ -1,4 +1,8 @@
-"""How thorough a test run is: quick by default, deep with ``TEST_DEPTH=deep`` (``make test-deep``)."""
+"""How thorough a test run is.
+
+``make test`` leaves out tests marked ``deep``, and ``make check`` those marked ``slow`` too. With ``TEST_DEPTH=deep``
+(``make test-deep``) all are run.
+"""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -17,3 +21,8 @@ def examples(quick: int) -> int:
 def every_other_deep(cases: Iterable[Any], quick: Sequence[Any]) -> list[Any]:
     """Return parameters of a test: those in ``quick`` always run, the others in a deep run alone."""
     return [case if case in quick else pytest.param(case, marks=pytest.mark.deep) for case in cases]
+
+
+def every_other_slow(cases: Iterable[Any], quick: Sequence[Any]) -> list[Any]:
+    """Return parameters of a test: those in ``quick`` always run, the others not in ``make check``."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]

@@ -72,6 +72,7 @@ def test_other_threads_are_not_told_of() -> None:
     assert (len(here), len(there)) == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first_elsewhere", [False, True])
 def test_compiled_without_a_graph_break_for_those_who_watch_and_those_who_do_not(first_elsewhere: bool) -> None:
     def call(x: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return json.loads(target.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size"),
     [
@@ -57,10 +58,12 @@ def test_the_shards_are_those_of_the_whole(found: list[dict[str, Any]], name: st
             assert error <= limits.get(part, others), (part, errors)
 
 
+@pytest.mark.slow
 def test_two_runs_agree_bit_for_bit(found: list[dict[str, Any]]) -> None:
     assert all(process["same"] for process in found)
 
 
+@pytest.mark.slow
 def test_keys_travel_no_farther_than_they_are_read(found: list[dict[str, Any]]) -> None:
     for process in found:
         assert process["skipping"]["hops"] == {
@@ -74,6 +77,7 @@ def test_keys_travel_no_farther_than_they_are_read(found: list[dict[str, Any]]) 
         }
 
 
+@pytest.mark.slow
 def test_keys_that_weigh_nothing_are_not_computed(found: list[dict[str, Any]]) -> None:
     """80 tokens in 4 runs: a slope of 8 nats per token leaves a query the 20 to 40 nearest keys."""
     calls = found[0]["skipping"]["calls"]
@@ -82,6 +86,7 @@ def test_keys_that_weigh_nothing_are_not_computed(found: list[dict[str, Any]]) -
     assert [process["steep"] for process in calls] == [1, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_heads_leave_out_blocks_that_weigh_nothing(found: list[dict[str, Any]]) -> None:
     for process in found[1:]:  # the first one sees no other's keys
         shares = process["skipping"]["kept"]
@@ -89,6 +94,7 @@ def test_heads_leave_out_blocks_that_weigh_nothing(found: list[dict[str, Any]]) 
         assert shares[1:] == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_mistake_in_one_process_is_an_error_in_all(found: list[dict[str, Any]]) -> None:
     words = {
         "a place twice": "each place from 0 to 23 must occur once",
@@ -112,6 +118,7 @@ def test_a_mistake_in_one_process_is_an_error_in_all(found: list[dict[str, Any]]
         assert all(words[mistake] in message for message in said), said
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_call_is_an_error_in_the_others(found: list[dict[str, Any]]) -> None:
     for process in found[:-1]:
         backward, call = process["silence"]["said"]

@@ -11,6 +11,7 @@ from processes import run_command
 LABORATORY = ("transformers", "pydantic", "matplotlib", "rich", "typer", "tokenizers", "scipy", "jinja2", "yaml")
 
 
+@pytest.mark.slow
 def test_import_is_light() -> None:
     """It loads nothing of the laboratory and no compiler (as slow as all the rest of torch)."""
     # torch itself may import some of them (it looks for optional packages), so it is loaded first.
@@ -26,6 +27,7 @@ def test_import_is_light() -> None:
     assert not set(loaded) & set(LABORATORY)
 
 
+@pytest.mark.slow
 def test_works_without_triton() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"

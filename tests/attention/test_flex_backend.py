@@ -33,6 +33,7 @@ from attention_priors import (
     flex_score_mod,
 )
 from attention_priors.attention.flex import backend
+from thoroughness import every_other_slow
 
 
 def why_not_compiled() -> str:
@@ -67,7 +68,7 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", PRIORS)
+@pytest.mark.parametrize("name", every_other_slow(PRIORS, ["laplace"]))
 def test_values_and_gradients(name: str) -> None:
     """FlexAttention's backward pass takes weights from a stored log-sum-exp, whose rounding they inherit."""
     compared = 0
@@ -158,6 +159,7 @@ STATIONARY = [name for name in PRIORS if name not in ("none", "key_sink", "sum")
 
 
 @compiled
+@pytest.mark.slow
 def test_compiled_tables() -> None:
     """One compilation for every stationary prior, causal or not, with documents, padding or positions."""
     before = number_of_compilations()
@@ -177,6 +179,7 @@ def number_of_compilations() -> int:
 
 
 @compiled
+@pytest.mark.slow
 def test_compiled_lanes_and_logit_scale() -> None:
     scale = SSMax(4)
 
@@ -232,6 +235,7 @@ def test_compiled_decoding(prior: Prior, in_documents: bool) -> None:
 
 
 @compiled
+@pytest.mark.slow
 def test_compiled_half_precision() -> None:
     """Queries, keys and values are all that is rounded: logit scale and prior meet float32 scores."""
     generator = torch.Generator().manual_seed(0)
@@ -319,6 +323,7 @@ def test_never_the_dense_formula() -> None:
 
 @compiled
 @torch.no_grad()
+@pytest.mark.slow
 def test_inside_a_compiled_function() -> None:
     """A graph break, and the same result; with ``fullgraph=True``, PyTorch says why it cannot."""
     query = torch.randn(2, 4, 90, 16)

@@ -192,6 +192,7 @@ def test_a_table_has_a_number_for_each_distance_and_no_more() -> None:
     assert bool(torch.isin((sample[:, None] - sample).flatten(), distances).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prior", "backend"),
     [

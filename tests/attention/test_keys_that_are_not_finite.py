@@ -253,6 +253,7 @@ def test_pruned(bad: float, with_bounds: bool) -> None:
         torch.testing.assert_close(found_lse[blind], lse[blind], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scene", ["future", "padding", "documents", "interleaved documents"])
 def test_triton(scene: str, device: str) -> None:
@@ -263,6 +264,7 @@ def test_triton(scene: str, device: str) -> None:
             assert_others_unchanged(place(case, device), keys, bad, sees.to(device), "triton")
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("scene", every_other_deep(["future", "padding", "documents"], ["future"]))
 def test_flex(scene: str) -> None:

@@ -27,6 +27,7 @@ def largest_allocation(length: int, backend: str, **options: torch.Tensor) -> in
     return max(event.nbytes() for event in events if event.name() == "[memory]")  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.slow
 def test_gaps_at_random() -> None:
     """Nearly every pair has a distance of its own: a table of them would be a matrix."""
     length = 4096
@@ -41,6 +42,7 @@ def test_16k_tokens() -> None:
     assert largest_allocation(length, "toeplitz") < 4 * length * length // 8
 
 
+@pytest.mark.slow
 def test_blockwise() -> None:
     """Its blocks are of one size whatever the length is."""
     length = 4096

@@ -85,6 +85,7 @@ def _small_blocks() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("both_ways", IN_TILES, indirect=True)
 @pytest.mark.parametrize("name", every_other_deep(VARIANTS, DISTINCT))
 def test_compiled_without_a_graph_break(name: str) -> None:
@@ -106,6 +107,7 @@ def test_compiled_without_a_graph_break(name: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prior", [None, Spectral(H, 2), KeySink(H, 64)], ids=["none", "spectral", "sink"])
 @pytest.mark.parametrize("scaled", every_other_deep([False, True], [True]))
 @pytest.mark.parametrize("both_ways", IN_TILES, indirect=True)
@@ -128,6 +130,7 @@ def test_compiled_it_refuses_positions_with_gaps() -> None:
         compiled(query, key, value, gaussian(), query_positions=2 * torch.arange(L))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     every_other_deep([n for n in VARIANTS if n not in ("no prior", "lanes", "positions in reverse")], DISTINCT),
@@ -158,6 +161,7 @@ def test_gradients_lie_in_memory_as_compilers_are_told(name: str) -> None:
     assert all(grad.is_contiguous() for grad in grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"document_ids": DOCUMENTS}, {"key_padding_mask": PADDING}])
 def test_operator_check_of_the_count(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
@@ -167,6 +171,7 @@ def test_operator_check_of_the_count(options: dict[str, Any], monkeypatch: pytes
     torch.library.opcheck(torch.ops.attention_priors.visible_keys.default, calls[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"logit_scale": SSMax(H)}, {"document_ids": DOCUMENTS}])
 def test_operator_check_of_pruning(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []

@@ -27,13 +27,13 @@ from attention_priors import (
 from attention_priors.attention import operator
 from attention_priors.attention.pruning import certificate as pruning
 from attention_priors.attention.pruning import report as pruning_effects
-from thoroughness import every_other_deep
+from thoroughness import every_other_deep, every_other_slow
 
 TOLERANCES = st.sampled_from([1e-9, 1e-6, 1e-3, 0.05, 0.5])
 SIZES = st.sampled_from([2, 4, 8])
 
 
-@pytest.mark.parametrize("name", PRIORS)
+@pytest.mark.parametrize("name", every_other_slow(PRIORS, ["none", "laplace", "sum"]))
 def test_real_error_is_within_the_certificate_and_the_certificate_within_the_tolerance(name: str) -> None:
     dropped_blocks = 0
 
@@ -67,7 +67,7 @@ def test_real_error_is_within_the_certificate_and_the_certificate_within_the_tol
     assert dropped_blocks > 50, f"{dropped_blocks} dropped blocks test nothing"
 
 
-@pytest.mark.parametrize("name", PRIORS)
+@pytest.mark.parametrize("name", every_other_slow(PRIORS, ["laplace"]))
 def test_gradients_are_those_of_what_is_computed(name: str) -> None:
     @examples(4, name)
     @given(prunable_cases(name, st.sampled_from([1e-3, 0.05, 0.5])), SIZES)
@@ -269,6 +269,7 @@ def test_bounds_of_keys_that_autocast_rounds_later_on() -> None:
     assert report.skipped > 0.1, "the bounds of the same keys are no wider than they were"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",
     every_other_deep([torch.bfloat16, torch.float16, torch.float32, torch.float64], [torch.float16, torch.float32]),

@@ -17,6 +17,7 @@ from triton_cases import DEVICES, compute_on, configurations, configured, place,
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, RelativeBuckets, SSMax, Window, pruning_report
 from attention_priors.attention import operator
 from attention_priors.attention.triton.backend import Blocks, Configuration
+from thoroughness import every_other_slow
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -31,7 +32,7 @@ def check_exactness(device: str, case: Case) -> None:
         assert error <= tolerance, f"{part}: {error:.2e} > {tolerance:.2e}"
 
 
-@pytest.mark.parametrize("name", PRIORS)
+@pytest.mark.parametrize("name", every_other_slow(PRIORS, ["none", "laplace"]))
 def test_float32(name: str, device: str) -> None:
     @examples(2, f"triton {name}")
     @given(cases(name, longest=40, largest_batch=2, masks=False), configurations())
@@ -42,6 +43,7 @@ def test_float32(name: str, device: str) -> None:
     check()
 
 
+@pytest.mark.slow
 def test_many_blocks(device: str) -> None:
     """Longer sequences in blocks of every shape: what lies before, on and after the diagonal, and behind a window."""
 
@@ -61,6 +63,7 @@ def test_many_blocks(device: str) -> None:
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 def test_positions_without_a_common_offset(device: str, causal: bool) -> None:
     """They are read in, and so are documents that are not runs of tokens, with ids of any size."""
@@ -82,6 +85,7 @@ def test_positions_without_a_common_offset(device: str, causal: bool) -> None:
             check_exactness(device, replace(case, prior=Laplace(1, learn=True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 def test_blocks_that_are_left_out(device: str, causal: bool) -> None:
     """Only the slots that a list keeps are visited; a query with none of them sees nothing."""
@@ -118,6 +122,7 @@ def test_blocks_that_are_left_out(device: str, causal: bool) -> None:
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 def test_pruned(device: str, causal: bool) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -134,6 +139,7 @@ def test_pruned(device: str, causal: bool) -> None:
     assert float((exact_lse - lse).max()) <= 1e-3 + 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theta_beta", [-8.0, 8.0])
 def test_rows_of_one_key_and_huge_log_priors(device: str, theta_beta: float) -> None:
     """β < 0 makes the log-prior of distance 0 as low as -1e30 nats: the first row's weight is 1, its gradient 0."""
@@ -196,6 +202,7 @@ def test_logit_scale_of_the_prior_in_half_precision(device: str) -> None:
         torch.testing.assert_close(found.grads[part], expected.grads[part], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["none", "generalized_gaussian", "key_sink"])
 def test_half_precision(name: str, dtype: torch.dtype, device: str) -> None:
@@ -234,6 +241,7 @@ def test_half_precision(name: str, dtype: torch.dtype, device: str) -> None:
     check()
 
 
+@pytest.mark.slow
 def test_head_dimensions(device: str) -> None:
     """Padded to powers of two, wide ones too, and those of values may differ."""
     blocks = same(Blocks(16, 16, 4, 1))
@@ -254,6 +262,7 @@ def test_tensors_that_are_not_contiguous(device: str) -> None:
         check_exactness(device, Case(query, key, value, Laplace(2, learn=True) + KeySink(2, train_length=8)))
 
 
+@pytest.mark.slow
 def test_same_inputs_same_result(device: str) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, h, 40, 8) for h in (2, 1, 1))

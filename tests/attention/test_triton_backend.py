@@ -71,6 +71,7 @@ def test_lists_of_kept_slots() -> None:
     assert slots[0, 0, 2, :1].tolist() == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled_without_a_graph_break(device: str) -> None:
     torch.manual_seed(0)
@@ -176,6 +177,7 @@ FAR_APART: dict[str, tuple[Tensor, Tensor]] = {
 """What is far apart lies in the future."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "name", every_other_deep(FAR_APART, ["keys of one example", "keys, just too far", "a query", "all keys, with gaps"])

@@ -21,6 +21,7 @@ def tools() -> Path | None:
     return folder if folder is not None and (folder / "ptxas").exists() and (folder / "cuobjdump").exists() else None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(tools() is None, reason="triton with NVIDIA's ptxas and cuobjdump is not installed")
 @pytest.mark.parametrize(
     ("capability", "head_dim", "kind"),
