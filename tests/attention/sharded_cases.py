@@ -421,7 +421,9 @@ def main(rank: int, target: Path, names_for_pairs: list[str]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    # The first call imports more of PyTorch: here once, for all processes.
+    # What the first call imports of PyTorch is imported here, once for all processes.
+    import torch._dynamo
+
     x = torch.zeros(1, HEADS, 2, WIDTH, requires_grad=True)
     attend(x, x, x).sum().backward()
     start_processes(main, (Path(sys.argv[1]), sys.argv[2:]), PROCESSES, start_method="fork")

@@ -73,7 +73,7 @@ def test_values_and_gradients(name: str) -> None:
     """FlexAttention's backward pass takes weights from a stored log-sum-exp, whose rounding they inherit."""
     compared = 0
 
-    @examples(2, name)
+    @examples(2 if name == "generalized_gaussian" else 1, name)  # the gradients of its first are not compared
     @given(cases(name, longest=40))
     def check(case: Case) -> None:
         nonlocal compared

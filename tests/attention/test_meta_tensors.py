@@ -24,7 +24,7 @@ from attention_priors import (
     grid_positions,
 )
 from attention_priors.attention import attend_with_weights
-from thoroughness import every_other_deep, every_other_slow
+from thoroughness import every_other_deep
 
 B, H, D = 2, 4, 8
 PRIORS: dict[str, Callable[[], Prior | None]] = {
@@ -63,7 +63,7 @@ LENGTHS_AND_DTYPES = every_other_deep(
 
 
 @pytest.mark.parametrize("lengths_and_dtype", LENGTHS_AND_DTYPES, ids=str)
-@pytest.mark.parametrize("name", every_other_slow(PRIORS, ["none", "key_sink"]))
+@pytest.mark.parametrize("name", every_other_deep(PRIORS, ["none", "key_sink", "sum"]))
 def test_shapes_and_dtypes(name: str, lengths_and_dtype: tuple[tuple[int, int], torch.dtype]) -> None:
     (num_queries, num_keys), dtype = lengths_and_dtype
     made = PRIORS[name]()

@@ -73,9 +73,19 @@ VARIANTS: dict[str, tuple[Callable[[], Prior | None], dict[str, Any]]] = {
 IN_TILES = every_other_deep(["as one matrix", "in tiles"], ["in tiles"])
 """Ways to compute the operator, for tests of transformations: to these, the operator is one node either way."""
 
-REPEATED = ("laplace", "table and lanes", "scaled", "interleaved documents", "pruned")
-DISTINCT = [name for name in VARIANTS if name not in REPEATED]
-"""Variants with a part that no other one has."""
+DISTINCT = [
+    "no prior",
+    "bidirectional",
+    "table, lanes and slope",
+    "window",
+    "content scaled",
+    "documents",
+    "padding",
+    "mask",
+    "pruned and scaled",
+    "positions",
+]
+"""Variants that have among them every part of all."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """Triton's kernels against the dense formula in float64: values, log-sum-exp and all gradients."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from triton_cases import DEVICES, compute_on, configurations, configured, place,
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, RelativeBuckets, SSMax, Window, pruning_report
 from attention_priors.attention import operator
 from attention_priors.attention.triton.backend import Blocks, Configuration
-from thoroughness import every_other_slow
+from thoroughness import every_other_deep, every_other_slow
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -34,7 +35,7 @@ def check_exactness(device: str, case: Case) -> None:
 
 @pytest.mark.parametrize("name", every_other_slow(PRIORS, ["none", "laplace"]))
 def test_float32(name: str, device: str) -> None:
-    @examples(2, f"triton {name}")
+    @examples(1, f"triton {name}")
     @given(cases(name, longest=40, largest_batch=2, masks=False), configurations())
     def check(case: Case, configuration: Configuration) -> None:
         with configured(configuration):
@@ -202,11 +203,14 @@ def test_logit_scale_of_the_prior_in_half_precision(device: str) -> None:
         torch.testing.assert_close(found.grads[part], expected.grads[part], rtol=2e-5, atol=2e-5)
 
 
+HALF = [*itertools.product([torch.float16, torch.bfloat16], ["none", "generalized_gaussian", "key_sink"])]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["none", "generalized_gaussian", "key_sink"])
-def test_half_precision(name: str, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("dtype_and_name", every_other_deep(HALF, HALF[::2]), ids=str)
+def test_half_precision(dtype_and_name: tuple[torch.dtype, str], device: str) -> None:
     """No worse than plain attention with a dense float32 bias; and priors learn in float32."""
+    dtype, name = dtype_and_name
     floor = torch.finfo(dtype).eps / 16
     blocks = same(Blocks(64, 64, 4, 2))
     # The interpreter cuts off what does not fit a bfloat16 where a device rounds it, which is wrong by twice as much.

@@ -229,15 +229,15 @@ BRANCHES[:, :, 6:, 3:6] = False
 @pytest.mark.parametrize(
     "options",
     [
-        {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1]])},
-        {
-            "position_ids": torch.tensor([[0, 0, 0, 1, 2, 3, 4, 5, 6]]),
-            "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]]),
-        },
-        {
-            "position_ids": torch.tensor([[0, 1, 2, 3, 4, 5, 3, 4, 5]]),
-            "attention_mask": BRANCHES,
-        },
+        pytest.param({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1]])}, marks=pytest.mark.deep),
+        pytest.param(
+            {
+                "position_ids": torch.tensor([[0, 0, 0, 1, 2, 3, 4, 5, 6]]),
+                "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]]),
+            },
+            marks=pytest.mark.deep,
+        ),
+        {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 5, 3, 4, 5]]), "attention_mask": BRANCHES},
     ],
 )
 def test_compiled_with_positions(options: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ def images(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", every_other_deep(KINDS, ["table and prior", "axial"]))
+@pytest.mark.parametrize("name", every_other_deep(KINDS, ["table and prior"]))
 def test_compiled(name: str) -> None:
     """One graph; where tables are interpolated to each image's size, as many as it takes."""
     layers = 2 if KINDS[name].get("share_prior") else 1
