@@ -221,7 +221,9 @@ def test_a_model_that_lacks_weights_is_refused(folders: dict[str, Path], tmp_pat
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(OSError, match=r"broken' cannot be loaded: .*no weights for model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(
+        OSError, match=r"broken is no whole LlamaForCausalLM: it has no weights for model.layers.1.mlp.up_proj.weight"
+    ):
         Subject.load(str(folder))
 
 
@@ -240,7 +242,7 @@ def test_a_model_without_a_tokenizer_is_refused(folders: dict[str, Path], tmp_pa
         folder = tmp_path / kind
         shutil.copytree(folders[kind], folder, ignore=shutil.ignore_patterns("tokenizer*", "special*", "vocab*"))
         assert json.loads((folder / "config.json").read_text())["vocab_size"] == 400
-        with pytest.raises(OSError, match=r"model .* cannot be loaded: tokenizer .* cannot be loaded"):
+        with pytest.raises(OSError, match=r"^tokenizer .* cannot be loaded"):
             Subject.load(str(folder))
 
 

@@ -368,9 +368,9 @@ def inspect(
             text_tokens=tokens,
             heads=None if heads is None else tuple(head_of_layer(head) for head in listed(*heads)),
         )
-        writable_folder(output)
         with console.status("Loading the model") as status:
             given = inspection.load_inspected(model, device=device)
+            writable_folder(output)
             found = inspection.inspect_model(given, plan, status.update)
             status.update("Writing the page")
             reports.write_inspection(found, output / "inspection.html")

@@ -70,12 +70,9 @@ class Subject:
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
         place = device_named(device)
-        try:
-            load_config(name)  # at once, so that a wrong name is not first missed by a tokenizer
-            tokenizer = pretrained_tokenizer(tokenizer_of(name))
-            model = load_model(name, dtype=DTYPES[dtype])
-        except OSError as error:
-            raise OSError(f"model {name!r} cannot be loaded: {error}") from error
+        load_config(name)  # at once, so that a wrong name is not first missed by a tokenizer
+        tokenizer = pretrained_tokenizer(tokenizer_of(name))
+        model = load_model(name, dtype=DTYPES[dtype])
         check_vocabulary(name, model, tokenizer)
         model.to(place).eval()  # pyright: ignore[reportArgumentType]
         _check_chunks(name, model)
