@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -15,11 +16,16 @@ def compute_dtype_of(query: Tensor) -> torch.dtype:
 
 
 class KeepsFloat32(nn.Module):
-    """A module whose parameters follow ``.to(device)`` and stay in float32.
+    """A module whose parameters follow ``.to(device)``, are made in float32 and stay in it.
 
     ``.to(dtype)``, ``.half()``, ``.double()`` and ``load_state_dict(assign=True)`` do not change their dtype: at a
     position of 100 000, bfloat16 cannot tell neighbours apart.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = _in_float32(cls.__init__)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
         def keep_dtype(tensor: Tensor) -> Tensor:
@@ -34,6 +40,21 @@ class KeepsFloat32(nn.Module):
             if name in state_dict and state_dict[name].dtype != parameter.dtype:
                 state_dict[name] = state_dict[name].detach().to(parameter.dtype)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _in_float32(construct: Callable[..., None]) -> Callable[..., None]:
+    """Let a constructor make float32 also within a model that is made in another dtype."""
+
+    @wraps(construct)
+    def constructed(*args: Any, **kwargs: Any) -> None:
+        usual = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            construct(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(usual)
+
+    return constructed
 
 
 def is_traced() -> bool:

@@ -90,6 +90,7 @@ def _attend_elsewhere(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | 
 _attend = blocks._attend
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRIORS)
 def test_other_devices_compute_the_same(name: str) -> None:
     """The formula that stands in for the CPU's kernel elsewhere, run on the CPU."""

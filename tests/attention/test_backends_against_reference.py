@@ -120,6 +120,7 @@ def test_gradient_of_a_float_mask(backend: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(gradient(backend, dtype), expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_queries", every_other_deep([1, 255, 256, 257, 513, 700], [1, 256, 257, 700]))
 @pytest.mark.parametrize("causal", [True, False])
 def test_around_the_true_block_size(num_queries: int, causal: bool) -> None:

@@ -47,6 +47,7 @@ def extreme_case(dtype: torch.dtype, prior, seed: int, causal: bool) -> Case:
     return Case(query, key, value, prior, causal, key_padding_mask=padding, small_blocks=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", PRIORS)
 def test_random_extremes(name: str, dtype: torch.dtype) -> None:

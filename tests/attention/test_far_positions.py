@@ -255,6 +255,7 @@ PREFILL: dict[str, tuple[Prior, float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PREFILL)
 def test_prefill(name: str) -> None:
     """Rows at the start, in the middle and at the end of one call; linear parts are large at one end or the other."""

@@ -216,6 +216,7 @@ KEPT = ((4, 1), (2, 1100), (2, 1100))
 """Heads and lengths of a query, and of the keys and values kept."""
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize(
     ("prior", "in_documents"),

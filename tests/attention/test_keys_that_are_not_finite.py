@@ -109,7 +109,9 @@ def assert_others_unchanged(
 
 
 @pytest.mark.usefixtures("both_ways")
-@pytest.mark.parametrize("bad", every_other_deep(BAD, [math.nan, -math.inf]))
+@pytest.mark.parametrize(
+    "bad", [math.nan, pytest.param(-math.inf, marks=pytest.mark.slow), pytest.param(math.inf, marks=pytest.mark.deep)]
+)
 @pytest.mark.parametrize("scene", SCENES)
 def test_every_backend(scene: str, bad: float) -> None:
     options, keys, sees = hides(scene, 40)
@@ -146,6 +148,7 @@ def test_every_place() -> None:
         assert_others_unchanged(case, at, BAD[at % 3], sees, "toeplitz")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "ggd", "sink and ggd"])
 def test_several_blocks_of_queries(name: str) -> None:
     """Some of the queries beside the bad key, in a tile of their own, and others far behind."""

@@ -132,6 +132,7 @@ def test_compiled_with_sizes_that_are_symbols(prior: Prior | None, scaled: bool)
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_compiled_it_refuses_positions_with_gaps() -> None:
     query, key, value = inputs()
     torch._dynamo.reset()
@@ -240,6 +241,7 @@ def test_gradients_of_parameters_per_example(name: str) -> None:
             torch.testing.assert_close(found[parameter][index], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("both_ways", IN_TILES, indirect=True)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, None), (None, 2, 0)])
@@ -352,6 +354,7 @@ def test_checkpointed(reentrant: bool) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend"),
     [

@@ -68,6 +68,29 @@ def catalogued(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(CATALOGUE.registered, prior.name, prior)
 
 
+class Layered(Tent):
+    """With a module of PyTorch's within."""
+
+    name = "layered"
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__(num_heads)
+        self.layer = torch.nn.Linear(num_heads, 1)
+
+
+def test_priors_are_made_in_float32_whatever_the_model_is_made_in() -> None:
+    config = tiny_config(prior="reset_tent")
+    model = PriorDecoderForCausalLM._from_config(config, dtype=torch.bfloat16)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert {p.dtype for n, p in model.named_parameters() if ".prior." in n} == {torch.float32}
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert {p.dtype for p in Layered(2).parameters()} == {torch.float32}
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def save_without_prior(folder: Path) -> None:
     """A folder whose config names a prior that its weights do not have."""
     tiny_decoder(torch.float32).save_pretrained(folder)

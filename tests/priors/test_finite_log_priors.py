@@ -114,6 +114,7 @@ class _LogPrior(nn.Module):
         return self.prior.log_prior(queries, keys, torch.float64)
 
 
+@pytest.mark.slow
 @every_prior_with_parameters
 def test_gradients_are_those_of_finite_differences(name: str, arguments: dict[str, Any]):
     model = _LogPrior(randomise(make(name, arguments), seed=11, scale=0.4))

@@ -82,6 +82,7 @@ def test_goat_appendix_e_2_rotation_is_as_strong_as_the_content_and_a_prior_is_n
 # --- Appendix F, Theorem 2
 
 
+@pytest.mark.slow
 @thorough
 @given(st.integers(1, 6), st.integers(0, 1000), st.sampled_from([40, 80]))
 def test_goat_theorem_2_a_finite_trigonometric_sum_has_a_rank_that_length_does_not_raise(

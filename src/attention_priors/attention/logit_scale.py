@@ -40,7 +40,7 @@ class SSMax(Described, KeepsFloat32):
         self.num_heads = num_heads
         self.init = float(init)
         self.include_prior = include_prior
-        self.s = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+        self.s = nn.Parameter(torch.empty(num_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

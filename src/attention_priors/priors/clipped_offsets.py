@@ -43,7 +43,7 @@ class ClippedOffsets(Prior):
         check_positive_integers(max_offset=max_offset)
         self.max_offset = max_offset
         self.init = checked_init(init, self.inits, bias=(num_heads, 2 * max_offset + 1))
-        self.bias = nn.Parameter(torch.empty(num_heads, 2 * max_offset + 1, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.empty(num_heads, 2 * max_offset + 1))
         self.reset_parameters()
         self._set_learned(learn, bias="bias")
 

@@ -80,9 +80,9 @@ class GeneralizedGaussian(Prior):
                 f"0 ({', '.join(self.signed_inits)}, or numbers beyond ±{MINIMUM_SHAPE}); got init={init!r}"
             )
         self.keep_sign = keep_sign
-        self.theta_alpha = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
-        self.theta_beta = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
-        self.theta_mu = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+        self.theta_alpha = nn.Parameter(torch.empty(num_heads))
+        self.theta_beta = nn.Parameter(torch.empty(num_heads))
+        self.theta_mu = nn.Parameter(torch.empty(num_heads))
         self.reset_parameters()
         self._set_learned(learn, alpha="theta_alpha", beta="theta_beta", mu="theta_mu")
 

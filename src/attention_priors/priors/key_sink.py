@@ -72,13 +72,13 @@ class KeySink(Prior):
         if learn is None:
             learn = self.learnable if self._starts_with_slope else ("gain", "bump", "mlp")
         if "slope" in self.learnable:  # not on grids
-            self.slope = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
-        self.gain = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
-        self.bump = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+            self.slope = nn.Parameter(torch.empty(num_heads))
+        self.gain = nn.Parameter(torch.empty(num_heads))
+        self.bump = nn.Parameter(torch.empty(num_heads))
         self.mlp = nn.Sequential(
-            nn.Linear(self._number_of_features(), hidden_size, dtype=torch.float32),
+            nn.Linear(self._number_of_features(), hidden_size),
             self.activations[activation](),
-            nn.Linear(hidden_size, 1, dtype=torch.float32),
+            nn.Linear(hidden_size, 1),
         )
         self.reset_parameters()
         self._set_learned(learn, **{name: name for name in self.learnable})

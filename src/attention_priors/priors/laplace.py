@@ -46,7 +46,7 @@ class Laplace(Prior):
             if not all(math.isfinite(slope) and slope > 0 for slope in slopes):
                 raise ValueError(f"slopes must be positive and finite, got {list(slopes)}")
         self.slopes = slopes
-        self.log_slope = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+        self.log_slope = nn.Parameter(torch.empty(num_heads))
         self.reset_parameters()
         self._set_learned(learn, slope="log_slope")
 

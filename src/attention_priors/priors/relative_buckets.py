@@ -62,7 +62,7 @@ class RelativeBuckets(Prior):
         self.max_distance = max_distance
         self.bidirectional = bidirectional
         self.init = checked_init(init, self.inits, bias=(num_heads, num_buckets))
-        self.bias = nn.Parameter(torch.empty(num_heads, num_buckets, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.empty(num_heads, num_buckets))
         self.reset_parameters()
         self._set_learned(learn, bias="bias")
 

@@ -57,8 +57,8 @@ class Spectral(Prior):
         self.shortest_period = float(shortest_period)
         shape = (num_heads, num_frequencies)
         self.init = checked_init(init, self.inits, alpha=shape, beta=shape)
-        self.alpha = nn.Parameter(torch.empty(num_heads, num_frequencies, dtype=torch.float32))
-        self.beta = nn.Parameter(torch.empty(num_heads, num_frequencies, dtype=torch.float32))
+        self.alpha = nn.Parameter(torch.empty(num_heads, num_frequencies))
+        self.beta = nn.Parameter(torch.empty(num_heads, num_frequencies))
         self.reset_parameters()
         self._set_learned(learn, alpha="alpha", beta="beta")
 
