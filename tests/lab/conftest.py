@@ -8,6 +8,7 @@ from attention_priors.lab.data import Document, token_stream, train_tokenizer
 from attention_priors.lab.report.pages import inspection as page_of_inspection
 from attention_priors.lab.report.pages import study as page_of_study
 from attention_priors.lab.tasks import PasskeyTask
+from thoroughness import DEEP
 
 
 @pytest.fixture(scope="session")
@@ -45,6 +46,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages without drawings: the figures are made, and not drawn."""
-    for page in (page_of_inspection, page_of_study):
+    """Pages without drawings, except in a deep run: the figures are made, and not drawn."""
+    for page in () if DEEP else (page_of_inspection, page_of_study):
         monkeypatch.setattr(page, "png", lambda figure: b"\x89PNG")

@@ -57,7 +57,6 @@ from attention_priors.models import (
 )
 from browsing import Opened, in_a_browser
 from html_pages import Page
-from thoroughness import DEEP
 
 VOCABULARY = 300
 TEXT = "def first(second):\n    return second + 1\n" * 20
@@ -352,7 +351,7 @@ def test_weights_on_the_pass_key_are_the_models(
 def test_the_page(
     name: str, findings: dict[str, dict[str, Any]], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    if name not in ("ours", "goat on Llama") and not DEEP:
+    if name != "ours":
         request.getfixturevalue("undrawn")
     found = findings[name]
     write_inspection(found, tmp_path / "page.html")
@@ -683,6 +682,12 @@ def test_a_classifier_of_images_is_no_language_model(tmp_path: Path) -> None:
     PriorVisionForImageClassification(small).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"is a classifier of images: expected a language model"):
         load_inspected(tmp_path)
+
+
+def test_a_model_that_is_not_there_leaves_no_folder(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["inspect", str(tmp_path / "nowhere"), "--output", str(tmp_path / "out")])
+    assert "there is no such folder" in " ".join(done.output.split())
+    assert not [*tmp_path.iterdir()]
 
 
 def test_encoders_of_transformers_are_named(tmp_path: Path) -> None:

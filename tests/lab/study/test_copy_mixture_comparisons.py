@@ -192,7 +192,7 @@ def test_maps_are_the_prior_that_was_learned(rows):
     assert float(weights.diagonal(-1)[1:].mean()) == pytest.approx(masses["previous"], rel=1e-6)
 
 
-def test_tables_and_report_have_all_of_it(rows, tmp_path):
+def test_tables_and_report_have_all_of_it(rows, tmp_path, undrawn):
     page = write_report(Results.of(rows), tmp_path).read_text(encoding="utf-8")
     tables = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "tables").iterdir()}
     lines = [line.split(" | ") for line in tables["copying.md"].splitlines()]

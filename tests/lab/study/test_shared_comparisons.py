@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from recipe_cases import changed, of_kind
 from rich.console import Console
 
 from attention_priors._io import read_json, write_json
+from attention_priors.lab.cli import app
 from attention_priors.lab.output_folder import sole_writer
 from attention_priors.lab.results import Results, read_rows
 from attention_priors.lab.study import Recipe, compare
 from attention_priors.lab.study.workers import FINISHED, TAKEN, LocalWorkers
-from processes import fork, run_command
+from processes import fork
 
 ONE_SCHEME: dict[str, Any] = {
     "schemes.BAM + SSMax": ...,
@@ -102,16 +103,16 @@ def _runs(results: Results) -> list[tuple[str, int]]:
 
 
 def test_calls_with_different_runs_work_at_the_same_time(tiny, tmp_path, quiet, monkeypatch):
-    """Commands and their workers are those of users."""
+    """Their workers are those of users."""
     recipe, output = tmp_path / "tiny.yaml", tmp_path / "out"
     recipe.write_text(json.dumps(changed({"corpus.source": tiny().corpus.source} | ONE_SCHEME)))
-    command = [sys.executable, "-c", "from attention_priors.lab.cli import main; main()", "compare", str(recipe)]
-    with ThreadPoolExecutor(2) as pool:
-        calls = pool.map(lambda seed: run_command([*command, "--output", str(output), "--seeds", seed]), ("3", "4"))
-        for call, seed in zip(calls, (3, 4), strict=True):
-            printed = " ".join(call.stdout.split())  # words may be wrapped
-            assert f"ALiBi, seed {seed}, has ended: 1 of 1 runs" in printed
-            assert "other call" not in printed
+    files = {seed: tmp_path / f"printed-{seed}" for seed in (3, 4)}
+    words = ["compare", str(recipe), "--output", str(output), "--seeds"]
+    calls = [fork(partial(app, [*words, str(seed)]), file) for seed, file in files.items()]
+    for call, (seed, file) in zip(calls, files.items(), strict=True):
+        printed = " ".join(_ended(call, file).split())  # words may be wrapped
+        assert f"ALiBi, seed {seed}, has ended: 1 of 1 runs" in printed
+        assert "other call" not in printed
     found = Results.read(output)
     assert _runs(found) == [("ALiBi", 3), ("ALiBi", 4)]  # whichever ended last has gathered both
     assert found.study["wall_seconds"] >= found["run"].train_seconds.sum()

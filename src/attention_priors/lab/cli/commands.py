@@ -351,6 +351,7 @@ def inspect(
     models with priors attached, and those of transformers: decoders, BLOOM, MPT, T5.
     """
     from attention_priors._io import writable_folder, write_json
+    from attention_priors.hf.loading import load_any_config
     from attention_priors.lab import inspect as inspection
     from attention_priors.lab import report as reports
 
@@ -368,9 +369,10 @@ def inspect(
             text_tokens=tokens,
             heads=None if heads is None else tuple(head_of_layer(head) for head in listed(*heads)),
         )
+        load_any_config(model)  # a model that is not there leaves no folder behind
+        writable_folder(output)
         with console.status("Loading the model") as status:
             given = inspection.load_inspected(model, device=device)
-            writable_folder(output)
             found = inspection.inspect_model(given, plan, status.update)
             status.update("Writing the page")
             reports.write_inspection(found, output / "inspection.html")
