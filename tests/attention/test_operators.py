@@ -147,6 +147,7 @@ def test_compiled_it_refuses_positions_with_gaps() -> None:
     every_other_deep([n for n in VARIANTS if n not in ("no prior", "lanes", "positions in reverse")], DISTINCT),
 )
 @pytest.mark.parametrize("dtype", every_other_deep([torch.float32, torch.float64], [torch.float32]))
+@pytest.mark.parametrize("both_ways", IN_TILES, indirect=True)
 def test_operator_check(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own check of schema, fake tensors and autograd, on what attend() really passes."""
     make, options = VARIANTS[name]
