@@ -394,8 +394,7 @@ def determinism(group: Any) -> bool:
     return all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
-def main(rank: int, target: Path, names_for_pairs: list[str]) -> None:
-    names = {"4": list(CASES), "2": names_for_pairs}
+def main(rank: int, target: Path, names: dict[str, list[str]]) -> None:
     meeting = f"file://{target.with_suffix('.group')}"
     dist.init_process_group("gloo", meeting, timeout=timedelta(seconds=120), world_size=PROCESSES, rank=rank)
     pair = dist.new_group([0, 1])
@@ -426,4 +425,4 @@ if __name__ == "__main__":
 
     x = torch.zeros(1, HEADS, 2, WIDTH, requires_grad=True)
     attend(x, x, x).sum().backward()
-    start_processes(main, (Path(sys.argv[1]), sys.argv[2:]), PROCESSES, start_method="fork")
+    start_processes(main, (Path(sys.argv[1]), json.loads(sys.argv[2])), PROCESSES, start_method="fork")

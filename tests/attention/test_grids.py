@@ -196,8 +196,8 @@ def test_a_table_has_a_number_for_each_distance_and_no_more() -> None:
 @pytest.mark.parametrize(
     ("prior", "backend"),
     [
-        *((prior, "auto") for prior in (Axial(2, GGD), Spectral2d(2), Radial(2, "laplace"), KeySink2d(2, 3, 3))),
-        *((prior, backend) for prior in (None, Spectral2d(2) + KeySink2d(2, 3, 3)) for backend in BACKENDS),
+        *((prior, "auto") for prior in (None, Axial(2, GGD), Radial(2, "laplace"))),
+        *((Spectral2d(2) + KeySink2d(2, 3, 3), backend) for backend in BACKENDS),
     ],
     ids=lambda part: getattr(part, "name", str(part)),
 )

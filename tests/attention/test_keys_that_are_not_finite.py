@@ -1,5 +1,6 @@
 """A key that is NaN or infinite changes no output and no log-sum-exp of a query that does not see the key."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -74,6 +75,8 @@ def hides(scene: str, length: int) -> tuple[dict[str, Any], list[int], Tensor]:
 
 
 SCENES = ("future", "padding", "documents", "interleaved documents", "mask", "float mask", "gaps")
+SCENES_AND_KEYS = [*itertools.product(SCENES, BAD)]
+MOST = [*((scene, math.nan) for scene in SCENES), ("future", math.inf), ("padding", -math.inf)]
 
 
 def make_case(prior: Prior | None, length: int, **options: Any) -> Case:
@@ -109,11 +112,9 @@ def assert_others_unchanged(
 
 
 @pytest.mark.usefixtures("both_ways")
-@pytest.mark.parametrize(
-    "bad", [math.nan, pytest.param(-math.inf, marks=pytest.mark.slow), pytest.param(math.inf, marks=pytest.mark.deep)]
-)
-@pytest.mark.parametrize("scene", SCENES)
-def test_every_backend(scene: str, bad: float) -> None:
+@pytest.mark.parametrize("scene_and_key", every_other_deep(SCENES_AND_KEYS, MOST), ids=str)
+def test_every_backend(scene_and_key: tuple[str, float]) -> None:
+    scene, bad = scene_and_key
     options, keys, sees = hides(scene, 40)
     for name, make_prior in PRIORS.items():
         prior = make_prior()

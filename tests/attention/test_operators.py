@@ -118,7 +118,7 @@ def test_compiled_without_a_graph_break(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prior", [None, Spectral(H, 2), KeySink(H, 64)], ids=["none", "spectral", "sink"])
+@pytest.mark.parametrize("prior", [None, Spectral(H, 2) + KeySink(H, 64)], ids=["none", "spectral and sink"])
 @pytest.mark.parametrize("scaled", every_other_deep([False, True], [True]))
 @pytest.mark.parametrize("both_ways", IN_TILES, indirect=True)
 def test_compiled_with_sizes_that_are_symbols(prior: Prior | None, scaled: bool) -> None:
@@ -185,6 +185,7 @@ def test_operator_check_of_the_count(options: dict[str, Any], monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"logit_scale": SSMax(H)}, {"document_ids": DOCUMENTS}])
+@pytest.mark.parametrize("both_ways", IN_TILES, indirect=True)
 def test_operator_check_of_pruning(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     choose = operators._kept_blocks

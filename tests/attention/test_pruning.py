@@ -274,7 +274,7 @@ def test_bounds_of_keys_that_autocast_rounds_later_on() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",
-    every_other_deep([torch.bfloat16, torch.float16, torch.float32, torch.float64], [torch.float16, torch.float32]),
+    every_other_deep([torch.bfloat16, torch.float16, torch.float32, torch.float64], [torch.float16]),
 )
 @pytest.mark.parametrize("name", ["generalized_gaussian", "key_sink", "none"])
 def test_the_certificate_holds_for_keys_cast_after_their_bounds_were_made(name: str, dtype: torch.dtype) -> None:
