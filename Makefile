@@ -9,7 +9,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile
+PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile
 
 RESULTS ?= runs/results
 BENCHMARKS ?= runs/benchmarks
@@ -59,6 +59,8 @@ benchmarks: $(VENV)/peers
 	done
 	[ -e $(BENCHMARKS)/attached.json ] || $(BIN)/python benchmarks/attached.py --repetitions 15 --output $(BENCHMARKS)/attached.json
 
+tests core test-deep: export OMP_NUM_THREADS := 1
+
 # Types take one core's time while tests take the other's.
 test: $(VENV)/dev
 	$(MAKE) --no-print-directory --jobs=2 lint tests
@@ -76,8 +78,9 @@ lint: $(VENV)/dev
 tests: $(VENV)/dev
 	$(PYTEST)
 
+# Types are what takes longest: tests leave them their core.
 core: $(VENV)/dev
-	$(PYTEST) -m "not slow" tests/priors tests/encodings tests/attention
+	nice $(PYTEST) -m "not slow" tests/priors tests/encodings tests/attention
 
 # Ten times the drawn examples, and every combination: hours.
 test-deep: $(VENV)/dev
