@@ -26,7 +26,6 @@ from attention_priors import (
 )
 from attention_priors.attention import tables
 from attention_priors.attention.tables import consecutive_table
-from attention_priors.hf.heads import OnHeads
 from attention_priors.priors import CATALOGUE, Structure
 
 H = 2
@@ -284,7 +283,6 @@ def test_every_prior_of_the_catalogue_can_be_compared(name: str) -> None:
     state = tables._State.of(prior)
     assert state is not None
     assert state.is_of(prior)
-    assert tables._State.of(OnHeads(H + 1, prior, (0, 2))) is not None
 
 
 @pytest.mark.parametrize("change", [_write_data, _replace_data, _load, _train])

@@ -6,8 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from attention_priors.encodings import Rotary
 from thoroughness import examples
@@ -22,46 +20,6 @@ SCALINGS: list[dict[str, Any]] = [
     {"scaling": "yarn", "factor": 4.0, "original_length": 128},
 ]
 every_scaling = pytest.mark.parametrize("arguments", SCALINGS, ids=["default", "linear", "ntk", "yarn"])
-
-
-def llama(head_dim: int, base: float, scaling: dict[str, Any]) -> LlamaRotaryEmbedding:
-    parameters = {"rope_type": "default", "rope_theta": base, **scaling}
-    return LlamaRotaryEmbedding(
-        LlamaConfig(
-            hidden_size=2 * head_dim,
-            num_attention_heads=2,
-            head_dim=head_dim,
-            max_position_embeddings=512,
-            rope_parameters=parameters,  # pyright: ignore[reportArgumentType]
-        )
-    )
-
-
-@pytest.mark.parametrize(("head_dim", "base"), [(8, 10_000.0), (64, 500_000.0), (2, 10_000.0)])
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        ({}, {}),
-        ({"scaling": "linear", "factor": 8.0}, {"rope_type": "linear", "factor": 8.0}),
-        (
-            {"scaling": "yarn", "factor": 4.0, "original_length": 128},
-            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
-        ),
-    ],
-    ids=["default", "linear", "yarn"],
-)
-def test_is_llamas(head_dim: int, base: float, ours: dict[str, Any], theirs: dict[str, Any]):
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 3, 40, head_dim), torch.randn(2, 3, 40, head_dim)
-    positions = torch.stack([torch.arange(40), 100 + torch.arange(40)])
-    reference = llama(head_dim, base, theirs)
-    expected = apply_rotary_pos_emb(q, k, *reference(q, positions))
-
-    encoding = Rotary(head_dim, base, **ours)
-    for found, wanted in zip((encoding(q, positions), encoding(k, positions)), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(encoding.frequencies()[0], reference.inv_freq, rtol=1e-6, atol=0)
-    assert encoding.frequencies()[1] == pytest.approx(reference.attention_scaling)
 
 
 @pytest.mark.parametrize(("head_dim", "base", "factor"), [(8, 10_000.0, 4.0), (64, 500_000.0, 1.5), (4, 100.0, 32.0)])

@@ -23,8 +23,11 @@ from transformers import (
 )
 
 from attention_priors import Laplace
+from attention_priors.attention import tables
 from attention_priors.hf import attach, attached_priors, detach, load_model
+from attention_priors.hf.heads import OnHeads
 from attention_priors.hf.loading import check_positions, note_length
+from attention_priors.priors import CATALOGUE
 
 UNIFORM: dict[str, Any] = {"prior": "generalized_gaussian", "logit_scale": "residual_ssmax"}
 STATIONARY: dict[str, Any] = {
@@ -570,3 +573,12 @@ def test_without_positions_of_its_own_a_model_keeps_yarns_attention_factor() -> 
     at_no_place = model(IDS, position_ids=torch.zeros_like(IDS), attention_mask=torch.ones_like(IDS)).logits
     attach(model, "uniform", drop_positions=True)
     assert float((model(IDS).logits - at_no_place).abs().max().detach()) <= 1e-5
+
+
+@pytest.mark.parametrize("name", sorted(set(CATALOGUE) - {"sum"}))
+def test_a_table_for_some_heads_can_be_told_from_others(name: str) -> None:
+    prior = CATALOGUE[name].examples(2)[0]
+    state = tables._State.of(OnHeads(3, prior, (0, 2)))
+    assert state is not None
+    assert state.is_of(OnHeads(3, prior, (0, 2)))
+    assert not state.is_of(OnHeads(3, prior, (0, 1)))

@@ -11,7 +11,6 @@ from prior_samples import randomise
 from torch import Tensor
 
 from attention_priors.encodings import Rotary
-from attention_priors.lab.inspect import AttentionLogits, decompose
 from attention_priors.priors import GeneralizedGaussian, KeySink, Laplace, Prior, RelativeBuckets, Spectral
 from thoroughness import examples
 
@@ -218,18 +217,6 @@ def test_goat_appendix_c_a_positive_definite_kernel_suppresses_displacements_too
     # What is inaccessible to it: the prior itself, and not its logarithm alone, of a negative weight.
     assert torch.linalg.eigvalsh((-2 * torch.cos(distance)).exp()).min() < -1
     assert torch.linalg.eigvalsh((2 * torch.cos(distance)).exp()).min() > -1e-12
-
-
-@pytest.mark.parametrize("length", [10, 1000, 100_000])
-def test_goat_section_5_content_of_high_entropy_need_not_leave_the_prior(length: int):
-    """An erratum: weak, of small range, is not ambiguous: content may say of one key alone that it is not it."""
-    f, g = torch.zeros(2, 1, length, dtype=torch.float64)
-    f[0, 0], g[0, 0] = -20, 15
-    p = decompose(AttentionLogits(f, g, torch.ones(1, length, dtype=torch.bool)))
-    entropy = -torch.special.xlogy(p.content, p.content).sum()
-    assert float(entropy) > 0.95 * math.log(length)
-    assert float(p.position[0, 0]) > 0.9
-    assert float(p.posterior[0, 0]) < 1e-3
 
 
 def test_goat_theorem_2_a_constant_takes_a_dimension_of_its_own():

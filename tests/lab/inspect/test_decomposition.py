@@ -32,6 +32,10 @@ def logits(draw: st.DrawFn, blind: bool = True) -> AttentionLogits:
     return AttentionLogits(content, position, visible)
 
 
+def seeded(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
@@ -304,3 +308,32 @@ def test_what_does_not_fit_is_named(name: str, wrong: Tensor) -> None:
     parts = {"content": torch.zeros(3, 4), "position": torch.zeros(4), "visible": torch.ones(4, dtype=torch.bool)}
     with pytest.raises(ValueError, match=f"^{name} must"):
         AttentionLogits(**parts | {name: wrong})
+
+
+@drawn
+@given(st.integers(0, 9999), st.integers(2, 9), st.floats(0, 5))
+def test_bam_appendix_k_2_the_overlap_is_at_most_either_largest_weight_and_both_norms(seed: int, n: int, size: float):
+    f, g = size * seeded(seed, 2, 1, n)
+    found = decompose(AttentionLogits(f, g, torch.ones(1, n, dtype=torch.bool)))
+    for most in (found.content.max(), found.position.max(), found.content.norm() * found.position.norm()):
+        assert 0 < float(found.overlap) <= float(most) * (1 + 1e-10)
+
+
+def test_bam_appendix_k_3_the_logit_scale_is_no_z():
+    """An erratum (2.5, H.4): Z moves a row by a constant, which a softmax does not see; s ln n changes the weights."""
+    f, g = seeded(0, 2, 3, 9)
+    p = decompose(AttentionLogits(f, g, torch.ones(3, 9, dtype=torch.bool)))
+    torch.testing.assert_close((f + g - p.log_overlap.unsqueeze(-1)).softmax(-1), p.posterior, rtol=1e-10, atol=1e-10)
+    assert float(((2 * (f + g)).softmax(-1) - p.posterior).abs().amax(-1).min()) > 0.01
+
+
+@pytest.mark.parametrize("length", [10, 1000, 100_000])
+def test_goat_section_5_content_of_high_entropy_need_not_leave_the_prior(length: int):
+    """An erratum: weak, of small range, is not ambiguous: content may say of one key alone that it is not it."""
+    f, g = torch.zeros(2, 1, length, dtype=torch.float64)
+    f[0, 0], g[0, 0] = -20, 15
+    p = decompose(AttentionLogits(f, g, torch.ones(1, length, dtype=torch.bool)))
+    entropy = -torch.special.xlogy(p.content, p.content).sum()
+    assert float(entropy) > 0.95 * math.log(length)
+    assert float(p.position[0, 0]) > 0.9
+    assert float(p.posterior[0, 0]) < 1e-3

@@ -121,7 +121,10 @@ def test_goat_theorem_5_4_context_sensitivity(given: AttentionLogits, key: int) 
     key %= given.content.shape[-1]
     margin = sink_margin(given, key)
     seen = given.visible[..., key]
-    sensitivity = context_sensitivity(decompose(given).posterior, key)
+    posterior = decompose(given).posterior
+    sensitivity = context_sensitivity(posterior, key)
+    others = torch.arange(posterior.shape[-1]) != key
+    torch.testing.assert_close(sensitivity[seen], posterior[..., others].sum(-1)[seen])
     number = given.visible.sum(-1)
     for bound in (
         sensitivity_bound(margin.total, number),
