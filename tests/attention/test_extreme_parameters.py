@@ -73,6 +73,7 @@ def test_random_extremes(name: str, dtype: torch.dtype) -> None:
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("theta_beta", every_other_deep([-8.0, -1.0, 0.0, 1e-4, 1.0, 8.0], [-8.0, 1e-4, 8.0]))
 @pytest.mark.parametrize("theta_alpha", every_other_deep([-80.0, 0.0, 20.0, 80.0], [-80.0, 20.0, 80.0]))

@@ -217,6 +217,7 @@ def test_one_query_and_a_long_cache(name: str) -> None:
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["generalized_gaussian", "spectral", "key_sink"])
 def test_a_cache_of_a_million_keys(name: str) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -33,7 +33,6 @@ from attention_priors import (
     flex_score_mod,
 )
 from attention_priors.attention.flex import backend
-from thoroughness import every_other_slow
 
 
 def why_not_compiled() -> str:
@@ -68,7 +67,8 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", every_other_slow(PRIORS, ["laplace"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRIORS)
 def test_values_and_gradients(name: str) -> None:
     """FlexAttention's backward pass takes weights from a stored log-sum-exp, whose rounding they inherit."""
     compared = 0
@@ -251,6 +251,7 @@ def test_compiled_half_precision() -> None:
     assert float(error) <= torch.finfo(torch.bfloat16).eps / 2 * float(expected.square().mean().sqrt())
 
 
+@pytest.mark.slow
 @compiled
 def test_mods_in_a_callers_flex_attention() -> None:
     """The documentation's example: a prior, its masks, and a mask of the caller's own."""

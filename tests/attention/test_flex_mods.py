@@ -123,6 +123,7 @@ def test_gradients_of_scores(name: str) -> None:
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PRIORS if name != "none"])
 @pytest.mark.parametrize("start", [2**16, 2**20 - 60])
 def test_far_positions(name: str, start: int) -> None:
