@@ -9,6 +9,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CORE := tests/priors tests/encodings tests/attention
 PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile
 
 RESULTS ?= runs/results
@@ -65,22 +66,22 @@ tests core test-deep: export OMP_NUM_THREADS := 1
 test: $(VENV)/dev
 	$(MAKE) --no-print-directory --jobs=2 lint tests
 
-# Lint, types, contracts and the core's tests but the slow ones, for while one works.
+# For while one works: lint, contracts, types of the source, and the core's tests but the slow ones.
 check: $(VENV)/dev
-	$(MAKE) --no-print-directory --jobs=2 lint core
+	$(MAKE) --no-print-directory --jobs=2 lint core TYPED="src $(CORE)"
 
 lint: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
-	$(BIN)/pyright
+	$(BIN)/pyright $(TYPED)
 
 tests: $(VENV)/dev
 	$(PYTEST)
 
 # Types are what takes longest: tests leave them their core.
 core: $(VENV)/dev
-	nice $(PYTEST) -m "not slow" tests/priors tests/encodings tests/attention
+	nice $(PYTEST) -m "not slow" $(CORE)
 
 # Ten times the drawn examples, and every combination: hours.
 test-deep: $(VENV)/dev
