@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from attention_priors.lab.data import Document, token_stream, train_tokenizer
 from attention_priors.lab.report.pages import inspection as page_of_inspection
 from attention_priors.lab.report.pages import study as page_of_study
-from attention_priors.lab.tasks import PasskeyTask
+from attention_priors.lab.tasks import PasskeyTexts
 from thoroughness import DEEP
 
 
@@ -22,13 +22,13 @@ def tokenizer(documents: tuple[Document, ...]) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def sentence_task(tokenizer: PreTrainedTokenizerFast) -> PasskeyTask:
-    return PasskeyTask(tokenizer)
+def sentence_task(tokenizer: PreTrainedTokenizerFast) -> PasskeyTexts:
+    return PasskeyTexts(tokenizer)
 
 
 @pytest.fixture(scope="session")
-def corpus_task(tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...]) -> PasskeyTask:
-    return PasskeyTask(tokenizer, token_stream(tokenizer, documents))
+def corpus_task(tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...]) -> PasskeyTexts:
+    return PasskeyTexts(tokenizer, token_stream(tokenizer, documents))
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ from attention_priors.lab.data.genomes import check_nucleotides, encode_nucleoti
 from attention_priors.lab.data.preparation import Preparation, prepare
 from attention_priors.lab.data.shards import TokenShards, read_manifest
 from attention_priors.lab.data.sources import DataSettings, FastaSettings
-from attention_priors.lab.tasks import NeedleTask, PasskeyTask
+from attention_priors.lab.tasks import NeedleTask, PasskeyTexts
 
 
 def fasta(path: Path, content: str | bytes) -> Path:
@@ -304,7 +304,7 @@ def test_a_stream_of_contigs_keeps_them_apart():
 
 def test_there_are_no_pass_keys_nor_needles_in_nucleotides():
     with pytest.raises(ValueError, match="cannot write '12345': expected one that can; it makes 'NNNNN' of it"):
-        PasskeyTask(nucleotide_tokenizer(), None)
+        PasskeyTexts(nucleotide_tokenizer(), None)
     with pytest.raises(ValueError, match="cannot write 'What is the special magic number"):
         NeedleTask(nucleotide_tokenizer(), "niah_single_1")
 

@@ -15,14 +15,14 @@ from attention_priors.lab.data import (
     collate_rows,
     token_stream,
 )
-from attention_priors.lab.tasks import PasskeyTask
+from attention_priors.lab.tasks import PasskeyTexts
 
 LENGTH = 320
 ANSWER_WEIGHT = 7.0
 
 
 @pytest.fixture(scope="module")
-def make(tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...], sentence_task: PasskeyTask):
+def make(tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...], sentence_task: PasskeyTexts):
     def mixture(**changes: Any) -> TrainingMixture:
         arguments: dict[str, Any] = {"context_length": LENGTH, "num_rows": 400, "seed": 1}
         share: dict[str, Any] = {
@@ -126,7 +126,7 @@ def test_passkey_lengths_reach_from_the_minimum_to_the_whole_row(make):
     assert sizes == set(range(310, LENGTH + 1))
 
 
-def test_shortest_passkey_text_is_the_default_minimum(make, sentence_task: PasskeyTask):
+def test_shortest_passkey_text_is_the_default_minimum(make, sentence_task: PasskeyTexts):
     mixture = make(context_length=sentence_task.minimum_length + 6, ratio=1.0, minimum_length=None)
     sizes = {int((mixture[index]["document_ids"] == 0).sum()) for index in range(50)}
 

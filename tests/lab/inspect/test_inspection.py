@@ -46,7 +46,7 @@ from attention_priors.lab.report.figures.attention import attention_map
 from attention_priors.lab.report.figures.heads import prior_curves
 from attention_priors.lab.report.figures.style import png
 from attention_priors.lab.report.pages.inspection import inspection_results, inspection_tables
-from attention_priors.lab.tasks.passkey import PasskeyTask
+from attention_priors.lab.tasks.passkey import PasskeyTexts
 from attention_priors.models import (
     PriorDecoderConfig,
     PriorDecoderForCausalLM,
@@ -321,7 +321,7 @@ def test_parts_of_the_prompt(tokenizer: Any) -> None:
     assert tokenizer.decode(sample.tokens[sample.question_start : sample.answer_start]).strip().startswith("What is")
     assert sample.question_start - sample.needle_end == 768
     assert tokenizer.decode(sample.answer) == str(sample.key)
-    assert len(sample.prompt) == PasskeyTask(tokenizer, wording="long").minimum_length + 768
+    assert len(sample.prompt) == PasskeyTexts(tokenizer, wording="long").minimum_length + 768
 
 
 def test_weights_on_the_pass_key_are_the_models(

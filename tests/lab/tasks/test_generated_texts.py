@@ -22,7 +22,7 @@ from attention_priors.lab.tasks import (
     Haystack,
     NeedleTask,
     NeedleTexts,
-    PasskeyTask,
+    PasskeyTexts,
 )
 from attention_priors.lab.tasks.retrieval import text_seed
 
@@ -35,7 +35,7 @@ Words = tuple[PreTrainedTokenizerFast, tuple[Document, ...]]
 
 def _passkeys(words: Words, *, corpus: bool, **settings: object) -> Texts:
     tokenizer, documents = words
-    task = PasskeyTask(tokenizer, token_stream(tokenizer, documents) if corpus else None, **settings)  # pyright: ignore[reportArgumentType]
+    task = PasskeyTexts(tokenizer, token_stream(tokenizer, documents) if corpus else None, **settings)  # pyright: ignore[reportArgumentType]
     for length in LENGTHS:
         for seed, depth in enumerate(DEPTHS):
             yield task.sample(length + task.minimum_length, depth, torch.Generator().manual_seed(seed)).tokens
@@ -61,7 +61,7 @@ def _copies(words: Words) -> Texts:
 def _mixture(words: Words) -> Texts:
     tokenizer, documents = words
     stream = token_stream(tokenizer, documents)
-    passkeys = PasskeyTask(tokenizer, stream, decoys=4, decoy_overlap=0.5)
+    passkeys = PasskeyTexts(tokenizer, stream, decoys=4, decoy_overlap=0.5)
     needles = NeedleTexts(tokenizer, "niah_single_1", Haystack.of("texts", documents))
     shares = [RetrievalShare(passkeys, 0.4), RetrievalShare(needles, 0.4, answer_weight=10.0)]
     rows = TrainingMixture(stream, context_length=512, num_rows=8, seed=3, retrieval=shares)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from attention_priors.lab.data import Corpus, Document
-from attention_priors.lab.tasks import EvaluationPlan, PasskeyTask, Setting, Subject, make_task
+from attention_priors.lab.tasks import EvaluationPlan, PasskeyTexts, Setting, Subject, make_task
 from attention_priors.lab.tasks.generation import forced_predictions
 from attention_priors.lab.tasks.passkey import PasskeyRetrieval
 from attention_priors.lab.tasks.retrieval import Question
@@ -85,7 +85,7 @@ def test_all_five_digits_must_be_right(make: Make, chunk: int):
     assert record(*range(200))["score"] == 1
 
 
-def test_a_model_that_sees_little_finds_near_keys_alone(make: Make, corpus_task: PasskeyTask):
+def test_a_model_that_sees_little_finds_near_keys_alone(make: Make, corpus_task: PasskeyTexts):
     length = corpus_task.minimum_length + 200
     found = ask(make(Copier(reach=10_000), trials=2), length)
     assert [(record["depth"], record["score"]) for record in found] == [(0.0, 1), (0.5, 1), (1.0, 1)] * 2
@@ -114,9 +114,9 @@ def test_a_text_depends_on_its_seed_length_depth_and_trial_alone(make: Make, nam
 
 
 def test_texts_of_comparisons_are_those_of_published_results(
-    make: Make, corpus_task: PasskeyTask, sentence_task: PasskeyTask
+    make: Make, corpus_task: PasskeyTexts, sentence_task: PasskeyTexts
 ):
-    """``seeding="mixed"`` draws the text that ``PasskeyTask`` makes of the published rule's seed."""
+    """``seeding="mixed"`` draws the text that ``PasskeyTexts`` makes of the published rule's seed."""
     for name, texts in (("passkey_corpus", corpus_task), ("passkey_sentence", sentence_task)):
         task = make(name=name)
         for index, question in enumerate(task.questions(200, units(task, 200))):

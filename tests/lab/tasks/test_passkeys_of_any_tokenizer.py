@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from attention_priors.lab.data import Document, RetrievalShare, token_stream, train_tokenizer
 from attention_priors.lab.data.tokenizer import joins_digits
-from attention_priors.lab.tasks import PasskeyTask
+from attention_priors.lab.tasks import PasskeyTexts
 from attention_priors.lab.tasks.passkey import WORDINGS
 from thoroughness import every_other_deep, examples
 
@@ -68,7 +68,7 @@ def test_lengths_are_exact_where_digits_are_joined(case: tuple[str, int, int]):
     stream = token_stream(tokenizer, [Document("a", " ".join(_texts()[:20]))])
     sizes = set()
     for filler in (None, stream):
-        task = PasskeyTask(tokenizer, filler, digits=digits, wording="long" if filler is None else "short")
+        task = PasskeyTexts(tokenizer, filler, digits=digits, wording="long" if filler is None else "short")
         longest = task.minimum_length + (900 if filler is None else 2 * len(filler))
         for seed in range(examples(11)):  # all depths
             for length in (task.minimum_length, task.minimum_length + seed, longest):
@@ -95,7 +95,7 @@ def test_tokenizers_that_keep_neither_case_nor_line_ends(vocab_size: int):
     tokenizer = _joining("small letters", vocab_size)
     stream = token_stream(tokenizer, [Document(name, " ".join(_texts()[:20])) for name in "ab"])
     for filler in (None, stream):
-        task = PasskeyTask(tokenizer, filler)
+        task = PasskeyTexts(tokenizer, filler)
         sample = task.sample(task.minimum_length + 60, 0.5, _generator(0))
         assert int(tokenizer.eos_token_id) not in sample.tokens  # pyright: ignore[reportArgumentType]
         text = "".join(str(tokenizer.decode(sample.tokens)).split())
@@ -105,20 +105,20 @@ def test_tokenizers_that_keep_neither_case_nor_line_ends(vocab_size: int):
 
 def test_a_key_must_not_be_one_token_with_the_words_before_it():
     with pytest.raises(ValueError, match="joins a pass key to the words before it"):
-        PasskeyTask(_joining("anything", 1500))
+        PasskeyTexts(_joining("anything", 1500))
 
 
 def test_a_tokenizer_that_joins_digits_is_not_to_train_with():
     with pytest.raises(ValueError, match=r"decoys=2 need a tokenizer that .* tokenizer '' joins digits"):
-        PasskeyTask(_joining("words", 400), decoys=2)
-    task = PasskeyTask(_joining("words", 400))
+        PasskeyTexts(_joining("words", 400), decoys=2)
+    task = PasskeyTexts(_joining("words", 400))
     with pytest.raises(ValueError, match="joins digits: expected one token for each, to train on pass keys"):
         RetrievalShare(task, 0.5).least_length(10_000)
 
 
 @pytest.mark.parametrize("digits", [1, 4, 8, 9])
 def test_other_numbers_of_digits(tokenizer: PreTrainedTokenizerFast, digits: int):
-    task = PasskeyTask(tokenizer, digits=digits)
+    task = PasskeyTexts(tokenizer, digits=digits)
     keys = set()
     for seed in range(40):
         sample = task.sample(task.minimum_length + seed, 0.5, _generator(seed))
@@ -134,18 +134,18 @@ def test_other_numbers_of_digits(tokenizer: PreTrainedTokenizerFast, digits: int
 @pytest.mark.parametrize("digits", [0, 10, -1])
 def test_digits_outside_their_range(tokenizer: PreTrainedTokenizerFast, digits: int):
     with pytest.raises(ValueError, match=f"digits must be from 1 to 9; it is {digits}"):
-        PasskeyTask(tokenizer, digits=digits)
+        PasskeyTexts(tokenizer, digits=digits)
 
 
 def test_wordings(tokenizer: PreTrainedTokenizerFast):
-    short, long = (PasskeyTask(tokenizer, wording=name) for name in ("short", "long"))
+    short, long = (PasskeyTexts(tokenizer, wording=name) for name in ("short", "long"))
     assert long.minimum_length > short.minimum_length
     text = str(tokenizer.decode(long.sample(long.minimum_length, 0.0, _generator(0)).tokens))
     assert text.startswith(
         "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it."
     )
     with pytest.raises(ValueError, match="wording must be one of short, long; it is 'loud'"):
-        PasskeyTask(tokenizer, wording="loud")
+        PasskeyTexts(tokenizer, wording="loud")
 
 
 def test_texts_of_five_digits_are_what_they_were():
@@ -157,7 +157,7 @@ def test_texts_of_five_digits_are_what_they_were():
     digest = hashlib.sha256()
     for filler in (None, token_stream(tokenizer, documents)):
         for decoys in (0, 3):
-            task = PasskeyTask(tokenizer, filler, decoys=decoys)
+            task = PasskeyTexts(tokenizer, filler, decoys=decoys)
             for seed in range(20):
                 sample = task.sample(task.minimum_length + 37 * seed, seed / 19, _generator(seed))
                 places = f"{sample.answer_start} {sample.needle_start} {sample.key}"

@@ -24,7 +24,7 @@ from attention_priors.lab.inspect.load import Inspected
 from attention_priors.lab.inspect.reach import REACH_LENGTHS, effective_reach, head_roles
 from attention_priors.lab.machine import now, processor, versions
 from attention_priors.lab.results import INSPECTION_FORMAT
-from attention_priors.lab.tasks import PasskeyTask
+from attention_priors.lab.tasks import PasskeyTexts
 from attention_priors.lab.tasks.passkey import PasskeySample
 from attention_priors.priors import Prior, Uniform
 
@@ -402,7 +402,7 @@ def figure_4_prompt(tokenizer: PreTrainedTokenizerBase) -> PasskeySample:
     Raises:
         ValueError: the tokenizer joins a pass key to the words before it.
     """
-    task = PasskeyTask(tokenizer, wording="long")
+    task = PasskeyTexts(tokenizer, wording="long")
     length = task.minimum_length + FILLER
     while True:
         sample = task.sample(length, 0.0, torch.Generator().manual_seed(_SEED))

@@ -33,7 +33,7 @@ from attention_priors.lab.tasks import (
     EvaluationPlan,
     Haystack,
     NeedleTexts,
-    PasskeyTask,
+    PasskeyTexts,
     Subject,
 )
 from attention_priors.lab.tasks.copying import HELD_OUT_SEED
@@ -218,7 +218,7 @@ class TextMaterials(Materials):
     def _passkey_shares(self, settings: MixtureSettings) -> Iterator[RetrievalShare]:
         if settings.passkey_ratio == 0:
             return
-        texts = PasskeyTask(
+        texts = PasskeyTexts(
             self.tokenizer,
             self.train_stream if settings.passkey_filler == "corpus" else None,
             decoys=settings.passkey_decoys,

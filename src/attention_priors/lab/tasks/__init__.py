@@ -7,7 +7,7 @@ from attention_priors.lab.tasks.needles.haystack import Haystack, PunktSplitter,
 from attention_priors.lab.tasks.needles.prompts import NEEDLE_TASKS, NeedleSettings
 from attention_priors.lab.tasks.needles.task import NeedleTask, match_all
 from attention_priors.lab.tasks.needles.texts import NeedleTexts
-from attention_priors.lab.tasks.passkey import PasskeyTask
+from attention_priors.lab.tasks.passkey import PasskeyTexts
 from attention_priors.lab.tasks.plan import TASKS, EvaluationPlan
 from attention_priors.lab.tasks.subject import Subject
 from attention_priors.lab.tasks.task import Setting, Task
@@ -22,7 +22,7 @@ __all__ = [
     "NeedleSettings",
     "NeedleTask",
     "NeedleTexts",
-    "PasskeyTask",
+    "PasskeyTexts",
     "PunktSplitter",
     "Setting",
     "Subject",

@@ -75,7 +75,7 @@ class PasskeySample(RetrievalText):
     key: int
 
 
-class PasskeyTask:
+class PasskeyTexts:
     """Makes passkey texts of an exact length in tokens.
 
     A text is an instruction, filler with the needle in it, and a question; the answer follows.
@@ -330,7 +330,7 @@ def _split_at(tokens: Tensor, separator: Tensor) -> list[Tensor]:
 
 
 class PasskeyRetrieval(Retrieval):
-    """Find a number (:class:`PasskeyTask`). A text counts if greedy decoding gives all of its digits.
+    """Find a number (:class:`PasskeyTexts`). A text counts if greedy decoding gives all of its digits.
 
     The name of the task says which texts: ``passkey`` and ``passkey_8`` have the long wording and repeated sentences,
     ``passkey_sentence`` and ``passkey_corpus`` the short wording that recipes train with.
@@ -340,7 +340,7 @@ class PasskeyRetrieval(Retrieval):
         super().__init__(name, setting)
         self._corpus = None if name in ("passkey", "passkey_8", "passkey_sentence") else self.texts.corpus
         self._wording = "long" if name in ("passkey", "passkey_8") else "short"
-        self._texts = PasskeyTask(
+        self._texts = PasskeyTexts(
             self.subject.tokenizer,
             None if self._corpus is None else self._corpus.stream,
             digits=LONGEST_KEY if name == "passkey_8" else ANSWER_LENGTH,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from attention_priors.lab.data import Document, digit_token_ids, token_stream
-from attention_priors.lab.tasks import PasskeyTask
+from attention_priors.lab.tasks import PasskeyTexts
 from attention_priors.lab.tasks.retrieval import depths
 
 
@@ -29,7 +29,7 @@ def test_lengths_answer_and_depth_are_exact(
     depth: float,
     seed: int,
 ):
-    task: PasskeyTask = request.getfixturevalue(f"{filler}_task")
+    task: PasskeyTexts = request.getfixturevalue(f"{filler}_task")
     length = task.minimum_length + extra
 
     sample = task.sample(length, depth, _generator(seed))
@@ -47,7 +47,7 @@ def test_lengths_answer_and_depth_are_exact(
 
 @pytest.mark.parametrize("extra", [0, 1, 50])
 def test_shortest_and_longer_texts_read_as_they_should(
-    tokenizer: PreTrainedTokenizerFast, sentence_task: PasskeyTask, extra: int
+    tokenizer: PreTrainedTokenizerFast, sentence_task: PasskeyTexts, extra: int
 ):
     sample = sentence_task.sample(sentence_task.minimum_length + extra, 1.0, _generator())
 
@@ -57,7 +57,7 @@ def test_shortest_and_longer_texts_read_as_they_should(
     assert text.count(str(sample.key)) == 3
 
 
-def test_sentence_filler_repeats_without_a_seam(tokenizer: PreTrainedTokenizerFast, sentence_task: PasskeyTask):
+def test_sentence_filler_repeats_without_a_seam(tokenizer: PreTrainedTokenizerFast, sentence_task: PasskeyTexts):
     sample = sentence_task.sample(2000, 1.0, _generator())
 
     text = tokenizer.decode(sample.prompt)
@@ -65,7 +65,7 @@ def test_sentence_filler_repeats_without_a_seam(tokenizer: PreTrainedTokenizerFa
 
 
 def test_corpus_filler_is_a_contiguous_window_without_end_tokens(
-    tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...], corpus_task: PasskeyTask
+    tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...], corpus_task: PasskeyTexts
 ):
     extra = 1500
     sample = corpus_task.sample(corpus_task.minimum_length + extra, 0.5, _generator(3))
@@ -82,7 +82,7 @@ def test_corpus_filler_uses_all_of_its_documents_and_then_repeats_them(
     tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...]
 ):
     stream = token_stream(tokenizer, documents[:1])
-    task = PasskeyTask(tokenizer, stream)
+    task = PasskeyTexts(tokenizer, stream)
     whole = str(tokenizer.decode(stream.tokens[:-1])) + "\n"
     for extra in (0, 1, len(stream), 3 * len(stream) + 5):
         length = task.minimum_length + len(stream) + extra
@@ -99,7 +99,7 @@ def test_corpus_filler_uses_all_of_its_documents_and_then_repeats_them(
 
 
 def test_decoys_overwrite_filler_alone_and_leave_the_length(tokenizer: PreTrainedTokenizerFast):
-    plain, with_decoys = PasskeyTask(tokenizer), PasskeyTask(tokenizer, decoys=4)
+    plain, with_decoys = PasskeyTexts(tokenizer), PasskeyTexts(tokenizer, decoys=4)
     length = plain.minimum_length + 100
     runs = set()
     for seed in range(60):
@@ -117,13 +117,13 @@ def test_decoys_overwrite_filler_alone_and_leave_the_length(tokenizer: PreTraine
 
 @pytest.mark.parametrize("room", [0, 1, 3])
 def test_decoys_longer_than_the_filler_are_left_out(tokenizer: PreTrainedTokenizerFast, room: int):
-    task = PasskeyTask(tokenizer, decoys=6)
+    task = PasskeyTexts(tokenizer, decoys=6)
     for seed in range(20):
         assert len(task.sample(task.minimum_length + room, 0.5, _generator(seed)).prompt) == task.minimum_length + room
 
 
 def test_decoys_that_begin_like_the_key(tokenizer: PreTrainedTokenizerFast):
-    task = PasskeyTask(tokenizer, decoys=4, decoy_overlap=1.0)
+    task = PasskeyTexts(tokenizer, decoys=4, decoy_overlap=1.0)
     length = task.minimum_length + 100
     alike = equal = 0
     for seed in range(60):
@@ -147,15 +147,15 @@ def test_decoys_that_begin_like_the_key(tokenizer: PreTrainedTokenizerFast):
 @pytest.mark.parametrize("overlap", [-0.1, 1.1, float("nan")])
 def test_overlap_outside_its_range_is_an_error(tokenizer: PreTrainedTokenizerFast, overlap: float):
     with pytest.raises(ValueError, match=f"decoy_overlap must be from 0 to 1; it is {overlap}"):
-        PasskeyTask(tokenizer, decoys=1, decoy_overlap=overlap)
+        PasskeyTexts(tokenizer, decoys=1, decoy_overlap=overlap)
 
 
 def test_decoys_must_not_be_negative(tokenizer: PreTrainedTokenizerFast):
     with pytest.raises(ValueError, match="decoys must be at least 0; it is -1"):
-        PasskeyTask(tokenizer, decoys=-1)
+        PasskeyTexts(tokenizer, decoys=-1)
 
 
-def test_same_generator_gives_the_same_sample_and_others_differ(corpus_task: PasskeyTask):
+def test_same_generator_gives_the_same_sample_and_others_differ(corpus_task: PasskeyTexts):
     first, again, other = (corpus_task.sample(400, 0.4, _generator(seed)) for seed in (1, 1, 2))
 
     assert torch.equal(first.tokens, again.tokens)
@@ -163,7 +163,7 @@ def test_same_generator_gives_the_same_sample_and_others_differ(corpus_task: Pas
     assert not torch.equal(first.tokens[: first.needle_start], other.tokens[: first.needle_start])
 
 
-def test_keys_are_spread_evenly(sentence_task: PasskeyTask):
+def test_keys_are_spread_evenly(sentence_task: PasskeyTexts):
     generator = _generator()
     keys = torch.tensor([sentence_task.sample(sentence_task.minimum_length, 0.0, generator).key for _ in range(1800)])
 
@@ -173,7 +173,7 @@ def test_keys_are_spread_evenly(sentence_task: PasskeyTask):
     assert counts.max() < 270
 
 
-def test_length_below_the_minimum_is_an_error_that_names_both(sentence_task: PasskeyTask):
+def test_length_below_the_minimum_is_an_error_that_names_both(sentence_task: PasskeyTexts):
     minimum = sentence_task.minimum_length
 
     with pytest.raises(ValueError, match=f"length must be at least.*{minimum}.*it is {minimum - 1}"):
@@ -181,7 +181,7 @@ def test_length_below_the_minimum_is_an_error_that_names_both(sentence_task: Pas
 
 
 @pytest.mark.parametrize("depth", [-0.01, 1.01, float("nan")])
-def test_depth_outside_its_range_is_an_error(sentence_task: PasskeyTask, depth: float):
+def test_depth_outside_its_range_is_an_error(sentence_task: PasskeyTexts, depth: float):
     with pytest.raises(ValueError, match=f"depth must be from 0 to 1; it is {depth}"):
         sentence_task.sample(500, depth, _generator())
 
@@ -189,7 +189,7 @@ def test_depth_outside_its_range_is_an_error(sentence_task: PasskeyTask, depth: 
 def test_filler_is_left_as_it_was(tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...]):
     stream = token_stream(tokenizer, documents)
     before = stream.tokens.clone()
-    PasskeyTask(tokenizer, stream, decoys=3).sample(400, 0.5, _generator())
+    PasskeyTexts(tokenizer, stream, decoys=3).sample(400, 0.5, _generator())
     assert torch.equal(stream.tokens, before)
 
 
