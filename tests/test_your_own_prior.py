@@ -19,6 +19,7 @@ from attention_priors.lab.cli import app
 from attention_priors.lab.study import workers
 from attention_priors.lab.study.compare import recipe_of
 from attention_priors.priors import CATALOGUE
+from forked_python import forked_python
 from processes import run_command
 from written_pages import ROOT, python_of, run_page
 
@@ -86,7 +87,7 @@ def test_the_python_runs_and_another_process_loads_what_it_saves(
 
 
 def test_the_commands_run(folder: Path) -> None:
-    for command in (COMPARE, INSPECT, EVALUATE):
+    for command in ([*COMPARE, "--only", "Bump"], INSPECT, EVALUATE):
         run(command)
     assert (folder / "runs" / "bump" / "report.html").is_file()
     assert '"centre"' in (folder / "runs" / "inspect" / "inspection.json").read_text(encoding="utf-8")
@@ -111,7 +112,9 @@ def test_plugins_of_a_command_reach_the_processes_of_a_comparison(
     assert read == [("bump",)]
 
 
-def test_a_package_needs_no_plugins(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_package_needs_no_plugins(
+    package: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_page(PAGE, PROGRAM)
     forget()
     head, importing, tail = OTHER.partition("import bump  # registers the prior\n")
@@ -120,6 +123,11 @@ def test_a_package_needs_no_plugins(package: Path, capsys: pytest.CaptureFixture
     first, second = capsys.readouterr().out.splitlines()
     assert first == second
     (package / "bump.yaml").write_text(RECIPE.replace("plugins: [bump]\n", ""), encoding="utf-8")
-    run([*COMPARE, "--only", "Bump"])
+    forget()
+    for page in ("study", "inspection"):
+        monkeypatch.setattr(f"attention_priors.lab.report.pages.{page}.png", lambda figure: b"\x89PNG")
+    with forked_python(package) as program:
+        monkeypatch.setattr(sys, "executable", program)
+        run([*COMPARE, "--only", "Bump"])
     assert (package / "runs" / "bump" / "runs" / "Bump" / "seed-0" / "done.json").is_file()
     run(without_plugin(INSPECT))

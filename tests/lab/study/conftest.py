@@ -1,5 +1,5 @@
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from rich.console import Console
 
 from attention_priors.lab.results import Results, read_rows
 from attention_priors.lab.study import Recipe
+from forked_python import forked_python
 
 
 @pytest.fixture(scope="session")
@@ -65,3 +66,11 @@ def stub_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
         monkeypatch.setattr("sys.executable", str(python))
 
     return use
+
+
+@pytest.fixture
+def forked_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the workers of this process be copies of it, as it is now: they import nothing for seconds."""
+    with forked_python(tmp_path) as program:
+        monkeypatch.setattr("sys.executable", program)
+        yield

@@ -19,6 +19,7 @@ from attention_priors.lab.study import RunFailedError, compare
 from attention_priors.lab.study import cluster as cluster_module
 from attention_priors.lab.study.cluster import ClusterWorkers
 from attention_priors.lab.study.compare import _Display
+from forked_python import forked_python
 from processes import fork
 
 BOTH: dict[str, Any] = {"schemes.BAM + SSMax.training": {}}
@@ -28,12 +29,16 @@ BOTH: dict[str, Any] = {"schemes.BAM + SSMax.training": {}}
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": None}
-    # Copies of this process, which has imported what takes others seconds.
+    folder = tmp_path_factory.mktemp("dask")
+    # Copies of this process, which has imported what takes others seconds; so are the processes of runs.
     with (
+        forked_python(folder) as program,
+        pytest.MonkeyPatch.context() as patch,
         dask.config.set({"distributed.worker.multiprocessing-method": "fork"}),
-        LocalCluster(**options, local_directory=str(tmp_path_factory.mktemp("dask"))) as found,
     ):
-        yield found
+        patch.setattr(sys, "executable", program)
+        with LocalCluster(**options, local_directory=str(folder)) as found:
+            yield found
 
 
 @pytest.fixture

@@ -101,11 +101,10 @@ def _runs(results: Results) -> list[tuple[str, int]]:
     return [*zip(results["run"].scheme, results["run"].seed, strict=True)]
 
 
-def test_calls_with_different_runs_work_at_the_same_time(tiny, tmp_path, quiet, monkeypatch):
-    """Commands and their workers are those of users."""
+def test_calls_with_different_runs_work_at_the_same_time(tiny, tmp_path, quiet, monkeypatch, undrawn, forked_workers):
     recipe, output = tmp_path / "tiny.yaml", tmp_path / "out"
     recipe.write_text(json.dumps(changed({"corpus.source": tiny().corpus.source} | ONE_SCHEME)))
-    command = [sys.executable, "-c", "from attention_priors.lab.cli import main; main()", "compare", str(recipe)]
+    command = [sys.executable, "-m", "attention_priors", "compare", str(recipe)]
     with ThreadPoolExecutor(2) as pool:
         calls = pool.map(lambda seed: run_command([*command, "--output", str(output), "--seeds", seed]), ("3", "4"))
         for call, seed in zip(calls, (3, 4), strict=True):
