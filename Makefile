@@ -66,10 +66,11 @@ tests core test-deep: export OMP_NUM_THREADS := 1
 test: $(VENV)/dev
 	$(MAKE) --no-print-directory --jobs=2 lint tests
 
-# For while one works: lint, contracts, types of the source, and the core's tests but the slow ones.
+# For while one works: lint, contracts, types of the source and of the core's tests, and those tests but the slow ones.
 check: $(VENV)/dev
 	$(MAKE) --no-print-directory --jobs=2 lint core TYPED="src $(CORE)"
 
+# TYPED: what types are read of; all, if it is not given.
 lint: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

@@ -73,7 +73,7 @@ print(json.dumps([type(model).__name__, float(sum(p.double().sum() for p in mode
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="it forks")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot copy a process")
 def test_in_a_new_process(tmp_path: Path) -> None:
     """After an import, or by what is saved: a decoder, an encoder, a classifier of images."""
     decoder, ids = tiny_decoder(torch.float32, **FAMILIES["GOAT"]), tokens(1, 5)

@@ -165,7 +165,7 @@ def test_every_way_is_described_and_names_ways_that_exist():
         assert way.counterpart is None or (WAYS[way.counterpart].kind, way.kind) == ("ours", "others")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="it forks")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot copy a process")
 def test_no_peer_is_imported_before_it_is_asked_for(tmp_path: Path):
     peers = {"x_transformers", "goat"}
 
