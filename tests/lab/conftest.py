@@ -5,8 +5,6 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from attention_priors.lab.data import Document, token_stream, train_tokenizer
-from attention_priors.lab.report.pages import inspection as page_of_inspection
-from attention_priors.lab.report.pages import study as page_of_study
 from attention_priors.lab.tasks import PasskeyTexts
 from thoroughness import DEEP
 
@@ -45,7 +43,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages without drawings, except in a deep run: the figures are made, and not drawn."""
-    for page in () if DEEP else (page_of_inspection, page_of_study):
-        monkeypatch.setattr(page, "png", lambda figure: b"\x89PNG")
+def drawn() -> None:
+    """Let a test draw the figures that it makes, which takes a third of a second each."""
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make figures and do not draw them, but in tests that ask for ``drawn`` and in a deep run."""
+    if "drawn" not in request.fixturenames and not DEEP:
+        for module in ("bench.figures", "report.evaluation", "report.pages.inspection", "report.pages.study"):
+            monkeypatch.setattr(f"attention_priors.lab.{module}.png", lambda figure: b"\x89PNG")

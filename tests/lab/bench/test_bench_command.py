@@ -21,7 +21,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_benchmark_writes_results_tables_and_figures(no_memory):
+def test_a_benchmark_writes_results_tables_and_figures(no_memory, drawn):
     ways = ["--ways", "attend-alibi", "--ways", "bloom"]
     code, output = invoke("--lengths", "16,32", "--passes", "decode", *ways, *SMALL, "--output", "out")
     assert code == 0, output

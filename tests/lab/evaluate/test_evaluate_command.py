@@ -28,7 +28,7 @@ def run(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return command
 
 
-def test_results_tables_and_figures(run, folders, tmp_path):
+def test_results_tables_and_figures(run, folders, tmp_path, drawn):
     tasks = "passkey,niah_single_2,niah_multivalue,perplexity,perplexity_short,perplexity_windows,timing"
     options = ["--lengths", "600", "--corpus", str(folders["texts"]), "--depths", "2"]
     code, said = run("llama", "--task", tasks, *options, "--passes", "2", "--documents", "2", "--output", "out")

@@ -7,7 +7,8 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from attention_priors.lab.inspect import (
     text_to_read,
 )
 from attention_priors.lab.inspect.inspection import _tokens, figure_4_prompt
+from attention_priors.lab.inspect.reach import REACH_LENGTHS
 from attention_priors.lab.report import inspection_summary, write_inspection
 from attention_priors.lab.report.figures.attention import attention_map
 from attention_priors.lab.report.figures.heads import prior_curves
@@ -143,10 +145,31 @@ def folders(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPat
     return made
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _short_reach() -> Iterator[None]:
+    """Measure the reach in short texts; that of a million tokens takes half of an inspection."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attention_priors.lab.inspect.inspection.REACH_LENGTHS", (1024, 4096))
+        yield
+
+
 @pytest.fixture(scope="module")
 def findings(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
     plan = InspectionPlan(length=512, text=TEXT, text_name="a text", text_tokens=96)
     return {name: inspect_model(load_inspected(folder), plan) for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def page_of(findings: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The page of a model, which is written once."""
+
+    @cache
+    def write(name: str) -> str:
+        page = tmp_path_factory.mktemp("page") / "page.html"
+        write_inspection(findings[name], page)
+        return page.read_text(encoding="utf-8")
+
+    return write
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -163,7 +186,7 @@ def test_every_head_of_every_layer_is_described(name: str, findings: dict[str, d
     assert [layer["causal"] for layer in found["layers"]] == directions.get(name, [True] * 2)
     assert all(("log_prior_ahead" in row) is not found["layers"][row["layer"]]["causal"] for row in found["priors"])
     for row in found["priors"]:
-        assert [*row["reach"]] == [str(2**k) for k in (10, 12, 14, 16, 18, 20)]
+        assert [*row["reach"]] == ["1024", "4096"]
         for reach in row["reach"].values():
             assert reach == sorted(reach)
     numbers = {key: value for key, value in found.items() if key != "passkey"}
@@ -347,15 +370,18 @@ def test_weights_on_the_pass_key_are_the_models(
     }  # fmt: skip
 
 
+@pytest.mark.usefixtures("drawn")
+def test_the_page_with_its_drawings(findings: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    write_inspection(findings["ours"], tmp_path / "page.html")
+    check_page((tmp_path / "page.html").read_text(encoding="utf-8"), findings["ours"])
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_the_page(
-    name: str, findings: dict[str, dict[str, Any]], tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if name != "ours":
-        request.getfixturevalue("undrawn")
-    found = findings[name]
-    write_inspection(found, tmp_path / "page.html")
-    source = (tmp_path / "page.html").read_text(encoding="utf-8")
+def test_the_page(name: str, findings: dict[str, dict[str, Any]], page_of: Callable[[str], str]) -> None:
+    check_page(page_of(name), findings[name])
+
+
+def check_page(source: str, found: dict[str, Any]) -> None:
     page = Page(source)
     assert page.open == []
     assert inspection_summary(found) in page.text
@@ -374,6 +400,7 @@ def test_the_page(
 
 
 @in_a_browser
+@pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("width", [1440, 390])
 def test_the_page_in_a_browser(
     browser: Any,
@@ -393,6 +420,7 @@ def test_the_page_in_a_browser(
 
 
 @in_a_browser
+@pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("width", [1440, 390])
 def test_maps_are_as_wide_as_their_labels_need_and_scroll_where_the_window_is_not(
     browser: Any, findings: dict[str, dict[str, Any]], tmp_path: Path, width: int
@@ -432,18 +460,20 @@ def test_labels_of_tokens_do_not_overlap(across: int, down: int) -> None:
         assert apart >= 1.1 * 7, number
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_the_page_says_why_these_heads_have_maps(
-    findings: dict[str, dict[str, Any]], folders: dict[str, Path], tmp_path: Path
+    findings: dict[str, dict[str, Any]], folders: dict[str, Path], page_of: Callable[[str], str], tmp_path: Path
 ) -> None:
+    def words(source: str) -> str:
+        return " ".join(Page(source).text.split())
+
     def page(found: dict[str, Any]) -> str:
         write_inspection(found, tmp_path / "page.html")
-        return " ".join(Page((tmp_path / "page.html").read_text(encoding="utf-8")).text.split())
+        return words((tmp_path / "page.html").read_text(encoding="utf-8"))
 
     most = "3 of the heads that look at the pass key most"
     whys = [shown["why"] for shown in findings["GPT-2"]["passkey"]["maps"]]
     assert whys == ["most"] * 3 + ["least"] * 3  # all of its heads are of one kind
-    assert f"The maps, in this order: {most} and 3 of the heads that look at it least." in page(findings["GPT-2"])
+    assert f"The maps, in this order: {most} and 3 of the heads that look at it least." in words(page_of("GPT-2"))
     found = findings["some heads"]
     needle = {(row["layer"], row["head"]): row["needle"] for row in found["passkey"]["heads"]}
     chosen: dict[str, list[float]] = {}
@@ -452,7 +482,7 @@ def test_the_page_says_why_these_heads_have_maps(
     assert [*chosen] == ["most", "kind", "least"]
     assert min(chosen["most"]) >= max(needle.values())
     assert max(chosen["least"]) <= min(needle.values())
-    assert "of other kinds of heads (of each kind, the one that looks at it most)" in page(found)
+    assert "of other kinds of heads (of each kind, the one that looks at it most)" in words(page_of("some heads"))
     plan = InspectionPlan(length=64, text=TEXT, text_tokens=16, heads=((1, 0), (0, 2)))
     found = inspect_model(load_inspected(folders["GPT-2"]), plan)
     assert [(shown["layer"], shown["head"]) for shown in found["passkey"]["maps"]] == [(1, 0), (0, 2)]
@@ -497,7 +527,6 @@ def test_a_mask_of_the_models_own_is_seen_for_what_it_is(tokenizer: Any, tmp_pat
     assert {line[2] for line in tables["layers"].lines} == {"what precedes"}
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_layers_that_see_one_key_leave_the_rest_to_be_looked_at(tokenizer: Any, tmp_path: Path) -> None:
     config = MistralConfig(**SMALL, intermediate_size=32, num_hidden_layers=2, num_key_value_heads=2, sliding_window=1)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
@@ -516,7 +545,6 @@ def test_a_page_of_another_format_is_refused(findings: dict[str, dict[str, Any]]
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_without_a_tokenizer_only_the_priors_are_described(tmp_path: Path) -> None:
     ours().save_pretrained(tmp_path / "model")
     found = inspect_model(load_inspected(tmp_path / "model"), InspectionPlan(length=64, text=TEXT))
@@ -595,9 +623,8 @@ def test_no_more_of_a_text_is_split_into_tokens_than_is_read(
     assert max(sizes) < 10_000 < len(texts["words"])
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_curves_of_keys_that_follow_are_drawn_where_they_are_others(
-    findings: dict[str, dict[str, Any]], tmp_path: Path
+    findings: dict[str, dict[str, Any]], page_of: Callable[[str], str]
 ) -> None:
     for name, layers in (("T5", {0, 1}), ("an encoder", set()), ("ours", set())):
         found = findings[name]
@@ -607,16 +634,11 @@ def test_curves_of_keys_that_follow_are_drawn_where_they_are_others(
             layer for layer, axes in enumerate(figure.axes) for line in axes.lines if "ahead" in str(line.get_gid())
         }
         assert drawn == layers
-        write_inspection(found, tmp_path / "page.html")
-        assert ("Thin lines" in (tmp_path / "page.html").read_text(encoding="utf-8")) is bool(layers)
+        assert ("Thin lines" in page_of(name)) is bool(layers)
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_the_page_says_what_it_shows(findings: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    pages = {}
-    for name in ("ours", "linear", "GPT-2"):
-        write_inspection(findings[name], tmp_path / f"{name}.html")
-        pages[name] = Page((tmp_path / f"{name}.html").read_text(encoding="utf-8")).text
+def test_the_page_says_what_it_shows(findings: dict[str, dict[str, Any]], page_of: Callable[[str], str]) -> None:
+    pages = {name: Page(page_of(name)).text for name in ("ours", "linear", "GPT-2")}
     scaled = ("The curves are the priors as they were learned", "multiplied by the logit scale as in attention")
     assert all((words in pages["ours"], words in pages["GPT-2"]) == (True, False) for words in scaled)
     assert "γ" in pages["ours"]
@@ -626,7 +648,6 @@ def test_the_page_says_what_it_shows(findings: dict[str, dict[str, Any]], tmp_pa
         assert re.search(r"it named .* of .*, each after the right ones before it;", inspection_summary(findings[name]))
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_gaussians_within_sums_are_in_the_scatter(tokenizer: Any, tmp_path: Path) -> None:
     config = PriorDecoderConfig(
         **SMALL, intermediate_size=32, num_hidden_layers=1,
@@ -642,8 +663,8 @@ def test_gaussians_within_sums_are_in_the_scatter(tokenizer: Any, tmp_path: Path
     assert "generalized gaussian amplitude" not in heads
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_the_command(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attention_priors.lab.inspect.inspection.REACH_LENGTHS", REACH_LENGTHS)
     (tmp_path / "text.py").write_text(TEXT, encoding="utf-8")
     heads = ["--heads", "1.3", "--heads", "0.0"]
     arguments = ["--text", str(tmp_path / "text.py"), "--tokens", "64", "--length", "1k", *heads]
@@ -652,6 +673,8 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
     assert "8 heads in 2 layers" in " ".join(done.output.split())
     found = json.loads((tmp_path / "out" / "inspection.json").read_text(encoding="utf-8"))
     assert [(shown["layer"], shown["head"]) for shown in found["passkey"]["maps"]] == [(1, 3), (0, 0)]
+    for row in found["priors"]:
+        assert [*row["reach"]] == [str(2**k) for k in (10, 12, 14, 16, 18, 20)]
     assert found["length"] == 1024
     assert found["text"]["name"] == "text.py"
     assert (tmp_path / "out" / "inspection.html").stat().st_size < 6_000_000
@@ -728,14 +751,13 @@ def test_models_without_priors_are_not_said_to_decide_by_them(findings: dict[str
     )
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_the_inspection_of_a_namesake_is_not_written_over(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, kind in (("one", "GPT-2"), ("other", "ours")):
         shutil.copytree(folders[kind], tmp_path / name / "same")
-    arguments = ["inspect", "--tokens", "16", "--length", "64"]
+    arguments = ["inspect", "--tokens", "16", "--length", "64", "--heads", "0.0"]
     for model in ("one/same", str(tmp_path / "one" / "same")):
         assert CliRunner().invoke(app, [*arguments, model]).exit_code == 0
     done = CliRunner().invoke(app, [*arguments, "other/same"])

@@ -91,6 +91,7 @@ def test_of_bases_there_are_bits_and_no_perplexity(summary: Summary):
     assert (axes.get_ylabel(), axes.get_yscale()) == ("bits per base", "linear")
 
 
+@pytest.mark.usefixtures("drawn")
 def test_figures_are_those_that_there_are_results_for(summary: Summary, tmp_path: Path):
     results = evaluation_results(summary, "gpt2")
     files = write_evaluation_figures(summary, results, tmp_path)

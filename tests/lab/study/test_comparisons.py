@@ -432,7 +432,7 @@ def test_a_run_that_fails_is_named_once_the_others_are_done(copy, tiny, quiet, f
     assert of_kind(read_rows(copy), "retrieval") == finished.rows("retrieval", scheme="BAM + SSMax")
 
 
-def test_the_command_reports_what_is_there_when_a_run_fails(finished, tiny, tmp_path, monkeypatch, undrawn):
+def test_the_command_reports_what_is_there_when_a_run_fails(finished, tiny, tmp_path, monkeypatch):
     def fail(*arguments: object, **options: object) -> None:
         raise RunFailedError("ALiBi, seed 4, ended with exit code 1", found)
 

@@ -206,7 +206,7 @@ def test_losses_are_over_whole_held_out_rows_of_the_same_tokens(extended):
     assert 0 <= len(short) - 2 * len(long) <= 1
 
 
-def test_a_sweep_with_extensions_is_compared_and_reported(copy, tiny, undrawn):
+def test_a_sweep_with_extensions_is_compared_and_reported(copy, tiny):
     changes = EXTENSIONS | {
         "sweep": {
             "schemes": [BAM],

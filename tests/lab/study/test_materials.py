@@ -108,7 +108,7 @@ def test_the_smallest_number_of_documents_is_no_larger_than_the_wanted_number(ti
             tiny(changes)
 
 
-def test_fewer_documents_are_measured_and_shown_if_the_recipe_accepts_them(tiny, tmp_path, undrawn):
+def test_fewer_documents_are_measured_and_shown_if_the_recipe_accepts_them(tiny, tmp_path):
     plan = {"tasks": ["perplexity", "perplexity_windows"], "lengths": [64], "documents": 99, "minimum_documents": 1}
     perplexity = {"length": 100, "documents": 4, "minimum_documents": 1}
     recipe = tiny(WITHOUT_KEYS | {"evaluation.plans": {"more": plan}, "evaluation.perplexity": perplexity})

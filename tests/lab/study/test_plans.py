@@ -224,7 +224,7 @@ def test_a_learned_table_must_hold_the_texts_of_plans(tiny: Any):
         tiny(scheme | {"evaluation.plans": PLANS})
 
 
-def test_tables_and_the_report_show_them(asked: Any, tmp_path: Path, undrawn: None):
+def test_tables_and_the_report_show_them(asked: Any, tmp_path: Path):
     _, results = asked
     page = write_report(results, tmp_path).read_text(encoding="utf-8")
     tables = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "tables").iterdir()}
