@@ -28,7 +28,7 @@ CONTENT: dict[str, Any] = {
     "model": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
     "training": {
         "context_length": 12,
-        "steps": 60,
+        "steps": 20,
         "batch_size": 8,
         "learning_rate": 0.01,
         "prior_learning_rate_multiplier": 5,

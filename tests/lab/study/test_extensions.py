@@ -206,7 +206,9 @@ def test_losses_are_over_whole_held_out_rows_of_the_same_tokens(extended):
     assert 0 <= len(short) - 2 * len(long) <= 1
 
 
-def test_a_sweep_with_extensions_is_compared_and_reported(copy, tiny):
+def test_a_sweep_with_extensions_is_compared_and_reported(copy, extended, tiny):
+    _, run = extended
+    shutil.copytree(run, run_folder(copy, BAM, 3), dirs_exist_ok=True)
     changes = EXTENSIONS | {
         "sweep": {
             "schemes": [BAM],
