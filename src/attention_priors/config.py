@@ -13,7 +13,7 @@ class Described:
     """Something whose constructor arguments, kept under their own names, say all there is to build it anew."""
 
     name: str
-    """Its name in configs and recipes."""
+    """Name in configs and recipes."""
 
     def to_config(self) -> dict[str, Any]:
         """A plain (JSON-ready) description: ``{"name": ..., <constructor arguments>}``.

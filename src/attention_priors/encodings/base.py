@@ -1,4 +1,4 @@
-"""What encodings have in common: position that enters embeddings, queries, keys or values.
+"""Base classes of encodings: position that enters embeddings, queries, keys or values.
 
 A prior adds to the logit. An encoding changes the vectors from which the logit's content part is made, so
 content and position are entangled in it; the two compose.

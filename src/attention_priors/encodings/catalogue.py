@@ -17,7 +17,7 @@ ENCODINGS: dict[str, type[Encoding]] = {
 
 
 def encoding_from_config(config: Mapping[str, Any] | str | None, **known: Any) -> Encoding | None:
-    """Build an encoding from its plain description; None is no encoding.
+    """Build an encoding from its plain description; None gives None.
 
     Args:
         config: ``{"name": ..., <constructor arguments>}``, a bare name, or None.

@@ -111,7 +111,7 @@ def _damage(path: Path) -> str | None:
 
 
 def _refused(error: pickle.UnpicklingError) -> str:
-    """What a pickle asks for beside tensors."""
+    """Say which object of a pickle, other than tensors, is refused."""
     wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
     if wanted is not None:
         return f"it asks for {wanted[1]}, which is neither a tensor nor a plain container"

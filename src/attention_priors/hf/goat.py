@@ -124,7 +124,7 @@ def load_goat_attention(
 
 
 def _check_settings(module: Any) -> None:
-    """What a module is set to, and its state dict does not tell."""
+    """Raise a ValueError where a module has settings, which its state dict does not hold, of another formula."""
     wanted = {"prior_gate": "none", "pos_encoding": "1d", "add_zero_attn": False, "goat_prior_scale": 1.0}
     for name, value in wanted.items():
         found = getattr(module, name, value)

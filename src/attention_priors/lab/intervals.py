@@ -83,7 +83,7 @@ def over_seeds(values: Sequence[float]) -> Estimate:
 
 
 def cut_to_share(found: _Found) -> _Found:
-    """The same with the interval's ends cut to what a share can be, 0 to 1; nan stays nan.
+    """Cut an interval's ends to what a share can be, 0 to 1; nan stays nan.
 
     Student's interval knows nothing of such bounds.
     """

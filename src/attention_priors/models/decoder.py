@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 
 
 class PriorDecoderConfig(PriorConfig):
-    """What a decoder is made of.
+    """Configuration of a decoder.
 
     ``prior``, ``encoding`` and ``logit_scale`` are plain descriptions, as their ``to_config()`` gives them
     (``num_heads``, ``head_dim`` and ``width`` need not be stated): for instance
@@ -251,7 +251,7 @@ class DecoderLayer(GradientCheckpointingLayer):
 
 
 class PriorDecoderPreTrainedModel(PriorPreTrainedModel):
-    """What transformers needs to know about the decoder."""
+    """Settings of transformers that all classes of the decoder share."""
 
     config: PriorDecoderConfig
     config_class = PriorDecoderConfig
@@ -469,7 +469,7 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As transformers', but positions and documents are those of all tokens so far, not of the new ones alone."""
+        """Prepare a step as transformers does, with positions and documents of all tokens so far."""
         whole = {name: kwargs.pop(name, None) for name in ("position_ids", "document_ids")}
         inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids,

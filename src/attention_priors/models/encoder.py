@@ -28,7 +28,7 @@ from attention_priors.priors.base import check_over_line, check_positions
 
 
 class StackConfig(PriorConfig):
-    """What a stack of bidirectional layers is made of; descriptions as in :class:`PriorDecoderConfig`.
+    """Configuration of a stack of bidirectional layers; descriptions as in :class:`PriorDecoderConfig`.
 
     Args:
         hidden_size: width of the residual stream.
@@ -76,7 +76,7 @@ class StackConfig(PriorConfig):
 
     @property
     def head_dim(self) -> int:
-        """Of queries, keys and values."""
+        """Width of queries, keys and values."""
         return self.hidden_size // self.num_attention_heads
 
 
@@ -206,7 +206,7 @@ class EncoderStack(nn.Module):
 
 
 class PriorEncoderConfig(StackConfig):
-    """What a bidirectional language model is made of, beside what :class:`StackConfig` lists.
+    """Configuration of a bidirectional language model, beside the fields of :class:`StackConfig`.
 
     Args:
         vocab_size: number of tokens.
@@ -248,7 +248,7 @@ class PriorEncoderConfig(StackConfig):
 
 
 class PriorEncoderPreTrainedModel(PriorPreTrainedModel):
-    """What transformers needs to know about the encoder."""
+    """Settings of transformers that all classes of the encoder share."""
 
     config: PriorEncoderConfig
     config_class = PriorEncoderConfig

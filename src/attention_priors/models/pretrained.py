@@ -1,4 +1,4 @@
-"""What the models of this package share: their configurations, what transformers must know, checks of their inputs."""
+"""Shared by the models of this package: configurations, settings of transformers, checks of inputs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PriorPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As transformers', except that what a prior does not learn stays fixed: loading makes new parameters."""
+        """Load as transformers does, and keep fixed what a prior does not learn: loading makes new parameters."""
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for module in model.modules():
@@ -128,12 +128,12 @@ class PriorConfig(PreTrainedConfig):
         return logit_scale_from_config(self.logit_scale, self.num_attention_heads)
 
     def to_dict(self) -> dict[str, Any]:
-        """As transformers', and where classes are found by those who have not imported this package."""
+        """Write transformers' description, and where programs that have not imported this package find the classes."""
         found = {auto: f"{self._auto_module()}.{name}" for auto, name in self.auto_classes.items()}
         return super().to_dict() | {"auto_map": found}
 
     def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
-        """As transformers', and the module that ``auto_map`` names beside it."""
+        """Save as transformers does, with the module that ``auto_map`` names beside it."""
         names = sorted(self.auto_classes.values())
         quoted = ", ".join(f'"{name}"' for name in names)
         source = _SOURCE.format(module=type(self).__module__, names=", ".join(names), quoted=quoted)

@@ -15,7 +15,7 @@ PARTS = ("prior", "encoding", "logit_scale")
 
 
 def with_positions(model: PriorDecoderForCausalLM, changes: Mapping[str, Any]) -> PriorDecoderForCausalLM:
-    """The same decoder, with positions that come in another way.
+    """Return the same decoder with other parts for positions.
 
     A part whose description changes is made anew, as in a new model: what was learned in the old one is dropped, what
     the new one learns is initialised, drawn from torch's generator where it is random. A shared prior that each layer
@@ -57,7 +57,7 @@ def with_positions(model: PriorDecoderForCausalLM, changes: Mapping[str, Any]) -
 
 
 def _described(config: PriorDecoderConfig, part: str) -> Any:
-    """What a part is, however it was written; None if there is none."""
+    """Return the full description of a part, however it was written; None for none."""
     made = getattr(config, f"make_{part}")()
     if made is None:
         return None

@@ -29,7 +29,7 @@ UNITS = ("patch", "image")
 
 
 class PriorVisionConfig(StackConfig):
-    """What a vision transformer is made of, beside what :class:`StackConfig` lists.
+    """Configuration of a vision transformer, beside the fields of :class:`StackConfig`.
 
     Its ``prior`` is one for grids: ``{"name": "axial", "rows": "generalized_gaussian"}``, ``"spectral_2d"``,
     ``{"name": "radial", "prior": "laplace"}``, also with ``{"name": "key_sink_2d", "rows": 14, "columns": 14}``.
@@ -182,7 +182,7 @@ class PatchEmbedding(nn.Module):
 
 
 class PriorVisionPreTrainedModel(PriorPreTrainedModel):
-    """What transformers needs to know about the vision transformer."""
+    """Settings of transformers that all classes of the vision transformer share."""
 
     config: PriorVisionConfig
     config_class = PriorVisionConfig

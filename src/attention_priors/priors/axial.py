@@ -42,7 +42,7 @@ class Axial(OnGrid):
         prior.name: prior
         for prior in (Uniform, Laplace, GeneralizedGaussian, Spectral, RelativeBuckets, ClippedOffsets)
     }
-    """What may be on an axis. Distances have a sign there: of buckets, ``bidirectional=True`` tells it."""
+    """Priors that an axis may have. Distances have a sign there: buckets need ``bidirectional=True``."""
 
     def __init__(self, num_heads: int, rows: Description, columns: Description | None = None) -> None:
         super().__init__(num_heads)
@@ -94,14 +94,14 @@ class Axial(OnGrid):
         return Lanes(torch.cat([query, own], -1), torch.cat([key, keys.outside.to(dtype).unsqueeze(-1)], -1), None)
 
     def spaced(self, rows: float, columns: float) -> OnGrid:
-        """As :meth:`OnGrid.spaced`; buckets and offsets mean nothing between whole patches."""
+        """Return the prior on another spacing (:meth:`OnGrid.spaced`); not with buckets or offsets."""
         for axis, part in (("rows", self.over_rows), ("columns", self.over_columns)):
             if isinstance(part, RelativeBuckets | ClippedOffsets):
                 raise ValueError(f"{axis}: {part.name} means nothing between whole patches: expected a prior that does")
         return super().spaced(rows, columns)
 
     def check(self, *, causal: bool) -> None:
-        """As both axes'."""
+        """Raise a ValueError where a prior of an axis does not fit how it is used."""
         for part in (self.over_rows, self.over_columns):
             part.check(causal=False)
 
@@ -111,7 +111,7 @@ class Axial(OnGrid):
             part.reset_parameters()
 
     def natural_parameters(self) -> dict[str, Tensor]:
-        """Those of both axes, their names led by the axis: ``rows.beta``."""
+        """Values of both axes' parameters, named by axis and parameter: ``rows.beta``."""
         return {
             f"{axis}.{name}": value
             for axis, part in (("rows", self.over_rows), ("columns", self.over_columns))
@@ -204,7 +204,7 @@ class Radial(OnGrid):
         self.over_distance.reset_parameters()
 
     def natural_parameters(self) -> dict[str, Tensor]:
-        """Those of the prior over the distance."""
+        """Values of the parameters of the prior over the distance."""
         return self.over_distance.natural_parameters()
 
 

@@ -1,4 +1,4 @@
-"""What every prior has in common: a log-prior, its structure, and a description of itself."""
+"""The base class of priors: a log-prior, its structure, and a description of itself."""
 
 from __future__ import annotations
 
@@ -390,7 +390,7 @@ Init: TypeAlias = "str | Mapping[str, Any]"
 
 
 def checked_init(init: Init, names: Sequence[str], **shapes: tuple[int, ...]) -> str | dict[str, Any]:
-    """What a constructor keeps of its ``init``: a name, or numbers by parameter, as plain lists.
+    """Check an ``init`` and return it as a name, or as plain lists of numbers by parameter.
 
     Args:
         init: one of the names, or a mapping from some of the parameters to a number for all heads or to what expands to

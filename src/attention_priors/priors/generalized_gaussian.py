@@ -62,7 +62,7 @@ class GeneralizedGaussian(Prior):
     learnable = ("alpha", "beta", "mu")
     inits = ("uniform", "laplace", "linear", "spread", "roles", "neighbours", "sampled")
     signed_inits = ("laplace", "spread", "roles", "neighbours")
-    """Those whose heads all start with a β of a definite sign."""
+    """Names of ``init`` whose heads all start with a β of a definite sign."""
 
     def __init__(
         self,

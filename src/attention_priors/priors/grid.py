@@ -81,7 +81,7 @@ class OnGrid(Prior):
     """From a row to the next and from a column to the next, in the patches that the prior is stated in."""
 
     def spaced(self, rows: float, columns: float) -> OnGrid:
-        """The same prior, with the same parameters, on a grid of another spacing.
+        """Return the same prior, with the same parameters, on a grid of another spacing.
 
         Args:
             rows: from a row to the next, in the patches that this prior is stated in: 1/2 where an image is cut into
@@ -97,7 +97,7 @@ class OnGrid(Prior):
         return other
 
     def to_config(self) -> dict[str, Any]:
-        """As every prior's.
+        """Return the plain description of the prior.
 
         Raises:
             ValueError: this is a prior at another spacing than it is stated in, which no description has.
@@ -133,7 +133,7 @@ class OnGrid(Prior):
 
 
 class PatchArea(OnGrid):
-    """What a patch weighs beside what stands outside of the grid: ``K(i, j) = ln(area)`` for ``j`` on the grid, else 0.
+    """Weight of a patch by its area: ``K(i, j) = ln(area)`` for keys ``j`` on the grid, and 0 for keys outside of it.
 
     Twice as many rows and columns put four patches where one was. They share its weight if each has a quarter of it; a
     class token would else be outweighed by their number.

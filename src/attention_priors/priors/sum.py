@@ -66,7 +66,7 @@ class Sum(Prior):
         return join_lanes([term.lanes(query_positions, key_positions, dtype=dtype) for term in self.terms()])
 
     def visible_at(self, distance: Tensor) -> Tensor | None:
-        """What every summand lets a query see."""
+        """Return whether every summand lets a query see a key at each distance; None if all do everywhere."""
         visible = None
         for term in self.terms():
             seen = term.visible_at(distance)

@@ -174,12 +174,12 @@ class RetrievalText:
 
     @property
     def prompt(self) -> Tensor:
-        """What the model reads, shape ``(answer_start,)``."""
+        """Tokens that the model reads, shape ``(answer_start,)``."""
         return self.tokens[: self.answer_start]
 
     @property
     def answer(self) -> Tensor:
-        """What the model is to write."""
+        """Tokens that the model is to write."""
         return self.tokens[self.answer_start :]
 
 
@@ -188,7 +188,7 @@ class RetrievalTexts(Protocol):
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Name in error messages."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""What the records of an evaluation come to."""
+"""Summary of an evaluation's records."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Accuracy:
     token_accuracy: float | None
     """Share of the answers' tokens predicted right; None where there is no one right answer."""
     tokens_right: list[int] | None
-    """As :attr:`AtDepth.tokens_right`."""
+    """Number of right tokens at each place of the answer (:attr:`AtDepth.tokens_right`)."""
     by_depth: dict[float, AtDepth]
     """Empty where a text has no one depth."""
     stopped: str | None
@@ -124,7 +124,7 @@ class HeadWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class Duration:
-    """What one pass took."""
+    """Time and memory of one pass."""
 
     length: int
     kind: str

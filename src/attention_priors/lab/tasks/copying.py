@@ -21,7 +21,7 @@ HELD_OUT_SEED = -1
 """Seed of rows to test on; no training has it."""
 
 COPY_KINDS = ("first", "previous", "noise")
-"""What a token is; the numbers of :attr:`CopySample.kinds` count in this order."""
+"""Kinds of tokens; the numbers of :attr:`CopySample.kinds` count in this order."""
 
 _FIRST, _PREVIOUS, _NOISE = range(3)
 
@@ -32,7 +32,7 @@ class CopySample(NamedTuple):
     tokens: Tensor
     """int64, ``(L,)``."""
     kinds: Tensor
-    """What each token is, an index into :data:`COPY_KINDS`, int64 ``(L,)``. The first token is noise."""
+    """Kind of each token, an index into :data:`COPY_KINDS`, int64 ``(L,)``. The first token is noise."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class CopyMixtureRows(Dataset[dict[str, Tensor]]):
 
 
 TOKENS_AT_A_TIME = 16384
-"""As many rows are read together as hold so many tokens."""
+"""Number of tokens in the rows that are read together."""
 
 
 class CopyingRow(TypedDict):
@@ -209,7 +209,7 @@ class CopyingRow(TypedDict):
     optimal_nll: float
     """The true distribution's, of the same tokens; the difference of the two varies far less than either."""
     expected_nll: float
-    """What the true distribution's tends to (:meth:`CopyMixture.optimal_losses`)."""
+    """Limit of the true distribution's loss (:meth:`CopyMixture.optimal_losses`)."""
     tokens: int
 
 
@@ -269,7 +269,7 @@ def copying_rows(
 
 
 def _losses(model: PreTrainedModel, tokens: Tensor, chunk: int) -> Tensor:
-    """Of each token but the first, ``(B, L - 1)`` in float64."""
+    """Loss of each token but the first, ``(B, L - 1)`` in float64."""
     places = tokens.shape[1] - 1
     parts = []
     start = 0

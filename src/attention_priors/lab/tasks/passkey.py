@@ -30,7 +30,7 @@ FILLER_SENTENCE = " The grass is green. The sky is blue. The sun is yellow. Here
 
 
 class Wording(NamedTuple):
-    """What stands around the filler; ``{key}`` is the pass key."""
+    """Sentences around the filler; ``{key}`` is the pass key."""
 
     instruction: str
     needle: str
@@ -318,7 +318,7 @@ def _common(sequences: Sequence[Tensor]) -> int:
 
 
 def _split_at(tokens: Tensor, separator: Tensor) -> list[Tensor]:
-    """What stands before, between and after each occurrence of `separator`; may be empty."""
+    """Return the pieces before, between and after the occurrences of ``separator``; a piece may be empty."""
     pieces, start, position, size = [], 0, 0, separator.numel()
     while position + size <= tokens.numel():
         if torch.equal(tokens[position : position + size], separator):

@@ -1,4 +1,4 @@
-"""What an evaluation asks of a model."""
+"""The plan of an evaluation: tasks, lengths and numbers of texts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class EvaluationPlan(Strict):
     ``package:NAME`` of an installed Python package; or a FASTA file. In a recipe, what is trained on unless it is
     said, and its held-out part."""
     sentences: Literal["regex", "punkt"] = "regex"
-    """What finds the places in an essay where a needle may stand; RULER takes NLTK's punkt, which needs its data."""
+    """Splitter that finds the places for needles in an essay; RULER takes NLTK's punkt, which needs its data."""
     documents: int = Field(default=8, gt=0)
     """At most so many: of ``perplexity`` the first documents that have as many tokens as the longest length, of
     ``perplexity_short`` the first that are short enough; of the other tasks pieces, spread over all there are."""
@@ -82,9 +82,9 @@ class EvaluationPlan(Strict):
     tokens: int = Field(default=65536, gt=0)
     """Number of tokens of the rows of one length, for ``copying``; at least one row."""
     passes: int = Field(default=100, gt=0)
-    """Of the timing."""
+    """Number of passes of the task ``timing``."""
     stop_after_zeros: int | None = Field(default=2, gt=0)
-    """A task that has got nothing right at so many lengths running does not go on to longer ones; null to go on."""
+    """Number of lengths in a row without a right answer after which a task skips longer ones; null to skip none."""
 
     @property
     def longest_text(self) -> int:

@@ -23,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _NO_PART_OF_A_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"})
 """Keys of a configuration that say where it comes from, or are said elsewhere."""
 _ROUNDING, _HALF_ROUNDING = 1e-3, 0.1
-"""Of logits, in standard deviations; what is no rounding is far more."""
+"""Largest rounding of logits, in standard deviations; real differences are far larger."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Subject:
         return load_corpus(EMBEDDED) if source == EMBEDDED else None
 
     def identity(self) -> dict[str, Any]:
-        """What its results depend on: hashes of model and tokenizer, the precision, where texts begin and end."""
+        """All that results depend on: hashes of model and tokenizer, the precision, where texts begin and end."""
         if self.text_tokenizer is None:
             return {"model": model_fingerprint(self.model), "dtype": str(self.model.dtype).removeprefix("torch.")}
         # In this order: a tokenizer forgets a limit to its texts when it is first called, and its hash changes.

@@ -55,7 +55,7 @@ class Haystack:
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """What stands between white space. At either end of the text this may be the empty word, as in RULER."""
+        """Strings between white space; at either end of the text the empty word is possible, as in RULER."""
         return tuple(re.sub(r"\s+", " ", self.text).split(" "))
 
     @cached_property
@@ -64,11 +64,11 @@ class Haystack:
         return hashlib.sha256(" ".join(self.words).encode()).hexdigest()
 
     def first(self, count: int) -> str:
-        """The first so many words, joined by spaces; the text begins again where it ends."""
+        """Join the first ``count`` words by spaces; the text begins again where it ends."""
         return self.words_from(0, count)
 
     def words_from(self, start: int, count: int) -> str:
-        """So many words from one on, joined by spaces; the text begins again where it ends."""
+        """Join ``count`` words from number ``start`` on by spaces; the text begins again where it ends."""
         end = start + count
         words = self.words if end <= len(self.words) else self.words * -(-end // len(self.words))
         return " ".join(words[start:end])
@@ -126,7 +126,7 @@ class SentenceSplitter(Protocol):
 
     @property
     def name(self) -> str:
-        """What splits, with what decides the outcome: a version, a language."""
+        """Name of the splitter with all that decides its outcome: a version, a language."""
         ...
 
     def __call__(self, text: str) -> list[str]:

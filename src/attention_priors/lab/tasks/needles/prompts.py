@@ -64,7 +64,7 @@ class NeedleSettings:
 
     @property
     def num_needles(self) -> int:
-        """Needles in a prompt; those that are the haystack do not count."""
+        """Number of needles in a prompt, without the needles of which a haystack is made."""
         return self.num_keys * self.num_values
 
     @property

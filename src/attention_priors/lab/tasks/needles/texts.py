@@ -22,7 +22,7 @@ _PROBES = 64
 """Texts that are made once, to know how long the shortest are."""
 _PROBED_UNITS = 20
 _FULL = 64
-"""A text is long enough when no more than one part in so many is missing."""
+"""A text is long enough when at most one part in this many is missing."""
 _MOST_GUESSES = 6
 """Sizes of the haystack that are tried for one text."""
 
