@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 
 from attention_priors.lab.bench.figures import against_length, write_figures
 from attention_priors.lab.bench.results import growth
-from attention_priors.lab.bench.tables import failures, grids, markdown_tables, seconds_text
+from attention_priors.lab.bench.tables import failures, markdown_tables, seconds_text, tables
 
 LENGTHS = (1024, 8192, 16384, 32768)
 
@@ -123,17 +123,17 @@ def test_files(results, tmp_path):
 
 
 def test_tables(results):
-    by_title = {grid.title: grid for grid in grids(results)}
+    by_title = {table.caption: table for table in tables(results)}
     time = by_title["Time: forward"]
     assert time.header == ["", *(f"L = {length}" for length in LENGTHS), "growth"]
-    lines = {line[0]: line[1:] for line in time.lines}
+    lines = {line[0]: [*map(str, line[1:])] for line in time.lines}
     assert lines["plain SDPA, no prior"] == ["1.05 ms", "67.1 ms", "268 ms", "1.07 s", "L^2.00 (8192–32768)"]
     assert lines["attend, GGD"][0] == "1.05 ms · 1.25× (1.20–1.30)"
     assert lines["goat-attention"] == ["cannot run", "cannot run", "not run", "not run", "–"]
-    memory = {line[0]: line[1:] for line in by_title["Peak memory above the inputs: forward"].lines}
+    memory = {line[0]: [*map(str, line[1:])] for line in by_title["Peak memory above the inputs: forward"].lines}
     assert memory["attend, GGD"][0] == "1.00 MiB · 1.00×"
     (compared,) = by_title["How many times as long others take for the same function: forward"].lines
-    assert compared == ["dense formula, ALiBi", "attend, ALiBi", "12.0× (11.0–13.0)"]
+    assert [*map(str, compared)] == ["dense formula, ALiBi", "attend, ALiBi", "12.0× (11.0–13.0)"]
 
 
 def test_nothing_is_dropped(results):

@@ -4,7 +4,8 @@ import json
 import re
 from pathlib import Path
 
-from attention_priors.lab.bench.tables import grids, markdown_tables
+from attention_priors.lab.bench import markdown_tables
+from attention_priors.lab.bench import tables as tables_of
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "performance.md").read_text(encoding="utf-8")
@@ -38,10 +39,10 @@ def measured(folder: str) -> dict[str, set[str]]:
             said.setdefault(row["attached"], set()).update((f"{row['milliseconds']:.3g} ms", f"{row['ratio']:.2f}×"))
         return said
     results = json.loads((DOCS / folder / "results.json").read_text(encoding="utf-8"))
-    for quartiles in (True, False):
-        for grid in grids(results, quartiles=quartiles):
-            for label, *cells in grid.lines:
-                said.setdefault(label, set()).update(piece for cell in cells for piece in pieces(cell))
+    for table in tables_of(results):
+        for label, *cells in table.lines:
+            texts = (text for cell in cells for text in (str(cell), getattr(cell, "text", "")))
+            said.setdefault(str(label), set()).update(piece for text in texts for piece in pieces(text))
     return said
 
 

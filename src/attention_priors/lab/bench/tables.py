@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rich.table import Table
-
 from attention_priors.lab.bench.way import PASSES
+from attention_priors.lab.report.table import ABSENT, Cell, Table
 from attention_priors.lab.report.wording import listing, moment, quantity
 
 Results = Mapping[str, Any]
@@ -17,82 +15,57 @@ Row = Mapping[str, Any]
 MIB = 2**20
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A table before it has a form."""
-
-    title: str
-    header: list[str]
-    lines: list[list[str]]
-
-
-def grids(results: Results, *, quartiles: bool = True) -> Iterator[Grid]:
+def tables(results: Results) -> Iterator[Table]:
     """Yield time, memory and comparisons of each pass that was measured.
+
+    Ratios come with their quartiles, and growth with the lengths that it was fitted over.
 
     Args:
         results: what :func:`bench` returns.
-        quartiles: whether ratios come with theirs, and growth with the lengths it was fitted over.
     """
     labels = {way["name"]: way["label"] for way in results["ways"]}
     for passing in PASSES:
         rows = [row for row in results["rows"] if row["pass"] == passing]
         fits = {(fit["of"], fit["way"]): fit for fit in results["growth"] if fit["pass"] == passing}
         peaks = {(row["way"], row["length"]): row.get("peak_bytes") for row in rows}
-        tables = [("time", f"Time: {passing}", partial(time_cell, quartiles=quartiles))]
+        kinds = [("time", "Time", time_cell)]
         if any(peak is not None for peak in peaks.values()):
-            tables += [("memory", f"Peak memory above the inputs: {passing}", partial(memory_cell, peaks=peaks))]
-        for of, title, cell in tables if rows else []:
+            kinds += [("memory", "Peak memory above the inputs", partial(memory_cell, peaks=peaks))]
+        for of, title, cell in kinds if rows else []:
             cells = [(row, cell(row) if row["status"] == "measured" else row["status"]) for row in rows]
-            last = {name: exponent_text(fits.get((of, name)), with_lengths=quartiles) for name in labels}
-            yield _by_length(title, labels, cells, growth=last)
+            growth = {name: _growth(fits.get((of, name))) for name in labels}
+            yield _by_length(of, f"{title}: {passing}", labels, cells, growth=growth)
         compared = [row for row in results["comparisons"] if row["pass"] == passing]
         if compared:
             title = f"How many times as long others take for the same function: {passing}"
-            cells = [(row, _times(row["median_ratio"], quartiles)) for row in compared]
+            cells = [(row, _times(row["median_ratio"])) for row in compared]
             second = {row["way"]: labels[row["counterpart"]] for row in compared}
-            yield _by_length(title, labels, cells, {"compared with": second})
+            yield _by_length("comparison", title, labels, cells, {"compared with": second})
 
 
 def _by_length(
+    name: str,
     title: str,
     labels: Mapping[str, str],
-    cells: Sequence[tuple[Row, str]],
+    cells: Sequence[tuple[Row, Cell | str]],
     before: Mapping[str, Mapping[str, str]] = {},
-    **after: Mapping[str, str],
-) -> Grid:
+    **after: Mapping[str, Cell | str],
+) -> Table:
     """Arrange cells by way and length, with further columns before and after the lengths."""
-    text = {(row["way"], row["length"]): cell for row, cell in cells}
-    lengths = sorted({length for _, length in text})
-    names = [name for name in labels if any(way == name for way, _ in text)]
-    columns = [labels, *before.values(), *({n: text.get((n, length), "") for n in names} for length in lengths)]
+    found = {(row["way"], row["length"]): cell for row, cell in cells}
+    lengths = sorted({length for _, length in found})
+    ways = [way for way in labels if any(way == other for other, _ in found)]
+    by_length = ({way: found.get((way, length), "") for way in ways} for length in lengths)
+    columns = [labels, *before.values(), *by_length, *after.values()]
     header = ["", *before, *(f"L = {length}" for length in lengths), *after]
-    return Grid(title, header, [[column[name] for column in (*columns, *after.values())] for name in names])
+    return Table(name, title, header, [[column[way] for column in columns] for way in ways], words=1 + len(before))
 
 
 def markdown_tables(results: Results) -> str:
     """Return all tables of a benchmark as Markdown, with its machine, its failures and the meaning of its rows."""
-    parts = [f"{about(results)}\n"]
-    for grid in grids(results):
-        lines = [f"**{grid.title}**", "", _markdown_line(grid.header), _markdown_line(["---"] * len(grid.header))]
-        lines += [_markdown_line(line) for line in grid.lines]
-        parts.append("\n".join(lines) + "\n")
-    refused = failures(results)
-    if refused:
-        parts.append("**What was not measured**\n\n" + "\n".join(f"- {line}" for line in refused) + "\n")
-    parts.append("**What is timed**\n\n" + "\n".join(f"- {line}" for line in timed(results)) + "\n")
-    return "\n".join(parts)
-
-
-def render_text_tables(results: Results) -> Iterator[Table | str]:
-    """Yield the tables for a terminal, and the reasons of missing measurements."""
-    for grid in grids(results, quartiles=False):
-        table = Table(title=grid.title, title_justify="left")
-        for index, head in enumerate(grid.header):
-            table.add_column(head, justify="left" if index == 0 else "right")
-        for line in grid.lines:
-            table.add_row(*line)
-        yield table
-    yield from failures(results)
+    lists = {"What was not measured": failures(results), "What is timed": timed(results)}
+    parts = [f"**{title}**\n\n" + "".join(f"- {line}\n" for line in lines) for title, lines in lists.items() if lines]
+    return "\n".join([f"{about(results)}\n", *(table.markdown() for table in tables(results)), *parts])
 
 
 def about(results: Results) -> str:
@@ -135,19 +108,20 @@ def timed(results: Results) -> list[str]:
     return lines
 
 
-def time_cell(row: Row, *, quartiles: bool = True) -> str:
+def time_cell(row: Row) -> Cell:
     """Write a time as ``12.3 ms · 1.05× (1.03–1.07)``; no ratio for a baseline."""
     text = seconds_text(row["median_seconds"][0])
-    if "median_ratio" in row and row["baseline"] != row["way"]:
-        text += f" · {_times(row['median_ratio'], quartiles)}"
-    return text
+    if "median_ratio" not in row or row["baseline"] == row["way"]:
+        return Cell(text)
+    ratio = _times(row["median_ratio"])
+    return Cell(f"{text} · {ratio.text}", ratio.interval)
 
 
 def memory_cell(row: Row, peaks: Mapping[tuple[str, int], int | None]) -> str:
     """Write a peak as ``55 MiB · 1.31×``; no ratio for a baseline, nor to a baseline below 1 MiB."""
     peak = row["peak_bytes"]
     if peak is None:
-        return "–"
+        return ABSENT
     if peak < MIB:
         return "< 1 MiB"
     text = f"{_three(peak / MIB)} MiB" if peak < 1000 * MIB else f"{_three(peak / MIB / 1024)} GiB"
@@ -172,18 +146,13 @@ def _three(value: float) -> str:
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
-def _times(spread: Sequence[float], quartiles: bool) -> str:
-    median, low, high = spread
-    return f"{_three(median)}×" + (f" ({_three(low)}–{_three(high)})" if quartiles else "")
+def _times(spread: Sequence[float]) -> Cell:
+    median, low, high = map(_three, spread)
+    return Cell(f"{median}×", f"({low}–{high})")
 
 
-def exponent_text(fit: Row | None, *, with_lengths: bool = True) -> str:
+def _growth(fit: Row | None) -> Cell:
     """Write a growth as ``L^1.98 (8192–65536)``: the power and the lengths it was fitted over."""
     if fit is None:
-        return "–"
-    over = f" ({fit['lengths'][0]}–{fit['lengths'][-1]})" if with_lengths else ""
-    return f"L^{fit['exponent']:.2f}{over}"
-
-
-def _markdown_line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        return Cell(ABSENT)
+    return Cell(f"L^{fit['exponent']:.2f}", f"({fit['lengths'][0]}–{fit['lengths'][-1]})")

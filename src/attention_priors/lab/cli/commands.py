@@ -468,6 +468,8 @@ def bench(
         table = output / "table.md"
         write_bytes(table, benchmark.markdown_tables(results).encode())
         benchmark.write_figures(results, output / "figures")
-    for part in benchmark.render_text_tables(results):
-        console.print(escape(part) if isinstance(part, str) else part, highlight=False)
+    for each in benchmark.tables(results):
+        console.print(each.terminal(intervals=False), highlight=False)
+    for line in benchmark.failures(results):
+        console.print(escape(line), highlight=False)
     written(console, "Tables", table)
