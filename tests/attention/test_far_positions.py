@@ -1,7 +1,7 @@
 """The log-prior that is really applied, read off the attention weights, at positions up to 2^20.
 
-For every key within 30 nats of its row's best one it is within 1e-4 nats of float64, or 1e-2 if outputs are in half
-precision.
+For every key within 30 nats of its row's best one it is within 1e-4 nats of float64, or 1.6e-2 if outputs are in
+bfloat16 (1e-2 in float16).
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ pytestmark = pytest.mark.usefixtures("both_ways")
 FAR = 2**20
 REACH = 30.0
 """Nats below a row's best key up to which keys count."""
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 4 * 2.0**-8, torch.float16: 1e-2}
+"""Of the difference of two weights. A weight in bfloat16 is rounded twice: in its tile, and where tiles are merged."""
 FAR_RANGES = RANGES | {"log_slope": (-12.0, 0.5), "theta_mu": (-6.0, 6.0)}
 NAMES = [name for name in PRIORS if name != "none"]
 

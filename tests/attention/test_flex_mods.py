@@ -127,7 +127,7 @@ def test_gradients_of_scores(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in PRIORS if name != "none"])
 @pytest.mark.parametrize("start", [2**16, 2**20 - 60])
 def test_far_positions(name: str, start: int) -> None:
-    """The log-prior that is applied, up to a constant per row, is within 1e-4 nats of float64."""
+    """The log-prior that is applied, up to a constant per row, is within 1e-4 nats or float32's rounding of float64."""
 
     @examples(2, f"{name} {start}")
     @given(st.data(), st.integers(0, 999), st.booleans())
@@ -147,7 +147,10 @@ def test_far_positions(name: str, start: int) -> None:
         near = (exact > top - 30) & (top > -1e4)
         row = (torch.where(near, found - exact, 0.0).sum(-1, keepdim=True)) / near.sum(-1, keepdim=True).clamp(min=1)
         error = torch.where(near, found - exact - row, 0.0).abs().max()
-        assert float(error) <= 1e-4 * max(1.0, float(torch.where(near, exact, top).abs().max()) / 1e3)
+        # Each term of a sum is rounded, and so is each of their partial sums.
+        largest = float(torch.where(near, exact, top).abs().max())
+        rounding = len([*prior.terms()]) * torch.finfo(torch.float32).eps * largest
+        assert float(error) <= max(1e-4, rounding)
 
     check()
 

@@ -91,15 +91,16 @@ def test_positions_without_a_common_offset(device: str, causal: bool) -> None:
 def test_blocks_that_are_left_out(device: str, causal: bool) -> None:
     """Only the slots that a list keeps are visited; a query with none of them sees nothing."""
 
+    slot = 32
+
     @examples(2, f"kept {causal}")
-    @given(configurations(), st.integers(0, 99), st.booleans())
+    @given(configurations(slot), st.integers(0, 99), st.booleans())
     def check(configuration: Configuration, seed: int, documents: bool) -> None:
         generator = torch.Generator().manual_seed(seed)
         prior = GeneralizedGaussian(2, init="spread", learn=True)
         query, key, value = (torch.randn(1, h, 50, 4, generator=generator) for h in (2, 1, 1))
         ids = torch.arange(50).unsqueeze(0) // 40 if documents else None
         kept = torch.rand(1, 2, 2, 2, generator=generator) < 0.6
-        slot = 32
         hidden = ~kept.repeat_interleave(slot, 2).repeat_interleave(slot, 3)[:, :, :50, :50]
         case = Case(query, key, value, prior, causal, document_ids=ids)
         masked = replace(case, attn_mask=hidden)

@@ -54,13 +54,13 @@ def compute_on(device: str, case: Case, cotangents: Cotangents | None = None) ->
 
 
 @st.composite
-def configurations(draw: st.DrawFn) -> Configuration:
-    """Blocks so small that short sequences need several; rows and keys as many, or not."""
+def configurations(draw: st.DrawFn, slot: int = backend.SLOT) -> Configuration:
+    """Blocks so small that short sequences need several, which divide a slot; rows and keys as many, or not."""
 
     def blocks() -> Blocks:
         return Blocks(draw(st.sampled_from([16, 32])), draw(st.sampled_from([16, 32])), 4, 2)
 
-    rows, keys = draw(st.sampled_from([(16, 16), (32, 16), (32, 32), (64, 16)]))
+    rows, keys = draw(st.sampled_from([each for each in [(16, 16), (32, 16), (32, 32), (64, 16)] if each[0] <= slot]))
     return Configuration(blocks(), blocks(), blocks(), Blocks(rows, keys, 4, 2))
 
 
