@@ -8,11 +8,11 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import Field, ValidationError, field_validator
 
-from attention_priors.lab.strict_yaml import Strict
+from attention_priors.lab.strict_yaml import Strict, validated
 
 SECTIONS = ("training", "model", "evaluation", "extensions", "axes")
 """Keys of a scheme that are inherited key by key; the others are inherited whole."""
@@ -175,6 +175,23 @@ def overlaid(inherited: Any, own: Any) -> Any:
     }
     kept = {key: value for key, value in inherited.items() if key not in replaced}
     return kept | {key: overlaid(kept.get(key), value) for key, value in own.items()}
+
+
+S = TypeVar("S", bound=Strict)
+
+
+def varied(settings: S, own: Content, place: str) -> S:
+    """Return settings of a recipe as they are for a scheme.
+
+    Args:
+        settings: settings of all schemes.
+        own: what differs for the scheme.
+        place: where ``own`` stands, for the message.
+
+    Raises:
+        RecipeError: a key or value is impossible.
+    """
+    return validated(overlaid(settings.model_dump(), own), type(settings), place) if own else settings
 
 
 # ---- sweeps
