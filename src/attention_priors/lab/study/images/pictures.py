@@ -132,41 +132,42 @@ class _HubPart:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        row = _row(self.rows, self.settings, self.split, index)
+        row = self.row(index)
         picture = row[self.settings.image]
         if self.settings.channels is None and self.channels == 1 and picture.mode not in GREY:
             raise ValueError(
-                f"images.dataset: {self.settings.path!r}, {self.split!r}, image {index}, is of mode {picture.mode!r}, "
-                "and the first one of training is grey: give images.dataset.channels, 3 for all in colour, 1 for all "
-                "in grey"
+                f"{self._place(index)}, is of mode {picture.mode!r}, and the first one of training is grey: give "
+                "images.dataset.channels, 3 for all in colour, 1 for all in grey"
             )
         picture = picture.convert("L" if self.channels == 1 else "RGB")
         pixels = torch.from_numpy(np.array(picture, dtype=np.float32)).reshape(*picture.size[::-1], self.channels)
         return pixels.movedim(-1, 0) / 255, int(row[self.settings.label])
 
+    def row(self, index: int) -> dict[str, Any]:
+        """Return an image of 8 bits a channel, decoded, with its class."""
+        name = self.settings.image
+        try:
+            row = self.rows[index]
+        except Exception as error:
+            # What is raised depends on the format, and on what is wrong.
+            from datasets import Image
 
-def _row(rows: Any, settings: HubPictures, split: str, index: int) -> dict[str, Any]:
-    """An image of 8 bits a channel, decoded, with its class."""
-    which = f"images.dataset: {settings.path!r}, {split!r}, image {index}"
-    try:
-        row = rows[index]
-    except Exception as error:
-        # What is raised depends on the format, and on what is wrong.
-        from datasets import Image
+            file = self.rows.cast_column(name, Image(decode=False))[index][name]["path"]
+            raise ValueError(f"{self._place(index)} ({file}), cannot be read: {error}") from error
+        mode = row[name].mode
+        if mode.startswith(("I", "F")):
+            raise ValueError(f"{self._place(index)}, is of mode {mode!r}: expected 8 bits a channel")
+        return row
 
-        file = rows.cast_column(settings.image, Image(decode=False))[index][settings.image]["path"]
-        raise ValueError(f"{which} ({file}), cannot be read: {error}") from error
-    mode = row[settings.image].mode
-    if mode.startswith(("I", "F")):
-        raise ValueError(f"{which}, is of mode {mode!r}: expected 8 bits a channel")
-    return row
+    def _place(self, index: int) -> str:
+        return f"images.dataset: {self.settings.path!r}, {self.split!r}, image {index}"
 
 
 def _from_hub(settings: HubPictures) -> Pictures:
     # It takes more than a second to import.
     from datasets import ClassLabel, Image, load_dataset
 
-    parts: list[Any] = []
+    parts: list[_HubPart] = []
     channels = settings.channels or 3
     for split in (settings.train, settings.test):
         try:
@@ -187,22 +188,14 @@ def _from_hub(settings: HubPictures) -> Pictures:
                 f"images.dataset: {settings.path!r}, {split!r}, has images without a class ({without}): expected 0 to "
                 f"{len(part.features[settings.label].names) - 1}; name another split"
             )
-        first = _row(part, settings, split, 0)
+        first = _HubPart(part, split, settings, channels).row(0)
         if settings.channels is None and not parts:
             channels = 1 if first[settings.image].mode in GREY else 3
-        parts.append(part)
-    train = parts[0]
-    fingerprint = hashlib.sha256("\n".join(part._fingerprint for part in parts).encode()).hexdigest()
-    return Pictures(
-        settings.path,
-        fingerprint,
-        *(
-            _HubPart(part, split, settings, channels)
-            for split, part in zip((settings.train, settings.test), parts, strict=True)
-        ),
-        classes=tuple(train.features[settings.label].names),
-        channels=channels,
-    )
+        parts.append(_HubPart(part, split, settings, channels))
+    train, test = parts
+    fingerprint = hashlib.sha256("\n".join(part.rows._fingerprint for part in parts).encode()).hexdigest()
+    classes = tuple(train.rows.features[settings.label].names)
+    return Pictures(settings.path, fingerprint, train, test, classes=classes, channels=channels)
 
 
 # ---- training rows, drawn and changed by a seed and the row's number alone
