@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard, TypeVar, get_args, get_origin
 
@@ -16,6 +18,19 @@ from attention_priors._io import read_json
 
 class RecipeError(ValueError):
     """A recipe that cannot be run. The message names the key, its value and what is allowed."""
+
+
+@contextmanager
+def errors_at(place: str) -> Iterator[None]:
+    """Name the place in a recipe that a ValueError comes from.
+
+    Raises:
+        RecipeError: with the message of the ValueError.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise RecipeError(f"{place}: {error}") from error
 
 
 class Strict(BaseModel):
@@ -139,7 +154,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
             continue  # pydantic counts what is left once the wrong entries are out
         # What follows names a kind of value that a key may also have, not a key.
         key = ".".join(str(part) for part in place if part not in _KINDS)
-        if mistake["type"] == "extra_forbidden":
+        if mistake["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             allowed = ", ".join(_fields_at(model, mistake["loc"][:-1]))
             lines.append(f"{key}: unknown key (value {mistake['input']!r}); allowed here are {allowed}")
         elif mistake["type"] == "missing":
@@ -160,12 +175,12 @@ def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[
             continue  # an entry of a list, whose kind is known already
         # A name of the user's own, such as a scheme's, stands between a mapping and its values.
         current = _section(current.model_fields[part].annotation if _is_model(current) else get_args(current)[-1])
-    return list(current.model_fields)
+    return list(current.model_fields) if _is_model(current) else [field.name for field in fields(current)]
 
 
 def _section(annotation: Any) -> Any:
-    """Return the part of an annotation that has keys, a model or a mapping; None if there is none."""
-    if _is_model(annotation) or get_origin(annotation) is dict:
+    """Return the part of an annotation that has keys, a model, a dataclass or a mapping; None if there is none."""
+    if _is_model(annotation) or is_dataclass(annotation) or get_origin(annotation) is dict:
         return annotation
     found = (_section(part) for part in get_args(annotation))
     return next((part for part in found if part is not None), None)

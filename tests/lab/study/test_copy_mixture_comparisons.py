@@ -120,7 +120,7 @@ def test_losses_by_kind_stand_beside_the_optimum(rows):
                 (length, kind) for length in (12, 24) for kind in ("first", "previous", "noise", "all")
             ]
             for row in own:
-                assert row["expected_nll"] == task.task().optimal_losses(row["length"])[row["kind"]]
+                assert row["expected_nll"] == task.optimal_losses(row["length"])[row["kind"]]
             for length, count in ((12, 20 * 11), (24, 10 * 23)):
                 *kinds, whole = (row for row in own if row["length"] == length)
                 assert sum(row["tokens"] for row in kinds) == whole["tokens"] == count
@@ -261,7 +261,10 @@ def test_what_the_page_shows_can_be_done():
             {"corpus": {"copy_mixture": {"first": 0.9}}},
             "corpus.copy_mixture: first and previous must sum to less than 1",
         ),
-        ({"corpus": {"copy_mixture": {"lags": 1}}}, "corpus.copy_mixture.lags: unknown key"),
+        (
+            {"corpus": {"copy_mixture": {"lags": 1}}},
+            "corpus.copy_mixture.lags: unknown key (value 1); allowed here are vocabulary_size, first, previous, lag",
+        ),
         (
             {"evaluation": {"copying": {"lengths": [24, 12]}}},
             "evaluation.copying.lengths: lengths must rise, got [24, 12]",

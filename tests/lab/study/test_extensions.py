@@ -17,7 +17,7 @@ from transformers import set_seed
 from attention_priors.lab.report import write_report
 from attention_priors.lab.report.tables import tables
 from attention_priors.lab.results import read_rows
-from attention_priors.lab.study import RecipeError, compare, decoders
+from attention_priors.lab.study import RecipeError, compare
 from attention_priors.lab.study.decoders import STAGES, DecoderStudy
 from attention_priors.lab.study.materials import TextMaterials
 from attention_priors.lab.study.runs import extended_folder, run_folder
@@ -190,7 +190,7 @@ def test_the_rows_of_an_extension_are_new_ones(extended, monkeypatch, finished, 
 
     monkeypatch.setattr(TextMaterials, "training_rows", remember)
     _first(finished, tmp_path)
-    monkeypatch.setattr(decoders, "measure", lambda *arguments: None)
+    monkeypatch.setattr(DecoderStudy, "measure", lambda *arguments: None)
     _execute(study, tmp_path)
     assert seeds == [(300, 3 + 2**32)] * 2
 

@@ -25,8 +25,15 @@ from attention_priors.lab.report import overview_table, write_report
 from attention_priors.lab.results import Results
 from attention_priors.lab.study import ImageRecipe, Recipe, RecipeError, compare, load_recipe
 from attention_priors.lab.study.images import load_pictures
-from attention_priors.lab.study.images.augmentation import Collate, PictureRows, cutmix, mixup, normalised
-from attention_priors.lab.study.images.pictures import processor_for, resized
+from attention_priors.lab.study.images.pictures import (
+    Collate,
+    PictureRows,
+    cutmix,
+    mixup,
+    normalised,
+    processor_for,
+    resized,
+)
 from attention_priors.lab.study.images.recipe import Augmentation, ImageTrainingSettings, PictureSettings
 from attention_priors.lab.study.images.study import ImageStudy, prior_maps
 from attention_priors.lab.train import RunningSettings, SealedTrainer, Trained, train
@@ -483,7 +490,7 @@ def test_images_whose_classes_are_hidden_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"images": {}}, "give either source or dataset, got neither"),
+        ({"images": {}}, "give one of source and dataset, got none"),
         ({"evaluation": {"sizes": [8, 9]}}, "whole patches of 2 pixels"),
         ({"evaluation": {"sizes": [16, 8]}}, "sizes must rise"),
         ({"schemes": {"a": {"prior": "laplace"}}}, "schemes.a: "),

@@ -217,7 +217,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "the same needle task twice": (
         {"training.needle_ratio": 0.5, "training.needle_tasks": ["niah_single_1", "niah_single_1"]},
-        ["training.needle_tasks: tasks must be distinct, got ['niah_single_1', 'niah_single_1']"],
+        ["training.needle_tasks: tasks must be distinct, got niah_single_1, niah_single_1"],
     ),
     "needles of no task": (
         {"training.needle_ratio": 0.5},

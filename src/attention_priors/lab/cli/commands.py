@@ -6,12 +6,11 @@ import math
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.markup import escape
+from typer import Argument, BadParameter, Context, Exit, Option, Typer
 
 from attention_priors.lab.cli.terminal import (
-    EvaluationDisplay,
     TrainingDisplay,
     errors,
     head_of_layer,
@@ -22,16 +21,26 @@ from attention_priors.lab.cli.terminal import (
     seed_number,
     written,
 )
+from attention_priors.lab.progress import Bars
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+OfRecipe = Annotated[
+    Path | None,
+    Option(help="Where everything goes; by default runs/ and the recipe's file name, without its ending."),
+]
+"""Output folder of a command that reads a recipe."""
+
+Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N; CUDA where there is some by default.")]
+"""Where a model is."""
 
 
 @app.callback()
 def _root(
-    context: typer.Context,
+    context: Context,
     plugin: Annotated[
         list[str] | None,
-        typer.Option(help="Import this module, which registers priors of your own; may be given more than once."),
+        Option(help="Import this module, which registers priors of your own; may be given more than once."),
     ] = None,
 ) -> None:
     """Attention with positional priors: train short, test long, see what each head learned."""
@@ -45,25 +54,22 @@ def _root(
 
 @app.command()
 def compare(
-    context: typer.Context,
-    recipe: Annotated[Path, typer.Argument(help="A recipe: what to train and what to test.")],
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Where everything goes; by default runs/ and the recipe's file name, without its ending."),
-    ] = None,
+    context: Context,
+    recipe: Annotated[Path, Argument(help="A recipe: what to train and what to test.")],
+    output: OfRecipe = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Run this scheme alone, or those of a pattern (BAM*); may be given more than once."),
+        Option(help="Run this scheme alone, or those of a pattern (BAM*); may be given more than once."),
     ] = None,
     seeds: Annotated[
-        list[str] | None, typer.Option(help="Run these seeds alone, with commas between; may be given more than once.")
+        list[str] | None, Option(help="Run these seeds alone, with commas between; may be given more than once.")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time; by default as many as there are cores for.")
+        int | None, Option(min=1, help="Runs at a time; by default as many as there are cores for.")
     ] = None,
     scheduler: Annotated[
         str | None,
-        typer.Option(help="Address of a Dask scheduler (tcp://login1:8786); its workers share the output folder."),
+        Option(help="Address of a Dask scheduler (tcp://login1:8786); its workers share the output folder."),
     ] = None,
 ) -> None:
     """Train every scheme of a recipe, test it far past its training length or resolution, and write a report.
@@ -114,12 +120,12 @@ def compare(
             console.print(overview.terminal(intervals=results.of_images))
         written(console, "Report", page)
     if failed is not None:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="Folders of comparisons, each with its results.jsonl.gz.")],
+    folders: Annotated[list[Path], Argument(help="Folders of comparisons, each with its results.jsonl.gz.")],
 ) -> None:
     """Draw the tables, figures and report of comparisons anew, from their results alone.
 
@@ -137,11 +143,8 @@ def report(
 
 @app.command()
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A recipe: model, data, tokenizer, optimiser, schedule.")],
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Where everything goes; by default runs/ and the recipe's file name, without its ending."),
-    ] = None,
+    recipe: Annotated[Path, Argument(help="A recipe: model, data, tokenizer, optimiser, schedule.")],
+    output: OfRecipe = None,
 ) -> None:
     """Train one model, on one device or, started by torchrun or accelerate launch, on many.
 
@@ -162,10 +165,10 @@ def train(
 
 @app.command()
 def prepare(
-    recipe: Annotated[Path, typer.Argument(help="A recipe of the command train; its tokens are prepared.")],
+    recipe: Annotated[Path, Argument(help="A recipe of the command train; its tokens are prepared.")],
     output: Annotated[
         Path | None,
-        typer.Option(help="Where the tokens go; where train looks for them by default, data in its own output."),
+        Option(help="Where the tokens go; where train looks for them by default, data in its own output."),
     ] = None,
 ) -> None:
     """Tokenise a recipe's text into memory-mapped files with checksums; what is there is checked, and mended.
@@ -189,21 +192,19 @@ def prepare(
 
 @app.command()
 def extend(
-    model: Annotated[Path, typer.Argument(help="A saved model, or the folder of its training.")],
-    length: Annotated[str, typer.Option(help="Tokens, or a multiple of what it was trained at.")] = "2x",
-    steps: Annotated[int, typer.Option(min=1, help="Of the optimiser.")] = 256,
+    model: Annotated[Path, Argument(help="A saved model, or the folder of its training.")],
+    length: Annotated[str, Option(help="Tokens, or a multiple of what it was trained at.")] = "2x",
+    steps: Annotated[int, Option(min=1, help="Of the optimiser.")] = 256,
     data: Annotated[
-        Path | None, typer.Option(help="Prepared tokens; those that the model was trained on by default.")
+        Path | None, Option(help="Prepared tokens; those that the model was trained on by default.")
     ] = None,
     learning_rate: Annotated[
-        float | None, typer.Option(help="Constant; what the model's own training ended with by default.")
+        float | None, Option(help="Constant; what the model's own training ended with by default.")
     ] = None,
-    tokens_per_step: Annotated[
-        int | None, typer.Option(min=1, help="As in the model's own training by default.")
-    ] = None,
+    tokens_per_step: Annotated[int | None, Option(min=1, help="As in the model's own training by default.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="Where everything goes; by default extended-LENGTH in the folder of the model's training, or "
             "NAME-extended-LENGTH beside a model without one."
         ),
@@ -241,35 +242,32 @@ def extend(
 
 @app.command()
 def evaluate(
+    context: Context,
     model: Annotated[
-        str | None, typer.Argument(help="A saved model: its folder, or its name on the Hugging Face Hub.")
+        str | None, Argument(help="A saved model: its folder, or its name on the Hugging Face Hub.")
     ] = None,
     task: Annotated[
-        list[str], typer.Option(help="What to measure, with commas between; --task list shows what there is.")
+        list[str], Option(help="What to measure, with commas between; --task list shows what there is.")
     ] = ["passkey"],  # noqa: B006
-    lengths: Annotated[list[str], typer.Option(help="Tokens, with commas between; 64k is 65536.")] = ["1k,2k,4k,8k"],  # noqa: B006
-    depths: Annotated[int, typer.Option(min=2, help="Depths, evenly spaced.")] = 20,
-    trials: Annotated[int, typer.Option(min=1, help="Texts per length and depth; continuations of a genome.")] = 1,
+    lengths: Annotated[list[str], Option(help="Tokens, with commas between; 64k is 65536.")] = ["1k,2k,4k,8k"],  # noqa: B006
+    depths: Annotated[int, Option(min=2, help="Depths, evenly spaced.")] = 20,
+    trials: Annotated[int, Option(min=1, help="Texts per length and depth; continuations of a genome.")] = 1,
     corpus: Annotated[
-        str, typer.Option(help="For essays, fillers, perplexity: embedded, a file, a folder, package:NAME, FASTA.")
+        str, Option(help="For essays, fillers, perplexity: embedded, a file, a folder, package:NAME, FASTA.")
     ] = "embedded",
-    sentences: Annotated[
-        str, typer.Option(help="What splits essays into sentences: regex, or NLTK's punkt.")
-    ] = "regex",
-    documents: Annotated[int, typer.Option(min=1, help="For perplexity, at most; pieces of a genome.")] = 8,
-    passes: Annotated[int, typer.Option(min=1, help="Of the timing.")] = 100,
+    sentences: Annotated[str, Option(help="What splits essays into sentences: regex, or NLTK's punkt.")] = "regex",
+    documents: Annotated[int, Option(min=1, help="For perplexity, at most; pieces of a genome.")] = 8,
+    passes: Annotated[int, Option(min=1, help="Of the timing.")] = 100,
     stop_after_zeros: Annotated[
-        int, typer.Option(min=0, help="Leave out longer texts after so many lengths without a right answer; 0 for no.")
+        int, Option(min=0, help="Leave out longer texts after so many lengths without a right answer; 0 for no.")
     ] = 2,
-    seed: Annotated[int, typer.Option(min=0, help="Of the texts.")] = 0,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens of one forward pass: it bounds the memory.")] = 1024,
-    batch: Annotated[int, typer.Option(min=1, help="Questions of equal length that are read together.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N; CUDA where there is some by default.")
-    ] = None,
+    seed: Annotated[int, Option(min=0, help="Of the texts.")] = 0,
+    chunk: Annotated[int, Option(min=1, help="Tokens of one forward pass: it bounds the memory.")] = 1024,
+    batch: Annotated[int, Option(min=1, help="Questions of equal length that are read together.")] = 1,
+    dtype: Annotated[str, Option(help="Of the weights: float32, bfloat16 or float16.")] = "float32",
+    device: Device = None,
     output: Annotated[
-        Path | None, typer.Option(help="Where everything goes; runs/evaluate/NAME-OF-THE-MODEL by default.")
+        Path | None, Option(help="Where everything goes; runs/evaluate/NAME-OF-THE-MODEL by default.")
     ] = None,
 ) -> None:
     """Test a model far past its training length: retrieval, perplexity by position, time.
@@ -292,29 +290,30 @@ def evaluate(
             console.print(f"[bold]{name}[/]: {escape(what)}.", highlight=False)
         return
     if model is None:
-        raise typer.BadParameter("expected a saved model: its folder, or its name", param_hint="MODEL")
+        raise BadParameter("expected a saved model: its folder, or its name", param_hint="MODEL")
     output = output or Path("runs") / "evaluate" / name_of_model(model)
     quiet_transformers()
     with errors():
+        # Settings of the plan that are options as they stand.
+        same = ("depths", "trials", "seed", "corpus", "sentences", "documents", "passes")
+        asked = {name: context.params[name] for name in same} | {
+            "tasks": tasks,
+            "lengths": sorted({number_of_tokens(length) for length in listed(*lengths)}),
+            "stop_after_zeros": stop_after_zeros or None,
+        }
         try:
-            plan = evaluation.EvaluationPlan(
-                tasks=tuple(tasks),
-                lengths=tuple(sorted({number_of_tokens(length) for length in listed(*lengths)})),
-                depths=depths,
-                trials=trials,
-                seed=seed,
-                corpus=corpus,
-                sentences=sentences,  # pyright: ignore[reportArgumentType]
-                documents=documents,
-                passes=passes,
-                stop_after_zeros=stop_after_zeros or None,
-            )
+            plan = evaluation.EvaluationPlan.model_validate(asked)
         except ValidationError as error:
             raise ValueError(explain(error, evaluation.EvaluationPlan)) from error
         with console.status("Loading the model"):
             subject = evaluation.Subject.load(model, dtype=dtype, device=device)
-        with EvaluationDisplay(console) as display:
-            summary = evaluation.evaluate(subject, plan, output, chunk=chunk, batch=batch, observer=display.observer())
+        bars = Bars(console, "{task.percentage:>3.0f} %")
+        observer = evaluation.Observer(
+            lambda what, done, total: bars.show(what, what, done, total),
+            lambda message: bars.console.print(escape(message), highlight=False),
+        )
+        with bars:
+            summary = evaluation.evaluate(subject, plan, output, chunk=chunk, batch=batch, observer=observer)
         results = reports.evaluation_results(summary, Path(model).name)
         tables = reports.evaluation_tables(results)
         write_bytes(output / "table.md", "\n".join(table.markdown() for table in tables).encode())
@@ -326,23 +325,21 @@ def evaluate(
 
 @app.command()
 def inspect(
-    model: Annotated[str, typer.Argument(help="A saved model: its folder, or its name on the Hugging Face Hub.")],
+    model: Annotated[str, Argument(help="A saved model: its folder, or its name on the Hugging Face Hub.")],
     text: Annotated[
-        str, typer.Option(help="What it is to read: a file, or embedded for a file of Python's standard library.")
+        str, Option(help="What it is to read: a file, or embedded for a file of Python's standard library.")
     ] = "embedded",
     tokens: Annotated[
         int | None,
-        typer.Option(min=4, help="How much of it is read; by default 512, or what the model has positions for."),
+        Option(min=4, help="How much of it is read; by default 512, or what the model has positions for."),
     ] = None,
-    length: Annotated[str, typer.Option(help="Tokens of the texts that priors are described for; 4k is 4096.")] = "4k",
+    length: Annotated[str, Option(help="Tokens of the texts that priors are described for; 4k is 4096.")] = "4k",
     heads: Annotated[
-        list[str] | None, typer.Option(help="Whose attention maps are shown, as LAYER.HEAD, with commas between.")
+        list[str] | None, Option(help="Whose attention maps are shown, as LAYER.HEAD, with commas between.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N; CUDA where there is some by default.")
-    ] = None,
+    device: Device = None,
     output: Annotated[
-        Path | None, typer.Option(help="Where everything goes; runs/inspect/NAME-OF-THE-MODEL by default.")
+        Path | None, Option(help="Where everything goes; runs/inspect/NAME-OF-THE-MODEL by default.")
     ] = None,
 ) -> None:
     """Look inside a model: what each head's prior does, and what it explains of the attention.
@@ -385,7 +382,7 @@ def inspect(
 
 @app.command()
 def explore(
-    output: Annotated[Path, typer.Option(help="The page's file.")] = Path("runs") / "explorer.html",
+    output: Annotated[Path, Option(help="The page's file.")] = Path("runs") / "explorer.html",
 ) -> None:
     """Write a page on which people drag the parameters of priors: where they look, and the line that makes them.
 
@@ -400,31 +397,32 @@ def explore(
 
 @app.command()
 def bench(
+    context: Context,
     recipe: Annotated[
-        Path | None, typer.Argument(help="A recipe, instead of the options below but --output and --memory-limit.")
+        Path | None, Argument(help="A recipe, instead of the options below but --output and --memory-limit.")
     ] = None,
     lengths: Annotated[
-        list[str] | None, typer.Option(help="Tokens, with commas between; 64k is 65536; 512,1024 by default.")
+        list[str] | None, Option(help="Tokens, with commas between; 64k is 65536; 512,1024 by default.")
     ] = None,
     passes: Annotated[
         list[str] | None,
-        typer.Option(help="Of forward, forward+backward, decode; with commas between; all by default."),
+        Option(help="Of forward, forward+backward, decode; with commas between; all by default."),
     ] = None,
     ways: Annotated[
-        list[str] | None, typer.Option(help="Contenders, with commas between; all by default. --ways list shows them.")
+        list[str] | None, Option(help="Contenders, with commas between; all by default. --ways list shows them.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; PyTorch's choice by default.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu (default), cuda or cuda:N.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences; 1 by default.")] = None,
-    heads: Annotated[int | None, typer.Option(help="8 by default.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="64 by default.")] = None,
-    repetitions: Annotated[int | None, typer.Option(help="3 by default; more for figures to be quoted.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of inputs and of the order of runs; 0 by default.")] = None,
+    threads: Annotated[int | None, Option(help="CPU threads; PyTorch's choice by default.")] = None,
+    dtype: Annotated[str | None, Option(help="float32 (default), bfloat16 or float16.")] = None,
+    device: Annotated[str | None, Option(help="cpu (default), cuda or cuda:N.")] = None,
+    batch: Annotated[int | None, Option(help="Sequences; 1 by default.")] = None,
+    heads: Annotated[int | None, Option(help="8 by default.")] = None,
+    head_dim: Annotated[int | None, Option(help="64 by default.")] = None,
+    repetitions: Annotated[int | None, Option(help="3 by default; more for figures to be quoted.")] = None,
+    seed: Annotated[int | None, Option(help="Of inputs and of the order of runs; 0 by default.")] = None,
     memory_limit: Annotated[
-        float | None, typer.Option(min=0.0, help="GiB that a case may take; nine tenths of what is free by default.")
+        float | None, Option(min=0.0, help="GiB that a case may take; nine tenths of what is free by default.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Where everything goes; runs/NAME by default.")] = None,
+    output: Annotated[Path | None, Option(help="Where everything goes; runs/NAME by default.")] = None,
 ) -> None:
     """Measure time and memory of attend() beside attention without a prior, dense formulas and other packages.
 
@@ -439,20 +437,9 @@ def bench(
         for way in benchmark.WAYS.values():
             console.print(f"[bold]{way.name}[/]: {escape(way.label)}. {escape(way.times)}", highlight=False)
         return
-    options = {
-        "lengths": lengths,
-        "passes": None if passes is None else listed(*passes),
-        "ways": None if ways is None else listed(*ways),
-        "threads": threads,
-        "dtype": dtype,
-        "device": device,
-        "batch": batch,
-        "heads": heads,
-        "head_dim": head_dim,
-        "repetitions": repetitions,
-        "seed": seed,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
+    apart = ("recipe", "memory_limit", "output")
+    given = {name: value for name, value in context.params.items() if name not in apart and value not in (None, ())}
+    given |= {name: listed(*given[name]) for name in ("passes", "ways") if name in given}
     with errors():
         if recipe is None:
             given |= {"lengths": [number_of_tokens(length) for length in listed(*lengths or ("512,1024",))]}

@@ -10,62 +10,19 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+
+from attention_priors.lab.progress import Bars
 
 if TYPE_CHECKING:
-    from attention_priors.lab.evaluate import Observer as EvaluationObserver
     from attention_priors.lab.train import Observer
 
 
-class EvaluationDisplay:
-    """A bar for each task."""
-
-    def __init__(self, console: Console) -> None:
-        self._bars = _bars(console, "{task.percentage:>3.0f} %")
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> EvaluationDisplay:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bars.stop()
-
-    def observer(self) -> EvaluationObserver:
-        """Whom an evaluation tells how far it is."""
-        from attention_priors.lab.evaluate import Observer
-
-        return Observer(self._work, lambda message: self._bars.console.print(escape(message), highlight=False))
-
-    def _work(self, what: str, done: float, total: float) -> None:
-        if what not in self._tasks:
-            self._tasks[what] = self._bars.add_task(escape(what))
-        self._bars.update(self._tasks[what], completed=done, total=total)
-
-
-class TrainingDisplay:
+class TrainingDisplay(Bars):
     """What a training shows: a bar for tokens and one for steps, and a line for every loss that is logged."""
 
     def __init__(self, console: Console, name: str, steps: int) -> None:
-        self._bars = _bars(console, "{task.fields[done]}")
-        self._name = name
-        self._steps = steps
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> TrainingDisplay:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bars.stop()
+        super().__init__(console, "{task.fields[done]}")
+        self._name, self._steps = name, steps
 
     def observer(self) -> Observer:
         """Whom a run tells how far it is."""
@@ -73,21 +30,14 @@ class TrainingDisplay:
 
         return Observer(self._message, self._tokens, self._step, self._log)
 
-    def _task(self, key: str, description: str, total: float | None) -> TaskID:
-        if key not in self._tasks:
-            self._tasks[key] = self._bars.add_task(escape(description), total=total, done="")
-        return self._tasks[key]
-
     def _message(self, message: str) -> None:
-        self._bars.console.print(escape(message), soft_wrap=True, highlight=False)
+        self.console.print(escape(message), soft_wrap=True, highlight=False)
 
     def _tokens(self, part: str, tokens: int) -> None:
-        task = self._task(part, f"Tokens of the part {part}", None)
-        self._bars.update(task, completed=tokens, done=f"{tokens:,}")
+        self.show(part, f"Tokens of the part {part}", tokens, None, f"{tokens:,}")
 
     def _step(self, step: int) -> None:
-        task = self._task("steps", self._name, self._steps)
-        self._bars.update(task, completed=step, done=f"step {step} of {self._steps}")
+        self.show("steps", self._name, step, self._steps, f"step {step} of {self._steps}")
 
     def _log(self, logs: Mapping[str, float]) -> None:
         words = {"loss": "loss", "eval_loss": "validation loss", "grad_norm": "gradient", "learning_rate": "rate"}
@@ -137,12 +87,6 @@ def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
 
 def _print_error(console: Console, message: str) -> None:
     console.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
-
-
-def _bars(console: Console, done: str) -> Progress:
-    """Bars that say how much is done, and how long it took and will take."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn(done))
-    return Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console)
 
 
 def head_of_layer(name: str) -> tuple[int, int]:

@@ -7,7 +7,6 @@ from its last checkpoint; other runs do not notice.
 from __future__ import annotations
 
 import os
-import queue
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from typing import Any
 
 from distributed import Client, Future, get_worker
 
-from attention_priors.lab.study.workers import STARTING, Ended, Events, Run, follow, log_of, start_worker, tail_of
+from attention_priors.lab.study.workers import STARTING, Ended, Run, Workers, follow, log_of, start_worker, tail_of
 
 LOST_SECONDS = 150.0
 """Time that a run waits for the lock of a lost machine: file servers free such locks after a minute or two."""
@@ -27,7 +26,7 @@ POLL_SECONDS = 0.5
 """Between two looks at whether a task was cancelled, and between two reports of progress."""
 
 
-class ClusterWorkers:
+class ClusterWorkers(Workers):
     """Workers of a Dask cluster.
 
     Args:
@@ -41,12 +40,9 @@ class ClusterWorkers:
     """
 
     def __init__(self, scheduler: str, output: Path, *, threads: int, at_a_time: int) -> None:
-        self._output, self._threads = output.resolve(), threads
-        self._recipe_file = Path()
+        super().__init__(output.resolve(), threads=threads, at_a_time=at_a_time)
         self._tasks: dict[Run, Future] = {}
         self._topic = f"attention-priors-{secrets.token_hex(8)}"
-        self.at_a_time = at_a_time
-        self.events: Events = queue.Queue()
         try:
             self._client = Client(scheduler, timeout=CONNECT_SECONDS, set_as_default=False)
         except (OSError, ValueError) as error:
@@ -70,7 +66,7 @@ class ClusterWorkers:
         Raises:
             OSError: a worker does not see it, or cannot import this package.
         """
-        self._recipe_file = recipe_file.resolve()
+        super().use(recipe_file.resolve())
         try:
             seen: Any = self._client.run(_sees, str(self._recipe_file))
         except Exception as error:  # of any kind: it is raised there, and depends on what is missing
@@ -102,8 +98,7 @@ class ClusterWorkers:
 
     def _end(self, run: Run, task: Future) -> None:
         if task.status == "finished":
-            code, log = task.result()
-            self.events.put((run, Ended(code, log)))
+            self.events.put((run, task.result()))
             return
         why = task.exception() if task.status == "error" else "the scheduler is gone"
         words = f"the task of the Dask cluster failed: {why}"
@@ -118,12 +113,8 @@ def _sees(file: str) -> bool:
     return Path(file).is_file()
 
 
-def _carry_out(recipe_file: str, output: str, run: Run, threads: int, folder: str, topic: str) -> tuple[int, str]:
-    """Start the process of a run on this machine, and end it if the task is cancelled.
-
-    Returns:
-        Exit code of the process, and the end of the run's log.
-    """
+def _carry_out(recipe_file: str, output: str, run: Run, threads: int, folder: str, topic: str) -> Ended:
+    """Start the process of a run on this machine, and end it if the task is cancelled."""
     worker, name = get_worker(), get_worker().get_current_task()
     said = {"stage": "", "at": 0.0}
 
@@ -140,10 +131,8 @@ def _carry_out(recipe_file: str, output: str, run: Run, threads: int, folder: st
         ending = pool.submit(follow, process, log_of(Path(output), run), report)
         while True:
             try:
-                ended = ending.result(timeout=POLL_SECONDS)
+                return ending.result(timeout=POLL_SECONDS)
             except StillRunningError:
                 task = worker.state.tasks.get(name)
                 if task is None or task.state == "cancelled":
                     process.terminate()
-            else:
-                return ended.code, ended.log

@@ -10,32 +10,24 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import TaskID
 
 from attention_priors._io import writable_folder, write_json
 from attention_priors.lab.machine import WallClock
 from attention_priors.lab.output_folder import sole_writer
+from attention_priors.lab.progress import Bars
 from attention_priors.lab.results import Results, write_rows
 from attention_priors.lab.strict_yaml import RecipeError, check_same_recipe, read_yaml, validated
 from attention_priors.lab.study.decoders import DecoderStudy
 from attention_priors.lab.study.images import ImageRecipe, ImageStudy
 from attention_priors.lab.study.recipe import Recipe
-from attention_priors.lab.study.runs import Study, run_folder
+from attention_priors.lab.study.runs import run_folder
 from attention_priors.lab.study.workers import (
     FINISHED,
     STARTING,
@@ -47,6 +39,9 @@ from attention_priors.lab.study.workers import (
     log_of,
     usable_cores,
 )
+
+Study = DecoderStudy | ImageStudy
+"""A recipe, and all that its runs read."""
 
 
 def load_recipe(path: Path) -> Recipe | ImageRecipe:
@@ -69,7 +64,7 @@ def recipe_of(content: dict[str, Any], place: str) -> Recipe | ImageRecipe:
     return validated(content, ImageRecipe if "images" in content else Recipe, place)
 
 
-def load_study(recipe: Recipe | ImageRecipe, cache: Path) -> Study[Any]:
+def load_study(recipe: Recipe | ImageRecipe, cache: Path) -> Study:
     """Load everything that a recipe's runs read.
 
     Raises:
@@ -136,9 +131,29 @@ def compare(
         raise ValueError(f"processes must be a positive integer, got {processes}")
     at_a_time = processes_at_a_time(recipe, processes, None if scheduler is None else len(chosen))
     cache = writable_folder(writable_folder(output) / "cache")
-    workers = _workers(scheduler, output, recipe.threads_per_run, at_a_time)
-    with workers:
-        return _compare(recipe, output, chosen, cache, workers, console)
+    with _workers(scheduler, output, recipe.threads_per_run, at_a_time) as workers:
+        with console.status("Making ready what is read"):
+            study = load_study(recipe, cache)
+            study.check()
+        if study.left_out is not None:
+            _say(console, f"corpus: {study.left_out}")
+        with sole_writer(output, wait=math.inf):
+            _claim(study, output, chosen)
+        pending = [run for run in chosen if not study.is_finished(output, *run)]
+        failures: dict[Run, str] = {}
+        if pending:
+            workers.use(_recipe_file(recipe, cache))
+            with WallClock(output / "wall_seconds.json", shared=True) as clock:
+                failures = _Display(study, output, len(pending), console).carry_out(pending, workers, clock.tick)
+        with sole_writer(output, wait=math.inf):
+            results = _gather(study, output, list(failures.values()))
+        missing = [run for run in pending if run not in failures and not study.is_finished(output, *run)]
+        if missing:
+            _say(console, f"not finished, as other calls carry them out: {'; '.join(map(_name, missing))}")
+            _say(console, "to gather their results, run the same command once more when they have ended")
+        if failures:
+            raise RunFailedError("\n".join(failures.values()), results)
+        return results
 
 
 def _workers(scheduler: str | None, output: Path, threads: int, at_a_time: int) -> Workers:
@@ -153,59 +168,25 @@ def _workers(scheduler: str | None, output: Path, threads: int, at_a_time: int) 
     return ClusterWorkers(scheduler, output, threads=threads, at_a_time=at_a_time)
 
 
-def _compare(
-    recipe: Recipe | ImageRecipe,
-    output: Path,
-    chosen: Sequence[Run],
-    cache: Path,
-    workers: Workers,
-    console: Console,
-) -> Results:
-    with console.status("Making ready what is read"):
-        study = load_study(recipe, cache)
-        study.check()
-    if study.left_out is not None:
-        console.print(f"corpus: {escape(study.left_out)}", highlight=False, soft_wrap=True)
-    with sole_writer(output, wait=math.inf):
-        _claim(study, output, chosen)
-    pending = [run for run in chosen if not study.is_finished(output, *run)]
-    failures: dict[Run, str] = {}
-    if pending:
-        workers.use(_recipe_file(recipe, cache))
-        with WallClock(output / "wall_seconds.json", shared=True) as clock:
-            failures = _Display(study, output, len(pending), console).carry_out(pending, workers, clock.tick)
-    with sole_writer(output, wait=math.inf):
-        results = _gather(study, output, list(failures.values()))
-    missing = [run for run in pending if run not in failures and not study.is_finished(output, *run)]
-    if missing:
-        _say(console, f"not finished, as other calls carry them out: {'; '.join(map(_name, missing))}")
-        _say(console, "to gather their results, run the same command once more when they have ended")
-    if failures:
-        raise RunFailedError("\n".join(failures.values()), results)
-    return results
-
-
 def _chosen(recipe: Recipe | ImageRecipe, only: Sequence[str], seeds: Sequence[int]) -> list[Run]:
     """Return the runs of a call, in the order in which they are carried out."""
     for seed in seeds:
         if seed not in recipe.seeds:
             raise RecipeError(f"unknown seed {seed}; the recipe has {', '.join(map(str, recipe.seeds))}")
-    schemes = {name for pattern in only for name in _matching(recipe, pattern)} or set(recipe.schemes)
-    return [run for run in _runs(recipe) if run[0] in schemes and run[1] in (seeds or recipe.seeds)]
+    schemes = set[str]()
+    for pattern in only:
+        found = {name for name in recipe.schemes if name == pattern or fnmatchcase(name, pattern)}
+        if not found:
+            raise RecipeError(f"unknown scheme {pattern!r}; the recipe has {', '.join(recipe.schemes)}")
+        schemes |= found
+    return [run for run in _runs(recipe) if run[0] in (schemes or recipe.schemes) and run[1] in (seeds or recipe.seeds)]
 
 
 def _runs(recipe: Recipe | ImageRecipe) -> list[Run]:
     return [(name, seed) for seed in recipe.seeds for name in recipe.schemes]
 
 
-def _matching(recipe: Recipe | ImageRecipe, pattern: str) -> list[str]:
-    found = [name for name in recipe.schemes if name == pattern or fnmatchcase(name, pattern)]
-    if not found:
-        raise RecipeError(f"unknown scheme {pattern!r}; the recipe has {', '.join(recipe.schemes)}")
-    return found
-
-
-def _claim(study: Study[Any], output: Path, chosen: Sequence[Run]) -> None:
+def _claim(study: Study, output: Path, chosen: Sequence[Run]) -> None:
     """Check that the folder holds no other recipe's runs, and write what identifies those of this call."""
     wanted = {run: study.identities(output, *run) for run in _runs(study.recipe)}
     for files in wanted.values():
@@ -228,7 +209,7 @@ def _recipe_file(recipe: Recipe | ImageRecipe, cache: Path) -> Path:
     return path
 
 
-def _gather(study: Study[Any], output: Path, failures: Sequence[str]) -> Results:
+def _gather(study: Study, output: Path, failures: Sequence[str]) -> Results:
     """Write ``results.jsonl.gz`` of all runs that are finished."""
     finished = [run for run in _runs(study.recipe) if (run_folder(output, *run) / "done.json").exists()]
     try:
@@ -259,38 +240,24 @@ def processes_at_a_time(recipe: Recipe | ImageRecipe, wanted: int | None, usual:
     return usual if most is None else min(most, usual)
 
 
-@dataclass
-class _Bar:
-    """The progress bar of one run."""
-
-    task: TaskID
-    shares: dict[str, float]
-    """Part of the run's time that each stage takes."""
-    done: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def share(self) -> float:
-        """Part of the run that is done, 0 to 1."""
-        return sum(self.shares[stage] * part for stage, part in self.done.items()) / sum(self.shares.values())
+_LEFT = {
+    TAKEN: "is left to another call, which is carrying it out",
+    FINISHED: "was finished by another call",
+}
+"""What there is to say of a run that another call carries out, by the exit code of its worker."""
 
 
 class _Display:
     """Shows the progress of runs while it carries them out."""
 
-    def __init__(self, study: Study[Any], output: Path, total: int, console: Console) -> None:
+    def __init__(self, study: Study, output: Path, total: int, console: Console) -> None:
         self._study, self._output, self._total = study, output, total
-        self._bars = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %"),
-            TextColumn("{task.fields[stage]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self._running: dict[Run, _Bar] = {}
+        self._bars = Bars(console, "{task.percentage:>3.0f} %", "{task.fields[stage]}")
+        self._running: dict[Run, TaskID] = {}
+        self._shares: dict[Run, dict[str, float]] = {}
+        """Part of the run's time that each stage takes."""
+        self._done: dict[Run, dict[str, float]] = {}
+        """Part of each stage that is done, 0 to 1."""
         self._ended = 0
         self._failures: dict[Run, str] = {}
 
@@ -313,7 +280,7 @@ class _Display:
                 while waiting and len(started) < workers.at_a_time:
                     run = waiting.pop(0)
                     if self._study.is_finished(self._output, *run):  # by another call, meanwhile
-                        self._end(run, "was finished by another call")
+                        self._end(run, _LEFT[FINISHED])
                         continue
                     workers.start(run)
                     started.add(run)
@@ -332,25 +299,26 @@ class _Display:
 
     def _show(self, run: Run, event: dict[str, Any]) -> None:
         if run not in self._running:
-            task = self._bars.add_task(escape(_name(run)), total=1.0, stage="")
-            self._running[run] = _Bar(task, self._study.stages(run[0]))
-        bar = self._running[run]
+            self._running[run] = self._bars.add_task(escape(_name(run)), total=1.0, stage="")
+            self._shares[run], self._done[run] = self._study.stages(run[0]), {}
         if event["stage"] != STARTING:
-            bar.done[event["stage"]] = event["done"] / max(1, event["total"])
-        self._bars.update(bar.task, completed=bar.share, stage=escape(event["stage"]))
+            self._done[run][event["stage"]] = event["done"] / max(1, event["total"])
+        self._bars.update(self._running[run], completed=self._share(run), stage=escape(event["stage"]))
+
+    def _share(self, run: Run) -> float:
+        """Return the part of a run that is done, 0 to 1."""
+        shares = self._shares[run]
+        return sum(shares[stage] * part for stage, part in self._done[run].items()) / sum(shares.values())
 
     def _show_all(self, overall: TaskID) -> None:
-        shares = sum(bar.share for bar in self._running.values())
-        self._bars.update(overall, completed=self._ended + shares, stage=f"{self._ended} of {self._total} runs")
+        completed = self._ended + sum(map(self._share, self._running))
+        self._bars.update(overall, completed=completed, stage=f"{self._ended} of {self._total} runs")
 
     def _take_end(self, run: Run, event: Ended) -> None:
         if run in self._running:
-            self._bars.remove_task(self._running.pop(run).task)
-        if event.code == TAKEN:
-            self._end(run, "is left to another call, which is carrying it out")
-            return
-        if event.code == FINISHED:
-            self._end(run, "was finished by another call")
+            self._bars.remove_task(self._running.pop(run))
+        if event.code in _LEFT:
+            self._end(run, _LEFT[event.code])
             return
         if event.code:
             self._failures[run] = (

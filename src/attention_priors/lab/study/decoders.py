@@ -6,23 +6,31 @@ again. Every finished step is on disk.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import set_seed
 
-from attention_priors._io import read_json, synchronise, with_nulls, write_json
+from attention_priors._io import read_json, remove_temporaries, replacing, with_nulls, write_json
 from attention_priors.hf.loading import load_model
+from attention_priors.lab.evaluate import Observer, evaluate
+from attention_priors.lab.inspect import (
+    logit_scale_rows,
+    prior_mass_rows,
+    prior_reach_rows,
+    prior_rows,
+    prior_term_rows,
+    sink_mass_rows,
+)
 from attention_priors.lab.machine import WallClock
 from attention_priors.lab.study.materials import Materials
-from attention_priors.lab.study.measure import FILES, is_measured, measure, on_device
-from attention_priors.lab.study.recipe import Extension, MixtureSettings, Recipe
-from attention_priors.lab.study.results import collect
-from attention_priors.lab.study.runs import Progress, Study, extended_folder, run_folder, write_training
-from attention_priors.lab.train import Observer, PositionSettings, mean_loss, train
+from attention_priors.lab.study.recipe import POSITION_FIELDS, ModelPlan, Recipe
+from attention_priors.lab.study.results import collect, read_measured
+from attention_priors.lab.study.runs import Progress, environment, run_folder, train_and_save, write_training
+from attention_priors.lab.tasks import EvaluationPlan
+from attention_priors.lab.train.extend import mean_loss, on_device
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 from attention_priors.models.repositioning import with_positions
 
@@ -33,12 +41,15 @@ _NOT_DETERMINING: Any = {"plans": True, "perplexity": {"minimum_documents": True
 """Settings of an evaluation that its results, or those of a run without plans, do not depend on."""
 
 
-class DecoderStudy(Study[Recipe]):
+class DecoderStudy:
     """A :class:`Recipe` with its corpus and tokenizer.
 
     Args:
         recipe: Recipe of the comparison.
         cache: Folder of trained tokenizers.
+
+    Attributes:
+        left_out: Files of the corpus that are not used, for the user; None if all are used.
     """
 
     def __init__(self, recipe: Recipe, cache: Path) -> None:
@@ -47,43 +58,48 @@ class DecoderStudy(Study[Recipe]):
         self.left_out = self.materials.left_out
 
     def check(self) -> None:
-        """Make a text, a row and a model without weights of each kind."""
+        """Make a text, a row and a model without weights of each kind.
+
+        Raises:
+            RecipeError: Something that the recipe asks for cannot be made.
+        """
         self.materials.check()
 
     def identities(self, output: Path, scheme: str, seed: int) -> dict[Path, dict[str, Any]]:
-        """Return what determines the run, and each extension of its context, but for the versions of the libraries.
+        """Return the content of each ``identity.json``: all that determines the run, but for versions of libraries.
 
-        They are apart so that a finished run can be extended later, in more ways.
+        Extensions are apart so that a finished run can be extended later, in more ways.
         """
-        recipe, folder = self.recipe, run_folder(output, scheme, seed)
+        recipe, run = self.recipe, run_folder(output, scheme, seed)
+        own, *extensions = recipe.models_of(scheme)
         whole = {
             "corpus": recipe.corpus.model_dump(mode="json"),
             "tokenizer": recipe.tokenizer,
             "model": recipe.model_of(scheme).model_dump(mode="json"),
             "evaluation": recipe.evaluation_of(scheme).model_dump(mode="json", exclude=_NOT_DETERMINING),
             "threads_per_run": recipe.threads_per_run,
-            "scheme": recipe.schemes[scheme].model_dump(mode="json", include=set(PositionSettings.model_fields)),
+            "scheme": own.positions.model_dump(mode="json", include=POSITION_FIELDS),
             "training": recipe.training_of(scheme).model_dump(mode="json"),
             "seed": seed,
             **self.materials.fingerprints,
         }
-        found = {folder / "identity.json": whole}
-        for way, extension in recipe.extensions_of(scheme).items():
-            found[extended_folder(folder, way) / "identity.json"] = {
-                "context_length": extension.context_length,
-                "positions": extension.positions.model_dump(mode="json"),
-                "training": None if extension.training is None else extension.training.model_dump(mode="json"),
+        found = {run / "identity.json": whole}
+        for model in extensions:
+            found[model.folder(run) / "identity.json"] = {
+                "context_length": model.context_length,
+                "positions": model.positions.model_dump(mode="json"),
+                "training": None if model.training is None else model.training.model_dump(mode="json"),
             }
         return found
 
     def is_finished(self, output: Path, scheme: str, seed: int) -> bool:
         """Return whether a run is trained, measured, extended and measured again."""
-        folder = run_folder(output, scheme, seed)
-        parts = [folder, *(extended_folder(folder, way) for way in self.recipe.extensions_of(scheme))]
-        return all(is_measured(self.recipe, scheme, part) for part in parts)
+        run = run_folder(output, scheme, seed)
+        folders = [model.folder(run) for model in self.recipe.models_of(scheme)]
+        return all((one / "done.json").exists() and not self._unmeasured(scheme, one) for one in folders)
 
     def stages(self, scheme: str) -> dict[str, float]:
-        """Return the stages of the run, and those of each extension."""
+        """Return the stages of the run and of each extension, and roughly the share of its time that each takes."""
         shares = dict(STAGES)
         for way in self.recipe.extensions_of(scheme):
             shares |= {f"{way}: {stage}": share for stage, share in EXTENSION_STAGES.items()}
@@ -98,97 +114,54 @@ class DecoderStudy(Study[Recipe]):
             seed: Seed of the initial weights and the training rows.
             progress: Called with every step.
         """
-        _Run(self.materials, scheme, seed, run_folder(output, scheme, seed), progress).execute()
+        run = run_folder(output, scheme, seed)
+        for model in self.recipe.models_of(scheme):
+            self._make(model, seed, run, progress if model.way is None else _stages_of(model.way, progress))
 
-    def collect(self, output: Path, runs: Sequence[tuple[str, int]], wall_seconds: float) -> list[dict[str, Any]]:
-        """Return the rows that :mod:`attention_priors.lab.results` describes."""
-        return collect(self.recipe, output, runs, wall_seconds=wall_seconds, corpus=dict(self.materials.description))
-
-
-@dataclass(frozen=True)
-class _Run:
-    materials: Materials
-    scheme: str
-    seed: int
-    folder: Path
-    progress: Progress
-
-    def execute(self) -> None:
-        recipe = self.materials.recipe
-        settings = recipe.training_of(self.scheme)
-        if not (self.folder / "done.json").exists() and not (self.folder / "model").exists():
-            self.progress("train", 0, settings.total_steps)
-            set_seed(self.seed)
-            model = PriorDecoderForCausalLM(recipe.config_of(self.scheme, **self.materials.vocabulary))
-            self._train(model, settings, self.seed, self.folder, self.progress)
-        self.progress("train", settings.total_steps, settings.total_steps)
-        self._measure(recipe.schemes[self.scheme], settings, self.folder, self.progress)
-        for way, extension in recipe.extensions_of(self.scheme).items():
-            self._extend(way, extension)
-
-    def _measure(self, positions: PositionSettings, training: MixtureSettings, folder: Path, tell: Progress) -> None:
-        measure(self.materials, self.scheme, positions, training.context_length, folder, tell)
-
-    def _train(
-        self, model: PriorDecoderForCausalLM, settings: MixtureSettings, seed: int, folder: Path, tell: Progress
-    ) -> None:
-        """Train a model on the rows of a seed, and save it in ``folder``."""
-        for name in FILES:
-            # Of an earlier model, whose weights are gone: a new one's rows do not join its.
-            (folder / name).unlink(missing_ok=True)
-        rows = self.materials.training_rows(settings, seed)
-        with WallClock(folder / "train_seconds.json") as clock:
-
-            def on_step(step: int) -> None:
-                clock.tick()
-                tell("train", step, settings.total_steps)
-
-            observer = Observer(on_step=on_step)
-            trained = train(model, rows, settings, folder / "checkpoints", seed=self.seed, observer=observer)
-            seconds = clock.seconds
-            write_training(folder, model, steps=settings.total_steps, seconds=seconds, history=trained.history)
-        trained.save(folder / "model", self.materials.saved_tokenizer)
-        clock.forget()  # until the model is there, the next call writes the time anew
-        shutil.rmtree(folder / "checkpoints")
-
-    def _extend(self, way: str, extension: Extension) -> None:
-        """Make the model of the finished run into one for a longer context, and measure both."""
-        before = self.materials.recipe.training_of(self.scheme)
-        folder, settings = extended_folder(self.folder, way), extension.training
+    def _make(self, plan: ModelPlan, seed: int, run: Path, progress: Progress) -> None:
+        """Make one model of a run and measure it; an extension begins with the run's own, finished one."""
+        folder, settings = plan.folder(run), plan.training
         total = 1 if settings is None else settings.total_steps
-
-        def tell(stage: str, done: int, total: int) -> None:
-            self.progress(f"{way}: {stage}", done, total)
-
+        lengths: list[int] = []
+        if plan.way is not None:
+            lengths = sorted({self.recipe.training_of(plan.scheme).context_length, plan.context_length})
         if not (folder / "done.json").exists():
-            tell("train", 0, total)
-            lengths = sorted({before.context_length, extension.context_length})
-            self._measure_losses(self.folder, lengths)
+            self._measure_losses(run, lengths)
             if not (folder / "model").exists():
-                set_seed(self.seed)
-                model = with_positions(_load(self.folder / "model"), extension.positions.model_dump())
+                progress("train", 0, total)
+                set_seed(seed)
+                # Other rows than those of any first training, whose seeds are smaller.
+                rows_seed = seed if plan.way is None else seed + 2**32
+                model = self._untrained(plan, run)
                 if settings is None:
                     self._save_untrained(model, folder)
                 else:
-                    # Other rows than those of any first training, whose seeds are smaller.
-                    self._train(model, settings, self.seed + 2**32, folder, tell)
-            tell("train", total, total)
+                    train_and_save(
+                        model,
+                        self.materials.training_rows(settings, rows_seed),
+                        settings,
+                        folder,
+                        seed=seed,
+                        progress=progress,
+                        preprocessor=self.materials.saved_tokenizer,
+                    )
             self._measure_losses(folder, lengths)
-        tell("train", total, total)
-        self._measure(extension.positions, settings or before, folder, tell)
+        progress("train", total, total)
+        self.measure(plan, folder, progress)
+
+    def _untrained(self, plan: ModelPlan, run: Path) -> PriorDecoderForCausalLM:
+        if plan.way is None:
+            return PriorDecoderForCausalLM(self.recipe.config_of(plan.scheme, **self.materials.vocabulary))
+        return with_positions(_load(run / "model"), plan.positions.model_dump())
 
     def _save_untrained(self, model: PriorDecoderForCausalLM, folder: Path) -> None:
         """Save a model that is not trained on, as one that is."""
-        unfinished = folder / "model.unfinished"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        write_training(folder, model, steps=0, seconds=0.0, history=[])
-        model.save_pretrained(unfinished)
-        if self.materials.saved_tokenizer is not None:
-            self.materials.saved_tokenizer.save_pretrained(unfinished)
-        for path in unfinished.iterdir():
-            synchronise(path)
-        unfinished.rename(folder / "model")
-        synchronise(folder)
+        remove_temporaries(folder)
+        write_training(folder, model)
+        with replacing(folder / "model") as unfinished:
+            for part in (model, self.materials.saved_tokenizer):
+                if part is not None:
+                    part.save_pretrained(unfinished)
 
     def _measure_losses(self, folder: Path, lengths: list[int]) -> None:
         """Add the mean losses of a folder's model on held-out rows of several lengths to its ``losses.json``."""
@@ -199,6 +172,88 @@ class _Run:
             model = on_device(_load(folder / "model"))
             known |= {str(length): mean_loss(model, self.materials.held_out_rows(length)) for length in missing}
             write_json(path, with_nulls(known))
+
+    def measure(self, plan: ModelPlan, folder: Path, progress: Progress) -> None:
+        """Measure what has not been measured yet of a trained model.
+
+        Records of the plans are in ``results.jsonl``, as ``attention-priors evaluate`` writes them. The results of each
+        finished plan are put into ``measured.json``, beside the plan.
+
+        Args:
+            plan: Model to measure.
+            folder: Folder of the model, which is in ``model``.
+            progress: Called with every step.
+
+        Raises:
+            FileNotFoundError: Something is left to measure, and the model is gone.
+        """
+        left = self._unmeasured(plan.scheme, folder)
+        if left or not (folder / "done.json").exists():
+            if not (folder / "model").exists():
+                raise FileNotFoundError(
+                    f"{folder / 'model'} is gone, and not everything that the recipe asks is measured; remove {folder} "
+                    "to train the model again"
+                )
+            evaluation = self.recipe.evaluation_of(plan.scheme)
+            own: dict[str, Any] = {} if evaluation.tolerance is None else {"tolerance": evaluation.tolerance}
+            model = on_device(PriorDecoderForCausalLM.from_pretrained(folder / "model", **own))
+            if not (folder / "priors.json").exists():
+                write_json(folder / "priors.json", self._learned_rows(model, plan))
+            subject = self.materials.subject(plan.scheme, model)
+            for index, (name, asked) in enumerate(left):
+                with WallClock(folder / "evaluate_seconds.json") as clock:
+
+                    def on_work(
+                        task: str, done: float, total: float, index: int = index, asked: EvaluationPlan = asked
+                    ) -> None:
+                        clock.tick()
+                        share = (asked.tasks.index(task) + done / max(total, 1e-9)) / len(asked.tasks)
+                        progress("evaluate", round(100 * (index + share)), 100 * len(left))
+
+                    found = evaluate(subject, asked, folder, chunk=evaluation.chunk, observer=Observer(on_work=on_work))
+                    rows = [{"row": row["row"], "plan": name} | row for row in found.rows()]
+                    entry = {"name": name, "plan": asked.question, "texts": found.texts, "rows": rows}
+                    entry |= {"seconds": round(clock.seconds, 1)} | environment()
+                    write_json(folder / "measured.json", with_nulls([*read_measured(folder), entry]))
+                    clock.forget()
+            if not (folder / "done.json").exists():
+                write_json(folder / "done.json", environment())
+        progress("evaluate", 1, 1)
+
+    def _unmeasured(self, scheme: str, folder: Path) -> list[tuple[str | None, EvaluationPlan]]:
+        """Return the plans of a scheme that are not measured as they stand."""
+        known = [(entry["name"], entry["plan"]) for entry in read_measured(folder)]
+        return [(name, plan) for name, plan in self.recipe.plans_of(scheme) if (name, plan.question) not in known]
+
+    def _learned_rows(self, model: PriorDecoderForCausalLM, plan: ModelPlan) -> dict[str, Any]:
+        """Return rows about the priors as they were trained, in texts of up to the recipe's longest length."""
+        length, longest = max(plan.trained_length, 3), self.recipe.longest_text
+        lengths = [length]
+        while 2 * lengths[-1] <= longest:
+            lengths.append(2 * lengths[-1])
+        every: list[nn.Module] = list(model.model.layers)
+        layers: list[nn.Module] = [model.model] if plan.positions.share_prior else every
+        rows: dict[str, Any] = {
+            "priors": prior_rows(layers, length=longest),
+            "logit_scales": logit_scale_rows(every),
+            "prior_terms": prior_term_rows(layers, length=length),
+            "prior_mass": prior_mass_rows(layers, length=length),
+            "prior_reach": prior_reach_rows(layers, lengths=lengths),
+        }
+        settings = self.recipe.evaluation_of(plan.scheme).sink_mass
+        if settings is not None:
+            texts = self.materials.texts(settings.length, settings.texts)
+            rows["sink_mass"] = with_nulls(sink_mass_rows(model, texts, factors=settings.factors))
+        return rows
+
+    def collect(self, output: Path, runs: Sequence[tuple[str, int]], wall_seconds: float) -> list[dict[str, Any]]:
+        """Return the rows that :mod:`attention_priors.lab.results` describes."""
+        return collect(self.recipe, output, runs, wall_seconds=wall_seconds, corpus=dict(self.materials.description))
+
+
+def _stages_of(way: str, progress: Progress) -> Progress:
+    """Return callbacks for the stages of an extension."""
+    return lambda stage, done, total: progress(f"{way}: {stage}", done, total)
 
 
 def _load(saved: Path) -> PriorDecoderForCausalLM:

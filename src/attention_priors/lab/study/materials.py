@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from attention_priors.lab.data import (
 from attention_priors.lab.data.corpora import left_out
 from attention_priors.lab.data.packing import packed_row
 from attention_priors.lab.evaluate import check_plan
-from attention_priors.lab.strict_yaml import RecipeError
+from attention_priors.lab.strict_yaml import RecipeError, errors_at
 from attention_priors.lab.study.recipe import MixtureSettings, Recipe
 from attention_priors.lab.tasks import (
     CopyMixture,
@@ -75,7 +74,7 @@ class Materials(ABC):
     def load(recipe: Recipe, cache: Path) -> Materials:
         """Load the corpus, and train its tokenizer unless ``cache`` holds it already."""
         task = recipe.corpus.copy_mixture
-        return TextMaterials(recipe, cache) if task is None else CopyMixtureMaterials(recipe, task.task())
+        return TextMaterials(recipe, cache) if task is None else CopyMixtureMaterials(recipe, task)
 
     @abstractmethod
     def training_rows(self, settings: MixtureSettings, seed: int) -> Rows:
@@ -114,19 +113,16 @@ class Materials(ABC):
         """Raise a RecipeError if something that the recipe asks for cannot be made."""
         recipe = self.recipe
         for name in recipe.schemes:
-            self._check_rows(f"schemes.{name}", recipe.training_of(name))
-            for way, extension in recipe.extensions_of(name).items():
-                place = f"schemes.{name}.extensions.{way}"
-                if extension.training is not None:
-                    self._check_rows(place, extension.training)
-                with _at(f"{place}.context_length"):
-                    self.held_out_rows(extension.context_length)
+            for model in recipe.models_of(name):
+                place = f"schemes.{name}{model.section}"
+                if model.training is not None:
+                    with errors_at(place):
+                        self.training_rows(model.training.model_copy(update={"steps": 1, "tokens": None}), seed=0)
+                if model.way is not None:
+                    with errors_at(f"{place}.context_length"):
+                        self.held_out_rows(model.context_length)
         for name in recipe.schemes:
             self._check_evaluation(name)
-
-    def _check_rows(self, place: str, settings: MixtureSettings) -> None:
-        with _at(place):
-            self.training_rows(settings.model_copy(update={"steps": 1, "tokens": None}), seed=0)
 
     def _check_evaluation(self, scheme: str) -> None:
         recipe = self.recipe
@@ -140,26 +136,18 @@ class Materials(ABC):
             with torch.device("meta"):
                 model = PriorDecoderForCausalLM(recipe.config_of(scheme, **self.vocabulary))
             preset = plan.tasks[0].partition("_")[0]
-            with _at(f"{place}.{preset if name is None else f'plans.{name}'}"):
+            with errors_at(f"{place}.{preset if name is None else f'plans.{name}'}"):
                 check_plan(self.subject(scheme, model), strict, chunk=evaluation.chunk)
             self._checked.append(strict)
         sinks = evaluation.sink_mass
         if sinks is not None:
-            with _at(f"{place}.sink_mass.length"):
+            with errors_at(f"{place}.sink_mass.length"):
                 found = len(self.texts(sinks.length, sinks.texts))
             if found < sinks.texts:
                 raise RecipeError(
                     f"{place}.sink_mass.texts: {found} of the {sinks.texts} texts asked for have {sinks.length} tokens "
                     f"in the held-out part of the corpus: set texts: {found} or a shorter length"
                 )
-
-
-@contextmanager
-def _at(place: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise RecipeError(f"{place}: {error}") from error
 
 
 class TextMaterials(Materials):
@@ -212,34 +200,30 @@ class TextMaterials(Materials):
             context_length=settings.context_length,
             num_rows=settings.total_rows,
             seed=seed,
-            retrieval=[*self._passkey_shares(settings), *self._needle_shares(settings)],
+            retrieval=[*self._shares(settings)],
         )
 
-    def _passkey_shares(self, settings: MixtureSettings) -> Iterator[RetrievalShare]:
-        if settings.passkey_ratio == 0:
-            return
-        texts = PasskeyTexts(
-            self.tokenizer,
-            self.train_stream if settings.passkey_filler == "corpus" else None,
-            decoys=settings.passkey_decoys,
-            decoy_overlap=settings.passkey_decoy_overlap or 0.0,
-            digits=settings.passkey_digits or ANSWER_LENGTH,
-            wording=settings.passkey_wording or "short",
-        )
-        yield RetrievalShare(
-            texts, settings.passkey_ratio, settings.passkey_minimum_length, settings.passkey_answer_weight
-        )
-
-    def _needle_shares(self, settings: MixtureSettings) -> Iterator[RetrievalShare]:
-        if settings.needle_ratio is None or settings.needle_tasks is None:
-            return
-        for task in settings.needle_tasks:
+    def _shares(self, settings: MixtureSettings) -> Iterator[RetrievalShare]:
+        if settings.passkey_ratio:
+            texts = PasskeyTexts(
+                self.tokenizer,
+                self.train_stream if settings.passkey_filler == "corpus" else None,
+                decoys=settings.passkey_decoys,
+                decoy_overlap=settings.passkey_decoy_overlap or 0.0,
+                digits=settings.passkey_digits or ANSWER_LENGTH,
+                wording=settings.passkey_wording or "short",
+            )
+            yield RetrievalShare(
+                texts, settings.passkey_ratio, settings.passkey_minimum_length, settings.passkey_answer_weight
+            )
+        tasks, least = settings.needle_tasks or (), settings.needle_minimum_length
+        for task in tasks:
             if task not in self._needle_texts:  # all schemes share it, as it takes a moment to begin
                 self._needle_texts[task] = NeedleTexts(self.tokenizer, task, self._train_haystack)
-            texts, least = self._needle_texts[task], settings.needle_minimum_length
+            texts = self._needle_texts[task]
             yield RetrievalShare(
                 texts,
-                settings.needle_ratio / len(settings.needle_tasks),
+                (settings.needle_ratio or 0.0) / len(tasks),
                 None if least is None else max(least, texts.shortest_text),
                 settings.needle_answer_weight or settings.passkey_answer_weight,
             )

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from attention_priors.encodings import LearnedTable
 from attention_priors.lab.data import EMBEDDED
 from attention_priors.lab.data.sources import TokenizerSpec
 from attention_priors.lab.evaluate import EvaluationSettings
-from attention_priors.lab.strict_yaml import Plugins, Strict, explain
-from attention_priors.lab.study.runs import Seeds, check_folders
-from attention_priors.lab.study.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid
+from attention_priors.lab.strict_yaml import Plugins, Strict, errors_at, validated
+from attention_priors.lab.study.runs import OwnFolders, Seeds, check_folders, extended_folder
+from attention_priors.lab.study.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid, varied
 from attention_priors.lab.tasks import NEEDLE_TASKS, CopyMixture, EvaluationPlan
+from attention_priors.lab.tasks.plan import known_tasks
 from attention_priors.lab.train import DecoderSettings, DecoderSizes, PositionSettings, TrainingSettings, continued
 from attention_priors.models.decoder import PriorDecoderConfig
 
@@ -25,24 +27,6 @@ EXTENSION_STEPS = 256
 """BAM, Appendix C."""
 
 
-class CopyMixtureSettings(Strict):
-    """:class:`~attention_priors.lab.data.CopyMixture`: which rows to draw, where there is no text."""
-
-    vocabulary_size: int = CopyMixture.vocabulary_size
-    first: float = CopyMixture.first
-    previous: float = CopyMixture.previous
-    lag: int = CopyMixture.lag
-
-    @model_validator(mode="after")
-    def _possible(self) -> CopyMixtureSettings:
-        self.task()
-        return self
-
-    def task(self) -> CopyMixture:
-        """What the rows are drawn from."""
-        return CopyMixture(**self.model_dump())
-
-
 class CorpusSettings(Strict):
     """What to train and test on: a text, or a synthetic task."""
 
@@ -50,7 +34,7 @@ class CorpusSettings(Strict):
     """``embedded``, the default where there is no task, or the path of a text file or of a folder of text files."""
     max_characters: int | None = Field(default=None, gt=0)
     """Train on so much of the text at most; the held-out part is always whole."""
-    copy_mixture: CopyMixtureSettings | None = None
+    copy_mixture: CopyMixture | None = None
     """In place of a text, GOAT's copy-mixture task, whose tokens need no tokenizer."""
 
     @model_validator(mode="before")
@@ -98,12 +82,7 @@ class MixtureSettings(TrainingSettings):
     @field_validator("needle_tasks")
     @classmethod
     def _known_tasks(cls, tasks: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        for task in tasks or ():
-            if task not in NEEDLE_TASKS:
-                raise ValueError(f"unknown task {task!r}; there are {', '.join(NEEDLE_TASKS)}")
-        if len(set(tasks or ())) < len(tasks or ()):
-            raise ValueError(f"tasks must be distinct, got {list(tasks or ())}")
-        return tasks
+        return None if tasks is None else known_tasks(tasks, NEEDLE_TASKS)
 
     @model_validator(mode="after")
     def _possible_mixture(self) -> MixtureSettings:
@@ -158,22 +137,40 @@ class Scheme(PositionSettings):
         return extensions
 
 
+POSITION_FIELDS = set(PositionSettings.model_fields)
+
+
 class ExtensionSettings(MixtureSettings, PositionSettings):
     """What one extension of a scheme may say."""
 
 
 @dataclass(frozen=True)
-class Extension:
-    """One way to extend the context of a scheme's trained model."""
+class ModelPlan:
+    """A model that a run makes: its scheme's, or the same after one extension of its context."""
 
+    scheme: str
+    """Name of the scheme."""
     name: str
-    """What the extended model is called in the results."""
+    """What the model is called in the results."""
+    way: str | None
+    """Name of the extension; None for the scheme's own model."""
     context_length: int
-    """In tokens."""
+    """Tokens that the model is for."""
+    trained_length: int
+    """Tokens of a row of the last training: an extension may go without one."""
     positions: PositionSettings
-    """How positions come into the extended model."""
+    """How positions come into the model."""
     training: MixtureSettings | None
-    """The training after that; None without one."""
+    """Training, of an extension after the scheme's own; None without one."""
+
+    @property
+    def section(self) -> str:
+        """Place of the model in its scheme's settings."""
+        return "" if self.way is None else f".extensions.{self.way}"
+
+    def folder(self, run: Path) -> Path:
+        """Return the folder of the model, in that of its run."""
+        return run if self.way is None else extended_folder(run, self.way)
 
 
 class Recipe(Strict):
@@ -183,7 +180,7 @@ class Recipe(Strict):
     name: str = Field(min_length=1)
     description: str = ""
     corpus: CorpusSettings = CorpusSettings()
-    tokenizer: TokenizerSpec = None
+    tokenizer: TokenizerSpec = Field(default=None, validate_default=True)
     """Entries of a byte-level BPE trained on the corpus, 2048 by default, or a tokenizer's path or Hugging Face name;
     none for a synthetic task."""
     model: DecoderSizes
@@ -193,7 +190,7 @@ class Recipe(Strict):
     threads_per_run: int = Field(default=1, gt=0)
     processes: int | None = Field(default=None, gt=0)
     """Runs at a time at most, however many cores there are: 1 where times are measured."""
-    schemes: dict[Annotated[str, Field(min_length=1)], Scheme] = Field(min_length=1)
+    schemes: Annotated[dict[Annotated[str, Field(min_length=1)], Scheme], OwnFolders] = Field(min_length=1)
     sweep: Sweep | None = None
     """Multiplies schemes over axes; none in a recipe that has been read, whose schemes are those it has made."""
     panels: dict[str, Annotated[list[str], Field(min_length=1)]] = Field(default_factory=dict)
@@ -205,69 +202,51 @@ class Recipe(Strict):
     def _expanded(cls, content: Any) -> Any:
         return expand(content) if isinstance(content, dict) else content
 
-    @model_validator(mode="before")
+    @field_validator("tokenizer")
     @classmethod
-    def _with_tokenizer(cls, content: Any) -> Any:
-        if not isinstance(content, dict) or content.get("tokenizer") is not None:
-            return content
-        corpus = content.get("corpus")
-        return content if _is_synthetic(corpus) else content | {"tokenizer": TOKENIZER_ENTRIES}
+    def _of_text(cls, tokenizer: TokenizerSpec, info: ValidationInfo) -> TokenizerSpec:
+        corpus = info.data.get("corpus")  # missing if it is wrong itself
+        if corpus is None or corpus.copy_mixture is None:
+            return TOKENIZER_ENTRIES if tokenizer is None else tokenizer
+        if tokenizer is not None:
+            raise ValueError(f"corpus.copy_mixture has tokens of its own, got {tokenizer!r}")
+        return None
 
     @field_validator("evaluation")
     @classmethod
     def _of_the_corpus(cls, evaluation: EvaluationSettings, info: ValidationInfo) -> EvaluationSettings:
-        corpus = info.data.get("corpus")  # missing if it is wrong itself
+        corpus = info.data.get("corpus")
         return evaluation if corpus is None else _with_corpus(evaluation, corpus)
-
-    @field_validator("schemes")
-    @classmethod
-    def _distinct_folders(cls, schemes: dict[str, Scheme]) -> dict[str, Scheme]:
-        check_folders("schemes", schemes)
-        return schemes
 
     @model_validator(mode="after")
     def _possible(self) -> Recipe:
-        if self.corpus.copy_mixture is not None and self.tokenizer is not None:
-            raise ValueError(f"tokenizer: corpus.copy_mixture has tokens of its own, got {self.tokenizer!r}")
         for name in self.schemes:
-            for section, settings, make in (
-                ("model", DecoderSizes, self.model_of),
-                ("training", MixtureSettings, self.training_of),
-                ("evaluation", EvaluationSettings, self.evaluation_of),
-            ):
-                try:
-                    make(name)
-                except ValidationError as error:
-                    raise ValueError(f"{self._place(name)}.{section}: {explain(error, settings)}") from error
-            try:
+            for settings_of in (self.model_of, self.training_of, self.evaluation_of):
+                settings_of(name)
+            with errors_at(f"{self._place(name)}.evaluation"):
                 check_folders("plans", self.evaluation_of(name).plans)
-            except ValueError as error:
-                raise ValueError(f"{self._place(name)}.evaluation: {error}") from error
-            for extension in self.extensions_of(name).values():
-                if extension.name in self.schemes:
-                    raise ValueError(f"schemes.{extension.name}: {name!r} will be called so once it is extended")
+            for model in self.extensions_of(name).values():
+                if model.name in self.schemes:
+                    raise ValueError(f"schemes.{model.name}: {name!r} will be called so once it is extended")
         self._check_panels()
-        for name, scheme in self.schemes.items():
+        for name in self.schemes:
             longest = self.longest_text_of(name)
-            self._check_positions(name, "", scheme, longest)
-            for way, extension in self.extensions_of(name).items():
-                self._check_positions(name, f".extensions.{way}", extension.positions, longest)
+            for model in self.models_of(name):
+                self._check_positions(model, longest)
         return self
 
     def _check_panels(self) -> None:
-        names = [*self.schemes, *(one.name for name in self.schemes for one in self.extensions_of(name).values())]
+        names = self.model_names
         for title, patterns in self.panels.items():
             for pattern in patterns:
                 if not fnmatch.filter(names, pattern):
                     raise ValueError(f"panels.{title}: no scheme is like {pattern!r}; there are {', '.join(names)}")
 
-    def _check_positions(self, name: str, section: str, positions: PositionSettings, longest: int) -> None:
+    def _check_positions(self, model: ModelPlan, longest: int) -> None:
         """Make sure that a model can be made, and that it has all the positions that it will read."""
-        place = f"{self._place(name)}{section}"
-        try:
-            config = self._config(name, positions, vocab_size=1)
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
+        place = f"{self._place(model.scheme)}{model.section}"
+        with errors_at(place):
+            config = self.config_of(model.scheme, vocab_size=1, positions=model.positions)
         encoding = config.make_encoding()
         if isinstance(encoding, LearnedTable) and encoding.max_length < longest:
             raise ValueError(
@@ -288,22 +267,23 @@ class Recipe(Strict):
 
     def longest_text_of(self, scheme: str) -> int:
         """Tokens of the longest text that a scheme reads."""
-        evaluation = self.evaluation_of(scheme)
-        lengths = [self.training_of(scheme).context_length]
-        lengths += [extension.context_length for extension in self.extensions_of(scheme).values()]
-        if evaluation.sink_mass is not None:
-            lengths.append(evaluation.sink_mass.length)
-        return max([*lengths, *(plan.longest_text for _, plan in self.plans_of(scheme))])
+        sinks = self.evaluation_of(scheme).sink_mass
+        lengths = [model.context_length for model in self.models_of(scheme)]
+        lengths += [plan.longest_text for _, plan in self.plans_of(scheme)]
+        return max(lengths if sinks is None else [*lengths, sinks.length])
+
+    @property
+    def model_names(self) -> list[str]:
+        """Names of all models, each scheme's own before its extended ones."""
+        return [model.name for name in self.schemes for model in self.models_of(name)]
 
     def model_of(self, scheme: str) -> DecoderSizes:
         """The sizes of one scheme's model."""
-        own = self.schemes[scheme].model
-        return DecoderSizes.model_validate(self.model.model_dump() | own) if own else self.model
+        return varied(self.model, self.schemes[scheme].model, f"{self._place(scheme)}.model")
 
     def training_of(self, scheme: str) -> MixtureSettings:
         """The training settings of one scheme."""
-        own = self.schemes[scheme].training
-        return MixtureSettings.model_validate(overlaid(self.training.model_dump(), own)) if own else self.training
+        return varied(self.training, self.schemes[scheme].training, f"{self._place(scheme)}.training")
 
     def plans_of(self, scheme: str) -> list[tuple[str | None, EvaluationPlan]]:
         """Return the plans of one scheme's models with their names; None for the presets."""
@@ -314,22 +294,23 @@ class Recipe(Strict):
     def evaluation_of(self, scheme: str) -> EvaluationSettings:
         """What is measured of one scheme."""
         own = self.schemes[scheme].evaluation
-        if not own:
-            return self.evaluation
-        together = EvaluationSettings.model_validate(overlaid(self.evaluation.model_dump(), own))
-        return _with_corpus(together, self.corpus)
+        return _with_corpus(varied(self.evaluation, own, f"{self._place(scheme)}.evaluation"), self.corpus)
 
-    def extensions_of(self, scheme: str) -> dict[str, Extension]:
-        """The ways to extend one scheme's trained model, by what they are called."""
-        return {
-            way: self._extension(scheme, way, own)
-            for way, own in self.schemes[scheme].extensions.items()
-            if own is not None
-        }
+    def extensions_of(self, scheme: str) -> dict[str, ModelPlan]:
+        """The models after each extension of one scheme's context, by what the extensions are called."""
+        ways = self.schemes[scheme].extensions.items()
+        return {way: self._extension(scheme, way, own) for way, own in ways if own is not None}
 
-    def _extension(self, scheme: str, way: str, own: dict[str, Any]) -> Extension:
+    def models_of(self, scheme: str) -> list[ModelPlan]:
+        """The models of one scheme: its own, and that after each extension of the context."""
+        training = self.training_of(scheme)
+        length = training.context_length
+        own = ModelPlan(scheme, scheme, None, length, length, self.schemes[scheme], training)
+        return [own, *self.extensions_of(scheme).values()]
+
+    def _extension(self, scheme: str, way: str, own: dict[str, Any]) -> ModelPlan:
         place, before = f"{self._place(scheme)}.extensions.{way}", self.training_of(scheme)
-        positions = self.schemes[scheme].model_dump(include=set(PositionSettings.model_fields))
+        positions = self.schemes[scheme].model_dump(include=POSITION_FIELDS)
         same = all(own.get(key, value) == value for key, value in positions.items())
         length = own.get("context_length")
         if type(length) is not int or length < before.context_length or (same and length == before.context_length):
@@ -350,29 +331,30 @@ class Recipe(Strict):
         # Without a training, what is said of one is checked all the same: a sweep may go through numbers of steps.
         stated = overlaid(positions | settings, own | ({"steps": 1} if untrained else {}))
         stated |= {key: own[key] for key in positions if key in own}
-        try:
-            checked = ExtensionSettings.model_validate(stated)
-        except ValidationError as error:
-            raise ValueError(f"{place}: {explain(error, ExtensionSettings)}") from error
-        training = checked.model_dump(include=set(MixtureSettings.model_fields))
-        return Extension(
-            name=f"{scheme}, {'extended to' if length > before.context_length else 'changed at'} {length}: {way}",
-            context_length=length,
-            positions=PositionSettings(**checked.model_dump(include=set(PositionSettings.model_fields))),
-            training=None if untrained else MixtureSettings(**training),
+        checked = validated(stated, ExtensionSettings, place)
+        training = MixtureSettings(**checked.model_dump(include=set(MixtureSettings.model_fields)))
+        return ModelPlan(
+            scheme,
+            f"{scheme}, {'extended to' if length > before.context_length else 'changed at'} {length}: {way}",
+            way,
+            length,
+            before.context_length if untrained else training.context_length,
+            PositionSettings(**checked.model_dump(include=POSITION_FIELDS)),
+            None if untrained else training,
         )
 
-    def config_of(self, scheme: str, *, vocab_size: int, eos_token_id: int | None = None) -> PriorDecoderConfig:
-        """The model of one scheme."""
-        return self._config(scheme, self.schemes[scheme], vocab_size=vocab_size, eos_token_id=eos_token_id)
-
-    def _config(
-        self, scheme: str, positions: PositionSettings, *, vocab_size: int, eos_token_id: int | None = None
+    def config_of(
+        self,
+        scheme: str,
+        *,
+        vocab_size: int,
+        eos_token_id: int | None = None,
+        positions: PositionSettings | None = None,
     ) -> PriorDecoderConfig:
-        described = positions.model_dump(include=set(PositionSettings.model_fields))
-        return DecoderSettings(**self.model_of(scheme).model_dump(), **described).config(
-            vocab_size=vocab_size, eos_token_id=eos_token_id
-        )
+        """The model of one scheme; ``positions`` are its own by default."""
+        described = (positions or self.schemes[scheme]).model_dump(include=POSITION_FIELDS)
+        decoder = DecoderSettings(**self.model_of(scheme).model_dump(), **described)
+        return decoder.config(vocab_size=vocab_size, eos_token_id=eos_token_id)
 
 
 def _with_corpus(evaluation: EvaluationSettings, corpus: CorpusSettings) -> EvaluationSettings:
@@ -384,9 +366,3 @@ def _with_corpus(evaluation: EvaluationSettings, corpus: CorpusSettings) -> Eval
         for name, plan in evaluation.plans.items()
     }
     return evaluation.model_copy(update={"plans": plans})
-
-
-def _is_synthetic(corpus: Any) -> bool:
-    """Whether what stands under ``corpus`` says that there is no text; it need not be checked yet."""
-    settings = corpus.model_dump() if isinstance(corpus, CorpusSettings) else corpus
-    return isinstance(settings, dict) and settings.get("copy_mixture") is not None

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attention_priors._io import read_json
 from attention_priors.lab.machine import now
 from attention_priors.lab.results import FIELDS, FORMAT, recipe_sha256
-from attention_priors.lab.study.measure import check_texts, measured_plans
-from attention_priors.lab.study.recipe import MixtureSettings, Recipe, Scheme
-from attention_priors.lab.study.runs import environment_of, extended_folder, run_folder, united
+from attention_priors.lab.strict_yaml import RecipeError
+from attention_priors.lab.study.recipe import POSITION_FIELDS, ModelPlan, Recipe, Scheme
+from attention_priors.lab.study.runs import run_folder, united
 from attention_priors.lab.study.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS
 
 if TYPE_CHECKING:
@@ -52,65 +51,79 @@ def collect(
     Raises:
         RecipeError: the texts of a plan have changed between two of the runs.
     """
-    schemes: dict[str, Row] = {}
-    rows: list[Row] = []
-    environments: list[dict[str, Any]] = []
-    models = [model for scheme, seed in runs for model in _models(recipe, output, scheme, seed)]
-    answers = [measured_plans(recipe, model.scheme, model.folder) for model in models]
-    check_texts((model.folder, plans) for model, plans in zip(models, answers, strict=True))
-    for model, plans in zip(models, answers, strict=True):
-        training, done = read_json(model.folder / "training.json"), read_json(model.folder / "done.json")
-        environments += [environment_of(one) for one in (training, done, *plans)]
-        schemes.setdefault(model.name, _scheme_row(model, training))
+    models: list[tuple[ModelPlan, int, Path]] = []
+    for scheme, seed in runs:
+        planned = [(model, model.folder(run_folder(output, scheme, seed))) for model in recipe.models_of(scheme)]
+        models += [(model, seed, folder) for model, folder in planned if (folder / "done.json").exists()]
+    answers = [measured_plans(recipe, model.scheme, folder) for model, _, folder in models]
+    check_texts((folder, plans) for (_, _, folder), plans in zip(models, answers, strict=True))
+    found: list[Found] = []
+    for (model, seed, folder), plans in zip(models, answers, strict=True):
+        training, done = read_json(folder / "training.json"), read_json(folder / "done.json")
         measured = [row for entry in plans for row in entry["rows"]]
         stops = (row["stopped"] for row in measured if row["plan"] is None and row.get("stopped"))
         seconds = round(sum(entry["seconds"] for entry in plans), 1)
-        found = [run_row(training) | {"evaluate_seconds": seconds, "stopped": next(stops, None)}, *measured]
-        for name, learned in read_json(model.folder / "priors.json").items():
-            found += [{"row": _KINDS[name]} | row for row in learned]
-        if model.extended_from is not None:
-            lengths = {"from": model.extended_from.context_length, "to": model.context_length}
+        rows = [run_row(training) | {"evaluate_seconds": seconds, "stopped": next(stops, None)}, *measured]
+        for name, learned in read_json(folder / "priors.json").items():
+            rows += [{"row": _KINDS[name]} | row for row in learned]
+        if model.way is not None:
+            run = run_folder(output, model.scheme, seed)
+            lengths = {"from": recipe.training_of(model.scheme).context_length, "to": model.context_length}
             losses = {
-                when: {str(length): read_json(one.folder / "losses.json")[str(length)] for length in lengths.values()}
-                for when, one in (("before", model.extended_from), ("after", model))
+                when: {str(length): read_json(of / "losses.json")[str(length)] for length in lengths.values()}
+                for when, of in (("before", run), ("after", folder))
             }
-            found.append({"row": "extension"} | lengths | {"steps": training["steps"], "loss": losses})
-        rows += [{"row": row["row"], "scheme": model.name, "seed": model.seed} | row for row in found]
-    names = [
-        name
-        for scheme in recipe.schemes
-        for name in (scheme, *(extension.name for extension in recipe.extensions_of(scheme).values()))
-    ]
-    first = study_row(recipe, rows, environments, wall_seconds) | {"corpus": corpus}
-    kinds = [*FIELDS]
-    rows.sort(key=lambda row: kinds.index(row["row"]))
-    return [first, *(schemes[name] for name in names if name in schemes), *rows]
+            rows.append({"row": "extension"} | lengths | {"steps": training["steps"], "loss": losses})
+        found.append(Found(_scheme_row(recipe, model, training), seed, [training, done, *plans], rows))
+    kinds = ["study", "scheme", *FIELDS]
+    rows = study_rows(recipe, recipe.model_names, found, wall_seconds, corpus=corpus)
+    return sorted(rows, key=lambda row: kinds.index(row["row"]))
 
 
-def study_row(
-    recipe: Recipe | ImageRecipe, rows: Sequence[Row], environments: Sequence[Row], wall_seconds: float
-) -> Row:
-    """Return the first row of results: the recipe, and on what, when and how long its runs were made.
+class Found(NamedTuple):
+    """Everything that is known of one trained model."""
+
+    scheme: Row
+    """Row of its scheme, which several seeds share."""
+    seed: int
+    records: list[Row]
+    """Content of the files that say in which environments it was trained and measured."""
+    rows: list[Row]
+    """All other rows, without scheme and seed."""
+
+
+def study_rows(
+    recipe: Recipe | ImageRecipe, names: Iterable[str], models: Sequence[Found], wall_seconds: float, **read: Row
+) -> list[Row]:
+    """Return all rows of results; the first says on what, when and how long the runs of a recipe were made.
 
     Args:
         recipe: the recipe.
-        rows: rows of each finished run.
-        environments: those in which they were trained, and in which they were measured.
+        names: names of the schemes, in display order.
+        models: the models of finished runs.
         wall_seconds: how long the comparison has taken, all sessions together.
+        read: what the runs read: ``corpus`` or ``images``.
     """
-    made = united(environments)
+    made = united([record for model in models for record in model.records])
     made["machine"]["threads_per_run"] = str(recipe.threads_per_run)
     dumped = recipe.model_dump(mode="json", exclude_defaults=True)
-    return {
+    first = {
         "row": "study",
         "format": FORMAT,
         "recipe": dumped,
         "recipe_sha256": recipe_sha256(dumped),
         **made,
-        "seeds": sorted({row["seed"] for row in rows}),
+        "seeds": sorted({model.seed for model in models}),
         "created": now(),
         "wall_seconds": round(wall_seconds, 1),
     }
+    schemes = {model.scheme["scheme"]: model.scheme for model in reversed(models)}
+    rows = [
+        {"row": row["row"], "scheme": model.scheme["scheme"], "seed": model.seed} | row
+        for model in models
+        for row in model.rows
+    ]
+    return [first | read, *(schemes[name] for name in names if name in schemes), *rows]
 
 
 def run_row(training: Row) -> Row:
@@ -119,73 +132,72 @@ def run_row(training: Row) -> Row:
     return {"row": "run"} | {key: training[key] for key in ("train_seconds", "steps", "history")} | {"final_loss": loss}
 
 
+def read_measured(folder: Path) -> list[Row]:
+    """Return the entries of a model's ``measured.json``: each a plan and its results."""
+    path = folder / "measured.json"
+    return read_json(path) if path.exists() else []
+
+
+def measured_plans(recipe: Recipe, scheme: str, folder: Path) -> list[dict[str, Any]]:
+    """Return the entries of ``measured.json`` that the recipe asks for, in its order."""
+    asked = [(name, plan.question) for name, plan in recipe.plans_of(scheme)]
+    entries = {
+        asked.index(key): entry for entry in read_measured(folder) if (key := (entry["name"], entry["plan"])) in asked
+    }
+    return [entries[place] for place in sorted(entries)]
+
+
+def check_texts(models: Iterable[tuple[Path, Iterable[Mapping[str, Any]]]]) -> None:
+    """Check that all models of a comparison read the same texts for each plan.
+
+    A plan may name a folder, or the files of a package, which may have changed since other models were measured.
+
+    Args:
+        models: Folder and entries (:func:`measured_plans`) of each.
+
+    Raises:
+        RecipeError: Two models have read different texts.
+    """
+    first: dict[tuple[str | None, str], tuple[str, Path]] = {}
+    for folder, entries in models:
+        for entry in entries:
+            for task, texts in entry["texts"].items():
+                other, where = first.setdefault((entry["name"], task), (texts, folder))
+                if texts != other:
+                    place = task if entry["name"] is None else f"plans.{entry['name']}"
+                    raise RecipeError(
+                        f"evaluation.{place}: the texts of the task {task!r} have changed between {where} and "
+                        f"{folder}; to measure again, remove measured.json from the older folder"
+                    )
+
+
 _LONGEST_VALUE = 60
 """Characters of an argument in a description."""
 
 
-@dataclass(frozen=True)
-class _Model:
-    """A trained and tested model: a scheme's, or the same after one extension of its context."""
-
-    name: str
-    seed: int
-    folder: Path
-    description: str
-    context_length: int
-    """That it is for."""
-    trained_length: int
-    """That it was last trained at: an extension may go without training."""
-    axes: dict[str, str | int | float]
-    extended_from: _Model | None = None
-
-    @property
-    def scheme(self) -> str:
-        """The recipe's scheme that it comes from."""
-        return self.name if self.extended_from is None else self.extended_from.name
-
-
-def _models(recipe: Recipe, output: Path, scheme: str, seed: int) -> Iterator[_Model]:
-    """What a run has made so far."""
-    folder = run_folder(output, scheme, seed)
-    own, length = recipe.schemes[scheme], recipe.training_of(scheme).context_length
-    extensions = recipe.extensions_of(scheme)
-    if not extensions:
-        yield _Model(scheme, seed, folder, describe(own), length, length, own.axes)
-        return
-    axes = {SCHEME_AXIS: scheme} | own.axes
-    first = _Model(scheme, seed, folder, describe(own), length, length, axes | {EXTENSION_AXIS: BEFORE})
-    yield first
-    for way, extension in extensions.items():
-        extended = extended_folder(folder, way)
-        if (extended / "done.json").exists():
-            words = describe(own.model_copy(update=extension.positions.model_dump()))
-            words += f" · {_trained_on(extension.training, extension.context_length)}, from {scheme}"
-            stands = axes | {EXTENSION_AXIS: way}
-            trained = length if extension.training is None else extension.training.context_length
-            yield _Model(
-                extension.name, seed, extended, words, extension.context_length, trained, stands, extended_from=first
-            )
-
-
-def _trained_on(training: MixtureSettings | None, context_length: int) -> str:
-    if training is None:
-        return f"for {context_length} tokens without more training"
-    return f"{training.total_steps} more steps at {context_length} tokens"
-
-
-def _scheme_row(model: _Model, training: Row) -> Row:
+def _scheme_row(recipe: Recipe, model: ModelPlan, training: Row) -> Row:
+    own = recipe.schemes[model.scheme]
+    description = describe(own.model_copy(update=model.positions.model_dump(include=POSITION_FIELDS)))
+    if model.way is not None:
+        length = f"{model.context_length} tokens"
+        untrained = f"for {length} without more training"
+        trained = untrained if model.training is None else f"{model.training.total_steps} more steps at {length}"
+        description += f" · {trained}, from {model.scheme}"
+    axes = own.axes
+    if len(recipe.models_of(model.scheme)) > 1:
+        axes = {SCHEME_AXIS: model.scheme} | axes | {EXTENSION_AXIS: model.way or BEFORE}
     entry: Row = {
         "row": "scheme",
         "scheme": model.name,
-        "description": model.description,
+        "description": description,
         "context_length": model.trained_length,
         "parameters": training["parameters"],
         "prior_parameters": training["prior_parameters"],
     }
-    if model.axes:
-        entry["axes"] = model.axes
-    if model.extended_from is not None:
-        entry["extended_from"] = model.extended_from.name
+    if axes:
+        entry["axes"] = axes
+    if model.way is not None:
+        entry["extended_from"] = model.scheme
     return entry
 
 

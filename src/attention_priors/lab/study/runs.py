@@ -6,21 +6,22 @@ import hashlib
 import os
 import platform
 import re
-from abc import ABC, abstractmethod
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
-from transformers import PreTrainedModel
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.image_processing_base import ImageProcessingMixin
 
 from attention_priors._io import write_json
-from attention_priors.lab.machine import processor, versions
+from attention_priors.lab.machine import WallClock, processor, versions
+from attention_priors.lab.train import Observer, OptimizationSettings, train
 
-if TYPE_CHECKING:
-    from attention_priors.lab.study.images.recipe import ImageRecipe
-    from attention_priors.lab.study.recipe import Recipe
-
+Progress = Callable[[str, int, int], None]
+"""Called with the stage, its finished work and its total work."""
 
 LONGEST_FOLDER_NAME = 255
 """Bytes; file systems allow no longer names."""
@@ -28,7 +29,16 @@ LONGEST_FOLDER_NAME = 255
 SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelerate")
 """Libraries that a decoder's numbers depend on."""
 
-_PARTS = ("versions", "machine")
+MEASUREMENTS = (
+    "results.jsonl",
+    "log.jsonl",
+    "measured.json",
+    "priors.json",
+    "losses.json",
+    "evaluate_seconds.json",
+    "accuracy.json",
+)
+"""Files about a trained model, beside it in its folder."""
 
 
 def folder_name(scheme: str) -> str:
@@ -79,19 +89,14 @@ def environment(software: Iterable[str] = SOFTWARE) -> dict[str, dict[str, str |
     }
 
 
-def environment_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the environment in which a file was written, as far as the file says it."""
-    return {part: record[part] for part in _PARTS if part in record}
-
-
-def united(environments: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """Unite environments: a value that differs between them becomes a list.
+def united(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """Unite the environments in which files were written, as far as they say it: values that differ become a list.
 
     Runs may have been made on several machines and measured on others; results are collected on any.
     """
     found: dict[str, dict[str, str]] = {}
-    for part in _PARTS:
-        entries = [one[part] for one in environments if part in one]
+    for part in ("versions", "machine"):
+        entries = [one[part] for one in records if part in one]
         keys = dict.fromkeys(key for one in entries for key in one)
         found[part] = {key: ", ".join(dict.fromkeys(str(one.get(key)) for one in entries)) for key in keys}
     return found
@@ -100,10 +105,9 @@ def united(environments: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str
 def write_training(
     folder: Path,
     model: PreTrainedModel,
-    *,
-    steps: int,
-    seconds: float,
-    history: list[dict[str, float]],
+    steps: int = 0,
+    seconds: float = 0.0,
+    history: Sequence[Mapping[str, float]] = (),
     software: Iterable[str] = SOFTWARE,
 ) -> None:
     """Write ``training.json``: how a run's model was made.
@@ -126,8 +130,46 @@ def write_training(
     write_json(folder / "training.json", record | environment(software))
 
 
-Progress = Callable[[str, int, int], None]
-"""Called with the stage, its finished work and its total work."""
+def train_and_save(
+    model: PreTrainedModel,
+    rows: Dataset[Any],
+    settings: OptimizationSettings,
+    folder: Path,
+    *,
+    seed: int,
+    progress: Progress,
+    preprocessor: PreTrainedTokenizerBase | ImageProcessingMixin | None,
+    software: Iterable[str] = SOFTWARE,
+    **options: Any,
+) -> None:
+    """Train a model of a run, from where it stopped, and save it with its ``training.json``.
+
+    Args:
+        model: Model with its first weights.
+        rows: As for :func:`~attention_priors.lab.train.train`.
+        settings: The optimiser and the schedule.
+        folder: Folder of the model, which will be in ``model``.
+        seed: Seed of the training.
+        progress: Called with every step.
+        preprocessor: Tokenizer or image processor to save with the model; None where there is none.
+        software: Libraries that the run's numbers depend on, whose versions are recorded.
+        options: Further arguments of :func:`~attention_priors.lab.train.train`.
+    """
+    for name in MEASUREMENTS:
+        # Of an earlier model, whose weights are gone: a new one's rows do not join its.
+        (folder / name).unlink(missing_ok=True)
+    with WallClock(folder / "train_seconds.json") as clock:
+
+        def on_step(step: int) -> None:
+            clock.tick()
+            progress("train", step, settings.total_steps)
+
+        observer = Observer(on_step=on_step)
+        trained = train(model, rows, settings, folder / "checkpoints", seed=seed, observer=observer, **options)
+        write_training(folder, model, settings.total_steps, clock.seconds, trained.history, software)
+    trained.save(folder / "model", preprocessor)
+    clock.forget()  # until the model is there, the next call writes the time anew
+    shutil.rmtree(folder / "checkpoints")
 
 
 def _distinct(seeds: tuple[int, ...]) -> tuple[int, ...]:
@@ -139,40 +181,11 @@ def _distinct(seeds: tuple[int, ...]) -> tuple[int, ...]:
 Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**32)], ...], Field(min_length=1), AfterValidator(_distinct)]
 """Seeds of a recipe."""
 
-R = TypeVar("R", bound="Recipe | ImageRecipe")
+
+def _with_own_folders(schemes: dict[str, Any]) -> dict[str, Any]:
+    check_folders("schemes", schemes)
+    return schemes
 
 
-class Study(ABC, Generic[R]):
-    """A recipe, and all that its runs read.
-
-    Attributes:
-        recipe: Names the schemes and seeds, whose pairs are the runs.
-        left_out: Files of the corpus that are not used, for the user; None if all are used.
-    """
-
-    recipe: R
-    left_out: str | None = None
-
-    @abstractmethod
-    def check(self) -> None:
-        """Raise a RecipeError if something that the recipe asks for cannot be made."""
-
-    @abstractmethod
-    def identities(self, output: Path, scheme: str, seed: int) -> Mapping[Path, dict[str, Any]]:
-        """Return the content of each ``identity.json`` of a run: everything that determines its results."""
-
-    @abstractmethod
-    def is_finished(self, output: Path, scheme: str, seed: int) -> bool:
-        """Return whether nothing of a run is left to do."""
-
-    @abstractmethod
-    def stages(self, scheme: str) -> dict[str, float]:
-        """Return the stages of a run, and roughly the share of its time that each takes."""
-
-    @abstractmethod
-    def execute(self, output: Path, scheme: str, seed: int, progress: Progress) -> None:
-        """Carry out one run from where it stopped. Every finished step is on disk."""
-
-    @abstractmethod
-    def collect(self, output: Path, runs: Sequence[tuple[str, int]], wall_seconds: float) -> list[dict[str, Any]]:
-        """Return the rows of finished runs, which :mod:`attention_priors.lab.results` describes."""
+OwnFolders = AfterValidator(_with_own_folders)
+"""Checks that each scheme of a recipe has a folder of its own."""

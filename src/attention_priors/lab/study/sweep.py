@@ -8,11 +8,11 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import Field, ValidationError, field_validator
 
-from attention_priors.lab.strict_yaml import Strict
+from attention_priors.lab.strict_yaml import Strict, validated
 
 SECTIONS = ("training", "model", "evaluation", "extensions", "axes")
 """Keys of a scheme that are inherited key by key; the others are inherited whole."""
@@ -54,24 +54,22 @@ class Sweep(Strict):
             counts = {setting: len(values) for setting, values in settings.items()}
             if len(set(counts.values())) != 1 or 0 in counts.values():
                 raise ValueError(f"axis {name!r} needs settings with equally many values, one at least, got {counts}")
-            labels = [value.label for value in _values(name, settings)]
+            labels = [value.label for value in _values(settings)]
             twice = [label for label in labels if labels.count(label) > 1]
             if twice:
                 raise ValueError(f"axis {name!r} has the value {twice[0]!r} twice")
         return axes
 
 
-class Value:
-    """One value of an axis: what it is called, and the settings that it changes."""
+class Value(NamedTuple):
+    """One value of an axis."""
 
-    def __init__(self, axis: str, name: Any, settings: Mapping[str, Any]) -> None:
-        self.axis = axis
-        self.settings = settings
-        self.label = label(name)
-        # Numbers stay numbers for those who read the results.
-        self.plain: str | int | float = (
-            name if isinstance(name, (int, float)) and not isinstance(name, bool) else self.label
-        )
+    label: str
+    """What it is called."""
+    plain: str | int | float
+    """What results show: numbers stay numbers."""
+    settings: Mapping[str, Any]
+    """What it changes."""
 
 
 def label(value: Any) -> str:
@@ -177,6 +175,23 @@ def overlaid(inherited: Any, own: Any) -> Any:
     return kept | {key: overlaid(kept.get(key), value) for key, value in own.items()}
 
 
+S = TypeVar("S", bound=Strict)
+
+
+def varied(settings: S, own: Content, place: str) -> S:
+    """Return settings of a recipe as they are for a scheme.
+
+    Args:
+        settings: settings of all schemes.
+        own: what differs for the scheme.
+        place: where ``own`` stands, for the message.
+
+    Raises:
+        RecipeError: a key or value is impossible.
+    """
+    return validated(overlaid(settings.model_dump(), own), type(settings), place) if own else settings
+
+
 # ---- sweeps
 
 
@@ -185,7 +200,7 @@ def _multiplied(schemes: Mapping[str, Content], sweep: Sweep) -> dict[str, Conte
     for name in chosen:
         if name not in schemes:
             raise ValueError(f"sweep.schemes: unknown scheme {name!r}; the recipe has {', '.join(schemes)}")
-    axes = {axis: list(_values(axis, settings)) for axis, settings in sweep.axes.items()}
+    axes = {axis: list(_values(settings)) for axis, settings in sweep.axes.items()}
     base = None if sweep.base is None else _base(sweep.base, axes)
     made: dict[str, Content] = {}
     for name, scheme in schemes.items():
@@ -197,13 +212,13 @@ def _multiplied(schemes: Mapping[str, Content], sweep: Sweep) -> dict[str, Conte
     return made
 
 
-def _values(axis: str, settings: Mapping[str, Any]) -> Iterator[Value]:
-    first = next(iter(settings.values()))
-    # The first setting names the values.
-    names = list(first)
+def _values(settings: Mapping[str, Any]) -> Iterator[Value]:
     columns = {key: list(values.values()) if isinstance(values, dict) else values for key, values in settings.items()}
-    for index, name in enumerate(names):
-        yield Value(axis, name, {key: column[index] for key, column in columns.items()})
+    # The first setting names the values.
+    for index, name in enumerate(next(iter(settings.values()))):
+        is_number = isinstance(name, (int, float)) and not isinstance(name, bool)
+        changed = {key: column[index] for key, column in columns.items()}
+        yield Value(label(name), name if is_number else label(name), changed)
 
 
 def _base(base: Mapping[str, Any], axes: Mapping[str, list[Value]]) -> Point:
@@ -223,10 +238,8 @@ def _variants(name: str, axes: Mapping[str, list[Value]], base: Point | None) ->
     """The schemes that one becomes, and where they stand."""
     if base is None:
         for values in itertools.product(*axes.values()):
-            yield (
-                " · ".join([name, *(f"{value.axis}={value.label}" for value in values)]),
-                dict(zip(axes, values, strict=True)),
-            )
+            point = dict(zip(axes, values, strict=True))
+            yield " · ".join([name, *(f"{axis}={value.label}" for axis, value in point.items())]), point
         return
     yield name, base
     for axis, values in axes.items():

@@ -8,10 +8,11 @@ import queue
 import subprocess
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
 import torch
 
@@ -45,18 +46,22 @@ Event = dict[str, Any] | Ended
 Events = queue.Queue[tuple[Run, Event]]
 
 
-class Workers(Protocol):
-    """Where runs are carried out. A context that ends all of them when it ends."""
+class Workers(ABC):
+    """Where runs are carried out. A context that ends all of them when it ends.
 
-    @property
-    def at_a_time(self) -> int:
-        """Number of runs to start before the first has ended."""
-        ...
+    Args:
+        output: the comparison's folder.
+        threads: of PyTorch, in each run's process.
+        at_a_time: number of runs to start before the first has ended.
 
-    @property
-    def events(self) -> Events:
-        """Progress and end of every run that was started."""
-        ...
+    Attributes:
+        events: Progress and end of every run that was started.
+    """
+
+    def __init__(self, output: Path, *, threads: int, at_a_time: int) -> None:
+        self._output, self._threads, self.at_a_time = output, threads, at_a_time
+        self._recipe_file = Path()
+        self.events: Events = queue.Queue()
 
     def use(self, recipe_file: Path) -> None:
         """Let the workers read this recipe, a file in the comparison's folder; to be called before any is started.
@@ -64,35 +69,25 @@ class Workers(Protocol):
         Raises:
             OSError: they cannot read it.
         """
-        ...
+        self._recipe_file = recipe_file
 
+    @abstractmethod
     def start(self, run: Run) -> None:
         """Start a run's worker."""
-        ...
 
-    def __enter__(self) -> Workers: ...
+    def __enter__(self) -> Workers:
+        return self
 
+    @abstractmethod
     def __exit__(self, *error: object) -> None: ...
 
 
-class LocalWorkers:
-    """Processes of this machine.
-
-    Args:
-        output: the comparison's folder.
-        threads: of PyTorch, in each process.
-        at_a_time: processes.
-    """
+class LocalWorkers(Workers):
+    """Processes of this machine."""
 
     def __init__(self, output: Path, *, threads: int, at_a_time: int) -> None:
-        self._output, self._threads = output, threads
-        self._recipe_file = Path()
+        super().__init__(output, threads=threads, at_a_time=at_a_time)
         self._running: dict[Run, tuple[subprocess.Popen[str], str | None]] = {}
-        self.at_a_time = at_a_time
-        self.events: Events = queue.Queue()
-
-    def __enter__(self) -> LocalWorkers:
-        return self
 
     def __exit__(self, *error: object) -> None:
         running = [process for process, _ in self._running.values()]
@@ -100,10 +95,6 @@ class LocalWorkers:
             process.terminate()
         for process in running:
             process.wait()
-
-    def use(self, recipe_file: Path) -> None:
-        """Let the workers read this recipe."""
-        self._recipe_file = recipe_file
 
     def start(self, run: Run) -> None:
         """Start a run's worker on the CUDA device with the fewest runs."""
@@ -167,9 +158,9 @@ def follow(process: subprocess.Popen[str], log: Path, report: Callable[[dict[str
         log: the run's log.
         report: called with every line that the worker writes.
     """
-    lines: IO[str] | None = process.stdout
-    assert lines is not None
-    for line in lines:
+    assert process.stdout is not None
+    assert process.stdin is not None
+    for line in process.stdout:
         try:
             report(json.loads(line))
         except json.JSONDecodeError:
@@ -177,7 +168,6 @@ def follow(process: subprocess.Popen[str], log: Path, report: Callable[[dict[str
             with log.open("a", encoding="utf-8") as file:
                 file.write(line)
     code = process.wait()
-    assert process.stdin is not None
     process.stdin.close()
     return Ended(code, tail_of(log))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -110,12 +111,21 @@ class EvaluationPlan(Strict):
     def _known(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
         if not tasks:
             raise ValueError(f"at least one task must be named, of {', '.join(TASKS)}")
-        for task in tasks:
-            if task not in TASKS:
-                raise ValueError(f"unknown task {task!r}; there are {', '.join(TASKS)}")
-        if len(set(tasks)) < len(tasks):
-            raise ValueError(f"tasks must be distinct, got {', '.join(tasks)}")
-        return tasks
+        return known_tasks(tasks, TASKS)
+
+
+def known_tasks(tasks: tuple[str, ...], known: Collection[str]) -> tuple[str, ...]:
+    """Return names of tasks, which must be known and distinct.
+
+    Raises:
+        ValueError: a name is unknown, or stands there twice.
+    """
+    for task in tasks:
+        if task not in known:
+            raise ValueError(f"unknown task {task!r}; there are {', '.join(known)}")
+    if len(set(tasks)) < len(tasks):
+        raise ValueError(f"tasks must be distinct, got {', '.join(tasks)}")
+    return tasks
 
 
 def check_minimum_documents(minimum: int | None, documents: int) -> None:

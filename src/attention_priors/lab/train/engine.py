@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,23 +20,9 @@ from attention_priors._io import remove
 from attention_priors.lab.data import collate_rows
 from attention_priors.lab.train.checkpoints import move_into_place
 from attention_priors.lab.train.recipe import OptimizationSettings, RunningSettings
-from attention_priors.lab.train.trainer import PriorTrainer, SealedTrainer, StepReport, shard_priors
+from attention_priors.lab.train.trainer import Observer, PriorTrainer, SealedTrainer, StepReport, shard_priors
 
 Rows = Dataset[dict[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class Observer:
-    """Progress callbacks of a run. The first of several processes alone calls them."""
-
-    on_message: Callable[[str], None] = lambda message: None
-    """Called with messages to the user."""
-    on_tokens: Callable[[str, int], None] = lambda part, tokens: None
-    """Called with a part of the data and the number of its prepared tokens."""
-    on_step: Callable[[int], None] = lambda step: None
-    """Called with the number of finished steps."""
-    on_log: Callable[[Mapping[str, float]], None] = lambda logs: None
-    """Called with logged numbers."""
 
 
 @dataclass(frozen=True)
@@ -158,13 +144,8 @@ def train(
     # Every parameter that trains has a gradient in every step.
     ddp = {"find_unused_parameters": False} | running.ddp
     options: dict[str, Any] = {f"ddp_{name}": value for name, value in ddp.items()}
-    if not torch.accelerator.is_available():
-        # Otherwise bfloat16 would be refused, and of several processes each would train a model of its own.
-        options["use_cpu"] = True
     if running.fsdp is not None:
         options |= {"fsdp": True, "fsdp_config": dict(running.fsdp)}
-    if running.activation_checkpointing:
-        options["activation_checkpointing"] = True
     if validation is not None:
         options |= {"eval_strategy": "steps", "eval_steps": validation.every}
     arguments = TrainingArguments(
@@ -181,6 +162,9 @@ def train(
         max_grad_norm=settings.gradient_clip,
         bf16=settings.precision == "bfloat16",
         fp16=settings.precision == "float16",
+        activation_checkpointing=running.activation_checkpointing or None,
+        # Otherwise bfloat16 would be refused, and of several processes each would train a model of its own.
+        use_cpu=not torch.accelerator.is_available(),
         save_strategy="steps",
         save_steps=settings.checkpoint_steps,
         logging_steps=running.log_every or max(1, settings.total_steps // 50),
@@ -217,13 +201,10 @@ def train(
             f"{processes()} processes were started, but accelerate runs {trainer.accelerator.num_processes}: each "
             "would train alone"
         )
-    trainer.add_callback(StepReport(trainer, observer.on_step, observer.on_log))
+    trainer.add_callback(StepReport(trainer, observer))
     # It would print every loss; the observer has them.
     trainer.remove_callback(PrinterCallback)
-    checkpoint = trainer.find_checkpoint(observer.on_message)
-    if checkpoint is not None:
-        observer.on_message(f"Going on from {checkpoint}")
-    trainer.train_from(checkpoint)
+    trainer.resume(observer.on_message)
     history = trainer.state.log_history
     return Trained(
         trainer,

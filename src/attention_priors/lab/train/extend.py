@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from attention_priors.lab.data.preparation import prepared_tokenizer
 from attention_priors.lab.data.shards import PackedRows, TokenShards
 from attention_priors.lab.data.tokenizer import pretrained_tokenizer, tokenizer_fingerprint
 from attention_priors.lab.strict_yaml import validated
+from attention_priors.lab.tasks.subject import device_named
 from attention_priors.lab.train.engine import Observer, is_first_process, processes
 from attention_priors.lab.train.recipe import TrainRecipe
 from attention_priors.lab.train.run import IDENTITY, run_recipe, writing
@@ -205,14 +206,21 @@ def _recipe(before: TrainRecipe | None, model: Path, shards: Path, old: int | No
 
 def _losses(model: PreTrainedModel, tokens: TokenShards, lengths: list[int], count: int) -> dict[str, float]:
     """Return the mean negative log-likelihood on rows of each length, of the same tokens."""
-    model.eval()
-    if torch.cuda.is_available():
-        model.to(torch.device("cuda"))  # pyright: ignore[reportArgumentType]
+    on_device(model)
     losses = {}
     for length in lengths:
         rows = PackedRows(tokens, context_length=length)
         losses[str(length)] = mean_loss(model, (rows[i] for i in range(max(1, min(count // length, rows.blocks)))))
     return losses
+
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def on_device(model: Model) -> Model:
+    """Return the model in evaluation mode, on the accelerator if there is one."""
+    model.eval().to(device_named(None))  # pyright: ignore[reportArgumentType]
+    return model
 
 
 @torch.no_grad()

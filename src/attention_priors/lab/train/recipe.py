@@ -19,7 +19,7 @@ from attention_priors.hf.loading import check_positions, load_config, load_model
 from attention_priors.lab.data.preparation import Preparation
 from attention_priors.lab.data.shards import MANIFEST, PARTS, TokenShards, read_manifest, shards_of
 from attention_priors.lab.data.sources import DataSettings, TokenizerSpec
-from attention_priors.lab.strict_yaml import Plugins, Strict, check_one_of, read_strictly
+from attention_priors.lab.strict_yaml import Plugins, Strict, check_one_of, errors_at, read_strictly
 from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
 
 CONFIG = ("config.json",)
@@ -433,10 +433,8 @@ def _new_model(settings: ModelSettings, vocab_size: int, **special: Any) -> PreT
 def _finish(settings: ModelSettings, model: PreTrainedModel, tokenizer_size: int | None) -> None:
     """Attach priors, choose the parameters that learn, and check the vocabulary."""
     if settings.attach is not None:
-        try:
+        with errors_at("model.attach"):
             attach(model, **settings.attach.model_dump())
-        except ValueError as error:
-            raise ValueError(f"model.attach: {error}") from error
     if settings.train_only is not None:
         model.requires_grad_(False)
         if not train_attached(model):

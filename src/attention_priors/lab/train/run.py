@@ -111,7 +111,7 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
                 run_name=recipe.name,
                 observer=replace(observer, on_step=on_step),
             )
-        results = {
+        numbers = {
             "seed": recipe.seed,
             "steps": settings.total_steps,
             "tokens": settings.total_steps * settings.step_tokens,
@@ -122,7 +122,7 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
             "history": trained.history,
             "validation": trained.validation,
         }
-        results = with_nulls(results)
+        results = with_nulls(numbers)
         if is_first_process():
             write_json(output / "training.json", results)
         trained.save(output / "model", tokenizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,20 @@ from attention_priors.lab.train.recipe import OptimizationSettings, TrainingSett
 from attention_priors.priors import Prior
 
 _RUNNING_LOSS = "running_loss.json"
+
+
+@dataclass(frozen=True)
+class Observer:
+    """Progress callbacks of a run. The first of several processes alone calls them."""
+
+    on_message: Callable[[str], None] = lambda message: None
+    """Called with messages to the user."""
+    on_tokens: Callable[[str, int], None] = lambda part, tokens: None
+    """Called with a part of the data and the number of its prepared tokens."""
+    on_step: Callable[[int], None] = lambda step: None
+    """Called with the number of finished steps."""
+    on_log: Callable[[Mapping[str, float]], None] = lambda logs: None
+    """Called with logged numbers."""
 
 
 def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, total: Tensor | None = None) -> Tensor:
@@ -124,7 +139,7 @@ class SealedTrainer(Trainer):
         self.model_accepts_loss_kwargs = False
         self.settings = settings
         self.checkpoints_kept = checkpoints_kept
-        self._staging: Path | None = None
+        self._folder, self._staging = Path(str(self.args.output_dir)), None
         # The sum of the steps' losses since the last one that was logged, and the step that was logged.
         self._loss_sum = torch.zeros((), device=self.args.device)
         self._loss_from = 0
@@ -165,11 +180,6 @@ class SealedTrainer(Trainer):
         return float(torch.as_tensor(self.accelerator.gather(value.unsqueeze(0))).mean())
 
     # ---- checkpoints
-
-    @property
-    def _folder(self) -> Path:
-        assert self.args.output_dir is not None
-        return Path(self.args.output_dir)
 
     def check_loss(self) -> None:
         """End a training that has diverged, before it can write a checkpoint.
@@ -232,22 +242,22 @@ class SealedTrainer(Trainer):
             self._staging = None
         self.accelerator.wait_for_everyone()
 
-    def find_checkpoint(self, on_message: Callable[[str], None]) -> Path | None:
-        """Return the checkpoint to go on from, if there is one. Incomplete ones get another name."""
+    def resume(self, on_message: Callable[[str], None]) -> None:
+        """Train from the last checkpoint if there is one, else from the start. Incomplete ones get another name."""
         if self.args.should_save:
             checkpoints.sweep(self._folder)
             checkpoints.last_complete(self._folder, on_message)
         self.accelerator.wait_for_everyone()
         steps = checkpoints.checkpoint_steps(self._folder)
-        return checkpoints.checkpoint_folder(self._folder, steps[-1]) if steps else None
-
-    def train_from(self, checkpoint: Path | None) -> None:
-        """Train from a checkpoint, or from the start."""
-        if checkpoint is not None:
-            running = read_json(checkpoint / _RUNNING_LOSS)
-            self._loss_sum = torch.tensor(running["sum"], device=self.args.device)
-            self._loss_from = running["since_step"]
-        self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        if not steps:
+            self.train()
+            return
+        checkpoint = checkpoints.checkpoint_folder(self._folder, steps[-1])
+        on_message(f"Going on from {checkpoint}")
+        running = read_json(checkpoint / _RUNNING_LOSS)
+        self._loss_sum = torch.tensor(running["sum"], device=self.args.device)
+        self._loss_from = running["since_step"]
+        self.train(resume_from_checkpoint=str(checkpoint))
 
 
 class PriorTrainer(SealedTrainer):
@@ -327,25 +337,22 @@ class StepReport(TrainerCallback):
 
     Args:
         trainer: the trainer.
-        on_step: called with the number of finished steps.
-        on_log: called with logged numbers.
+        observer: progress callbacks of the run.
     """
 
-    def __init__(
-        self, trainer: SealedTrainer, on_step: Callable[[int], None], on_log: Callable[[Mapping[str, float]], None]
-    ) -> None:
-        self.trainer, self.report_step, self.report_log = trainer, on_step, on_log
+    def __init__(self, trainer: SealedTrainer, observer: Observer) -> None:
+        self.trainer, self.observer = trainer, observer
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report a step, before the trainer logs and saves."""
         self.trainer.check_loss()
         if state.is_world_process_zero:
-            self.report_step(state.global_step)
+            self.observer.on_step(state.global_step)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report logged numbers."""
         if state.is_world_process_zero and kwargs["logs"]:
-            self.report_log(kwargs["logs"])
+            self.observer.on_log(kwargs["logs"])
 
 
 def parameter_groups(model: nn.Module, settings: OptimizationSettings) -> list[dict[str, Any]]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from attention_priors.lab.strict_yaml import Plugins, Strict, explain
-from attention_priors.lab.study.runs import Seeds, check_folders
-from attention_priors.lab.study.sweep import overlaid
+from attention_priors.lab.strict_yaml import Plugins, Strict, check_one_of, errors_at
+from attention_priors.lab.study.runs import OwnFolders, Seeds
+from attention_priors.lab.study.sweep import varied
 from attention_priors.lab.train import OptimizationSettings, ProcessSettings
 from attention_priors.models.vision import PriorVisionConfig
 
@@ -43,8 +43,7 @@ class PictureSettings(Strict):
 
     @model_validator(mode="after")
     def _one(self) -> PictureSettings:
-        if (self.source is None) == (self.dataset is None):
-            raise ValueError("give either source or dataset, got " + ("both" if self.source else "neither"))
+        check_one_of(self, "source", "dataset")
         return self
 
 
@@ -167,25 +166,14 @@ class ImageRecipe(Strict):
     threads_per_run: int = Field(default=1, gt=0)
     processes: int | None = Field(default=None, gt=0)
     """Runs at a time at most, however many cores there are."""
-    schemes: dict[str, VisionScheme] = Field(min_length=1)
-
-    @field_validator("schemes")
-    @classmethod
-    def _distinct_folders(cls, schemes: dict[str, VisionScheme]) -> dict[str, VisionScheme]:
-        check_folders("schemes", schemes)
-        return schemes
+    schemes: Annotated[dict[str, VisionScheme], OwnFolders] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _possible(self) -> ImageRecipe:
         for name in self.schemes:
-            try:
-                self.training_of(name)
-            except ValidationError as error:
-                raise ValueError(f"schemes.{name}.training: {explain(error, ImageTrainingSettings)}") from error
-            try:
+            self.training_of(name)
+            with errors_at(f"schemes.{name}"):
                 self.config_of(name, channels=3, classes=2)
-            except ValueError as error:
-                raise ValueError(f"schemes.{name}: {error}") from error
         for size in self.evaluation.sizes:
             if size % self.model.patch_size:
                 raise ValueError(
@@ -196,8 +184,7 @@ class ImageRecipe(Strict):
 
     def training_of(self, scheme: str) -> ImageTrainingSettings:
         """The training settings of one scheme."""
-        own = self.schemes[scheme].training
-        return ImageTrainingSettings.model_validate(overlaid(self.training.model_dump(), own)) if own else self.training
+        return varied(self.training, self.schemes[scheme].training, f"schemes.{scheme}.training")
 
     def config_of(self, scheme: str, *, channels: int, classes: int) -> PriorVisionConfig:
         """The model of one scheme."""

@@ -5,32 +5,31 @@ Every finished step of a run is on disk.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import set_seed
 
 from attention_priors._io import read_json, write_json
-from attention_priors.lab.machine import WallClock
 from attention_priors.lab.strict_yaml import RecipeError
-from attention_priors.lab.study.images.augmentation import Collate, PictureRows, normalised
-from attention_priors.lab.study.images.pictures import Labelled, load_pictures, processor_for, resized
-from attention_priors.lab.study.images.recipe import ImageRecipe, VisionScheme
-from attention_priors.lab.study.results import described, run_row, study_row
-from attention_priors.lab.study.runs import (
-    Progress,
-    Study,
-    environment,
-    environment_of,
-    run_folder,
-    write_training,
+from attention_priors.lab.study.images.pictures import (
+    Collate,
+    PictureRows,
+    load_pictures,
+    normalised,
+    processor_for,
+    resized,
 )
-from attention_priors.lab.train import Observer, RunningSettings, SealedTrainer, train
+from attention_priors.lab.study.images.recipe import ImageRecipe, VisionScheme
+from attention_priors.lab.study.results import Found, described, run_row, study_rows
+from attention_priors.lab.study.runs import Progress, environment, run_folder, train_and_save
+from attention_priors.lab.train import RunningSettings, SealedTrainer
+from attention_priors.lab.train.extend import on_device
 from attention_priors.models.vision import PriorVisionForImageClassification
 from attention_priors.priors import grid_positions
 
@@ -41,7 +40,7 @@ FLOOR = -100.0
 """Log-priors are kept no lower than this many nats: less is nothing."""
 
 
-class ImageStudy(Study[ImageRecipe]):
+class ImageStudy:
     """An :class:`ImageRecipe` with its images.
 
     Args:
@@ -51,6 +50,9 @@ class ImageStudy(Study[ImageRecipe]):
         RecipeError: The images cannot be loaded.
     """
 
+    left_out: str | None = None
+    """Files that are not used, for the user; all are used."""
+
     def __init__(self, recipe: ImageRecipe) -> None:
         self.recipe = recipe
         try:
@@ -59,7 +61,11 @@ class ImageStudy(Study[ImageRecipe]):
             raise RecipeError(str(error)) from error
 
     def check(self) -> None:
-        """Make a batch of each training."""
+        """Make a batch of each training.
+
+        Raises:
+            RecipeError: Something that the recipe asks for cannot be made.
+        """
         for name in self.recipe.schemes:
             settings = self.recipe.training_of(name)
             try:
@@ -70,7 +76,7 @@ class ImageStudy(Study[ImageRecipe]):
                 raise RecipeError(f"schemes.{name}.training: {error}") from error
 
     def identities(self, output: Path, scheme: str, seed: int) -> dict[Path, dict[str, Any]]:
-        """Return what determines a run."""
+        """Return what determines a run, as the content of its ``identity.json``."""
         recipe = self.recipe
         found = {
             "images": recipe.images.model_dump(mode="json"),
@@ -89,7 +95,7 @@ class ImageStudy(Study[ImageRecipe]):
         return (run_folder(output, scheme, seed) / "done.json").exists()
 
     def stages(self, scheme: str) -> dict[str, float]:
-        """Return the stages: training and testing."""
+        """Return the stages, training and testing, and roughly the share of its time that each takes."""
         return dict(STAGES)
 
     def execute(self, output: Path, scheme: str, seed: int, progress: Progress) -> None:
@@ -111,62 +117,44 @@ class ImageStudy(Study[ImageRecipe]):
         recipe, pictures = self.recipe, self.pictures
         settings = recipe.training_of(scheme)
         progress("train", 0, settings.total_steps)
-        for name in ("accuracy.json", "priors.json"):
-            (folder / name).unlink(missing_ok=True)  # of an earlier model, whose weights are gone
         set_seed(seed)
         config = recipe.config_of(scheme, channels=pictures.channels, classes=len(pictures.classes))
         config.id2label = dict(enumerate(pictures.classes))
         config.label2id = {name: index for index, name in enumerate(pictures.classes)}
         model = PriorVisionForImageClassification(config)
         rows = PictureRows(pictures.train, recipe.model.image_size, settings.total_rows, seed, settings.augmentation)
-        with WallClock(folder / "train_seconds.json") as clock:
-
-            def on_step(step: int) -> None:
-                clock.tick()
-                progress("train", step, settings.total_steps)
-
-            trained = train(
-                model,
-                rows,
-                settings,
-                folder / "checkpoints",
-                collate=Collate(settings, len(pictures.classes), seed),
-                seed=seed,
-                running=RunningSettings(**recipe.running.model_dump()),
-                shuffle=False,  # the rows are in the order that the seed gives them
-                observer=Observer(on_step=on_step),
-                trainer_class=SealedTrainer,
-            )
-            write_training(
-                folder,
-                model,
-                steps=settings.total_steps,
-                seconds=clock.seconds,
-                history=trained.history,
-                software=SOFTWARE,
-            )
-        trained.save(folder / "model", processor_for(config, recipe.evaluation.interpolation))
-        clock.forget()  # until the model is there, the next call writes the time anew
-        shutil.rmtree(folder / "checkpoints")
+        train_and_save(
+            model,
+            rows,
+            settings,
+            folder,
+            seed=seed,
+            progress=progress,
+            preprocessor=processor_for(config, recipe.evaluation.interpolation),
+            software=SOFTWARE,
+            collate=Collate(settings, len(pictures.classes), seed),
+            running=RunningSettings(**recipe.running.model_dump()),
+            shuffle=False,  # the rows are in the order that the seed gives them
+            trainer_class=SealedTrainer,
+        )
 
     def _test(self, folder: Path, progress: Progress) -> None:
         """Write how many images are right at each size as soon as it is known."""
         path, settings = folder / "accuracy.json", self.recipe.evaluation
         rows: list[dict[str, int]] = read_json(path) if path.exists() else []
-        model: Any = PriorVisionForImageClassification.from_pretrained(folder / "model").eval()
-        if torch.cuda.is_available():
-            model.to(torch.device("cuda"))
+        model: Any = on_device(PriorVisionForImageClassification.from_pretrained(folder / "model"))
         if not (folder / "priors.json").exists():
             write_json(folder / "priors.json", prior_maps(model))
-        trials = len(self.pictures.test)
+        tests: Any = self.pictures.test
+        trials, workers = len(tests), self.recipe.running.workers
         total = trials * len(settings.sizes)
         for count, size in enumerate(settings.sizes):
             progress("test", count * trials, total)
             if any(row["size"] == size for row in rows):
                 continue
-            scaled = _Scaled(self.pictures.test, size, settings.interpolation)
+            collate = partial(_scaled_batch, size=size, interpolation=settings.interpolation)
             right = seen = 0
-            for images, labels in DataLoader(scaled, settings.batch_size, num_workers=self.recipe.running.workers):
+            for images, labels in DataLoader(tests, settings.batch_size, num_workers=workers, collate_fn=collate):
                 with torch.no_grad():
                     logits = model(normalised(images).to(model.device)).logits
                 right += int((logits.argmax(-1).cpu() == labels).sum())
@@ -179,27 +167,21 @@ class ImageStudy(Study[ImageRecipe]):
 
     def collect(self, output: Path, runs: Sequence[tuple[str, int]], wall_seconds: float) -> list[dict[str, Any]]:
         """Return the rows that :mod:`attention_priors.lab.results` describes."""
-        schemes: dict[str, dict[str, Any]] = {}
-        rows: list[dict[str, Any]] = []
-        environments: list[dict[str, Any]] = []
+        found: list[Found] = []
         for scheme, seed in runs:
             folder = run_folder(output, scheme, seed)
             training, done = read_json(folder / "training.json"), read_json(folder / "done.json")
-            environments += [environment_of(training), environment_of(done)]
-            schemes.setdefault(
-                scheme,
-                {
-                    "row": "scheme",
-                    "scheme": scheme,
-                    "description": _description(self.recipe.schemes[scheme]),
-                    "parameters": training["parameters"],
-                    "prior_parameters": training["prior_parameters"],
-                },
-            )
-            found = [run_row(training)]
-            found += [{"row": "accuracy"} | row for row in read_json(folder / "accuracy.json")]
-            found += [{"row": "prior_map"} | row for row in read_json(folder / "priors.json")]
-            rows += [{"row": row["row"], "scheme": scheme, "seed": seed} | row for row in found]
+            entry = {
+                "row": "scheme",
+                "scheme": scheme,
+                "description": _description(self.recipe.schemes[scheme]),
+                "parameters": training["parameters"],
+                "prior_parameters": training["prior_parameters"],
+            }
+            rows = [run_row(training)]
+            rows += [{"row": "accuracy"} | row for row in read_json(folder / "accuracy.json")]
+            rows += [{"row": "prior_map"} | row for row in read_json(folder / "priors.json")]
+            found.append(Found(entry, seed, [training, done], rows))
         pictures = self.pictures
         images = {
             "name": pictures.name,
@@ -208,20 +190,13 @@ class ImageStudy(Study[ImageRecipe]):
             "test": len(pictures.test),
             "classes": len(pictures.classes),
         }
-        first = study_row(self.recipe, rows, environments, wall_seconds) | {"images": images}
-        return [first, *(schemes[name] for name in self.recipe.schemes if name in schemes), *rows]
+        return study_rows(self.recipe, self.recipe.schemes, found, wall_seconds, images=images)
 
 
-class _Scaled(Dataset[tuple[Tensor, int]]):
-    def __init__(self, pictures: Labelled, size: int, interpolation: str) -> None:
-        self._pictures, self._size, self._interpolation = pictures, size, interpolation
-
-    def __len__(self) -> int:
-        return len(self._pictures)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image, label = self._pictures[index]
-        return resized(image, self._size, self._interpolation), label
+def _scaled_batch(rows: Sequence[tuple[Tensor, int]], size: int, interpolation: str) -> tuple[Tensor, Tensor]:
+    """Return scaled images and their classes."""
+    images = torch.stack([resized(image, size, interpolation) for image, _ in rows])
+    return images, torch.tensor([label for _, label in rows])
 
 
 @torch.no_grad()
