@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from attention_priors.lab.report.comparisons import Comparison, overview
-from attention_priors.lab.report.estimates import NEAR, STRONG, by_scheme, gaussian_heads, halves, schemes_in, sight
+from attention_priors.lab.report.estimates import NEAR, STRONG, by_scheme, gaussian_heads, halves, sight
 from attention_priors.lab.report.figures import scales, style
 from attention_priors.lab.report.figures.layout import Looks, figure_of, legend_below, line_key
 from attention_priors.lab.report.figures.style import COLOURS, GREY, MARKERS, blank, label
@@ -363,11 +363,10 @@ def logit_scales(results: Results, compared: Sequence[Comparison] | None = None)
 
 def prior_reach(results: Results) -> Figure | None:
     """Draw the distance that holds half of each head's prior, against the length of the text: a panel per scheme."""
-    rows = results["prior_reach"]
-    shown = [name for name in overview(results) if name in schemes_in(rows)]
+    found = halves(results)
+    shown = [name for name in overview(results) if name in found]
     if not shown:
         return None
-    found = {name: [halves(row) for row in own.itertuples()] for name, own in by_scheme(rows)}
     lengths = sorted({length for own in found.values() for half in own for length in half})
     columns = 2 if len(shown) == 4 else min(3, len(shown))  # none left alone in a line
     lines = math.ceil(len(shown) / columns)
