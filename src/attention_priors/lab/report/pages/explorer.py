@@ -7,7 +7,7 @@ from pathlib import Path
 from plotly.offline import get_plotlyjs
 
 from attention_priors._io import write_bytes
-from attention_priors.lab.inspect.reach import REACH_LENGTHS
+from attention_priors.lab.inspect.priors import REACH_LENGTHS
 from attention_priors.lab.report.pages import render
 
 
