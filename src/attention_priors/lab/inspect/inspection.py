@@ -458,17 +458,13 @@ def _additive(given: Inspected, tokens: Tensor, why_no_text: str | None, *, caus
     visible = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=split.bias.device)
     visible = visible.tril() if causal else visible
     numbers = {name: values.tolist() for name, values in split.spreads(visible).items()}
-    audit = first_layer_linear_audit(given.model, tokens) if given.positions() == LinearToy.name else None
-    if audit is not None:
+    found: dict[str, Any] = {"tokens": len(tokens)}
+    if given.positions() == LinearToy.name:
+        audit = first_layer_linear_audit(given.model, tokens)
+        found["threshold"] = audit.threshold
         numbers |= _linear(audit, visible)
-    return {
-        "tokens": len(tokens),
-        **({} if audit is None else {"threshold": audit.threshold}),
-        "heads": [
-            {"head": head, **{name: values[head] for name, values in numbers.items()}}
-            for head in range(len(numbers["bias"]))
-        ],
-    }
+    of_heads = enumerate(zip(*numbers.values(), strict=True))
+    return found | {"heads": [{"head": head, **dict(zip(numbers, own, strict=True))} for head, own in of_heads]}
 
 
 def _linear(audit: LinearAudit, visible: Tensor) -> dict[str, list[Any]]:
