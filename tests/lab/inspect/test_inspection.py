@@ -42,7 +42,7 @@ from attention_priors.lab.inspect import (
     text_to_read,
 )
 from attention_priors.lab.inspect.inspection import _tokens, figure_4_prompt
-from attention_priors.lab.inspect.reach import REACH_LENGTHS
+from attention_priors.lab.inspect.priors import REACH_LENGTHS
 from attention_priors.lab.report import inspection_summary, write_inspection
 from attention_priors.lab.report.figures.attention import attention_map
 from attention_priors.lab.report.figures.heads import prior_curves

@@ -159,7 +159,7 @@ def test_accounts_are_means_over_the_queries(name: str) -> None:
 
 
 def test_accounts_do_not_depend_on_how_many_queries_are_taken_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attention_priors.lab.inspect import account
+    from attention_priors.lab.inspect import inspection as account
 
     layer = seen(MODELS["ours"](), input_ids=TEXT[None])[0]
     whole = head_accounts(layer.problem)

@@ -11,7 +11,7 @@ from attention_priors import GeneralizedGaussian, KeySink, Laplace, Prior, SSMax
 from attention_priors.attention.attend import attend_with_weights
 from attention_priors.attention.logit_scale import ResidualSSMax
 from attention_priors.lab.inspect import effective_reach, head_roles, window_for
-from attention_priors.lab.inspect.reach import last_prior
+from attention_priors.lab.inspect.priors import last_prior
 from attention_priors.priors import Axial
 from thoroughness import examples
 

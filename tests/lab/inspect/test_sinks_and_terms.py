@@ -330,7 +330,7 @@ def test_masses_are_of_the_prior_as_attention_applies_it(include_prior):
 
 
 def test_masses_of_texts_longer_than_a_block(monkeypatch: pytest.MonkeyPatch):
-    from attention_priors.lab.inspect import curves as terms
+    from attention_priors.lab.inspect import priors as terms
 
     whole = prior_mass_rows([nn.ModuleList([Laplace(2)])], length=12)
     monkeypatch.setattr(terms, "_QUERIES_AT_A_TIME", 4)

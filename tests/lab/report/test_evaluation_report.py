@@ -57,7 +57,7 @@ def test_tables_hold_what_was_found(summary: Summary):
     assert found["retrieval"].header == ["task", "texts", "1024", "2048"]
     assert found["retrieval"].lines == [
         ["passkey", "6", Cell("100", "[61, 100]"), Cell("17", "[3, 56]")],
-        ["niah_multivalue", "2", Cell("50", "[9, 91]"), Cell("–")],
+        ["niah_multivalue", "2", Cell("50", "[9, 91]"), "–"],
     ]
     assert found["answer_tokens"].lines == [["passkey, answer's tokens", "1024", Cell(">99")]]
     assert found["stopped"].lines == [["passkey", "nothing | right"]]

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from attention_priors.attention import SSMax
 from attention_priors.lab.cli import app
 from attention_priors.lab.inspect import attention_logits, effective_reach
-from attention_priors.lab.inspect.reach import REACH_LENGTHS
-from attention_priors.lab.report.pages.explorer import write_explorer
+from attention_priors.lab.inspect.priors import REACH_LENGTHS
+from attention_priors.lab.report.pages import write_explorer
 from attention_priors.priors import CATALOGUE, Prior
 from browsing import Opened, in_a_browser
 from html_pages import Page

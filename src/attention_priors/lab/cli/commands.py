@@ -388,7 +388,7 @@ def explore(
 
     It needs no network and no server: open it in a browser.
     """
-    from attention_priors.lab.report.pages.explorer import write_explorer
+    from attention_priors.lab.report.pages import write_explorer
 
     with errors():
         write_explorer(output)

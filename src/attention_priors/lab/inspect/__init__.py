@@ -1,7 +1,6 @@
 """Looking inside: what attention is made of, the priors that a model's heads have learned, what its sinks hold."""
 
 from attention_priors.hf.observe import LayerAttention, observed_attention
-from attention_priors.lab.inspect.account import HeadAccount, head_accounts
 from attention_priors.lab.inspect.additive import (
     AdditiveLogits,
     LinearAudit,
@@ -11,20 +10,7 @@ from attention_priors.lab.inspect.additive import (
     first_layer_logits,
     linear_audit,
 )
-from attention_priors.lab.inspect.curves import (
-    LogitScaleRow,
-    PriorMassRow,
-    PriorReachRow,
-    PriorRow,
-    PriorTermRow,
-    curve_distances,
-    logit_scale_rows,
-    prior_mass_rows,
-    prior_reach_rows,
-    prior_rows,
-    prior_term_rows,
-)
-from attention_priors.lab.inspect.inspection import InspectionPlan, inspect_model
+from attention_priors.lab.inspect.inspection import HeadAccount, InspectionPlan, head_accounts, inspect_model
 from attention_priors.lab.inspect.load import Inspected, check_same_model, load_inspected, text_to_read
 from attention_priors.lab.inspect.posterior import (
     AttentionLogits,
@@ -36,7 +22,23 @@ from attention_priors.lab.inspect.posterior import (
     transport_objective,
     transport_plan,
 )
-from attention_priors.lab.inspect.reach import Role, effective_reach, head_roles, window_for
+from attention_priors.lab.inspect.priors import (
+    LogitScaleRow,
+    PriorMassRow,
+    PriorReachRow,
+    PriorRow,
+    PriorTermRow,
+    Role,
+    curve_distances,
+    effective_reach,
+    head_roles,
+    logit_scale_rows,
+    prior_mass_rows,
+    prior_reach_rows,
+    prior_rows,
+    prior_term_rows,
+    window_for,
+)
 from attention_priors.lab.inspect.sinks import (
     Margin,
     SinkMassRow,

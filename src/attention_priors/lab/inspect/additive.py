@@ -7,13 +7,16 @@ In a trained model (GPT-2, OPT and their like) the logits of the first layer are
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attention_priors.attention.problem import Problem
 from attention_priors.hf.observe import LayerAttention, observed_attention
 from attention_priors.lab.inspect.posterior import problem_logits
 
@@ -70,8 +73,8 @@ class AdditiveLogits:
         if not bool(choosing.any(-1).all()):
             raise ValueError("visible: no query sees two keys, so no summand can differ between them")
         found = {}
-        for name in ("content_content", "content_position", "position_content", "position_position", "bias"):
-            term = getattr(self, name).masked_fill(~visible, 0.0)
+        for name, summand in vars(self).items():
+            term = summand.masked_fill(~visible, 0.0)
             mean = term.sum(-1) / number.clamp(min=1)
             centred = (term - mean.unsqueeze(-1)).masked_fill(~visible, 0.0)
             variance = centred.square().sum(-1) / number.clamp(min=1)
@@ -95,11 +98,10 @@ def additive_logits(query: Projected, key: Projected, softmax_scale: float | Non
     def product(left: Tensor, right: Tensor) -> Tensor:
         return scale * (left @ right.mT)
 
-    shape = torch.broadcast_shapes(query.content.shape[:-2], key.content.shape[:-2])
+    batch = torch.broadcast_shapes(query.content.shape[:-2], key.content.shape[:-2])
+    shape = (*batch, query.content.shape[-2], key.content.shape[-2])
     summands = {
-        f"{mine}_{theirs}": product(getattr(query, mine), getattr(key, theirs)).expand(
-            *shape, query.content.shape[-2], key.content.shape[-2]
-        )
+        f"{mine}_{theirs}": product(getattr(query, mine), getattr(key, theirs)).expand(shape)
         for mine in ("content", "position")
         for theirs in ("content", "position")
     }
@@ -195,19 +197,14 @@ def linear_audit(
     if not bool(visible.any()):
         raise ValueError("visible: no query sees a key")
     # Half precision has no digits for squares that are summed over all pairs, nor for places beyond some hundreds.
-    dtype = torch.float32
-    for given in (query_content, query_one, key_content, key_one):
-        dtype = torch.promote_types(dtype, given.dtype)
-    query_content, query_one, key_content, key_one = (
-        given.to(dtype) for given in (query_content, query_one, key_content, key_one)
-    )
+    given = (query_content, query_one, key_content, key_one)
+    dtype = reduce(torch.promote_types, [each.dtype for each in given], torch.float32)
+    query_content, query_one, key_content, key_one = (each.to(dtype) for each in given)
     scale = query_content.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     places = torch.arange(query_content.shape[-2], dtype=dtype, device=query_content.device)
-    query_places, key_places = (places if given is None else given.to(dtype) for given in (query_places, key_places))
-    query, key = (
-        Projected(content, at.unsqueeze(-1) * one.unsqueeze(-2))
-        for content, at, one in ((query_content, query_places, query_one), (key_content, key_places, key_one))
-    )
+    query_places, key_places = (places if each is None else each.to(dtype) for each in (query_places, key_places))
+    query = Projected(query_content, query_places.unsqueeze(-1) * query_one.unsqueeze(-2))
+    key = Projected(key_content, key_places.unsqueeze(-1) * key_one.unsqueeze(-2))
     logits = additive_logits(query, key, scale)
     visible = visible.expand(logits.content_content.shape)
 
@@ -242,11 +239,9 @@ def linear_audit(
 class _SeenError(Exception):
     """The queries and keys of the first layer have been computed: the rest of the model need not run."""
 
-    def __init__(self, layer: LayerAttention) -> None:
+    def __init__(self, problem: Problem) -> None:
         super().__init__()
-        self.problem = layer.problem
-        self.query = layer.problem.query
-        self.key = layer.problem.key
+        self.problem = problem
 
 
 class _Split(NamedTuple):
@@ -267,12 +262,8 @@ class _Split(NamedTuple):
 
     def scaled_query(self) -> Projected:
         """The queries times the logit scale, so that their summands are those that the softmax sees."""
-        if self.row_scale is None:
-            return self.query
-        scale = self.row_scale.unsqueeze(-1)
-        assert self.query.bias is not None
-        parts = (self.query.content, self.query.position, self.query.bias)
-        return Projected(*((part * scale).to(part.dtype) for part in parts))
+        scale = 1.0 if self.row_scale is None else self.row_scale.unsqueeze(-1)
+        return Projected(*((part * scale).to(part.dtype) for part in self.query if part is not None))
 
 
 @torch.no_grad()
@@ -382,16 +373,15 @@ def _split(model: PreTrainedModel, text: Tensor) -> _Split:
         split.append(parts)
     query, key = split
     group = len(query.content) // len(key.content)
-    assert key.bias is not None
-    key = Projected(*(part.repeat_interleave(group, dim=0) for part in (key.content, key.position, key.bias)))
+    key = Projected(*(part.repeat_interleave(group, dim=0) for part in key if part is not None))
     return _Split(
         query,
         key,
-        whole.problem.softmax_scale,
+        whole.softmax_scale,
         added=(inputs - embedded)[0],
         scales=[*scales.values()],
-        row_scale=None if whole.problem.row_scale is None else whole.problem.row_scale[0],
-        visible=problem_logits(whole.problem).visible[0],
+        row_scale=None if whole.row_scale is None else whole.row_scale[0],
+        visible=problem_logits(whole).visible[0],
     )
 
 
@@ -404,15 +394,17 @@ def _first_layer(model: PreTrainedModel) -> nn.Module:
     return layers[0]
 
 
-def _run(model: PreTrainedModel, text: Tensor) -> _SeenError:
+def _run(model: PreTrainedModel, text: Tensor) -> Problem:
+    """Return what the attention of the first layer is asked."""
+
     def stop(layer: LayerAttention) -> None:
-        raise _SeenError(layer)
+        raise _SeenError(layer.problem)
 
     try:
         with observed_attention(model, stop):
             model(text[None].to(model.device))
     except _SeenError as seen:
-        return seen
+        return seen.problem
     raise ValueError(f"{type(model).__name__} computed no attention that can be seen")
 
 
@@ -427,19 +419,17 @@ def _observed(layer: nn.Module, model: PreTrainedModel, text: Tensor) -> tuple[T
     def note_scale(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         scales[module] = _scale(module, args[0])
 
-    hooks = [layer.register_forward_pre_hook(note_input, with_kwargs=True)]
-    hooks += [part.register_forward_hook(note_scale) for part in layer.modules() if _normalises(part)]
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(layer.register_forward_pre_hook(note_input, with_kwargs=True))
+        for part in filter(_normalises, layer.modules()):
+            hooks.enter_context(part.register_forward_hook(note_scale))
         _run(model, text)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return inputs[0], scales
 
 
 def _projected(
     layer: nn.Module, scales: dict[nn.Module, Tensor], model: PreTrainedModel, text: Tensor, inputs: Tensor
-) -> _SeenError:
+) -> Problem:
     """The layer's queries and keys for other inputs, its normalisations multiplying by what is given."""
 
     def put(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -450,13 +440,11 @@ def _projected(
         shift = 0.0 if shift is None else shift
         return shift + (output - shift) * (scales[module] / _scale(module, args[0]))
 
-    hooks = [layer.register_forward_pre_hook(put, with_kwargs=True)]
-    hooks += [module.register_forward_hook(fix) for module in scales]
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(layer.register_forward_pre_hook(put, with_kwargs=True))
+        for module in scales:
+            hooks.enter_context(module.register_forward_hook(fix))
         return _run(model, text)
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _normalises(module: nn.Module) -> bool:

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from attention_priors._io import with_nulls
 from attention_priors.attention import SSMax
+from attention_priors.attention.geometry import block_length
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.reference import reference
 from attention_priors.checks import check_positive_integers
 from attention_priors.encodings import LinearToy
 from attention_priors.hf.loading import check_positions, number_of_positions
 from attention_priors.hf.observe import LayerAttention, observed_attention
-from attention_priors.lab.inspect.account import head_accounts
 from attention_priors.lab.inspect.additive import LinearAudit, first_layer_linear_audit, first_layer_logits
-from attention_priors.lab.inspect.curves import curve_distances, logit_scale_rows, prior_rows, prior_term_rows
 from attention_priors.lab.inspect.load import Inspected
-from attention_priors.lab.inspect.reach import REACH_LENGTHS, effective_reach, head_roles
+from attention_priors.lab.inspect.posterior import AttentionLogits, decompose, problem_logits
+from attention_priors.lab.inspect.priors import (
+    REACH_LENGTHS,
+    curve_distances,
+    effective_reach,
+    head_roles,
+    logit_scale_rows,
+    prior_rows,
+    prior_term_rows,
+)
+from attention_priors.lab.inspect.sinks import content_range, sink_margin
 from attention_priors.lab.machine import now, processor, versions
 from attention_priors.lab.results import INSPECTION_FORMAT
 from attention_priors.lab.tasks import PasskeyTexts
@@ -132,11 +144,12 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
     say("Priors")
     own = [_prior_of(layer) for layer in layers]
     scales = [layer.problem.logit_scale for layer in layers]
-    priors = _priors(own, scales, plan.length)
     described = [_layer(layer) for layer in layers]
-    for row in priors:
-        if not described[row["layer"]]["causal"]:
-            row["log_prior_ahead"] = _ahead(own[row["layer"]], row["head"], plan.length)
+    priors = [
+        row
+        for layer, (prior, scale) in enumerate(zip(own, scales, strict=True))
+        for row in _priors(layer, prior, scale, plan.length, causal=described[layer]["causal"])
+    ]
     found: dict[str, Any] = {
         "format": INSPECTION_FORMAT,
         "model": given.name,
@@ -148,7 +161,7 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
         "layers": described,
         "priors": priors,
         "prior_terms": prior_term_rows([*own], length=plan.length, logit_scales=scales),
-        "logit_scales": _logit_scales(layers),
+        "logit_scales": logit_scale_rows([layer.module for layer in layers]),
         "text": {"reason": why_no_accounts}
         if why_no_accounts
         else {"name": plan.text_name, "tokens": len(tokens), "heads": text_heads},
@@ -163,6 +176,101 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
         "processor": processor(),
     }
     return found
+
+
+# ---- what the heads do with a text
+
+
+class HeadAccount(TypedDict):
+    """One head on one text: means over the queries that see two keys at least."""
+
+    head: int
+    position_share: float
+    """How much of the way from content to prior the attention goes, 0 to 1 (:class:`Decomposition`)."""
+    agreement: float
+    """``ln(n Z)``, in nats."""
+    divergence_from_position: float
+    """``KL(p ‖ p_position)``, in nats: what the content adds."""
+    divergence_from_content: float
+    """``KL(p ‖ p_content)``, in nats: what the prior adds."""
+    content_range: float
+    """``ω``, in nats."""
+    inverse_temperature: float
+    """``γ``, the logit scale that multiplies content and, unless it leaves it out, the prior; 1 without one."""
+    entropy: float
+    """Of the weights, in nats."""
+    distance: float
+    """Mean distance that is looked at, in tokens, whichever way."""
+    first: float
+    """Weight of the first key: the one at index 0, though it be padding or of another document."""
+    sink: float
+    """Share of the queries for which that key leads all others, 0 to 1; those that do not see it count as led by
+    others."""
+    sink_content: float | None
+    """Content's part of that lead, in nats, median over those queries; None if there are none."""
+    sink_position: float | None
+    """The prior's part of it, likewise. A median: what a prior gives a query's own key may be far below all others."""
+
+
+@torch.no_grad()
+def head_accounts(problem: Problem) -> list[HeadAccount]:
+    """Account for the attention of every head, over all queries of the first text of a batch.
+
+    The first key is the one at index 0 of the row of keys. Where that is padding, or where a row holds several
+    documents, queries that do not see it give it no weight and lower its shares: text that is to be accounted for by
+    its own first key must stand in a row of its own, from the start.
+
+    Memory: a block of queries at a time.
+
+    Raises:
+        ValueError: no query sees two keys.
+    """
+    geometry = problem.geometry
+    key_positions = geometry.key_positions[:1].double()
+    found: dict[str, list[Tensor]] = defaultdict(list)
+    step = block_length(problem.query.shape[0] * problem.query.shape[1] * problem.key.shape[2])
+    for start in range(0, geometry.num_queries, step):
+        part = problem.rows(slice(start, start + step))
+        logits = _first_text(part)
+        parts = decompose(logits)
+        margin = sink_margin(logits, 0)
+        several = logits.visible.sum(-1) >= 2
+        away = (part.geometry.query_positions[:1].double().unsqueeze(-1) - key_positions.unsqueeze(-2)).abs()
+        leads = margin.total > 0
+        of_queries = {
+            "position_share": parts.position_share,
+            "agreement": parts.agreement,
+            "divergence_from_position": parts.divergence_from_position,
+            "divergence_from_content": parts.divergence_from_content,
+            "content_range": content_range(logits),
+            "inverse_temperature": logits.inverse_temperature.double(),
+            "entropy": -torch.special.xlogy(parts.posterior, parts.posterior).sum(-1),
+            "distance": (parts.posterior * away).sum(-1),
+            "first": parts.posterior[..., 0],
+            "sink": leads.double(),
+            "sink_content": margin.content.masked_fill(~leads, torch.nan),
+            "sink_position": margin.position.masked_fill(~leads, torch.nan),
+        }
+        for name, values in of_queries.items():
+            found[name].append(values.masked_fill(~several, torch.nan).cpu())
+    whole = {name: torch.cat(values, -1) for name, values in found.items()}
+    if bool(whole["entropy"].isnan().all(-1).any()):
+        raise ValueError("no query of the text sees two keys: there is nothing to account for")
+    means = {
+        name: with_nulls((values.nanmedian(-1).values if name.startswith("sink_") else values.nanmean(-1)).tolist())
+        for name, values in whole.items()
+    }
+    return [
+        cast("HeadAccount", {"head": head} | dict(zip(means, own, strict=True)))
+        for head, own in enumerate(zip(*means.values(), strict=True))
+    ]
+
+
+def _first_text(problem: Problem) -> AttentionLogits:
+    """In float64, ``(H, Lq, Lk)``."""
+    logits = problem_logits(problem)
+    content, position = logits.content[0].double(), logits.position[0].double()
+    return AttentionLogits(content, position, logits.visible[0], logits.inverse_temperature[0])
 
 
 # ---- parts
@@ -220,33 +328,25 @@ def _prior_of(layer: LayerAttention) -> Prior:
     return Uniform(layer.problem.query.shape[1]) if prior is None else prior
 
 
-def _priors(priors: Sequence[Prior], scales: Sequence[SSMax | None], length: int) -> list[dict[str, Any]]:
-    applied = [*zip(priors, scales, strict=True)]
-    roles = [head_roles(prior, length, logit_scale=scale) for prior, scale in applied]
-    reaches = [
-        {
-            size: effective_reach(prior, size, REACH_SHARES, logit_scale=scale).tolist()
-            for size in {*REACH_LENGTHS, length}
-        }
-        for prior, scale in applied
-    ]
-    rows: list[dict[str, Any]] = [dict(row) for row in prior_rows([*priors], length=length)]
-    for row in rows:
-        layer, head = row["layer"], row["head"]
-        row["role"] = roles[layer][head]
-        row["reach"] = {str(size): [of[head] for of in reaches[layer][size]] for size in REACH_LENGTHS}
-        row["reach_at_length"] = [of[head] for of in reaches[layer][length]]
+def _priors(layer: int, prior: Prior, scale: SSMax | None, length: int, *, causal: bool) -> list[dict[str, Any]]:
+    """Describe the prior of each head of a layer, with roles and reach as attention applies the prior."""
+    roles = head_roles(prior, length, logit_scale=scale)
+    reach = {
+        size: effective_reach(prior, size, REACH_SHARES, logit_scale=scale).T.tolist()
+        for size in {*REACH_LENGTHS, length}
+    }
+    rows: list[dict[str, Any]] = [dict(row) for row in prior_rows([prior], length=length)]
+    ahead = []
+    if not causal:  # at the distances of the curve
+        places = torch.tensor(curve_distances(length))
+        ahead = prior.log_prior(torch.zeros(1, dtype=torch.int64), places, torch.float64)[:, 0].tolist()
+    for head, row in enumerate(rows):
+        row["layer"], row["role"] = layer, roles[head]
+        row["reach"] = {str(size): reach[size][head] for size in REACH_LENGTHS}
+        row["reach_at_length"] = reach[length][head]
+        if ahead:
+            row["log_prior_ahead"] = ahead[head]
     return rows
-
-
-def _ahead(prior: Prior, head: int, length: int) -> list[float]:
-    """The log-prior of keys that follow the query, at the distances of the curve."""
-    places = torch.tensor(curve_distances(length))
-    return prior.log_prior(torch.zeros(1, dtype=torch.int64), places, torch.float64)[head, 0].detach().tolist()
-
-
-def _logit_scales(layers: Sequence[LayerAttention]) -> list[dict[str, Any]]:
-    return [dict(row) for row in logit_scale_rows([layer.module for layer in layers])]
 
 
 def _passkey(given: Inspected, plan: InspectionPlan, roles: dict[tuple[int, int], str]) -> dict[str, Any]:
@@ -262,20 +362,17 @@ def _passkey(given: Inspected, plan: InspectionPlan, roles: dict[tuple[int, int]
         return {"reason": str(error)}
     rows, answered = _needle_weights(given, sample)
     chosen = _say_most(rows, roles) if plan.heads is None else dict.fromkeys(plan.heads, "named")
+    ends = (0, sample.needle_start, sample.needle_end, sample.question_start, sample.answer_start, len(sample.tokens))
+    parts = dict(zip(("instruction", "needle", "filler", "question", "answer"), pairwise(ends), strict=True))
+    named = {
+        f"{part}_tokens": [_token(given, token) for token in sample.tokens[slice(*parts[part])].tolist()]
+        for part in ("needle", "question", "answer")
+    }
+    del parts["answer"]
     return {
         "tokens": len(sample.prompt),
-        "instruction": [0, sample.needle_start],
-        "needle": [sample.needle_start, sample.needle_end],
-        "filler": [sample.needle_end, sample.question_start],
-        "question": [sample.question_start, sample.answer_start],
-        **{
-            f"{part}_tokens": [_token(given, token) for token in sample.tokens[start:stop].tolist()]
-            for part, start, stop in (
-                ("needle", sample.needle_start, sample.needle_end),
-                ("question", sample.question_start, sample.answer_start),
-                ("answer", sample.answer_start, len(sample.tokens)),
-            )
-        },
+        **{part: [*ends] for part, ends in parts.items()},
+        **named,
         "key": str(sample.key),
         "answered": answered,
         "heads": rows,
@@ -297,10 +394,10 @@ def _needle_weights(given: Inspected, sample: PasskeySample) -> tuple[list[dict[
 
     def see(layer: LayerAttention) -> None:
         weights = _weights(layer.problem.rows(slice(last, last + 1)))[:, 0]
-        parts = (weights[:, needle].sum(-1), weights[:, 0], weights[:, needle].amax(-1))
-        for head, (on_needle, on_first, highest) in enumerate(zip(*(part.tolist() for part in parts), strict=True)):
-            row = {"layer": layer.index, "head": head, "needle": on_needle, "first": on_first, "highest": highest}
-            rows.append(row)
+        parts = torch.stack([weights[:, needle].sum(-1), weights[:, 0], weights[:, needle].amax(-1)], -1)
+        for head, found in enumerate(parts.tolist()):
+            own = zip(("needle", "first", "highest"), found, strict=True)
+            rows.append({"layer": layer.index, "head": head, **dict(own)})
 
     with observed_attention(given.model, see):
         logits = given.read(sample.tokens[:-1]).logits[0]
@@ -361,17 +458,13 @@ def _additive(given: Inspected, tokens: Tensor, why_no_text: str | None, *, caus
     visible = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=split.bias.device)
     visible = visible.tril() if causal else visible
     numbers = {name: values.tolist() for name, values in split.spreads(visible).items()}
-    audit = first_layer_linear_audit(given.model, tokens) if given.positions() == LinearToy.name else None
-    if audit is not None:
+    found: dict[str, Any] = {"tokens": len(tokens)}
+    if given.positions() == LinearToy.name:
+        audit = first_layer_linear_audit(given.model, tokens)
+        found["threshold"] = audit.threshold
         numbers |= _linear(audit, visible)
-    return {
-        "tokens": len(tokens),
-        **({} if audit is None else {"threshold": audit.threshold}),
-        "heads": [
-            {"head": head, **{name: values[head] for name, values in numbers.items()}}
-            for head in range(len(numbers["bias"]))
-        ],
-    }
+    of_heads = enumerate(zip(*numbers.values(), strict=True))
+    return found | {"heads": [{"head": head, **dict(zip(numbers, own, strict=True))} for head, own in of_heads]}
 
 
 def _linear(audit: LinearAudit, visible: Tensor) -> dict[str, list[Any]]:

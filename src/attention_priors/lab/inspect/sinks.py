@@ -120,16 +120,10 @@ def sink_mass_rows(model: PreTrainedModel, texts: Sequence[Tensor], *, factors: 
     queries = sum(len(text) - 1 for text in texts)
     means = torch.stack([*totals.values()]) / queries
     return [
-        {
-            "layer": layer,
-            "head": head,
-            "factor": float(factor),
-            "signal": float(factor * means[layer, -1, head]),
-            "mass": float(means[layer, place, head]),
-        }
-        for layer in range(len(totals))
-        for head in range(means.shape[2])
-        for place, factor in enumerate(factors)
+        SinkMassRow(layer=layer, head=head, factor=factor, signal=factor * own[-1], mass=own[place])
+        for layer, of_layer in enumerate(means.transpose(1, 2).tolist())
+        for head, own in enumerate(of_layer)
+        for place, factor in enumerate(map(float, factors))
     ]
 
 

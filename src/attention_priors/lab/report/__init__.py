@@ -2,7 +2,7 @@
 
 ``attention-priors report`` reads the rows of a study (:class:`attention_priors.lab.results.Results`) and calls
 :func:`write_report`, in ``pages/study.py``. Where a page says ``<!-- table: NAME -->`` it puts the table of that name:
-``tables/__init__.py`` collects them from four files, whose docstrings name theirs. Figures likewise, from ``figures``.
+:func:`~attention_priors.lab.report.tables.tables` makes it. Figures come likewise from ``figures``.
 """
 
 from attention_priors.lab.report.evaluation import evaluation_results, evaluation_tables, write_evaluation_figures

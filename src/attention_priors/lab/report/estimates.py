@@ -232,16 +232,19 @@ def gaussian_heads(priors: Frame) -> Frame:
     return pd.DataFrame(found, columns=["scheme", "layer", "theta_alpha", "beta"])
 
 
-def halves(row: Any) -> dict[int, int]:
-    """Return the distance that holds half of a head's prior, by length of the text; the training length is first."""
-    return {int(length): half for length, half in row.half.items()}
+def halves(results: Results) -> dict[str, list[dict[int, int]]]:
+    """Return the distance that holds half of each head's prior, by scheme and length; training lengths are first."""
+    return {
+        name: [{int(length): half for length, half in found.items()} for found in own.half]
+        for name, own in by_scheme(results["prior_reach"])
+    }
 
 
 def sight(found: Mapping[int, int], length: int | None = None) -> str:
     """Return what a head is called in a text of a length, by default the training length.
 
     Args:
-        found: Distances as :func:`halves` returns them.
+        found: Distances of a head as :func:`halves` returns them.
         length: Length of the text in tokens.
     """
     length = next(iter(found)) if length is None else length

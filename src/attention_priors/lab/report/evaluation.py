@@ -18,13 +18,13 @@ from matplotlib.patches import Patch
 
 from attention_priors.lab.data.genomes import NUCLEOTIDES
 from attention_priors.lab.evaluate import Continuation, Summary
+from attention_priors.lab.intervals import Estimate
 from attention_priors.lab.report.estimates import by_task, loss_measure
 from attention_priors.lab.report.figures import curves, layout, write_pngs
 from attention_priors.lab.report.figures.heatmaps import depth_heatmap
 from attention_priors.lab.report.figures.style import COLOURS, blank, look, png, tidy
-from attention_priors.lab.report.table import ABSENT, Cell, Table
-from attention_priors.lab.report.tables.scores import answer_tokens, share_lines
-from attention_priors.lab.report.tables.study import timing
+from attention_priors.lab.report.table import Cell, Table
+from attention_priors.lab.report.tables import answer_tokens, columns_of, percents, share_lines, timing
 from attention_priors.lab.report.wording import counted, decimals, quantity, wording
 from attention_priors.lab.results import FORMAT, Frame, Results
 from attention_priors.lab.tasks import gc_correlation, gc_trajectory
@@ -62,13 +62,14 @@ def evaluation_tables(results: Results) -> list[Table]:
 
 def _scores(results: Results) -> Table:
     rows = results["retrieval"]
-    lengths = sorted(rows.length.unique())
     lines = []
     for task, own in by_task(rows):
-        counts = sorted({*own.groupby("length").trials.sum()})
-        texts = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-        lines.append([task, texts, *next(iter(share_lines(own, lengths).values()))[0][1:]])
-    return Table("retrieval", wording("evaluated_scores"), ["task", "texts", *map(str, lengths)], lines)
+        counts = own.groupby("length").trials.sum()
+        texts = "–".join(map(str, dict.fromkeys((counts.min(), counts.max()))))
+        (((_, cells),),) = share_lines(own).values()
+        lines.append(([task, texts], cells))
+    about = wording("evaluated_scores")
+    return Table.across("retrieval", about, ["task", "texts"], columns_of(rows.length), lines, words=1)
 
 
 def _stops(results: Results) -> Table:
@@ -110,12 +111,13 @@ def _weights(results: Results) -> Table:
     """The heads that give the pass key most at any length."""
     rows = results["needle_weight"]
     most = rows.groupby(["layer", "head"]).weight.max().sort_values(ascending=False, kind="stable").index[:_HEADS]
-    lengths, cells = sorted(rows.length.unique()), {}
-    for row in rows.itertuples():
-        share = 100 * np.clip([row.weight, row.low, row.high], 0, 1)
-        cells[row.layer, row.head, row.length] = Cell.of(share, "{:.1f}".format)
-    lines = [[f"{layer}.{head}", *(cells.get((layer, head, n), ABSENT) for n in lengths)] for layer, head in most]
-    return Table("needle_weights", wording("evaluated_weights", heads=_HEADS), ["head", *map(str, lengths)], lines)
+    lines = []
+    for layer, head in most:
+        own = rows[(rows.layer == layer) & (rows["head"] == head)].itertuples()
+        found = {row.length: Estimate(row.weight, row.low, row.high) for row in own}
+        lines.append(([f"{layer}.{head}"], percents(found)))
+    about = wording("evaluated_weights", heads=_HEADS)
+    return Table.across("needle_weights", about, ["head"], columns_of(rows.length), lines)
 
 
 def write_evaluation_figures(summary: Summary, results: Results, folder: Path) -> list[Path]:

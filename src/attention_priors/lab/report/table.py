@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 from pylatexenc.latexencode import RULE_DICT, UnicodeToLatexConversionRule, UnicodeToLatexEncoder
@@ -69,6 +69,29 @@ class Table:
     header: Sequence[str]
     lines: Sequence[Line]
     words: int = 1
+
+    @classmethod
+    def across(
+        cls,
+        name: str,
+        caption: str,
+        first: Sequence[str],
+        columns: Mapping[Any, str],
+        lines: Iterable[tuple[Line, Mapping[Any, Cell | str]]],
+        words: int | None = None,
+    ) -> Table:
+        """Return a table of lines that know the columns of their cells; a dash stands where a line has no cell.
+
+        Args:
+            name: As for a table.
+            caption: As for a table.
+            first: Headings of the first columns.
+            columns: The heading of each further column.
+            lines: The first cells of each line, and its further cells by column.
+            words: As for a table; by default all first columns hold words.
+        """
+        whole = [[*lead, *(cells.get(column, ABSENT) for column in columns)] for lead, cells in lines]
+        return cls(name, caption, [*first, *columns.values()], whole, len(first) if words is None else words)
 
     @property
     def merged(self) -> list[list[Cell | str]]:

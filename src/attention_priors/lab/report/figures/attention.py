@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
+from attention_priors.lab.report.figures.layout import panel_grid
 from attention_priors.lab.report.figures.scales import set_ticks
 from attention_priors.lab.report.figures.style import blank, label
 
@@ -34,9 +35,8 @@ def layer_maps(found: Mapping[str, Any]) -> Figure | None:
     panels = [("the prior's share, %", rows, "position_share"), ("first token's weight, %", rows, "first")]
     panels += [("weight on the pass key, %", asked, "needle")] if asked else []
     layers, heads = len(found["layers"]), max(layer["heads"] for layer in found["layers"])
-    figure = blank(1.3 + 0.16 * max(layers, 6))
-    grid: Any = figure.subplots(1, len(panels), sharey=True, squeeze=False)
-    for axes, (title, values, key) in zip(grid.flat, panels, strict=True):
+    figure, grid = panel_grid(len(panels), len(panels), 0.16 * max(layers, 6), base=1.3, sharey=True)
+    for axes, (title, values, key) in zip(grid, panels, strict=True):
         table = np.full((layers, heads), np.nan)
         for row in values:
             table[row["layer"], row["head"]] = 100 * row[key]
@@ -47,7 +47,7 @@ def layer_maps(found: Mapping[str, Any]) -> Figure | None:
             set_ticks(axis, range(0, size, max(1, math.ceil(size / 8))))
         axes.tick_params(labelsize=8.5)
         figure.colorbar(image, ax=axes, shrink=0.85, location="bottom", pad=0.02).ax.tick_params(labelsize=8)
-    grid[0, 0].set_ylabel("layer", fontsize=9)
+    grid[0].set_ylabel("layer", fontsize=9)
     return figure
 
 

@@ -19,7 +19,7 @@ from attention_priors.lab.report.comparisons import Comparison
 from attention_priors.lab.report.estimates import KINDS, LossMeasure, by_scheme, over, schemes_in
 from attention_priors.lab.report.figures import layout, scales
 from attention_priors.lab.report.figures.layout import Draw, Looks, figure_of_lines, line_key, training_key
-from attention_priors.lab.report.figures.style import GREY, Look, blank, label, tidy
+from attention_priors.lab.report.figures.style import GREY, Look, label, tidy
 from attention_priors.lab.report.wording import listing, multiple, quantity, rough
 from attention_priors.lab.results import Frame, Results
 
@@ -229,9 +229,8 @@ def copying_by_length(results: Results) -> Figure | None:
         return None
     lengths = sorted(rows.length.unique())
     spread = " (bands: 95 % interval)" if _several_seeds(rows, shown) else ""
-    figure = blank(6.6)
-    grid: Any = figure.subplots(2, 2, sharex=True)
-    for axes, (kind, words) in zip(grid.flat, KINDS.items(), strict=True):
+    figure, grid = layout.panel_grid(len(KINDS), 2, 3.3, base=0, sharex=True)
+    for axes, (kind, words) in zip(grid, KINDS.items(), strict=True):
         tidy(axes)
         curves = {name: estimates.points(estimates.excess_losses(rows[rows.scheme == name], kind)) for name in shown}
         for name, points in curves.items():
@@ -244,8 +243,8 @@ def copying_by_length(results: Results) -> Figure | None:
         scales.token_axis(axes, lengths, (lengths[0], lengths[-1]), _trained(results, shown), True)
         axes.tick_params(labelsize=8.5)
         axes.set_title(words, loc="left", fontsize=10)
-        axes.set_xlabel("length of the row, tokens" if axes in grid[-1] else "", fontsize=9)
-        axes.set_ylabel(f"loss above the optimum's,\nnats per token{spread}" if axes in grid[:, 0] else "", fontsize=9)
+        axes.set_xlabel("length of the row, tokens" if axes in grid[2:] else "", fontsize=9)
+        axes.set_ylabel(f"loss above the optimum's,\nnats per token{spread}" if axes in grid[::2] else "", fontsize=9)
     layout.legend_below(figure, [*(line_key(one, name) for name, one in shown.items()), training_key()], columns=4)
     return figure
 

@@ -18,9 +18,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from attention_priors.lab.report.comparisons import Comparison, overview
-from attention_priors.lab.report.estimates import NEAR, STRONG, by_scheme, gaussian_heads, halves, schemes_in, sight
+from attention_priors.lab.report.estimates import NEAR, STRONG, by_scheme, gaussian_heads, halves, sight
 from attention_priors.lab.report.figures import scales, style
-from attention_priors.lab.report.figures.layout import Looks, figure_of, legend_below, line_key
+from attention_priors.lab.report.figures.layout import Looks, figure_of, legend_below, line_key, panel_grid
 from attention_priors.lab.report.figures.style import COLOURS, GREY, MARKERS, blank, label
 from attention_priors.lab.report.wording import percent
 from attention_priors.lab.results import Frame, Results
@@ -86,13 +86,9 @@ def prior_terms(rows: Frame, scheme: str) -> Figure | None:
 
 def _curves(panels: Mapping[str, Frame], scheme: str, columns: int, words: Sequence[str], height: float) -> Figure:
     """Draw a panel of heads for each title; words of the x axes stand below the last panel of each column."""
-    lines = math.ceil(len(panels) / columns)
     heads = sorted({head for own in panels.values() for head in own["head"]})
-    figure = blank(1.2 + height * lines)
-    grid: Any = figure.subplots(lines, columns, sharex="col", sharey=True, squeeze=False)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
-    for place, (axes, (title, own)) in enumerate(zip(grid.flat, panels.items(), strict=False)):
+    figure, grid = panel_grid(len(panels), columns, height, base=1.2, sharex="col", sharey=True)
+    for place, (axes, (title, own)) in enumerate(zip(grid, panels.items(), strict=True)):
         for row in own.itertuples():
             shade = _shade(heads.index(row.head), len(heads))
             behind, ahead = row.log_prior, _ahead(row)
@@ -363,20 +359,15 @@ def logit_scales(results: Results, compared: Sequence[Comparison] | None = None)
 
 def prior_reach(results: Results) -> Figure | None:
     """Draw the distance that holds half of each head's prior, against the length of the text: a panel per scheme."""
-    rows = results["prior_reach"]
-    shown = [name for name in overview(results) if name in schemes_in(rows)]
+    found = halves(results)
+    shown = [name for name in overview(results) if name in found]
     if not shown:
         return None
-    found = {name: [halves(row) for row in own.itertuples()] for name, own in by_scheme(rows)}
     lengths = sorted({length for own in found.values() for half in own for length in half})
     columns = 2 if len(shown) == 4 else min(3, len(shown))  # none left alone in a line
-    lines = math.ceil(len(shown) / columns)
-    figure = blank(0.8 + 2.0 * lines)
-    grid: Any = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
-    for axes in grid.flat[len(shown) :]:
-        axes.set_visible(False)
+    figure, grid = panel_grid(len(shown), columns, 2.0, base=0.8, sharex=True, sharey=True)
     powers = [2.0**k for k in range(40) if NEAR < 2**k <= lengths[-1] / 2]
-    for place, (axes, name) in enumerate(zip(grid.flat, shown, strict=False)):
+    for place, (axes, name) in enumerate(zip(grid, shown, strict=True)):
         style.tidy(axes)
         for half in found[name]:
             options = _SIGHTS[sight(half)] | {"linewidth": 1.2, "alpha": 0.5, "gid": f"reach:{name}:{sight(half)}"}

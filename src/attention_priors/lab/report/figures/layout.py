@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -101,16 +102,30 @@ def legend_below(figure: Figure, keys: Sequence[Artist], columns: int = 3) -> No
     figure.legend(handles=[*keys], loc="outside lower center", ncols=columns, frameon=False, fontsize=9.5)
 
 
+def panel_grid(count: int, columns: int, height: float, base: float, **options: Any) -> tuple[Figure, list[Axes]]:
+    """Return a figure with some panels, a few in a line.
+
+    Args:
+        count: How many panels there are.
+        columns: How many stand in a line.
+        height: Height of a line in inches.
+        base: Height of everything else in inches.
+        options: As for ``Figure.subplots``.
+    """
+    lines = math.ceil(count / columns)
+    figure = blank(base + height * lines)
+    grid = [*figure.subplots(lines, columns, squeeze=False, **options).flat]
+    for axes in grid[count:]:
+        axes.set_visible(False)
+    return figure, grid[:count]
+
+
 def _in_panels(shown: Sequence[tuple[Comparison, list[str]]], draw: Draw, key: Key) -> Figure:
     """Draw a panel for each comparison, two in a line."""
     columns = min(2, len(shown))
-    lines = math.ceil(len(shown) / columns)
-    legends = [math.ceil((len(names) + 2) / _beside(one, columns)) for one, names in shown]
-    figure = blank(0.2 + (2.6 + _LEGEND_LINE * max(legends)) * lines)
-    grid = figure.subplots(lines, columns, squeeze=False)
-    for axes in grid.flat[len(shown) :]:
-        axes.set_visible(False)
-    for axes, (one, names) in zip(grid.flat, shown, strict=False):
+    legend = max(math.ceil((len(names) + 2) / _beside(one, columns)) for one, names in shown)
+    figure, grid = panel_grid(len(shown), columns, 2.6 + _LEGEND_LINE * legend, base=0.2)
+    for axes, (one, names) in zip(grid, shown, strict=True):
         tidy(axes)
         axes.tick_params(labelsize=8.5)
         own = {name: look(index) for index, name in enumerate(names)}
@@ -128,4 +143,4 @@ def _in_panels(shown: Sequence[tuple[Comparison, list[str]]], draw: Draw, key: K
 
 def _beside(comparison: Comparison, columns: int) -> int:
     """Return how many names fit beside each other: two short ones under a panel half as wide as the figure."""
-    return (1 if max(map(len, comparison.values.values())) > _LONG_NAME else 2) * (1 if columns == 2 else 2)
+    return (1 if max(map(len, comparison.values.values())) > _LONG_NAME else 2) * (3 - columns)

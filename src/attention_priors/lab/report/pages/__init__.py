@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from attention_priors._io import write_bytes
+from attention_priors.lab.inspect.priors import REACH_LENGTHS
 from attention_priors.lab.report.wording import duration, moment, quantity
 
 
@@ -21,6 +24,20 @@ def render(template: str, **content: Any) -> str:
     environment = Environment(loader=loader, autoescape=True, **options)
     environment.filters |= {"duration": duration, "moment": moment, "quantity": quantity}
     return environment.get_template(template).render(**content)
+
+
+def write_explorer(path: Path) -> None:
+    """Write the page on which people drag the parameters of priors as one HTML file without a network or a server.
+
+    It has about 5 MB: nearly all of them are plotly's code, which draws.
+
+    Args:
+        path: The file; its folder is made if it is not there.
+    """
+    from plotly.offline import get_plotlyjs  # takes long to import, and no other page needs it
+
+    page = render("explorer.html", lengths=REACH_LENGTHS, plotly=get_plotlyjs())
+    write_bytes(Path(path), page.encode())
 
 
 def embedded_figure(drawing: bytes, alt: str) -> dict[str, Any]:

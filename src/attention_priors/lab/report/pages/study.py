@@ -18,10 +18,7 @@ from attention_priors.lab.report.figures.scales import DEPTH_OF_CUT
 from attention_priors.lab.report.figures.style import looks, png
 from attention_priors.lab.report.pages import embedded_figure, render
 from attention_priors.lab.report.table import Table
-from attention_priors.lab.report.tables import tables, write_tables
-from attention_priors.lab.report.tables.heads import heads
-from attention_priors.lab.report.tables.scores import passkey_overview
-from attention_priors.lab.report.tables.study import accuracy
+from attention_priors.lab.report.tables import accuracy, heads, passkey_overview, tables, write_tables
 from attention_priors.lab.report.wording import percent, wording
 from attention_priors.lab.results import Frame, Results
 

@@ -1,0 +1,460 @@
+"""The tables of a study: what its models retrieve and lose, what became of their priors, and how they were made."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from attention_priors._io import number, write_bytes
+from attention_priors.lab.intervals import cut_to_share, over_seeds, wilson_interval
+from attention_priors.lab.report import estimates
+from attention_priors.lab.report.comparisons import comparisons
+from attention_priors.lab.report.estimates import KINDS, NEAR, STRONG, by_scheme, over, own_passkeys
+from attention_priors.lab.report.table import ABSENT, Cell, Table
+from attention_priors.lab.report.wording import decimals, duration, listing, multiple, quantity, wording
+from attention_priors.lab.results import Frame, Results
+
+_POSITIONS = 6
+"""Ranges of positions in a table; the figures have all."""
+
+_HEADINGS = {
+    "alpha": "scale α, tokens", "beta": "shape β", "mu": "location μ, tokens", "amplitude": "amplitude, nats",
+    "theta_alpha": "θα", "theta_beta": "θβ", "theta_mu": "θμ",
+}  # fmt: skip
+"""Headings of the parameters of a Generalized Gaussian."""
+
+_tenths = "{:.1f}".format
+_thousandths = "{:.3f}".format
+
+
+def tables(results: Results) -> dict[str, Table]:
+    """Return every table of a study by name; those that there is no data for have no lines."""
+    makers = (
+        accuracy, passkey, perplexity, copying, retrieval, answer_tokens, plan_losses, completions, needle_weights,
+        timing, axes, extension, head_counts, prior_mass, prior_reach, training, runs,
+    )  # fmt: skip
+    return {table.name: table for table in (make(results) for make in makers)}
+
+
+def write_tables(made: dict[str, Table], folder: Path) -> list[Path]:
+    """Write tables as Markdown and as LaTeX, and remove the files of those that there is no data for any more.
+
+    Args:
+        made: What :func:`tables` returned.
+        folder: Where to; made if there is something to write.
+
+    Returns:
+        The files.
+    """
+    written = []
+    for name, table in made.items():
+        for ending, form in (("md", table.markdown), ("tex", table.latex)):
+            path = folder / f"{name}.{ending}"
+            if table.lines:
+                write_bytes(path, form().encode())
+                written.append(path)
+            else:
+                path.unlink(missing_ok=True)
+    return written
+
+
+def columns_of(values: Iterable[Any]) -> dict[Any, str]:
+    """Return a column for each length or size, rising."""
+    return {value: str(value) for value in sorted({*values})}
+
+
+def percents(found: dict[Any, Any]) -> dict[Any, Cell]:
+    """Write shares in percent with one decimal, their intervals cut to 0 to 100."""
+    return {key: Cell.of([100 * end for end in cut_to_share(one)], _tenths) for key, one in found.items()}
+
+
+# ---- what schemes retrieve, and the attention that goes there
+
+
+def share_lines(rows: Frame) -> dict[str, list[tuple[str, dict[int, Cell]]]]:
+    """Return each scheme's shares by length: over all texts and, where there are several seeds, over seeds."""
+    pooled = estimates.shares_by_length(rows)
+    lines: dict[str, list[tuple[str, dict[int, Cell]]]] = {}
+    for name, own in by_scheme(estimates.shares(rows, "scheme", "length", "seed")):
+        cells = [*pooled[pooled.scheme == name].itertuples()]
+        lines[name] = [("texts", {cell.length: _share(cell) for cell in cells})]
+        if (seeds := own.seed.nunique()) > 1:
+            found = over(own, "length", "share")
+            of_seeds = {cell.length: Cell.of_share(found[cell.length], _mark(cell)) for cell in cells}
+            lines[name].append((f"{seeds} seeds", of_seeds))
+    return lines
+
+
+def _mark(cell: Any) -> str:
+    return "" if cell.complete else "†"
+
+
+def _share(cell: Any, best: bool = False) -> Cell:
+    """Write a row of :func:`~attention_priors.lab.report.estimates.shares_by_length`."""
+    return Cell.of_share((cell.share, cell.low, cell.high), _mark(cell), best)
+
+
+def passkey(results: Results) -> Table:
+    """Shares of the recipe's own pass keys, by length."""
+    rows = own_passkeys(results)
+    lines = [([name, kind], cells) for name, own in share_lines(rows).items() for kind, cells in own]
+    return Table.across("passkey", wording("passkey"), ["scheme", "over"], columns_of(rows.length), lines)
+
+
+def passkey_overview(results: Results) -> Table:
+    """Shares of the recipe's own pass keys for a terminal and the top of a page: a line per scheme, the best bold."""
+    cells, trained = estimates.shares_by_length(own_passkeys(results)), results.context_lengths
+    best, columns, lines = estimates.best_shares(cells), columns_of(cells.length), []
+    for name in results.names if len(cells) else ():
+        own = cells[cells.scheme == name].itertuples()
+        lines.append(([name], {c.length: _share(c, bool(c.complete and c.share == best.get(c.length))) for c in own}))
+    if one := len(trained) == 1:
+        columns = {n: f"{n}\n{multiple(n / trained[0])}×" for n in columns}
+    words = wording("passkey_overview", trained=one, complete=cells.complete.all())
+    return Table.across("passkey_overview", words, ["scheme"], columns, lines)
+
+
+def retrieval(results: Results) -> Table:
+    """Scores of the tasks of each plan that retrieve, by length."""
+    rows = results["retrieval"].dropna(subset="plan")
+    lines = [
+        ([title, name, kind], cells)
+        for title, task in estimates.by_task(rows)
+        for name, own in share_lines(task).items()
+        for kind, cells in own
+    ]
+    first = ["plan and task", "scheme", "over"]
+    return Table.across("retrieval", wording("retrieval"), first, columns_of(rows.length), lines)
+
+
+def answer_tokens(results: Results) -> Table:
+    """Which tokens of the answers come out right, in the tasks that have one right answer."""
+    rows = results["retrieval"].dropna(subset="token_accuracy")
+    rows = rows.assign(tokens_right=[right if isinstance(right, list) else [] for right in rows.tokens_right])
+    places = range(1, 1 + max(map(len, rows.tokens_right), default=0))
+    lines = [
+        ([f"{title}, answer's tokens", name, str(length)], _tokens(here))
+        for title, task in estimates.by_task(rows)
+        for name, own in by_scheme(task)
+        for length, here in own.groupby("length")
+    ]
+    first, columns = ["plan and task", "scheme", "length"], {"all": "all"} | columns_of(places)
+    return Table.across("answer_tokens", wording("answer_tokens"), first, columns, lines, words=2)
+
+
+def _tokens(rows: Frame) -> dict[Any, Cell]:
+    """Return the cells of one scheme at one length: all tokens of the answers together, and each place."""
+    seeds = [np.average(own.token_accuracy, weights=own.trials) for _, own in rows.groupby("seed")]
+    cells: dict[Any, Cell] = {"all": Cell.of_share(over_seeds(seeds))}
+    trials = int(rows.trials.sum())
+    # A place that some texts do not have is left out.
+    for place, counts in enumerate(zip(*rows.tokens_right, strict=False), start=1):
+        cells[place] = Cell.of_share((sum(counts) / trials, *wilson_interval(sum(counts), trials)))
+    return cells
+
+
+def needle_weights(results: Results) -> Table:
+    """How much of the attention the pass key gets, by length."""
+    rows = results["needle_weight"]
+    lines = [
+        ([str(plan), name], percents(over(own, "length", "weight")))
+        for plan, of_plan in rows.groupby("plan", sort=False)
+        for name, own in by_scheme(estimates.leading_heads(of_plan))
+    ]
+    about = wording("needle_weights")
+    return Table.across("needle_weights", about, ["plan", "scheme"], columns_of(rows.length), lines)
+
+
+# ---- losses
+
+
+class Losses:
+    """Losses by position as cells in their measure.
+
+    Attributes:
+        rows: Perplexity rows.
+        measure: What is made of the losses.
+        beyond: Ranges of positions beyond the shortest training length; of many, some.
+        straddles: Whether a range is neither within the shortest training length nor beyond it.
+        documents: Number of documents, such as "7", or "4 or 7" where models read different numbers; empty if unknown.
+    """
+
+    def __init__(self, results: Results, rows: Frame) -> None:
+        self._results, self.rows, self.measure = results, rows[rows.position.notna()], estimates.loss_measure(results)
+        shortest = min((results.context_length(name) for name in estimates.schemes_in(self.rows)), default=0)
+        positions = sorted(self.rows.position.unique())
+        beyond = [position for position in positions if estimates.first_of_range(position) >= shortest]
+        places = np.linspace(0, len(beyond) - 1, min(len(beyond), _POSITIONS)).round().astype(int)
+        self.beyond = [beyond[place] for place in places]
+        self.straddles = any(estimates.first_of_range(p) < shortest <= estimates.end_of_range(p) for p in positions)
+        self.documents = " or ".join(f"{count:.0f}" for count in sorted(self.rows.documents.dropna().unique()))
+
+    def at(self, scheme: str, position: float) -> Cell:
+        """Write a scheme's loss in one range of positions."""
+        return self.cell(self.rows[(self.rows.scheme == scheme) & (self.rows.position == position)])
+
+    def within_training(self, scheme: str) -> Cell:
+        """Write a scheme's loss over the ranges of positions that end within its training length."""
+        rows, length = self.rows[self.rows.scheme == scheme], self._results.context_length(scheme)
+        return self.cell(rows[[estimates.end_of_range(position) < length for position in rows.position]])
+
+    def cell(self, rows: Frame) -> Cell:
+        """Write the loss of some rows of a scheme."""
+        losses = estimates.mean_losses(rows)
+        return Cell.of(self.measure.estimate(losses), self.measure.written) if losses else Cell(ABSENT)
+
+
+def own_losses(results: Results) -> Losses:
+    """Return the losses on the recipe's own texts."""
+    return Losses(results, results["perplexity"][results["perplexity"].plan.isna()])
+
+
+def perplexity(results: Results) -> Table:
+    """Losses within the training length and beyond."""
+    losses = own_losses(results)
+    lines = [
+        [name, str(own.seed.nunique()), losses.within_training(name), *(losses.at(name, p) for p in losses.beyond)]
+        for name, own in by_scheme(losses.rows)
+    ]
+    words = wording("perplexity", measure=losses.measure, straddles=losses.straddles, documents=losses.documents)
+    header = ["scheme", "seeds", "within\ntraining", *(f"{position:.0f}" for position in losses.beyond)]
+    return Table("perplexity", words, header, lines)
+
+
+def plan_losses(results: Results) -> Table:
+    """Losses on the texts of each plan."""
+    lines = []
+    for title, rows in estimates.by_text(results["perplexity"]):
+        losses = Losses(results, rows)
+        if losses.documents:
+            title += f"; documents: {losses.documents}"
+        for name, own in by_scheme(losses.rows):
+            lines.append([title, name, str(own.seed.nunique()), losses.within_training(name), losses.cell(own)])
+    header = ["plan, task and texts", "scheme", "seeds", "within\ntraining", "all\npositions"]
+    words = wording("losses", measure=estimates.loss_measure(results))
+    return Table("losses", words, header, lines, words=2)
+
+
+def copying(results: Results) -> Table:
+    """Losses in the copy-mixture task, by length of the row."""
+    rows, written = results["copying"], partial(decimals, digits=3)
+    columns, lines = columns_of(rows.length), []
+    for kind, words in KINDS.items():
+        own = rows[rows.kind == kind]
+        expected = dict(zip(own.length, own.expected_nll.map(_thousandths), strict=True))
+        if columns and expected.keys() == columns.keys():
+            lines.append((["the optimum", words], expected))
+    for name, own in by_scheme(rows):
+        for kind, words in KINDS.items():
+            found = estimates.excess_losses(own, kind)
+            lines.append(([name, words], {length: Cell.of(one, written) for length, one in found.items()}))
+    return Table.across("copying", wording("copying"), ["scheme", "loss of"], columns, lines)
+
+
+def completions(results: Results) -> Table:
+    """How the genomes of each plan go on."""
+    lines = []
+    for (plan, length), rows in results["completion"].groupby(["plan", "length"], sort=False):
+        for name, own in by_scheme(rows):
+            correlations = [*own.gc_correlation.dropna()]
+            gc = Cell.of(over_seeds(correlations), partial(decimals, digits=2)) if correlations else ABSENT
+            identity = Cell.of(over_seeds([*(100 * own.identity)]), _tenths)
+            title = f"{plan}: {own.pieces.iloc[0]} pieces of {length} tokens"
+            lines.append([title, name, identity, _tenths(100 * own.chance.iloc[0]), gc])
+    header = ["plan and texts", "scheme", "identity, %", "by chance, %", "r of GC"]
+    return Table("completions", wording("completions"), header, lines, words=2)
+
+
+# ---- what the heads' priors became
+
+
+def heads(rows: Frame) -> Table:
+    """Every head of one scheme.
+
+    Args:
+        rows: Prior rows of the scheme, at least one.
+    """
+    rows = rows.sort_values(["seed", "layer", "head"])
+    kinds = sorted(rows.prior.unique())
+    roles = [estimates.role(row.prior, row.parameters) for row in rows.itertuples()]
+    words = f"{len(rows)} heads, {listing([kind.replace('_', ' ') for kind in kinds])}"
+    shown = rows[["seed", "layer", "head"]].astype(str)
+    if len(kinds) > 1:
+        shown["prior"] = rows.prior.str.replace("_", " ")
+    if any(roles):
+        called = estimates.ROLES
+        shown["in words"] = [called.get(found or "", "") for found in roles]
+        words += f": {listing([f'{roles.count(name)} {word}' for name, word in called.items() if name in roles])}"
+    # Another prior may have an alpha too, of another meaning.
+    explained = _HEADINGS if kinds == [estimates.GAUSSIAN] else {}
+    for name in dict.fromkeys(name for own in rows.parameters for name in own):
+        shown[explained.get(name, name)] = [_value(own.get(name)) for own in rows.parameters]
+    return Table("heads_of_scheme", words, [*shown], shown.to_numpy().tolist(), words=0)
+
+
+def _value(value: float | list[float] | None) -> str:
+    return f"{len(value)} numbers" if isinstance(value, list) else quantity(value)
+
+
+def head_counts(results: Results) -> Table:
+    """How many heads are local, and how many retrieve."""
+    gaussian, scales = estimates.gaussian_heads(results["prior"]), results["logit_scale"].dropna(subset="s")
+    lines = []
+    for name in results.names:
+        beta, s = gaussian.beta[gaussian.scheme == name], scales.s[scales.scheme == name]
+        if len(beta) or len(s):
+            clusters = (beta > 0, (beta >= STRONG) & (beta <= 0), beta < STRONG)
+            spread = Cell.of((s.mean(), s.min(), s.max()), quantity)
+            lines.append([name, *(str(cluster.sum()) if len(beta) else ABSENT for cluster in clusters), spread])
+    return Table("heads", wording("heads"), ["scheme", "local", "retrieval", "strong\nretrieval", "s"], lines)
+
+
+def prior_mass(results: Results) -> Table:
+    """Where the prior alone looks, by layer."""
+    rows, places = results["prior_mass"], ["first", "previous", "itself"]
+    lines = []
+    for name, own in by_scheme(rows):
+        layers = own.groupby("layer")
+        # Which layer takes which part may be another one with each seed.
+        parts = [*layers, ("any", own)] if len(layers) > 1 else [*layers]
+        for layer, part in parts:
+            largest = part.groupby("seed")[places].max()
+            cells = [Cell.of_share(over_seeds([*largest[place]])) for place in places]
+            lines.append([name, str(layer), str(own.seed.nunique()), *cells])
+    # Earlier results do not say so, and have no scale in them.
+    words = wording("prior_mass", scaled=rows.scaled.eq(True).any())
+    return Table("prior_mass", words, ["scheme", "layer", "seeds", *places], lines, words=2)
+
+
+def prior_reach(results: Results) -> Table:
+    """How many heads look near and far, and go on to do so as texts grow."""
+    found, lines = estimates.halves(results), []
+    for name, own in found.items():
+        # Runs that were measured when the recipe asked for shorter texts do not know of longer ones.
+        measured = set.intersection(*map(set, own))
+        for called in ("near-sighted", "far-sighted"):
+            trained = [half for half in own if estimates.sight(half) == called]
+            counts = {n: str(sum(estimates.sight(half, n) == called for half in trained)) for n in measured}
+            lines.append(([name, called, str(len(own))], counts))
+    columns = columns_of(length for own in found.values() for half in own for length in half)
+    about, first = wording("prior_reach", near=NEAR), ["scheme", "heads", "of"]
+    return Table.across("prior_reach", about, first, columns, lines, words=2)
+
+
+# ---- how models were made, what they cost, and what each axis and extension comes to
+
+
+def training(results: Results) -> Table:
+    """How the models of each scheme were made."""
+    of_images, lines = results.of_images, []
+    for entry in results.schemes:
+        name, runs = entry["scheme"], results["run"][results["run"].scheme == entry["scheme"]]
+        if not len(runs):
+            continue
+        minutes, loss = runs.train_seconds.mean(skipna=False) / 60, over_seeds([*runs.final_loss])
+        seeds, steps = (", ".join(map(str, sorted(runs[key].unique()))) for key in ("seed", "steps"))
+        length = [] if of_images else [str(results.context_length(name))]
+        size = [str(entry["parameters"]), str(entry["prior_parameters"])]
+        spent = _tenths(minutes) if math.isfinite(minutes) else ABSENT
+        final = _thousandths(loss.mean) if of_images else Cell.of(loss, _thousandths)
+        lines.append([name, entry["description"], seeds, *length, steps, *size, final, spent])
+    header = ["scheme", "made by", "seeds", "tokens", "steps", "parameters", "of prior\nand scale", "loss", "minutes"]
+    if of_images:
+        header = ["scheme", "positions", "seeds", "steps", "parameters", "of priors", "loss", "minutes a run"]
+    words = wording("training_of_images" if of_images else "training", study=results.study) if lines else ""
+    return Table("training", words, header, lines, words=3)
+
+
+def runs(results: Results) -> Table:
+    """What became of each run."""
+    lines = []
+    for row in results["run"].itertuples():
+        times = duration(row.train_seconds), duration(row.evaluate_seconds)
+        why = row.stopped if isinstance(row.stopped, str) else ABSENT
+        lines.append([row.scheme, str(row.seed), str(row.steps), quantity(row.final_loss), *times, why])
+    header = ["run", "seed", "steps", "final loss", "training", "evaluation", "stopped"]
+    return Table("runs", wording("runs"), header, lines)
+
+
+def timing(results: Results) -> Table:
+    """Time and memory of a pass, by plan and length."""
+    lines = []
+    for (plan, length, kind), rows in results["timing"].groupby(["plan", "length", "pass"], sort=False):
+        title = f"{plan}: {kind}, {length} tokens".removeprefix(": ")
+        for name, own in by_scheme(rows):
+            # Each seed has as many passes: their variance is that within the seeds, and that between them.
+            variance = (own.std_ms**2).mean() + own.mean_ms.var(ddof=0)
+            spread = "" if math.isnan(variance) else f"± {quantity(math.sqrt(variance))}"
+            memory = Cell.of((own.peak_bytes.max() / 2**20, math.nan, math.nan), "{:.0f}".format)
+            lines.append(
+                [title, name, Cell(quantity(own.median_ms.mean())), Cell(quantity(own.mean_ms.mean()), spread), memory]
+            )
+    header = ["plan and pass", "scheme", "median, ms", "mean, ms", "memory, MiB"]
+    return Table("timing", wording("timing"), header, lines, words=2)
+
+
+def axes(results: Results) -> Table:
+    """What schemes reach that differ along one axis alone."""
+    rows, losses, lines = own_passkeys(results), own_losses(results), []
+    shares, lengths, measure = share_lines(rows), columns_of(rows.length), losses.measure
+    farthest = _farthest(losses)
+    within = {"within": f"{measure.name}\nwithin training"} if len(losses.rows) else {}
+    for comparison in comparisons(results):
+        for name, value in comparison.values.items():
+            tail: dict[Any, Cell | str] = {key: losses.within_training(name) for key in within}
+            tail |= {position: losses.at(name, position) for position in farthest}
+            for kind, cells in shares.get(name, [("", {})]):
+                lines.append(([comparison.title, value, kind], cells | tail))
+                tail = dict.fromkeys(tail, "")
+    words = wording("axes", lengths=[*lengths], has_losses=bool(within), measure=measure)
+    return Table.across("axes", words, ["axis", "value", "over"], lengths | within | farthest, lines)
+
+
+def _farthest(losses: Losses) -> dict[Any, str]:
+    """Return the column of the farthest range of positions, if there is one."""
+    return {position: f"{losses.measure.name}\nat {position:.0f}" for position in losses.beyond[-1:]}
+
+
+def extension(results: Results) -> Table:
+    """Each extended context before and after."""
+    rows, losses = own_passkeys(results), own_losses(results)
+    shares, lengths, farthest = share_lines(rows), columns_of(rows.length), _farthest(losses)
+    entries = {entry["scheme"]: entry for entry in results.schemes}
+    # The ways in which one model was extended to one length stand together.
+    together: dict[tuple[str, int], dict[str, Frame]] = defaultdict(dict)
+    for name, made in by_scheme(results["extension"]):
+        together[entries[name]["extended_from"], made["to"].iloc[0]][name] = made
+    lines = []
+    for (first, reached), ways in together.items():
+        # Of every seed with which the model was extended in some way.
+        before = pd.concat([*ways.values()]).drop_duplicates("seed", keep="last")
+        trained = before["from"].iloc[0]
+        places = [first, f"{trained} → {reached}", *[""] * len(ways)]
+        for place, name, made in zip(places, (first, *ways), (before, *ways.values()), strict=False):
+            when, way, steps = "before", "before", ABSENT
+            if name != first:
+                when, way, steps = "after", entries[name]["axes"]["extension"], str(made.steps.iloc[0])
+            found = [over_seeds([number(one[when][str(n)]) for one in made.loss]) for n in (trained, reached)]
+            cells = dict(shares[name])["texts"] if name in shares else {}
+            cells |= {position: losses.at(name, position) for position in farthest}
+            lines.append(([place, way, steps, *(Cell.of(one, _thousandths) for one in found)], cells))
+    words = wording("extension", lengths=[*lengths], has_losses=bool(farthest), measure=losses.measure)
+    header = ["scheme", "extension", "steps", "loss at\nfirst length", "loss at\nsecond length"]
+    return Table.across("extension", words, header, lengths | farthest, lines, words=2)
+
+
+def accuracy(results: Results) -> Table:
+    """Share of images classified right, by size."""
+    rows = results["accuracy"]
+    rows = rows.assign(share=rows.correct / rows.trials)
+    lines = [([name], percents(over(own, "size", "share"))) for name, own in by_scheme(rows)]
+    trained = results.study["recipe"]["model"]["image_size"] if lines else 1
+    columns = {size: f"{size}\n{multiple(size / trained)}×" for size in columns_of(rows["size"])}
+    return Table.across("accuracy", wording("accuracy", trained=trained), ["scheme"], columns, lines)
