@@ -25,15 +25,8 @@ from attention_priors.lab.report import overview_table, write_report
 from attention_priors.lab.results import Results
 from attention_priors.lab.study import ImageRecipe, Recipe, RecipeError, compare, load_recipe
 from attention_priors.lab.study.images import load_pictures
-from attention_priors.lab.study.images.pictures import (
-    Collate,
-    PictureRows,
-    cutmix,
-    mixup,
-    normalised,
-    processor_for,
-    resized,
-)
+from attention_priors.lab.study.images.augmentation import Collate, PictureRows, cutmix, mixup, normalised
+from attention_priors.lab.study.images.pictures import processor_for, resized
 from attention_priors.lab.study.images.recipe import Augmentation, ImageTrainingSettings, PictureSettings
 from attention_priors.lab.study.images.study import ImageStudy, prior_maps
 from attention_priors.lab.train import RunningSettings, SealedTrainer, Trained, train

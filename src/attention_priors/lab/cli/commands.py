@@ -25,7 +25,7 @@ from attention_priors.lab.progress import Bars
 
 app = Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-OfRecipe = Annotated[
+RecipeOutput = Annotated[
     Path | None,
     Option(help="Where everything goes; by default runs/ and the recipe's file name, without its ending."),
 ]
@@ -56,7 +56,7 @@ def _root(
 def compare(
     context: Context,
     recipe: Annotated[Path, Argument(help="A recipe: what to train and what to test.")],
-    output: OfRecipe = None,
+    output: RecipeOutput = None,
     only: Annotated[
         list[str] | None,
         Option(help="Run this scheme alone, or those of a pattern (BAM*); may be given more than once."),
@@ -144,7 +144,7 @@ def report(
 @app.command()
 def train(
     recipe: Annotated[Path, Argument(help="A recipe: model, data, tokenizer, optimiser, schedule.")],
-    output: OfRecipe = None,
+    output: RecipeOutput = None,
 ) -> None:
     """Train one model, on one device or, started by torchrun or accelerate launch, on many.
 
@@ -437,6 +437,7 @@ def bench(
         for way in benchmark.WAYS.values():
             console.print(f"[bold]{way.name}[/]: {escape(way.label)}. {escape(way.times)}", highlight=False)
         return
+    # All other options are keys of a recipe.
     apart = ("recipe", "memory_limit", "output")
     given = {name: value for name, value in context.params.items() if name not in apart and value not in (None, ())}
     given |= {name: listed(*given[name]) for name in ("passes", "ways") if name in given}

@@ -66,7 +66,7 @@ def write_tables(made: dict[str, Table], folder: Path) -> list[Path]:
 
 
 def columns_of(values: Iterable[Any]) -> dict[Any, str]:
-    """Return a column for each length or size, rising."""
+    """Return the heading of the column of each length or size, rising."""
     return {value: str(value) for value in sorted({*values})}
 
 

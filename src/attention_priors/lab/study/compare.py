@@ -240,7 +240,7 @@ def processes_at_a_time(recipe: Recipe | ImageRecipe, wanted: int | None, usual:
     return usual if most is None else min(most, usual)
 
 
-_LEFT = {
+_BY_ANOTHER_CALL = {
     TAKEN: "is left to another call, which is carrying it out",
     FINISHED: "was finished by another call",
 }
@@ -280,7 +280,7 @@ class _Display:
                 while waiting and len(started) < workers.at_a_time:
                     run = waiting.pop(0)
                     if self._study.is_finished(self._output, *run):  # by another call, meanwhile
-                        self._end(run, _LEFT[FINISHED])
+                        self._end(run, _BY_ANOTHER_CALL[FINISHED])
                         continue
                     workers.start(run)
                     started.add(run)
@@ -317,8 +317,8 @@ class _Display:
     def _take_end(self, run: Run, event: Ended) -> None:
         if run in self._running:
             self._bars.remove_task(self._running.pop(run))
-        if event.code in _LEFT:
-            self._end(run, _LEFT[event.code])
+        if event.code in _BY_ANOTHER_CALL:
+            self._end(run, _BY_ANOTHER_CALL[event.code])
             return
         if event.code:
             self._failures[run] = (

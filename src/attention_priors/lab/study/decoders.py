@@ -30,7 +30,7 @@ from attention_priors.lab.study.recipe import POSITION_FIELDS, ModelPlan, Recipe
 from attention_priors.lab.study.results import collect, read_measured
 from attention_priors.lab.study.runs import Progress, environment, run_folder, train_and_save, write_training
 from attention_priors.lab.tasks import EvaluationPlan
-from attention_priors.lab.train.extend import mean_loss, on_device
+from attention_priors.lab.train.extend import for_evaluation, mean_loss
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 from attention_priors.models.repositioning import with_positions
 
@@ -169,7 +169,7 @@ class DecoderStudy:
         known: dict[str, float] = read_json(path) if path.exists() else {}
         missing = [length for length in lengths if str(length) not in known]
         if missing:
-            model = on_device(_load(folder / "model"))
+            model = for_evaluation(_load(folder / "model"))
             known |= {str(length): mean_loss(model, self.materials.held_out_rows(length)) for length in missing}
             write_json(path, with_nulls(known))
 
@@ -196,7 +196,7 @@ class DecoderStudy:
                 )
             evaluation = self.recipe.evaluation_of(plan.scheme)
             own: dict[str, Any] = {} if evaluation.tolerance is None else {"tolerance": evaluation.tolerance}
-            model = on_device(PriorDecoderForCausalLM.from_pretrained(folder / "model", **own))
+            model = for_evaluation(PriorDecoderForCausalLM.from_pretrained(folder / "model", **own))
             if not (folder / "priors.json").exists():
                 write_json(folder / "priors.json", self._learned_rows(model, plan))
             subject = self.materials.subject(plan.scheme, model)

@@ -57,7 +57,7 @@ def collect(
         models += [(model, seed, folder) for model, folder in planned if (folder / "done.json").exists()]
     answers = [measured_plans(recipe, model.scheme, folder) for model, _, folder in models]
     check_texts((folder, plans) for (_, _, folder), plans in zip(models, answers, strict=True))
-    found: list[Found] = []
+    found: list[ModelResults] = []
     for (model, seed, folder), plans in zip(models, answers, strict=True):
         training, done = read_json(folder / "training.json"), read_json(folder / "done.json")
         measured = [row for entry in plans for row in entry["rows"]]
@@ -74,13 +74,13 @@ def collect(
                 for when, of in (("before", run), ("after", folder))
             }
             rows.append({"row": "extension"} | lengths | {"steps": training["steps"], "loss": losses})
-        found.append(Found(_scheme_row(recipe, model, training), seed, [training, done, *plans], rows))
+        found.append(ModelResults(_scheme_row(recipe, model, training), seed, [training, done, *plans], rows))
     kinds = ["study", "scheme", *FIELDS]
     rows = study_rows(recipe, recipe.model_names, found, wall_seconds, corpus=corpus)
     return sorted(rows, key=lambda row: kinds.index(row["row"]))
 
 
-class Found(NamedTuple):
+class ModelResults(NamedTuple):
     """Everything that is known of one trained model."""
 
     scheme: Row
@@ -93,7 +93,7 @@ class Found(NamedTuple):
 
 
 def study_rows(
-    recipe: Recipe | ImageRecipe, names: Iterable[str], models: Sequence[Found], wall_seconds: float, **read: Row
+    recipe: Recipe | ImageRecipe, names: Iterable[str], models: Sequence[ModelResults], wall_seconds: float, **read: Row
 ) -> list[Row]:
     """Return all rows of results; the first says on what, when and how long the runs of a recipe were made.
 

@@ -206,7 +206,7 @@ def _recipe(before: TrainRecipe | None, model: Path, shards: Path, old: int | No
 
 def _losses(model: PreTrainedModel, tokens: TokenShards, lengths: list[int], count: int) -> dict[str, float]:
     """Return the mean negative log-likelihood on rows of each length, of the same tokens."""
-    on_device(model)
+    for_evaluation(model)
     losses = {}
     for length in lengths:
         rows = PackedRows(tokens, context_length=length)
@@ -217,8 +217,8 @@ def _losses(model: PreTrainedModel, tokens: TokenShards, lengths: list[int], cou
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def on_device(model: Model) -> Model:
-    """Return the model in evaluation mode, on the accelerator if there is one."""
+def for_evaluation(model: Model) -> Model:
+    """Return the model in evaluation mode, on CUDA if there is some."""
     model.eval().to(device_named(None))  # pyright: ignore[reportArgumentType]
     return model
 

@@ -143,4 +143,4 @@ def _in_panels(shown: Sequence[tuple[Comparison, list[str]]], draw: Draw, key: K
 
 def _beside(comparison: Comparison, columns: int) -> int:
     """Return how many names fit beside each other: two short ones under a panel half as wide as the figure."""
-    return (1 if max(map(len, comparison.values.values())) > _LONG_NAME else 2) * (3 - columns)
+    return (1 if max(map(len, comparison.values.values())) > _LONG_NAME else 2) * (1 if columns == 2 else 2)

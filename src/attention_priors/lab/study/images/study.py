@@ -17,19 +17,13 @@ from transformers import set_seed
 
 from attention_priors._io import read_json, write_json
 from attention_priors.lab.strict_yaml import RecipeError
-from attention_priors.lab.study.images.pictures import (
-    Collate,
-    PictureRows,
-    load_pictures,
-    normalised,
-    processor_for,
-    resized,
-)
+from attention_priors.lab.study.images.augmentation import Collate, PictureRows, normalised
+from attention_priors.lab.study.images.pictures import load_pictures, processor_for, resized
 from attention_priors.lab.study.images.recipe import ImageRecipe, VisionScheme
-from attention_priors.lab.study.results import Found, described, run_row, study_rows
+from attention_priors.lab.study.results import ModelResults, described, run_row, study_rows
 from attention_priors.lab.study.runs import Progress, environment, run_folder, train_and_save
 from attention_priors.lab.train import RunningSettings, SealedTrainer
-from attention_priors.lab.train.extend import on_device
+from attention_priors.lab.train.extend import for_evaluation
 from attention_priors.models.vision import PriorVisionForImageClassification
 from attention_priors.priors import grid_positions
 
@@ -142,7 +136,7 @@ class ImageStudy:
         """Write how many images are right at each size as soon as it is known."""
         path, settings = folder / "accuracy.json", self.recipe.evaluation
         rows: list[dict[str, int]] = read_json(path) if path.exists() else []
-        model: Any = on_device(PriorVisionForImageClassification.from_pretrained(folder / "model"))
+        model: Any = for_evaluation(PriorVisionForImageClassification.from_pretrained(folder / "model"))
         if not (folder / "priors.json").exists():
             write_json(folder / "priors.json", prior_maps(model))
         tests: Any = self.pictures.test
@@ -167,7 +161,7 @@ class ImageStudy:
 
     def collect(self, output: Path, runs: Sequence[tuple[str, int]], wall_seconds: float) -> list[dict[str, Any]]:
         """Return the rows that :mod:`attention_priors.lab.results` describes."""
-        found: list[Found] = []
+        found: list[ModelResults] = []
         for scheme, seed in runs:
             folder = run_folder(output, scheme, seed)
             training, done = read_json(folder / "training.json"), read_json(folder / "done.json")
@@ -181,7 +175,7 @@ class ImageStudy:
             rows = [run_row(training)]
             rows += [{"row": "accuracy"} | row for row in read_json(folder / "accuracy.json")]
             rows += [{"row": "prior_map"} | row for row in read_json(folder / "priors.json")]
-            found.append(Found(entry, seed, [training, done], rows))
+            found.append(ModelResults(entry, seed, [training, done], rows))
         pictures = self.pictures
         images = {
             "name": pictures.name,
