@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attention_priors import KeySink, Laplace, SSMax, attend
+from attention_priors.attention.geometry import Geometry
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -39,6 +40,15 @@ def test_ssmax_counts_for_more_rows_than_a_block():
     torch.testing.assert_close(
         attend(x, x, x, Laplace(2), **options), attend(x, x, x, Laplace(2), backend="reference", **options)
     )
+
+
+def test_some_rows_of_a_geometry_count_as_they_do_in_the_whole():
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[1, 2:5] = True
+    whole = Geometry(2, 1, 7, 9, padding.device, True, key_padding_mask=padding)
+    middle = whole.rows(slice(3, 6))
+    assert middle.num_queries == 3
+    torch.testing.assert_close(middle.visible_keys, whole.visible_keys[..., 3:6])
 
 
 @pytest.mark.parametrize("prior", [Laplace(2, learn=True), KeySink(2, 8, init="recency")], ids=["laplace", "key_sink"])
