@@ -19,7 +19,7 @@ import thoroughness
 from attention_priors import GeneralizedGaussian, Prior, SSMax, attend, prior_from_config
 from attention_priors.attention import reference as dense
 from attention_priors.attention.lanes import is_factored
-from attention_priors.attention.tiles import blocks as block_attention
+from attention_priors.attention.tiles import backward, block_problem, forward
 from attention_priors.attention.tiles import short as matrix_attention
 from attention_priors.priors import CATALOGUE, Axial, Radial
 
@@ -229,15 +229,12 @@ def in_blocks_of(size: int | None) -> Iterator[None]:
 
     with (
         mock.patch.multiple(
-            block_attention,
-            ROWS=2 * size,
-            DIAGONAL_ROWS=max(1, size // 2),
-            KEYS_IN_MEMORY=size,
-            BIAS_NUMBERS=8 * size,
-            BACKWARD_ROWS=size,
-            BACKWARD_KEYS=size + 3,
-            BUFFER_NUMBERS=40 * size,
+            forward, ROWS=2 * size, DIAGONAL_ROWS=max(1, size // 2), KEYS_IN_MEMORY=size, BIAS_NUMBERS=8 * size
         ),
+        mock.patch.multiple(backward, ROWS=size, MOST_KEYS=size + 3, NUMBERS=40 * size),
+        # Texts and heads in parts, as on a crowded machine.
+        mock.patch.object(block_problem, "PAIRS", 0),
+        mock.patch.object(forward, "is_crowded", return_value=True),
         mock.patch.object(dense, "block_length", return_value=size),
         mock.patch.object(matrix_attention, "MOST_PAIRS", 0),
     ):

@@ -15,17 +15,18 @@ from torch import Tensor
 
 from attention_priors.attention import operator
 from attention_priors.attention.content import Content
-from attention_priors.attention.pruning import bounds, certificate, kept_tiles, report
+from attention_priors.attention.pruning import bounds, certificate, report
 from attention_priors.attention.pruning.certificate import Pruned
-from attention_priors.attention.tiles import blocks as block_attention
-from attention_priors.attention.tiles.blocks import BlockProblem
+from attention_priors.attention.tiles import backward, block_problem, forward
+from attention_priors.attention.tiles.block_problem import BlockProblem
+from attention_priors.attention.tiles.tiling import Part
 
 
 @contextmanager
 def small_blocks(size: int, worth_pruning: float = math.inf) -> Iterator[None]:
     """Blocks of ``size``, and everything else to match; heads with little to gain are pruned all the same."""
     with ExitStack() as stack:
-        for module in (block_attention, kept_tiles, bounds, operator, certificate, report):
+        for module in (forward, backward, block_problem, bounds, operator, certificate, report):
             stack.enter_context(mock.patch.object(module, "BLOCK", size))
         stack.enter_context(
             mock.patch.multiple(
@@ -69,16 +70,16 @@ def attend_pruned(case: Case, size: int) -> Observed:
         looked_at = torch.ones(batch, heads, num_queries, case.key.shape[2], dtype=torch.bool)
         if not seen:
             return Observed(out, lse, None, looked_at)
-        content, problem, pruned = seen[0]
-        for head in set(range(heads)) - set(kept_tiles.whole_heads(pruned.kept)):
-            looked_at[:, head] = False
-        lanes_apart = content.lane_query is not None and num_queries <= block_attention.FEW_QUERIES
-        memory = problem.bias().in_memory or lanes_apart
-        for tile in kept_tiles.kept_tiles(problem.tiling, pruned.kept, case.key.shape[1], join=not memory):
-            for each in tile.each():
-                part = (each.tile.batches, each.heads, each.tile.rows, each.tile.keys)
-                assert not looked_at[part].any(), "a key is computed twice"
-                looked_at[part] = True
+        _, problem, pruned = seen[0]
+        looked_at[:] = False
+        for text in range(batch):
+            for head in range(heads):
+                part = Part(slice(text, text + 1), slice(head, head + 1), slice(0, 1))
+                for block in forward._blocks(part, replace(problem, kept=pruned.kept), problem.bias()):
+                    for tile in (*block.own, *block.others):
+                        pairs = (tile.batches, head, tile.rows, tile.keys)
+                        assert not looked_at[pairs].any(), "a key is computed twice"
+                        looked_at[pairs] = True
     return Observed(out, lse, pruned, looked_at)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention_priors import Laplace, ShawVectors, attend
-from attention_priors.attention.tiles import blocks
+from attention_priors.attention.tiles import forward
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -81,13 +81,13 @@ class Elsewhere(Tensor):
         return torch.device("cuda")
 
 
-def _attend_elsewhere(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> blocks._Found:
+def _attend_elsewhere(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> forward._Found:
     with mock.patch.object(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", side_effect=AssertionError):
         out, lse = _attend(query.as_subclass(Elsewhere), key, value, bias, scale)
-    return blocks._Found(out.as_subclass(Tensor), lse.as_subclass(Tensor))
+    return forward._Found(out.as_subclass(Tensor), lse.as_subclass(Tensor))
 
 
-_attend = blocks._attend
+_attend = forward._attend
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_other_devices_compute_the_same(name: str) -> None:
         exact = case.to(torch.float64)
         expected = compute(exact, "reference")
         cotangents = Cotangents.of(expected.out, expected.lse)
-        with mock.patch.object(blocks, "_attend", _attend_elsewhere):
+        with mock.patch.object(forward, "_attend", _attend_elsewhere):
             found = errors(compute(case.to(dtype), "toeplitz", cotangents), expected, gradient_scales(case, cotangents))
         tolerance = float32_tolerance(case) if dtype == torch.float32 else 3e-6
         assert max(found.values()) <= tolerance, found
@@ -119,7 +119,7 @@ def test_other_devices_in_half_precision(dtype: torch.dtype) -> None:
         query, key, value = (torch.randn(2, h, 50, 8, generator=generator).to(dtype) for h in (4, 2, 2))
         case = Case(query, key, value, prior, causal)
         expected, _ = case.to(torch.float64).attend("reference")
-        with mock.patch.object(blocks, "_attend", _attend_elsewhere):
+        with mock.patch.object(forward, "_attend", _attend_elsewhere):
             out, lse = case.attend("toeplitz")
         assert out.dtype == dtype
         assert lse.dtype == torch.float32

@@ -9,7 +9,7 @@ import torch
 
 from attention_priors import GeneralizedGaussian, SSMax, attend
 from attention_priors.attention.geometry import Geometry
-from attention_priors.attention.tiles import blocks, short
+from attention_priors.attention.tiles import backward, forward, short
 
 
 def ways(num_queries: int, num_keys: int, **options: Any) -> list[str]:
@@ -30,15 +30,14 @@ def ways(num_queries: int, num_keys: int, **options: Any) -> list[str]:
     key = torch.randn(2, 2, num_keys, 4, generator=generator)
     prior = GeneralizedGaussian(2, init="laplace")
     with ExitStack() as stack:
-        for module in (short, blocks):
-            for name in ("forward", "backward"):
-                stack.enter_context(noted(module, name))
+        for module, name in ((short, "forward"), (short, "backward"), (forward, "forward"), (backward, "backward")):
+            stack.enter_context(noted(module, name))
         attend(query, key, key, prior, logit_scale=SSMax(2), backend="toeplitz", **options).sum().backward()
     return called
 
 
 MATRIX = ["forward of short", "backward of short"]
-BLOCKS = ["forward of blocks", "backward of blocks"]
+BLOCKS = ["forward of forward", "backward of backward"]
 
 
 def test_short_contexts_are_one_matrix() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.problem import make_problem
-from attention_priors.attention.tiles.tiling import Tile, Tiling
+from attention_priors.attention.tiles.tiling import Tile, Tiling, divide
 
 
 def geometry_of(case: Case) -> Geometry:
@@ -61,17 +61,33 @@ def test_row_blocks(case: Case, reach: tuple[int, int] | None, rows: int, diagon
 
 
 @examples(50)
-@given(cases("none", longest=60), REACHES, st.integers(1, 30), st.integers(1, 30))
-def test_columns(case: Case, reach: tuple[int, int] | None, rows: int, keys: int) -> None:
+@given(cases("none", longest=60), REACHES, st.integers(1, 30))
+def test_blocks(case: Case, reach: tuple[int, int] | None, rows: int) -> None:
     geometry = geometry_of(case)
-    columns = list(Tiling.of(geometry, reach).columns(rows, keys))
-    for column in columns:
-        assert max(tile.last for tile in column) - min(tile.first for tile in column) <= keys
-        assert len({(tile.batches.start, tile.batches.stop) for tile in column}) == 1
-        assert all(tile.shape[0] <= rows and min(tile.shape) > 0 for tile in column)
-    count = counted(geometry, [tile for column in columns for tile in column])
+    tiling = Tiling.of(geometry, reach)
+    tiles = list(tiling.blocks(rows))
+    assert all(tile.shape[0] <= rows and tile.start // rows == (tile.stop - 1) // rows for tile in tiles)
+    count = counted(geometry, tiles)
     assert int(count.max()) <= 1
     assert bool((count[seen_by(geometry, reach)] == 1).all())
+    of_texts = [tile for text in range(geometry.batch) for tile in tiling.of_texts(slice(text, text + 1)).blocks(rows)]
+    assert bool((counted(geometry, of_texts) == count).all())
+
+
+@examples(100)
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 6), st.integers(1, 50), st.booleans())
+def test_parts(batch: int, kv_heads: int, group: int, count: int, whole: bool) -> None:
+    heads = kv_heads * group
+    parts = divide(batch, heads, kv_heads, count, group if whole else 1)
+    held = torch.zeros(batch, heads, dtype=torch.int64)
+    for part in parts:
+        held[part.batches, part.heads] += 1
+        number = part.heads.stop - part.heads.start
+        shared = {head // group for head in range(part.heads.start, part.heads.stop)}
+        assert shared == set(range(part.kv_heads.start, part.kv_heads.stop))
+        assert number % group == 0 or (len(shared) == 1 and not whole)
+    assert bool((held == 1).all())
+    assert len(parts) >= min(count, batch * (kv_heads if whole else heads)) / 4
 
 
 @examples(60, "unmasked")

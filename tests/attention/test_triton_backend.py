@@ -11,7 +11,7 @@ from torch import Tensor
 from triton_cases import DEVICES, compute_on, configured, place, same
 
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, ShawVectors, SSMax, Window, attend
-from attention_priors.attention.tiles import blocks as block_attention
+from attention_priors.attention.tiles import backward, forward
 from attention_priors.attention.triton import backend as triton_backend
 from attention_priors.attention.triton.backend import Blocks, visited
 from thoroughness import every_other_deep
@@ -116,8 +116,8 @@ def test_the_kernels_compute_all_of_it(device: str) -> None:
     cotangents = Cotangents.of(*case.attend())
     with (
         configured(SMALL),
-        mock.patch.object(block_attention, "forward", side_effect=AssertionError),
-        mock.patch.object(block_attention, "backward", side_effect=AssertionError),
+        mock.patch.object(forward, "forward", side_effect=AssertionError),
+        mock.patch.object(backward, "backward", side_effect=AssertionError),
     ):
         compute_on(device, case, cotangents)
 

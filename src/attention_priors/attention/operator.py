@@ -12,9 +12,11 @@ from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.geometry_operator import GEOMETRY, geometry_from, nobody_watches, one_by_one
 from attention_priors.attention.pruning.bounds import BLOCK, Balls
 from attention_priors.attention.pruning.certificate import prune
-from attention_priors.attention.tiles import blocks as blocks
+from attention_priors.attention.tiles import backward as tiles_backward
+from attention_priors.attention.tiles import forward as tiles_forward
 from attention_priors.attention.tiles import short as matrix
 from attention_priors.attention.tiles.bias import Distances
+from attention_priors.attention.tiles.block_problem import BlockProblem
 from attention_priors.attention.triton import backend as triton_backend
 from attention_priors.precision import compute_dtype_of
 
@@ -23,7 +25,7 @@ PROBLEM = (
     "Tensor? table, Tensor? row_scale, Tensor? inside, Tensor? listed, SymInt highest, SymInt number, "
     f"float softmax_scale, {GEOMETRY}, Tensor? kept, bool fused"
 )
-"""The first six, with the scale, are a :class:`Content`. ``kept``: see ``pruning/kept_tiles.py``. ``fused``: by
+"""The first six, with the scale, are a :class:`Content`. ``kept``: see :class:`BlockProblem`. ``fused``: by
 Triton's kernels; else in tiles."""
 _PARAMETERS = tuple(parameter.split()[-1] for parameter in PROBLEM.split(", "))
 DIFFERENTIABLE = 8
@@ -50,7 +52,7 @@ class OperatorInputs(NamedTuple):
     """What ``PROBLEM`` lists."""
 
     content: Content
-    problem: blocks.BlockProblem
+    problem: BlockProblem
 
 
 def read_inputs(
@@ -77,7 +79,7 @@ def read_inputs(
         _check_range(geometry, highest, number)
     query, key, value = map(columns_together, (query, key, value))
     content = Content(query, key, value, query_scale, lane_query, lane_key, softmax_scale)
-    problem = blocks.BlockProblem(
+    problem = BlockProblem(
         geometry=geometry,
         distances=Distances(geometry, highest, listed, number),
         # Views are read off it with strides; rows may lie apart.
@@ -114,7 +116,8 @@ def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     content, problem = read_inputs(*inputs)
     if inputs[-1]:
         return triton_backend.forward(content, problem)
-    out, lse = (matrix if matrix.is_short(problem.geometry, problem.kept) else blocks).forward(content, problem)
+    is_short = matrix.is_short(problem.geometry, problem.kept)
+    out, lse = (matrix if is_short else tiles_forward).forward(content, problem)
     matrix.recompute_spoiled_rows(content, problem, out, lse)
     return out, lse
 
@@ -161,7 +164,7 @@ def block_attention_backward(
         elif matrix.is_short(problem.geometry, problem.kept):
             found = matrix.backward(content, problem, given, wanted)
         else:
-            found = blocks.backward(content, problem, saved, given, wanted)
+            found = tiles_backward.backward(content, problem, saved, given, wanted)
         query, key, *of_positions = content.gradients(found.query, found.key, wants_query_scale)
     grads = (query, key, found.value, *of_positions, found.table, found.row_scale)
     # As it is promised to who compiles, below.

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from attention_priors.attention.content import Content, all_of
 from attention_priors.attention.geometry import Geometry, block_length
 from attention_priors.attention.pruning.bounds import BLOCK, ROUNDING, Balls
-from attention_priors.attention.tiles.blocks import BlockProblem
+from attention_priors.attention.tiles.block_problem import BlockProblem
 from attention_priors.attention.tiles.tiling import Tile, along_diagonals
 
 BAND_ROWS = 64

@@ -8,6 +8,7 @@ reverse order, its entry ``(i', j')`` stands at place ``i' + j' + x0`` of the ta
 from __future__ import annotations
 
 import math
+from copy import copy
 from functools import cached_property
 
 import torch
@@ -120,7 +121,11 @@ class Distances:
                 table.index_add_(1, places.flatten(), part.flatten(1))
         else:
             place = self.place(tile)
-            table[:, place : place + width - 1] += diagonals(padded).sum((0, 2))
+            batch, heads = padded.shape[:2]
+            # A product, because a sum over rows that start one place apart is slower.
+            ones = padded.new_ones(1, 1, rows).expand(batch * heads, -1, -1)
+            sums = torch.bmm(ones, diagonals(padded).flatten(0, 1)).view(batch, heads, -1)
+            table[:, place : place + width - 1] += sums.sum(0)
 
 
 class Bias:
@@ -170,6 +175,12 @@ class Bias:
             # Views are read off it with strides.
             self._view_table = self.table if self._hidden is None else self.table + self._hidden
         self._mask_of: tuple[Tile, Tensor | None] | None = None
+
+    def alone(self) -> Bias:
+        """The same, with memory of its own: for one thread."""
+        one = copy(self)
+        one._scratch, one._mask_of = Scratch(self.dtype, self.geometry.device), None
+        return one
 
     def _hide_distances(self) -> Tensor | None:
         """0, or ``-inf`` at distances that no query sees, ``(1, N)``; None if there are none."""

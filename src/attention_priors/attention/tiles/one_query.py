@@ -11,7 +11,7 @@ from attention_priors.attention.geometry_operator import nobody_watches
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.recentred import is_known_near, may_look
 from attention_priors.attention.tables import consecutive_table
-from attention_priors.attention.tiles.blocks import is_one_on_cpu, logits_of_one, mean_of_one
+from attention_priors.attention.tiles.forward import is_one_on_cpu, logits_of_one, mean_of_one
 from attention_priors.priors import Prior, Structure
 
 

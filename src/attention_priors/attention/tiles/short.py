@@ -17,7 +17,7 @@ from torch import Tensor
 from attention_priors.attention.content import Content
 from attention_priors.attention.geometry import Geometry, block_length
 from attention_priors.attention.tiles.bias import Bias
-from attention_priors.attention.tiles.blocks import BlockProblem, Gradients
+from attention_priors.attention.tiles.block_problem import BlockProblem, Gradients
 from attention_priors.attention.tiles.tiling import Tile, Tiling
 
 MOST_PAIRS = 2**15

@@ -7,7 +7,7 @@ that distance alone hides; its bias is then a view of a table. Where they do not
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -90,6 +90,36 @@ class RowBlock(NamedTuple):
     """Tiles of all of the block's queries, over keys that are in no tile of ``own``."""
 
 
+class Part(NamedTuple):
+    """Texts and heads that are worked on together: some heads that share a head of keys, or all that share several."""
+
+    batches: slice
+    heads: slice
+    kv_heads: slice
+
+    def of_keys(self, tensor: Tensor) -> Tensor:
+        """Its part of ``(B, Hkv, ...)``."""
+        return tensor[self.batches, self.kv_heads]
+
+    def within(self, batches: slice) -> slice:
+        """Texts of it, counted from its first one."""
+        return slice(batches.start - self.batches.start, batches.stop - self.batches.start)
+
+
+def divide(batch: int, heads: int, kv_heads: int, count: int, unit: int) -> list[Part]:
+    """Parts of equal size, about ``count``; ``unit`` heads, 1 or all that share keys, stay together."""
+    group = heads // kv_heads
+    texts = max(1, batch // count)
+    step = max(unit, heads // max(1, count * texts // batch))
+    if step >= group:
+        step -= step % group
+    while group % step and step < group:
+        step -= 1
+    texts_of = [slice(b, min(b + texts, batch)) for b in range(0, batch, texts)]
+    heads_of = [slice(h, min(h + step, heads)) for h in range(0, heads, step)]
+    return [Part(b, h, slice(h.start // group, (h.stop - 1) // group + 1)) for b in texts_of for h in heads_of]
+
+
 @dataclass(frozen=True)
 class Tiling:
     """How one problem is cut.
@@ -119,6 +149,12 @@ class Tiling:
             if len(segments) == 1 or rows >= SHORTEST_SEGMENT * len(segments):
                 return cls(geometry, reach, segments, False)
         return cls(geometry, reach, _coarse(whole, first.amin(0).tolist(), last.amax(0).tolist()), True)
+
+    def of_texts(self, batches: slice) -> Tiling:
+        """The same for some of the texts."""
+        within = [_overlap(segment.batches, batches) for segment in self.segments]
+        segments = [s._replace(batches=b) for s, b in zip(self.segments, within, strict=True) if b.start < b.stop]
+        return replace(self, segments=segments)
 
     def keys_of(self, segment: Tile, start: int, stop: int) -> tuple[int, int]:
         """Range of the segment's keys that any of the queries ``start..stop`` can see."""
@@ -154,28 +190,22 @@ class Tiling:
                         own_first, own_last = self.keys_of(segment, a, b)
                         own_first = max(own_first, split)
                         own.append(Tile(segment.batches, a, b, own_first, max(own_first, own_last)))
-                    others = [Tile(segment.batches, start, stop, *part) for part in _parts(first, split, keys)]
+                    others = [Tile(segment.batches, start, stop, *part) for part in ranges_of(first, split, keys)]
                 else:
-                    tiles = [Tile(segment.batches, start, stop, *part) for part in _parts(first, last, keys)]
+                    tiles = [Tile(segment.batches, start, stop, *part) for part in ranges_of(first, last, keys)]
                     own, others = tiles[:1] or [Tile(segment.batches, start, stop, first, first)], tiles[1:]
                 yield RowBlock(segment.batches, start, stop, own, others)
 
-    def columns(self, rows: int, keys: int) -> Iterator[list[Tile]]:
-        """All keys, in ranges of ``keys``: the tiles, of at most ``rows`` queries, that hold one range."""
+    def blocks(self, rows: int) -> Iterator[Tile]:
+        """All queries, in tiles of at most so many, with all keys that any of them can see; maybe none."""
         for segment in self.segments:
-            ranges = [
-                (start, min(start + rows, segment.stop), *self.keys_of(segment, start, min(start + rows, segment.stop)))
-                for start in range(segment.start, segment.stop, rows)
-            ]
-            for c in range(segment.first, segment.last, keys):
-                e = min(c + keys, segment.last)
-                column = [
-                    Tile(segment.batches, start, stop, max(first, c), min(last, e))
-                    for start, stop, first, last in ranges
-                    if max(first, c) < min(last, e)
-                ]
-                if column:
-                    yield column
+            start = segment.start
+            while start < segment.stop:
+                # A multiple of the size: pruning knows blocks of queries that begin there.
+                stop = min((start // rows + 1) * rows, segment.stop)
+                first, last = self.keys_of(segment, start, stop)
+                yield segment._replace(start=start, stop=stop, first=first, last=last)
+                start = stop
 
 
 def along_diagonals(tiles: list[Tile], together: int) -> list[Tile]:
@@ -194,7 +224,12 @@ def along_diagonals(tiles: list[Tile], together: int) -> list[Tile]:
     return parted
 
 
-def _parts(first: int, last: int, size: int | None) -> list[tuple[int, int]]:
+def _overlap(one: slice, other: slice) -> slice:
+    return slice(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def ranges_of(first: int, last: int, size: int | None) -> list[tuple[int, int]]:
+    """``first..last``, in ranges of at most ``size``."""
     step = max(1, last - first) if size is None else size
     return [(start, min(start + step, last)) for start in range(first, last, step)]
 

@@ -20,7 +20,8 @@ from torch.nn.functional import pad
 from attention_priors.attention.content import Content, all_of, columns_together
 from attention_priors.attention.geometry import document_bounds
 from attention_priors.attention.pruning.bounds import BLOCK
-from attention_priors.attention.tiles import blocks as blocks
+from attention_priors.attention.tiles import backward as tiles_backward
+from attention_priors.attention.tiles.block_problem import BlockProblem, Gradients
 from attention_priors.priors import Structure
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class _Launcher:
     query: Tensor
     key: Tensor
     value: Tensor
-    problem: blocks.BlockProblem
+    problem: BlockProblem
 
     @cached_property
     def regular(self) -> bool:
@@ -325,7 +326,7 @@ def visited(kept: Tensor) -> tuple[Tensor, Tensor]:
 # ---- forward and backward
 
 
-def forward(content: Content, problem: blocks.BlockProblem) -> tuple[Tensor, Tensor]:
+def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
     """Output ``(B, H, Lq, Dv)`` in the content's dtype, and log-sum-exp ``(B, H, Lq)`` in float32.
 
     Args:
@@ -360,11 +361,11 @@ def _joined(content: Content) -> tuple[Tensor, ...]:
 
 def backward(
     content: Content,
-    problem: blocks.BlockProblem,
+    problem: BlockProblem,
     saved: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor],
     wanted: tuple[bool, bool],
-) -> blocks.Gradients:
+) -> Gradients:
     """Gradients of everything; arguments as for :func:`forward` and :func:`block_attention.backward`."""
     from attention_priors.attention.triton import kernels as kernels
 
@@ -372,7 +373,7 @@ def backward(
     wants_table = table is not None and wanted[0]
     if wants_table and problem.geometry.offset is None:
         # The pairs of a distance lie on no diagonal there. (Nor is anything pruned.)
-        return blocks.backward(content, problem, saved, grads, wanted)
+        return tiles_backward.backward(content, problem, saved, grads, wanted)
     query, key, value = _joined(content)
     launcher = _Launcher(query, key, value, problem)
     geometry = problem.geometry
@@ -428,7 +429,7 @@ def backward(
     table_grad = None
     if wants_table:
         table_grad = _table_grad(launcher, rows | {"LSE_GRAD": lse_grad})
-    return blocks.Gradients(query_grad, key_grad, value_grad.to(content.value.dtype), table_grad, scale_grad)
+    return Gradients(query_grad, key_grad, value_grad.to(content.value.dtype), table_grad, scale_grad)
 
 
 def _table_grad(launcher: _Launcher, rows: dict[str, Any]) -> Tensor:

@@ -1,0 +1,266 @@
+"""The backward pass in linear memory: the weights of each tile are recomputed from the log-sum-exp.
+
+The table's gradient is the sum of the logits' gradient along its diagonals.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention_priors.attention.content import Content
+from attention_priors.attention.geometry import block_length
+from attention_priors.attention.pruning.bounds import BLOCK
+from attention_priors.attention.tiles.bias import Bias, Scratch
+from attention_priors.attention.tiles.block_problem import BlockProblem, Gradients
+from attention_priors.attention.tiles.threads import share
+from attention_priors.attention.tiles.tiling import Part, Tile, ranges_of
+
+ROWS = 256
+"""Queries per tile."""
+MOST_KEYS = 512
+"""Keys per tile, at most."""
+NUMBERS = 2**19
+"""Numbers that a working buffer may take, about: 2 MiB in float32."""
+LARGEST_STORED_LSE = 40.0
+"""Log-sum-exp, in nats, up to which weights are recomputed as ``exp(logit - lse)``.
+
+A float32 of size ``z`` is wrong by up to ``z · 2^-24``, and so is the weight. Beyond, a block's softmax is
+computed anew: then the gradient of a row that sees one key is exactly 0 even where the log-prior and its
+derivative are as large as 1e30.
+"""
+NATS_PER_BIT = math.log(2)
+
+
+def backward(
+    content: Content,
+    problem: BlockProblem,
+    saved: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor],
+    wanted: tuple[bool, bool],
+) -> Gradients:
+    """Gradients of everything.
+
+    Args:
+        content: and
+        problem: as for :func:`forward`.
+        saved: output and log-sum-exp.
+        grads: their gradients.
+        wanted: whether to compute those of table and row scale.
+    """
+    out, lse = saved
+    out_grad, lse_grad = grads
+    # dS = P (dP + dlse - Σ P dP), and Σ_j P_ij dP_ij = <out_i, dout_i>.
+    moment = torch.linalg.vecdot(out.to(problem.dtype), out_grad.to(problem.dtype))
+    rows = _Rows(lse, lse_grad, out_grad, lse_grad.to(problem.dtype) - moment, _inexact_rows(out.dtype, lse))
+    heads, kv_heads = content.query.shape[1], content.key.shape[1]
+    table, row_scale = problem.table, problem.row_scale
+
+    def empty(like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(*like.shape[:-1], width, dtype=dtype, device=like.device)
+
+    found = Gradients(
+        empty(content.query, content.width, problem.dtype),
+        empty(content.key, content.width, problem.dtype),
+        empty(content.value, content.value.shape[-1], content.value.dtype),
+        torch.zeros_like(table) if table is not None and wanted[0] else None,
+        torch.zeros_like(row_scale) if row_scale is not None and wanted[1] else None,
+    )
+    geometry = problem.geometry
+    tile = min(ROWS, geometry.num_queries) * min(MOST_KEYS, geometry.num_keys)
+    # The same ones on any machine: they decide in which order the table's gradient is added up.
+    parts = problem.parts(kv_heads, heads // kv_heads, block_length(tile, NUMBERS), several=True)
+    bias_in_bits, bias = problem.bias(1 / NATS_PER_BIT), problem.bias()
+
+    def make_room() -> _Room:
+        scratch = [Scratch(problem.dtype, lse.device) for _ in range(6)]
+        return _Room(bias_in_bits.alone(), bias.alone(), scratch)
+
+    work = [_Backward(part, content, problem, rows, found) for part in parts]
+    share([one.run for one in work], make_room)
+    if found.table is not None:
+        for one in work:
+            assert one.table_grad is not None
+            found.table[one.part.heads] += one.table_grad
+    return found
+
+
+class _Rows(NamedTuple):
+    """What is known of each query; ``(B, H, Lq)`` but for the gradient of its output."""
+
+    lse: Tensor
+    lse_grad: Tensor
+    out_grad: Tensor
+    constant: Tensor
+    """The logits' gradient is the weight times the weight's gradient plus this."""
+    inexact: Tensor | None
+    """Whether the stored output or log-sum-exp is not exact enough; None if all are."""
+
+
+def _inexact_rows(saved: torch.dtype, lse: Tensor) -> Tensor | None:
+    # Outputs in half precision are not: their rounding would be all over the gradients of the prior, which learns in
+    # float32.
+    if saved != lse.dtype:
+        return torch.ones_like(lse, dtype=torch.bool)
+    inexact = lse.abs().masked_fill(torch.isneginf(lse), 0.0) > LARGEST_STORED_LSE
+    return inexact if bool(inexact.any()) else None
+
+
+class _Room(NamedTuple):
+    """What a thread needs for itself."""
+
+    bias_in_bits: Bias
+    bias: Bias
+    scratch: list[Scratch]
+
+
+class _Backward:
+    """The backward pass of some texts and heads; gradients of keys and values add up in it, transposed.
+
+    "Columns x queries" times "queries x keys" is the faster product on CPUs.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        content: Content,
+        problem: BlockProblem,
+        rows: _Rows,
+        found: Gradients,
+    ) -> None:
+        self.part, self.content, self.problem, self.rows, self.found = part, content, problem, rows, found
+        self.table_grad: Tensor | None = None
+
+    def run(self, room: _Room) -> None:
+        self.bias_in_bits, self.bias, self.scratch = room
+        part, content, found, dtype = self.part, self.content, self.found, self.problem.dtype
+        self.key = content.keys(part.of_keys, content.width).to(dtype).contiguous()
+        self.value = content.values(part.of_keys).to(dtype).contiguous()
+        self.key_grad, self.value_grad = (
+            scratch.of(*x.mT.shape).zero_() for x, scratch in zip((self.key, self.value), self.scratch[4:], strict=True)
+        )
+        if found.table is not None:
+            self.table_grad = torch.zeros_like(found.table[part.heads])
+        apart = range(part.heads.start, part.heads.stop) if self.problem.kept is not None else ()
+        rows = ROWS if self.problem.kept is None else BLOCK
+        for block in self.problem.tiling.of_texts(part.batches).blocks(rows):
+            # Pruning leaves each head keys of its own.
+            for heads in [slice(head, head + 1) for head in apart] or [part.heads]:
+                self._block(block, heads)
+        part.of_keys(found.key).copy_(self.key_grad.mT)
+        part.of_keys(found.value).copy_(self.value_grad.mT)
+
+    def _block(self, block: Tile, heads: slice) -> None:
+        """Add what some queries, in reverse order, have part in."""
+        content, problem, rows, dtype = self.content, self.problem, self.rows, self.problem.dtype
+        cut = partial(block.cut_rows, heads=heads)
+        query, out_grad = (
+            self._stacked(x.to(dtype).flip(2)) for x in (content.queries(cut, content.width), cut(rows.out_grad))
+        )
+        query_grad = torch.zeros_like(query)
+        tiles = [block._replace(first=first, last=last) for first, last in problem.kept_keys(block, heads.start)]
+        if rows.inexact is not None and bool(cut(rows.inexact).any()):
+            self._anew(tiles, heads, query, out_grad, query_grad)
+        else:
+            step = max(MOST_KEYS // 4, min(MOST_KEYS, block_length(query.shape[0] * query.shape[1], NUMBERS)))
+            for tile in tiles:
+                for first, last in ranges_of(tile.first, tile.last, step):
+                    piece = tile._replace(first=first, last=last)
+                    self._tile(piece, heads, query, out_grad, query_grad)
+        shape = (block.number, heads.stop - heads.start, block.shape[0], -1)
+        torch.mul(query_grad.view(shape).flip(2), problem.softmax_scale, out=cut(self.found.query))
+
+    def _stacked(self, rows: Tensor) -> Tensor:
+        """``(b, h, n, ...)`` as matrices, one per text and head of keys: heads that share one are more rows of it."""
+        return rows.reshape(self.key.shape[0] * self.key.shape[1], -1, rows.shape[-1])
+
+    def _keys(self, tensor: Tensor, tile: Tile) -> Tensor:
+        """The tile's part of ``(b, h, Lk, D)``, as matrices."""
+        cut = tensor[self.part.within(tile.batches), :, tile.keys]
+        return cut.view(-1, *cut.shape[2:])
+
+    def _tile(self, tile: Tile, heads: slice, query: Tensor, out_grad: Tensor, query_grad: Tensor) -> None:
+        cut = partial(tile.cut_rows, heads=heads)
+        lse = cut(self.rows.lse).flip(2)
+        constant = cut(self.rows.constant).flip(2)
+        shape = (tile.number, heads.stop - heads.start, *tile.shape)
+        weights, weights_grad = (scratch.of(*shape) for scratch in self.scratch[:2])
+        # Powers of two: exp2 is much the faster function on CPUs.
+        shift = lse.masked_fill(torch.isneginf(lse), 0.0).unsqueeze(-1) * (-1 / NATS_PER_BIT)
+        self.bias_in_bits.write(weights, tile, heads, shift)
+        weights, weights_grad = self._stacked(weights), self._stacked(weights_grad)
+        key = self._keys(self.key, tile)
+        weights.baddbmm_(query, key.mT, alpha=self.problem.softmax_scale / NATS_PER_BIT).exp2_()
+        constant = self._stacked(constant.unsqueeze(-1)).expand_as(weights)
+        torch.baddbmm(constant, out_grad, self._keys(self.value, tile).mT, out=weights_grad)
+        self._add(tile, heads, weights, weights_grad, query, out_grad, query_grad, key)
+
+    def _add(
+        self,
+        tile: Tile,
+        heads: slice,
+        weights: Tensor,
+        factor: Tensor,
+        query: Tensor,
+        out_grad: Tensor,
+        query_grad: Tensor,
+        key: Tensor,
+    ) -> None:
+        """Add a tile's part of every gradient; its logits have that of ``weights · factor``."""
+        rows, keys = tile.shape
+        number = heads.stop - heads.start
+        # After as many columns of zeros as there are rows: see Distances.add.
+        padded = self.scratch[2].of(*weights.shape[:2], rows + keys)
+        padded[..., :rows] = 0
+        logits_grad = torch.mul(weights, factor, out=padded[..., rows:])
+        key_grad, value_grad = (self._keys(x.mT, tile).mT for x in (self.key_grad, self.value_grad))
+        # Products are faster where they write to memory of their own.
+        value_grad += torch.bmm(
+            out_grad.mT, weights, out=self.scratch[3].of(weights.shape[0], out_grad.shape[-1], keys)
+        )
+        product = torch.bmm(query.mT, logits_grad, out=self.scratch[3].of(weights.shape[0], query.shape[-1], keys))
+        key_grad.add_(product, alpha=self.problem.softmax_scale)
+        query_grad += torch.bmm(logits_grad, key, out=self.scratch[3].of(*query.shape))
+        padded = padded.view(tile.number, number, rows, rows + keys)
+        if self.found.row_scale is not None:
+            log_prior = self.bias.log_prior(tile, heads)
+            moments = torch.mul(padded[..., rows:], log_prior, out=self.scratch[3].of(tile.number, number, rows, keys))
+            tile.cut_rows(self.found.row_scale, heads).add_(moments.sum(-1).flip(-1))
+        if self.table_grad is not None:
+            if self.problem.row_scale is not None:
+                padded *= self.bias.scale(tile, heads)
+            here = slice(heads.start - self.part.heads.start, heads.stop - self.part.heads.start)
+            self.problem.distances.add(self.table_grad[here], tile, padded)
+
+    def _anew(self, tiles: list[Tile], heads: slice, query: Tensor, out_grad: Tensor, query_grad: Tensor) -> None:
+        """Queries whose softmax is computed anew: ``tiles`` hold all of the keys that they look at."""
+        ends = list(accumulate((tile.shape[1] for tile in tiles), initial=0))
+        if not ends[-1]:
+            return
+        shape = (tiles[0].number, heads.stop - heads.start, tiles[0].shape[0], ends[-1])
+        logits, blind = self.scratch[0].of(*shape), []
+        columns = [slice(start, stop) for start, stop in pairwise(ends)]
+        for tile, column in zip(tiles, columns, strict=True):
+            bias = self.bias.write(logits[..., column], tile, heads, None)
+            blind.append(self.bias.blind(tile, bias))
+        key, value = (torch.cat([self._keys(x, tile) for tile in tiles], dim=1) for x in (self.key, self.value))
+        stacked, nothing = self._stacked(logits), None
+        stacked.baddbmm_(query, key.mT, alpha=self.problem.softmax_scale)
+        if all(part is not None for part in blind):
+            nothing = torch.stack([part.expand(*shape[:-1], 1) for part in blind if part is not None]).all(0)
+            logits.masked_fill_(nothing, 0.0)
+        weights = logits.softmax(-1)
+        if nothing is not None:
+            weights.masked_fill_(nothing, 0.0)
+        weights_grad = torch.bmm(out_grad, value.mT, out=stacked)
+        mean = torch.linalg.vecdot(weights.view_as(weights_grad), weights_grad)
+        lse_grad = self._stacked(tiles[0].cut_rows(self.rows.lse_grad, heads).flip(2).unsqueeze(-1))
+        factor = weights_grad.add_(lse_grad - mean.unsqueeze(-1))
+        for tile, column in zip(tiles, columns, strict=True):
+            one, other = self._stacked(weights)[..., column], factor[..., column]
+            self._add(tile, heads, one, other, query, out_grad, query_grad, key[:, column])

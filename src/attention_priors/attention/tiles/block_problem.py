@@ -1,0 +1,110 @@
+"""What the passes over tiles need to know beside queries, keys and values, and what the backward pass gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attention_priors.attention.geometry import Geometry
+from attention_priors.attention.pruning.bounds import BLOCK
+from attention_priors.attention.tiles.bias import Bias, Distances
+from attention_priors.attention.tiles.tiling import Part, Tile, Tiling, divide
+
+PAIRS = 2**24
+"""Pairs of a query and a key, all texts and heads counted, from which on threads of their own pay on a crowded machine:
+PyTorch's wait in a loop for some milliseconds, and take a core meanwhile."""
+
+Runs: TypeAlias = list[list[list[list[tuple[int, int]]]]]
+"""Runs of kept blocks, ``[text][head][block of queries]``: first and one past the last."""
+
+
+@dataclass(frozen=True)
+class BlockProblem:
+    """What the computation needs to know beside queries, keys and values."""
+
+    geometry: Geometry
+    distances: Distances
+    table: Tensor | None
+    """The log-prior of each distance, finite, ``(H, N)``; None for none."""
+    inside: Tensor | None
+    """``(N,)``: whether the prior lets a query see that distance (a window); None if all."""
+    row_scale: Tensor | None
+    """What multiplies the log-prior, per query, ``(B, H, Lq)``; None for nothing."""
+    softmax_scale: float
+    dtype: torch.dtype
+    """Of biases, logits and log-sum-exps."""
+    kept: Tensor | None = None
+    """Which blocks of keys each block of queries looks at, ``(B, H, ⌈Lq / 256⌉, ⌈Lk / 256⌉)``; None for all."""
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        """How it is cut."""
+        reach = None
+        if self.inside is not None:
+            seen = self.distances.values()[self.inside]
+            reach = (int(seen.min()), int(seen.max())) if len(seen) else (0, -1)
+        return Tiling.of(self.geometry, reach)
+
+    @cached_property
+    def runs(self) -> Runs | None:
+        """The runs of blocks that are kept; None for all."""
+        return None if self.kept is None else _kept_runs(self.kept)
+
+    def kept_keys(self, block: Tile, head: int) -> list[tuple[int, int]]:
+        """The ranges of keys that a block of one text's queries looks at."""
+        ranges = [(block.first, block.last)]
+        if self.runs is not None:
+            runs = self.runs[block.batches.start][head][block.start // BLOCK]
+            ranges = [(max(first * BLOCK, block.first), min(last * BLOCK, block.last)) for first, last in runs]
+        return [(first, last) for first, last in ranges if first < last]
+
+    def parts(self, kv_heads: int, unit: int, most: int | None, several: bool) -> list[Part]:
+        """What to compute one after another, or at once.
+
+        Args:
+            kv_heads: heads of keys.
+            unit: heads that stay together: 1, or all that share a head of keys.
+            most: matrices, one for each text and head, that a part may have; None for any number.
+            several: whether to make more of them than there are threads, where that many are worth it: then one that
+                another process slows down does fewer.
+        """
+        geometry = self.geometry
+        batch, heads = geometry.batch, geometry.heads
+        count = 1 if most is None else -(-batch * heads // most)
+        if several and geometry.device.type == "cpu":
+            pairs = sum(rows * keys for rows, keys in (tile.shape for tile in self.tiling.segments)) * batch * heads
+            count = max(count, 2 * torch.get_num_threads()) if pairs >= PAIRS else count
+        if self.kept is not None:
+            count = batch * heads  # each head keeps keys of its own
+        return divide(batch, heads, kv_heads, count, unit)
+
+    def bias(self, unit: float = 1.0, lanes: tuple[Tensor, Tensor] | None = None) -> Bias:
+        """Its biases; a nat is the number ``unit``. ``lanes`` as for :class:`Bias`."""
+        return Bias(self.tiling, self.distances, self.table, self.inside, self.row_scale, self.dtype, unit, lanes)
+
+
+def _kept_runs(kept: Tensor) -> Runs:
+    """The runs of ``kept (B, H, ⌈Lq / 256⌉, ⌈Lk / 256⌉)``, boolean."""
+    edges = pad(kept.to(torch.int8), (1, 1)).diff(dim=-1).nonzero().tolist()
+    batch, heads, blocks, _ = kept.shape
+    runs: Runs = [[[[] for _ in range(blocks)] for _ in range(heads)] for _ in range(batch)]
+    for (b, h, i, start), (*_, stop) in zip(edges[::2], edges[1::2], strict=True):
+        runs[b][h][i].append((start, stop))
+    return runs
+
+
+class Gradients(NamedTuple):
+    """Of everything that has one."""
+
+    query: Tensor
+    """Of :meth:`Content.queries`."""
+    key: Tensor
+    """Of :meth:`Content.keys`."""
+    value: Tensor
+    table: Tensor | None
+    row_scale: Tensor | None

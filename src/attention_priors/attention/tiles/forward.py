@@ -1,0 +1,220 @@
+"""The forward pass in linear memory: no bias matrix.
+
+A block of queries and all keys that they see are one plain attention call whose bias is a view of a table, where that
+is possible (``bias.py``). Elsewhere the bias is in memory, the keys are cut into pieces, and the results are merged by
+their log-sum-exps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention_priors.attention.content import Content, all_of
+from attention_priors.attention.geometry import block_length
+from attention_priors.attention.pruning.bounds import BLOCK
+from attention_priors.attention.tiles.bias import Bias
+from attention_priors.attention.tiles.block_problem import BlockProblem
+from attention_priors.attention.tiles.threads import is_crowded, share
+from attention_priors.attention.tiles.tiling import Part, RowBlock, Tile, ranges_of
+from attention_priors.precision import compute_dtype_of
+
+ROWS = 1024
+"""Queries per block: the CPU's kernel is at its best from 768 on."""
+DIAGONAL_ROWS = 128
+"""Queries per tile beside the causal diagonal: smaller ones waste less on keys nobody sees."""
+KEYS_IN_MEMORY = 512
+"""Keys per tile where the bias is in memory."""
+BIAS_NUMBERS = 2**20
+"""Numbers that a bias in memory may take: 4 MiB in float32."""
+FEW_QUERIES = 32
+"""Queries up to which the product of the lanes is computed apart: to lengthen all keys would be more work."""
+
+
+def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
+    """Output ``(B, H, Lq, Dv)`` in the content's dtype, and log-sum-exp ``(B, H, Lq)``."""
+    query, lanes, dtype = content.query, None, content.dtype
+    if content.lane_query is not None and content.lane_key is not None and query.shape[2] <= FEW_QUERIES:
+        lanes = content.lane_query, content.lane_key
+        content = content.without_lanes()
+    bias_of = problem.bias(lanes=lanes)
+    if (
+        query.shape[2] == 1
+        and problem.kept is None
+        and (found := _attend_at_once(content, problem, bias_of)) is not None
+    ):
+        return found.out[..., : content.value.shape[-1]].to(dtype).contiguous(), found.lse
+    out = query.new_empty(*query.shape[:-1], content.value.shape[-1], dtype=dtype)
+    lse = query.new_empty(query.shape[:-1], dtype=problem.dtype)
+    geometry, most = problem.geometry, None
+    if bias_of.in_memory and problem.table is not None:
+        most = max(
+            2, block_length(min(ROWS, geometry.num_queries) * min(KEYS_IN_MEMORY, geometry.num_keys), BIAS_NUMBERS)
+        )
+    parts = problem.parts(content.key.shape[1], 1, most, several=is_crowded())
+    share([partial(_attend_part, part, content, problem, _Found(out, lse)) for part in parts], bias_of.alone)
+    return out, lse
+
+
+def _attend_at_once(content: Content, problem: BlockProblem, bias_of: Bias) -> _Found | None:
+    """One query per text, as in decoding, without a word about tiles; None if there are several."""
+    segments = problem.tiling.segments
+    heads = slice(0, content.query.shape[1])
+    key, value = _keys_and_values(content, all_of)
+    if len(segments) > 1 or (bias_of.in_memory and len(key) * heads.stop * key.shape[2] > BIAS_NUMBERS):
+        return None
+    first, last = problem.tiling.keys_of(segments[0], 0, 1)
+    tile = segments[0]._replace(first=first, last=last)
+    query = content.queries(all_of, key.shape[-1])
+    return _attend_tile(
+        query, key[:, :, tile.keys], value[:, :, tile.keys], bias_of, tile, heads, content.softmax_scale
+    )
+
+
+def _keys_and_values(content: Content, cut: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    width, value_width = content.width, content.value.shape[-1]
+    if not is_one_on_cpu(content.query):
+        # The CPU's kernel wants one width for queries, keys and values.
+        width = value_width = max(width, value_width)
+    return content.keys(cut, width), content.values(cut, value_width)
+
+
+def _attend_part(part: Part, content: Content, problem: BlockProblem, result: _Found, bias_of: Bias) -> None:
+    """Write the ``result`` of some texts and heads."""
+    key, value = _keys_and_values(content, part.of_keys)
+    for block in _blocks(part, problem, bias_of):
+        rows, texts = slice(block.start, block.stop), part.within(block.batches)
+        query = content.queries(lambda x, b=block, r=rows: x[b.batches, part.heads, r], key.shape[-1]).flip(2)
+
+        def attend(tile: Tile, query: Tensor, texts: slice = texts) -> _Found:
+            keys = (texts, slice(None), tile.keys)
+            return _attend_tile(query, key[keys], value[keys], bias_of, tile, part.heads, content.softmax_scale)
+
+        if len(block.own) == 1:
+            found = attend(block.own[0], query)
+        else:
+            found = _Found(
+                query.new_empty(*query.shape[:-1], value.shape[-1]),
+                query.new_empty(query.shape[:-1], dtype=problem.dtype),
+            )
+            for tile in block.own:
+                # Reversed, the tile's queries end where the block's begin.
+                here = slice(block.stop - tile.stop, block.stop - tile.start)
+                found.out[:, :, here], found.lse[:, :, here] = attend(tile, query[:, :, here])
+        for tile in block.others:
+            found = _merge(found, attend(tile, query))
+        result.out[block.batches, part.heads, rows] = found.out[..., : result.out.shape[-1]].flip(2)
+        result.lse[block.batches, part.heads, rows] = found.lse.flip(2)
+
+
+def _blocks(part: Part, problem: BlockProblem, bias_of: Bias) -> Iterator[RowBlock]:
+    """The queries of a part, and the tiles of what they see."""
+    tiling, rows, keys = problem.tiling.of_texts(part.batches), ROWS, None
+    if bias_of.in_memory:
+        matrices = (part.batches.stop - part.batches.start) * (part.heads.stop - part.heads.start)
+        rows = min(ROWS, max(DIAGONAL_ROWS, block_length(matrices * KEYS_IN_MEMORY, BIAS_NUMBERS)))
+        keys = block_length(matrices * min(rows, problem.geometry.num_queries), BIAS_NUMBERS)
+    if problem.runs is None:
+        yield from tiling.row_blocks(rows, DIAGONAL_ROWS, keys)
+        return
+    for block in tiling.blocks(BLOCK):
+        ranges = problem.kept_keys(block, part.heads.start)
+        tiles = [block._replace(first=a, last=b) for first, last in ranges for a, b in ranges_of(first, last, keys)]
+        tiles = tiles or [block._replace(last=block.first)]
+        yield RowBlock(block.batches, block.start, block.stop, tiles[:1], tiles[1:])
+
+
+class _Found(NamedTuple):
+    """What a tile gives: attention over its keys alone."""
+
+    out: Tensor
+    lse: Tensor
+
+
+def _merge(before: _Found, found: _Found) -> _Found:
+    """Add keys that were not there before: outputs weigh as much as their exponentials sum to."""
+    # Where neither sees a key, the difference is nan, and either output is 0.
+    weight = torch.sigmoid((found.lse - before.lse).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf))
+    out = before.out.to(before.lse.dtype).lerp_(found.out.to(before.lse.dtype), weight.unsqueeze(-1))
+    return _Found(out, torch.logaddexp(before.lse, found.lse))
+
+
+def _attend_tile(
+    query: Tensor, key: Tensor, value: Tensor, bias_of: Bias, tile: Tile, heads: slice, scale: float
+) -> _Found:
+    """Attention of a tile's queries, in reverse order, over its keys."""
+    if not tile.shape[1]:
+        out = query.new_zeros(*query.shape[:-1], value.shape[-1])
+        return _Found(out, torch.full(query.shape[:-1], -math.inf, dtype=bias_of.dtype, device=query.device))
+    bias = bias_of(tile, heads)
+    found = _attend(query, key, value, bias, scale)
+    blind = None if bias is None else bias_of.blind(tile, bias)
+    if blind is None:
+        return found
+    return _Found(found.out.masked_fill(blind, 0.0), found.lse.masked_fill(blind.squeeze(-1), -math.inf))
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> _Found:
+    """Plain attention with a bias. A query that sees no key gets a meaningless answer."""
+    if is_one_on_cpu(query):
+        return _attend_one(query, key, value, bias, scale)
+    if query.device.type == "cpu":
+        if bias is not None:
+            bias = bias.expand(-1, query.shape[1], query.shape[2], -1)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, False, attn_mask=bias, scale=scale
+        )
+        return _Found(out, lse)
+    group = query.shape[1] // key.shape[1]
+    # Products of half-precision numbers are exact in float32; in half precision logits would be rounded, and the
+    # log-sum-exp with them.
+    compute = compute_dtype_of(query)
+    logits = (query.to(compute) @ key.repeat_interleave(group, dim=1).to(compute).mT) * scale
+    if bias is not None:
+        logits = logits + bias
+    out = logits.softmax(-1).to(value.dtype) @ value.repeat_interleave(group, dim=1)
+    return _Found(out, logits.logsumexp(-1))
+
+
+def is_one_on_cpu(query: Tensor) -> bool:
+    """Whether it is one query per text, whose products :func:`logits_of_one` takes."""
+    return query.device.type == "cpu" and query.shape[2] == 1 and query.dtype in (torch.float32, torch.float64)
+
+
+def logits_of_one(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """The logits of one query per text, ``(B * Hkv, H / Hkv, Lk)``, by a product that reads each key once.
+
+    Args:
+        query: ``(B, H, 1, D)``.
+        key: ``(B, Hkv, Lk, D)``.
+        bias: what expands to ``(B, H, 1, Lk)``; None for none.
+        scale: of the content.
+    """
+    batch, heads, _, width = query.shape
+    kv_heads, number = key.shape[1:3]
+    # Query heads that share a key head are rows of one product.
+    query = query.reshape(batch * kv_heads, heads // kv_heads, width)
+    key = key.reshape(batch * kv_heads, number, width)
+    if bias is None:
+        return torch.bmm(query, key.mT).mul_(scale)
+    bias = bias.expand(batch, heads, 1, number).reshape(*query.shape[:2], number).to(query.dtype)
+    return torch.baddbmm(bias, query, key.mT, alpha=scale)
+
+
+def mean_of_one(weights: Tensor, value: Tensor) -> Tensor:
+    """The output ``(B, H, 1, Dv)`` of such weights, by a product that reads each value once."""
+    batch, kv_heads, number, width = value.shape
+    return torch.bmm(weights, value.reshape(batch * kv_heads, number, width)).view(batch, -1, 1, width)
+
+
+def _attend_one(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> _Found:
+    logits = logits_of_one(query, key, bias, scale)
+    weights = logits.softmax(-1)
+    # The largest weight is exp(highest - lse); exponentials of our own would be slow where they underflow.
+    lse = logits.amax(-1) - weights.amax(-1).log()
+    return _Found(mean_of_one(weights, value), lse.view(query.shape[:-1]))

@@ -1,0 +1,115 @@
+"""Work on a crowded machine: parts on threads of their own give the same numbers, bit for bit."""
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention_priors import GeneralizedGaussian, SSMax, attend
+from attention_priors.attention.tiles import block_problem, threads
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def numbers(crowded: bool, **options: Any) -> list[Tensor]:
+    """Output and gradients of a problem that is worth threads."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 1100, 16, generator=generator, requires_grad=True)
+    key, value = (torch.randn(2, 2, 1100, 16, generator=generator, requires_grad=True) for _ in range(2))
+    prior = GeneralizedGaussian(4, init="spread")
+    with (
+        mock.patch.multiple(threads, _crowded=crowded, LONG_ENOUGH=1e9, MOST_WHEN_CROWDED=2 * crowded),
+        mock.patch.object(block_problem, "PAIRS", 0),
+        mock.patch.object(threads, "_do", wraps=threads._do) as done,
+    ):
+        out = attend(query, key, value, prior, **options)
+        learned = [parameter for parameter in prior.parameters() if parameter.requires_grad]
+        grads = torch.autograd.grad(out.square().sum(), [query, key, value, *learned])
+    assert done.called is crowded
+    return [out, *grads]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"logit_scale": SSMax(4, init=0.2)}, {"tolerance": 1e-4}, {"key_padding_mask": torch.arange(1100) % 7 == 3}],
+    ids=["table", "scaled", "pruned", "padded"],
+)
+def test_the_numbers_are_the_same(options: dict[str, Any]) -> None:
+    if "key_padding_mask" in options:
+        options = {"key_padding_mask": options["key_padding_mask"].expand(2, -1)}
+    for alone, shared in zip(numbers(False, **options), numbers(True, **options), strict=True):
+        assert torch.equal(alone, shared)
+
+
+def shared(pieces: list[Any]) -> None:
+    with mock.patch.object(threads, "_crowded", True):
+        threads.share(pieces, lambda: None)
+
+
+def test_every_piece_is_done_once_by_threads_with_cores_of_their_own() -> None:
+    seen: list[tuple[int, int, bool]] = []
+
+    def piece(number: int) -> Any:
+        return lambda room: seen.append((number, torch.get_num_threads(), torch.is_grad_enabled()))
+
+    shared([piece(number) for number in range(50)])
+    assert sorted(seen) == [(number, 1, False) for number in range(50)]
+    assert torch.get_num_threads() == 2
+    later: list[int] = []
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert later == [2]
+
+
+def test_an_error_reaches_the_caller() -> None:
+    def fail(room: None) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        shared([fail, fail, fail])
+    shared([lambda room: None] * 3)
+
+
+def test_inference_mode_reaches_the_threads() -> None:
+    with torch.inference_mode():
+        out = torch.zeros(2)
+        shared([lambda room: out[:1].add_(1), lambda room: out[1:].add_(1)])
+    assert out.tolist() == [1, 1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork a process")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    shared([lambda room: None] * 2)
+    child = os.fork()
+    if child == 0:
+        done: list[int] = []
+        shared([lambda room: done.append(1), lambda room: done.append(1)])
+        os._exit(0 if done == [1, 1] else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_what_shows_that_others_take_cores() -> None:
+    def decided(used: float) -> bool:
+        with (
+            mock.patch.object(threads.time, "perf_counter", side_effect=[0.0, 1.0]),
+            mock.patch.object(threads.time, "process_time", side_effect=[0.0, used]),
+            mock.patch.object(threads, "_crowded", False),
+        ):
+            threads.share([lambda room: None] * 2, lambda: None)
+            return threads.is_crowded()
+
+    assert decided(1.5)
+    assert not decided(1.95)
