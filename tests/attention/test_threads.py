@@ -53,8 +53,7 @@ def test_the_numbers_are_the_same(options: dict[str, Any]) -> None:
 
 
 def shared(pieces: list[Any]) -> None:
-    with mock.patch.object(threads, "_crowded", True):
-        threads.share(pieces, lambda: None)
+    threads.share(pieces, lambda: None, alone=True)
 
 
 def test_every_piece_is_done_once_by_threads_with_cores_of_their_own() -> None:
@@ -108,7 +107,7 @@ def test_what_shows_that_others_take_cores() -> None:
             mock.patch.object(threads.time, "process_time", side_effect=[0.0, used]),
             mock.patch.object(threads, "_crowded", False),
         ):
-            threads.share([lambda room: None] * 2, lambda: None)
+            threads.share([lambda room: None] * 2, lambda: None, alone=False)
             return threads.is_crowded()
 
     assert decided(1.5)

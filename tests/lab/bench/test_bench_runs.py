@@ -2,10 +2,12 @@
 
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from bench_cases import WAYS, case, made, plainly, recipe
@@ -61,6 +63,28 @@ def test_what_is_written(tmp_path, quiet, no_memory):
     for words in ("Time: forward+backward", "attend, GOAT in lanes", "dense formula, ALiBi", "L = 32", "What is timed"):
         assert words in table
     assert "Peak memory" not in table
+
+
+def test_beside_neighbours(tmp_path, quiet, no_memory):
+    results = bench(recipe(neighbours=1), tmp_path, console=quiet)
+    row, plain = row_of(results, "attend-alibi"), row_of(results, "plain")
+    busy = row["beside_neighbours"]
+    pairs = zip(busy["seconds"], plain["beside_neighbours"]["seconds"], strict=True)
+    assert busy["ratios"] == [a / b for a, b in pairs]
+    assert len(busy["seconds"]) == len(row["seconds"]) == 3
+    assert busy["seconds"] != row["seconds"]
+    assert "Time beside 1 busy process: forward" in markdown_tables(results)
+
+
+def test_neighbours_are_busy_and_end():
+    with measure.neighbours(2):
+        own = [child for child in psutil.Process().children() if "getppid" in " ".join(child.cmdline())]
+        assert len(own) == 2
+        before = [child.cpu_times().user + child.cpu_times().system for child in own]
+        time.sleep(0.3)
+        after = [child.cpu_times().user + child.cpu_times().system for child in own]
+    assert all(late > early for early, late in zip(before, after, strict=True))
+    assert not any(child.is_running() for child in own)
 
 
 def test_what_is_finished_is_not_run_again(tmp_path, quiet, no_memory, monkeypatch):

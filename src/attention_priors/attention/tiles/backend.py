@@ -1,6 +1,7 @@
 """``backend="toeplitz"``: stationary priors in linear memory, one number per distance and head, and no bias matrix.
 
-On CPUs the work is done in ``blocks.py`` and ``short.py``, on CUDA by Triton's kernels; this file makes what they take.
+On CPUs the work is done in ``forward.py``, ``backward.py`` and ``short.py``, on CUDA by Triton's kernels; this file
+makes what they take.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from attention_priors.attention.geometry import block_length
 from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.tiles.bias import Bias, Scratch
 from attention_priors.attention.tiles.block_problem import BlockProblem, Gradients
-from attention_priors.attention.tiles.threads import share
+from attention_priors.attention.tiles.threads import is_crowded, share
 from attention_priors.attention.tiles.tiling import Part, Tile, ranges_of
 
 ROWS = 256
@@ -74,7 +74,7 @@ def backward(
     geometry = problem.geometry
     tile = min(ROWS, geometry.num_queries) * min(MOST_KEYS, geometry.num_keys)
     # The same ones on any machine: they decide in which order the table's gradient is added up.
-    parts = problem.parts(kv_heads, heads // kv_heads, block_length(tile, NUMBERS), several=True)
+    parts = problem.parts(kv_heads, heads // kv_heads, block_length(tile, NUMBERS), several=problem.is_large)
     bias_in_bits, bias = problem.bias(1 / NATS_PER_BIT), problem.bias()
 
     def make_room() -> _Room:
@@ -82,7 +82,7 @@ def backward(
         return _Room(bias_in_bits.alone(), bias.alone(), scratch)
 
     work = [_Backward(part, content, problem, rows, found) for part in parts]
-    share([one.run for one in work], make_room)
+    share([one.run for one in work], make_room, is_crowded() and problem.is_large)
     if found.table is not None:
         for one in work:
             assert one.table_grad is not None

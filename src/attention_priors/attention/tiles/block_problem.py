@@ -63,6 +63,13 @@ class BlockProblem:
             ranges = [(max(first * BLOCK, block.first), min(last * BLOCK, block.last)) for first, last in runs]
         return [(first, last) for first, last in ranges if first < last]
 
+    @cached_property
+    def is_large(self) -> bool:
+        """Whether threads of their own may pay for its parts."""
+        shapes = (tile.shape for tile in self.tiling.segments)
+        pairs = sum(rows * keys for rows, keys in shapes) * self.geometry.batch * self.geometry.heads
+        return self.geometry.device.type == "cpu" and pairs >= PAIRS
+
     def parts(self, kv_heads: int, unit: int, most: int | None, several: bool) -> list[Part]:
         """What to compute one after another, or at once.
 
@@ -70,15 +77,13 @@ class BlockProblem:
             kv_heads: heads of keys.
             unit: heads that stay together: 1, or all that share a head of keys.
             most: matrices, one for each text and head, that a part may have; None for any number.
-            several: whether to make more of them than there are threads, where that many are worth it: then one that
-                another process slows down does fewer.
+            several: whether to make more of them than there are threads: then a thread that another process slows down
+                does fewer.
         """
-        geometry = self.geometry
-        batch, heads = geometry.batch, geometry.heads
+        batch, heads = self.geometry.batch, self.geometry.heads
         count = 1 if most is None else -(-batch * heads // most)
-        if several and geometry.device.type == "cpu":
-            pairs = sum(rows * keys for rows, keys in (tile.shape for tile in self.tiling.segments)) * batch * heads
-            count = max(count, 2 * torch.get_num_threads()) if pairs >= PAIRS else count
+        if several:
+            count = max(count, 2 * torch.get_num_threads())
         if self.kept is not None:
             count = batch * heads  # each head keeps keys of its own
         return divide(batch, heads, kv_heads, count, unit)

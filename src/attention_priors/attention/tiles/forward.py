@@ -56,8 +56,9 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
         most = max(
             2, block_length(min(ROWS, geometry.num_queries) * min(KEYS_IN_MEMORY, geometry.num_keys), BIAS_NUMBERS)
         )
-    parts = problem.parts(content.key.shape[1], 1, most, several=is_crowded())
-    share([partial(_attend_part, part, content, problem, _Found(out, lse)) for part in parts], bias_of.alone)
+    alone = is_crowded() and problem.is_large
+    parts = problem.parts(content.key.shape[1], 1, most, several=alone)
+    share([partial(_attend_part, part, content, problem, _Found(out, lse)) for part in parts], bias_of.alone, alone)
     return out, lse
 
 

@@ -37,22 +37,20 @@ def is_crowded() -> bool:
     return _crowded
 
 
-def share(pieces: Sequence[Callable[[Room], None]], make_room: Callable[[], Room]) -> None:
+def share(pieces: Sequence[Callable[[Room], None]], make_room: Callable[[], Room], alone: bool) -> None:
     """Do all pieces; they must not write to the same numbers. Nothing is recorded for a backward pass.
-
-    One after another, each of their operations on all cores, which is faster on a machine that does nothing else; or at
-    once, on a core each, if the machine is crowded.
 
     Args:
         pieces: what is done.
         make_room: makes what a thread needs for itself, such as memory to work in; each piece is given that.
+        alone: whether to do them at once, on a core each, rather than one after another, on all cores.
 
     Raises:
         Exception: what a piece raised, once all that had begun have ended.
     """
     global _crowded
     threads = torch.get_num_threads()
-    if not _crowded or threads == 1 or len(pieces) == 1:
+    if not alone or threads == 1 or len(pieces) == 1:
         wall, used = time.perf_counter(), time.process_time()
         room = make_room()
         for piece in pieces:

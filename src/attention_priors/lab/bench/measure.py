@@ -8,8 +8,11 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 
@@ -23,6 +26,8 @@ from attention_priors.lab.machine import PeakMemory
 SHORTEST = 0.02
 """Seconds that a measurement lasts at least: as many passes in a row as that takes."""
 MOST_CALLS = 200
+SETTLING = 0.2
+"""Seconds until a process that was started is busy."""
 ROWS_CHECKED = 16
 """Number of rows compared with the reference at the start, in the middle and at the end of the output."""
 LARGEST_ERROR = 0.05
@@ -141,6 +146,20 @@ def repetitions(
         finally:
             gc.enable()
         yield seconds
+
+
+@contextmanager
+def neighbours(number: int) -> Iterator[None]:
+    """Within this block, ``number`` other processes keep a core busy each. They end with this one, however it ends."""
+    busy = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+    processes = [subprocess.Popen([sys.executable, "-I", "-S", "-c", busy]) for _ in range(number)]
+    try:
+        time.sleep(SETTLING)
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 # ---- memory

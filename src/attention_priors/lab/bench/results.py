@@ -29,8 +29,10 @@ def collect(output: Path) -> dict[str, Any]:
     ``rows`` has one entry per pass, length and way: its ``status`` (``measured``, ``cannot run``, ``not run``) and
     ``reason``, ``seconds`` of every repetition, ``ratios`` to the ``baseline`` in the same repetition, medians and
     quartiles (``[median, low, high]``), ``calls`` per measurement, ``error`` (largest difference from the float64
-    reference, relative to the largest output) and ``peak_bytes``. ``comparisons`` has, for each way that computes
-    the function of a way of this library, how many times as long it takes. ``growth`` has fitted powers of the length.
+    reference, relative to the largest output) and ``peak_bytes``; ``beside_neighbours`` has ``seconds`` and ratios of
+    the same repetitions beside busy processes, where they were asked for. ``comparisons`` has, for each way that
+    computes the function of a way of this library, how many times as long it takes. ``growth`` has fitted powers of
+    the length.
     """
     records = [read_json(path) for path in (output / "measurements").glob("*.json")]
     records.sort(key=lambda record: (PASSES.index(record["pass"]), record["length"]))
@@ -60,6 +62,11 @@ def _rows(record: Row) -> Iterator[Row]:
         row |= sitting["ways"][name] | {"peak_bytes": record["peaks"].get(name)}
         if way.baseline in sitting["ways"]:
             row |= {"baseline": way.baseline} | _ratios(sitting, name, way.baseline)
+        if "busy" in sitting:
+            busy = [entry[name] for entry in sitting["busy"]]
+            row["beside_neighbours"] = {"seconds": busy, "median_seconds": spread(busy)}
+            if way.baseline in sitting["ways"]:
+                row["beside_neighbours"] |= _ratios({"rounds": sitting["busy"]}, name, way.baseline)
         yield row
 
 

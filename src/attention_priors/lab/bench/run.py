@@ -38,8 +38,8 @@ Record = dict[str, Any]
 """Measurements of one pass at one length: ``peaks``, ``failures`` and ``sittings``.
 
 A sitting is a set of ways that were run in turn. It has ``ways`` (calls per measurement and error of each), ``for``
-(the ways without earlier measurements) and ``rounds`` (seconds of each way, one entry per repetition). Ratios are taken
-inside a sitting.
+(the ways without earlier measurements), ``rounds`` (seconds of each way, one entry per repetition) and, if neighbours
+are asked for, ``busy`` (the same beside them). Ratios are taken inside a sitting.
 """
 
 
@@ -75,6 +75,8 @@ class BenchRecipe(Strict):
     heads: int = Field(default=8, gt=0)
     head_dim: int = Field(default=64, gt=0)
     repetitions: int = Field(default=9, gt=0)
+    neighbours: int = Field(default=0, ge=0)
+    """Other processes that keep a core busy each: every repetition is measured without them and then beside them."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     parts: tuple[Part, ...] = Field(min_length=1)
 
@@ -222,7 +224,7 @@ class _Bench:
     def run(self) -> None:
         plan = self.recipe.plan()
         # A way in a case: one step for its memory, one to warm it up, one for each repetition.
-        each = 2 + self.recipe.repetitions
+        each = 2 + self.recipe.repetitions * (2 if self.recipe.neighbours else 1)
         done = 0
         with self.bars:
             self.task = self.bars.add_task("starting", total=sum(len(names) * each for names in plan.values()))
@@ -302,12 +304,19 @@ class _Bench:
 
         def seconds_of(name: str) -> float:
             self._say(case, f"{WAYS[name].label}, repetition {len(sitting['rounds']) + 1} of {count}")
+            if self.recipe.neighbours:
+                # A way may compute otherwise on a busy machine: from its second pass on.
+                runners[name].one_pass()
             seconds = runners[name].measure()
             self.bars.advance(self.task)
             return seconds
 
         if any(name in runners for name in sitting["for"]):
             for seconds in repetitions(seconds_of, list(runners), len(sitting["rounds"]), count, self.recipe.seed):
+                if self.recipe.neighbours:
+                    with measure.neighbours(self.recipe.neighbours):
+                        busy = {name: seconds_of(name) for name in seconds}
+                    sitting.setdefault("busy", []).append(busy)
                 sitting["rounds"].append(seconds)
                 save()
         else:

@@ -29,6 +29,10 @@ def tables(results: Results) -> Iterator[Table]:
         fits = {(fit["of"], fit["way"]): fit for fit in results["growth"] if fit["pass"] == passing}
         peaks = {(row["way"], row["length"]): row.get("peak_bytes") for row in rows}
         kinds = [("time", "Time", time_cell)]
+        if any("beside_neighbours" in row for row in rows):
+            number = results["settings"]["neighbours"]
+            title = f"Time beside {number} busy process{'es' * (number > 1)}"
+            kinds.append(("busy", title, lambda row: time_cell(row | row["beside_neighbours"])))
         if any(peak is not None for peak in peaks.values()):
             kinds += [("memory", "Peak memory above the inputs", partial(memory_cell, peaks=peaks))]
         for of, title, cell in kinds if rows else []:

@@ -418,6 +418,9 @@ def bench(
     heads: Annotated[int | None, Option(help="8 by default.")] = None,
     head_dim: Annotated[int | None, Option(help="64 by default.")] = None,
     repetitions: Annotated[int | None, Option(help="3 by default; more for figures to be quoted.")] = None,
+    neighbours: Annotated[
+        int | None, Option(help="Busy processes, beside which every repetition is measured once more; none by default.")
+    ] = None,
     seed: Annotated[int | None, Option(help="Of inputs and of the order of runs; 0 by default.")] = None,
     memory_limit: Annotated[
         float | None, Option(min=0.0, help="GiB that a case may take; nine tenths of what is free by default.")
