@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from attention_priors.attention import (
     KeyBounds,
+    NullKey,
     PruningReport,
     ResidualSSMax,
     ShardedSequence,
     SSMax,
+    apply_null,
     attend,
     attend_across,
     flex_mask_mod,
@@ -41,6 +43,7 @@ __all__ = [
     "KeyBounds",
     "LearnedTable",
     "LinearToy",
+    "NullKey",
     "Prior",
     "PriorAttention",
     "PruningReport",
@@ -52,6 +55,7 @@ __all__ = [
     "Sinusoidal",
     "Structure",
     "alibi_slopes",
+    "apply_null",
     "at_spacing",
     "attach",
     "attend",

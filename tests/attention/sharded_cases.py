@@ -89,6 +89,7 @@ CASES = {
     "alibi, padding and far apart": Case(
         lambda: Laplace(HEADS, learn=True), length=700, batch=1, layout="contiguous", padding="right"
     ),
+    "null key": Case(lambda: Laplace(HEADS, learn=True), options={"null_logit": torch.linspace(-1, 2, HEADS)}),
     "t5 buckets": Case(lambda: RelativeBuckets(HEADS)),
     "t5 buckets, bidirectional": Case(lambda: RelativeBuckets(HEADS, bidirectional=True), causal=False),
     "spectral and key sink": Case(_sum_of_both),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attention_priors.attention.lanes import is_factored, lanes
 from attention_priors.attention.logit_scale import SSMax
+from attention_priors.attention.null_key import NullKey, gated
 from attention_priors.attention.observe import OBSERVERS, tell
 from attention_priors.attention.problem import Problem, make_problem
 from attention_priors.attention.pruning.bounds import KeyBounds
@@ -46,6 +47,7 @@ def attend(
     dropout_p: float = ...,
     tolerance: float = ...,
     key_bounds: KeyBounds | None = ...,
+    null_logit: NullKey | Tensor | None = ...,
     backend: Backend = ...,
 ) -> Tensor: ...
 
@@ -71,6 +73,7 @@ def attend(
     dropout_p: float = ...,
     tolerance: float = ...,
     key_bounds: KeyBounds | None = ...,
+    null_logit: NullKey | Tensor | None = ...,
     backend: Backend = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -95,6 +98,7 @@ def attend(
     return_lse: bool = False,
     tolerance: float = 0.0,
     key_bounds: KeyBounds | None = None,
+    null_logit: NullKey | Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with a positional prior.
@@ -138,6 +142,10 @@ def attend(
             and an ``attn_mask`` are computed in full, and so is everything by backends other than ``toeplitz`` and
             ``triton``.
         key_bounds: :class:`KeyBounds` of ``key``, kept beside a cache; without them pruning reads every key.
+        null_logit: ``s`` in nats, a :class:`NullKey` or a tensor ``(H,)`` or ``(B, H, Lq)``: beside the keys stands one
+            more, whose value is zero, and takes ``e^s / (e^s + Σ_j e^z_ij)`` of the weight. No logit scale multiplies
+            it, and it is not counted as visible. The log-sum-exp is that of the keys alone: to merge results, leave it
+            out and call :func:`apply_null` once at the end.
         backend: how it is computed, never what. ``auto`` chooses by the prior's structure: ``lanes`` if all of
             it is factored (but not where a table does as well: for slopes, half precision and a few queries),
             else ``toeplitz``; ``blockwise`` for ``relative``, dropout and an ``attn_mask`` with a gradient. On CUDA it
@@ -178,10 +186,14 @@ def attend(
         dropout_p=dropout_p,
         tolerance=tolerance,
         key_bounds=key_bounds,
+        null_logit=null_logit,
     )
     if OBSERVERS:
         tell(problem)
-    out, lse = solve(problem, backend, need_lse=return_lse)
+    out, lse = solve(problem, backend, need_lse=return_lse or problem.null_logit is not None)
+    if problem.null_logit is not None:
+        assert lse is not None
+        out = gated(out, lse, problem.null_logit)
     if not return_lse:
         return out
     assert lse is not None
@@ -221,12 +233,13 @@ def attend_with_weights(
     attn_mask: Tensor | None = None,
     relative: ShawVectors | None = None,
     dropout_p: float = 0.0,
+    null_logit: NullKey | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`attend` by the dense formula, for those who want to see the weights; memory is ``B · H · Lq · Lk``.
 
     Returns:
         Output ``(B, H, Lq, Dv)`` and weights ``(B, H, Lq, Lk)`` before dropout, both in the query's dtype. A query that
-        may see no key gets zeros in both.
+        may see no key gets zeros in both. With a ``null_logit`` weights sum to what it leaves to the keys.
 
     Raises:
         ValueError: as :func:`attend`.
@@ -248,11 +261,14 @@ def attend_with_weights(
         attn_mask=attn_mask,
         relative=relative,
         dropout_p=dropout_p,
+        null_logit=null_logit,
     )
     if OBSERVERS:
         tell(problem)
     with _without_autocast(query.device.type):
-        out, _, weights = reference(problem)
+        out, lse, weights = reference(problem)
+        if problem.null_logit is not None:
+            out, weights = (gated(x, lse, problem.null_logit) for x in (out, weights))
     return out, weights.to(query.dtype)
 
 

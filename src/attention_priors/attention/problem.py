@@ -13,6 +13,7 @@ from torch import Tensor
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.geometry_operator import count_visible_keys
 from attention_priors.attention.logit_scale import SSMax
+from attention_priors.attention.null_key import NullKey, checked_null_logit
 from attention_priors.attention.pruning.bounds import KeyBounds
 from attention_priors.checks import check_share
 from attention_priors.encodings import ShawVectors
@@ -52,6 +53,8 @@ class Problem:
     """Whether the log-prior of all that is looked at is known to be exact in float32."""
     logit_scale: SSMax | None = None
     """What ``row_scale`` comes from: it has one for every other length too."""
+    null_logit: Tensor | None = None
+    """The logit of a place beside the keys, ``(1, H, 1)`` or ``(B, H, Lq)``; no backend knows of it."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -90,6 +93,7 @@ def make_problem(
     tolerance: float = 0.0,
     key_bounds: KeyBounds | None = None,
     visible_keys: Tensor | None = None,
+    null_logit: NullKey | Tensor | None = None,
 ) -> Problem:
     """Check every argument of :func:`attend` against the others and fill in the defaults.
 
@@ -156,6 +160,7 @@ def make_problem(
         tolerance=float(tolerance),
         key_bounds=key_bounds,
         logit_scale=logit_scale,
+        null_logit=None if null_logit is None else checked_null_logit(null_logit, tuple(query.shape[:3]), query.device),
     )
 
 

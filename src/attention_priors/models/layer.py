@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from attention_priors.attention import SSMax, attend, attend_with_weights
+from attention_priors.attention import NullKey, SSMax, attend, attend_with_weights
 from attention_priors.attention.problem import check_modules
 from attention_priors.checks import check_share
 from attention_priors.priors import Prior
@@ -33,6 +33,9 @@ class PriorAttention(nn.Module):
         prior: a log-prior over positions, or None for the uniform one.
         logit_scale: :class:`SSMax`, or None.
         num_kv_heads: key and value heads (GQA), ``num_heads`` by default.
+        add_zero_attn: whether beside the keys stands one more, of zeros: a null key of logit 0. The weights that are
+            returned are those of the keys alone.
+        null_key: :class:`NullKey`, which has a logit per head, or None.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class PriorAttention(nn.Module):
         prior: Prior | None = None,
         logit_scale: SSMax | None = None,
         num_kv_heads: int | None = None,
+        add_zero_attn: bool = False,
+        null_key: NullKey | None = None,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -59,7 +64,9 @@ class PriorAttention(nn.Module):
             raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}")
         check_share(dropout=dropout)
         check_modules(prior, logit_scale)
-        for name, module in (("prior", prior), ("logit_scale", logit_scale)):
+        if add_zero_attn and null_key is not None:
+            raise ValueError("add_zero_attn is a null_key of logit 0; give one of them")
+        for name, module in (("prior", prior), ("logit_scale", logit_scale), ("null_key", null_key)):
             if module is not None and module.num_heads != num_heads:
                 raise ValueError(f"{name} has num_heads={module.num_heads}, expected {num_heads}")
         self.embed_dim = embed_dim
@@ -72,6 +79,8 @@ class PriorAttention(nn.Module):
         self.batch_first = batch_first
         self.prior = prior
         self.logit_scale = logit_scale
+        self.null_key = null_key
+        self.add_zero_attn = add_zero_attn
 
         kv_dim = self.head_dim * num_kv_heads
         options: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -180,6 +189,7 @@ class PriorAttention(nn.Module):
             "attn_mask": attn_mask,
             "relative": None,
             "dropout_p": self.dropout if self.training else 0.0,
+            "null_logit": torch.zeros(self.num_heads, device=q.device) if self.add_zero_attn else self.null_key,
         }
         weights = None
         if need_weights:

@@ -23,6 +23,7 @@ from attention_priors.attention.attend import BACKENDS, Backend, as_autocast_has
 from attention_priors.attention.distributed.shards import Piece, Plan, ShardedSequence
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.logit_scale import SSMax
+from attention_priors.attention.null_key import NullKey, apply_null, checked_null_logit
 from attention_priors.attention.problem import Problem, make_problem
 from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.pruning.certificate import may_prune
@@ -51,6 +52,7 @@ def attend_across(
     logit_scale: SSMax | None = ...,
     softmax_scale: float | None = ...,
     tolerance: float = ...,
+    null_logit: NullKey | Tensor | None = ...,
     backend: Backend = ...,
 ) -> Tensor: ...
 
@@ -68,6 +70,7 @@ def attend_across(
     logit_scale: SSMax | None = ...,
     softmax_scale: float | None = ...,
     tolerance: float = ...,
+    null_logit: NullKey | Tensor | None = ...,
     backend: Backend = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -84,6 +87,7 @@ def attend_across(
     softmax_scale: float | None = None,
     return_lse: bool = False,
     tolerance: float = 0.0,
+    null_logit: NullKey | Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attend` over the whole of a sequence, of which each process of a group holds some tokens.
@@ -113,6 +117,7 @@ def attend_across(
         softmax_scale: of the content; ``1/sqrt(D)`` by default.
         return_lse: also return the log-sum-exp of each query's logits, over all keys. Gradients flow through it.
         tolerance: as for :func:`attend`: which share of its weight a query may lose, over all shards together.
+        null_logit: as for :func:`attend`; its gradient is that of this process's queries.
         backend: as for :func:`attend`.
 
     Returns:
@@ -127,10 +132,32 @@ def attend_across(
         # Not as a decorator: that would import the compiler for everyone.
         uncompiled: Any = torch.compiler.disable(_attend_across)
         return uncompiled(
-            query, key, value, prior, sequence, causal, logit_scale, softmax_scale, return_lse, tolerance, backend
+            query,
+            key,
+            value,
+            prior,
+            sequence,
+            causal,
+            logit_scale,
+            softmax_scale,
+            return_lse,
+            tolerance,
+            null_logit,
+            backend,
         )
     return _attend_across(
-        query, key, value, prior, sequence, causal, logit_scale, softmax_scale, return_lse, tolerance, backend
+        query,
+        key,
+        value,
+        prior,
+        sequence,
+        causal,
+        logit_scale,
+        softmax_scale,
+        return_lse,
+        tolerance,
+        null_logit,
+        backend,
     )
 
 
@@ -145,6 +172,7 @@ def _attend_across(
     softmax_scale: float | None,
     return_lse: bool,
     tolerance: float,
+    null_logit: NullKey | Tensor | None,
     backend: Backend,
 ) -> Tensor | tuple[Tensor, Tensor]:
     query, key, value = as_autocast_has_it(query, key, value)
@@ -154,6 +182,8 @@ def _attend_across(
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
         _check(query, key, value, prior, logit_scale, sequence, causal, softmax_scale, tolerance)
+        if null_logit is not None:
+            checked_null_logit(null_logit, tuple(query.shape[:3]), query.device)
         trained = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *parameters))
         return {
             "query's batch, heads and head_dim": (*query.shape[:2], query.shape[3]),
@@ -184,6 +214,8 @@ def _attend_across(
         keys_have_gradients=agreed[0][KEYS_HAVE_GRADIENTS],
     )
     out, lse = _Across.apply(ring, query, key, value, *ring.parameters)  # pyright: ignore[reportGeneralTypeIssues]
+    if null_logit is not None:
+        out = apply_null(out, lse, null_logit)
     return (out, lse) if return_lse else out
 
 

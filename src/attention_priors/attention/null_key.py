@@ -1,0 +1,107 @@
+"""A place beside the keys where nothing is: prior mass on *nowhere*."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attention_priors.checks import check_booleans, check_positive_integers
+from attention_priors.config import Described
+from attention_priors.precision import KeepsFloat32, can_be_read
+
+
+class NullKey(Described, KeepsFloat32):
+    """One more key per head, with a learned logit ``s_h`` in nats and the value zero.
+
+    A query that finds nothing may look there: ``p_null = e^s / (e^s + Σ_j e^z_ij)``, and its output is
+    ``(1 - p_null)`` times that without. At ``s = 0`` this is the softmax "plus one", and ``add_zero_attn`` of
+    :class:`torch.nn.MultiheadAttention`.
+
+    Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card" (2025), a learned bias in the softmax's denominator; Miller,
+    "Attention Is Off By One" (2023).
+
+    Args:
+        num_heads: ``H``.
+        init: the ``s`` every head starts with, in nats.
+        learn: whether ``s`` is learned.
+    """
+
+    name = "null_key"
+
+    def __init__(self, num_heads: int, init: float = 0.0, learn: bool = True) -> None:
+        super().__init__()
+        check_positive_integers(num_heads=num_heads)
+        check_booleans(learn=learn)
+        if not isinstance(init, int | float) or not math.isfinite(init):
+            raise ValueError(f"init must be a finite number, got {init!r}")
+        self.num_heads = num_heads
+        self.init = float(init)
+        self.learn = learn
+        self.logit = nn.Parameter(torch.empty(num_heads), requires_grad=learn)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start anew: ``s = init``."""
+        nn.init.constant_(self.logit, self.init)
+
+
+def apply_null(out: Tensor, lse: Tensor, null_logit: NullKey | Tensor) -> Tensor:
+    """Let a place with the value zero take its share of the weights: ``out · σ(lse - s)``.
+
+    For results over parts of the keys, that were merged: each of them has all of its weight on its own keys. (Outputs
+    of :func:`attend` with a ``null_logit`` have given up that share already, and cannot be merged.)
+
+    Args:
+        out: ``(B, H, Lq, Dv)``, attention over all keys.
+        lse: ``(B, H, Lq)``, the log-sum-exp of their logits.
+        null_logit: ``s``, a :class:`NullKey`, or a tensor ``(H,)`` or ``(B, H, Lq)``, in nats.
+
+    Returns:
+        ``(B, H, Lq, Dv)`` in the dtype of ``out``.
+
+    Raises:
+        ValueError: if ``null_logit`` is not finite or does not fit the others.
+    """
+    if tuple(lse.shape) != tuple(out.shape[:-1]):
+        raise ValueError(
+            f"lse must have shape {tuple(out.shape[:-1])}, as out without its last dimension, got {tuple(lse.shape)}"
+        )
+    return gated(out, lse, checked_null_logit(null_logit, tuple(lse.shape), out.device))
+
+
+def gated(out: Tensor, lse: Tensor, logit: Tensor) -> Tensor:
+    """:func:`apply_null` with a logit that has been checked."""
+    share = torch.sigmoid(lse - logit.to(lse.dtype))
+    return (out * share.unsqueeze(-1).to(torch.promote_types(out.dtype, torch.float32))).to(out.dtype)
+
+
+def checked_null_logit(null_logit: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return ``s`` as ``(1, H, 1)`` or ``(B, H, Lq)``.
+
+    Args:
+        null_logit: as for :func:`apply_null`.
+        shape: ``(B, H, Lq)``.
+        device: of the queries.
+
+    Raises:
+        ValueError: naming the shape, dtype or value, and what was expected. Numbers are looked at on the CPU in eager
+            mode alone.
+    """
+    logit = null_logit if isinstance(null_logit, Tensor) else getattr(null_logit, "logit", None)
+    if not isinstance(logit, Tensor):
+        raise ValueError(
+            f"null_logit must be a NullKey or a tensor, got {null_logit!r}; pass NullKey(num_heads, init=...)"
+        )
+    if not logit.is_floating_point():
+        raise ValueError(f"null_logit must be of floating point, got {logit.dtype}")
+    if tuple(logit.shape) not in ((shape[1],), shape):
+        raise ValueError(f"null_logit must have shape ({shape[1]},) or {shape}, got {tuple(logit.shape)}")
+    if logit.device != device:
+        raise ValueError(f"null_logit is on {logit.device}, but query is on {device}")
+    plain = logit.detach()
+    if can_be_read(plain) and not bool(plain.isfinite().all()):
+        raise ValueError("null_logit must be finite; leave it out for no place beside the keys")
+    return logit if logit.dim() == 3 else logit.view(1, -1, 1)
