@@ -78,7 +78,8 @@ def backward(
     bias_in_bits, bias = problem.bias(1 / NATS_PER_BIT), problem.bias()
 
     def make_room() -> _Room:
-        scratch = [Scratch(problem.dtype, lse.device) for _ in range(6)]
+        names = ("weights", "their gradient", "logits' gradient", "product", "keys' gradient", "values' gradient")
+        scratch = [Scratch(name, problem.dtype, lse.device) for name in names]
         return _Room(bias_in_bits.alone(), bias.alone(), scratch)
 
     work = [_Backward(part, content, problem, rows, found) for part in parts]

@@ -8,6 +8,7 @@ reverse order, its entry ``(i', j')`` stands at place ``i' + j' + x0`` of the ta
 from __future__ import annotations
 
 import math
+import threading
 from copy import copy
 from functools import cached_property
 
@@ -20,19 +21,39 @@ from attention_priors.attention.tiles.arithmetic import diagonals, write_affine
 from attention_priors.attention.tiles.grid_table import GridTable
 from attention_priors.attention.tiles.tiling import Tile, Tiling
 
+KEPT_NUMBERS = 2**20
+"""Numbers of a working buffer that a thread keeps: 4 MiB in float32."""
+
+_kept = threading.local()
+
 
 class Scratch:
-    """Memory that is used again and again: to write to new memory costs more than the arithmetic on it."""
+    """Memory that is used again and again: to write to new memory costs more than the arithmetic on it.
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._numbers = torch.empty(0, dtype=dtype, device=device)
+    On CPUs a thread keeps it from call to call, but for what is larger than ``KEPT_NUMBERS``.
+
+    Args:
+        name: what it is for; of one name, a thread uses one at a time.
+        dtype: of its numbers.
+        device: where it is.
+    """
+
+    def __init__(self, name: str, dtype: torch.dtype, device: torch.device) -> None:
+        self._place = (name, dtype, device)
+        self._numbers = vars(_kept).get("numbers", {}).get(self._place)
+        if self._numbers is None:
+            self._numbers = torch.empty(0, dtype=dtype, device=device)
 
     def of(self, *shape: int) -> Tensor:
         """A contiguous tensor of this shape, whose content is whatever was written last."""
         size = math.prod(shape)
         if size > len(self._numbers):
-            # Tiles of a causal problem grow a little each time.
-            self._numbers = self._numbers.new_empty(max(size, 2 * len(self._numbers)))
+            # Not an inference tensor: that could not be written to where gradients are wanted.
+            with torch.inference_mode(False):
+                # Tiles of a causal problem grow a little each time.
+                self._numbers = self._numbers.new_empty(max(size, 2 * len(self._numbers)))
+            if self._numbers.device.type == "cpu" and len(self._numbers) <= KEPT_NUMBERS:
+                vars(_kept).setdefault("numbers", {})[self._place] = self._numbers
         return self._numbers[:size].view(shape)
 
 
@@ -168,7 +189,7 @@ class Bias:
         added = row_scale is not None or lanes is not None
         self.in_memory = tiling.masked or added or self.geometry.offset is None
         """Whether a tile's bias must be in memory; else it is a view of a table."""
-        self._scratch = Scratch(dtype, self.geometry.device)
+        self._scratch = Scratch("bias", dtype, self.geometry.device)
         self._hidden = self._hide_distances()
         self._view_table = self._hidden
         if self.table is not None and not self.in_memory:
@@ -179,7 +200,7 @@ class Bias:
     def alone(self) -> Bias:
         """The same, with memory of its own: for one thread."""
         one = copy(self)
-        one._scratch, one._mask_of = Scratch(self.dtype, self.geometry.device), None
+        one._scratch, one._mask_of = Scratch("bias", self.dtype, self.geometry.device), None
         return one
 
     def _hide_distances(self) -> Tensor | None:
