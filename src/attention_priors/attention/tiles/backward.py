@@ -73,8 +73,8 @@ def backward(
     )
     geometry = problem.geometry
     tile = min(ROWS, geometry.num_queries) * min(MOST_KEYS, geometry.num_keys)
-    # The same ones on any machine: they decide in which order the table's gradient is added up.
-    parts = problem.parts(kv_heads, heads // kv_heads, block_length(tile, NUMBERS), several=problem.is_large)
+    alone = is_crowded() and problem.is_large
+    parts = problem.parts(kv_heads, heads // kv_heads, block_length(tile, NUMBERS), several=alone)
     bias_in_bits, bias = problem.bias(1 / NATS_PER_BIT), problem.bias()
 
     def make_room() -> _Room:
@@ -83,11 +83,13 @@ def backward(
         return _Room(bias_in_bits.alone(), bias.alone(), scratch)
 
     work = [_Backward(part, content, problem, rows, found) for part in parts]
-    share([one.run for one in work], make_room, is_crowded() and problem.is_large)
+    share([one.run for one in work], make_room, alone)
     if found.table is not None:
         for one in work:
             assert one.table_grad is not None
-            found.table[one.part.heads] += one.table_grad
+            # Text by text: the sum is the same however the work was divided.
+            for of_text in one.table_grad:
+                found.table[one.part.heads] += of_text
     return found
 
 
@@ -146,7 +148,10 @@ class _Backward:
             scratch.of(*x.mT.shape).zero_() for x, scratch in zip((self.key, self.value), self.scratch[4:], strict=True)
         )
         if found.table is not None:
-            self.table_grad = torch.zeros_like(found.table[part.heads])
+            texts = part.batches.stop - part.batches.start
+            self.table_grad = torch.zeros_like(
+                found.table[part.heads].expand(texts, -1, -1), memory_format=torch.contiguous_format
+            )
         apart = range(part.heads.start, part.heads.stop) if self.problem.kept is not None else ()
         rows = ROWS if self.problem.kept is None else BLOCK
         for block in self.problem.tiling.of_texts(part.batches).blocks(rows):
@@ -165,7 +170,10 @@ class _Backward:
         )
         query_grad = torch.zeros_like(query)
         tiles = [block._replace(first=first, last=last) for first, last in problem.kept_keys(block, heads.start)]
-        if rows.inexact is not None and bool(cut(rows.inexact).any()):
+        # Of all texts and heads: the same queries, however the work is divided. Heads that are pruned are on their own.
+        if rows.inexact is not None and bool(
+            rows.inexact[:, :, block.rows].any() if problem.kept is None else cut(rows.inexact).any()
+        ):
             self._anew(tiles, heads, query, out_grad, query_grad)
         else:
             step = max(MOST_KEYS // 4, min(MOST_KEYS, block_length(query.shape[0] * query.shape[1], NUMBERS)))
@@ -236,7 +244,11 @@ class _Backward:
             if self.problem.row_scale is not None:
                 padded *= self.bias.scale(tile, heads)
             here = slice(heads.start - self.part.heads.start, heads.stop - self.part.heads.start)
-            self.problem.distances.add(self.table_grad[here], tile, padded)
+            first = tile.batches.start - self.part.batches.start
+            for text in range(tile.number):
+                batches = slice(tile.batches.start + text, tile.batches.start + text + 1)
+                of_text = self.table_grad[first + text, here]
+                self.problem.distances.add(of_text, tile._replace(batches=batches), padded[text : text + 1])
 
     def _anew(self, tiles: list[Tile], heads: slice, query: Tensor, out_grad: Tensor, query_grad: Tensor) -> None:
         """Queries whose softmax is computed anew: ``tiles`` hold all of the keys that they look at."""
