@@ -53,14 +53,14 @@ def test_the_numbers_are_the_same(options: dict[str, Any]) -> None:
 
 
 def shared(pieces: list[Any]) -> None:
-    threads.share(pieces, lambda: None, alone=True)
+    threads.share(pieces, lambda: None, at_once=True)
 
 
 def test_every_piece_is_done_once_by_threads_with_cores_of_their_own() -> None:
     seen: list[tuple[int, int, bool]] = []
 
     def piece(number: int) -> Any:
-        return lambda room: seen.append((number, torch.get_num_threads(), torch.is_grad_enabled()))
+        return lambda workspace: seen.append((number, torch.get_num_threads(), torch.is_grad_enabled()))
 
     shared([piece(number) for number in range(50)])
     assert sorted(seen) == [(number, 1, False) for number in range(50)]
@@ -73,28 +73,28 @@ def test_every_piece_is_done_once_by_threads_with_cores_of_their_own() -> None:
 
 
 def test_an_error_reaches_the_caller() -> None:
-    def fail(room: None) -> None:
+    def fail(workspace: None) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         shared([fail, fail, fail])
-    shared([lambda room: None] * 3)
+    shared([lambda workspace: None] * 3)
 
 
 def test_inference_mode_reaches_the_threads() -> None:
     with torch.inference_mode():
         out = torch.zeros(2)
-        shared([lambda room: out[:1].add_(1), lambda room: out[1:].add_(1)])
+        shared([lambda workspace: out[:1].add_(1), lambda workspace: out[1:].add_(1)])
     assert out.tolist() == [1, 1]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork a process")
 def test_a_forked_process_has_threads_of_its_own() -> None:
-    shared([lambda room: None] * 2)
+    shared([lambda workspace: None] * 2)
     child = os.fork()
     if child == 0:
         done: list[int] = []
-        shared([lambda room: done.append(1), lambda room: done.append(1)])
+        shared([lambda workspace: done.append(1), lambda workspace: done.append(1)])
         os._exit(0 if done == [1, 1] else 1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
@@ -107,7 +107,7 @@ def test_what_shows_that_others_take_cores() -> None:
             mock.patch.object(threads.time, "process_time", side_effect=[0.0, used]),
             mock.patch.object(threads, "_crowded", False),
         ):
-            threads.share([lambda room: None] * 2, lambda: None, alone=False)
+            threads.share([lambda workspace: None] * 2, lambda: None, at_once=False)
             return threads.is_crowded()
 
     assert decided(1.5)

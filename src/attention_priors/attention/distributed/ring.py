@@ -128,37 +128,12 @@ def attend_across(
         ValueError: in every process, if the arguments of one of them are impossible or do not fit the others'.
         RuntimeError: if another process does not answer.
     """
+    compute: Any = _attend_across
     if torch.compiler.is_compiling():
         # Not as a decorator: that would import the compiler for everyone.
-        uncompiled: Any = torch.compiler.disable(_attend_across)
-        return uncompiled(
-            query,
-            key,
-            value,
-            prior,
-            sequence,
-            causal,
-            logit_scale,
-            softmax_scale,
-            return_lse,
-            tolerance,
-            null_logit,
-            backend,
-        )
-    return _attend_across(
-        query,
-        key,
-        value,
-        prior,
-        sequence,
-        causal,
-        logit_scale,
-        softmax_scale,
-        return_lse,
-        tolerance,
-        null_logit,
-        backend,
-    )
+        compute = torch.compiler.disable(compute)
+    options = (sequence, causal, logit_scale, softmax_scale, return_lse, tolerance, null_logit, backend)
+    return compute(query, key, value, prior, *options)
 
 
 def _attend_across(

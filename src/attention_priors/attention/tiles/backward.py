@@ -73,17 +73,17 @@ def backward(
     )
     geometry = problem.geometry
     tile = min(ROWS, geometry.num_queries) * min(MOST_KEYS, geometry.num_keys)
-    alone = is_crowded() and problem.is_large
-    parts = problem.parts(kv_heads, heads // kv_heads, block_length(tile, NUMBERS), several=alone)
+    at_once = is_crowded() and problem.is_large
+    parts = problem.parts(kv_heads, heads // kv_heads, block_length(tile, NUMBERS), at_once)
     bias_in_bits, bias = problem.bias(1 / NATS_PER_BIT), problem.bias()
 
-    def make_room() -> _Room:
+    def make_workspace() -> _Workspace:
         names = ("weights", "their gradient", "logits' gradient", "product", "keys' gradient", "values' gradient")
         scratch = [Scratch(name, problem.dtype, lse.device) for name in names]
-        return _Room(bias_in_bits.alone(), bias.alone(), scratch)
+        return _Workspace(bias_in_bits.for_thread(), bias.for_thread(), scratch)
 
     work = [_Backward(part, content, problem, rows, found) for part in parts]
-    share([one.run for one in work], make_room, alone)
+    share([one.run for one in work], make_workspace, at_once)
     if found.table is not None:
         for one in work:
             assert one.table_grad is not None
@@ -94,7 +94,7 @@ def backward(
 
 
 class _Rows(NamedTuple):
-    """What is known of each query; ``(B, H, Lq)`` but for the gradient of its output."""
+    """Numbers of each query, ``(B, H, Lq)``; the gradient of its output is ``(B, H, Lq, Dv)``."""
 
     lse: Tensor
     lse_grad: Tensor
@@ -114,8 +114,8 @@ def _inexact_rows(saved: torch.dtype, lse: Tensor) -> Tensor | None:
     return inexact if bool(inexact.any()) else None
 
 
-class _Room(NamedTuple):
-    """What a thread needs for itself."""
+class _Workspace(NamedTuple):
+    """Memory that one thread works in."""
 
     bias_in_bits: Bias
     bias: Bias
@@ -139,8 +139,8 @@ class _Backward:
         self.part, self.content, self.problem, self.rows, self.found = part, content, problem, rows, found
         self.table_grad: Tensor | None = None
 
-    def run(self, room: _Room) -> None:
-        self.bias_in_bits, self.bias, self.scratch = room
+    def run(self, workspace: _Workspace) -> None:
+        self.bias_in_bits, self.bias, self.scratch = workspace
         part, content, found, dtype = self.part, self.content, self.found, self.problem.dtype
         self.key = content.keys(part.of_keys, content.width).to(dtype).contiguous()
         self.value = content.values(part.of_keys).to(dtype).contiguous()
@@ -174,7 +174,7 @@ class _Backward:
         if rows.inexact is not None and bool(
             rows.inexact[:, :, block.rows].any() if problem.kept is None else cut(rows.inexact).any()
         ):
-            self._anew(tiles, heads, query, out_grad, query_grad)
+            self._with_new_softmax(tiles, heads, query, out_grad, query_grad)
         else:
             step = max(MOST_KEYS // 4, min(MOST_KEYS, block_length(query.shape[0] * query.shape[1], NUMBERS)))
             for tile in tiles:
@@ -250,7 +250,9 @@ class _Backward:
                 of_text = self.table_grad[first + text, here]
                 self.problem.distances.add(of_text, tile._replace(batches=batches), padded[text : text + 1])
 
-    def _anew(self, tiles: list[Tile], heads: slice, query: Tensor, out_grad: Tensor, query_grad: Tensor) -> None:
+    def _with_new_softmax(
+        self, tiles: list[Tile], heads: slice, query: Tensor, out_grad: Tensor, query_grad: Tensor
+    ) -> None:
         """Queries whose softmax is computed anew: ``tiles`` hold all of the keys that they look at."""
         ends = list(accumulate((tile.shape[1] for tile in tiles), initial=0))
         if not ends[-1]:

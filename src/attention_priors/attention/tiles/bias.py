@@ -142,11 +142,7 @@ class Distances:
                 table.index_add_(1, places.flatten(), part.flatten(1))
         else:
             place = self.place(tile)
-            batch, heads = padded.shape[:2]
-            # A product, because a sum over rows that start one place apart is slower.
-            ones = padded.new_ones(1, 1, rows).expand(batch * heads, -1, -1)
-            sums = torch.bmm(ones, diagonals(padded).flatten(0, 1)).view(batch, heads, -1)
-            table[:, place : place + width - 1] += sums.sum(0)
+            table[:, place : place + width - 1] += diagonals(padded).sum((0, 2))
 
 
 class Bias:
@@ -197,8 +193,13 @@ class Bias:
             self._view_table = self.table if self._hidden is None else self.table + self._hidden
         self._mask_of: tuple[Tile, Tensor | None] | None = None
 
-    def alone(self) -> Bias:
-        """The same, with memory of its own: for one thread."""
+    @property
+    def differs_between_heads(self) -> bool:
+        """Whether heads have biases of their own."""
+        return self.table is not None or self.lanes is not None
+
+    def for_thread(self) -> Bias:
+        """Copy it for another thread: with memory of its own, and all else in common."""
         one = copy(self)
         one._scratch, one._mask_of = Scratch("bias", self.dtype, self.geometry.device), None
         return one

@@ -1,7 +1,8 @@
-"""What the passes over tiles need to know beside queries, keys and values, and what the backward pass gives."""
+"""Input of the passes over tiles beside queries, keys and values, and the gradients that the backward pass returns."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -17,7 +18,7 @@ from attention_priors.attention.tiles.tiling import Part, Tile, Tiling, divide
 
 PAIRS = 2**24
 """Pairs of a query and a key, all texts and heads counted, from which on threads of their own pay on a crowded machine:
-PyTorch's wait in a loop for some milliseconds, and take a core meanwhile."""
+PyTorch's own threads wait in a loop for some milliseconds, and take a core meanwhile."""
 
 Runs: TypeAlias = list[list[list[list[tuple[int, int]]]]]
 """Runs of kept blocks, ``[text][head][block of queries]``: first and one past the last."""
@@ -66,23 +67,22 @@ class BlockProblem:
     @cached_property
     def is_large(self) -> bool:
         """Whether threads of their own may pay for its parts."""
-        shapes = (tile.shape for tile in self.tiling.segments)
-        pairs = sum(rows * keys for rows, keys in shapes) * self.geometry.batch * self.geometry.heads
+        pairs = sum(math.prod(tile.shape) * tile.number for tile in self.tiling.segments) * self.geometry.heads
         return self.geometry.device.type == "cpu" and pairs >= PAIRS
 
-    def parts(self, kv_heads: int, unit: int, most: int | None, several: bool) -> list[Part]:
-        """What to compute one after another, or at once.
+    def parts(self, kv_heads: int, unit: int, most: int | None, at_once: bool) -> list[Part]:
+        """Divide the texts and heads into parts that are computed one after another, or at once.
 
         Args:
             kv_heads: heads of keys.
             unit: heads that stay together: 1, or all that share a head of keys.
             most: matrices, one for each text and head, that a part may have; None for any number.
-            several: whether to make more of them than there are threads: then a thread that another process slows down
-                does fewer.
+            at_once: whether threads share them. Then there are more parts than threads: a thread that another process
+                slows down does fewer.
         """
         batch, heads = self.geometry.batch, self.geometry.heads
         count = 1 if most is None else -(-batch * heads // most)
-        if several:
+        if at_once:
             count = max(count, 2 * torch.get_num_threads())
         if self.kept is not None:
             count = batch * heads  # each head keeps keys of its own

@@ -51,15 +51,37 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
         return found.out[..., : content.value.shape[-1]].to(dtype).contiguous(), found.lse
     out = query.new_empty(*query.shape[:-1], content.value.shape[-1], dtype=dtype)
     lse = query.new_empty(query.shape[:-1], dtype=problem.dtype)
-    geometry, most = problem.geometry, None
-    if bias_of.in_memory and problem.table is not None:
-        most = max(
-            2, block_length(min(ROWS, geometry.num_queries) * min(KEYS_IN_MEMORY, geometry.num_keys), BIAS_NUMBERS)
-        )
-    alone = is_crowded() and problem.is_large
-    parts = problem.parts(content.key.shape[1], 1, most, several=alone)
-    share([partial(_attend_part, part, content, problem, _Found(out, lse)) for part in parts], bias_of.alone, alone)
+    at_once = is_crowded() and problem.is_large
+    sizes = _sizes_of(problem, bias_of)
+    parts = problem.parts(content.key.shape[1], 1, sizes.matrices, at_once)
+    work = [partial(_attend_part, part, sizes, content, problem, _Found(out, lse)) for part in parts]
+    share(work, bias_of.for_thread, at_once)
     return out, lse
+
+
+class _Sizes(NamedTuple):
+    """How texts, heads, queries and keys are cut. It depends on the problem alone, and so do the numbers."""
+
+    matrices: int | None
+    """Of a part, one for each text and head, at most; None for any number."""
+    rows: int
+    """Queries of a block."""
+    keys: int | None
+    """Keys of a tile, at most; None for all."""
+
+
+def _sizes_of(problem: BlockProblem, bias_of: Bias) -> _Sizes:
+    geometry = problem.geometry
+    if not bias_of.in_memory:
+        return _Sizes(None, ROWS, None)
+    # Heads share what is a mask alone.
+    most, matrices = None, geometry.batch
+    if bias_of.differs_between_heads:
+        tile = min(ROWS, geometry.num_queries) * min(KEYS_IN_MEMORY, geometry.num_keys)
+        most = matrices = min(geometry.batch * geometry.heads, max(2, block_length(tile, BIAS_NUMBERS)))
+    rows = min(ROWS, max(DIAGONAL_ROWS, block_length(matrices * KEYS_IN_MEMORY, BIAS_NUMBERS)))
+    keys = block_length(matrices * min(rows, geometry.num_queries), BIAS_NUMBERS)
+    return _Sizes(most, rows, max(KEYS_IN_MEMORY, keys))
 
 
 def _attend_at_once(content: Content, problem: BlockProblem, bias_of: Bias) -> _Found | None:
@@ -85,10 +107,12 @@ def _keys_and_values(content: Content, cut: Callable[[Tensor], Tensor]) -> tuple
     return content.keys(cut, width), content.values(cut, value_width)
 
 
-def _attend_part(part: Part, content: Content, problem: BlockProblem, result: _Found, bias_of: Bias) -> None:
+def _attend_part(
+    part: Part, sizes: _Sizes, content: Content, problem: BlockProblem, result: _Found, bias_of: Bias
+) -> None:
     """Write the ``result`` of some texts and heads."""
     key, value = _keys_and_values(content, part.of_keys)
-    for block in _blocks(part, problem, bias_of):
+    for block in _blocks(part, problem, sizes):
         rows, texts = slice(block.start, block.stop), part.within(block.batches)
         query = content.queries(lambda x, b=block, r=rows: x[b.batches, part.heads, r], key.shape[-1]).flip(2)
 
@@ -113,15 +137,11 @@ def _attend_part(part: Part, content: Content, problem: BlockProblem, result: _F
         result.lse[block.batches, part.heads, rows] = found.lse.flip(2)
 
 
-def _blocks(part: Part, problem: BlockProblem, bias_of: Bias) -> Iterator[RowBlock]:
+def _blocks(part: Part, problem: BlockProblem, sizes: _Sizes) -> Iterator[RowBlock]:
     """The queries of a part, and the tiles of what they see."""
-    tiling, rows, keys = problem.tiling.of_texts(part.batches), ROWS, None
-    if bias_of.in_memory:
-        matrices = (part.batches.stop - part.batches.start) * (part.heads.stop - part.heads.start)
-        rows = min(ROWS, max(DIAGONAL_ROWS, block_length(matrices * KEYS_IN_MEMORY, BIAS_NUMBERS)))
-        keys = block_length(matrices * min(rows, problem.geometry.num_queries), BIAS_NUMBERS)
+    tiling, keys = problem.tiling.of_texts(part.batches), sizes.keys
     if problem.runs is None:
-        yield from tiling.row_blocks(rows, DIAGONAL_ROWS, keys)
+        yield from tiling.row_blocks(sizes.rows, DIAGONAL_ROWS, keys)
         return
     for block in tiling.blocks(BLOCK):
         ranges = problem.kept_keys(block, part.heads.start)

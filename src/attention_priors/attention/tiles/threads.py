@@ -26,7 +26,7 @@ MOST_WORKERS = 8
 """Threads at most: each holds Python's lock between operations. Each of them computes on as many cores as there are
 for it."""
 
-Room = TypeVar("Room")
+Workspace = TypeVar("Workspace")
 Work = Callable[[], None]
 
 _crowded = False
@@ -37,24 +37,26 @@ def is_crowded() -> bool:
     return _crowded
 
 
-def share(pieces: Sequence[Callable[[Room], None]], make_room: Callable[[], Room], alone: bool) -> None:
+def share(
+    pieces: Sequence[Callable[[Workspace], None]], make_workspace: Callable[[], Workspace], at_once: bool
+) -> None:
     """Do all pieces; they must not write to the same numbers. Nothing is recorded for a backward pass.
 
     Args:
         pieces: what is done.
-        make_room: makes what a thread needs for itself, such as memory to work in; each piece is given that.
-        alone: whether to do them at once, on a core each, rather than one after another, on all cores.
+        make_workspace: makes what a thread needs for itself, such as memory to work in; each piece is given that.
+        at_once: whether to do them at once, on a core each, rather than one after another, on all cores.
 
     Raises:
         Exception: what a piece raised, once all that had begun have ended.
     """
     global _crowded
     threads = torch.get_num_threads()
-    if not alone or threads == 1 or len(pieces) == 1:
+    if not at_once or threads == 1 or len(pieces) == 1:
         wall, used = time.perf_counter(), time.process_time()
-        room = make_room()
+        workspace = make_workspace()
         for piece in pieces:
-            piece(room)
+            piece(workspace)
         wall, used = time.perf_counter() - wall, time.process_time() - used
         if threads > 1 and wall > LONG_ENOUGH:
             _crowded = used < MOST_WHEN_CROWDED * threads * wall
@@ -64,7 +66,7 @@ def share(pieces: Sequence[Callable[[Room], None]], make_room: Callable[[], Room
     # Not one queue for all: a SimpleQueue that is filled at once wakes only one of those who wait for it.
     inboxes = _workers(os.getpid(), threads)[: len(pieces)]
     for inbox in inboxes:
-        inbox.put(partial(_do, remaining, make_room, torch.is_inference_mode_enabled(), done))
+        inbox.put(partial(_do, remaining, make_workspace, torch.is_inference_mode_enabled(), done))
     used = 0.0
     for result in [done.get() for _ in inboxes]:
         if isinstance(result, Exception):
@@ -74,8 +76,8 @@ def share(pieces: Sequence[Callable[[Room], None]], make_room: Callable[[], Room
 
 
 def _do(
-    remaining: deque[Callable[[Room], None]],
-    make_room: Callable[[], Room],
+    remaining: deque[Callable[[Workspace], None]],
+    make_workspace: Callable[[], Workspace],
     inference: bool,
     done: SimpleQueue[float | Exception],
 ) -> None:
@@ -83,13 +85,13 @@ def _do(
     wall, used = time.perf_counter(), time.thread_time()
     try:
         with torch.inference_mode(inference), torch.no_grad():
-            room = make_room()
+            workspace = make_workspace()
             while remaining:
                 try:
                     piece = remaining.popleft()
                 except IndexError:  # another thread was faster
                     break
-                piece(room)
+                piece(workspace)
     except Exception as error:  # raised again by the caller
         remaining.clear()
         done.put(error)

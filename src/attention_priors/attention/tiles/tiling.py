@@ -151,7 +151,7 @@ class Tiling:
         return cls(geometry, reach, _coarse(whole, first.amin(0).tolist(), last.amax(0).tolist()), True)
 
     def of_texts(self, batches: slice) -> Tiling:
-        """The same for some of the texts."""
+        """Restrict it to some of the texts."""
         within = [_overlap(segment.batches, batches) for segment in self.segments]
         segments = [s._replace(batches=b) for s, b in zip(self.segments, within, strict=True) if b.start < b.stop]
         return replace(self, segments=segments)

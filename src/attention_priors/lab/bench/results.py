@@ -62,11 +62,11 @@ def _rows(record: Row) -> Iterator[Row]:
         row |= sitting["ways"][name] | {"peak_bytes": record["peaks"].get(name)}
         if way.baseline in sitting["ways"]:
             row |= {"baseline": way.baseline} | _ratios(sitting, name, way.baseline)
-        if "busy" in sitting:
-            busy = [entry[name] for entry in sitting["busy"]]
+        if "beside_neighbours" in sitting:
+            busy = [entry[name] for entry in sitting["beside_neighbours"]]
             row["beside_neighbours"] = {"seconds": busy, "median_seconds": spread(busy)}
             if way.baseline in sitting["ways"]:
-                row["beside_neighbours"] |= _ratios({"rounds": sitting["busy"]}, name, way.baseline)
+                row["beside_neighbours"] |= _ratios({"rounds": sitting["beside_neighbours"]}, name, way.baseline)
         yield row
 
 

@@ -39,7 +39,7 @@ Record = dict[str, Any]
 
 A sitting is a set of ways that were run in turn. It has ``ways`` (calls per measurement and error of each), ``for``
 (the ways without earlier measurements), ``rounds`` (seconds of each way, one entry per repetition) and, if neighbours
-are asked for, ``busy`` (the same beside them). Ratios are taken inside a sitting.
+are asked for, ``beside_neighbours`` (the same beside them). Ratios are taken inside a sitting.
 """
 
 
@@ -316,7 +316,7 @@ class _Bench:
                 if self.recipe.neighbours:
                     with measure.neighbours(self.recipe.neighbours):
                         busy = {name: seconds_of(name) for name in seconds}
-                    sitting.setdefault("busy", []).append(busy)
+                    sitting.setdefault("beside_neighbours", []).append(busy)
                 sitting["rounds"].append(seconds)
                 save()
         else:
