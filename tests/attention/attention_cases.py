@@ -19,8 +19,7 @@ import thoroughness
 from attention_priors import GeneralizedGaussian, Prior, SSMax, attend, prior_from_config
 from attention_priors.attention import reference as dense
 from attention_priors.attention.lanes import is_factored
-from attention_priors.attention.tiles import backward, block_problem, forward
-from attention_priors.attention.tiles import short as matrix_attention
+from attention_priors.attention.tiles import backward, block_problem, forward, tiling
 from attention_priors.priors import CATALOGUE, Axial, Radial
 
 PRIORS = ("none", *(name for name, prior in CATALOGUE.items() if name == "axial" or not prior.over_grid), "sum")
@@ -163,7 +162,7 @@ class Case:
     tolerance: float = 0.0
     small_blocks: int | None = None
     """If set, backends work in blocks of so few queries that even short sequences need several; None: as users have it,
-    which is one matrix for short sequences."""
+    which is one tile for short sequences."""
 
     def __post_init__(self) -> None:
         if self.key_positions is None:
@@ -236,7 +235,8 @@ def in_blocks_of(size: int | None) -> Iterator[None]:
         mock.patch.object(block_problem, "PAIRS", 0),
         mock.patch.object(forward, "is_crowded", return_value=True),
         mock.patch.object(dense, "block_length", return_value=size),
-        mock.patch.object(matrix_attention, "MOST_PAIRS", 0),
+        mock.patch.object(block_problem, "FEW_PAIRS", 0),
+        mock.patch.object(tiling, "FEW_PAIRS", 0),
     ):
         yield
 

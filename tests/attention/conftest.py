@@ -5,14 +5,14 @@ from unittest import mock
 
 import pytest
 
-from attention_priors.attention.tiles import short
+from attention_priors.attention.tiles import block_problem, tiling
 
 
-@pytest.fixture(params=["as one matrix", "in tiles"])
+@pytest.fixture(params=["in one tile", "in tiles"])
 def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Short contexts, as tests have them, are one matrix; here also computed in tiles, as long ones are."""
-    if request.param == "as one matrix":
+    """Short contexts, as tests have them, are one tile; here also computed in several, as long ones are."""
+    if request.param == "in one tile":
         yield
         return
-    with mock.patch.object(short, "MOST_PAIRS", 0):
+    with mock.patch.object(block_problem, "FEW_PAIRS", 0), mock.patch.object(tiling, "FEW_PAIRS", 0):
         yield

@@ -28,7 +28,8 @@ from attention_priors import (
     attend,
 )
 from attention_priors.attention.distributed import ring as context_parallel
-from attention_priors.attention.tiles import short
+from attention_priors.attention.tiles import spoiled
+from attention_priors.attention.tiles.tiling import Tile
 from attention_priors.attention.triton.backend import Blocks
 from thoroughness import DEEP, every_other_deep
 
@@ -171,18 +172,18 @@ def test_rows_are_computed_again_a_block_at_a_time() -> None:
     case = make_case(Laplace(H), 300)
     _, keys, sees = hides("future", 300)
     sizes = []
-    attend_rows = short._Matrix.attend
+    attend_rows = spoiled._attend
 
-    def noted(matrix: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
-        sizes.append(logits.shape[2])
-        return attend_rows(matrix, logits)
+    def noted(content: Any, bias_of: Any, tile: Tile) -> tuple[Tensor, Tensor]:
+        sizes.append(tile.shape[0])
+        return attend_rows(content, bias_of, tile)
 
     def few_rows(row_size: int) -> int:
         return 17
 
     with (
-        mock.patch.object(short, "block_length", few_rows),
-        mock.patch.object(short._Matrix, "attend", noted),
+        mock.patch.object(spoiled, "block_length", few_rows),
+        mock.patch.object(spoiled, "_attend", noted),
     ):
         assert_others_unchanged(case, keys, math.nan, sees, "toeplitz")
     assert max(sizes) == 17
@@ -192,7 +193,7 @@ def test_finite_problems_are_computed_once() -> None:
     """A log-sum-exp of minus infinity, of rows that see nothing, does not make them computed again."""
     padding = torch.arange(40).expand(B, -1) < torch.tensor([[0], [7]])
     for case in (make_case(Laplace(H), 40), make_case(Laplace(H), 40, key_padding_mask=padding)):
-        with mock.patch.object(short._Matrix, "hide", side_effect=AssertionError):
+        with mock.patch.object(spoiled, "_attend", side_effect=AssertionError):
             attend(case.query, case.key, case.value, case.prior, **case.options(), backend="toeplitz")
 
 

@@ -70,7 +70,7 @@ VARIANTS: dict[str, tuple[Callable[[], Prior | None], dict[str, Any]]] = {
     "positions in reverse": (gaussian, {"query_positions": torch.arange(L).flip(0), "causal": False}),
 }
 
-IN_TILES = every_other_deep(["as one matrix", "in tiles"], ["in tiles"])
+IN_TILES = every_other_deep(["in one tile", "in tiles"], ["in tiles"])
 """Ways to compute the operator, for tests of transformations: to these, the operator is one node either way."""
 
 DISTINCT = [

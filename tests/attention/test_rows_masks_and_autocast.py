@@ -34,6 +34,22 @@ def test_ssmax_counts_where_all_queries_share_one_mask(extra: dict[str, Any]):
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_texts_with_paddings_of_their_own_are_worked_on_together(kv_heads: int):
+    """Tiles hold one text there, and parts several."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, n, 200, 8, requires_grad=True) for n in (4, kv_heads, kv_heads)]
+    padding = torch.zeros(2, 200, dtype=torch.bool)
+    padding[0, :60] = True
+    padding[1, -50:] = True
+    grads = []
+    for backend in ("reference", "toeplitz"):
+        query, key, value = inputs
+        out = attend(query, key, value, Laplace(4), key_padding_mask=padding, backend=backend)
+        grads.append(torch.autograd.grad(out.square().sum(), inputs))
+    torch.testing.assert_close(grads[1], grads[0])
+
+
 def test_ssmax_counts_for_more_rows_than_a_block():
     x = torch.randn(1, 2, 300, 4)
     options: dict[str, Any] = {"causal": False, "logit_scale": SSMax(2), "attn_mask": torch.zeros(1, 300)}

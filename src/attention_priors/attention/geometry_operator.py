@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from attention_priors.attention.geometry import Geometry
 
@@ -92,11 +93,16 @@ def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
     return one_by_one(_visible_keys, info, in_dims, inputs)
 
 
-def nobody_watches(like: Tensor) -> bool:
-    """Whether an operator's body may as well be called: in decoding, to dispatch an operator is a tenth of the time."""
+def nobody_watches(like: Tensor, learning: bool = False) -> bool:
+    """Whether an operator's body may as well be called: to dispatch an operator takes as long as a short attention.
+
+    Args:
+        like: one of its inputs.
+        learning: whether who calls it records what a backward pass needs.
+    """
     return (
-        not torch.is_grad_enabled()
-        and type(like) is Tensor
+        (learning or not torch.is_grad_enabled())
+        and type(like) in (Tensor, Parameter)
         and not like.is_meta
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()

@@ -14,7 +14,6 @@ from attention_priors.attention.pruning.bounds import BLOCK, Balls
 from attention_priors.attention.pruning.certificate import prune
 from attention_priors.attention.tiles import backward as tiles_backward
 from attention_priors.attention.tiles import forward as tiles_forward
-from attention_priors.attention.tiles import short as matrix
 from attention_priors.attention.tiles.bias import Distances
 from attention_priors.attention.tiles.block_problem import BlockProblem
 from attention_priors.attention.triton import backend as triton_backend
@@ -112,14 +111,11 @@ def _check_range(geometry: Geometry, highest: int, number: int) -> None:
 
 
 def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp: by Triton's kernels, as one matrix of a short context, or in tiles."""
+    """Output and log-sum-exp: by Triton's kernels, or in tiles."""
     content, problem = read_inputs(*inputs)
     if inputs[-1]:
         return triton_backend.forward(content, problem)
-    is_short = matrix.is_short(problem.geometry, problem.kept)
-    out, lse = (matrix if is_short else tiles_forward).forward(content, problem)
-    matrix.recompute_spoiled_rows(content, problem, out, lse)
-    return out, lse
+    return tiles_forward.forward(content, problem)
 
 
 block_attention = torch.library.custom_op(
@@ -136,15 +132,7 @@ def _(
     return query.new_empty(*query.shape[:-1], value.shape[-1], dtype=dtype), lse
 
 
-@torch.library.custom_op(
-    "attention_priors::block_attention_backward",
-    mutates_args=(),
-    schema=(
-        "(Tensor out_grad, Tensor lse_grad, Tensor out, Tensor lse, bool wants_query_scale, bool wants_table, "
-        f"bool wants_row_scale, {PROBLEM}) -> ({', '.join(['Tensor'] * DIFFERENTIABLE)})"
-    ),
-)
-def block_attention_backward(
+def _attend_backward(
     out_grad: Tensor,
     lse_grad: Tensor,
     out: Tensor,
@@ -159,16 +147,23 @@ def block_attention_backward(
     saved, given, wanted = (out, lse), (out_grad, lse_grad), (wants_table, wants_row_scale)
     # A caller who is inside autocast would have the recomputed products rounded.
     with torch.autocast(out.device.type, enabled=False):
-        if inputs[-1]:
-            found = triton_backend.backward(content, problem, saved, given, wanted)
-        elif matrix.is_short(problem.geometry, problem.kept):
-            found = matrix.backward(content, problem, given, wanted)
-        else:
-            found = tiles_backward.backward(content, problem, saved, given, wanted)
+        engine = triton_backend if inputs[-1] else tiles_backward
+        found = engine.backward(content, problem, saved, given, wanted)
         query, key, *of_positions = content.gradients(found.query, found.key, wants_query_scale)
     grads = (query, key, found.value, *of_positions, found.table, found.row_scale)
     # As it is promised to who compiles, below.
     return tuple(lse.new_empty(0) if grad is None else grad.contiguous() for grad in grads)
+
+
+block_attention_backward = torch.library.custom_op(
+    "attention_priors::block_attention_backward",
+    _attend_backward,
+    mutates_args=(),
+    schema=(
+        "(Tensor out_grad, Tensor lse_grad, Tensor out, Tensor lse, bool wants_query_scale, bool wants_table, "
+        f"bool wants_row_scale, {PROBLEM}) -> ({', '.join(['Tensor'] * DIFFERENTIABLE)})"
+    ),
+)
 
 
 @block_attention_backward.register_fake
@@ -213,7 +208,7 @@ block_attention.register_autograd(_differentiate, setup_context=_save)
 def _apply_backward(*inputs: Any) -> tuple[Tensor, ...]:
     if torch._C._are_functorch_transforms_active():
         return _TransformableBackward.apply(*inputs)  # pyright: ignore[reportGeneralTypeIssues]
-    return block_attention_backward(*inputs)
+    return (_attend_backward if nobody_watches(inputs[0]) else block_attention_backward)(*inputs)
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> Any:
@@ -227,6 +222,22 @@ block_attention_backward.register_autograd(_refuse, setup_context=lambda ctx, in
 
 def _refuse_forward_mode(ctx: Any, *tangents: Tensor | None) -> Any:
     raise NotImplementedError("this backend of attend() has no forward-mode derivative; use backend='reference'")
+
+
+class _Eager(torch.autograd.Function):
+    """The same without the operator, which takes longer than a short context's attention."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _attend(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _differentiate(ctx, *grads)
+
+    jvp = staticmethod(_refuse_forward_mode)
 
 
 class _Transformable(torch.autograd.Function):
@@ -265,7 +276,9 @@ def attend_in_tiles(*inputs: Any) -> tuple[Tensor, Tensor]:
     """:func:`block_attention`, whatever transforms it."""
     if torch._C._are_functorch_transforms_active():
         return _Transformable.apply(*inputs)  # pyright: ignore[reportGeneralTypeIssues]
-    return (_attend if nobody_watches(inputs[0]) else block_attention)(*inputs)
+    if not nobody_watches(inputs[0], learning=True):
+        return block_attention(*inputs)
+    return _Eager.apply(*inputs) if torch.is_grad_enabled() else _attend(*inputs)
 
 
 @block_attention.register_vmap

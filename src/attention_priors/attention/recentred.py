@@ -237,8 +237,7 @@ def attend_recentred(
 def lowest_distance(geometry: Geometry, offset: int) -> int:
     """The last entry of a table; ``offset`` is the distance of the first query from the first key."""
     lowest = offset - (geometry.num_keys - 1)
-    # A causal tile looks ahead no farther than its own last query.
-    lowest = max(lowest, 1 - geometry.num_queries) if geometry.causal else lowest
+    lowest = max(lowest, 0) if geometry.causal else lowest
     return min(lowest, geometry.num_queries - 1 + offset)
 
 

@@ -12,17 +12,19 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attention_priors.attention.content import Content
 from attention_priors.attention.geometry import block_length
 from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.tiles.bias import Bias, Scratch
 from attention_priors.attention.tiles.block_problem import BlockProblem, Gradients
+from attention_priors.attention.tiles.short import backward_at_once
 from attention_priors.attention.tiles.threads import is_crowded, share
 from attention_priors.attention.tiles.tiling import Part, Tile, ranges_of
 
 ROWS = 256
-"""Queries per tile."""
+"""Queries per tile, and half as many where there are no more than ``MOST_KEYS`` keys."""
 MOST_KEYS = 512
 """Keys per tile, at most."""
 NUMBERS = 2**19
@@ -53,11 +55,15 @@ def backward(
         grads: their gradients.
         wanted: whether to compute those of table and row scale.
     """
+    if problem.whole is not None:
+        return backward_at_once(content, problem, problem.whole, grads, wanted)
     out, lse = saved
     out_grad, lse_grad = grads
     # dS = P (dP + dlse - Σ P dP), and Σ_j P_ij dP_ij = <out_i, dout_i>.
-    moment = torch.linalg.vecdot(out.to(problem.dtype), out_grad.to(problem.dtype))
-    rows = _Rows(lse, lse_grad, out_grad, lse_grad.to(problem.dtype) - moment, _inexact_rows(out.dtype, lse))
+    constant = lse_grad - torch.linalg.vecdot(out.to(problem.dtype), out_grad.to(problem.dtype))
+    # Powers of two: exp2 is much the faster function on CPUs.
+    shift = lse.masked_fill(torch.isneginf(lse), 0.0).mul_(-1 / NATS_PER_BIT)
+    rows = _Rows(shift, lse_grad, out_grad, constant, _inexact_rows(out.dtype, shift))
     heads, kv_heads = content.query.shape[1], content.key.shape[1]
     table, row_scale = problem.table, problem.row_scale
 
@@ -68,11 +74,12 @@ def backward(
         empty(content.query, content.width, problem.dtype),
         empty(content.key, content.width, problem.dtype),
         empty(content.value, content.value.shape[-1], content.value.dtype),
-        torch.zeros_like(table) if table is not None and wanted[0] else None,
+        pad(torch.zeros_like(table), (0, problem.distances.overhang)) if table is not None and wanted[0] else None,
         torch.zeros_like(row_scale) if row_scale is not None and wanted[1] else None,
     )
     geometry = problem.geometry
-    tile = min(ROWS, geometry.num_queries) * min(MOST_KEYS, geometry.num_keys)
+    block_rows = BLOCK if problem.kept is not None or geometry.num_keys > MOST_KEYS else ROWS // 2
+    tile = min(block_rows, geometry.num_queries) * min(MOST_KEYS, geometry.num_keys)
     at_once = is_crowded() and problem.is_large
     parts = problem.parts(kv_heads, heads // kv_heads, block_length(tile, NUMBERS), at_once)
     bias_in_bits, bias = problem.bias(1 / NATS_PER_BIT), problem.bias()
@@ -82,7 +89,7 @@ def backward(
         scratch = [Scratch(name, problem.dtype, lse.device) for name in names]
         return _Workspace(bias_in_bits.for_thread(), bias.for_thread(), scratch)
 
-    work = [_Backward(part, content, problem, rows, found) for part in parts]
+    work = [_Backward(part, content, problem, rows, found, block_rows) for part in parts]
     share([one.run for one in work], make_workspace, at_once)
     if found.table is not None:
         for one in work:
@@ -90,13 +97,15 @@ def backward(
             # Text by text: the sum is the same however the work was divided.
             for of_text in one.table_grad:
                 found.table[one.part.heads] += of_text
+        found = found._replace(table=found.table[:, : problem.distances.number])
     return found
 
 
 class _Rows(NamedTuple):
     """Numbers of each query, ``(B, H, Lq)``; the gradient of its output is ``(B, H, Lq, Dv)``."""
 
-    lse: Tensor
+    shift: Tensor
+    """Less the log-sum-exp, in bits; 0 for a query that sees no key."""
     lse_grad: Tensor
     out_grad: Tensor
     constant: Tensor
@@ -105,12 +114,12 @@ class _Rows(NamedTuple):
     """Whether the stored output or log-sum-exp is not exact enough; None if all are."""
 
 
-def _inexact_rows(saved: torch.dtype, lse: Tensor) -> Tensor | None:
+def _inexact_rows(saved: torch.dtype, shift: Tensor) -> Tensor | None:
     # Outputs in half precision are not: their rounding would be all over the gradients of the prior, which learns in
     # float32.
-    if saved != lse.dtype:
-        return torch.ones_like(lse, dtype=torch.bool)
-    inexact = lse.abs().masked_fill(torch.isneginf(lse), 0.0) > LARGEST_STORED_LSE
+    if saved != shift.dtype:
+        return torch.ones_like(shift, dtype=torch.bool)
+    inexact = shift.abs() > LARGEST_STORED_LSE / NATS_PER_BIT
     return inexact if bool(inexact.any()) else None
 
 
@@ -135,8 +144,10 @@ class _Backward:
         problem: BlockProblem,
         rows: _Rows,
         found: Gradients,
+        block_rows: int,
     ) -> None:
         self.part, self.content, self.problem, self.rows, self.found = part, content, problem, rows, found
+        self.block_rows = block_rows
         self.table_grad: Tensor | None = None
 
     def run(self, workspace: _Workspace) -> None:
@@ -153,8 +164,7 @@ class _Backward:
                 found.table[part.heads].expand(texts, -1, -1), memory_format=torch.contiguous_format
             )
         apart = range(part.heads.start, part.heads.stop) if self.problem.kept is not None else ()
-        rows = ROWS if self.problem.kept is None else BLOCK
-        for block in self.problem.tiling.of_texts(part.batches).blocks(rows):
+        for block in self.problem.tiling.of_texts(part.batches).blocks(self.block_rows):
             # Pruning leaves each head keys of its own.
             for heads in [slice(head, head + 1) for head in apart] or [part.heads]:
                 self._block(block, heads)
@@ -177,35 +187,41 @@ class _Backward:
             self._with_new_softmax(tiles, heads, query, out_grad, query_grad)
         else:
             step = max(MOST_KEYS // 4, min(MOST_KEYS, block_length(query.shape[0] * query.shape[1], NUMBERS)))
+            shift, constant = (cut(x).flip(2).unsqueeze(-1) for x in (rows.shift, rows.constant))
             for tile in tiles:
                 for first, last in ranges_of(tile.first, tile.last, step):
                     piece = tile._replace(first=first, last=last)
-                    self._tile(piece, heads, query, out_grad, query_grad)
+                    self._tile(piece, heads, shift, self._stacked(constant), query, out_grad, query_grad)
         shape = (block.number, heads.stop - heads.start, block.shape[0], -1)
         torch.mul(query_grad.view(shape).flip(2), problem.softmax_scale, out=cut(self.found.query))
 
     def _stacked(self, rows: Tensor) -> Tensor:
         """``(b, h, n, ...)`` as matrices, one per text and head of keys: heads that share one are more rows of it."""
-        return rows.reshape(self.key.shape[0] * self.key.shape[1], -1, rows.shape[-1])
+        return rows.reshape(len(rows) * self.key.shape[1], -1, rows.shape[-1])
 
     def _keys(self, tensor: Tensor, tile: Tile) -> Tensor:
         """The tile's part of ``(b, h, Lk, D)``, as matrices."""
         cut = tensor[self.part.within(tile.batches), :, tile.keys]
         return cut.view(-1, *cut.shape[2:])
 
-    def _tile(self, tile: Tile, heads: slice, query: Tensor, out_grad: Tensor, query_grad: Tensor) -> None:
-        cut = partial(tile.cut_rows, heads=heads)
-        lse = cut(self.rows.lse).flip(2)
-        constant = cut(self.rows.constant).flip(2)
+    def _tile(
+        self,
+        tile: Tile,
+        heads: slice,
+        shift: Tensor,
+        constant: Tensor,
+        query: Tensor,
+        out_grad: Tensor,
+        query_grad: Tensor,
+    ) -> None:
         shape = (tile.number, heads.stop - heads.start, *tile.shape)
         weights, weights_grad = (scratch.of(*shape) for scratch in self.scratch[:2])
-        # Powers of two: exp2 is much the faster function on CPUs.
-        shift = lse.masked_fill(torch.isneginf(lse), 0.0).unsqueeze(-1) * (-1 / NATS_PER_BIT)
-        self.bias_in_bits.write(weights, tile, heads, shift)
-        weights, weights_grad = self._stacked(weights), self._stacked(weights_grad)
+        weights, weights_grad = (
+            self._stacked(self.bias_in_bits.write(weights, tile, heads, shift)),
+            self._stacked(weights_grad),
+        )
         key = self._keys(self.key, tile)
         weights.baddbmm_(query, key.mT, alpha=self.problem.softmax_scale / NATS_PER_BIT).exp2_()
-        constant = self._stacked(constant.unsqueeze(-1)).expand_as(weights)
         torch.baddbmm(constant, out_grad, self._keys(self.value, tile).mT, out=weights_grad)
         self._add(tile, heads, weights, weights_grad, query, out_grad, query_grad, key)
 

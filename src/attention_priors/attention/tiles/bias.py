@@ -14,6 +14,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.grids import Grids
@@ -72,6 +73,10 @@ class Distances:
         self.highest = highest
         self.listed = listed
         self.number = number
+        self.overhang = 0
+        """Entries beyond a table's end that a tile may read: of distances in the future, which are hidden."""
+        if geometry.causal and listed is None:
+            self.overhang = 1 if geometry.offset is None else geometry.num_queries - 1
 
     @cached_property
     def _positions(self) -> tuple[Tensor, Tensor]:
@@ -104,7 +109,7 @@ class Distances:
         if self.listed is not None:
             return torch.searchsorted(self.listed, queries - keys)
         # Distances beyond the table are hidden by the causal mask, or by documents.
-        return (self.highest - (queries - keys)).clamp(0, self.number - 1)
+        return (self.highest - (queries - keys)).clamp(0, self.number + self.overhang - 1)
 
     def read(self, table: Tensor, tile: Tile) -> Tensor:
         """A tile's part of a table ``(h, N)``: ``(b or 1, h, n, e)``, a view if there is an offset."""
@@ -177,7 +182,6 @@ class Bias:
         self.inside = inside
         self.dtype = dtype
         self.unit = unit
-        self.table = table if table is None or unit == 1.0 else table * unit
         self.lanes = None
         if lanes is not None:
             batch, (phi, psi) = self.geometry.batch, lanes
@@ -187,10 +191,13 @@ class Bias:
         """Whether a tile's bias must be in memory; else it is a view of a table."""
         self._scratch = Scratch("bias", dtype, self.geometry.device)
         self._hidden = self._hide_distances()
+        if table is not None:
+            table = pad(table if unit == 1.0 else table * unit, (0, distances.overhang))
+        self.table = table
         self._view_table = self._hidden
-        if self.table is not None and not self.in_memory:
+        if table is not None and not self.in_memory:
             # Views are read off it with strides.
-            self._view_table = self.table if self._hidden is None else self.table + self._hidden
+            self._view_table = table if self._hidden is None else table + self._hidden
         self._mask_of: tuple[Tile, Tensor | None] | None = None
 
     @property
@@ -205,16 +212,22 @@ class Bias:
         return one
 
     def _hide_distances(self) -> Tensor | None:
-        """0, or ``-inf`` at distances that no query sees, ``(1, N)``; None if there are none."""
-        hidden = None if self.inside is None else ~self.inside
-        falls_to = self.distances.highest - self.distances.number + 1
-        if self.geometry.causal and (self.distances.listed is not None or falls_to < 0):
-            future = self.distances.values() < 0
-            hidden = future if hidden is None else hidden | future
-        if hidden is None or not bool(hidden.any()):
+        """0, or ``-inf`` at distances that no query sees, ``(1, N + overhang)``; None if there are none."""
+        distances, seen = self.distances, self.inside
+        if self.geometry.causal and distances.listed is not None:
+            past = distances.listed >= 0
+            seen = past if seen is None else seen & past
+        # Where distances fall, those in the future are the last ones.
+        number = distances.number
+        if self.geometry.causal and distances.listed is None:
+            number = min(number, max(0, distances.highest + 1))
+        zeros = torch.zeros(1, number, dtype=self.dtype, device=self.geometry.device)
+        if seen is not None:
+            zeros.masked_fill_(~seen[:number], float("-inf"))
+        missing = distances.number + distances.overhang - number
+        if missing == 0 and (seen is None or bool(seen.all())):
             return None
-        zeros = torch.zeros(1, len(hidden), dtype=self.dtype, device=self.geometry.device)
-        return zeros.masked_fill(hidden, float("-inf"))
+        return pad(zeros, (0, missing), value=float("-inf"))
 
     def __call__(self, tile: Tile, heads: slice) -> Tensor | None:
         """``(b or 1, h or 1, n, e)``, ``-inf`` where hidden; None if nothing is added.

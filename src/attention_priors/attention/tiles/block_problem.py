@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.tiles.bias import Bias, Distances
-from attention_priors.attention.tiles.tiling import Part, Tile, Tiling, divide
+from attention_priors.attention.tiles.tiling import FEW_NUMBERS, FEW_PAIRS, Part, Tile, Tiling, divide
 
 PAIRS = 2**24
 """Pairs of a query and a key, all texts and heads counted, from which on threads of their own pay on a crowded machine:
@@ -50,6 +50,18 @@ class BlockProblem:
             seen = self.distances.values()[self.inside]
             reach = (int(seen.min()), int(seen.max())) if len(seen) else (0, -1)
         return Tiling.of(self.geometry, reach)
+
+    @cached_property
+    def whole(self) -> Tile | None:
+        """The tile of all queries and keys, where there are few pairs or a single query; None elsewhere."""
+        geometry, segments = self.geometry, self.tiling.segments
+        pairs = geometry.num_queries * geometry.num_keys
+        if (pairs > FEW_PAIRS and geometry.num_queries > 1) or pairs * geometry.batch * geometry.heads > FEW_NUMBERS:
+            return None
+        if len(segments) > 1 or self.kept is not None:
+            return None
+        first, last = self.tiling.keys_of(segments[0], 0, geometry.num_queries)
+        return segments[0]._replace(first=first, last=last)
 
     @cached_property
     def runs(self) -> Runs | None:

@@ -20,6 +20,7 @@ from attention_priors.attention.geometry import block_length
 from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.tiles.bias import Bias
 from attention_priors.attention.tiles.block_problem import BlockProblem
+from attention_priors.attention.tiles.spoiled import recompute_spoiled_rows
 from attention_priors.attention.tiles.threads import is_crowded, share
 from attention_priors.attention.tiles.tiling import Part, RowBlock, Tile, ranges_of
 from attention_priors.precision import compute_dtype_of
@@ -43,20 +44,29 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
         lanes = content.lane_query, content.lane_key
         content = content.without_lanes()
     bias_of = problem.bias(lanes=lanes)
-    if (
-        query.shape[2] == 1
-        and problem.kept is None
-        and (found := _attend_at_once(content, problem, bias_of)) is not None
-    ):
-        return found.out[..., : content.value.shape[-1]].to(dtype).contiguous(), found.lse
-    out = query.new_empty(*query.shape[:-1], content.value.shape[-1], dtype=dtype)
-    lse = query.new_empty(query.shape[:-1], dtype=problem.dtype)
-    at_once = is_crowded() and problem.is_large
-    sizes = _sizes_of(problem, bias_of)
-    parts = problem.parts(content.key.shape[1], 1, sizes.matrices, at_once)
-    work = [partial(_attend_part, part, sizes, content, problem, _Found(out, lse)) for part in parts]
-    share(work, bias_of.for_thread, at_once)
+    tile = problem.whole
+    if tile is not None:
+        key, value = _keys_and_values(content, all_of)
+        query = _reversed(content.queries(all_of, key.shape[-1]))
+        heads = slice(0, query.shape[1])
+        keys = (slice(None), slice(None), tile.keys)
+        out, lse = _attend_tile(query, key[keys], value[keys], bias_of, tile, heads, content.softmax_scale)
+        out, lse = _reversed(out[..., : content.value.shape[-1]]).to(dtype).contiguous(), _reversed(lse)
+    else:
+        out = query.new_empty(*query.shape[:-1], content.value.shape[-1], dtype=dtype)
+        lse = query.new_empty(query.shape[:-1], dtype=problem.dtype)
+        at_once = is_crowded() and problem.is_large
+        sizes = _sizes_of(problem, bias_of)
+        parts = problem.parts(content.key.shape[1], 1, sizes.matrices, at_once)
+        work = [partial(_attend_part, part, sizes, content, problem, _Found(out, lse)) for part in parts]
+        share(work, bias_of.for_thread, at_once)
+    recompute_spoiled_rows(content, problem, out, lse)
     return out, lse
+
+
+def _reversed(tensor: Tensor) -> Tensor:
+    """``(B, H, Lq, ...)`` with the queries in the order in which a bias is a view of a table."""
+    return tensor if tensor.shape[2] == 1 else tensor.flip(2)
 
 
 class _Sizes(NamedTuple):
@@ -82,21 +92,6 @@ def _sizes_of(problem: BlockProblem, bias_of: Bias) -> _Sizes:
     rows = min(ROWS, max(DIAGONAL_ROWS, block_length(matrices * KEYS_IN_MEMORY, BIAS_NUMBERS)))
     keys = block_length(matrices * min(rows, geometry.num_queries), BIAS_NUMBERS)
     return _Sizes(most, rows, max(KEYS_IN_MEMORY, keys))
-
-
-def _attend_at_once(content: Content, problem: BlockProblem, bias_of: Bias) -> _Found | None:
-    """One query per text, as in decoding, without a word about tiles; None if there are several."""
-    segments = problem.tiling.segments
-    heads = slice(0, content.query.shape[1])
-    key, value = _keys_and_values(content, all_of)
-    if len(segments) > 1 or (bias_of.in_memory and len(key) * heads.stop * key.shape[2] > BIAS_NUMBERS):
-        return None
-    first, last = problem.tiling.keys_of(segments[0], 0, 1)
-    tile = segments[0]._replace(first=first, last=last)
-    query = content.queries(all_of, key.shape[-1])
-    return _attend_tile(
-        query, key[:, :, tile.keys], value[:, :, tile.keys], bias_of, tile, heads, content.softmax_scale
-    )
 
 
 def _keys_and_values(content: Content, cut: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:

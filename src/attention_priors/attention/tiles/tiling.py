@@ -17,6 +17,10 @@ from attention_priors.attention.geometry import Geometry
 
 SHORTEST_SEGMENT = 64
 """Queries per segment, on average, below which masks are cheaper than many small calls."""
+FEW_PAIRS = 2**15
+"""Pairs of a query and a key up to which one tile of all is faster than several, which pass over what nobody sees."""
+FEW_NUMBERS = 2**20
+"""Logits of all heads and texts likewise: more of them do not stay in a core's own memory."""
 
 
 class Tile(NamedTuple):
@@ -140,8 +144,9 @@ class Tiling:
         whole = Tile(slice(0, geometry.batch), 0, geometry.num_queries, 0, geometry.num_keys)
         documents, padding = geometry.key_documents, geometry.key_padding_mask
         hidden = geometry.attn_mask is not None
-        if geometry.offset is None or (documents is None and padding is None):
-            return cls(geometry, reach, [whole], hidden or documents is not None or padding is not None)
+        is_small = geometry.num_queries * geometry.num_keys <= FEW_PAIRS
+        if is_small or geometry.offset is None or (documents is None and padding is None):
+            return cls(geometry, reach, [whole], geometry.has_masks)
         first, last, contiguous = _runs(geometry)
         if contiguous and not hidden:
             segments = _segments(first, last)
@@ -166,7 +171,7 @@ class Tiling:
                 last = min(last, latest + 1)
             if self.reach is not None:
                 first, last = max(first, earliest - self.reach[1]), min(last, latest - self.reach[0] + 1)
-        return first, max(first, last)
+        return (first, last) if first < last else (segment.first, segment.first)
 
     def row_blocks(self, rows: int, diagonal_rows: int, keys: int | None) -> Iterator[RowBlock]:
         """All queries, in blocks of ``rows``; tiles of at most ``keys`` keys.
