@@ -18,9 +18,8 @@ from torch import Tensor
 import thoroughness
 from attention_priors import GeneralizedGaussian, Prior, SSMax, attend, prior_from_config
 from attention_priors.attention import reference as dense
-from attention_priors.attention.lanes import is_factored
 from attention_priors.attention.tiles import backward, block_problem, forward, tiling
-from attention_priors.priors import CATALOGUE, Axial, Radial
+from attention_priors.priors import CATALOGUE, Axial, Radial, Structure
 
 PRIORS = ("none", *(name for name, prior in CATALOGUE.items() if name == "axial" or not prior.over_grid), "sum")
 """What tests are run over. A prior that joins the catalogue joins the tests; of those on grids one, as
@@ -159,6 +158,7 @@ class Case:
     document_ids: Tensor | None = None
     key_padding_mask: Tensor | None = None
     attn_mask: Tensor | None = None
+    key_bias: Tensor | None = None
     tolerance: float = 0.0
     small_blocks: int | None = None
     """If set, backends work in blocks of so few queries that even short sequences need several; None: as users have it,
@@ -183,8 +183,8 @@ class Case:
     def options(self) -> dict[str, Any]:
         """The keyword arguments."""
         names = ("causal", "logit_scale", "visible_keys", "softmax_scale", "query_positions", "key_positions")
-        names += ("document_ids",)
-        return {name: getattr(self, name) for name in (*names, "key_padding_mask", "attn_mask", "tolerance")}
+        names += ("document_ids", "key_padding_mask", "attn_mask", "key_bias", "tolerance")
+        return {name: getattr(self, name) for name in names}
 
     def to(self, dtype: torch.dtype) -> Case:
         """The same numbers in another dtype."""
@@ -197,15 +197,20 @@ class Case:
             key=self.key.detach().to(dtype),
             value=self.value.detach().to(dtype),
             attn_mask=mask,
+            key_bias=None if self.key_bias is None else self.key_bias.detach(),
         )
 
     def leaves(self) -> dict[str, Tensor]:
         """What gradients are taken with respect to."""
-        leaves = {"query": self.query, "key": self.key, "value": self.value}
+        leaves = {name: getattr(self, name) for name in self.given()}
         for owner, module in (("prior", self.prior), ("logit_scale", self.logit_scale)):
             if module is not None:
                 leaves |= {f"{owner}.{n}": p for n, p in module.named_parameters() if p.requires_grad}
         return leaves
+
+    def given(self) -> tuple[str, ...]:
+        """The names of the tensors among them."""
+        return ("query", "key", "value", *(() if self.key_bias is None else ("key_bias",)))
 
     def attend(self, backend: Any = "auto") -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp."""
@@ -217,7 +222,9 @@ class Case:
     def backends(self) -> list[str]:
         """Those that can compute it."""
         possible = ["auto", "toeplitz", "blockwise"]
-        return [*possible, "lanes"] if is_factored(self.prior, causal=self.causal) else possible
+        lanes = Structure.FACTORED | Structure.OF_KEYS
+        terms = () if self.prior is None else self.prior.terms()
+        return [*possible, "lanes"] if all(term.structure & lanes for term in terms) else possible
 
 
 @contextmanager
@@ -319,6 +326,24 @@ def _attn_masks(draw: st.DrawFn, shape: tuple[int, int, int, int], generator: to
 
 
 @st.composite
+def _key_biases(
+    draw: st.DrawFn, shape: tuple[int, int, int], padding: Tensor | None, generator: torch.Generator
+) -> Tensor | None:
+    """Numbers near 0, or the sums of a forget gate: ``-Σ ln f``, with gates of 0 floored at -10^4."""
+    kind = draw(st.sampled_from(["none", "none", "none", "normal", "gates", "slow gates", "gates of 0 and 1"]))
+    if kind == "none":
+        return None
+    if kind == "normal":
+        return torch.randn(shape, generator=generator, dtype=draw(st.sampled_from([torch.float32, torch.float64])))
+    gates = torch.rand(shape, generator=generator, dtype=torch.float64)
+    if kind != "gates":
+        gates = 0.9 + 0.1 * gates if kind == "slow gates" else (gates < 0.7).double()
+    numbers = -gates.log().clamp(min=-1e4).cumsum(-1)
+    # What it says of hidden keys is ignored.
+    return numbers if padding is None else numbers.masked_fill(padding.unsqueeze(1), 1e20)
+
+
+@st.composite
 def cases(
     draw: st.DrawFn,
     prior_name: str,
@@ -326,8 +351,9 @@ def cases(
     largest_batch: int = 3,
     masks: bool = True,
     scaled: bool = True,
+    keyed: bool = True,
 ) -> Case:
-    """A problem in float32. ``masks`` and ``scaled``: whether it may have dense masks and a logit scale."""
+    """A problem in float32, maybe with dense ``masks``, a logit scale (``scaled``) and a bias of keys (``keyed``)."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
 
     def normal(*size: int) -> Tensor:
@@ -358,6 +384,8 @@ def cases(
         visible_keys = None if shape is None else torch.randint(fewest, 500, shape, generator=generator)
     documents = draw(_documents(batch, num_keys, generator)) if num_queries <= num_keys else None
     query_positions, key_positions = draw(_positions(batch, num_queries, num_keys, generator))
+    padding = draw(_padding(batch, num_keys, generator))
+    shape = batch, draw(st.sampled_from([heads, kv_heads])), num_keys
     return Case(
         query=draw(_laid_out(normal(batch, heads, num_queries, head_dim))),
         key=draw(_laid_out(normal(batch, kv_heads, num_keys, head_dim))),
@@ -370,7 +398,8 @@ def cases(
         query_positions=query_positions,
         key_positions=key_positions,
         document_ids=documents,
-        key_padding_mask=draw(_padding(batch, num_keys, generator)),
+        key_padding_mask=padding,
+        key_bias=draw(_key_biases(shape, padding, generator)) if keyed else None,
         attn_mask=draw(_attn_masks((batch, heads, num_queries, num_keys), generator)) if masks else None,
         small_blocks=draw(st.sampled_from([None, 2 + num_queries // 4])),
     )

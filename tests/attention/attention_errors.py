@@ -11,8 +11,6 @@ from torch import Tensor
 
 from attention_priors.priors import Structure
 
-LANES = Structure.FACTORED | Structure.FACTORED_IF_CAUSAL
-
 ROUNDING = 2.0**-24
 """Relative error of one rounding to float32."""
 
@@ -49,7 +47,7 @@ class Cotangents:
 
 def compute(case: Case, backend: str, cotangents: Cotangents | None = None) -> Result:
     """Output, log-sum-exp and every gradient, the gradients through both (random ones, if none are given)."""
-    case = replace(case, **{n: getattr(case, n).detach().requires_grad_() for n in ("query", "key", "value")})
+    case = replace(case, **{n: getattr(case, n).detach().requires_grad_() for n in case.given()})
     leaves = case.leaves()
     with in_blocks_of(case.small_blocks):
         out, lse = case.attend(backend)
@@ -74,7 +72,7 @@ def gradient_scales(case: Case, cotangents: Cotangents) -> dict[str, Tensor]:
     signs, because rounding errors have such.)
     """
     case = case.to(torch.float64)
-    case = replace(case, **{n: getattr(case, n).requires_grad_() for n in ("query", "key", "value")})
+    case = replace(case, **{n: getattr(case, n).requires_grad_() for n in case.given()})
     leaves = case.leaves()
     exact = oracle(case)
     with torch.no_grad():
@@ -89,17 +87,16 @@ def gradient_scales(case: Case, cotangents: Cotangents) -> dict[str, Tensor]:
     positional = [name for name in leaves if name.startswith("prior.")]
     sums = [(exact.logits, all_parts, content), (exact.logits, parts, positional)]
     for term in () if case.prior is None else case.prior.terms():
-        if term.structure & LANES:
+        scale = exact.prior_scale.detach().abs()
+        if Structure.OF_KEYS in term.structure:
+            # One of the terms of a sum may be much larger than the sum.
+            numbers = term.log_prior_of_key(positions_of(case)[1], torch.float64).movedim(0, -2).unsqueeze(-2)
+            sums.append((numbers.expand_as(parts), scale * parts, positional))
+        if Structure.FACTORED in term.structure:
             # Lanes may cancel each other.
             lanes = term.lanes(*positions_of(case), dtype=torch.float64)
-            scale = exact.prior_scale.detach().abs()
             products = lanes.query.unsqueeze(-2) * lanes.key[..., None, None, :, :]
             sums.append((products, (scale * parts).unsqueeze(-1).expand(*parts.shape, products.shape[-1]), positional))
-            if lanes.slope is not None:
-                # A slope of the keys is a constant per row, and a table.
-                row_parts = scale.squeeze(-1) * cotangents.lse.abs()
-                constant = lanes.slope.unsqueeze(-1) * positions_of(case)[0].unsqueeze(-2)
-                sums.append((constant, row_parts, positional))
     generator = torch.Generator().manual_seed(0)
     scales = {name: torch.zeros((), dtype=torch.float64) for name in leaves}
     for total, sizes, names in sums:
@@ -127,13 +124,16 @@ def float32_tolerance(case: Case, *, lanes: bool = False) -> float:
     exact = oracle(case.to(torch.float64))
     with torch.no_grad():
         size = exact.logits.abs()
+        if case.key_bias is not None:
+            # Of it, the best is taken from each row.
+            size = (exact.logits - exact.lse.nan_to_num(neginf=0.0).unsqueeze(-1)).abs()
         for term in () if case.prior is None else case.prior.terms():
-            if Structure.STATIONARY in term.structure and not (lanes and term.structure & LANES):
-                continue
-            parts = term.lanes(*positions_of(case), dtype=torch.float64)
-            size = size + exact.prior_scale.abs() * (parts.query @ parts.key.unsqueeze(-3).mT).abs()
+            if Structure.FACTORED in term.structure and (lanes or Structure.STATIONARY not in term.structure):
+                parts = term.lanes(*positions_of(case), dtype=torch.float64)
+                size = size + exact.prior_scale.abs() * (parts.query @ parts.key.unsqueeze(-3).mT).abs()
         moved = (exact.weights * (1 - exact.weights) * size).sum(-1)
-        return 1e-5 + 2 * ROUNDING * float(moved.max())
+        # Biases of keys are exact to 1e-4 nats.
+        return (1e-5 if case.key_bias is None else 5e-5) + 2 * ROUNDING * float(moved.max())
 
 
 def errors(result: Result, expected: Result, scales: dict[str, Tensor]) -> dict[str, float]:

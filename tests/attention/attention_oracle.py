@@ -94,6 +94,9 @@ def oracle(case: Case) -> Dense:
         bias = case.prior.log_prior(*positions_of(case), dtype=torch.float64)
         seen = visible & ~torch.isneginf(bias)
         bias = bias.masked_fill(torch.isneginf(bias), 0.0)
+    if case.key_bias is not None:
+        own = torch.stack([case.key_bias[:, h * case.key_bias.shape[1] // heads] for h in range(heads)], dim=1)
+        bias = bias + own.double().unsqueeze(-2)
     if case.logit_scale is None or case.logit_scale.include_prior:
         logits = scale * (logits + bias)
     else:

@@ -56,6 +56,8 @@ class Case:
     """What is added to the positions."""
     dtype: torch.dtype = torch.float32
     tolerance: float = 0.0
+    gate: float | None = None
+    """About what share of a key is left after each token; None for no bias of keys."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -88,6 +90,11 @@ CASES = {
     "pruned, blocks": Case(lambda: Laplace(HEADS), length=2100, batch=1, layout="contiguous", tolerance=1e-5),
     "alibi, padding and far apart": Case(
         lambda: Laplace(HEADS, learn=True), length=700, batch=1, layout="contiguous", padding="right"
+    ),
+    "forget gate": Case(lambda: None, gate=0.7),
+    "forget gate beside alibi, in documents": Case(lambda: Laplace(HEADS, learn=True), gate=0.97, documents="runs"),
+    "forget gate and ssmax, blocks": Case(
+        lambda: Laplace(HEADS, learn=True), gate=0.9, length=1100, batch=1, make_scale=lambda: SSMax(HEADS, 0.5)
     ),
     "null key": Case(lambda: Laplace(HEADS, learn=True), options={"null_logit": torch.linspace(-1, 2, HEADS)}),
     "t5 buckets": Case(lambda: RelativeBuckets(HEADS)),
@@ -144,6 +151,12 @@ class Whole:
     logit_scale: SSMax | None
     geometry: dict[str, Tensor | None]
     cotangents: tuple[Tensor, Tensor]
+    key_bias: Tensor | None
+
+    def given(self) -> tuple[Tensor, ...]:
+        """Queries, keys, values and, if there is one, the bias of keys."""
+        inputs = (self.query, self.key, self.value)
+        return inputs if self.key_bias is None else (*inputs, self.key_bias)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         parts = [part for part in (self.prior, self.logit_scale) if part is not None]
@@ -183,7 +196,11 @@ def make_whole(case: Case) -> Whole:
         geometry["positions"] = slots + case.shift
     cotangents = torch.randn(batch, HEADS, length, WIDTH - 2), torch.randn(batch, HEADS, length)
     given = {name: tensor.to(case.dtype) for name, tensor in tensors.items()}
-    return Whole(**given, prior=prior, logit_scale=scale, geometry=geometry, cotangents=cotangents)
+    key_bias = None
+    if case.gate is not None:
+        gates = torch.rand(batch, HEADS, length, dtype=torch.float64) * 2 * (1 - case.gate) + 2 * case.gate - 1
+        key_bias = -gates.clamp(min=1e-3).log().cumsum(-1)
+    return Whole(**given, prior=prior, logit_scale=scale, geometry=geometry, cotangents=cotangents, key_bias=key_bias)
 
 
 def results(whole: Whole, leaves: list[Tensor], out: Tensor, lse: Tensor, own: Tensor | None) -> dict[str, Tensor]:
@@ -198,7 +215,7 @@ def results(whole: Whole, leaves: list[Tensor], out: Tensor, lse: Tensor, own: T
     grads = torch.autograd.grad(
         [out, lse], [*leaves, *parameters], [out_grad.to(out.dtype), lse_grad.to(lse.dtype)], allow_unused=True
     )
-    names = ("query", "key", "value", *(f"parameter {n}" for n in range(len(parameters))))
+    names = (*("query", "key", "value", "bias")[: len(leaves)], *(f"parameter {n}" for n in range(len(parameters))))
     given = (*leaves, *parameters)
     found = {n: torch.zeros_like(x) if g is None else g for n, x, g in zip(names, given, grads, strict=True)}
     return {"out": out.detach(), "lse": lse.detach(), **found}
@@ -224,8 +241,9 @@ def solve_case(case: Case, group: Any) -> dict[str, float]:
     common["logit_scale"] = whole.logit_scale
     shards = {n: None if x is None else x[..., index] for n, x in whole.geometry.items()}
     sequence = ShardedSequence(index, group=group, **shards)
-    own = [x[:, :, index].requires_grad_() for x in (whole.query, whole.key, whole.value)]
-    query, key, value = own
+    own = [x[:, :, index].requires_grad_() for x in whole.given()]
+    query, key, value, *bias = own
+    common["key_bias"] = bias[0] if bias else None
     out, lse = attend_across(query, key, value, whole.prior, sequence=sequence, **common)
     assert out.dtype == case.dtype
     found = results(whole, own, out, lse, index)
@@ -235,12 +253,14 @@ def solve_case(case: Case, group: Any) -> dict[str, float]:
 
     positions = whole.geometry.get("positions")
     masks = {n: None if x is None else x.expand(case.batch, -1) for n, x in whole.geometry.items() if n != "positions"}
-    leaves = [x.clone().requires_grad_() for x in (whole.query, whole.key, whole.value)]
+    leaves = [x.clone().requires_grad_() for x in whole.given()]
     if case.dtype == torch.bfloat16:
         leaves = [x.detach().float().requires_grad_() for x in leaves]
-    query, key, value = leaves
+    query, key, value, *bias = leaves
     places: dict[str, Any] = {"query_positions": positions, "key_positions": positions, **masks, **common}
-    out, lse = attend(query, key, value, whole.prior, **{**places, "return_lse": True})
+    places["key_bias"] = bias[0] if bias else None
+    places["return_lse"] = True
+    out, lse = attend(query, key, value, whole.prior, **places)
     expected = results(whole, leaves, out, lse, None)
     errors = {}
     for name, tensor in expected.items():

@@ -207,7 +207,7 @@ def table(distance: torch.Tensor) -> torch.Tensor:
 
 def lanes(query_positions: torch.Tensor, key_positions: torch.Tensor, dtype: torch.dtype) -> Lanes:
     features = query_positions.sin().to(dtype)[..., None, :, None].expand(*query_positions.shape[:-1], H, -1, 2)
-    return Lanes(features, torch.stack([key_positions.cos(), key_positions.sin()], -1).to(dtype), None)
+    return Lanes(features, torch.stack([key_positions.cos(), key_positions.sin()], -1).to(dtype))
 
 
 BAD_TABLES: dict[str, tuple[str, Any]] = {
@@ -225,8 +225,6 @@ BAD_LANES: dict[str, tuple[str, Any]] = {
     "without heads": ("query of Own.lanes", lambda *x: lanes(*x)._replace(query=lanes(*x).query[..., 0, :, :])),
     "keys for each head": ("key of Own.lanes", lambda *x: lanes(*x)._replace(key=lanes(*x).key.unsqueeze(-3))),
     "another width": ("query of Own.lanes", lambda *x: lanes(*x)._replace(query=lanes(*x).query[..., :1])),
-    "offsets of keys": ("row_offset of Own.lanes", lambda *x: lanes(*x)._replace(row_offset=lanes(*x).key)),
-    "one slope": ("slope of Own.lanes", lambda *x: lanes(*x)._replace(slope=torch.ones(1))),
     "a tuple": ("Own.lanes must return Lanes, got tuple", lambda *x: tuple(lanes(*x))),
     "NaN": ("key of Own.lanes must be finite", lambda *x: lanes(*x)._replace(key=lanes(*x).key / 0)),
 }

@@ -56,6 +56,9 @@ def test_the_shards_are_those_of_the_whole(found: list[dict[str, Any]], name: st
     elif name == "ggd, bfloat16":
         # Results of single shards are rounded before they are merged.
         limits, others = dict.fromkeys(limits, 8e-3) | {"lse": 1e-5}, 5e-3
+    elif name == "forget gate and ssmax, blocks":
+        # Sums of several hundred nats, each exact to 1e-4.
+        limits, others = dict.fromkeys(limits, 5e-5), 5e-5
     elif name == "spectral and key sink, far along":
         # At position 2^19, attend() itself is as far from float64.
         limits, others = dict.fromkeys(limits, 1e-4), 1e-2
@@ -188,7 +191,7 @@ def test_documents_and_padding_go_where_the_queries_are() -> None:
     for piece in ring.plan.pieces[0]:
         rows = context_parallel._cut_rows(x, piece.batches, piece.rows)
         keys = context_parallel._cut_rows(x, piece.batches, piece.keys)
-        geometry = ring._problem(rows, context_parallel._Shard(keys, keys), 0, piece).geometry
+        geometry = ring._problem(rows, context_parallel._Shard((keys, keys)), 0, piece).geometry
         given = (
             geometry.given_query_positions,
             geometry.given_key_positions,

@@ -33,7 +33,6 @@ from attention_priors import (
     attend,
     prior_from_config,
 )
-from attention_priors.attention import recentred
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -356,7 +355,6 @@ def test_gradients(name: str) -> None:
     cotangents = Cotangents.of(expected.out, expected.lse)
     scales = gradient_scales(case, cotangents)
     for backend in case.backends():
-        with mock.patch.object(recentred, "ROWS", (16, 4)):
-            found = errors(compute(case, backend, cotangents), expected, scales)
+        found = errors(compute(case, backend, cotangents), expected, scales)
         for part, error in found.items():
             assert error <= 3e-5, f"{part} of {backend}: {error:.2e}"

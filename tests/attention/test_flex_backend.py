@@ -32,6 +32,7 @@ from attention_priors import (
     flex_mask_mod,
     flex_score_mod,
 )
+from attention_priors.attention import plan
 from attention_priors.attention.flex import backend
 
 
@@ -61,7 +62,7 @@ def uncompiled() -> Iterator[None]:
     with (
         mock.patch.object(backend, "_compiled", return_value=run),
         mock.patch.object(backend, "_attend_on_cpu", lambda problem: backend._attend(problem, True)),
-        mock.patch.object(backend, "_check"),
+        mock.patch.object(plan, "_why_not_flex", return_value=None),
         mock.patch.object(pytorch, "_validate_device", anywhere),
     ):
         yield
@@ -78,6 +79,8 @@ def test_values_and_gradients(name: str) -> None:
     def check(case: Case) -> None:
         nonlocal compared
         assume(case.key.shape[2] > 1)  # the simplest case is not worth a graph
+        if case.query_positions is not None or case.key_positions is not None:
+            case = replace(case, key_bias=None)  # it is refused
         exact = case.to(torch.float64)
         expected = compute(exact, "reference")
         cotangents = Cotangents.of(expected.out, expected.lse)

@@ -52,7 +52,7 @@ def up_to_rows(prior: Prior) -> bool:
 @pytest.mark.parametrize("name", [name for name in PRIORS if name != "none"])
 def test_scores(name: str) -> None:
     @examples(6, name)
-    @given(cases(name, longest=60, masks=False))
+    @given(cases(name, longest=60, masks=False, keyed=False))
     def check(case: Case) -> None:
         assert case.prior is not None
         size = sizes(case)
@@ -81,7 +81,7 @@ def test_scores(name: str) -> None:
 @pytest.mark.parametrize("name", PRIORS)
 def test_masks(name: str) -> None:
     @examples(6, name)
-    @given(cases(name, longest=60, masks=False))
+    @given(cases(name, longest=60, masks=False, keyed=False))
     def check(case: Case) -> None:
         expected = visibility_of(case)
         if case.prior is not None:
@@ -97,7 +97,7 @@ def test_gradients_of_scores(name: str) -> None:
     """What reaches the parameters, through tables and lanes; as after a softmax, a row's gradients add up to 0."""
 
     @examples(3, name)
-    @given(cases(name, longest=40, masks=False))
+    @given(cases(name, longest=40, masks=False, keyed=False))
     def check(case: Case) -> None:
         assert case.prior is not None
         parameters = [p for p in case.prior.parameters() if p.requires_grad]
@@ -173,7 +173,7 @@ def test_blocks_hold_what_is_visible(name: str) -> None:
     """No visible key lies outside of the listed blocks, and no hidden one in a block that is not masked."""
 
     @examples(15, name)
-    @given(cases(name, longest=60, masks=False))
+    @given(cases(name, longest=60, masks=False, keyed=False))
     def check(case: Case) -> None:
         _, _, num_queries, num_keys = sizes(case)
         with mock.patch.object(mods, "BLOCK", 4):

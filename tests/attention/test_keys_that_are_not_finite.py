@@ -28,7 +28,8 @@ from attention_priors import (
     attend,
 )
 from attention_priors.attention.distributed import ring as context_parallel
-from attention_priors.attention.tiles import spoiled
+from attention_priors.attention.problem import make_problem
+from attention_priors.attention.tiles import exact
 from attention_priors.attention.tiles.tiling import Tile
 from attention_priors.attention.triton.backend import Blocks
 from thoroughness import DEEP, every_other_deep
@@ -44,7 +45,7 @@ PRIORS: dict[str, Callable[[], Prior | None]] = {
     "sink": lambda: KeySink(H, 16, init="recency"),
     "sink and ggd": lambda: KeySink(H, 16) + GeneralizedGaussian(H, init="spread"),
 }
-FACTORED = ("none", "laplace", "spectral", "sink")
+FACTORED = ("none", "spectral", "sink")
 
 
 def hides(scene: str, length: int) -> tuple[dict[str, Any], list[int], Tensor]:
@@ -124,7 +125,7 @@ def test_every_backend(scene_and_key: tuple[str, float]) -> None:
             continue  # a slope of the keys, and buckets of the past, are for causal attention
         case = make_case(prior, 40, **options)
         backends = ["reference", "blockwise", "toeplitz", "auto"]
-        if name in FACTORED and (name != "laplace" or case.causal):
+        if name in FACTORED:
             backends.append("lanes")
         for backend in backends:
             assert_others_unchanged(case, keys, bad, sees, backend)
@@ -172,7 +173,7 @@ def test_rows_are_computed_again_a_block_at_a_time() -> None:
     case = make_case(Laplace(H), 300)
     _, keys, sees = hides("future", 300)
     sizes = []
-    attend_rows = spoiled._attend
+    attend_rows = exact._attend
 
     def noted(content: Any, bias_of: Any, tile: Tile) -> tuple[Tensor, Tensor]:
         sizes.append(tile.shape[0])
@@ -182,8 +183,8 @@ def test_rows_are_computed_again_a_block_at_a_time() -> None:
         return 17
 
     with (
-        mock.patch.object(spoiled, "block_length", few_rows),
-        mock.patch.object(spoiled, "_attend", noted),
+        mock.patch.object(exact, "block_length", few_rows),
+        mock.patch.object(exact, "_attend", noted),
     ):
         assert_others_unchanged(case, keys, math.nan, sees, "toeplitz")
     assert max(sizes) == 17
@@ -193,7 +194,7 @@ def test_finite_problems_are_computed_once() -> None:
     """A log-sum-exp of minus infinity, of rows that see nothing, does not make them computed again."""
     padding = torch.arange(40).expand(B, -1) < torch.tensor([[0], [7]])
     for case in (make_case(Laplace(H), 40), make_case(Laplace(H), 40, key_padding_mask=padding)):
-        with mock.patch.object(spoiled, "_attend", side_effect=AssertionError):
+        with mock.patch.object(exact, "_attend", side_effect=AssertionError):
             attend(case.query, case.key, case.value, case.prior, **case.options(), backend="toeplitz")
 
 
@@ -283,7 +284,7 @@ def test_pieces_of_a_sharded_sequence() -> None:
     """A bound that is NaN leaves no keys of another process out."""
     ring: Any = SimpleNamespace(tolerance=0.0)
     case = spoil(make_case(Laplace(H), 40), 3, math.nan)
-    problem = context_parallel._make_problem(case.query, case.key, case.value, case.prior, True, None, 0.0)
+    problem = make_problem(case.query, case.key, case.value, case.prior)
     lse = torch.zeros(B, H, 40, dtype=torch.float64)
     assert context_parallel._Ring._looks_at(ring, problem, lse) is not None
     good = replace(problem, key=case.key.nan_to_num(0.0))

@@ -25,6 +25,7 @@ def some_keys(case: Case, keys: slice) -> Case:
         query_positions=queries,
         key_positions=positions[:, keys],
         key_padding_mask=None if case.key_padding_mask is None else case.key_padding_mask[:, keys],
+        key_bias=None if case.key_bias is None else case.key_bias[..., keys],
     )
 
 
@@ -66,6 +67,9 @@ def test_parts_merge_into_the_whole(name: str, dtype: torch.dtype) -> None:
     @given(cases(name, longest=50, masks=False, scaled=False), st.floats(0, 1))
     def check(case: Case, where: float) -> None:
         case = replace(case, document_ids=None).to(dtype)
+        if case.key_bias is not None and dtype == torch.float32:
+            # A float32 log-sum-exp cannot tell parts apart whose numbers are large.
+            case = replace(case, key_bias=case.key_bias.clamp(-9, 9))
         case = replace(case, query_positions=positions_of(case)[0], key_positions=positions_of(case)[1])
         num_keys = case.key.shape[2]
         if num_keys == 1:

@@ -29,15 +29,15 @@ def kept_numbers(backend: Backend, **options) -> int:
 
 
 @pytest.mark.parametrize("scaled", ["nothing", "content", "both"])
-@pytest.mark.parametrize("lanes", [False, True])
-def test_nothing_as_large_as_the_queries_but_the_output(scaled: str, lanes: bool) -> None:
+@pytest.mark.parametrize("sink", [False, True])
+def test_nothing_as_large_as_the_queries_but_the_output(scaled: str, sink: bool) -> None:
     prior = GeneralizedGaussian(H, init="spread", learn=True)
-    prior = prior + KeySink(H, train_length=64) if lanes else prior
+    prior = prior + KeySink(H, train_length=64) if sink else prior
     scale = None if scaled == "nothing" else SSMax(H, include_prior=scaled == "both")
     numbers = kept_numbers("toeplitz", prior=prior, logit_scale=scale)
     output = B * H * L * D
-    # Tables, log-sum-exps, logit scales and lanes: less than ten numbers per query and distance.
-    assert output <= numbers <= output + 30 * B * H * L
+    # Tables, log-sum-exps, logit scales and a sink's hidden units, in float64: so many numbers per query and distance.
+    assert output <= numbers <= output + (60 if sink else 30) * B * H * L
 
 
 def test_the_measure_sees_a_copy() -> None:

@@ -59,6 +59,7 @@ def test_one_number_at_a_time(case: Case) -> None:
     if case.prior is not None:
         bias = case.prior.log_prior(*positions_of(case), dtype=torch.float64)
         bias = bias.expand(batch, -1, -1, -1).tolist()
+    of_keys = None if case.key_bias is None else case.key_bias.double().tolist()
     mask = None if case.attn_mask is None else case.attn_mask.expand(batch, heads, num_queries, num_keys).tolist()
     counts = None
     if case.visible_keys is not None:
@@ -94,6 +95,8 @@ def test_one_number_at_a_time(case: Case) -> None:
                     prior = 0.0 if bias is None else bias[b][h][i][j]
                     if prior == -math.inf:  # a window: it hides, but SSMax has counted the key
                         continue
+                    if of_keys is not None:
+                        prior += of_keys[b][h * len(of_keys[b]) // heads][j]
                     if case.logit_scale is None or case.logit_scale.include_prior:
                         z = scale * (content + prior)
                     else:

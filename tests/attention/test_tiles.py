@@ -53,10 +53,10 @@ def test_row_blocks(case: Case, reach: tuple[int, int] | None, rows: int, diagon
     rows_held = torch.zeros(geometry.batch, geometry.num_queries, dtype=torch.int64)
     for block in blocks:
         assert [tile.start for tile in block.own[1:]] == [tile.stop for tile in block.own[:-1]]
-        assert (block.own[0].start, block.own[-1].stop) == (block.start, block.stop)
-        assert all((tile.start, tile.stop) == (block.start, block.stop) for tile in block.others)
-        assert all(tile.batches == block.batches for tile in (*block.own, *block.others))
-        rows_held[block.batches, block.start : block.stop] += 1
+        assert (block.own[0].start, block.own[-1].stop) == (block.whole.start, block.whole.stop)
+        assert all((tile.start, tile.stop) == (block.whole.start, block.whole.stop) for tile in block.others)
+        assert all(tile.batches == block.whole.batches for tile in (*block.own, *block.others))
+        rows_held[block.whole.batches, block.whole.rows] += 1
     assert bool((rows_held == 1).all())
 
 

@@ -39,9 +39,9 @@ def test_refuses_float64_and_wide_heads(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match="float64"):
         attend(X.double(), X.double(), X.double(), backend="triton")
-    wide = torch.randn(1, 2, 3, 256)
+    wide = torch.randn(1, 2, 3, 257)
     with pytest.raises(ValueError, match="at most 256"):
-        attend(wide, wide, wide, KeySink(2, train_length=8), backend="triton")
+        attend(wide, wide, wide, backend="triton")
 
 
 def test_refuses_more_heads_than_a_grid_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ def tools() -> Path | None:
         pytest.param("80", "80", "positions", marks=pytest.mark.deep),
         pytest.param("90", "64", "slots", marks=pytest.mark.deep),
         ("90", "128", "plain"),
+        ("90", "64", "keys"),
     ],
 )
 def test_kernels_compile(capability: str, head_dim: str, kind: str) -> None:

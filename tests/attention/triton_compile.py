@@ -31,13 +31,20 @@ KERNELS = {
     "table_grad": triton_kernels.table_grad_kernel,
 }
 NUMBERS = ("QUERY", "KEY", "VALUE", "OUT", "OUT_GRAD", "QUERY_GRAD", "KEY_GRAD", "VALUE_GRAD")
-FLOATS = ("LSE", "LSE_GRAD", "CONSTANT", "REST", "TABLE", "ROW_SCALE", "SCALE_GRAD", "PARTS")
+KEYS = ("KEY_HIGH", "KEY_LOW", "OWN_HIGH", "OWN_LOW", "BIAS_GRAD")
+FLOATS = ("LSE", "LSE_GRAD", "CONSTANT", "REST", "TABLE", "ROW_SCALE", "SCALE_GRAD", "PARTS", *KEYS)
 BYTES = ("PADDING", "KEPT")
 MASKS = ("ROW_SCALE", "SCALE_GRAD", "REACH", "PADDING")
 SLOTS = ("FIRST", "LAST", "COUNTS", "SLOTS", "KEPT")
 POSITIONS = ("QUERY_POSITIONS", "KEY_POSITIONS", "QUERY_DOCUMENTS", "KEY_DOCUMENTS")
-LEFT_OUT = {"plain": (*MASKS, *SLOTS, *POSITIONS), "slots": POSITIONS, "positions": SLOTS}
-"""Which pointers are None: all but the table, those to positions, or those that tell what slots see each other."""
+LEFT_OUT = {
+    "plain": (*MASKS, *SLOTS, *POSITIONS, *KEYS),
+    "keys": (*MASKS, *SLOTS, *POSITIONS),
+    "slots": POSITIONS,
+    "positions": (*SLOTS, *KEYS),
+}
+"""Which pointers are None: all but the table; all but table and biases of keys; those to positions; or those that tell
+what slots see each other."""
 
 
 def variant(kernel: Any, size: backend.Blocks, head_dim: int, dtype: str, kind: str) -> ASTSource:

@@ -77,31 +77,14 @@ def test_goat_theorem_4_the_default_of_a_query_does_not_depend_on_how_many_keys_
 
 
 @pytest.mark.parametrize("init", ["uniform", "recency"])
-def test_lanes_whose_heads_differ_on_the_query_side_only(init: str):
+def test_numbers_of_any_shape(init: str):
     prior = randomise(KeySink(2, 32, init=init))
-    queries, keys = torch.arange(4).view(2, 2), torch.arange(10).view(2, 5)
-    lanes = prior.lanes(queries, keys)
-    # A slope is kept out of the lanes where there is meant to be one.
-    coefficients: list[torch.Tensor] = (
-        [prior.gain, prior.bump] if prior.has_slope else [prior.gain, prior.bump, prior.slope]
-    )
-    number = len(coefficients)
-    assert lanes.query.shape == (2, 2, 2, number)
-    assert lanes.key.shape == (2, 5, number)
-    expanded = torch.stack(coefficients, -1)[None, :, None].expand(2, 2, 2, number)
-    torch.testing.assert_close(lanes.query, expanded)
-    assert lanes.row_offset is None
-    whole = torch.einsum("bhir,bjr->bhij", lanes.query, lanes.key)
-    if prior.has_slope:
-        assert lanes.slope is not None
-        whole = whole + lanes.slope[:, None, None] * keys[:, None, None]
-    else:
-        assert lanes.slope is None
-    for element, row in enumerate(keys.tolist()):
-        for head in range(2):
-            for column, j in enumerate(row):
-                expected = directly(prior, head, j)
-                assert whole[element, head, :, column].tolist() == pytest.approx([expected] * 2, abs=1e-4)
+    keys = torch.arange(10).view(2, 5)
+    found = prior.log_prior_of_key(keys)
+    assert found.shape == (2, 2, 5)
+    for head in range(2):
+        for element, row in enumerate(keys.tolist()):
+            assert found[head, element].tolist() == pytest.approx([directly(prior, head, j) for j in row], abs=1e-4)
 
 
 def test_bump_lifts_the_first_key_alone():
@@ -146,8 +129,8 @@ def test_autocast_does_not_blur_far_positions():
     keys = torch.tensor([3, 1000, FAR])
     expected = prior.log_prior_of_key(keys)
     with torch.autocast("cpu", torch.bfloat16):
-        shared = prior.lanes(keys, keys).key
-    torch.testing.assert_close(shared, prior.lanes(keys, keys).key, rtol=0, atol=0)
+        found = prior.log_prior_of_key(keys)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert torch.isfinite(expected).all()
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention_priors import attend
 from attention_priors.priors import Laplace, alibi_slopes
 from thoroughness import examples
 
@@ -55,36 +56,26 @@ def test_slopes_stay_positive_whatever_is_learned():
     st.integers(1, 20),
     st.integers(0, 3000),
 )
-def test_goat_proposition_f6_slope_and_row_offset_are_the_log_prior_of_the_past(
+def test_goat_proposition_f6_the_log_prior_of_the_past_is_a_number_per_key_and_one_per_query(
     slopes: list[float], queries: int, extra: int, start: int
 ):
+    """``-m (i - j)`` is ``m j`` less a constant of the query: of the past only, for ``m j`` keeps rising."""
     prior = Laplace(3, slopes=slopes)
     query_positions = start + extra + torch.arange(queries)
     key_positions = start + torch.arange(queries + extra)
-    for dtype in (torch.float64, torch.float32):
-        lanes = prior.lanes(query_positions, key_positions, dtype=dtype)
-        assert {lanes.query.dtype, lanes.key.dtype} == {dtype}
-        assert lanes.query.shape == (3, queries, 0)
-        assert lanes.key.shape == (queries + extra, 0)
-        assert lanes.row_offset is not None
-        assert lanes.slope is not None
-        assert lanes.row_offset.shape == (3, queries)
-        whole = lanes.row_offset.unsqueeze(-1) + lanes.slope[:, None, None] * key_positions
-        past = key_positions <= query_positions.unsqueeze(-1)
-        exact = prior.log_prior(query_positions, key_positions, torch.float64)
-        torch.testing.assert_close(whole[:, past], exact[:, past], rtol=0, atol=1e-9)
-        future = whole[:, ~past]
-        assert (future > exact[:, ~past]).all()  # and of the past only: m · j keeps rising
+    slope = prior.slope.detach().double()[:, None, None]
+    whole = slope * key_positions - slope * query_positions.unsqueeze(-1)
+    past = key_positions <= query_positions.unsqueeze(-1)
+    exact = prior.log_prior(query_positions, key_positions, torch.float64)
+    torch.testing.assert_close(whole[:, past], exact[:, past], rtol=1e-6, atol=1e-9)
+    assert (whole[:, ~past] > exact[:, ~past]).all()
 
 
-def test_lanes_stay_exact_at_far_positions():
-    prior = Laplace(1, slopes=[0.5])
-    positions = 2**20 + torch.arange(-5, 1)
-    lanes = prior.lanes(positions[-1:], positions)
-    assert lanes.row_offset is not None
-    assert lanes.slope is not None
-    found = lanes.row_offset[0] + lanes.slope[0] * positions
-    assert found.tolist() == pytest.approx([-2.5, -2.0, -1.5, -1.0, -0.5, 0.0], abs=1e-7)
+def test_goat_proposition_f6_in_attention():
+    prior = Laplace(3, slopes=[0.5, 0.1, 0.02])
+    query, key, value = (torch.randn(2, h, 300, 8) for h in (3, 1, 1))
+    bias = (prior.slope.detach().double().unsqueeze(-1) * torch.arange(300)).expand(2, -1, -1)
+    torch.testing.assert_close(attend(query, key, value, key_bias=bias), attend(query, key, value, prior))
 
 
 # ---- the least committal prior of a given mean distance

@@ -143,7 +143,7 @@ def test_table_over_distances_takes_any_shape(name: str, arguments: dict[str, An
 def test_lanes_reproduce_the_log_prior(name: str, arguments: dict[str, Any]):
     prior = randomise(make(name, arguments))
     queries, keys = torch.tensor([[3, 4, 9], [7, 8, 10]]), torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
-    if not prior.structure & (Structure.FACTORED | Structure.FACTORED_IF_CAUSAL):
+    if not prior.structure & Structure.FACTORED:
         with pytest.raises(TypeError, match="not factored"):
             prior.lanes(queries, keys)
         return
@@ -151,11 +151,21 @@ def test_lanes_reproduce_the_log_prior(name: str, arguments: dict[str, Any]):
     lanes = prior.lanes(queries, keys, dtype=torch.float64)
 
     whole = torch.einsum("bhir,bjr->bhij", lanes.query, lanes.key)
-    if lanes.row_offset is not None:
-        whole = whole + lanes.row_offset.unsqueeze(-1)
-    if lanes.slope is not None:
-        whole = whole + lanes.slope[:, None, None] * keys[:, None, None]
-    torch.testing.assert_close(whole, prior.log_prior(queries, keys, torch.float64))  # all keys at j <= i
+    torch.testing.assert_close(whole, prior.log_prior(queries, keys, torch.float64))
+
+
+@every_prior
+def test_numbers_of_keys_are_the_log_prior_of_every_query(name: str, arguments: dict[str, Any]):
+    prior = randomise(make(name, arguments))
+    if Structure.OF_KEYS not in prior.structure:
+        with pytest.raises(TypeError, match="more than the key"):
+            prior.log_prior_of_key(POSITIONS)
+        return
+    keys = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
+    found = prior.log_prior_of_key(keys, torch.float64)
+    assert found.shape == (HEADS, 2, 4)
+    expected = prior.log_prior(torch.tensor([[3, 9], [7, 8]]), keys, torch.float64)
+    torch.testing.assert_close(found.transpose(0, 1).unsqueeze(-2).expand_as(expected), expected)
 
 
 @every_prior

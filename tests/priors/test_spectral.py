@@ -123,7 +123,6 @@ def test_goat_proposition_f5_lanes_are_the_log_prior(
     prior = random_spectral(num_frequencies, seed=seed, sign=sign)
     for dtype, tolerance in ((torch.float64, 1e-8), (torch.float32, 1e-4)):
         lanes = prior.lanes(torch.tensor(queries), torch.tensor(keys), dtype=dtype)
-        assert lanes.row_offset is None
         assert lanes.query.shape == (2, len(queries), 2 * num_frequencies)
         assert lanes.key.shape == (len(keys), 2 * num_frequencies)
         assert {lanes.query.dtype, lanes.key.dtype} == {dtype}

@@ -54,4 +54,3 @@ def test_uniform_needs_no_lanes():
     assert lanes.query.shape == (2, 3, 4, 0)
     assert lanes.key.shape == (2, 5, 0)
     assert lanes.query.dtype == lanes.key.dtype == torch.float64
-    assert lanes.row_offset is None

@@ -3,6 +3,7 @@
 from attention_priors.attention.attend import attend, attend_with_weights
 from attention_priors.attention.distributed.ring import attend_across
 from attention_priors.attention.distributed.shards import ShardedSequence, shard_index
+from attention_priors.attention.explain import explain
 from attention_priors.attention.flex.mods import flex_mask_mod, flex_score_mod
 from attention_priors.attention.logit_scale import ResidualSSMax, SSMax, logit_scale_from_config
 from attention_priors.attention.null_key import NullKey, apply_null
@@ -21,6 +22,7 @@ __all__ = [
     "attend",
     "attend_across",
     "attend_with_weights",
+    "explain",
     "flex_mask_mod",
     "flex_score_mod",
     "logit_scale_from_config",

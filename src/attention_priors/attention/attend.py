@@ -7,23 +7,19 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from attention_priors.attention.lanes import is_factored, lanes
+from attention_priors.attention.lanes import lanes
 from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.null_key import NullKey, gated
 from attention_priors.attention.observe import OBSERVERS, tell
-from attention_priors.attention.problem import Problem, make_problem
+from attention_priors.attention.plan import BACKENDS, Backend, make_plan
+from attention_priors.attention.problem import Options, Problem, make_problem
 from attention_priors.attention.pruning.bounds import KeyBounds
 from attention_priors.attention.reference import blockwise, reference
-from attention_priors.attention.tiles.backend import toeplitz
-from attention_priors.attention.triton.backend import why_not
+from attention_priors.attention.tiles.backend import attend_in_blocks, tiles
 from attention_priors.encodings import ShawVectors
-from attention_priors.priors import Prior, Structure
-
-Backend = Literal["auto", "reference", "blockwise", "lanes", "toeplitz", "flex", "triton"]
-FEW_QUERIES = 64
-"""Keys per query from which on a table is faster than lanes."""
-BACKENDS: tuple[Backend, ...] = ("auto", "reference", "blockwise", "lanes", "toeplitz", "flex", "triton")
+from attention_priors.priors import Prior
 
 
 @overload
@@ -34,21 +30,8 @@ def attend(
     prior: Prior | None = ...,
     *,
     return_lse: Literal[False] = ...,
-    causal: bool = ...,
-    logit_scale: SSMax | None = ...,
-    visible_keys: Tensor | None = ...,
-    softmax_scale: float | None = ...,
-    query_positions: Tensor | None = ...,
-    key_positions: Tensor | None = ...,
-    document_ids: Tensor | None = ...,
-    key_padding_mask: Tensor | None = ...,
-    attn_mask: Tensor | None = ...,
-    relative: ShawVectors | None = ...,
-    dropout_p: float = ...,
-    tolerance: float = ...,
-    key_bounds: KeyBounds | None = ...,
-    null_logit: NullKey | Tensor | None = ...,
     backend: Backend = ...,
+    **options: Unpack[Options],
 ) -> Tensor: ...
 
 
@@ -60,21 +43,8 @@ def attend(
     prior: Prior | None = ...,
     *,
     return_lse: Literal[True],
-    causal: bool = ...,
-    logit_scale: SSMax | None = ...,
-    visible_keys: Tensor | None = ...,
-    softmax_scale: float | None = ...,
-    query_positions: Tensor | None = ...,
-    key_positions: Tensor | None = ...,
-    document_ids: Tensor | None = ...,
-    key_padding_mask: Tensor | None = ...,
-    attn_mask: Tensor | None = ...,
-    relative: ShawVectors | None = ...,
-    dropout_p: float = ...,
-    tolerance: float = ...,
-    key_bounds: KeyBounds | None = ...,
-    null_logit: NullKey | Tensor | None = ...,
     backend: Backend = ...,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -98,6 +68,7 @@ def attend(
     return_lse: bool = False,
     tolerance: float = 0.0,
     key_bounds: KeyBounds | None = None,
+    key_bias: Tensor | None = None,
     null_logit: NullKey | Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -133,8 +104,8 @@ def attend(
         dropout_p: probability with which attention weights are dropped.
         return_lse: also return the log-sum-exp of each query's logits, which makes partial results over
             disjoint sets of keys mergeable (with a ``logit_scale``, give both the ``visible_keys`` of the whole).
-            Gradients flow through it. A :class:`KeySink` with slopes counts in it from position 0: in float32, merging
-            loses digits as positions grow (1e-3 at 10⁵ tokens).
+            Gradients flow through it. It is float32 for all but float64 queries: where a ``key_bias`` or a
+            :class:`KeySink` makes it large, merging loses digits (1e-3 at 10⁴ nats).
         tolerance: which share of its weight a query may lose, in [0, 1). Above 0, blocks of keys that provably weigh
             no more than that together are not looked at, so that ``‖o_i - ô_i‖ ≤ 2 tolerance · max_j ‖v_j‖`` and the
             log-sum-exp is low by at most ``-ln(1 - tolerance)``, beside rounding; gradients are exactly those of
@@ -142,6 +113,10 @@ def attend(
             and an ``attn_mask`` are computed in full, and so is everything by backends other than ``toeplitz`` and
             ``triton``.
         key_bounds: :class:`KeyBounds` of ``key``, kept beside a cache; without them pruning reads every key.
+        key_bias: nats, ``(B, H or Hkv, Lk)`` in float32 or float64, finite, added to the log-prior of every query: a
+            part of ``K`` that depends on the key and comes from the content, such as a forget gate's sums or weights
+            of documents. What it says of hidden keys is ignored. Sums over long texts need float64: then log-weights
+            are exact to 1e-4 nats however large the sums are.
         null_logit: ``s`` in nats, a :class:`NullKey` or a tensor ``(H,)`` or ``(B, H, Lq)``: beside the keys stands one
             more, whose value is zero, and takes ``e^s / (e^s + Σ_j e^z_ij)`` of the weight. No logit scale multiplies
             it, and it is not counted as visible. The log-sum-exp is that of the keys alone: to merge results, leave it
@@ -152,8 +127,7 @@ def attend(
             takes ``triton``, the fused kernels, for all that they compute. ``reference`` is the dense formula.
             ``flex`` is compiled FlexAttention: on CPUs without gradients and log-sum-exp, nowhere in float64.
             Where the keys that a query looks at have log-priors beyond 400 nats, ``lanes``, ``toeplitz`` and
-            ``triton`` take a constant from each row, or the dense formula as ``blockwise`` does:
-            float32 would not hold them.
+            ``triton`` take a constant from each row: float32 would not hold them.
 
     Returns:
         Output ``(B, H, Lq, Dv)`` in the query's dtype; with ``return_lse`` also ``(B, H, Lq)`` in float32
@@ -186,6 +160,7 @@ def attend(
         dropout_p=dropout_p,
         tolerance=tolerance,
         key_bounds=key_bounds,
+        key_bias=key_bias,
         null_logit=null_logit,
     )
     if OBSERVERS:
@@ -207,35 +182,31 @@ def solve(problem: Problem, backend: Backend, *, need_lse: bool) -> tuple[Tensor
         Output, and the log-sum-exp, in float64 where a constant of the row is a part of it: then results over
         different keys can be merged however large the constant is. Without ``need_lse`` it may be None.
     """
-    if backend == "triton" and (reason := why_not(problem)) is not None:
-        raise ValueError(f"backend='triton' cannot compute this: {reason}")
-    if problem.query.shape[0] == 0:
-        backend = "reference"  # no texts, no tiles
+    plan = make_plan(problem, backend, need_lse=need_lse)
     # Each backend states the precision of every step; autocast would change it behind its back.
     with _without_autocast(problem.query.device.type):
-        return _compute(problem, _choose(problem) if backend == "auto" else backend, need_lse)
+        if plan.engine == "reference":
+            return reference(problem)[:2]
+        if plan.engine == "blockwise":
+            return blockwise(problem)
+        if plan.engine == "lanes":
+            return lanes(problem, plan, need_lse=need_lse)
+        if plan.engine == "flex":
+            # It brings all of PyTorch's compiler, whose import takes a second.
+            from attention_priors.attention.flex.backend import flex
+
+            return flex(problem, need_lse=need_lse)
+        if plan.engine == "triton":
+            return attend_in_blocks(problem, plan, fused=True)
+        return tiles(problem, plan, need_lse=need_lse)
 
 
 def attend_with_weights(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    prior: Prior | None = None,
-    *,
-    causal: bool = True,
-    logit_scale: SSMax | None = None,
-    visible_keys: Tensor | None = None,
-    softmax_scale: float | None = None,
-    query_positions: Tensor | None = None,
-    key_positions: Tensor | None = None,
-    document_ids: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    relative: ShawVectors | None = None,
-    dropout_p: float = 0.0,
-    null_logit: NullKey | Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, prior: Prior | None = None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
     """:func:`attend` by the dense formula, for those who want to see the weights; memory is ``B · H · Lq · Lk``.
+
+    It takes the same, but for ``return_lse`` and ``backend``; with a ``tolerance`` it leaves out nothing.
 
     Returns:
         Output ``(B, H, Lq, Dv)`` and weights ``(B, H, Lq, Lk)`` before dropout, both in the query's dtype. A query that
@@ -244,25 +215,7 @@ def attend_with_weights(
     Raises:
         ValueError: as :func:`attend`.
     """
-    query, key, value = as_autocast_has_it(query, key, value)
-    problem = make_problem(
-        query,
-        key,
-        value,
-        prior,
-        causal=causal,
-        logit_scale=logit_scale,
-        visible_keys=visible_keys,
-        softmax_scale=softmax_scale,
-        query_positions=query_positions,
-        key_positions=key_positions,
-        document_ids=document_ids,
-        key_padding_mask=key_padding_mask,
-        attn_mask=attn_mask,
-        relative=relative,
-        dropout_p=dropout_p,
-        null_logit=null_logit,
-    )
+    problem = make_problem(*as_autocast_has_it(query, key, value), prior, **options)
     if OBSERVERS:
         tell(problem)
     with _without_autocast(query.device.type):
@@ -296,48 +249,3 @@ def _is_in_autocast(device: str) -> bool:
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
     # To enter one is a tenth of a decoding step, and most callers are in none.
     return torch.autocast(device, enabled=False) if _is_in_autocast(device) else nullcontext()
-
-
-def _choose(problem: Problem) -> Backend:
-    if _needs_autograd(problem):
-        return "blockwise"
-    if problem.query.is_cuda and why_not(problem) is None:
-        return "triton"
-    if not is_factored(problem.prior, causal=problem.geometry.causal):
-        return "toeplitz"
-    terms = () if problem.prior is None else tuple(problem.prior.terms())
-    stationary = all(Structure.STATIONARY in term.structure for term in terms)
-    # A slope is a table in any case, and lanes are computed in float32.
-    linear = any(Structure.FACTORED not in term.structure for term in terms)
-    prunes = problem.tolerance > 0 and problem.prior is not None
-    half = problem.query.dtype in (torch.float16, torch.bfloat16) and problem.prior is not None
-    # To lengthen every key would be most of the work for a few queries over many keys, as in decoding.
-    few = problem.prior is not None and FEW_QUERIES * problem.geometry.num_queries <= problem.geometry.num_keys
-    return "toeplitz" if few or (stationary and (linear or half or prunes)) else "lanes"
-
-
-def _needs_autograd(problem: Problem) -> bool:
-    mask = problem.geometry.attn_mask
-    return problem.relative is not None or problem.dropout_p > 0 or (mask is not None and mask.requires_grad)
-
-
-def _compute(problem: Problem, backend: Backend, need_lse: bool) -> tuple[Tensor, Tensor | None]:
-    if backend == "reference":
-        out, lse, _ = reference(problem)
-        return out, lse
-    if backend == "blockwise":
-        return blockwise(problem)
-    if backend == "triton":
-        return toeplitz(problem, fused=True)
-    if _needs_autograd(problem):
-        raise ValueError(
-            f"backend={backend!r} does not compute relative, dropout_p or a gradient of attn_mask; use 'auto'"
-        )
-    if backend == "lanes":
-        return lanes(problem, need_lse=need_lse)
-    if backend == "flex":
-        # It brings all of PyTorch's compiler, whose import takes a second.
-        from attention_priors.attention.flex.backend import flex
-
-        return flex(problem, need_lse=need_lse)
-    return toeplitz(problem, need_lse=need_lse)

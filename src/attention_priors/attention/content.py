@@ -18,10 +18,9 @@ from torch.nn.functional import pad
 
 from attention_priors.attention.geometry import block_length
 from attention_priors.attention.problem import Problem
-from attention_priors.attention.tables import lanes_of
-from attention_priors.precision import compute_dtype_of
-from attention_priors.priors import Lanes, Prior, Structure
-from attention_priors.priors.base import LOG_PRIOR_FLOOR, join_lanes, per_head
+from attention_priors.precision import compute_dtype_of, is_traced
+from attention_priors.priors import Prior, Structure
+from attention_priors.priors.base import checked_lanes, join_lanes
 
 LANES_AT_A_TIME = 8
 """Numbers of float32 in a vector register."""
@@ -68,10 +67,6 @@ class Content:
             return width
         width += self.lane_query.shape[-1]
         return width + -width % LANES_AT_A_TIME
-
-    def without_lanes(self) -> Content:
-        """The same, for those who add the product of the lanes themselves."""
-        return replace(self, lane_query=None, lane_key=None)
 
     def queries(self, cut: Callable[[Tensor], Tensor], width: int | None = None) -> Tensor:
         """Some queries, scaled, with lanes, and zeros up to ``width``.
@@ -164,60 +159,34 @@ def _of_batch(grad: Tensor, given: Tensor) -> Tensor:
     return grad.to(given.dtype).contiguous()
 
 
-class Augmented(NamedTuple):
-    """Content whose products hold logit scale and lanes, and what they leave out."""
-
-    content: Content
-    row_offset: Tensor | None
-    """``(B or 1, H, Lq)`` in float64: what is left out of each row's logits, hence of its log-sum-exp."""
-    slope: Tensor | None
-    """``(H,)`` in float64: nats per token of the key's position, which the lanes leave to a table."""
-    size: Tensor | None
-    """No lane of a prior that grows with position holds a larger number of nats; None if there is no such prior."""
+LARGEST_LANES = 400.0
+"""Nats that lanes may add up to, beside each other: float32 holds their sum to 1e-4."""
 
 
-def augment(problem: Problem, terms: Sequence[Prior]) -> Augmented:
-    """Put the logit scale and the lanes of ``terms`` beside queries and keys."""
-    geometry, scale = problem.geometry, problem.row_scale
-    content = Content(problem.query, problem.key, problem.value, scale, None, None, problem.softmax_scale)
+def content_of(problem: Problem, terms: Sequence[Prior]) -> Content:
+    """Queries, keys and values of a problem, with logit scale and the lanes of ``terms``."""
+    content = Content(problem.query, problem.key, problem.value, problem.row_scale, None, None, problem.softmax_scale)
     if not terms:
-        return Augmented(content, None, None, None)
-    parts = [lanes_of(term, geometry, problem.compute_dtype) for term in terms]
-    features = join_lanes(parts)
-    prior_scale = scale if problem.scales_prior else None
-    row_offset = _row_offset(features, geometry.query_positions, prior_scale)
-    if features.key.shape[-1] == 0:
-        return Augmented(content, row_offset, features.slope, None)
-    phi = features.query
-    if prior_scale is not None:
-        phi = phi * prior_scale.unsqueeze(-1)
-    grows = [part for term, part in zip(terms, parts, strict=True) if Structure.STATIONARY not in term.structure]
-    content = replace(content, lane_query=phi, lane_key=features.key)
-    return Augmented(content, row_offset, features.slope, _size(grows, prior_scale) if grows else None)
+        return content
+    positions = problem.geometry.query_positions, problem.geometry.key_positions
+    phi, psi = join_lanes([checked_lanes(term, *positions, problem.compute_dtype) for term in terms])
+    if psi.shape[-1] == 0:
+        return content
+    if problem.row_scale is not None and problem.scales_prior:
+        phi = phi * problem.row_scale.unsqueeze(-1)
+    return replace(content, lane_query=phi, lane_key=psi)
 
 
-def slope_term(slope: Tensor, distance: Tensor) -> Tensor:
-    """``slope · j`` less the row's constant ``slope · i``: ``-slope · d``, ``(H, *distance.shape)``, in float64."""
-    return (-per_head(slope, distance) * distance.double()).clamp(LOG_PRIOR_FLOOR, -LOG_PRIOR_FLOOR)
+def lanes_are_exact(content: Content, terms: Sequence[Prior]) -> bool:
+    """Whether no lane of ``terms`` that grows with position holds a number too large for float32.
 
-
-def _row_offset(features: Lanes, query_positions: Tensor, scale: Tensor | None) -> Tensor | None:
-    """The rows' constants: of the lanes, and of a slope that is in a table."""
-    row_offset = features.row_offset
-    if features.slope is not None:
-        constant = features.slope.unsqueeze(-1) * query_positions.double().unsqueeze(-2)
-        row_offset = constant if row_offset is None else row_offset + constant
-    return row_offset if row_offset is None or scale is None else row_offset * scale
-
-
-def _size(parts: Sequence[Lanes], scale: Tensor | None) -> Tensor:
-    """An upper bound of what the lanes add up to, in nats, over all queries, keys and heads."""
+    Where numbers cannot be read, the answer is yes.
+    """
+    phi, psi = content.lane_query, content.lane_key
+    if phi is None or psi is None or all(Structure.STATIONARY in term.structure for term in terms):
+        return True
+    if phi.is_meta or is_traced() or torch._C._are_functorch_transforms_active():
+        return True
     with torch.no_grad():
-        sizes = [
-            (part.query.abs().amax(-2) * part.key.abs().amax(-2).unsqueeze(-2))
-            .sum(-1)
-            .reshape(-1, part.query.shape[-3])
-            for part in parts
-        ]
-        heads = torch.stack([size.amax(0) for size in sizes]).sum(0)
-        return (heads if scale is None else heads * scale.abs().amax((0, 2))).amax()
+        sizes = phi.abs().amax(-2) * psi.abs().amax(-2).unsqueeze(-2)
+        return phi.dtype == torch.float64 or bool((sizes.sum(-1) <= LARGEST_LANES).all())

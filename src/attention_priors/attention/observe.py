@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeAlias
 
-from attention_priors.attention.problem import Problem
+if TYPE_CHECKING:
+    from attention_priors.attention.problem import Problem
 
-See = Callable[[Problem], None]
+See: TypeAlias = "Callable[[Problem], None]"
 
 # Dynamo traces and guards a plain thread-local object; it does neither for a ContextVar or a subclass of this one.
 _of_thread = threading.local()
@@ -44,6 +46,23 @@ def observed(see: See) -> Iterator[None]:
         remaining = list(OBSERVERS.here())
         remaining.remove(see)
         _of_thread.told = tuple(remaining)
+
+
+@contextmanager
+def noted() -> Iterator[list[str]]:
+    """Collect what engines note in this block, and this thread, about numbers that they look at."""
+    before, _of_thread.notes = getattr(_of_thread, "notes", None), []
+    try:
+        yield _of_thread.notes
+    finally:
+        _of_thread.notes = before
+
+
+def note(what: str, *numbers: int) -> None:
+    """Note something for :func:`explain`, if it listens."""
+    notes = getattr(_of_thread, "notes", None)
+    if notes is not None:
+        notes.append(what.format(*numbers))
 
 
 def tell(problem: Problem) -> None:

@@ -21,30 +21,14 @@ from attention_priors.precision import compute_dtype_of
 
 PROBLEM = (
     "Tensor query, Tensor key, Tensor value, Tensor? query_scale, Tensor? lane_query, Tensor? lane_key, "
-    "Tensor? table, Tensor? row_scale, Tensor? inside, Tensor? listed, SymInt highest, SymInt number, "
-    f"float softmax_scale, {GEOMETRY}, Tensor? kept, bool fused"
+    "Tensor? table, Tensor? key_bias, Tensor? row_scale, Tensor? inside, Tensor? listed, SymInt highest, "
+    f"SymInt number, float softmax_scale, {GEOMETRY}, Tensor? kept, bool fused"
 )
 """The first six, with the scale, are a :class:`Content`. ``kept``: see :class:`BlockProblem`. ``fused``: by
 Triton's kernels; else in tiles."""
 _PARAMETERS = tuple(parameter.split()[-1] for parameter in PROBLEM.split(", "))
-DIFFERENTIABLE = 8
+DIFFERENTIABLE = 9
 """How many of them, the first ones, have gradients."""
-
-
-class Table(NamedTuple):
-    """The part of ``PROBLEM`` that is about the prior."""
-
-    table: Tensor | None
-    """The log-prior of each distance, ``(H, N)``; None for none."""
-    row_scale: Tensor | None
-    """What multiplies it, ``(B, H, Lq)``; None for nothing."""
-    inside: Tensor | None
-    """Which distances the prior lets a query see, ``(N,)``; None for all."""
-    listed: Tensor | None
-    """The distances, rising; None if they fall by one from ``highest``."""
-    highest: int
-    number: int
-    """``N``."""
 
 
 class OperatorInputs(NamedTuple):
@@ -62,6 +46,7 @@ def read_inputs(
     lane_query: Tensor | None,
     lane_key: Tensor | None,
     table: Tensor | None,
+    key_bias: Tensor | None,
     row_scale: Tensor | None,
     inside: Tensor | None,
     listed: Tensor | None,
@@ -83,6 +68,7 @@ def read_inputs(
         distances=Distances(geometry, highest, listed, number),
         # Views are read off it with strides; rows may lie apart.
         table=table if table is None or table.stride(1) == 1 else table.contiguous(),
+        key_bias=key_bias,
         inside=inside,
         row_scale=row_scale,
         softmax_scale=softmax_scale,
@@ -111,7 +97,7 @@ def _check_range(geometry: Geometry, highest: int, number: int) -> None:
 
 
 def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp: by Triton's kernels, or in tiles."""
+    """Output, and log-sum-exp in float64: by Triton's kernels, or in tiles."""
     content, problem = read_inputs(*inputs)
     if inputs[-1]:
         return triton_backend.forward(content, problem)
@@ -127,8 +113,8 @@ block_attention = torch.library.custom_op(
 def _(
     query: Tensor, key: Tensor, value: Tensor, query_scale: Tensor | None, lane_query: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    lse = query.new_empty(query.shape[:-1], dtype=compute_dtype_of(query))
-    dtype = query.dtype if lane_query is None else lse.dtype
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float64)
+    dtype = query.dtype if lane_query is None else compute_dtype_of(query)
     return query.new_empty(*query.shape[:-1], value.shape[-1], dtype=dtype), lse
 
 
@@ -139,20 +125,29 @@ def _attend_backward(
     lse: Tensor,
     wants_query_scale: bool,
     wants_table: bool,
+    wants_key_bias: bool,
     wants_row_scale: bool,
     *inputs: Any,
 ) -> tuple[Tensor, ...]:
     """Gradients of the first inputs; what is not there or not wanted is empty."""
     content, problem = read_inputs(*inputs)
-    saved, given, wanted = (out, lse), (out_grad, lse_grad), (wants_table, wants_row_scale)
+    saved, given, wanted = (out, lse), (out_grad, lse_grad), (wants_table, wants_key_bias, wants_row_scale)
     # A caller who is inside autocast would have the recomputed products rounded.
     with torch.autocast(out.device.type, enabled=False):
         engine = triton_backend if inputs[-1] else tiles_backward
         found = engine.backward(content, problem, saved, given, wanted)
         query, key, *of_positions = content.gradients(found.query, found.key, wants_query_scale)
-    grads = (query, key, found.value, *of_positions, found.table, found.row_scale)
+    grads = (query, key, found.value, *of_positions, found.table, found.key_bias, found.row_scale)
     # As it is promised to who compiles, below.
-    return tuple(lse.new_empty(0) if grad is None else grad.contiguous() for grad in grads)
+    return tuple(
+        lse.new_empty(0) if grad is None else _of_batch(grad, given).contiguous()
+        for grad, given in zip(grads, inputs, strict=False)
+    )
+
+
+def _of_batch(grad: Tensor, given: Tensor) -> Tensor:
+    """The gradient of something that all examples may share, in its dtype."""
+    return (grad if len(grad) == len(given) else grad.sum(0, keepdim=True)).to(given.dtype)
 
 
 block_attention_backward = torch.library.custom_op(
@@ -161,7 +156,7 @@ block_attention_backward = torch.library.custom_op(
     mutates_args=(),
     schema=(
         "(Tensor out_grad, Tensor lse_grad, Tensor out, Tensor lse, bool wants_query_scale, bool wants_table, "
-        f"bool wants_row_scale, {PROBLEM}) -> ({', '.join(['Tensor'] * DIFFERENTIABLE)})"
+        f"bool wants_key_bias, bool wants_row_scale, {PROBLEM}) -> ({', '.join(['Tensor'] * DIFFERENTIABLE)})"
     ),
 )
 
@@ -174,6 +169,7 @@ def _(
     lse: Tensor,
     wants_query_scale: bool,
     wants_table: bool,
+    wants_key_bias: bool,
     wants_row_scale: bool,
     *inputs: Any,
 ) -> tuple[Tensor, ...]:
@@ -182,7 +178,7 @@ def _(
             return lse.new_empty(0)
         return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
-    wanted = (True, True, True, wants_query_scale, True, True, wants_table, wants_row_scale)
+    wanted = (True, True, True, wants_query_scale, True, True, wants_table, wants_key_bias, wants_row_scale)
     return tuple(like(tensor, want) for tensor, want in zip(inputs[:DIFFERENTIABLE], wanted, strict=True))
 
 
@@ -287,7 +283,7 @@ def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
     if any(dim is not None for dim in in_dims[3:]):
         return one_by_one(block_attention, info, in_dims, inputs)
     given = dict(zip(_PARAMETERS, inputs, strict=True))
-    of_examples = ("lane_query", "lane_key", *_PARAMETERS[-8:-3])
+    of_examples = ("lane_query", "lane_key", "key_bias", *_PARAMETERS[-8:-3])
     if given["kept"] is not None or any(given[name] is not None and len(given[name]) > 1 for name in of_examples):
         # They have one entry per example of the batch that is about to grow.
         return one_by_one(block_attention, info, in_dims, inputs)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.geometry_operator import count_visible_keys
+from attention_priors.attention.key_bias import checked_key_bias
 from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.null_key import NullKey, checked_null_logit
 from attention_priors.attention.pruning.bounds import KeyBounds
@@ -35,6 +36,10 @@ class Problem:
     value: Tensor
     """``(B, Hkv, Lk, Dv)``."""
     prior: Prior | None
+    terms: tuple[Prior, ...]
+    """The priors whose sum ``prior`` is."""
+    key_bias: Tensor | None
+    """Added to the log-prior: numbers per key and head, ``(B, H, Lk)``."""
     geometry: Geometry
     row_scale: Tensor | None
     """The logit scale ``c``, ``(B, H, Lq)``, or None."""
@@ -49,8 +54,6 @@ class Problem:
     kept: Tensor | None = None
     """Which blocks of 256 keys each block of 256 queries looks at, ``(B, H, ⌈Lq / 256⌉, ⌈Lk / 256⌉)``, where others are
     known to weigh nothing; None for all."""
-    near: bool = False
-    """Whether the log-prior of all that is looked at is known to be exact in float32."""
     logit_scale: SSMax | None = None
     """What ``row_scale`` comes from: it has one for every other length too."""
     null_logit: Tensor | None = None
@@ -71,6 +74,26 @@ class Problem:
         )
 
 
+class Options(TypedDict, total=False):
+    """Arguments of :func:`attend` that say what is computed, beside queries, keys, values and prior."""
+
+    causal: bool
+    logit_scale: SSMax | None
+    visible_keys: Tensor | None
+    softmax_scale: float | None
+    query_positions: Tensor | None
+    key_positions: Tensor | None
+    document_ids: Tensor | None
+    key_padding_mask: Tensor | None
+    attn_mask: Tensor | None
+    relative: ShawVectors | None
+    dropout_p: float
+    tolerance: float
+    key_bounds: KeyBounds | None
+    key_bias: Tensor | None
+    null_logit: NullKey | Tensor | None
+
+
 # ---- checking
 
 
@@ -80,19 +103,20 @@ def make_problem(
     value: Tensor,
     prior: Prior | None,
     *,
-    causal: bool,
-    logit_scale: SSMax | None,
-    softmax_scale: float | None,
-    query_positions: Tensor | None,
-    key_positions: Tensor | None,
-    document_ids: Tensor | None,
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
-    relative: ShawVectors | None,
-    dropout_p: float,
+    causal: bool = True,
+    logit_scale: SSMax | None = None,
+    softmax_scale: float | None = None,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    relative: ShawVectors | None = None,
+    dropout_p: float = 0.0,
     tolerance: float = 0.0,
     key_bounds: KeyBounds | None = None,
     visible_keys: Tensor | None = None,
+    key_bias: Tensor | None = None,
     null_logit: NullKey | Tensor | None = None,
 ) -> Problem:
     """Check every argument of :func:`attend` against the others and fill in the defaults.
@@ -116,10 +140,11 @@ def make_problem(
         raise ValueError(f"relative must be ShawVectors, got {relative!r}")
     if not isinstance(causal, bool):
         raise ValueError(f"causal must be True or False, got {causal!r}")
-    check_in_use(prior, causal=causal, key_positions=key_positions)
+    terms = check_in_use(prior, causal=causal, key_positions=key_positions)
     if relative is not None and (head_dim != relative.head_dim or value.shape[-1] != head_dim):
         raise ValueError(f"relative has head_dim={relative.head_dim}; query has {head_dim} and value {value.shape[-1]}")
-    check_share(dropout_p=dropout_p, tolerance=tolerance)
+    if dropout_p != 0.0 or tolerance != 0.0:
+        check_share(dropout_p=dropout_p, tolerance=tolerance)
     if key_bounds is not None:
         _check_key_bounds(key_bounds, key)
     scale = head_dim**-0.5 if softmax_scale is None else check_softmax_scale(softmax_scale)
@@ -151,6 +176,8 @@ def make_problem(
         key=key,
         value=value,
         prior=prior,
+        terms=terms,
+        key_bias=None if key_bias is None else checked_key_bias(key_bias, query, key),
         geometry=geometry,
         row_scale=row_scale,
         scales_prior=logit_scale is not None and logit_scale.include_prior,

@@ -49,13 +49,17 @@ def dense_logits(problem: Problem) -> DenseLogits:
     visible = geometry.visible()
     hidden = None if visible is None else ~visible
     position = constant = None
+    if problem.key_bias is not None:
+        position = problem.key_bias.double().unsqueeze(-2).expand_as(content)
     if problem.prior is not None:
-        position, seen = problem.prior.bias_and_visibility(
+        log_prior, seen = problem.prior.bias_and_visibility(
             geometry.query_positions, geometry.key_positions, torch.float64
         )
+        position = log_prior if position is None else position + log_prior
         if seen is not None:
             outside = ~seen.unsqueeze(-3)
             hidden = outside if hidden is None else hidden | outside
+    if position is not None:
         scale = scale if problem.scales_prior else None
         if dtype != torch.float64:
             constant = _best(position, hidden, scale)

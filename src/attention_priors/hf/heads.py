@@ -59,12 +59,11 @@ class OnHeads(Prior):
     def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
         """The prior's, with features of 0 on the other heads."""
         found = self.prior.lanes(query_positions, key_positions, dtype=dtype)
-        return Lanes(
-            self.spread(found.query, -3),
-            found.key,
-            None if found.row_offset is None else self.spread(found.row_offset, -2),
-            None if found.slope is None else self.spread(found.slope, 0),
-        )
+        return Lanes(self.spread(found.query, -3), found.key)
+
+    def log_prior_of_key(self, key_positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The prior's, and 0 on the other heads."""
+        return self.spread(self.prior.log_prior_of_key(key_positions, dtype), 0)
 
     def check(self, *, causal: bool) -> None:
         """Call the method of the prior."""

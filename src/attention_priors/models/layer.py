@@ -123,6 +123,7 @@ class PriorAttention(nn.Module):
         query_positions: Tensor | None = None,
         key_positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        key_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
@@ -143,6 +144,7 @@ class PriorAttention(nn.Module):
                 queries are taken for the last of the keys.
             key_positions: as in :func:`attend`.
             document_ids: as in :func:`attend`.
+            key_bias: as in :func:`attend`, ``(B, num_heads, Lk)``; in a batch of its own for a single sequence too.
 
         Returns:
             Output, shaped as ``query``, and the weights ``(B, Lq, Lk)``, ``(B, num_heads, Lq, Lk)`` if not
@@ -189,6 +191,7 @@ class PriorAttention(nn.Module):
             "attn_mask": attn_mask,
             "relative": None,
             "dropout_p": self.dropout if self.training else 0.0,
+            "key_bias": key_bias,
             "null_logit": torch.zeros(self.num_heads, device=q.device) if self.add_zero_attn else self.null_key,
         }
         weights = None

@@ -91,7 +91,7 @@ class Axial(OnGrid):
         key = torch.cat([part.key for part in parts], -1).masked_fill(keys.outside.unsqueeze(-1), 0.0)
         at_home = self.log_prior_at(torch.zeros_like(query_positions[..., :1]), dtype).movedim(0, -2).unsqueeze(-1)
         own = at_home * queries.outside.to(dtype)[..., None, :, None]
-        return Lanes(torch.cat([query, own], -1), torch.cat([key, keys.outside.to(dtype).unsqueeze(-1)], -1), None)
+        return Lanes(torch.cat([query, own], -1), torch.cat([key, keys.outside.to(dtype).unsqueeze(-1)], -1))
 
     def spaced(self, rows: float, columns: float) -> OnGrid:
         """Return the prior on another spacing (:meth:`OnGrid.spaced`); not with buckets or offsets."""

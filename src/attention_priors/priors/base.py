@@ -28,44 +28,31 @@ class Structure(enum.Flag):
     """How a log-prior ``K(i, j)`` depends on the two positions; it decides how attention is computed.
 
     ``STATIONARY``: ``K`` depends on the distance ``d = i - j`` alone, so one table of ``Lq + Lk - 1``
-    numbers per head holds all of it. ``FACTORED``: ``K(i, j) = <phi(i), psi(j)>`` with a few features, so
-    it rides along in the query-key product ("lanes"). ``FACTORED_IF_CAUSAL``: factored, up to a constant
-    per query, as long as only keys at ``j <= i`` are seen.
+    numbers per head holds all of it. ``OF_KEYS``: ``K`` depends on the key alone, one number per key and head.
+    ``FACTORED``: ``K(i, j) = <phi(i), psi(j)>`` with a few features, so it rides along in the query-key product
+    ("lanes").
     """
 
     STATIONARY = enum.auto()
+    OF_KEYS = enum.auto()
     FACTORED = enum.auto()
-    FACTORED_IF_CAUSAL = enum.auto()
 
 
 class Lanes(NamedTuple):
-    """A factored log-prior: ``K(i, j) = sum_r query[h, i, r] * key[j, r] + row_offset[h, i] + slope[h] * j``.
+    """A factored log-prior: ``K(i, j) = sum_r query[h, i, r] * key[j, r]``.
 
-    All that differs between heads stands on the query side, so that heads may share keys (GQA). What is linear in
-    the key's position is kept apart: no float32 holds it at far positions, but ``slope * j = slope * i - slope * d``,
-    of which the first is a constant per query, and the second is small where a query looks.
+    All that differs between heads stands on the query side, so that heads may share keys (GQA).
     """
 
     query: Tensor
     """``(..., H, Lq, R)``."""
     key: Tensor
     """``(..., Lk, R)``."""
-    row_offset: Tensor | None
-    """``(..., H, Lq)`` or None: a constant per query. It moves the log-sum-exp, not the weights. In float64."""
-    slope: Tensor | None = None
-    """``(H,)`` or None: nats per token of the key's position. In float64."""
 
 
 def join_lanes(parts: Sequence[Lanes]) -> Lanes:
     """The lanes of several priors side by side: those of their sum."""
-    offsets = [part.row_offset for part in parts if part.row_offset is not None]
-    slopes = [part.slope for part in parts if part.slope is not None]
-    return Lanes(
-        torch.cat([part.query for part in parts], dim=-1),
-        torch.cat([part.key for part in parts], dim=-1),
-        sum(offsets[1:], offsets[0]) if offsets else None,
-        sum(slopes[1:], slopes[0]) if slopes else None,
-    )
+    return Lanes(torch.cat([part.query for part in parts], dim=-1), torch.cat([part.key for part in parts], dim=-1))
 
 
 class Prior(Described, KeepsFloat32):
@@ -74,9 +61,10 @@ class Prior(Described, KeepsFloat32):
     ``K`` is unnormalised and is added to the content score: ``p_ij ∝ exp(content_ij) · exp(K_ij)``.
     Positions are integers in tokens; the distance is ``d = i - j``, so the past is ``d >= 0``.
 
-    A subclass that is stationary defines :meth:`log_prior_at`; one that is factored defines :meth:`lanes`;
-    one that hides keys altogether defines :meth:`visible_at`. Constructors take ``num_heads`` first, and
-    every constructor argument becomes a part of the prior's description (:meth:`to_config`).
+    A subclass that is stationary defines :meth:`log_prior_at`; one that depends on the key alone
+    :meth:`log_prior_of_key`; one that is factored :meth:`lanes`; one that hides keys altogether :meth:`visible_at`.
+    Constructors take ``num_heads`` first, and every constructor argument becomes a part of the prior's description
+    (:meth:`to_config`).
     :func:`register_prior` gives a class of your own a name in configs, recipes and saved models.
 
     Parameters stay in float32 whatever dtype the model is cast to.
@@ -126,6 +114,18 @@ class Prior(Described, KeepsFloat32):
             ``(H, *distance.shape)``, finite, in nats, at every distance: also at ``d < 0``, which a causal mask hides.
         """
         raise TypeError(f"{type(self).__name__} is not stationary: it has no table over distances")
+
+    def log_prior_of_key(self, key_positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The log-prior of priors that depend on the key alone.
+
+        Args:
+            key_positions: integers, any shape.
+            dtype: of the result.
+
+        Returns:
+            ``(H, *key_positions.shape)``, finite, in nats.
+        """
+        raise TypeError(f"{type(self).__name__} depends on more than the key")
 
     def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
         """The features of factored priors.
@@ -179,19 +179,17 @@ class Prior(Described, KeepsFloat32):
         for term in self.terms():
             if Structure.STATIONARY in term.structure:
                 part = checked_log_prior(term, distance, torch.float64).movedim(0, -3)
+            elif Structure.OF_KEYS in term.structure:
+                part = checked_log_prior(term, key_positions, torch.float64).movedim(0, -2).unsqueeze(-2)
             else:
                 lanes = checked_lanes(term, query_positions, key_positions, torch.float64)
                 part = lanes.query @ lanes.key.unsqueeze(-3).mT
-                if lanes.row_offset is not None:
-                    part = part + lanes.row_offset.unsqueeze(-1)
-                if lanes.slope is not None:
-                    part = part + (lanes.slope.unsqueeze(-1) * key_positions.double().unsqueeze(-2)).unsqueeze(-2)
             bias = part if bias is None else bias + part
             seen = term.visible_at(distance)
             if seen is not None:
                 visible = seen if visible is None else visible & seen
         assert bias is not None
-        return bias.to(dtype), visible
+        return bias.expand(*distance.shape[:-2], -1, *distance.shape[-2:]).to(dtype), visible
 
     # ---- parameters
 
@@ -243,28 +241,30 @@ class Prior(Described, KeepsFloat32):
         return Sum([*self.terms(), *other.terms()])
 
 
-def checked_log_prior(term: Prior, distance: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``term.log_prior_at(distance)``, cast to ``dtype``.
+def checked_log_prior(term: Prior, at: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``term.log_prior_at(at)``, or ``log_prior_of_key`` where it depends on the key alone, cast to ``dtype``.
 
     Raises:
-        ValueError: for a prior on another device than ``distance``, another shape than ``(H, *distance.shape)``, and
+        ValueError: for a prior on another device than ``at``, another shape than ``(H, *at.shape)``, and
             numbers that are not finite although the prior's parameters are (on the CPU in eager mode).
     """
+    stationary = Structure.STATIONARY in term.structure
     try:
-        table = term.log_prior_at(distance, dtype)
+        table = term.log_prior_at(at, dtype) if stationary else term.log_prior_of_key(at, dtype)
     except RuntimeError:
-        _check_device(term, distance.device)
+        _check_device(term, at.device)
         raise
     if _is_of_this_package(term):
         return table.to(dtype)
-    table = _of_shape((term.num_heads, *distance.shape), table, term, "the result of {}.log_prior_at")
-    _check_device(term, distance.device)
+    name, place = ("log_prior_at", "distance") if stationary else ("log_prior_of_key", "position")
+    table = _of_shape((term.num_heads, *at.shape), table, term, f"the result of {{}}.{name}")
+    _check_device(term, at.device)
     if not _is_finite(table) and _has_finite_parameters(term):
-        place = (~table.isfinite()).nonzero()[0].tolist()
+        index = (~table.isfinite()).nonzero()[0].tolist()
         raise ValueError(
-            f"{type(term).__name__}.log_prior_at returned {float(table[tuple(place)])} at distance "
-            f"{int(distance[tuple(place[1:])])}; a log-prior must be finite at every distance, also at those that a "
-            "causal mask hides: hide keys by visible_at instead"
+            f"{type(term).__name__}.{name} returned {float(table[tuple(index)])} at {place} "
+            f"{int(at[tuple(index[1:])])}; a log-prior must be finite everywhere, also where a causal mask hides: hide "
+            "keys by visible_at instead"
         )
     return table.to(dtype)
 
@@ -286,10 +286,8 @@ def checked_lanes(term: Prior, query_positions: Tensor, key_positions: Tensor, d
         raise ValueError(f"{type(term).__name__}.lanes must return Lanes, got {type(lanes).__name__}")
     _check_device(term, key_positions.device)
     number, rows = lanes.key.shape[-1:], (*query_positions.shape[:-1], term.num_heads, query_positions.shape[-1])
-    shapes = ((*rows, *number), (*key_positions.shape, *number), rows, (term.num_heads,))
+    shapes = ((*rows, *number), (*key_positions.shape, *number))
     for part, numbers, shape in zip(Lanes._fields, lanes, shapes, strict=True):
-        if numbers is None and part in ("row_offset", "slope"):
-            continue
         if not _is_finite(_of_shape(shape, numbers, term, f"{part} of {{}}.lanes")) and _has_finite_parameters(term):
             raise ValueError(f"{part} of {type(term).__name__}.lanes must be finite, got NaN or infinity")
     return lanes
@@ -357,20 +355,22 @@ def check_on_grid(prior: Prior | None) -> None:
             raise ValueError(f"prior must be one on grids (axial, spectral_2d, radial, key_sink_2d), got {term.name!r}")
 
 
-def check_in_use(prior: Prior | None, *, causal: bool, key_positions: Tensor | None) -> None:
-    """Raise a ValueError where a prior does not fit how it is used.
+def check_in_use(prior: Prior | None, *, causal: bool, key_positions: Tensor | None) -> tuple[Prior, ...]:
+    """Return the terms of a prior; raise a ValueError where it does not fit how it is used.
 
     As :meth:`Prior.check` has it; and where it is over a grid, and nobody says which row and column each key stands at.
     """
     if prior is None:
-        return
+        return ()
     prior.check(causal=causal)
-    for term in prior.terms():
+    terms = tuple(prior.terms())
+    for term in terms:
         if term.over_grid and key_positions is None:
             raise ValueError(
                 f"key_positions must say where on the grid each key stands (as grid_positions does), for prior is "
                 f"{term.name!r}, one on grids; got None"
             )
+    return terms
 
 
 def check_positions(name: str, positions: Tensor) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attention_priors.checks import check_above, check_positive_integers
-from attention_priors.priors.base import Lanes, Prior, Structure
+from attention_priors.priors.base import Prior, Structure
 from attention_priors.priors.sum import Sum
 
 ROW = 2**24
@@ -144,18 +144,17 @@ class PatchArea(OnGrid):
     """
 
     name = "patch_area"
-    structure = Structure.FACTORED
+    structure = Structure.OF_KEYS
 
     def __init__(self, num_heads: int, area: float) -> None:
         super().__init__(num_heads)
         check_above(0, area=area)
         self.area = float(area)
 
-    def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
-        """``ln(area)`` against ``1[j on the grid]``."""
-        query = torch.full_like(query_positions, math.log(self.area), dtype=dtype)
-        query = query[..., None, :, None].expand(*query_positions.shape[:-1], self.num_heads, -1, 1)
-        return Lanes(query, (~places_of(key_positions).outside).to(dtype).unsqueeze(-1), None)
+    def log_prior_of_key(self, key_positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``ln(area)`` on the grid, ``(H, *key_positions.shape)``."""
+        inside = (~places_of(key_positions).outside).to(dtype) * math.log(self.area)
+        return inside.expand(self.num_heads, *inside.shape)
 
 
 def at_spacing(prior: Prior | None, num_heads: int, rows: float, columns: float) -> Prior:

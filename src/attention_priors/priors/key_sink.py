@@ -10,13 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from attention_priors.checks import check_above, check_choice, check_positive_integers
-from attention_priors.priors.base import Init, Lanes, Prior, Structure, checked_init, started
+from attention_priors.priors.base import Init, Prior, Structure, checked_init, per_head, started
 from attention_priors.priors.grid import OnGrid, places_of
 from attention_priors.priors.laplace import alibi_slopes
 from attention_priors.priors.spectral import angular_frequencies
-
-FLOAT32_LENGTHS = 16
-"""Training lengths up to which float32 is exact enough for the MLP."""
 
 
 class KeySink(Prior):
@@ -24,9 +21,8 @@ class KeySink(Prior):
 
     The MLP reads ``[sin ω_m j, cos ω_m j, j / T, ln(1 + j) / ln(1 + T)]``, with ``T`` the training length and ``ω_m``
     geometric, as in :class:`Spectral`. All heads share one small MLP (one hidden layer); slope, gain and bump are per
-    head. Factored: lanes whose coefficients stand on the query side, so that heads may share keys, and a slope. A
-    linear slope is a recency prior only under a causal mask (GOAT, Proposition F.6), so with a slope bidirectional use
-    is an error.
+    head. A linear slope is a recency prior only under a causal mask (GOAT, Proposition F.6), so with a slope
+    bidirectional use is an error.
 
     Source: GOAT, section 4 ("Explicit sink parameterization"), equation 19, Theorem 4.
 
@@ -43,7 +39,7 @@ class KeySink(Prior):
     """
 
     name = "key_sink"
-    structure = Structure.FACTORED
+    structure = Structure.OF_KEYS
     learnable = ("slope", "gain", "bump", "mlp")
     inits = ("uniform", "recency")
     activations: ClassVar[dict[str, type[nn.Module]]] = {"gelu": nn.GELU, "silu": nn.SiLU}
@@ -130,20 +126,19 @@ class KeySink(Prior):
     def _number_of_features(self) -> int:
         return 2 * self.num_frequencies + 2
 
-    def _features(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    def _features(self, positions: Tensor) -> Tensor:
+        """What the MLP reads, ``(..., F)`` in float64."""
         position = positions.double().unsqueeze(-1)
         phase = position * angular_frequencies(self.num_frequencies, self.base, positions.device)
         # Positions before the first token are padding, which no query sees: any finite number will do.
         logarithm = position.clamp(min=0).log1p() / math.log1p(self.train_length)
-        return torch.cat([phase.sin(), phase.cos(), position / self.train_length, logarithm], -1).to(dtype)
+        return torch.cat([phase.sin(), phase.cos(), position / self.train_length, logarithm], -1)
 
-    def _shared_curve(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """The MLP's output, ``(..., L)``. It ignores autocast: bfloat16 would blur far positions."""
-        out_dtype = dtype
-        # Features grow with position, and so does what the hidden units cancel out. Compiled code cannot look at
-        # positions, and meta tensors have none.
-        if torch.compiler.is_compiling() or positions.is_meta or self._is_far(positions):
-            dtype = torch.float64
+    def _shared_curve(self, positions: Tensor) -> Tensor:
+        """The MLP's output, like ``positions``, in float64: features grow with position, and hidden units cancel out.
+
+        It ignores autocast: bfloat16 would blur far positions.
+        """
         first, activation, last = self.mlp
         # Whatever stands in for such a layer computes something else from its weight, if it has one.
         if type(first) is not nn.Linear or type(last) is not nn.Linear:
@@ -154,34 +149,15 @@ class KeySink(Prior):
             )
         device = "cpu" if positions.is_meta else positions.device.type  # there is no autocast on meta
         with torch.autocast(device, enabled=False):
-            hidden = nn.functional.linear(
-                self._features(positions, dtype), first.weight.to(dtype), first.bias.to(dtype)
-            )
-            out = nn.functional.linear(activation(hidden), last.weight.to(dtype), last.bias.to(dtype))
-        return out.squeeze(-1).to(out_dtype)
-
-    def _is_far(self, positions: Tensor) -> bool:
-        return bool(positions.abs().amax() > FLOAT32_LENGTHS * self.train_length)
+            hidden = nn.functional.linear(self._features(positions), first.weight.double(), first.bias.double())
+            out = nn.functional.linear(activation(hidden), last.weight.double(), last.bias.double())
+        return out.squeeze(-1)
 
     def log_prior_of_key(self, key_positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``K`` of each key, ``(..., H, Lk)``: what :meth:`log_prior` repeats for every query."""
-        one_query = torch.zeros_like(key_positions[..., :1])
-        return self.log_prior(one_query, key_positions, dtype).squeeze(-2)
-
-    def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
-        """``[gain, bump]`` against ``[MLP(j), 1[j = 0]]``, and the slope.
-
-        A slope that neither ``init`` nor ``learn`` asks for is 0, unless a checkpoint says otherwise. It is a third
-        lane, against ``j``, so that nothing but lanes is needed.
-        """
-        features = [self._shared_curve(key_positions, dtype), (key_positions == 0).to(dtype)]
-        coefficients: list[Tensor] = [self.gain, self.bump]
-        if not self.has_slope:
-            features.append(key_positions.to(dtype))
-            coefficients.append(self.slope)
-        ones = torch.ones_like(query_positions, dtype=dtype)
-        query = torch.stack(coefficients, dim=-1).to(dtype).unsqueeze(-2) * ones.unsqueeze(-1).unsqueeze(-3)
-        return Lanes(query, torch.stack(features, dim=-1), None, self.slope.double() if self.has_slope else None)
+        """``K`` of each key, ``(H, *key_positions.shape)``."""
+        slope, gain, bump = (per_head(x.double(), key_positions) for x in (self.slope, self.gain, self.bump))
+        curve = gain * self._shared_curve(key_positions) + bump * (key_positions == 0)
+        return (curve + slope * key_positions).to(dtype)
 
 
 class KeySink2d(OnGrid, KeySink):
@@ -239,7 +215,7 @@ class KeySink2d(OnGrid, KeySink):
     def _number_of_features(self) -> int:
         return 4 * self.num_frequencies + 2
 
-    def _features(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    def _features(self, positions: Tensor) -> Tensor:
         places = self._stands(positions)
         frequencies = angular_frequencies(self.num_frequencies, self.base, positions.device)
         found = []
@@ -247,22 +223,14 @@ class KeySink2d(OnGrid, KeySink):
             phase = place.double().unsqueeze(-1) * frequencies
             found += [phase.sin(), phase.cos()]
         sizes = torch.stack([places.row.double() / self.rows, places.column.double() / self.columns], -1)
-        return torch.cat([*found, sizes], -1).to(dtype)
-
-    def _is_far(self, positions: Tensor) -> bool:
-        places = self._stands(positions)
-        largest = torch.stack([places.row.abs().amax() / self.rows, places.column.abs().amax() / self.columns]).amax()
-        return bool(largest > FLOAT32_LENGTHS)
+        return torch.cat([*found, sizes], -1)
 
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
         """``gain`` and ``bump`` (nats)."""
         return {"gain": self.gain.clone(), "bump": self.bump.clone()}
 
-    def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
-        """``[gain, bump]`` against ``[MLP(j), 1[j stands outside]]``."""
-        outside = places_of(key_positions).outside.to(dtype)
-        key = torch.stack([self._shared_curve(key_positions, dtype), outside], -1)
-        ones = torch.ones_like(query_positions, dtype=dtype)
-        coefficients = torch.stack([self.gain, self.bump], -1).to(dtype).unsqueeze(-2)
-        return Lanes(coefficients * ones.unsqueeze(-1).unsqueeze(-3), key, None)
+    def log_prior_of_key(self, key_positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``K`` of each key, ``(H, *key_positions.shape)``."""
+        gain, bump = (per_head(x.double(), key_positions) for x in (self.gain, self.bump))
+        return (gain * self._shared_curve(key_positions) + bump * places_of(key_positions).outside).to(dtype)

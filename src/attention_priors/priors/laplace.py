@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_priors.checks import check_positive_integers
-from attention_priors.priors.base import LOG_PRIOR_FLOOR, Lanes, Prior, Structure, per_head
-from attention_priors.priors.uniform import uniform_lanes
+from attention_priors.priors.base import LOG_PRIOR_FLOOR, Prior, Structure, per_head
 
 
 class Laplace(Prior):
@@ -29,7 +28,7 @@ class Laplace(Prior):
     """
 
     name = "laplace"
-    structure = Structure.STATIONARY | Structure.FACTORED_IF_CAUSAL
+    structure = Structure.STATIONARY
     learnable = ("slope",)
 
     def __init__(
@@ -107,13 +106,6 @@ class Laplace(Prior):
         # In the log domain neither the product nor its gradient can overflow; log 0 = -inf makes d = 0 exact.
         exponent = per_head(self.log_slope.double(), distance) + distance.abs().double().log()
         return (-exponent.clamp(max=math.log(-LOG_PRIOR_FLOOR)).exp()).to(dtype)
-
-    def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
-        """No lanes but a slope ``m``, and the row's constant ``-m · i``; valid for keys at ``j <= i``."""
-        slope = self.log_slope.double().clamp(max=math.log(-LOG_PRIOR_FLOOR)).exp()
-        features = uniform_lanes(self.num_heads, query_positions, key_positions, dtype)
-        row_offset = -slope.unsqueeze(-1) * query_positions.double().unsqueeze(-2)
-        return features._replace(row_offset=row_offset, slope=slope)
 
 
 def _numbers(name: str, given: Any) -> tuple[float, ...]:

@@ -100,7 +100,7 @@ class Spectral(Prior):
         cos, sin = query_phase.cos(), query_phase.sin()
         query = torch.cat([alpha * cos + beta * sin, alpha * sin - beta * cos], dim=-1)
         key = torch.cat([key_phase.cos(), key_phase.sin()], dim=-1)
-        return Lanes(query.to(dtype), key.to(dtype), None)
+        return Lanes(query.to(dtype), key.to(dtype))
 
 
 def angular_frequencies(count: int, base: float, device: torch.device) -> Tensor:

@@ -38,11 +38,9 @@ class Sum(Prior):
             raise ValueError(f"priors that are added must all be over a line or all on a grid, got {', '.join(got)}")
         super().__init__(heads.pop())
         self.priors = nn.ModuleList(priors)
-        structure = Structure.STATIONARY | Structure.FACTORED | Structure.FACTORED_IF_CAUSAL
+        structure = Structure.STATIONARY | Structure.OF_KEYS | Structure.FACTORED
         for term in self.terms():
-            # What is factored at any time is so under a causal mask as well.
-            also = Structure.FACTORED_IF_CAUSAL if Structure.FACTORED in term.structure else Structure(0)
-            structure &= term.structure | also
+            structure &= term.structure
         self.structure = structure
 
     def terms(self) -> Iterator[Prior]:
@@ -59,6 +57,11 @@ class Sum(Prior):
     def log_prior_at(self, distance: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The sum of the summands' log-priors; an error if one of them is not stationary."""
         first, *others = (term.log_prior_at(distance, *args, **kwargs) for term in self.terms())
+        return sum(others, first)
+
+    def log_prior_of_key(self, key_positions: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The sum of the summands' log-priors; an error if one of them depends on more than the key."""
+        first, *others = (term.log_prior_of_key(key_positions, *args, **kwargs) for term in self.terms())
         return sum(others, first)
 
     def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:

@@ -32,12 +32,6 @@ class Uniform(Prior):
 
     def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
         """No lanes at all: ``R = 0``."""
-        return uniform_lanes(self.num_heads, query_positions, key_positions, dtype)
-
-
-def uniform_lanes(num_heads: int, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype) -> Lanes:
-    """No features: ``(..., H, Lq, 0)`` and ``(..., Lk, 0)``."""
-    query_shape = (*query_positions.shape[:-1], num_heads, query_positions.shape[-1], 0)
-    query = torch.zeros(query_shape, dtype=dtype, device=query_positions.device)
-    key = torch.zeros(*key_positions.shape, 0, dtype=dtype, device=key_positions.device)
-    return Lanes(query, key, None)
+        *leading, number = query_positions.shape
+        empty = torch.zeros(0, dtype=dtype, device=query_positions.device)
+        return Lanes(empty.new_zeros(*leading, self.num_heads, number, 0), empty.new_zeros(*key_positions.shape, 0))

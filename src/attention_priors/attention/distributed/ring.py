@@ -27,7 +27,6 @@ from attention_priors.attention.null_key import NullKey, apply_null, checked_nul
 from attention_priors.attention.problem import Problem, make_problem
 from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.pruning.certificate import may_prune
-from attention_priors.attention.recentred import NEAR
 from attention_priors.precision import compute_dtype_of
 from attention_priors.priors import Prior, Structure
 from attention_priors.priors.base import check_over_line
@@ -52,6 +51,7 @@ def attend_across(
     logit_scale: SSMax | None = ...,
     softmax_scale: float | None = ...,
     tolerance: float = ...,
+    key_bias: Tensor | None = ...,
     null_logit: NullKey | Tensor | None = ...,
     backend: Backend = ...,
 ) -> Tensor: ...
@@ -70,6 +70,7 @@ def attend_across(
     logit_scale: SSMax | None = ...,
     softmax_scale: float | None = ...,
     tolerance: float = ...,
+    key_bias: Tensor | None = ...,
     null_logit: NullKey | Tensor | None = ...,
     backend: Backend = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -87,6 +88,7 @@ def attend_across(
     softmax_scale: float | None = None,
     return_lse: bool = False,
     tolerance: float = 0.0,
+    key_bias: Tensor | None = None,
     null_logit: NullKey | Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -117,6 +119,7 @@ def attend_across(
         softmax_scale: of the content; ``1/sqrt(D)`` by default.
         return_lse: also return the log-sum-exp of each query's logits, over all keys. Gradients flow through it.
         tolerance: as for :func:`attend`: which share of its weight a query may lose, over all shards together.
+        key_bias: as for :func:`attend`, ``(B, H or Hkv, L_r)``: of this process's keys.
         null_logit: as for :func:`attend`; its gradient is that of this process's queries.
         backend: as for :func:`attend`.
 
@@ -132,7 +135,7 @@ def attend_across(
     if torch.compiler.is_compiling():
         # Not as a decorator: that would import the compiler for everyone.
         compute = torch.compiler.disable(compute)
-    options = (sequence, causal, logit_scale, softmax_scale, return_lse, tolerance, null_logit, backend)
+    options = (sequence, causal, logit_scale, softmax_scale, return_lse, tolerance, key_bias, null_logit, backend)
     return compute(query, key, value, prior, *options)
 
 
@@ -147,19 +150,21 @@ def _attend_across(
     softmax_scale: float | None,
     return_lse: bool,
     tolerance: float,
+    key_bias: Tensor | None,
     null_logit: NullKey | Tensor | None,
     backend: Backend,
 ) -> Tensor | tuple[Tensor, Tensor]:
     query, key, value = as_autocast_has_it(query, key, value)
     parameters = [p for part in (prior, logit_scale) if part is not None for p in part.parameters()]
+    of_keys = (key, value) if key_bias is None else (key, value, key_bias)
 
     def check() -> dict[str, Any]:
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
-        _check(query, key, value, prior, logit_scale, sequence, causal, softmax_scale, tolerance)
+        _check(query, key, value, prior, logit_scale, sequence, causal, softmax_scale, tolerance, key_bias)
         if null_logit is not None:
             checked_null_logit(null_logit, tuple(query.shape[:3]), query.device)
-        trained = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *parameters))
+        trained = torch.is_grad_enabled() and any(x.requires_grad for x in (query, *of_keys, *parameters))
         return {
             "query's batch, heads and head_dim": (*query.shape[:2], query.shape[3]),
             "key's heads": key.shape[1],
@@ -171,7 +176,8 @@ def _attend_across(
             "softmax_scale": softmax_scale,
             "tolerance": tolerance,
             "whether there is a backward pass": trained,
-            KEYS_HAVE_GRADIENTS: trained and (key.requires_grad or value.requires_grad),
+            "key_bias": None if key_bias is None else (str(key_bias.dtype), key_bias.shape[1]),
+            KEYS_HAVE_GRADIENTS: trained and any(x.requires_grad for x in of_keys),
         }
 
     agreed = sequence.exchange("attend_across", check)
@@ -188,7 +194,7 @@ def _attend_across(
         backend,
         keys_have_gradients=agreed[0][KEYS_HAVE_GRADIENTS],
     )
-    out, lse = _Across.apply(ring, query, key, value, *ring.parameters)  # pyright: ignore[reportGeneralTypeIssues]
+    out, lse = _Across.apply(ring, query, key, value, key_bias, *ring.parameters)  # pyright: ignore[reportGeneralTypeIssues]
     if null_logit is not None:
         out = apply_null(out, lse, null_logit)
     return (out, lse) if return_lse else out
@@ -204,10 +210,12 @@ def _check(
     causal: bool,
     softmax_scale: float | None,
     tolerance: float,
+    key_bias: Tensor | None,
 ) -> None:
     if isinstance(prior, Prior):
         check_over_line(prior)
-    _make_problem(query, key, value, prior, causal, softmax_scale, tolerance)
+    options = {"causal": causal, "softmax_scale": softmax_scale, "tolerance": tolerance, "key_bias": key_bias}
+    make_problem(query, key, value, prior, **options)  # pyright: ignore[reportArgumentType]
     length = sequence.lengths[sequence.rank]
     if query.shape[2] != length or key.shape[2] != length:
         raise ValueError(
@@ -218,35 +226,6 @@ def _check(
         raise ValueError(f"sequence is a batch of {sequence.batch}, but query has shape {tuple(query.shape)}")
     if logit_scale is not None and logit_scale.num_heads != query.shape[1]:
         raise ValueError(f"logit_scale has num_heads={logit_scale.num_heads}, but query has {query.shape[1]} heads")
-
-
-def _make_problem(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    prior: Prior | None,
-    causal: bool,
-    softmax_scale: float | None,
-    tolerance: float,
-    **places: Tensor | None,
-) -> Problem:
-    return make_problem(
-        query,
-        key,
-        value,
-        prior,
-        causal=causal,
-        logit_scale=None,
-        softmax_scale=softmax_scale,
-        query_positions=places.get("query_positions"),
-        key_positions=places.get("key_positions"),
-        document_ids=places.get("document_ids"),
-        key_padding_mask=places.get("key_padding_mask"),
-        attn_mask=None,
-        relative=None,
-        dropout_p=0.0,
-        tolerance=tolerance,
-    )
 
 
 def _check_same(every: Sequence[Any]) -> None:
@@ -272,15 +251,29 @@ def _reach(prior: Prior, length: int, device: torch.device) -> tuple[int, int] |
 # ---- keys on their way
 
 
-class _Shard(NamedTuple):
-    """Keys and values of one process, or their gradients."""
+class _Shard(tuple[Tensor, ...]):
+    """Keys, values and maybe biases ``(B, H or Hkv, L, 1)`` of one process, or their gradients."""
 
-    key: Tensor
-    value: Tensor
+    __slots__ = ()
 
-    def empty(self, length: int, dtype: torch.dtype) -> _Shard:
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor, key_bias: Tensor | None) -> _Shard:
+        """Those of this process."""
+        given = (key, value) if key_bias is None else (key, value, key_bias.unsqueeze(-1))
+        return cls(x.contiguous() for x in given)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """``(B, H or Hkv, L)``."""
+        return self[2].squeeze(-1) if len(self) > 2 else None
+
+    def empty(self, length: int) -> _Shard:
         """Room for as many of another process."""
-        return _Shard(*(x.new_empty(*x.shape[:2], length, x.shape[3], dtype=dtype) for x in self))
+        return _Shard(x.new_empty(*x.shape[:2], length, x.shape[3]) for x in self)
+
+    def zeros(self) -> _Shard:
+        """Gradients to add to."""
+        return _Shard(torch.zeros_like(x, dtype=compute_dtype_of(x)) for x in self)
 
     def add(self, other: _Shard) -> None:
         """In place."""
@@ -293,7 +286,6 @@ class _Computed(NamedTuple):
 
     piece: Piece
     kept: Tensor | None
-    near: bool
 
 
 class _Transfer:
@@ -382,12 +374,12 @@ class _Ring:
             assert shard is not None
             sends.append((shard, (sequence.rank + 1) % sequence.size))
         if step + 1 < sequence.size and self._travels(following, step + 1):
-            received = own.empty(sequence.lengths[following], own.key.dtype)
+            received = own.empty(sequence.lengths[following])
             receives.append((received, (sequence.rank - 1) % sequence.size))
         return _Transfer(sequence, sends, receives, tag=0), received
 
     def _hand_gradients_on(
-        self, gradients: _Shard | None, own: _Shard, step: int
+        self, gradients: _Shard | None, own_grad: _Shard, step: int
     ) -> tuple[_Transfer, _Shard | None, _Shard | None]:
         """Send gradients of the keys of this step to the next process that reads those, after the last one home.
 
@@ -396,16 +388,15 @@ class _Ring:
         """
         sequence, owner, following = self.sequence, self._owner(step), self._owner(step + 1)
         sends, receives, received, home = [], [], None, None
-        dtype = compute_dtype_of(own.key)
         if gradients is not None:
             sends.append((gradients, (sequence.rank + 1) % sequence.size if self._travels(owner, step + 1) else owner))
         if step + 1 < sequence.size and self._travels(following, step + 1):
-            received = own.empty(sequence.lengths[following], dtype)
+            received = own_grad.empty(sequence.lengths[following])
             receives.append((received, (sequence.rank - 1) % sequence.size))
         if self.plan.hops[sequence.rank] == step:
-            home = own.empty(sequence.lengths[sequence.rank], dtype)
+            home = own_grad.empty(sequence.lengths[sequence.rank])
             receives.append((home, (sequence.rank + step) % sequence.size))
-        return _Transfer(sequence, sends, receives, tag=2), received, home
+        return _Transfer(sequence, sends, receives, tag=3), received, home
 
     # ---- one piece
 
@@ -414,19 +405,20 @@ class _Ring:
         sequence, batches, batch = self.sequence, piece.batches, len(query)
         documents = sequence.documents_of(piece) if piece.own else None
         padding = sequence.padding_of(owner, piece)
-        problem = _make_problem(
+        problem = make_problem(
             query,
-            shard.key,
-            shard.value,
+            shard[0],
+            shard[1],
             self.prior,
-            self.causal,
-            self.softmax_scale,
-            self.tolerance,
+            causal=self.causal,
+            softmax_scale=self.softmax_scale,
+            tolerance=self.tolerance,
             query_positions=_cut_rows(sequence.positions, batches, piece.rows),
             key_positions=sequence.positions_of(owner, piece),
             # The sequence may be on another device: shard_index() makes an index on the CPU.
             document_ids=None if documents is None else documents.to(query.device).expand(batch, -1),
             key_padding_mask=None if padding is None else padding.to(query.device).expand(batch, -1),
+            key_bias=shard.bias,
         )
         if self.logit_scale is None:
             return problem
@@ -458,6 +450,9 @@ class _Ring:
             number = sum(len(pieces) for pieces in self.plan.pieces)
             limit = max(limit, math.log(self.tolerance / number))
         low, high = _extremes(prior, geometry, offset)
+        if problem.key_bias is not None:
+            least, most = (_by_block(problem.key_bias, end) for end in (math.inf, -math.inf))
+            low, high = low + least.amin(-1).unsqueeze(-2), high + most.amax(-1).unsqueeze(-2)
         content = _by_block(problem.query.norm(dim=-1, dtype=torch.float64) * problem.softmax_scale, -math.inf).amax(-1)
         longest = _by_block(problem.key.norm(dim=-1, dtype=torch.float64), -math.inf).amax(-1)
         if scale is not None:
@@ -472,18 +467,16 @@ class _Ring:
         kept = ~(bound - _by_block(lse, math.inf).amin(-1, keepdim=True) <= limit)
         if not bool(kept.any()):
             return None
-        near = bool(((low >= -NEAR) & (high <= NEAR) | ~kept).all())
         some = not bool(kept.all()) and may_prune(geometry)
-        return replace(problem, kept=kept if some else None, near=near and (some or bool(kept.all())))
+        return replace(problem, kept=kept if some else None)
 
     # ---- passes
 
     @torch.no_grad()
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, own: _Shard) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp, in float64."""
         sequence = self.sequence
-        own = _Shard(key.contiguous(), value.contiguous())
-        out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=torch.float64)
+        out = query.new_zeros(*query.shape[:3], own[1].shape[3], dtype=torch.float64)
         lse = query.new_full(query.shape[:3], -math.inf, dtype=torch.float64)
         self.computed = [[] for _ in range(sequence.size)]
         shard: _Shard | None = own
@@ -492,14 +485,14 @@ class _Ring:
             transfer, received = self._hand_on(shard, own, step)
             for piece in self.plan.pieces[owner]:
                 assert shard is not None
-                keys = _Shard(*(_cut_rows(x, piece.batches, piece.keys) for x in shard))
+                keys = _Shard(_cut_rows(x, piece.batches, piece.keys) for x in shard)
                 before = _cut_rows(lse, piece.batches, piece.rows)
                 problem = self._problem(_cut_rows(query, piece.batches, piece.rows), keys, owner, piece)
                 looked_at = problem if piece.own else self._looks_at(problem, before)
                 if looked_at is None:
                     continue
                 problem = looked_at
-                self.computed[owner].append(_Computed(piece, problem.kept, problem.near))
+                self.computed[owner].append(_Computed(piece, problem.kept))
                 into = _cut_rows(out, piece.batches, piece.rows), before
                 _merge(into, self._solve(problem))
                 if isinstance(piece.rows, Tensor):  # else they are views
@@ -512,17 +505,15 @@ class _Ring:
     def backward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        own: _Shard,
         saved: tuple[Tensor, Tensor, Tensor],
         grads: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-        """Gradients of queries, keys, values and parameters.
+    ) -> tuple[Tensor, _Shard, list[Tensor | None]]:
+        """Gradients of queries, of keys and what belongs to them, and of parameters.
 
         Args:
             query: and
-            key: and
-            value: as for :meth:`forward`.
+            own: as for :meth:`forward`.
             saved: the output as it was returned, what rounding took from it, and the log-sum-exp.
             grads: the gradients of output and log-sum-exp.
         """
@@ -532,10 +523,7 @@ class _Ring:
                 "backward pass; so its gradients cannot be computed"
             )
         sequence = self.sequence
-        own = _Shard(key.contiguous(), value.contiguous())
-        dtype = compute_dtype_of(query)
-        query_grad = torch.zeros_like(query, dtype=dtype)
-        own_grad = _Shard(*(torch.zeros_like(x, dtype=dtype) for x in own))
+        query_grad, own_grad = torch.zeros_like(query, dtype=compute_dtype_of(query)), own.zeros()
         parameter_grads: list[Tensor | None] = [
             torch.zeros_like(p, dtype=torch.float64) if p.requires_grad else None for p in self.parameters
         ]
@@ -547,7 +535,7 @@ class _Ring:
             transfer, received = self._hand_on(shard, own, step)
             gradients = own_grad
             if step > 0:
-                gradients = None if shard is None else _Shard(*(torch.zeros_like(x, dtype=dtype) for x in shard))
+                gradients = None if shard is None else shard.zeros()
             for computed in self.computed[owner]:
                 assert shard is not None
                 assert gradients is not None
@@ -558,7 +546,7 @@ class _Ring:
                     if coming[1] is not None:
                         assert gradients is not None
                         gradients.add(coming[1])
-                on_its_way, next_ones, home = self._hand_gradients_on(gradients, own, step)
+                on_its_way, next_ones, home = self._hand_gradients_on(gradients, own_grad, step)
                 coming = on_its_way, next_ones
                 if home is not None:
                     homes.append((on_its_way, home))
@@ -569,7 +557,7 @@ class _Ring:
         for on_its_way, home in homes:
             on_its_way.wait()
             own_grad.add(home)
-        return query_grad, own_grad.key, own_grad.value, parameter_grads
+        return query_grad, own_grad, parameter_grads
 
     def _differentiate(
         self,
@@ -593,10 +581,10 @@ class _Ring:
         with torch.enable_grad():
             leaf, *of_keys = (
                 _cut_rows(x, batches, which).detach().requires_grad_()
-                for x, which in ((query, rows), (shard.key, keys), (shard.value, keys))
+                for x, which in ((query, rows), *((x, keys) for x in shard))
             )
-            problem = self._problem(leaf, _Shard(*of_keys), owner, piece)
-            part_out, part_lse = self._solve(replace(problem, kept=computed.kept, near=computed.near))
+            problem = self._problem(leaf, _Shard(of_keys), owner, piece)
+            part_out, part_lse = self._solve(replace(problem, kept=computed.kept))
         out, rest, lse, out_grad, lse_grad = (_cut_rows(x, batches, rows) for x in (*saved, *grads))
         # Where a query sees no key of the piece, or none at all, it has no share.
         share = (part_lse.detach() - lse).exp().masked_fill(torch.isneginf(part_lse), 0.0)
@@ -608,10 +596,13 @@ class _Ring:
         trained = [p for p in self.parameters if p.requires_grad]
         leaves = [leaf, *of_keys, *trained]
         found = torch.autograd.grad((part_out, part_lse), leaves, cotangents, allow_unused=True)
-        for whole, which, grad in zip((query_grad, *gradients), (rows, keys, keys), found[:3], strict=True):
+        number = 1 + len(of_keys)
+        for whole, which, grad in zip(
+            (query_grad, *gradients), (rows, *(keys for _ in of_keys)), found[:number], strict=True
+        ):
             if grad is not None:
                 whole[batches, :, which] += grad.to(whole.dtype)
-        for whole, grad in zip((g for g in parameter_grads if g is not None), found[3:], strict=True):
+        for whole, grad in zip((g for g in parameter_grads if g is not None), found[number:], strict=True):
             if grad is not None:
                 whole += grad
 
@@ -659,27 +650,36 @@ def _gain(out_grad: Tensor, part: Tensor, out: Tensor, rest: Tensor) -> Tensor:
 class _Across(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ring: _Ring, query: Tensor, key: Tensor, value: Tensor, *parameters: Tensor
+        ctx: Any,
+        ring: _Ring,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_bias: Tensor | None,
+        *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        whole, lse = ring.forward(query, key, value)
+        whole, lse = ring.forward(query, _Shard.of(key, value, key_bias))
         out = whole.to(query.dtype)
         ctx.ring = ring
         # The gradients of the pieces' log-sum-exps add up to 0 in each row, and a prior with a slope multiplies what is
         # left of that by the row's position: so what is subtracted there must not be rounded.
         rest = (whole - out).to(compute_dtype_of(query))
-        ctx.save_for_backward(query, key, value, out, rest, lse, *parameters)
+        ctx.save_for_backward(query, key, value, key_bias, out, rest, lse, *parameters)
         return out, lse.to(compute_dtype_of(query))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        query, key, value, out, rest, lse, *parameters = ctx.saved_tensors
+        query, key, value, key_bias, out, rest, lse, *parameters = ctx.saved_tensors
         with torch.autocast(query.device.type, enabled=False):
-            *of_shard, of_parameters = ctx.ring.backward(query, key, value, (out, rest, lse), (grads[0], grads[1]))
-        given = (query, key, value, *parameters)
+            query_grad, (key_grad, value_grad, *bias_grad), of_parameters = ctx.ring.backward(
+                query, _Shard.of(key, value, key_bias), (out, rest, lse), (grads[0], grads[1])
+            )
+        given = (query, key, value, key_bias, *parameters)
+        bias = bias_grad[0].squeeze(-1) if bias_grad else None
         found = (
             None if grad is None else grad.to(x.dtype)
-            for grad, x in zip((*of_shard, *of_parameters), given, strict=True)
+            for grad, x in zip((query_grad, key_grad, value_grad, bias, *of_parameters), given, strict=True)
         )
         wanted = ctx.needs_input_grad[1:]
         return None, *(grad if want else None for grad, want in zip(found, wanted, strict=True))

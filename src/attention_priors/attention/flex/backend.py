@@ -26,10 +26,8 @@ def flex(problem: Problem, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         Output ``(B, H, Lq, Dv)``, and the log-sum-exp ``(B, H, Lq)`` or, without ``need_lse``, None.
 
     Raises:
-        ValueError: for what FlexAttention does not compute: float64 and, on CPUs, gradients and the log-sum-exp.
         RuntimeError: on a CPU, without a C++ compiler.
     """
-    _check(problem, need_lse)
     return _attend_on_cpu(problem) if problem.query.device.type == "cpu" else _attend(problem, need_lse)
 
 
@@ -45,7 +43,7 @@ def _attend_on_cpu(problem: Problem) -> tuple[Tensor, Tensor | None]:
 def _attend(problem: Problem, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     geometry, device = problem.geometry, problem.query.device
     num_queries, num_keys = _rounded(geometry.num_queries, device), _rounded(geometry.num_keys, device)
-    scores = Scores.of(problem.prior, geometry, problem.row_scale, problem.scales_prior)
+    scores = Scores.of(problem.prior, geometry, problem.row_scale, problem.scales_prior, problem.key_bias)
     scores = scores.lengthened(num_queries, num_keys)
     visibility = Visibility.of(problem.prior, geometry).lengthened(num_queries, num_keys)
     mask = geometry.attn_mask
@@ -89,29 +87,6 @@ def _dense(mask: Tensor, problem: Problem, num_queries: int, num_keys: int) -> T
     if mask.shape[2] > 1:
         mask = lengthened(mask.mT, num_queries).mT
     return mask.expand(*problem.query.shape[:2], num_queries, num_keys)
-
-
-def _check(problem: Problem, need_lse: bool) -> None:
-    """Refuse, before any work, what FlexAttention would refuse in the middle of it or would do otherwise."""
-    query = problem.query
-    if query.dtype == torch.float64:
-        raise ValueError("backend='flex' computes in float32, and query is float64; use backend='toeplitz'")
-    if query.device.type != "cpu":
-        return
-    tensors = {"query": query, "key": problem.key, "value": problem.value, "logit_scale": problem.row_scale}
-    if problem.prior is not None:
-        tensors |= {f"prior.{name}": parameter for name, parameter in problem.prior.named_parameters()}
-    learned = [name for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad]
-    if torch.is_grad_enabled() and learned:
-        raise ValueError(
-            f"backend='flex' has no gradients on CPUs, where FlexAttention has no backward pass, and "
-            f"{', '.join(learned)} require one; use backend='toeplitz', or torch.no_grad()"
-        )
-    if need_lse:
-        raise ValueError(
-            "backend='flex' has no return_lse on CPUs, where FlexAttention does not return the log-sum-exp; "
-            "use backend='toeplitz'"
-        )
 
 
 def _check_cpu() -> None:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.geometry_operator import count_visible_keys
+from attention_priors.attention.key_bias import best_seen, in_two
 from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.problem import check_visible_keys, make_geometry
-from attention_priors.attention.tables import consecutive_table
+from attention_priors.attention.tables import consecutive_table, table_at, table_of_keys
 from attention_priors.priors import Prior, Structure
 from attention_priors.priors.base import check_in_use, checked_lanes, join_lanes
 
@@ -56,9 +57,9 @@ def flex_score_mod(
 
     It masks nothing (:func:`flex_mask_mod` does) and is right for every pair of a query and a key, so any
     ``mask_mod`` goes with it. Stationary terms are read from a table of float32 numbers, one per distance and
-    head, which is computed in float64. Other terms are applied up to a constant per query: ``slope · (j - i)``
-    stands for ``slope · j``, which a float32 score could not hold at far positions. That leaves the weights as
-    they are and shifts the log-sum-exp.
+    head, which is computed in float64. What depends on the key alone is applied up to a constant per query, for a
+    float32 score could not hold ``slope · j`` at far positions. That leaves the weights as they are and shifts the
+    log-sum-exp.
 
     Make it anew in every training step: the table is a function of the parameters, to which gradients flow,
     where FlexAttention has a backward pass (not on CPUs).
@@ -249,7 +250,8 @@ def _batched(geometry: Geometry, *tensors: Tensor) -> list[Tensor]:
 class Scores:
     """What a ``score_mod`` reads.
 
-    The bias is ``table[h, first_i + position_j] + Σ_r phi_r(h, i) (psi_r(j) - own_psi_r(h, i))``.
+    The bias is ``table[h, first_i + position_j] + Σ_r phi_r(h, i) psi_r(j) + keys(h, j) - own(h, i)``. The last two
+    are sums of two float32 numbers each: one would round what is far from 0.
     """
 
     table: Tensor | None
@@ -260,10 +262,12 @@ class Scores:
     """``(B, Lk)``."""
     phi: list[Tensor]
     """A lane each, ``(B, H, Lq)``."""
-    own_psi: list[Tensor]
-    """``(B, H, Lq)``: where each query counts from."""
     psi: list[Tensor]
     """``(B, Lk)``."""
+    keys: tuple[Tensor, Tensor] | None
+    """What depends on the key alone, ``(B, H, Lk)`` each."""
+    own: tuple[Tensor, Tensor] | None
+    """About the best of it that each query sees, ``(B, H, Lq)`` each."""
     constant: Tensor | None
     """What the scores leave out of the log-prior, ``(B, H, Lq)``; None if nothing."""
     row_scale: Tensor | None
@@ -273,23 +277,36 @@ class Scores:
     """A float ``attn_mask``, ``(B, H, Lq, Lk)``, finite."""
 
     @classmethod
-    def of(cls, prior: Prior | None, geometry: Geometry, row_scale: Tensor | None, scales_prior: bool) -> Scores:
+    def of(
+        cls,
+        prior: Prior | None,
+        geometry: Geometry,
+        row_scale: Tensor | None,
+        scales_prior: bool,
+        key_bias: Tensor | None = None,
+    ) -> Scores:
         """Tables and lanes of a prior. All in float32: that is what FlexAttention's scores are."""
         terms = () if prior is None else tuple(prior.terms())
         queries, keys = _positions(geometry)
         highest, number = _distances(geometry)
         stationary = [term for term in terms if Structure.STATIONARY in term.structure]
-        like = torch.empty(0, dtype=torch.float32, device=geometry.device)
-        table = consecutive_table(stationary, highest, highest - number + 1, like)
-        phi, own_psi, psi, constant = _lanes([term for term in terms if term not in stationary], geometry)
+        of_keys = [term for term in terms if term not in stationary and Structure.OF_KEYS in term.structure]
+        table = consecutive_table(stationary, highest, highest - number + 1, geometry.device)
+        phi, psi = _lanes([term for term in terms if term not in (*stationary, *of_keys)], geometry)
+        sums, own = table_of_keys(of_keys, geometry), _own(of_keys, geometry)
+        if key_bias is not None:
+            sums = key_bias.double() if sums is None else sums + key_bias
+            best = best_seen(key_bias.double(), geometry)
+            own = best if own is None else own + best
         return cls(
-            table=None if table is None else table.contiguous(),
+            table=None if table is None else table.float().contiguous(),
             first=highest - queries,
             position=keys,
             phi=phi,
-            own_psi=own_psi,
             psi=psi,
-            constant=constant,
+            keys=None if sums is None else in_two(*_batched(geometry, sums)),
+            own=None if own is None else in_two(*_batched(geometry, own)),
+            constant=None if own is None else own.float(),
             row_scale=None if row_scale is None else _batched(geometry, row_scale)[0],
             scales_prior=scales_prior,
         )
@@ -301,9 +318,12 @@ class Scores:
             first=lengthened(self.first, num_queries),
             position=lengthened(self.position, num_keys),
             phi=[lengthened(lane, num_queries) for lane in self.phi],
-            own_psi=[lengthened(lane, num_queries) for lane in self.own_psi],
             psi=[lengthened(lane, num_keys) for lane in self.psi],
         )
+        if self.keys is not None and self.own is not None:
+            high, low = (lengthened(part, num_keys) for part in self.keys)
+            own_high, own_low = (lengthened(part, num_queries) for part in self.own)
+            longer = replace(longer, keys=(high, low), own=(own_high, own_low))
         if longer.row_scale is None:
             return longer
         return replace(longer, row_scale=lengthened(longer.row_scale, num_queries))
@@ -311,8 +331,8 @@ class Scores:
     def mod(self) -> ScoreMod:
         """The ``score_mod``."""
         table, scale, scales_prior, added = self.table, self.row_scale, self.scales_prior, self.added
-        first, position = self.first, self.position
-        lanes = list(zip(self.phi, self.own_psi, self.psi, strict=True))
+        first, position, keys, own = self.first, self.position, self.keys, self.own
+        lanes = list(zip(self.phi, self.psi, strict=True))
         # FlexAttention counts batches whether or not what is read here has them.
         each = int(len(position) > 1)
 
@@ -322,8 +342,11 @@ class Scores:
                 score = score * scale[e, h, q_idx]
             if table is not None:
                 score = score + table[h, first[e, q_idx] + position[e, kv_idx]]
-            for phi, own_psi, psi in lanes:
-                score = score + phi[e, h, q_idx] * (psi[e, kv_idx] - own_psi[e, h, q_idx])
+            for phi, psi in lanes:
+                score = score + phi[e, h, q_idx] * psi[e, kv_idx]
+            if keys is not None and own is not None:
+                low = keys[1][e, h, kv_idx] - own[1][e, h, q_idx]
+                score = score + ((keys[0][e, h, kv_idx] - own[0][e, h, q_idx]) + low)
             if scale is not None and scales_prior:
                 score = score * scale[e, h, q_idx]
             return score if added is None else score + added[b, h, q_idx, kv_idx]
@@ -331,32 +354,27 @@ class Scores:
         return score_mod
 
 
-def _lanes(terms: list[Prior], geometry: Geometry) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor | None]:
-    """``phi``, ``own_psi``, ``psi`` of :class:`Scores`, a tensor per lane, and the constant they leave out."""
+def _lanes(terms: list[Prior], geometry: Geometry) -> tuple[list[Tensor], list[Tensor]]:
+    """``phi`` and ``psi`` of :class:`Scores`, a tensor per lane."""
     if not terms:
-        return [], [], [], None
+        return [], []
     queries, keys = _batched(geometry, geometry.query_positions, geometry.key_positions)
-    both = torch.cat([queries, keys], dim=-1)
-    lanes = join_lanes([checked_lanes(term, queries, both, torch.float64) for term in terms])
-    if lanes.slope is not None:
-        slope = lanes.slope.view(-1, 1, 1).expand(*lanes.query.shape[:-1], 1)
-        key = torch.cat([lanes.key, both.unsqueeze(-1).to(lanes.key.dtype)], dim=-1)
-        lanes = lanes._replace(query=torch.cat([lanes.query, slope], dim=-1), key=key)
-    own, others = lanes.key.split([queries.shape[-1], keys.shape[-1]], dim=-2)
-    # Lanes that count tokens do so from the query, or from the first key where that is the one preferred. float32
-    # holds integers and their differences exactly; of other lanes it would round what is far from 0.
-    whole = (lanes.key == lanes.key.round()).flatten(0, -2).all(0)
-    preferred = torch.where(lanes.query > 0, own.unsqueeze(-3), others.amin(-2)[:, None, None])
-    own = torch.where(whole, preferred, 0.0)
-    constant = (lanes.query * own).sum(-1)
-    if lanes.row_offset is not None:
-        constant = constant + lanes.row_offset
+    lanes = join_lanes([checked_lanes(term, queries, keys, torch.float64) for term in terms])
+    # Apart from each other: FlexAttention has no gradient of a tensor that is read at two places.
+    phi, psi = ([lane.float().contiguous() for lane in part.unbind(-1)] for part in lanes)
+    return phi, psi
 
-    def each(tensor: Tensor) -> list[Tensor]:
-        # Apart from each other: FlexAttention has no gradient of a tensor that is read at two places.
-        return [lane.float().contiguous() for lane in tensor.unbind(-1)]
 
-    return each(lanes.query), each(own), each(others), constant.float()
+@torch.no_grad()
+def _own(terms: list[Prior], geometry: Geometry) -> Tensor | None:
+    """About the best that each query sees of terms that depend on the key: at its own position, or at the first key's.
+
+    ``(1 or B, H, Lq)``; None if there are no terms.
+    """
+    first = geometry.key_positions.amin(-1, keepdim=True)
+    ends = [table_at(terms, positions) for positions in (geometry.query_positions, first)]
+    own, others = (None if end is None else end.transpose(0, 1) for end in ends)
+    return None if own is None or others is None else torch.maximum(own, others)
 
 
 # ---- mask_mod

@@ -134,7 +134,7 @@ class BlockPriors:
         if table is None:
             values = torch.zeros(1, top - bottom + 1, dtype=problem.dtype, device=geometry.device)
         else:
-            values = table.detach()[:, cut]
+            values = table.detach()[:, cut].to(problem.dtype)
         # What lies beyond repeats the last number, so that it is never an extreme of its own.
         beyond = (self.highest - top, runs * BLOCK - (self.highest - bottom + 1))
         self.values = pad(values.unsqueeze(0), beyond, mode="replicate")[0] if max(beyond) > 0 else values
@@ -253,6 +253,8 @@ class _Search:
         self.fine = balls
         self.coarse = balls.joined(factor, geometry.num_keys) if factor > 1 else balls
         self.priors = BlockPriors(problem, self.num_query_blocks, self.num_key_blocks)
+        self.key_ends = None if problem.key_bias is None else self._ends_of_keys(problem.key_bias)
+        """Highest, lowest and mean number of each block of 256 keys and each coarse one, ``(B, H, blocks)``."""
         self.first, self.last = geometry.slot_range
         self.norms = torch.linalg.vector_norm(query, dim=-1, dtype=problem.dtype) * problem.softmax_scale
         self.scale_ends = None
@@ -263,6 +265,22 @@ class _Search:
                 _in_blocks(scale, BLOCK, math.inf).amin(-1),
                 _in_blocks(scale, BLOCK, -math.inf).amax(-1),
             )
+
+    def _ends_of_keys(self, key_bias: Tensor) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+        dtype, padding = self.problem.dtype, self.geometry.key_padding_mask
+        numbers = key_bias.detach().expand(self.geometry.batch, -1, -1)
+        high, low = numbers, numbers
+        if padding is not None:
+            high = numbers.masked_fill(padding.unsqueeze(1), -math.inf)
+            low = numbers.masked_fill(padding.unsqueeze(1), math.inf)
+        return {
+            factor: (
+                _in_blocks(high, factor * BLOCK, -math.inf).amax(-1).to(dtype),
+                _in_blocks(low, factor * BLOCK, math.inf).amin(-1).to(dtype),
+                _in_blocks(numbers, factor * BLOCK, 0.0).mean(-1).to(dtype),
+            )
+            for factor in {1, self.factor}
+        }
 
     def run(self, tolerance: float) -> Pruned:
         """Choose."""
@@ -324,8 +342,12 @@ class _Search:
             for tile in self._band(peak, q_heads.stop - q_heads.start):
                 query = tile.cut_rows(self.query, q_heads).flip(2).to(out.dtype) * problem.softmax_scale
                 logits = _products(query, self.content.keys(partial(tile.cut_keys, heads=kv_heads)).to(out.dtype))
-                bias = bias_of(tile, q_heads)
+                centred, constant = bias_of.centred(tile, q_heads)
+                bias = centred(tile, q_heads)
                 found = (logits if bias is None else logits.add_(bias)).logsumexp(-1)
+                if constant is not None:
+                    scale = 1.0 if problem.row_scale is None else tile.cut_rows(problem.row_scale, q_heads).flip(2)
+                    found = (found + constant * scale).to(out.dtype)
                 tile.cut_rows(out, q_heads).copy_(found.flip(2))
         return out
 
@@ -354,6 +376,8 @@ class _Search:
         """
         size = self.factor * BLOCK
         low, high, fits = self.priors.means(self.factor)
+        if self.key_ends is not None:
+            low, high = (numbers + self.key_ends[self.factor][2].unsqueeze(2) for numbers in (low, high))
         bound = low if self.scale_ends is None else _products_with(self.scale_ends, low, high).amin(0)
         starts = torch.arange(self.coarse.means.shape[2], device=low.device) * size
         first = _in_blocks(self.first, BLOCK, 0).amax(-1).unsqueeze(-1)
@@ -425,11 +449,11 @@ class _Search:
         of_keys = balls.keys[batches, kv_heads] if keys is None else balls.keys[batches, kv_heads, keys]
         largest = _products(queries, of_keys).unflatten(2, (-1, min(BLOCK, queries.shape[2]))).amax(-2)
         factor = 1 if balls is self.fine else self.factor
-        high = self._bias_extreme(True, factor, first, last, heads, keys)
+        high = self._bias_extreme(True, factor, first, last, batches, heads, keys)
         hidden = torch.isneginf(high)
         high = high.masked_fill(hidden, 0.0)
         if self.scale_ends is not None:
-            low = self._bias_extreme(False, factor, first, last, heads, keys).masked_fill(hidden, 0.0)
+            low = self._bias_extreme(False, factor, first, last, batches, heads, keys).masked_fill(hidden, 0.0)
             ends = tuple(end[batches, heads, first:last] for end in self.scale_ends)
             high = _products_with(ends, low, high).amax(0)
         error = (self.query.shape[-1] + 8) * ROUNDING
@@ -438,10 +462,12 @@ class _Search:
         return shares.masked_fill(hidden, -math.inf)
 
     def _bias_extreme(
-        self, highest: bool, factor: int, first: int, last: int, heads: slice, keys: Tensor | None
+        self, highest: bool, factor: int, first: int, last: int, batches: slice, heads: slice, keys: Tensor | None
     ) -> Tensor:
         extreme = self.priors.extreme(highest, factor, first, last)
         extreme = extreme[heads] if len(extreme) > 1 else extreme
+        if self.key_ends is not None:
+            extreme = extreme + self.key_ends[factor][0 if highest else 1][batches, heads].unsqueeze(2)
         return extreme if keys is None else extreme[..., keys]
 
     def _bounded_queries(self, lower: Tensor, batches: slice, heads: slice, rows: slice) -> Tensor:

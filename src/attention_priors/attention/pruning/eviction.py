@@ -14,7 +14,7 @@ from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.problem import check_softmax_scale
 from attention_priors.attention.pruning.bounds import BLOCK, Balls
 from attention_priors.attention.pruning.certificate import LOWEST_MEAN, select
-from attention_priors.attention.sliding import sliding_maximum, sliding_minimum
+from attention_priors.attention.pruning.sliding import sliding_maximum, sliding_minimum
 from attention_priors.priors import Prior, Structure
 
 STEPS = 4096

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.operator import read_inputs
+from attention_priors.attention.plan import make_plan
 from attention_priors.attention.problem import make_problem
 from attention_priors.attention.pruning.bounds import BLOCK, KeyBounds
 from attention_priors.attention.pruning.certificate import keep_everything, prune
-from attention_priors.attention.recentred import visible_at
-from attention_priors.attention.tiles.backend import balls_of, operator_inputs, split, table_for
+from attention_priors.attention.tiles.backend import balls_of, operator_inputs
 from attention_priors.priors import Prior
 
 
@@ -72,9 +72,6 @@ def pruning_report(
         key_positions=key_positions,
         document_ids=document_ids,
         key_padding_mask=key_padding_mask,
-        attn_mask=None,
-        relative=None,
-        dropout_p=0.0,
         tolerance=tolerance,
         key_bounds=key_bounds,
     )
@@ -83,8 +80,8 @@ def pruning_report(
         # Positions with gaps are computed in full. A table of all their distances would be as large as a dense bias.
         kept, dropped = keep_everything(geometry)
     else:
-        augmented, terms = split(problem)
-        inputs = operator_inputs(problem, augmented, table_for(problem, augmented, terms))
+        inputs = operator_inputs(problem, make_plan(problem, "toeplitz", need_lse=False), limited=False)
+        assert inputs is not None
         kept, dropped = prune(*read_inputs(*inputs, None, False), tolerance, balls_of(problem))
     reach = torch.zeros(geometry.heads, dtype=torch.int64, device=query.device)
     seen = torch.zeros((), dtype=torch.float64, device=query.device)
@@ -95,7 +92,7 @@ def pruning_report(
         rows = slice(block * BLOCK, min((block + 1) * BLOCK, geometry.num_queries))
         distance = (queries[:, rows].unsqueeze(-1) - keys.unsqueeze(-2)).unsqueeze(1)
         visible = torch.ones_like(distance, dtype=torch.bool)
-        for seen_pairs in (geometry.visible(rows), visible_at(problem, distance)):
+        for seen_pairs in (geometry.visible(rows), None if prior is None else prior.visible_at(distance)):
             visible = visible if seen_pairs is None else visible & seen_pairs
         here = visible & kept[:, :, block].unsqueeze(2)[..., blocks_of_keys]
         seen += visible.expand(geometry.batch, -1, rows.stop - rows.start, -1).sum()

@@ -19,6 +19,7 @@ from attention_priors.attention.geometry import block_length
 from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.tiles.bias import Bias, Scratch
 from attention_priors.attention.tiles.block_problem import BlockProblem, Gradients
+from attention_priors.attention.tiles.exact import far_rows, without_best
 from attention_priors.attention.tiles.short import backward_at_once
 from attention_priors.attention.tiles.threads import is_crowded, share
 from attention_priors.attention.tiles.tiling import Part, Tile, ranges_of
@@ -36,6 +37,8 @@ A float32 of size ``z`` is wrong by up to ``z · 2^-24``, and so is the weight. 
 computed anew: then the gradient of a row that sees one key is exactly 0 even where the log-prior and its
 derivative are as large as 1e30.
 """
+LARGEST_WITH_KEYS = 100.0
+"""The same with biases of keys, of which a constant is taken for each block of queries, and not for each query."""
 NATS_PER_BIT = math.log(2)
 
 
@@ -44,7 +47,7 @@ def backward(
     problem: BlockProblem,
     saved: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor],
-    wanted: tuple[bool, bool],
+    wanted: tuple[bool, bool, bool],
 ) -> Gradients:
     """Gradients of everything.
 
@@ -53,17 +56,28 @@ def backward(
         problem: as for :func:`forward`.
         saved: output and log-sum-exp.
         grads: their gradients.
-        wanted: whether to compute those of table and row scale.
+        wanted: whether to compute those of table, biases of keys and row scale.
     """
     if problem.whole is not None:
-        return backward_at_once(content, problem, problem.whole, grads, wanted)
+        return backward_at_once(content, problem, problem.whole, saved[1], grads, wanted)
     out, lse = saved
-    out_grad, lse_grad = grads
+    out_grad, lse_grad = grads[0], grads[1].to(problem.dtype)
     # dS = P (dP + dlse - Σ P dP), and Σ_j P_ij dP_ij = <out_i, dout_i>.
-    constant = lse_grad - torch.linalg.vecdot(out.to(problem.dtype), out_grad.to(problem.dtype))
-    # Powers of two: exp2 is much the faster function on CPUs.
-    shift = lse.masked_fill(torch.isneginf(lse), 0.0).mul_(-1 / NATS_PER_BIT)
-    rows = _Rows(shift, lse_grad, out_grad, constant, _inexact_rows(out.dtype, shift))
+    moment = lse_grad - torch.linalg.vecdot(out.to(problem.dtype), out_grad.to(problem.dtype))
+    geometry = problem.geometry
+    block_rows = BLOCK if problem.kept is not None or geometry.num_keys > MOST_KEYS else ROWS // 2
+    bias_in_bits, bias = problem.bias(1 / NATS_PER_BIT), problem.bias()
+    relative = lse if problem.key_bias is None else lse - _constants(problem, bias, block_rows)
+    relative = relative.masked_fill(torch.isneginf(lse), 0.0).to(problem.dtype)
+    rows = _Rows(
+        # Powers of two: exp2 is much the faster function on CPUs.
+        relative * (-1 / NATS_PER_BIT),
+        lse_grad,
+        out_grad,
+        moment,
+        _inexact_rows(out.dtype, relative, problem.key_bias is not None),
+        far_rows(relative),
+    )
     heads, kv_heads = content.query.shape[1], content.key.shape[1]
     table, row_scale = problem.table, problem.row_scale
 
@@ -74,15 +88,15 @@ def backward(
         empty(content.query, content.width, problem.dtype),
         empty(content.key, content.width, problem.dtype),
         empty(content.value, content.value.shape[-1], content.value.dtype),
-        pad(torch.zeros_like(table), (0, problem.distances.overhang)) if table is not None and wanted[0] else None,
-        torch.zeros_like(row_scale) if row_scale is not None and wanted[1] else None,
+        None
+        if table is None or not wanted[0]
+        else pad(torch.zeros_like(table, dtype=problem.dtype), (0, problem.distances.overhang)),
+        None if problem.key_bias is None or not wanted[1] else lse.new_zeros(geometry.batch, heads, geometry.num_keys),
+        torch.zeros_like(row_scale) if row_scale is not None and wanted[2] else None,
     )
-    geometry = problem.geometry
-    block_rows = BLOCK if problem.kept is not None or geometry.num_keys > MOST_KEYS else ROWS // 2
     tile = min(block_rows, geometry.num_queries) * min(MOST_KEYS, geometry.num_keys)
     at_once = is_crowded() and problem.is_large
     parts = problem.parts(kv_heads, heads // kv_heads, block_length(tile, NUMBERS), at_once)
-    bias_in_bits, bias = problem.bias(1 / NATS_PER_BIT), problem.bias()
 
     def make_workspace() -> _Workspace:
         names = ("weights", "their gradient", "logits' gradient", "product", "keys' gradient", "values' gradient")
@@ -105,21 +119,35 @@ class _Rows(NamedTuple):
     """Numbers of each query, ``(B, H, Lq)``; the gradient of its output is ``(B, H, Lq, Dv)``."""
 
     shift: Tensor
-    """Less the log-sum-exp, in bits; 0 for a query that sees no key."""
+    """Less the log-sum-exp, in bits, of what is added to the logits; 0 for a query that sees no key."""
     lse_grad: Tensor
     out_grad: Tensor
-    constant: Tensor
+    moment: Tensor
     """The logits' gradient is the weight times the weight's gradient plus this."""
     inexact: Tensor | None
     """Whether the stored output or log-sum-exp is not exact enough; None if all are."""
+    far: Tensor | None
+    """Whether float32 is not exact enough for the log-prior; None if it is for all."""
 
 
-def _inexact_rows(saved: torch.dtype, shift: Tensor) -> Tensor | None:
+def _constants(problem: BlockProblem, bias: Bias, block_rows: int) -> Tensor:
+    """What is taken from each row's logits for its biases of keys, ``(B, H, Lq)`` in float64."""
+    geometry = problem.geometry
+    heads, device = slice(0, geometry.heads), geometry.device
+    constants = torch.zeros(geometry.batch, geometry.heads, geometry.num_queries, dtype=torch.float64, device=device)
+    for block in problem.tiling.blocks(block_rows):
+        constant = bias.centred(block, heads)[1]
+        if constant is not None:
+            block.cut_rows(constants, heads).copy_(constant.expand(-1, -1, block.shape[0]))
+    return constants if problem.row_scale is None else constants * problem.row_scale
+
+
+def _inexact_rows(saved: torch.dtype, lse: Tensor, has_keys: bool) -> Tensor | None:
     # Outputs in half precision are not: their rounding would be all over the gradients of the prior, which learns in
     # float32.
-    if saved != shift.dtype:
-        return torch.ones_like(shift, dtype=torch.bool)
-    inexact = shift.abs() > LARGEST_STORED_LSE / NATS_PER_BIT
+    if saved != lse.dtype:
+        return torch.ones_like(lse, dtype=torch.bool)
+    inexact = lse.abs() > (LARGEST_WITH_KEYS if has_keys else LARGEST_STORED_LSE)
     return inexact if bool(inexact.any()) else None
 
 
@@ -152,6 +180,7 @@ class _Backward:
 
     def run(self, workspace: _Workspace) -> None:
         self.bias_in_bits, self.bias, self.scratch = workspace
+        self.in_bits, self.here = self.bias_in_bits, self.bias
         part, content, found, dtype = self.part, self.content, self.found, self.problem.dtype
         self.key = content.keys(part.of_keys, content.width).to(dtype).contiguous()
         self.value = content.values(part.of_keys).to(dtype).contiguous()
@@ -179,6 +208,11 @@ class _Backward:
             self._stacked(x.to(dtype).flip(2)) for x in (content.queries(cut, content.width), cut(rows.out_grad))
         )
         query_grad = torch.zeros_like(query)
+        if self.bias.key_bias is not None:
+            (self.in_bits, _), (self.here, constant) = (b.centred(block, heads) for b in (self.bias_in_bits, self.bias))
+            if self.found.row_scale is not None and constant is not None:
+                # The log-prior that multiplies the logits' gradient is less by a constant.
+                cut(self.found.row_scale).add_((cut(rows.lse_grad) * constant).to(dtype))
         tiles = [block._replace(first=first, last=last) for first, last in problem.kept_keys(block, heads.start)]
         # Of all texts and heads: the same queries, however the work is divided. Heads that are pruned are on their own.
         if rows.inexact is not None and bool(
@@ -187,11 +221,11 @@ class _Backward:
             self._with_new_softmax(tiles, heads, query, out_grad, query_grad)
         else:
             step = max(MOST_KEYS // 4, min(MOST_KEYS, block_length(query.shape[0] * query.shape[1], NUMBERS)))
-            shift, constant = (cut(x).flip(2).unsqueeze(-1) for x in (rows.shift, rows.constant))
+            shift, moment = (cut(x).flip(2).unsqueeze(-1) for x in (rows.shift, rows.moment))
             for tile in tiles:
                 for first, last in ranges_of(tile.first, tile.last, step):
                     piece = tile._replace(first=first, last=last)
-                    self._tile(piece, heads, shift, self._stacked(constant), query, out_grad, query_grad)
+                    self._tile(piece, heads, shift, self._stacked(moment), query, out_grad, query_grad)
         shape = (block.number, heads.stop - heads.start, block.shape[0], -1)
         torch.mul(query_grad.view(shape).flip(2), problem.softmax_scale, out=cut(self.found.query))
 
@@ -209,7 +243,7 @@ class _Backward:
         tile: Tile,
         heads: slice,
         shift: Tensor,
-        constant: Tensor,
+        moment: Tensor,
         query: Tensor,
         out_grad: Tensor,
         query_grad: Tensor,
@@ -217,12 +251,12 @@ class _Backward:
         shape = (tile.number, heads.stop - heads.start, *tile.shape)
         weights, weights_grad = (scratch.of(*shape) for scratch in self.scratch[:2])
         weights, weights_grad = (
-            self._stacked(self.bias_in_bits.write(weights, tile, heads, shift)),
+            self._stacked(self.in_bits.write(weights, tile, heads, shift)),
             self._stacked(weights_grad),
         )
         key = self._keys(self.key, tile)
         weights.baddbmm_(query, key.mT, alpha=self.problem.softmax_scale / NATS_PER_BIT).exp2_()
-        torch.baddbmm(constant, out_grad, self._keys(self.value, tile).mT, out=weights_grad)
+        torch.baddbmm(moment, out_grad, self._keys(self.value, tile).mT, out=weights_grad)
         self._add(tile, heads, weights, weights_grad, query, out_grad, query_grad, key)
 
     def _add(
@@ -252,13 +286,17 @@ class _Backward:
         key_grad.add_(product, alpha=self.problem.softmax_scale)
         query_grad += torch.bmm(logits_grad, key, out=self.scratch[3].of(*query.shape))
         padded = padded.view(tile.number, number, rows, rows + keys)
-        if self.found.row_scale is not None:
-            log_prior = self.bias.log_prior(tile, heads)
-            moments = torch.mul(padded[..., rows:], log_prior, out=self.scratch[3].of(tile.number, number, rows, keys))
-            tile.cut_rows(self.found.row_scale, heads).add_(moments.sum(-1).flip(-1))
-        if self.table_grad is not None:
-            if self.problem.row_scale is not None:
+        if self.problem.row_scale is not None:
+            if self.found.row_scale is not None:
+                log_prior = self.here.log_prior(tile, heads)
+                out = self.scratch[3].of(tile.number, number, rows, keys)
+                moments = torch.mul(padded[..., rows:], log_prior, out=out)
+                tile.cut_rows(self.found.row_scale, heads).add_(moments.sum(-1).flip(-1))
+            if self.table_grad is not None or self.found.key_bias is not None:
                 padded *= self.bias.scale(tile, heads)
+        if self.found.key_bias is not None:
+            self.found.key_bias[tile.batches, heads, tile.keys] += padded[..., rows:].sum(2)
+        if self.table_grad is not None:
             here = slice(heads.start - self.part.heads.start, heads.stop - self.part.heads.start)
             first = tile.batches.start - self.part.batches.start
             for text in range(tile.number):
@@ -276,8 +314,14 @@ class _Backward:
         shape = (tiles[0].number, heads.stop - heads.start, tiles[0].shape[0], ends[-1])
         logits, blind = self.scratch[0].of(*shape), []
         columns = [slice(start, stop) for start, stop in pairwise(ends)]
+        far = self.rows.far
+        if far is not None and bool(far[:, :, tiles[0].rows].any()):
+            exact = torch.cat([self.bias.in_full(tile, heads) for tile in tiles], dim=-1)
+            logits.copy_(without_best(exact)[0])
         for tile, column in zip(tiles, columns, strict=True):
-            bias = self.bias.write(logits[..., column], tile, heads, None)
+            bias = logits[..., column]
+            if far is None or not bool(far[:, :, tile.rows].any()):
+                self.here.write(bias, tile, heads, None)
             blind.append(self.bias.blind(tile, bias))
         key, value = (torch.cat([self._keys(x, tile) for tile in tiles], dim=1) for x in (self.key, self.value))
         stacked, nothing = self._stacked(logits), None
@@ -291,7 +335,8 @@ class _Backward:
         weights_grad = torch.bmm(out_grad, value.mT, out=stacked)
         mean = torch.linalg.vecdot(weights.view_as(weights_grad), weights_grad)
         lse_grad = self._stacked(tiles[0].cut_rows(self.rows.lse_grad, heads).flip(2).unsqueeze(-1))
-        factor = weights_grad.add_(lse_grad - mean.unsqueeze(-1))
+        # In this order: where a row looks at one key, the difference is exactly 0, and the log-prior may be 1e30.
+        factor = weights_grad.sub_(mean.unsqueeze(-1)).add_(lse_grad)
         for tile, column in zip(tiles, columns, strict=True):
             one, other = self._stacked(weights)[..., column], factor[..., column]
             self._add(tile, heads, one, other, query, out_grad, query_grad, key[:, column])

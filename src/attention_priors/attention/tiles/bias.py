@@ -11,6 +11,7 @@ import math
 import threading
 from copy import copy
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +22,10 @@ from attention_priors.attention.grids import Grids
 from attention_priors.attention.tiles.arithmetic import diagonals, write_affine
 from attention_priors.attention.tiles.grid_table import GridTable
 from attention_priors.attention.tiles.tiling import Tile, Tiling
+from attention_priors.priors.base import LOG_PRIOR_FLOOR
+
+if TYPE_CHECKING:
+    from attention_priors.attention.tiles.block_problem import BlockProblem
 
 KEPT_NUMBERS = 2**20
 """Numbers of a working buffer that a thread keeps: 4 MiB in float32."""
@@ -113,14 +118,17 @@ class Distances:
 
     def read(self, table: Tensor, tile: Tile) -> Tensor:
         """A tile's part of a table ``(h, N)``: ``(b or 1, h, n, e)``, a view if there is an offset."""
+        offset = self.geometry.offset
+        if offset is not None:
+            # The entry of the tile's last query and first key.
+            place = table.storage_offset() + self.highest - (tile.stop - 1 + offset - tile.first)
+            shape = (1, table.shape[0], tile.stop - tile.start, tile.last - tile.first)
+            return table.as_strided(shape, (0, table.stride(0), 1, 1), place)
         if self._grid is not None:
             out = table.new_empty(1, len(table), *tile.shape)
             self._grid.write(out, table, tile, None, None)
             return out
-        if self.geometry.offset is None:
-            return table[:, self.index(tile)].transpose(0, 1)
-        place = table.storage_offset() + self.place(tile) * table.stride(1)
-        return table.as_strided((1, table.shape[0], *tile.shape), (0, table.stride(0), 1, 1), place)
+        return table[:, self.index(tile)].transpose(0, 1)
 
     def write(self, out: Tensor, table: Tensor, tile: Tile, row: Tensor | None, scale: Tensor | None) -> None:
         """Write a tile's part of a table ``(h, N)`` to ``out (b, h, n, e)``, times ``scale``, plus ``row``."""
@@ -153,57 +161,51 @@ class Distances:
 class Bias:
     """What is added to the logits of any tile, its queries in reverse order.
 
+    Where a log-prior is far from 0, float32 has few digits for it: a constant that is taken from it in float64
+    (:meth:`centred`), and given back to the rows' log-sum-exps, leaves small numbers, and the same result.
+
     Args:
-        tiling: of the problem.
-        distances: of the table.
-        table: the log-prior of each distance, finite, ``(H, N)``; None for none.
-        inside: whether the prior lets a query see each distance, ``(N,)``; None if all.
-        row_scale: what multiplies the log-prior, per query, ``(B, H, Lq)``; None for nothing.
-        dtype: of the bias.
+        problem: whose biases.
+        tiling: how it is cut.
         unit: the number that a bias of one nat is.
-        lanes: features of queries ``(B or 1, H, Lq, R)`` and keys ``(B or 1, Lk, R)`` whose products are added.
     """
 
-    def __init__(
-        self,
-        tiling: Tiling,
-        distances: Distances,
-        table: Tensor | None,
-        inside: Tensor | None,
-        row_scale: Tensor | None,
-        dtype: torch.dtype,
-        unit: float = 1.0,
-        lanes: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
-        self.geometry = tiling.geometry
-        self.tiling = tiling
-        self.distances = distances
-        self.row_scale = row_scale
-        self.inside = inside
-        self.dtype = dtype
-        self.unit = unit
-        self.lanes = None
-        if lanes is not None:
-            batch, (phi, psi) = self.geometry.batch, lanes
-            self.lanes = phi.expand(batch, -1, -1, -1), psi.unsqueeze(1).expand(batch, -1, -1, -1)
-        added = row_scale is not None or lanes is not None
+    def __init__(self, problem: BlockProblem, tiling: Tiling, unit: float = 1.0) -> None:
+        self.problem, self.tiling, self.unit, self.dtype = problem, tiling, unit, problem.dtype
+        self.geometry, self.distances = problem.geometry, problem.distances
+        self.key_bias = None
+        if problem.key_bias is not None:
+            padding, self.key_bias = self.geometry.key_padding_mask, problem.key_bias.unsqueeze(-1)
+            if padding is not None:
+                # What it says of them is ignored, also where the best is looked for.
+                self.key_bias = self.key_bias.masked_fill(padding[:, None, :, None], LOG_PRIOR_FLOOR)
+            self.key_bias = self.key_bias.expand(self.geometry.batch, -1, -1, -1)
+        table = problem.table
+        added = sum(part is not None for part in (table, self.key_bias, problem.row_scale)) > 1
         self.in_memory = tiling.masked or added or self.geometry.offset is None
         """Whether a tile's bias must be in memory; else it is a view of a table."""
-        self._scratch = Scratch("bias", dtype, self.geometry.device)
+        self._scratch = Scratch("bias", self.dtype, self.geometry.device)
         self._hidden = self._hide_distances()
+        self._set_table(None if table is None else table.to(self.dtype))
+        self._constant: Tensor | None = None
+        self._earliest: int | None = None
+        """How far after its own slot a query's first key may stand, where that alone hides keys."""
+        if not tiling.masked and problem.inside is None and self.geometry.offset is not None:
+            self._earliest = self.geometry.offset if self.geometry.causal else self.geometry.num_keys
+        self._mask_of: tuple[Tile, Tensor | None] | None = None
+
+    def _set_table(self, table: Tensor | None) -> None:
         if table is not None:
-            table = pad(table if unit == 1.0 else table * unit, (0, distances.overhang))
-        self.table = table
-        self._view_table = self._hidden
+            table = pad(table if self.unit == 1.0 else table * self.unit, (0, self.distances.overhang))
+        self._table, self._view_table = table, self._hidden
         if table is not None and not self.in_memory:
             # Views are read off it with strides.
             self._view_table = table if self._hidden is None else table + self._hidden
-        self._mask_of: tuple[Tile, Tensor | None] | None = None
 
     @property
     def differs_between_heads(self) -> bool:
         """Whether heads have biases of their own."""
-        return self.table is not None or self.lanes is not None
+        return self._table is not None or self.key_bias is not None
 
     def for_thread(self) -> Bias:
         """Copy it for another thread: with memory of its own, and all else in common."""
@@ -211,9 +213,68 @@ class Bias:
         one._scratch, one._mask_of = Scratch("bias", self.dtype, self.geometry.device), None
         return one
 
+    def centred(self, tile: Tile, heads: slice, far: bool = False) -> tuple[Bias, Tensor | None]:
+        """The same for the queries and heads of a tile, less a constant near the best that they see.
+
+        Args:
+            tile: all that its queries see.
+            heads: which ones; the result is for no others.
+            far: whether to take the best of a table too.
+
+        Returns:
+            The bias; and the constant, in nats and float64, which the logit scale multiplies, ``(b, h, 1)``; None for
+            0.
+        """
+        far = far and self.problem.table is not None and self.geometry.offset is not None
+        far = far and tile.shape[1] > 0
+        if self.key_bias is None and not far:
+            return self, None
+        one, constant = copy(self), torch.zeros((), dtype=torch.float64, device=self.geometry.device)
+        if self.key_bias is not None:
+            keys = tile.cut_keys(self.key_bias, heads)
+            one._constant = keys.amax(-2, keepdim=True) if tile.shape[1] else keys.new_zeros(1, 1, 1, 1)
+            constant = one._constant.squeeze(-1)
+        if far:
+            assert self.problem.table is not None
+            table, place = self.problem.table[heads], self.distances.place(tile)
+            here, inside = slice(place, place + sum(tile.shape) - 1), self.problem.inside
+            seen = table[:, here] if inside is None else table[:, here].masked_fill(~inside[here], float("-inf"))
+            best = seen.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+            one._set_table((table - best).to(self.dtype))
+            one._first_head = heads.start
+            constant = constant + best
+        return one, constant
+
+    _first_head = 0
+
+    def _table_of(self, table: Tensor, heads: slice) -> Tensor:
+        return table[heads.start - self._first_head : heads.stop - self._first_head]
+
+    def keys(self, tile: Tile, heads: slice) -> Tensor | None:
+        """The part that depends on the key, less the constant, in units, ``(b, h, 1, e)``; None if there is none."""
+        if self.key_bias is None:
+            return None
+        assert self._constant is not None
+        part = (tile.cut_keys(self.key_bias, heads) - self._constant).mT
+        return (part if self.unit == 1.0 else part * self.unit).to(self.dtype)
+
+    def in_full(self, tile: Tile, heads: slice) -> Tensor:
+        """All of it in nats and float64, without a constant, ``(b, h, n, e)``."""
+        total = torch.zeros((), dtype=torch.float64, device=self.geometry.device)
+        if self.problem.table is not None:
+            total = total + self.distances.read(pad(self.problem.table[heads], (0, self.distances.overhang)), tile)
+        if self.key_bias is not None:
+            total = total + tile.cut_keys(self.key_bias, heads).mT
+        if self.problem.row_scale is not None:
+            total = total * self.scale(tile, heads).double()
+        mask = self.mask(tile, heads)
+        if mask is not None:
+            total = total + mask / self.unit
+        return total.expand(tile.number, heads.stop - heads.start, *tile.shape)
+
     def _hide_distances(self) -> Tensor | None:
         """0, or ``-inf`` at distances that no query sees, ``(1, N + overhang)``; None if there are none."""
-        distances, seen = self.distances, self.inside
+        distances, seen = self.distances, self.problem.inside
         if self.geometry.causal and distances.listed is not None:
             past = distances.listed >= 0
             seen = past if seen is None else seen & past
@@ -234,59 +295,73 @@ class Bias:
 
         It is good until the next call, which may write to the same memory.
         """
-        if not self.in_memory:
-            if self._view_table is None or (self.table is None and not self._hides_in(tile)):
+        if not self.in_memory and self.key_bias is None:
+            table = self._view_table
+            if table is None or (self._table is None and not self._hides_in(tile)):
                 return None
-            return self.distances.read(self._view_table if self.table is None else self._view_table[heads], tile)
+            if self._table is not None:
+                table = table[heads.start - self._first_head : heads.stop - self._first_head]
+            return self.distances.read(table, tile)
+        keys = self.keys(tile, heads)
+        if keys is not None and not self.in_memory and not self._hides_in(tile):
+            return keys.expand(-1, -1, tile.shape[0], -1)
         mask = self.mask(tile, heads)
-        if self.table is None and self.lanes is None:
+        if not self.differs_between_heads:
             return mask
-        lanes, scaled = self.lanes is not None, self.row_scale is not None
-        wide = lanes or scaled or (mask is not None and len(mask) > 1) or self.geometry.offset is None
+        scaled, irregular = self.problem.row_scale is not None, self.geometry.offset is None
+        wide = keys is not None or scaled or (mask is not None and len(mask) > 1) or irregular
         out = self._scratch.of(tile.number if wide else 1, heads.stop - heads.start, *tile.shape)
         return self.write(out, tile, heads, None)
 
     def write(self, out: Tensor, tile: Tile, heads: slice, row: Tensor | None) -> Tensor:
         """Write the bias, plus a number per query ``(b, h, n, 1)``, to ``out (b, h, n, e)``."""
-        self._write_stationary(out, tile, heads, row)
-        if self.lanes is None:
-            return out
-        phi, psi = tile.cut_rows(self.lanes[0], heads).flip(2), tile.cut_keys(self.lanes[1], slice(0, 1))
-        return out.add_(phi @ psi.mT, alpha=self.unit)
-
-    def _write_stationary(self, out: Tensor, tile: Tile, heads: slice, row: Tensor | None) -> Tensor:
-        if self.table is None:
-            mask = self(tile, heads) if not self.in_memory else self.mask(tile, heads)
-            if mask is None:
-                return out.zero_() if row is None else out.copy_(row.expand_as(out))
-            return write_affine(mask, row, None, out)
-        if not self.in_memory:
-            bias = self(tile, heads)
-            assert bias is not None
-            return write_affine(bias, row, None, out)
-        # The mask is added, and not set before the scaling: a scale of 0 times -inf would be nan.
-        mask = self.mask(tile, heads)
-        if row is None:
-            row, mask = mask, None
-        scale = None if self.row_scale is None else self.scale(tile, heads)
-        self.distances.write(out, self.table[heads], tile, row, scale)
+        keys, scale = self.keys(tile, heads), None
+        if self.problem.row_scale is not None and (self._table is not None or keys is not None):
+            scale = self.scale(tile, heads)
+        mask = None
+        if self._table is not None and not self.in_memory:
+            view = self._table_of(self._view_table, heads) if self._view_table is not None else None
+            assert view is not None
+            write_affine(self.distances.read(view, tile), row, None, out)
+        else:
+            # It is added, and not set before the scaling: a scale of 0 times -inf would be nan.
+            mask = self.mask(tile, heads)
+            if row is None and keys is None:
+                row, mask = mask, None
+            if self._table is not None:
+                table = self._table_of(self._table, heads)
+                if keys is None:
+                    self.distances.write(out, table, tile, row, scale)
+                else:
+                    self.distances.write(out, table, tile, keys, None)
+                    write_affine(out, row, scale, out)
+            elif keys is not None:
+                write_affine(keys, row, scale, out)
+            elif row is None:
+                out.zero_()
+            else:
+                out.copy_(row.expand_as(out))
         return out if mask is None else out.add_(mask)
 
     def log_prior(self, tile: Tile, heads: slice) -> Tensor:
-        """The log-prior itself, neither scaled nor masked, in units, ``(b or 1, h, n, e)``."""
-        assert self.table is not None
-        return self.distances.read(self.table[heads], tile)
+        """The log-prior, less the constant, neither scaled nor masked, in units, ``(b or 1, h, n or 1, e)``."""
+        keys = self.keys(tile, heads)
+        if self._table is None:
+            assert keys is not None
+            return keys
+        found = self.distances.read(self._table_of(self._table, heads), tile)
+        return found if keys is None else found + keys
 
     def scale(self, tile: Tile, heads: slice) -> Tensor:
         """What multiplies it, ``(b, h, n, 1)``."""
-        assert self.row_scale is not None
-        return tile.cut_rows(self.row_scale, heads).flip(-1).unsqueeze(-1)
+        assert self.problem.row_scale is not None
+        return tile.cut_rows(self.problem.row_scale, heads).flip(-1).unsqueeze(-1)
 
     def _hides_in(self, tile: Tile) -> bool:
         """Whether some distance of the tile may be hidden."""
         if self._hidden is None:
             return False
-        if self.inside is not None or self.geometry.offset is None:
+        if self.problem.inside is not None or self.geometry.offset is None:
             return True
         return tile.last - 1 > tile.start + self.geometry.offset
 
@@ -317,9 +392,7 @@ class Bias:
 
     def blind(self, tile: Tile, bias: Tensor) -> Tensor | None:
         """Which of the tile's queries see no key of it, ``(b or 1, h or 1, n, 1)``; None if every one sees one."""
-        geometry = self.geometry
-        by_causality_alone = not self.tiling.masked and self.inside is None and geometry.offset is not None
-        if by_causality_alone and (not geometry.causal or tile.start + (geometry.offset or 0) >= tile.first):
+        if self._earliest is not None and tile.start + self._earliest >= tile.first:
             return None  # each query sees the first key
         # A view hides by distance alone: read it off one head, without a pass over all of the bias.
         seen = bias if self.tiling.masked else bias[:, :1]

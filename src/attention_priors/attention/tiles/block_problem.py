@@ -31,7 +31,9 @@ class BlockProblem:
     geometry: Geometry
     distances: Distances
     table: Tensor | None
-    """The log-prior of each distance, finite, ``(H, N)``; None for none."""
+    """The log-prior of each distance, finite, ``(H, N)`` in float64; None for none."""
+    key_bias: Tensor | None
+    """The log-prior of each key, finite, ``(B or 1, H, Lk)`` in float64; None for none."""
     inside: Tensor | None
     """``(N,)``: whether the prior lets a query see that distance (a window); None if all."""
     row_scale: Tensor | None
@@ -100,9 +102,9 @@ class BlockProblem:
             count = batch * heads  # each head keeps keys of its own
         return divide(batch, heads, kv_heads, count, unit)
 
-    def bias(self, unit: float = 1.0, lanes: tuple[Tensor, Tensor] | None = None) -> Bias:
-        """Its biases; a nat is the number ``unit``. ``lanes`` as for :class:`Bias`."""
-        return Bias(self.tiling, self.distances, self.table, self.inside, self.row_scale, self.dtype, unit, lanes)
+    def bias(self, unit: float = 1.0) -> Bias:
+        """Its biases; a nat is the number ``unit``."""
+        return Bias(self, self.tiling, unit)
 
 
 def _kept_runs(kept: Tensor) -> Runs:
@@ -124,4 +126,5 @@ class Gradients(NamedTuple):
     """Of :meth:`Content.keys`."""
     value: Tensor
     table: Tensor | None
+    key_bias: Tensor | None
     row_scale: Tensor | None

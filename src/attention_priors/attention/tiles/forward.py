@@ -17,10 +17,11 @@ from torch import Tensor
 
 from attention_priors.attention.content import Content, all_of
 from attention_priors.attention.geometry import block_length
+from attention_priors.attention.observe import note
 from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.tiles.bias import Bias
 from attention_priors.attention.tiles.block_problem import BlockProblem
-from attention_priors.attention.tiles.spoiled import recompute_spoiled_rows
+from attention_priors.attention.tiles.exact import far_rows, recompute_rows
 from attention_priors.attention.tiles.threads import is_crowded, share
 from attention_priors.attention.tiles.tiling import Part, RowBlock, Tile, ranges_of
 from attention_priors.precision import compute_dtype_of
@@ -33,35 +34,35 @@ KEYS_IN_MEMORY = 512
 """Keys per tile where the bias is in memory."""
 BIAS_NUMBERS = 2**20
 """Numbers that a bias in memory may take: 4 MiB in float32."""
-FEW_QUERIES = 32
-"""Queries up to which the product of the lanes is computed apart: to lengthen all keys would be more work."""
+FLASH_ON_CPU = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore[reportPrivateImportUsage]
+"""As ``torch.ops.aten`` has it, without a function of Python around it."""
 
 
 def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
-    """Output ``(B, H, Lq, Dv)`` in the content's dtype, and log-sum-exp ``(B, H, Lq)``."""
-    query, lanes, dtype = content.query, None, content.dtype
-    if content.lane_query is not None and content.lane_key is not None and query.shape[2] <= FEW_QUERIES:
-        lanes = content.lane_query, content.lane_key
-        content = content.without_lanes()
-    bias_of = problem.bias(lanes=lanes)
-    tile = problem.whole
+    """Output ``(B, H, Lq, Dv)`` in the content's dtype, and log-sum-exp ``(B, H, Lq)`` in float64."""
+    query, dtype, bias_of, tile = content.query, content.dtype, problem.bias(), problem.whole
     if tile is not None:
         key, value = _keys_and_values(content, all_of)
         query = _reversed(content.queries(all_of, key.shape[-1]))
         heads = slice(0, query.shape[1])
         keys = (slice(None), slice(None), tile.keys)
-        out, lse = _attend_tile(query, key[keys], value[keys], bias_of, tile, heads, content.softmax_scale)
+        centred, constant = bias_of.centred(tile, heads)
+        out, lse = _attend_tile(query, key[keys], value[keys], centred, tile, heads, content.softmax_scale)
         out, lse = _reversed(out[..., : content.value.shape[-1]]).to(dtype).contiguous(), _reversed(lse)
     else:
         out = query.new_empty(*query.shape[:-1], content.value.shape[-1], dtype=dtype)
         lse = query.new_empty(query.shape[:-1], dtype=problem.dtype)
+        constant = query.new_zeros(query.shape[:-1], dtype=torch.float64)
         at_once = is_crowded() and problem.is_large
         sizes = _sizes_of(problem, bias_of)
         parts = problem.parts(content.key.shape[1], 1, sizes.matrices, at_once)
-        work = [partial(_attend_part, part, sizes, content, problem, _Found(out, lse)) for part in parts]
+        work = [partial(_attend_part, part, sizes, content, problem, _Found(out, lse), constant) for part in parts]
         share(work, bias_of.for_thread, at_once)
-    recompute_spoiled_rows(content, problem, out, lse)
-    return out, lse
+    if constant is not None and problem.row_scale is not None:
+        constant = constant * problem.row_scale
+    whole = lse.double() if constant is None else lse + constant
+    recompute_rows(content, problem, out, lse, whole)
+    return out, whole
 
 
 def _reversed(tensor: Tensor) -> Tensor:
@@ -103,33 +104,53 @@ def _keys_and_values(content: Content, cut: Callable[[Tensor], Tensor]) -> tuple
 
 
 def _attend_part(
-    part: Part, sizes: _Sizes, content: Content, problem: BlockProblem, result: _Found, bias_of: Bias
+    part: Part,
+    sizes: _Sizes,
+    content: Content,
+    problem: BlockProblem,
+    result: _Found,
+    constants: Tensor,
+    bias_of: Bias,
 ) -> None:
-    """Write the ``result`` of some texts and heads."""
+    """Write the ``result`` of some texts and heads, and what is left out of their log-sum-exps."""
     key, value = _keys_and_values(content, part.of_keys)
+    far = False
     for block in _blocks(part, problem, sizes):
-        rows, texts = slice(block.start, block.stop), part.within(block.batches)
-        query = content.queries(lambda x, b=block, r=rows: x[b.batches, part.heads, r], key.shape[-1]).flip(2)
+        whole = block.whole
+        texts, here = part.within(whole.batches), (whole.batches, part.heads, whole.rows)
+        query = content.queries(lambda x, here=here: x[here], key.shape[-1]).flip(2)
 
-        def attend(tile: Tile, query: Tensor, texts: slice = texts) -> _Found:
-            keys = (texts, slice(None), tile.keys)
+        def attend(tile: Tile, query: Tensor, bias_of: Bias, texts: slice = texts) -> _Found:
+            keys = (texts, slice(None), slice(tile.first, tile.last))
             return _attend_tile(query, key[keys], value[keys], bias_of, tile, part.heads, content.softmax_scale)
 
-        if len(block.own) == 1:
-            found = attend(block.own[0], query)
-        else:
-            found = _Found(
-                query.new_empty(*query.shape[:-1], value.shape[-1]),
-                query.new_empty(query.shape[:-1], dtype=problem.dtype),
-            )
-            for tile in block.own:
-                # Reversed, the tile's queries end where the block's begin.
-                here = slice(block.stop - tile.stop, block.stop - tile.start)
-                found.out[:, :, here], found.lse[:, :, here] = attend(tile, query[:, :, here])
-        for tile in block.others:
-            found = _merge(found, attend(tile, query))
-        result.out[block.batches, part.heads, rows] = found.out[..., : result.out.shape[-1]].flip(2)
-        result.lse[block.batches, part.heads, rows] = found.lse.flip(2)
+        centred, constant = bias_of.centred(whole, part.heads, far)
+        found = _attend_block(block, query, partial(attend, bias_of=centred))
+        if not far and problem.table is not None and far_rows(found.lse) is not None:
+            far = True
+            note("from query {} on, a constant is taken from the table for each block of queries", whole.start)
+            centred, constant = bias_of.centred(whole, part.heads, far)
+            found = _attend_block(block, query, partial(attend, bias_of=centred))
+        if constant is not None:
+            constants[here] = constant
+        result.out[here] = found.out[..., : result.out.shape[-1]].flip(2)
+        result.lse[here] = found.lse.flip(2)
+
+
+def _attend_block(block: RowBlock, query: Tensor, attend: Callable[[Tile, Tensor], _Found]) -> _Found:
+    """Attention of a block's queries, in reverse order, over all that they see."""
+    if len(block.own) == 1:
+        found = attend(block.own[0], query)
+    else:
+        parts = []
+        for tile in reversed(block.own):
+            # Reversed, the tile's queries end where the block's begin.
+            stop = block.whole.stop
+            parts.append(attend(tile, query[:, :, stop - tile.stop : stop - tile.start]))
+        found = _Found(*(torch.cat(numbers, dim=2) for numbers in zip(*parts, strict=True)))
+    for tile in block.others:
+        found = _merge(found, attend(tile, query))
+    return found
 
 
 def _blocks(part: Part, problem: BlockProblem, sizes: _Sizes) -> Iterator[RowBlock]:
@@ -142,7 +163,7 @@ def _blocks(part: Part, problem: BlockProblem, sizes: _Sizes) -> Iterator[RowBlo
         ranges = problem.kept_keys(block, part.heads.start)
         tiles = [block._replace(first=a, last=b) for first, last in ranges for a, b in ranges_of(first, last, keys)]
         tiles = tiles or [block._replace(last=block.first)]
-        yield RowBlock(block.batches, block.start, block.stop, tiles[:1], tiles[1:])
+        yield RowBlock(block, tiles[:1], tiles[1:])
 
 
 class _Found(NamedTuple):
@@ -164,7 +185,7 @@ def _attend_tile(
     query: Tensor, key: Tensor, value: Tensor, bias_of: Bias, tile: Tile, heads: slice, scale: float
 ) -> _Found:
     """Attention of a tile's queries, in reverse order, over its keys."""
-    if not tile.shape[1]:
+    if tile.first == tile.last:
         out = query.new_zeros(*query.shape[:-1], value.shape[-1])
         return _Found(out, torch.full(query.shape[:-1], -math.inf, dtype=bias_of.dtype, device=query.device))
     bias = bias_of(tile, heads)
@@ -177,15 +198,13 @@ def _attend_tile(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> _Found:
     """Plain attention with a bias. A query that sees no key gets a meaningless answer."""
-    if is_one_on_cpu(query):
+    _, heads, rows, _ = query.shape
+    if rows == 1 and is_one_on_cpu(query):
         return _attend_one(query, key, value, bias, scale)
     if query.device.type == "cpu":
         if bias is not None:
-            bias = bias.expand(-1, query.shape[1], query.shape[2], -1)
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, False, attn_mask=bias, scale=scale
-        )
-        return _Found(out, lse)
+            bias = bias.expand(-1, heads, rows, -1)
+        return _Found(*FLASH_ON_CPU(query, key, value, attn_mask=bias, scale=scale))
     group = query.shape[1] // key.shape[1]
     # Products of half-precision numbers are exact in float32; in half precision logits would be rounded, and the
     # log-sum-exp with them.

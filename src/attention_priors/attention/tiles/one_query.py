@@ -5,38 +5,49 @@ What makes thousands of queries fast, tiles and views of a table, takes longer t
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from attention_priors.attention.geometry_operator import nobody_watches
+from attention_priors.attention.plan import Plan
 from attention_priors.attention.problem import Problem
-from attention_priors.attention.recentred import is_known_near, may_look
 from attention_priors.attention.tables import consecutive_table
+from attention_priors.attention.tiles.exact import far_rows
 from attention_priors.attention.tiles.forward import is_one_on_cpu, logits_of_one, mean_of_one
-from attention_priors.priors import Prior, Structure
+from attention_priors.priors import Prior
+from attention_priors.priors.base import checked_lanes
 
 
-def attend_one_query(problem: Problem) -> Tensor | None:
+def attend_one_query(problem: Problem, plan: Plan) -> Tensor | None:
     """The output for one query per text that sees every key, ``(B, H, 1, Dv)``; None for any other problem.
 
-    Also None where its log-prior is too far from 0 for float32: see ``recentred.py``.
+    Also None where a row's best logit is too far from 0 for float32.
     """
-    terms = () if problem.prior is None else tuple(problem.prior.terms())
-    if not _sees_every_key(problem) or not all(_is_a_table(term) for term in terms):
+    geometry = problem.geometry
+    if not _sees_every_key(problem):
         return None
-    query, scale, bias = problem.query, problem.row_scale, None
-    if terms:
-        # Its first entry is that of the first key, which is the farthest.
-        bias = consecutive_table(terms, problem.geometry.num_keys - 1, 0, query)
-        assert bias is not None
-        if may_look(problem) and not is_known_near(terms, scale if problem.scales_prior else None):
-            return None
-        bias = bias.unsqueeze(1)
+    query, scale, bias = problem.query, problem.row_scale, problem.key_bias
+    for term in plan.lanes_of(problem):
+        phi, psi = checked_lanes(term, geometry.query_positions, geometry.key_positions, torch.float64)
+        part = (phi @ psi.unsqueeze(-3).mT).squeeze(-2)
+        bias = part if bias is None else bias + part
+    # The first entry is that of the first key, which is the farthest.
+    for terms, highest in ((plan.table_of(problem), geometry.num_keys - 1), (plan.keys_of(problem), 0)):
+        table = consecutive_table(terms, highest, highest - geometry.num_keys + 1, query.device)
+        if table is not None:
+            bias = table if bias is None else bias + table
+    if bias is not None:
+        if problem.key_bias is not None or plan.keys or plan.lanes:
+            bias = bias - bias.amax(-1, keepdim=True)
+        bias = bias.to(problem.compute_dtype).unsqueeze(-2)
     if scale is not None:
         scale = scale.unsqueeze(-1)
         query = query * scale
         bias = bias * scale if bias is not None and problem.scales_prior else bias
-    weights = logits_of_one(query, problem.key, bias, problem.softmax_scale).softmax(-1)
-    return mean_of_one(weights, problem.value)
+    logits = logits_of_one(query, problem.key, bias, problem.softmax_scale)
+    if bias is not None and far_rows(logits.amax(-1)) is not None:
+        return None
+    return mean_of_one(logits.softmax(-1), problem.value)
 
 
 def _sees_every_key(problem: Problem) -> bool:
@@ -48,9 +59,5 @@ def _sees_every_key(problem: Problem) -> bool:
         and problem.kept is None
         and problem.tolerance == 0
         and nobody_watches(problem.query)
+        and all(type(term).visible_at is Prior.visible_at for term in problem.terms)
     )
-
-
-def _is_a_table(term: Prior) -> bool:
-    # A prior that hides keys says so by a method of its own.
-    return Structure.STATIONARY in term.structure and type(term).visible_at is Prior.visible_at

@@ -8,11 +8,17 @@ from torch.nn.functional import pad
 
 from attention_priors.attention.content import Content, all_of
 from attention_priors.attention.tiles.block_problem import BlockProblem, Gradients
+from attention_priors.attention.tiles.exact import far_rows, without_best
 from attention_priors.attention.tiles.tiling import Tile
 
 
 def backward_at_once(
-    content: Content, problem: BlockProblem, tile: Tile, grads: tuple[Tensor, Tensor], wanted: tuple[bool, bool]
+    content: Content,
+    problem: BlockProblem,
+    tile: Tile,
+    lse: Tensor,
+    grads: tuple[Tensor, Tensor],
+    wanted: tuple[bool, bool, bool],
 ) -> Gradients:
     """Gradients of everything, as :func:`backward` has them.
 
@@ -23,11 +29,13 @@ def backward_at_once(
         content: and
         problem: as for :func:`forward`.
         tile: all queries, and the keys that any of them sees.
+        lse: the log-sum-exp.
         grads: those of output and log-sum-exp.
-        wanted: whether to compute those of table and row scale.
+        wanted: whether to compute those of table, biases of keys and row scale.
     """
     (batch, kv_heads), heads = content.key.shape[:2], slice(0, content.query.shape[1])
-    bias_of, dtype, scale = problem.bias(), problem.dtype, problem.softmax_scale
+    dtype, scale = problem.dtype, problem.softmax_scale
+    bias_of, constant = problem.bias().centred(tile, heads)
 
     def stacked(rows: Tensor) -> Tensor:
         # Query heads that share a key head are one matrix.
@@ -42,7 +50,13 @@ def backward_at_once(
         stacked(x[:, :, tile.keys].to(dtype)) for x in (content.keys(all_of, content.width), content.values(all_of))
     )
     logits = torch.empty(batch, heads.stop, *tile.shape, dtype=dtype, device=query.device)
-    bias = bias_of.write(logits, tile, heads, None)
+    if constant is not None:
+        scaled = constant if problem.row_scale is None else constant * problem.row_scale
+        lse = (lse - scaled).to(dtype)
+    if tile.shape[1] and far_rows(lse.to(dtype)) is not None:
+        bias = logits.copy_(without_best(bias_of.in_full(tile, heads))[0])
+    else:
+        bias = bias_of.write(logits, tile, heads, None)
     blind = bias_of.blind(tile, bias) if tile.shape[1] else None
     stacked(logits).baddbmm_(query, key.mT, alpha=scale)
     weights = (
@@ -56,16 +70,19 @@ def backward_at_once(
         logits_grad.addcmul_(weights, grads[1].to(dtype).flip(2).unsqueeze(-1))
     query_grad = torch.bmm(stacked(logits_grad), key).mul_(scale).view(*weights.shape[:3], -1).flip(2)
     key_grad = torch.bmm(query.mT, stacked(logits_grad)).mul_(scale)
-    scale_grad = table_grad = None
-    if problem.row_scale is not None and wanted[1]:
-        scale_grad = (logits_grad * bias_of.log_prior(tile, heads)).sum(-1).flip(2)
+    scale_grad = table_grad = bias_grad = None
+    if problem.row_scale is not None:
+        if wanted[2]:
+            scale_grad = (logits_grad * bias_of.log_prior(tile, heads)).sum(-1).flip(2)
+            if constant is not None:
+                scale_grad += constant * grads[1]
+        logits_grad.mul_(bias_of.scale(tile, heads))
+    if problem.key_bias is not None and wanted[1]:
+        bias_grad = pad(logits_grad.sum(2), (tile.first, problem.geometry.num_keys - tile.last))
     if problem.table is not None and wanted[0]:
-        if problem.row_scale is not None:
-            logits_grad.mul_(bias_of.scale(tile, heads))
-        table_grad = pad(torch.zeros_like(problem.table), (0, problem.distances.overhang))
+        table_grad = pad(torch.zeros_like(problem.table, dtype=dtype), (0, problem.distances.overhang))
         # After as many columns of zeros as there are rows: see Distances.add.
         problem.distances.add(table_grad, tile, pad(logits_grad, (tile.shape[0], 0)))
         table_grad = table_grad[:, : problem.distances.number]
-    return Gradients(
-        query_grad, all_keys(key_grad), all_keys(value_grad).to(content.value.dtype), table_grad, scale_grad
-    )
+    value_grad = all_keys(value_grad).to(content.value.dtype)
+    return Gradients(query_grad, all_keys(key_grad), value_grad, table_grad, bias_grad, scale_grad)

@@ -85,9 +85,8 @@ class Tile(NamedTuple):
 class RowBlock(NamedTuple):
     """Queries that are worked on together, and the tiles that hold all they see."""
 
-    batches: slice
-    start: int
-    stop: int
+    whole: Tile
+    """The queries, and all keys that any of them sees."""
     own: list[Tile]
     """Tiles whose queries, one tile after another, are those of the block."""
     others: list[Tile]
@@ -199,7 +198,7 @@ class Tiling:
                 else:
                     tiles = [Tile(segment.batches, start, stop, *part) for part in ranges_of(first, last, keys)]
                     own, others = tiles[:1] or [Tile(segment.batches, start, stop, first, first)], tiles[1:]
-                yield RowBlock(segment.batches, start, stop, own, others)
+                yield RowBlock(Tile(segment.batches, start, stop, first, last), own, others)
 
     def blocks(self, rows: int) -> Iterator[Tile]:
         """All queries, in tiles of at most so many, with all keys that any of them can see; maybe none."""

@@ -19,9 +19,11 @@ from torch.nn.functional import pad
 
 from attention_priors.attention.content import Content, all_of, columns_together
 from attention_priors.attention.geometry import document_bounds
+from attention_priors.attention.key_bias import best_seen, in_two
 from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.tiles import backward as tiles_backward
 from attention_priors.attention.tiles.block_problem import BlockProblem, Gradients
+from attention_priors.attention.tiles.exact import far_rows, recompute_rows
 from attention_priors.priors import Structure
 
 if TYPE_CHECKING:
@@ -85,8 +87,8 @@ def _interpreted() -> bool:
 def _lane_number(problem: Problem) -> int:
     """How many lanes the terms that have no table bring."""
     number = 0
-    for term in () if problem.prior is None else problem.prior.terms():
-        if Structure.STATIONARY not in term.structure:
+    for term in problem.terms:
+        if not term.structure & (Structure.STATIONARY | Structure.OF_KEYS):
             one = torch.zeros(1, dtype=torch.int64, device=problem.query.device)
             number += term.lanes(one, one).key.shape[-1]
     return number
@@ -171,6 +173,32 @@ class _Launcher:
         return geometry.offset or 0
 
     @cached_property
+    def table(self) -> Tensor | None:
+        """In float32."""
+        table = self.problem.table
+        return None if table is None else table.to(torch.float32).contiguous()
+
+    @cached_property
+    def own(self) -> Tensor | None:
+        """What is taken from the biases of keys, ``(B, H, Lq)`` in float64."""
+        geometry, key_bias = self.problem.geometry, self.problem.key_bias
+        if key_bias is None:
+            return None
+        return best_seen(key_bias, geometry).expand(geometry.batch, -1, -1)
+
+    def without_own(self, lse: Tensor) -> Tensor:
+        """A log-sum-exp as the kernels have it, in float32."""
+        return lse.float() if self.own is None else (lse - self._scaled(self.own)).float()
+
+    def with_own(self, lse: Tensor) -> Tensor:
+        """The log-sum-exp itself, in float64."""
+        return lse.double() if self.own is None else lse + self._scaled(self.own)
+
+    def _scaled(self, own: Tensor) -> Tensor:
+        row_scale = self.problem.row_scale
+        return own if row_scale is None else own * row_scale
+
+    @cached_property
     def configuration(self) -> Configuration:
         width = max(self.sizes["BLOCK_D"], self.sizes["BLOCK_DV"])
         return configuration(width, self.query.dtype)
@@ -183,7 +211,7 @@ class _Launcher:
     @cached_property
     def numbers(self) -> dict[str, Any]:
         """Strides, lengths and distances."""
-        geometry, table = self.problem.geometry, self.problem.table
+        geometry, table = self.problem.geometry, self.table
         strides = {
             f"{name}_{part}": tensor.stride(dim)
             for name, tensor in (("query", self.query), ("key", self.key), ("value", self.value))
@@ -213,9 +241,14 @@ class _Launcher:
             farthest = torch.where(inside, places, len(inside)).amin()
             # The visible distances form one interval. If there are none, it is empty.
             reach = (self.problem.distances.highest - torch.stack([nearest, farthest])).to(torch.int32)
-        row_scale = self.problem.row_scale
-        return {
-            "TABLE": self.problem.table,
+        row_scale, names = self.problem.row_scale, ("KEY_HIGH", "KEY_LOW", "OWN_HIGH", "OWN_LOW")
+        of_keys: dict[str, Tensor | None] = dict.fromkeys(names)
+        if self.problem.key_bias is not None and self.own is not None:
+            key_bias = self.problem.key_bias.detach().expand(self.problem.geometry.batch, -1, -1)
+            numbers = (*in_two(key_bias), *in_two(self.own))
+            of_keys = {name: x.contiguous() for name, x in zip(names, numbers, strict=True)}
+        return of_keys | {
+            "TABLE": self.table,
             "ROW_SCALE": None if row_scale is None else row_scale.contiguous(),
             "REACH": reach,
             "PADDING": self._each_batch(self.problem.geometry.key_padding_mask, torch.int8),
@@ -327,7 +360,7 @@ def visited(kept: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
-    """Output ``(B, H, Lq, Dv)`` in the content's dtype, and log-sum-exp ``(B, H, Lq)`` in float32.
+    """Output ``(B, H, Lq, Dv)`` in the content's dtype, and log-sum-exp ``(B, H, Lq)`` in float64.
 
     Args:
         content: queries, keys, values.
@@ -351,7 +384,9 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
         **launcher.ranges(of_keys=False),
         **launcher.lists(of_keys=False),
     )
-    return out, lse
+    whole = launcher.with_own(lse)
+    recompute_rows(content, problem, out, lse, whole)
+    return out, whole
 
 
 def _joined(content: Content) -> tuple[Tensor, ...]:
@@ -364,21 +399,22 @@ def backward(
     problem: BlockProblem,
     saved: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor],
-    wanted: tuple[bool, bool],
+    wanted: tuple[bool, bool, bool],
 ) -> Gradients:
     """Gradients of everything; arguments as for :func:`forward` and :func:`block_attention.backward`."""
     from attention_priors.attention.triton import kernels as kernels
 
     table, row_scale = problem.table, problem.row_scale
     wants_table = table is not None and wanted[0]
-    if wants_table and problem.geometry.offset is None:
-        # The pairs of a distance lie on no diagonal there. (Nor is anything pruned.)
-        return tiles_backward.backward(content, problem, saved, grads, wanted)
     query, key, value = _joined(content)
     launcher = _Launcher(query, key, value, problem)
+    relative = launcher.without_own(saved[1])
+    if (wants_table and problem.geometry.offset is None) or far_rows(relative) is not None:
+        # The pairs of a distance lie on no diagonal there. (Nor is anything pruned.) Or float32 is not exact enough.
+        return tiles_backward.backward(content, problem, saved, grads, wanted)
     geometry = problem.geometry
     heads = geometry.batch * geometry.heads
-    lse = saved[1].masked_fill(torch.isneginf(saved[1]), 0.0)
+    lse = relative.masked_fill(torch.isneginf(relative), 0.0)
     out_grad, lse_grad = columns_together(grads[0].to(query.dtype)), grads[1].to(torch.float32).contiguous()
     constant = torch.linalg.vecdot(saved[0].float(), out_grad.float()) - lse_grad
     rest = torch.empty_like(lse)
@@ -396,9 +432,12 @@ def backward(
     )
     scale_grad = (
         torch.empty_like(row_scale, memory_format=torch.contiguous_format)
-        if row_scale is not None and wanted[1]
+        if row_scale is not None and wanted[2]
         else None
     )
+    bias_grad = None
+    if problem.key_bias is not None and wanted[1]:
+        bias_grad = torch.empty(geometry.batch, geometry.heads, geometry.num_keys, device=query.device)
     size = launcher.configuration.query_grad
     launcher.run(
         kernels.query_grad_kernel,
@@ -420,6 +459,7 @@ def backward(
         size,
         KEY_GRAD=key_grad,
         VALUE_GRAD=value_grad,
+        BIAS_GRAD=bias_grad,
         **rows,
         **launcher.bias,
         **launcher.positions,
@@ -429,7 +469,9 @@ def backward(
     table_grad = None
     if wants_table:
         table_grad = _table_grad(launcher, rows | {"LSE_GRAD": lse_grad})
-    return Gradients(query_grad, key_grad, value_grad.to(content.value.dtype), table_grad, scale_grad)
+    if scale_grad is not None and launcher.own is not None:
+        scale_grad += (launcher.own * lse_grad).to(scale_grad.dtype)
+    return Gradients(query_grad, key_grad, value_grad.to(content.value.dtype), table_grad, bias_grad, scale_grad)
 
 
 def _table_grad(launcher: _Launcher, rows: dict[str, Any]) -> Tensor:
@@ -437,7 +479,7 @@ def _table_grad(launcher: _Launcher, rows: dict[str, Any]) -> Tensor:
     from attention_priors.attention.triton import kernels as kernels
 
     problem, size = launcher.problem, launcher.configuration.table_grad
-    geometry, table = problem.geometry, problem.table
+    geometry, table = problem.geometry, launcher.table
     assert geometry.offset is not None
     assert table is not None
     # A strip holds the tiles whose first key lies so many blocks of keys after their first query.

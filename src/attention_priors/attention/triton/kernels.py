@@ -101,13 +101,22 @@ def _visible(slots, number, d, lowest, farthest, first, last, query_document, ke
 
 
 @triton.jit
-def _biased(products, d, visible, table, row_scale, highest, softmax_scale, MASKED: tl.constexpr):
+def _of_key(high, low, own_high, own_low):
+    """A number of keys less one of queries, each a sum of two float32 numbers."""
+    return (high - own_high) + (low - own_low)
+
+
+@triton.jit
+def _biased(products, d, visible, table, of_key, row_scale, highest, softmax_scale, MASKED: tl.constexpr):
     """Logits from dot products, and the log-prior that was added to them."""
     logits = products * softmax_scale
     bias = 0.0
     if table is not None:
         # A pair that is not seen may have no place in the table.
         bias = _read(table + (tl.where(visible, highest - d, 0) if MASKED else highest - d))
+    if of_key is not None:
+        bias += of_key
+    if table is not None or of_key is not None:
         if row_scale is not None:
             logits += bias * row_scale
         else:
@@ -200,6 +209,10 @@ def forward_kernel(
     OUT,
     LSE,
     TABLE,
+    KEY_HIGH,
+    KEY_LOW,
+    OWN_HIGH,
+    OWN_LOW,
     ROW_SCALE,
     REACH,
     FIRST,
@@ -254,6 +267,8 @@ def forward_kernel(
     queries = QUERY + batch * query_batch + head.to(tl.int64) * query_head
     q = _load_rows(queries, row, query_row, D, BLOCK_D)
     row_scale = None if ROW_SCALE is None else tl.load(ROW_SCALE + both * num_queries + row)[:, None]
+    own_high = None if KEY_HIGH is None else tl.load(OWN_HIGH + both * num_queries + row)[:, None]
+    own_low = None if KEY_HIGH is None else tl.load(OWN_LOW + both * num_queries + row)[:, None]
     first = None if FIRST is None else tl.load(FIRST + batch * num_queries + row)[:, None]
     last = None if LAST is None else tl.load(LAST + batch * num_queries + row)[:, None]
     own = row + offset if QUERY_POSITIONS is None else tl.load(QUERY_POSITIONS + batch * num_queries + row)
@@ -302,9 +317,12 @@ def forward_kernel(
                     )
                     padded = None if PADDING is None else tl.load(PADDING + batch * num_keys + column)[None, :]
                     visible = _visible(j[None, :], num_keys, d, lowest, farthest, first, last, document, theirs, padded)
+                high = None if KEY_HIGH is None else tl.load(KEY_HIGH + both * num_keys + column)[None, :]
+                low = None if KEY_HIGH is None else tl.load(KEY_LOW + both * num_keys + column)[None, :]
+                of_key = None if KEY_HIGH is None else _of_key(high, low, own_high, own_low)
                 k = _load_rows(keys, column, key_row, D, BLOCK_D)
                 logits, _ = _biased(
-                    _dot(q, tl.trans(k)), d, visible, table, row_scale, highest, softmax_scale, MASKED == 1
+                    _dot(q, tl.trans(k)), d, visible, table, of_key, row_scale, highest, softmax_scale, MASKED == 1
                 )
                 new_top = tl.maximum(top, tl.max(logits, 1))
                 # A row that has seen nothing yet: -inf less -inf would be nan.
@@ -339,6 +357,10 @@ def query_grad_kernel(
     QUERY_GRAD,
     SCALE_GRAD,
     TABLE,
+    KEY_HIGH,
+    KEY_LOW,
+    OWN_HIGH,
+    OWN_LOW,
     ROW_SCALE,
     REACH,
     FIRST,
@@ -403,6 +425,8 @@ def query_grad_kernel(
     lse_grad = tl.load(LSE_GRAD + both * num_queries + row)
     constant = tl.load(CONSTANT + both * num_queries + row)
     row_scale = None if ROW_SCALE is None else tl.load(ROW_SCALE + both * num_queries + row)[:, None]
+    own_high = None if KEY_HIGH is None else tl.load(OWN_HIGH + both * num_queries + row)[:, None]
+    own_low = None if KEY_HIGH is None else tl.load(OWN_LOW + both * num_queries + row)[:, None]
     first = None if FIRST is None else tl.load(FIRST + batch * num_queries + row)[:, None]
     last = None if LAST is None else tl.load(LAST + batch * num_queries + row)[:, None]
     own = row + offset if QUERY_POSITIONS is None else tl.load(QUERY_POSITIONS + batch * num_queries + row)
@@ -453,10 +477,13 @@ def query_grad_kernel(
                     )
                     padded = None if PADDING is None else tl.load(PADDING + batch * num_keys + column)[None, :]
                     visible = _visible(j[None, :], num_keys, d, lowest, farthest, first, last, document, theirs, padded)
+                high = None if KEY_HIGH is None else tl.load(KEY_HIGH + both * num_keys + column)[None, :]
+                low = None if KEY_HIGH is None else tl.load(KEY_LOW + both * num_keys + column)[None, :]
+                of_key = None if KEY_HIGH is None else _of_key(high, low, own_high, own_low)
                 k = _load_rows(keys, column, key_row, D, BLOCK_D)
                 v = _load_rows(values, column, value_row, DV, BLOCK_DV)
                 logits, bias = _biased(
-                    _dot(q, tl.trans(k)), d, visible, table, row_scale, highest, softmax_scale, MASKED == 1
+                    _dot(q, tl.trans(k)), d, visible, table, of_key, row_scale, highest, softmax_scale, MASKED == 1
                 )
                 weights = tl.exp2((logits - lse[:, None]) * LOG2_E)
                 logits_grad = weights * (_dot(o, tl.trans(v)) - constant[:, None])
@@ -494,7 +521,12 @@ def key_grad_kernel(
     REST,
     KEY_GRAD,
     VALUE_GRAD,
+    BIAS_GRAD,
     TABLE,
+    KEY_HIGH,
+    KEY_LOW,
+    OWN_HIGH,
+    OWN_LOW,
     ROW_SCALE,
     REACH,
     FIRST,
@@ -577,6 +609,9 @@ def key_grad_kernel(
         queries = QUERY + batch * query_batch + head.to(tl.int64) * query_head
         out_grads = OUT_GRAD + batch * grad_batch + head.to(tl.int64) * grad_head
         table = None if TABLE is None else TABLE + head * table_head
+        high = None if KEY_HIGH is None else tl.load(KEY_HIGH + both * num_keys + column)[:, None]
+        low = None if KEY_HIGH is None else tl.load(KEY_LOW + both * num_keys + column)[:, None]
+        bias_grad = tl.zeros((KEYS,), tl.float32)
         slots = None
         if SLOTS is not None:
             place = both * tl.cdiv(num_keys, SLOT) + first_slot // SLOT
@@ -610,13 +645,28 @@ def key_grad_kernel(
                     lse = tl.load(LSE + both * num_queries + row)
                     rest = tl.load(REST + both * num_queries + row)
                     constant = tl.load(CONSTANT + both * num_queries + row)
+                    own_high = None if KEY_HIGH is None else tl.load(OWN_HIGH + both * num_queries + row)[None, :]
+                    own_low = None if KEY_HIGH is None else tl.load(OWN_LOW + both * num_queries + row)[None, :]
+                    of_key = None if KEY_HIGH is None else _of_key(high, low, own_high, own_low)
                     logits, _ = _biased(
-                        _dot(k, tl.trans(q)), d, visible, table, row_scale, highest, softmax_scale, MASKED == 1
+                        _dot(k, tl.trans(q)),
+                        d,
+                        visible,
+                        table,
+                        of_key,
+                        row_scale,
+                        highest,
+                        softmax_scale,
+                        MASKED == 1,  # pyright: ignore[reportArgumentType]
                     )
                     weights = tl.exp2((logits - lse[None, :]) * LOG2_E + rest[None, :])
                     logits_grad = weights * (_dot(v, tl.trans(o)) - constant[None, :])
                     value_grad += _dot(weights.to(o.dtype), o)
                     key_grad += _dot(logits_grad.to(q.dtype), q)
+                    if BIAS_GRAD is not None:
+                        bias_grad += tl.sum(logits_grad if row_scale is None else logits_grad * row_scale, 1)
+        if BIAS_GRAD is not None:
+            tl.store(BIAS_GRAD + both * num_keys + j, bias_grad, mask=j < num_keys)
 
     both = tl.program_id(1).to(tl.int64)
     key_grad = key_grad * softmax_scale
@@ -638,6 +688,10 @@ def table_grad_kernel(
     REST,
     PARTS,
     TABLE,
+    KEY_HIGH,
+    KEY_LOW,
+    OWN_HIGH,
+    OWN_LOW,
     ROW_SCALE,
     REACH,
     FIRST,
@@ -726,11 +780,18 @@ def table_grad_kernel(
             k = _load_rows(keys, column, key_row, D, BLOCK_D)
             v = _load_rows(values, column, value_row, DV, BLOCK_DV)
             logits = _dot(q, tl.trans(k)) * softmax_scale
+            whole = bias
+            if KEY_HIGH is not None:
+                high = tl.load(KEY_HIGH + both * num_keys + column)[None, :]
+                low = tl.load(KEY_LOW + both * num_keys + column)[None, :]
+                own_high = tl.load(OWN_HIGH + both * num_queries + row)[:, None]
+                own_low = tl.load(OWN_LOW + both * num_queries + row)[:, None]
+                whole = bias + _of_key(high, low, own_high, own_low)
             if ROW_SCALE is not None:
                 row_scale = tl.load(ROW_SCALE + both * num_queries + row)[:, None]
-                logits += bias * row_scale
+                logits += whole * row_scale
             else:
-                logits += bias
+                logits += whole
             logits = tl.where(visible, logits, float("-inf"))
             lse = tl.load(LSE + both * num_queries + row)
             rest = tl.load(REST + both * num_queries + row)

@@ -26,6 +26,7 @@ from attention_priors.priors import (
     RelativeBuckets,
     Spectral,
     Spectral2d,
+    Structure,
     Window,
     alibi_slopes,
     grid_positions,
@@ -78,7 +79,7 @@ def _plain(case: Case, inputs: Inputs, place: Place = _line) -> Prepared:
 def widened(head_dim: int) -> int:
     """Return the head dimension with the lanes of GOAT's prior, rounded up to a multiple of 8 as in ``attend()``."""
     one = torch.zeros(1, dtype=torch.int64)
-    lanes = sum(term.lanes(one, one).key.shape[-1] for term in _goat(1).terms())
+    lanes = sum(t.lanes(one, one).key.shape[-1] for t in _goat(1).terms() if Structure.FACTORED in t.structure)
     return -(-(head_dim + lanes) // 8) * 8
 
 

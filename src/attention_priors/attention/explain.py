@@ -1,0 +1,71 @@
+"""``explain()``: what ``attend()`` does with its arguments, in words."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from attention_priors.attention.attend import as_autocast_has_it, solve
+from attention_priors.attention.observe import noted
+from attention_priors.attention.plan import Backend, make_plan, why_not
+from attention_priors.attention.problem import Options, Problem, make_problem
+from attention_priors.priors import Prior
+
+NAMED: tuple[Backend, ...] = ("triton", "lanes", "toeplitz")
+"""The engines that ``auto`` chooses from, beside the dense formula."""
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prior: Prior | None = None,
+    *,
+    return_lse: bool = False,
+    backend: Backend = "auto",
+    **options: Unpack[Options],
+) -> str:
+    """Tell which engine computes ``attend(query, key, value, prior, ...)``, how each part reaches it, and why.
+
+    It also computes the attention once, for what an engine does where numbers are too large for float32 depends on
+    them.
+
+    Args:
+        query: as all others, what :func:`attend` takes.
+        key: likewise.
+        value: likewise.
+        prior: likewise.
+        return_lse: likewise.
+        backend: likewise.
+        options: likewise.
+
+    Returns:
+        Lines of text.
+
+    Raises:
+        ValueError: as :func:`attend`.
+    """
+    problem = make_problem(*as_autocast_has_it(query, key, value), prior, **options)
+    need_lse = return_lse or problem.null_logit is not None
+    plan = make_plan(problem, backend, need_lse=need_lse)
+    lines = [f"{plan.engine}: {plan.why}"]
+    if backend == "auto":
+        passed = {name: why_not(problem, name, need_lse=need_lse) for name in NAMED if name != plan.engine}
+        lines += [f"not {name}: {reason}" for name, reason in passed.items() if reason is not None]
+    lines += _parts(problem, plan.table, "one number per distance and head")
+    lines += _parts(problem, plan.keys, "one number per key and head")
+    lines += _parts(problem, plan.lanes, "columns of queries and keys")
+    if problem.key_bias is not None:
+        lines.append("key_bias: one number per key and head, less a constant for each block of queries")
+    if problem.null_logit is not None:
+        lines.append("null_logit: takes its share of the output at the end")
+    if problem.tolerance > 0:
+        lines.append(f"tolerance: blocks of keys that weigh less than {problem.tolerance:g} together are left out")
+    with noted() as notes, torch.no_grad():
+        solve(problem, backend, need_lse=need_lse)
+    return "\n".join([*lines, *notes])
+
+
+def _parts(problem: Problem, places: tuple[int, ...], what: str) -> list[str]:
+    return [f"{problem.terms[place].name}: {what}" for place in places]

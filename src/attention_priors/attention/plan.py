@@ -1,0 +1,144 @@
+"""How a problem is computed, and why: the one place that chooses.
+
+A plan is static: it follows from shapes, dtypes, devices, from what is given and what kinds of terms a prior has, and
+holds no tensors. What an engine does about numbers that are too large for float32 depends on values, and is its own.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from attention_priors.attention.problem import Problem
+from attention_priors.attention.triton.backend import why_not as why_not_triton
+from attention_priors.priors import Prior, Structure
+
+Backend = Literal["auto", "reference", "blockwise", "lanes", "toeplitz", "flex", "triton"]
+BACKENDS: tuple[Backend, ...] = ("auto", "reference", "blockwise", "lanes", "toeplitz", "flex", "triton")
+FEW_QUERIES = 64
+"""Keys per query from which on a table is faster than lanes."""
+
+
+class Plan(NamedTuple):
+    """Which engine computes a problem, and how the terms of its prior reach it, by their places in the sum."""
+
+    engine: Backend
+    why: str
+    """Why this engine."""
+    table: tuple[int, ...]
+    """Stationary terms, which are numbers per distance and head."""
+    keys: tuple[int, ...]
+    """Terms that depend on the key alone: numbers per key and head."""
+    lanes: tuple[int, ...]
+    """Factored terms, which are columns of queries and keys."""
+
+    def table_of(self, problem: Problem) -> list[Prior]:
+        """The terms that are in the table."""
+        return [problem.terms[index] for index in self.table]
+
+    def keys_of(self, problem: Problem) -> list[Prior]:
+        """The terms that depend on the key alone."""
+        return [problem.terms[index] for index in self.keys]
+
+    def lanes_of(self, problem: Problem) -> list[Prior]:
+        """The terms that are in lanes."""
+        return [problem.terms[index] for index in self.lanes]
+
+
+def make_plan(problem: Problem, backend: Backend, *, need_lse: bool) -> Plan:
+    """Choose the engine, and where each term of the prior goes.
+
+    Args:
+        problem: what is asked.
+        backend: the engine's name, or ``auto``.
+        need_lse: whether the log-sum-exp is wanted.
+
+    Raises:
+        ValueError: an engine that is asked for by name does not compute this; it says why.
+    """
+    if backend == "auto":
+        engine, why = _choose(problem)
+    else:
+        engine, why = backend, "it is asked for by name"
+        reason = why_not(problem, backend, need_lse=need_lse)
+        if reason is not None:
+            raise ValueError(f"backend={backend!r} cannot compute this: {reason}")
+    if problem.query.shape[0] == 0:
+        engine, why = "reference", "there are no texts"
+    places: tuple[list[int], ...] = [], [], []
+    for index, term in enumerate(problem.terms):
+        kind = term.structure
+        in_lanes = engine == "lanes" and Structure.FACTORED in kind
+        where = 0 if Structure.STATIONARY in kind and not in_lanes else 1 if Structure.OF_KEYS in kind else 2
+        places[where].append(index)
+    return Plan(engine, why, *map(tuple, places))
+
+
+def why_not(problem: Problem, backend: Backend, *, need_lse: bool) -> str | None:
+    """Why an engine cannot compute a problem; None if it can."""
+    if backend in ("reference", "blockwise"):
+        return None
+    if backend == "triton":
+        return why_not_triton(problem)
+    if needs_autograd(problem):
+        return "it does not compute relative, dropout_p or a gradient of attn_mask; use 'auto'"
+    if backend == "lanes" and not is_factored(problem):
+        return f"it needs a prior that is factored, got {problem.prior!r}; use backend='toeplitz'"
+    return _why_not_flex(problem, need_lse) if backend == "flex" else None
+
+
+def needs_autograd(problem: Problem) -> bool:
+    """Whether only the dense formula has all of it, or its gradients."""
+    mask = problem.geometry.attn_mask
+    return problem.relative is not None or problem.dropout_p > 0 or (mask is not None and mask.requires_grad)
+
+
+def is_factored(problem: Problem) -> bool:
+    """Whether every term of the prior has lanes, or depends on the key alone."""
+    return all(term.structure & (Structure.FACTORED | Structure.OF_KEYS) for term in problem.terms)
+
+
+def _choose(problem: Problem) -> tuple[Backend, str]:
+    if needs_autograd(problem):
+        return "blockwise", "relative, dropout_p and an attn_mask with a gradient are computed by the dense formula"
+    if problem.query.is_cuda and why_not_triton(problem) is None:
+        return "triton", "the kernels compute all of it"
+    if not problem.terms:
+        return "lanes", "without a prior it is one call of PyTorch's attention"
+    if not is_factored(problem):
+        return "toeplitz", "not all of the prior is factored"
+    if all(Structure.FACTORED not in term.structure for term in problem.terms):
+        return "toeplitz", "nothing of the prior is factored"
+    if FEW_QUERIES * problem.geometry.num_queries <= problem.geometry.num_keys:
+        return "toeplitz", "for few queries, to lengthen every key would be most of the work"
+    if all(Structure.STATIONARY in term.structure for term in problem.terms):
+        if problem.query.dtype in (torch.float16, torch.bfloat16):
+            return "toeplitz", "lanes are computed in float32, a table's products in half precision"
+        if problem.tolerance > 0:
+            return "toeplitz", "pruning bounds a table better than lanes"
+    return "lanes", "all of the prior is factored"
+
+
+def _why_not_flex(problem: Problem, need_lse: bool) -> str | None:
+    """What FlexAttention would refuse in the middle of it, or would do otherwise."""
+    query = problem.query
+    if query.dtype == torch.float64:
+        return "it computes in float32, and query is float64; use backend='toeplitz'"
+    if problem.key_bias is not None and (problem.geometry.has_given_positions):
+        return "it does not compute key_bias with query_positions or key_positions; use backend='toeplitz'"
+    if query.device.type != "cpu":
+        return None
+    tensors = {"query": query, "key": problem.key, "value": problem.value, "logit_scale": problem.row_scale}
+    tensors["key_bias"] = problem.key_bias
+    if problem.prior is not None:
+        tensors |= {f"prior.{name}": parameter for name, parameter in problem.prior.named_parameters()}
+    learned = [name for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad]
+    if torch.is_grad_enabled() and learned:
+        return (
+            f"on CPUs FlexAttention has no backward pass, and {', '.join(learned)} require gradients; use "
+            "backend='toeplitz', or torch.no_grad()"
+        )
+    if need_lse:
+        return "on CPUs FlexAttention does not return the log-sum-exp (return_lse, null_logit); use backend='toeplitz'"
+    return None

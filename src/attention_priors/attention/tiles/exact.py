@@ -1,0 +1,96 @@
+"""Rows that float32, or masks that are added, do not compute exactly: found, and computed again.
+
+A float32 of size ``z`` is wrong by up to ``z · 2^-24``: a log-prior of -5000 nats by 3e-4. As a rule that is of no
+account, since a query looks where the log-prior is near 0, and a key at -5000 nats weighs nothing beside it. But where
+all keys are far, or the logit scale is negative, the best keys are at such numbers, and the row's log-sum-exp shows it.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attention_priors.attention.content import Content
+from attention_priors.attention.geometry import block_length
+from attention_priors.attention.observe import note
+from attention_priors.attention.tiles.bias import Bias
+from attention_priors.attention.tiles.block_problem import BlockProblem
+from attention_priors.attention.tiles.tiling import Tile, Tiling, ranges_of
+
+NEAR = 400.0
+"""Nats from 0 up to which float32 is exact to 1e-4: log-prior, logit and what they are made of are each rounded."""
+
+
+def far_rows(lse: Tensor) -> Tensor | None:
+    """Which rows are NaN, or beyond ``NEAR``; None for none. A row that sees nothing is neither."""
+    # Two numbers to look at, as a rule.
+    low, high = (float(end) for end in lse.detach().aminmax())
+    if low >= -NEAR and high <= NEAR:
+        return None
+    far = ~(lse.abs() <= NEAR) & ~torch.isneginf(lse)
+    if lse.dtype == torch.float64:
+        far = lse.isnan()
+    return far if bool(far.any()) else None
+
+
+def recompute_rows(content: Content, problem: BlockProblem, out: Tensor, lse: Tensor, whole: Tensor) -> None:
+    """Overwrite rows whose log-sum-exp is NaN, or far from 0, with rows that are computed exactly.
+
+    Their log-priors are computed in float64, less the best that the row sees, and their masks are set instead of added.
+    (A hidden key that is not finite has a logit of NaN or infinity. With a mask of ``-inf`` added, this logit stays NaN
+    and spoils rows that do not see the key. Rows that see such a key are NaN either way.) Memory: as many logits as
+    :func:`block_length` allows.
+
+    Args:
+        content: and
+        problem: as for :func:`forward`; blocks of keys that pruning leaves out are computed too.
+        out: is written to, ``(B, H, Lq, Dv)``.
+        lse: the log-sum-exp, ``(B, H, Lq)``, less the constants that were taken from its rows.
+        whole: the log-sum-exp itself, in float64; is written to.
+    """
+    far = far_rows(lse)
+    if far is None:
+        return
+    note("{} of {} rows are computed in float64, block by block", int(far.sum()), far.numel())
+    geometry = problem.geometry
+    tile = Tile(slice(0, geometry.batch), 0, geometry.num_queries, 0, geometry.num_keys)
+    tiling = Tiling(geometry, None, [tile], geometry.has_masks)
+    bias_of = Bias(problem, tiling)
+    rows = block_length(geometry.batch * geometry.heads * geometry.num_keys)
+    for start, stop in ranges_of(0, geometry.num_queries, rows):
+        here = far[:, :, start:stop]
+        if bool(here.any()):
+            first, last = tiling.keys_of(tile, start, stop)
+            block = tile._replace(start=start, stop=stop, first=first, last=last)
+            part_out, part_lse = _attend(content, bias_of, block)
+            out[:, :, start:stop] = torch.where(here.unsqueeze(-1), part_out.to(out.dtype), out[:, :, start:stop])
+            whole[:, :, start:stop] = torch.where(here, part_lse, whole[:, :, start:stop])
+
+
+def without_best(bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Biases ``(..., e)`` less the best of each row, and the best, ``(..., 1)``; 0 for a row that sees nothing."""
+    best = bias.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    return bias - best, best
+
+
+def _attend(content: Content, bias_of: Bias, tile: Tile) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a tile's queries, in order."""
+    dtype, (batch, kv_heads) = bias_of.dtype, content.key.shape[:2]
+    heads, cut = slice(0, content.query.shape[1]), partial(tile.cut_keys, heads=slice(0, kv_heads))
+    query = content.queries(partial(tile.cut_rows, heads=heads), content.width).to(dtype).flip(2)
+    key, value = content.keys(cut, content.width).to(dtype), content.values(cut).to(dtype)
+    bias, best = without_best(bias_of.in_full(tile, heads))
+    logits = bias.to(dtype)
+    # Query heads that share a key head are one matrix.
+    matrices = (batch, kv_heads, -1)
+    products = query.reshape(*matrices, key.shape[-1]) @ key.mT
+    logits = logits + products.view_as(logits) * content.softmax_scale
+    # Only a mask hides: a log-prior is finite.
+    logits.masked_fill_(torch.isneginf(bias), -math.inf)
+    lse = logits.logsumexp(-1)
+    weights = logits.softmax(-1).masked_fill_(torch.isneginf(lse).unsqueeze(-1), 0.0)
+    out = (weights.view(*matrices, tile.shape[1]) @ value).view(*query.shape[:3], -1)
+    return out.flip(2), (lse + best.squeeze(-1)).flip(2)

@@ -1,0 +1,64 @@
+"""What decides how a call is computed, in words."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from attention_priors import ClippedOffsets, GeneralizedGaussian, KeySink, Laplace, ShawVectors, Spectral, explain
+from attention_priors.attention.plan import make_plan
+from attention_priors.attention.problem import make_problem
+
+QUERY, KEY, VALUE = torch.randn(3, 1, 4, 300, 8).unbind()
+
+
+def engine(prior: Any = None, **options: Any) -> str:
+    return explain(QUERY, KEY, VALUE, prior, **options).splitlines()[0]
+
+
+def test_which_engine() -> None:
+    assert engine() == "lanes: without a prior it is one call of PyTorch's attention"
+    assert engine(Laplace(4)) == "toeplitz: not all of the prior is factored"
+    assert engine(Spectral(4)) == "lanes: all of the prior is factored"
+    assert engine(Spectral(4), tolerance=0.1) == "toeplitz: pruning bounds a table better than lanes"
+    assert engine(KeySink(4, 64)) == "toeplitz: nothing of the prior is factored"
+    assert engine(relative=ShawVectors(8, 4)).startswith("blockwise: relative")
+    assert engine(Laplace(4), backend="reference") == "reference: it is asked for by name"
+
+
+def test_where_each_term_goes() -> None:
+    told = explain(
+        QUERY, KEY, VALUE, Laplace(4) + KeySink(4, 64), key_bias=torch.zeros(1, 4, 300), null_logit=torch.zeros(4)
+    )
+    assert "laplace: one number per distance and head" in told
+    assert "key_sink: one number per key and head" in told
+    assert "key_bias: one number per key and head, less a constant for each block of queries" in told
+    assert "null_logit: takes its share" in told
+    assert "not lanes: it needs a prior that is factored" in told
+    assert "spectral: columns of queries and keys" in explain(QUERY, KEY, VALUE, Spectral(4))
+
+
+def test_what_is_done_about_large_numbers() -> None:
+    near = explain(QUERY, KEY, VALUE, Laplace(4))
+    assert "float64" not in near
+    assert "constant" not in near
+    far = ClippedOffsets(4)
+    with torch.no_grad():
+        far.bias.fill_(-5000.0)
+    assert "from query 0 on, a constant is taken from the table" in explain(QUERY, KEY, VALUE, far)
+    gates = torch.full((1, 4, 300), -1e4, dtype=torch.float64).cumsum(-1)
+    assert "rows are computed in float64, block by block" in explain(QUERY, KEY, VALUE, key_bias=-gates)
+
+
+def test_an_engine_that_is_asked_for_by_name_computes_or_says_why_not() -> None:
+    with pytest.raises(ValueError, match="backend='lanes' cannot compute this: it needs a prior that is factored"):
+        explain(QUERY, KEY, VALUE, Laplace(4), backend="lanes")
+
+
+def test_a_plan_is_static() -> None:
+    """It can be hashed, holds no tensors, and is equal for problems that differ in numbers alone."""
+    prior = GeneralizedGaussian(4) + KeySink(4, 64)
+    plans = [make_plan(make_problem(x, KEY, VALUE, prior), "auto", need_lse=False) for x in (QUERY, QUERY + 1)]
+    assert plans[0] == plans[1]
+    assert len({*plans}) == 1
+    assert not any(isinstance(part, torch.Tensor) for part in plans[0])

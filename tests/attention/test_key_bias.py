@@ -1,0 +1,151 @@
+"""Numbers of keys beside the prior: meaning, bad ones, precision, merging. `cases()` draws them for other tests."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attention_priors import GeneralizedGaussian, KeySink, Laplace, PriorAttention, SSMax, attend
+from attention_priors.attention import attend_with_weights
+
+
+def some(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def forgetting(gates: Tensor) -> Tensor:
+    """The sums of a forget gate, floored where a gate is 0."""
+    return -gates.log().clamp(min=-1e4).cumsum(-1)
+
+
+def test_it_is_added_to_the_prior() -> None:
+    query, key, value, bias = some(2, 4, 7, 4), some(2, 2, 9, 4), some(2, 2, 9, 5), some(2, 4, 9)
+    mask = bias.unsqueeze(-2).expand(-1, -1, 7, -1)
+    for scale in (None, SSMax(4, include_prior=False)):
+        options: Any = {"causal": True, "logit_scale": scale}
+        expected = attend(query, key, value, Laplace(4), attn_mask=mask, **options)
+        torch.testing.assert_close(attend(query, key, value, Laplace(4), key_bias=bias, **options), expected)
+        out, weights = attend_with_weights(query, key, value, Laplace(4), key_bias=bias, **options)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(weights @ value.repeat_interleave(2, 1), expected)
+
+
+def test_one_for_each_head_of_the_keys_is_one_for_all_that_share_it() -> None:
+    query, key, bias = some(1, 4, 5, 4), some(1, 2, 5, 4), some(1, 2, 5)
+    expected = attend(query, key, key, key_bias=bias.repeat_interleave(2, 1))
+    torch.testing.assert_close(attend(query, key, key, key_bias=bias), expected)
+
+
+def test_a_key_sink_is_one() -> None:
+    query, key = some(2, 2, 300, 4), some(2, 2, 300, 4)
+    sink = KeySink(2, 64, init={"slope": [0.2, -0.3], "bump": 1.5})
+    numbers = sink.log_prior_of_key(torch.arange(300), torch.float64).detach().expand(2, -1, -1)
+    for scale in (None, SSMax(2)):
+        expected = attend(query, key, key, sink, logit_scale=scale)
+        torch.testing.assert_close(attend(query, key, key, key_bias=numbers, logit_scale=scale), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("gate", [0.9, 0.999])
+@pytest.mark.parametrize("beside", ["nothing", "alibi", "ggd and ssmax"])
+def test_log_weights_at_131072_tokens(gate: float, dtype: torch.dtype, compiled: bool, beside: str) -> None:
+    """Values that tell two keys from each other give the difference of their log-weights; queries are 0."""
+    length, heads = 2**17, 1
+    rows = torch.tensor([5000, 70_003, length - 1])
+    prior = {"alibi": Laplace(1, slopes=[0.01]), "ggd and ssmax": GeneralizedGaussian(1, init="laplace")}.get(beside)
+    scale = SSMax(1, init=0.1) if beside == "ggd and ssmax" else None
+    bias = forgetting(torch.full((1, heads, length), gate, dtype=torch.float64))
+    query, key = torch.zeros(1, heads, len(rows), 8, dtype=dtype), torch.zeros(1, heads, length, 8, dtype=dtype)
+    apart = torch.tensor([0, 1, 3, 8, 20, 100])
+    value = torch.zeros(1, heads, length, 8, dtype=dtype)
+    # Positions without a common offset: one query at a time, as it stands.
+    attention: Any = torch.compile(attend, backend="eager") if compiled else attend
+    for number, row in enumerate(rows.tolist()):
+        keys = slice(0, row + 1)
+        columns = row - apart
+        value.zero_()
+        value[0, 0, columns, torch.arange(6)] = 1
+        with torch.no_grad():
+            out, _ = attention(
+                query[:, :, number : number + 1], key[:, :, keys], value[:, :, keys], prior,
+                logit_scale=scale, key_bias=bias[..., keys], return_lse=True,
+            )  # fmt: skip
+        exact = bias[0, 0, columns]
+        if prior is not None:
+            exact = exact + prior.log_prior_at(apart, torch.float64)[0].detach()
+        factor = 1.0 if scale is None else float(scale.s.detach().double() * math.log(row + 1))
+        expected = ((exact - exact[0]) * factor)[exact - exact.max() > -30 / factor]
+        weights = out[0, 0, 0, :6].double()[: len(expected)]
+        found = (weights / weights[0]).log()
+        tolerance = 1e-4 if dtype == torch.float32 else 4 * 2.0**-8
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+
+
+@examples(20)
+@given(
+    st.integers(0, 999),
+    st.sampled_from([0.0, 1e-6, 0.5, 0.9, 0.999, 1.0]),
+    st.sampled_from([0.0, 1.0]),
+    st.sampled_from([40, 700]),
+)
+def test_gates_of_0_and_1_and_anything_between(seed: int, gate: float, other: float, length: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    gates = torch.full((1, 2, length), gate, dtype=torch.float64)
+    gates[torch.rand(gates.shape, generator=generator) < 0.1] = other
+    bias = forgetting(gates).requires_grad_()
+    inputs = [torch.randn(1, 2, length, 8, generator=generator) for _ in range(3)]
+    prior = GeneralizedGaussian(2, init="roles")
+    results = []
+    for dtype, backend in ((torch.float64, "reference"), (torch.float32, "toeplitz")):
+        query, key, value = (x.to(dtype).requires_grad_() for x in inputs)
+        out = attend(query, key, value, prior, key_bias=bias, backend=backend)  # pyright: ignore[reportArgumentType]
+        results.append([out, *torch.autograd.grad(out.square().sum(), [query, key, value, bias])])
+    for exact, found in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), exact.double(), rtol=1e-4, atol=1e-4)
+
+
+def test_halves_merge() -> None:
+    query, key, value = some(1, 2, 8, 4), some(1, 2, 8, 4), some(1, 2, 8, 4)
+    bias, places = forgetting(torch.full((1, 2, 8), 0.3, dtype=torch.float64)), torch.arange(8)
+
+    def part(keys: slice) -> tuple[Tensor, Tensor]:
+        return attend(
+            query, key[:, :, keys], value[:, :, keys], query_positions=places, key_positions=places[keys],
+            key_bias=bias[..., keys], return_lse=True,
+        )  # fmt: skip
+
+    (one, one_lse), (other, other_lse) = part(slice(0, 3)), part(slice(3, 8))
+    lse = torch.logaddexp(one_lse, other_lse)
+    merged = one * (one_lse - lse).exp().unsqueeze(-1) + other * (other_lse - lse).exp().unsqueeze(-1)
+    whole, whole_lse = part(slice(0, 8))
+    torch.testing.assert_close((merged, lse), (whole, whole_lse))
+
+
+def test_prior_attention_takes_it() -> None:
+    layer, x = PriorAttention(8, 2, prior=Laplace(2), batch_first=True), torch.randn(1, 5, 8)
+    bias = torch.zeros(1, 2, 5)
+    plain = layer(x, x, x, need_weights=False, is_causal=True)[0]
+    torch.testing.assert_close(layer(x, x, x, need_weights=False, is_causal=True, key_bias=bias)[0], plain)
+    bias[..., 0] = 3.0
+    assert not torch.allclose(layer(x, x, x, need_weights=False, is_causal=True, key_bias=bias)[0], plain)
+
+
+BAD = {
+    "a list": ([0.0], "key_bias must be a tensor"),
+    "half precision": (torch.zeros(1, 2, 4, dtype=torch.float16), "float32 or float64, got torch.float16"),
+    "a shape": (torch.zeros(1, 2, 5), r"key_bias must have shape \(1, 2, 4\) or \(1, 1, 4\), got \(1, 2, 5\)"),
+    "infinity": (torch.full((1, 2, 4), -math.inf), "key_bias must be finite; hide keys by key_padding_mask"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_ones(name: str) -> None:
+    bias, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        attend(torch.zeros(1, 2, 4, 4), *torch.zeros(2, 1, 1, 4, 4), key_bias=bias)  # pyright: ignore[reportArgumentType, reportCallIssue]
