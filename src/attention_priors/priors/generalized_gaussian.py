@@ -18,7 +18,9 @@ EPSILON = 1e-5
 """Added to the distance, so that β < 0 is finite at d = 0 (BAM, Appendix C)."""
 
 LARGEST_GRADIENT = 1e38
-"""Gradients to θμ end here, just below what float32 holds."""
+"""Gradients end here, just below what float32 holds."""
+
+LARGEST_EXPONENT = math.log(-LOG_PRIOR_FLOOR)
 
 MINIMUM_SHAPE = 0.05
 """With ``keep_sign``, no head comes nearer to β = 0 than this."""
@@ -179,40 +181,56 @@ class GeneralizedGaussian(Prior):
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """``K`` at each distance ``d = i - j``, ``(H, *distance.shape)``."""
-        theta_alpha = per_head(self.theta_alpha.double(), distance)
-        beta = per_head(self.beta.double(), distance)
-        # Within ε of the peak the slope towards θμ is K / ε, which float32 need not hold.
-        in_range = _GradientInFloat32Range if torch.compiler.is_compiling() else _WithTangents
-        theta_mu = in_range.apply(self.theta_mu.double())
-        # sinh overflows near 710; 2 sinh 30 is already beyond any context.
-        mu = 2 * torch.sinh(per_head(theta_mu.clamp(-30, 30), distance))
-        away = (-distance.double() - mu).abs() + EPSILON
-        # In the log domain neither the power nor its gradient can overflow.
-        exponent = (theta_alpha + beta * away.log()).clamp(max=math.log(-LOG_PRIOR_FLOOR))
-        return (-exponent.exp()).to(dtype)
+        # Dynamo compiles no function that has a forward-mode derivative.
+        function = _LogPrior if torch.compiler.is_compiling() else _WithTangents
+        return function.apply(self.theta_alpha, self.beta, self.theta_mu, distance).to(dtype)
 
 
-class _GradientInFloat32Range(torch.autograd.Function):
-    """The identity, whose gradient is cut off before float32 overflows."""
+class _LogPrior(torch.autograd.Function):
+    """``K`` in float64 with its derivatives: autograd, step by step, takes longer than a short context's attention."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(values: Tensor) -> Tensor:
-        return values.clone()
+    def forward(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor) -> Tensor:
+        exponent = _steps(theta_alpha, beta, theta_mu, distance)[0]
+        return exponent.clamp_(max=LARGEST_EXPONENT).exp_().neg_()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        pass
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gradient.clamp(-LARGEST_GRADIENT, LARGEST_GRADIENT)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        sums = [(gradient * slope).flatten(1).sum(1) for slope in _slopes(*ctx.saved_tensors)]
+        # Within ε of the peak the slope towards θμ is K / ε, which float32 need not hold.
+        return *(x.clamp(-LARGEST_GRADIENT, LARGEST_GRADIENT).float() for x in sums), None
 
 
-class _WithTangents(_GradientInFloat32Range):
-    """The same with a forward-mode derivative, the identity's; Dynamo compiles no function that has one."""
-
+class _WithTangents(_LogPrior):
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return tangent.clone()
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        slopes = _slopes(*ctx.saved_tensors)
+        parts = [x * per_head(t.double(), x[0]) for x, t in zip(slopes, tangents, strict=False) if t is not None]
+        return sum(parts[1:], parts[0])
+
+
+def _steps(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``ln(-K)``, ``j - i - μ``, and the logarithm of its size, ``(H, *distance.shape)`` in float64."""
+    # sinh overflows near 710; 2 sinh 30 is already beyond any context.
+    mu = 2 * torch.sinh(per_head(theta_mu.double().clamp(-30, 30), distance))
+    apart = -distance.double() - mu
+    # In the log domain neither the power nor its gradient can overflow.
+    logarithm = (apart.abs() + EPSILON).log()
+    exponent = torch.addcmul(per_head(theta_alpha.double(), distance), per_head(beta.double(), distance), logarithm)
+    return exponent, apart, logarithm
+
+
+def _slopes(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The derivatives of ``K`` by θα, β and θμ; 0 where the floor of log-priors holds."""
+    exponent, apart, logarithm = _steps(theta_alpha, beta, theta_mu, distance)
+    log_prior = torch.where(exponent <= LARGEST_EXPONENT, -exponent.exp(), 0.0)
+    theta_mu = per_head(theta_mu.double(), distance)
+    towards = torch.where(theta_mu.abs() <= 30, -2 * torch.cosh(theta_mu), 0.0) * per_head(beta.double(), distance)
+    return log_prior, log_prior * logarithm, log_prior * towards * apart.sign() * (-logarithm).exp()
