@@ -57,8 +57,8 @@ def test_the_shards_are_those_of_the_whole(found: list[dict[str, Any]], name: st
         # Results of single shards are rounded before they are merged.
         limits, others = dict.fromkeys(limits, 8e-3) | {"lse": 1e-5}, 5e-3
     elif name == "forget gate and ssmax, blocks":
-        # Sums of several hundred nats, each exact to 1e-4.
-        limits, others = dict.fromkeys(limits, 5e-5), 5e-5
+        # Sums of several hundred nats, each exact to 1e-4, which multiply the gradients of the logit scale.
+        limits, others = dict.fromkeys(limits, 5e-5), 1e-3
     elif name == "spectral and key sink, far along":
         # At position 2^19, attend() itself is as far from float64.
         limits, others = dict.fromkeys(limits, 1e-4), 1e-2
@@ -66,7 +66,7 @@ def test_the_shards_are_those_of_the_whole(found: list[dict[str, Any]], name: st
         errors = process["errors"][f"{name} / {size}"]
         assert limits.keys() <= errors.keys()
         for part, error in errors.items():
-            assert error <= limits.get(part, others), (part, errors)
+            assert error <= limits.get(part, others), (part, error, errors)
 
 
 @pytest.mark.slow
@@ -183,9 +183,8 @@ def test_documents_and_padding_go_where_the_queries_are() -> None:
     index = shard_index(6, 0, 1)
     documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
     sequence = ShardedSequence(index, document_ids=documents, key_padding_mask=torch.arange(6).unsqueeze(0) == 1)
-    ring = context_parallel._Ring(
-        sequence, sequence.plan(True, None), None, None, True, None, 0.0, "auto", keys_have_gradients=False
-    )
+    call = context_parallel._Call(sequence, None, True, None, None, 0.0, "auto")
+    ring = context_parallel._Ring(call, sequence.plan(True, None), keys_have_gradients=False)
     x = torch.zeros(2, 2, 6, 4, device="meta")
     owns = 0
     for piece in ring.plan.pieces[0]:

@@ -203,9 +203,11 @@ class _LogPrior(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        sums = [(gradient * slope).flatten(1).sum(1) for slope in _slopes(*ctx.saved_tensors)]
+        given = ctx.saved_tensors
+        sums = [(gradient * slope).flatten(1).sum(1) for slope in _slopes(*given)]
         # Within ε of the peak the slope towards θμ is K / ε, which float32 need not hold.
-        return *(x.clamp(-LARGEST_GRADIENT, LARGEST_GRADIENT).float() for x in sums), None
+        clipped = (x.clamp(-LARGEST_GRADIENT, LARGEST_GRADIENT) for x in sums)
+        return *(x.to(parameter.dtype) for x, parameter in zip(clipped, given, strict=False)), None
 
 
 class _WithTangents(_LogPrior):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -24,7 +24,7 @@ from attention_priors.attention.distributed.shards import Piece, Plan, ShardedSe
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.null_key import NullKey, apply_null, checked_null_logit
-from attention_priors.attention.problem import Problem, make_problem
+from attention_priors.attention.problem import Options, Problem, make_problem
 from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.pruning.certificate import may_prune
 from attention_priors.precision import compute_dtype_of
@@ -135,33 +135,48 @@ def attend_across(
     if torch.compiler.is_compiling():
         # Not as a decorator: that would import the compiler for everyone.
         compute = torch.compiler.disable(compute)
-    options = (sequence, causal, logit_scale, softmax_scale, return_lse, tolerance, key_bias, null_logit, backend)
-    return compute(query, key, value, prior, *options)
+    call = _Call(sequence, prior, causal, logit_scale, softmax_scale, tolerance, backend)
+    out, lse = compute(call, query, key, value, key_bias, null_logit)
+    return (out, lse) if return_lse else out
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What all processes are asked alike."""
+
+    sequence: ShardedSequence
+    prior: Prior | None
+    causal: bool
+    logit_scale: SSMax | None
+    softmax_scale: float | None
+    tolerance: float
+    backend: Backend
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Of prior and logit scale."""
+        return [p for part in (self.prior, self.logit_scale) if part is not None for p in part.parameters()]
+
+    def options(self) -> Options:
+        """For :func:`make_problem`, which is not told of the logit scale: it would count the keys of one shard."""
+        return {"causal": self.causal, "softmax_scale": self.softmax_scale, "tolerance": self.tolerance}
 
 
 def _attend_across(
+    call: _Call,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    prior: Prior | None,
-    sequence: ShardedSequence,
-    causal: bool,
-    logit_scale: SSMax | None,
-    softmax_scale: float | None,
-    return_lse: bool,
-    tolerance: float,
     key_bias: Tensor | None,
     null_logit: NullKey | Tensor | None,
-    backend: Backend,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     query, key, value = as_autocast_has_it(query, key, value)
-    parameters = [p for part in (prior, logit_scale) if part is not None for p in part.parameters()]
+    sequence, prior, logit_scale, parameters = call.sequence, call.prior, call.logit_scale, call.parameters()
     of_keys = (key, value) if key_bias is None else (key, value, key_bias)
 
     def check() -> dict[str, Any]:
-        if backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
-        _check(query, key, value, prior, logit_scale, sequence, causal, softmax_scale, tolerance, key_bias)
+        if call.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {call.backend!r}")
+        _check(call, query, key, value, key_bias)
         if null_logit is not None:
             checked_null_logit(null_logit, tuple(query.shape[:3]), query.device)
         trained = torch.is_grad_enabled() and any(x.requires_grad for x in (query, *of_keys, *parameters))
@@ -172,9 +187,7 @@ def _attend_across(
             "dtype": str(query.dtype),
             "prior": None if prior is None else json.dumps(prior.to_config(), sort_keys=True),
             "logit_scale": None if logit_scale is None else json.dumps(logit_scale.to_config(), sort_keys=True),
-            "causal": causal,
-            "softmax_scale": softmax_scale,
-            "tolerance": tolerance,
+            **call.options(),
             "whether there is a backward pass": trained,
             "key_bias": None if key_bias is None else (str(key_bias.dtype), key_bias.shape[1]),
             KEYS_HAVE_GRADIENTS: trained and any(x.requires_grad for x in of_keys),
@@ -183,39 +196,18 @@ def _attend_across(
     agreed = sequence.exchange("attend_across", check)
     _check_same(agreed)
     reach = None if prior is None else _reach(prior, sequence.length, query.device)
-    ring = _Ring(
-        sequence,
-        sequence.plan(causal, reach),
-        prior,
-        logit_scale,
-        causal,
-        softmax_scale,
-        tolerance,
-        backend,
-        keys_have_gradients=agreed[0][KEYS_HAVE_GRADIENTS],
-    )
+    keys_have_gradients = agreed[0][KEYS_HAVE_GRADIENTS]
+    ring = _Ring(call, sequence.plan(call.causal, reach), keys_have_gradients)
     out, lse = _Across.apply(ring, query, key, value, key_bias, *ring.parameters)  # pyright: ignore[reportGeneralTypeIssues]
-    if null_logit is not None:
-        out = apply_null(out, lse, null_logit)
-    return (out, lse) if return_lse else out
+    return (out if null_logit is None else apply_null(out, lse, null_logit)), lse
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    prior: Prior | None,
-    logit_scale: SSMax | None,
-    sequence: ShardedSequence,
-    causal: bool,
-    softmax_scale: float | None,
-    tolerance: float,
-    key_bias: Tensor | None,
-) -> None:
+def _check(call: _Call, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor | None) -> None:
+    sequence, prior, logit_scale = call.sequence, call.prior, call.logit_scale
     if isinstance(prior, Prior):
         check_over_line(prior)
-    options = {"causal": causal, "softmax_scale": softmax_scale, "tolerance": tolerance, "key_bias": key_bias}
-    make_problem(query, key, value, prior, **options)  # pyright: ignore[reportArgumentType]
+    options: Options = {**call.options(), "key_bias": key_bias}
+    make_problem(query, key, value, prior, **options)
     length = sequence.lengths[sequence.rank]
     if query.shape[2] != length or key.shape[2] != length:
         raise ValueError(
@@ -327,35 +319,13 @@ class _Transfer:
 class _Ring:
     """One call: what is computed, and how keys go round. Process ``r`` hands on to process ``r + 1``."""
 
-    def __init__(
-        self,
-        sequence: ShardedSequence,
-        plan: Plan,
-        prior: Prior | None,
-        logit_scale: SSMax | None,
-        causal: bool,
-        softmax_scale: float | None,
-        tolerance: float,
-        backend: Backend,
-        keys_have_gradients: bool,
-    ) -> None:
-        self.sequence = sequence
-        self.plan = plan
-        self.prior = prior
-        self.logit_scale = logit_scale
-        self.causal = causal
-        self.softmax_scale = softmax_scale
+    def __init__(self, call: _Call, plan: Plan, keys_have_gradients: bool) -> None:
+        self.call, self.sequence, self.plan, self.keys_have_gradients = call, call.sequence, plan, keys_have_gradients
         # One half for keys that are left out of a piece, one for pieces that are left out.
-        self.tolerance = tolerance / 2
-        self.backend: Backend = backend
-        self.keys_have_gradients = keys_have_gradients
-        self.parameters = self.parameters_now()
+        self.tolerance = call.tolerance / 2
+        self.parameters = call.parameters()
         self.computed: list[list[_Computed]] = []
         """What the forward pass did not leave out, by owner."""
-
-    def parameters_now(self) -> list[nn.Parameter]:
-        """Of prior and logit scale."""
-        return [p for part in (self.prior, self.logit_scale) if part is not None for p in part.parameters()]
 
     # ---- who has what
 
@@ -405,29 +375,26 @@ class _Ring:
         sequence, batches, batch = self.sequence, piece.batches, len(query)
         documents = sequence.documents_of(piece) if piece.own else None
         padding = sequence.padding_of(owner, piece)
-        problem = make_problem(
-            query,
-            shard[0],
-            shard[1],
-            self.prior,
-            causal=self.causal,
-            softmax_scale=self.softmax_scale,
-            tolerance=self.tolerance,
-            query_positions=_cut_rows(sequence.positions, batches, piece.rows),
-            key_positions=sequence.positions_of(owner, piece),
+        options: Options = {
+            **self.call.options(),
+            "tolerance": self.tolerance,
+            "query_positions": _cut_rows(sequence.positions, batches, piece.rows),
+            "key_positions": sequence.positions_of(owner, piece),
             # The sequence may be on another device: shard_index() makes an index on the CPU.
-            document_ids=None if documents is None else documents.to(query.device).expand(batch, -1),
-            key_padding_mask=None if padding is None else padding.to(query.device).expand(batch, -1),
-            key_bias=shard.bias,
-        )
-        if self.logit_scale is None:
+            "document_ids": None if documents is None else documents.to(query.device).expand(batch, -1),
+            "key_padding_mask": None if padding is None else padding.to(query.device).expand(batch, -1),
+            "key_bias": shard.bias,
+        }
+        problem = make_problem(query, shard[0], shard[1], self.call.prior, **options)
+        logit_scale = self.call.logit_scale
+        if logit_scale is None:
             return problem
-        counts = _cut_rows(sequence.visible_keys(self.causal), batches, piece.rows).expand(batch, -1, -1)
-        row_scale = self.logit_scale(counts.to(query.device), problem.compute_dtype)
-        return replace(problem, row_scale=row_scale, scales_prior=self.logit_scale.include_prior)
+        counts = _cut_rows(sequence.visible_keys(self.call.causal), batches, piece.rows).expand(batch, -1, -1)
+        row_scale = logit_scale(counts.to(query.device), problem.compute_dtype)
+        return replace(problem, row_scale=row_scale, scales_prior=logit_scale.include_prior)
 
     def _solve(self, problem: Problem) -> tuple[Tensor, Tensor]:
-        out, lse = solve(problem, self.backend, need_lse=True)
+        out, lse = solve(problem, self.call.backend, need_lse=True)
         assert lse is not None
         return out, lse.double()
 
@@ -517,7 +484,7 @@ class _Ring:
             saved: the output as it was returned, what rounding took from it, and the log-sum-exp.
             grads: the gradients of output and log-sum-exp.
         """
-        if any(now is not then for now, then in zip(self.parameters_now(), self.parameters, strict=True)):
+        if any(now is not then for now, then in zip(self.call.parameters(), self.parameters, strict=True)):
             raise RuntimeError(
                 "attend_across: the parameters of prior or logit_scale were replaced between the forward and the "
                 "backward pass; so its gradients cannot be computed"

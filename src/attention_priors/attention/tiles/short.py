@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attention_priors.attention.content import Content, all_of
+from attention_priors.attention.tiles.bias import Scratch
 from attention_priors.attention.tiles.block_problem import BlockProblem, Gradients
 from attention_priors.attention.tiles.exact import far_rows, without_best
 from attention_priors.attention.tiles.tiling import Tile
@@ -49,7 +50,9 @@ def backward_at_once(
     key, value = (
         stacked(x[:, :, tile.keys].to(dtype)) for x in (content.keys(all_of, content.width), content.values(all_of))
     )
-    logits = torch.empty(batch, heads.stop, *tile.shape, dtype=dtype, device=query.device)
+    names, shape = ("weights", "their gradient", "logits' gradient", "product"), (batch, heads.stop, *tile.shape)
+    buffers = [Scratch(name, dtype, query.device) for name in names]
+    logits, weights, weights_grad = (buffer.of(*shape) for buffer in buffers[:3])
     if constant is not None:
         scaled = constant if problem.row_scale is None else constant * problem.row_scale
         lse = (lse - scaled).to(dtype)
@@ -59,13 +62,16 @@ def backward_at_once(
         bias = bias_of.write(logits, tile, heads, None)
     blind = bias_of.blind(tile, bias) if tile.shape[1] else None
     stacked(logits).baddbmm_(query, key.mT, alpha=scale)
-    weights = (
-        logits.softmax(-1) if blind is None else logits.masked_fill_(blind, 0.0).softmax(-1).masked_fill_(blind, 0.0)
-    )
+    if blind is not None:
+        logits.masked_fill_(blind, 0.0)
+    torch._softmax(logits, -1, False, out=weights)  # pyright: ignore[reportPrivateImportUsage]
+    if blind is not None:
+        weights.masked_fill_(blind, 0.0)
     value_grad = torch.bmm(out_grad.mT, stacked(weights))
-    weights_grad = torch.bmm(out_grad, value.mT).view_as(weights)
+    torch.bmm(out_grad, value.mT, out=stacked(weights_grad))
     # Of the weights as they are here, and not of the output that was stored.
-    logits_grad = torch.ops.aten._softmax_backward_data(weights_grad, weights, -1, dtype)
+    backward = torch._softmax_backward_data  # pyright: ignore[reportPrivateImportUsage]
+    logits_grad = backward(weights_grad, weights, -1, dtype, grad_input=logits)
     if bool(grads[1].any()):
         logits_grad.addcmul_(weights, grads[1].to(dtype).flip(2).unsqueeze(-1))
     query_grad = torch.bmm(stacked(logits_grad), key).mul_(scale).view(*weights.shape[:3], -1).flip(2)
@@ -82,7 +88,10 @@ def backward_at_once(
     if problem.table is not None and wanted[0]:
         table_grad = pad(torch.zeros_like(problem.table, dtype=dtype), (0, problem.distances.overhang))
         # After as many columns of zeros as there are rows: see Distances.add.
-        problem.distances.add(table_grad, tile, pad(logits_grad, (tile.shape[0], 0)))
+        padded = buffers[3].of(*shape[:-1], sum(tile.shape))
+        padded[..., : tile.shape[0]] = 0
+        padded[..., tile.shape[0] :] = logits_grad
+        problem.distances.add(table_grad, tile, padded)
         table_grad = table_grad[:, : problem.distances.number]
     value_grad = all_keys(value_grad).to(content.value.dtype)
     return Gradients(query_grad, all_keys(key_grad), value_grad, table_grad, bias_grad, scale_grad)
