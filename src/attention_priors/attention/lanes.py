@@ -21,7 +21,7 @@ def lanes(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor, Tens
     if need_lse or plan.keys or problem.key_bias is not None or not _is_plain(problem):
         # Masks, offsets, log-sum-exps and biases of keys are the block-wise engine's.
         return attend_in_blocks(problem, plan, fused=False)
-    terms = plan.lanes_of(problem)
+    *_, terms = plan.parts(problem)
     content, query, key, value = content_of(problem, terms), problem.query, problem.key, problem.value
     if not lanes_are_exact(content, terms):
         return blockwise(problem)

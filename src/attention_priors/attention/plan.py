@@ -33,17 +33,10 @@ class Plan(NamedTuple):
     lanes: tuple[int, ...]
     """Factored terms, which are columns of queries and keys."""
 
-    def table_of(self, problem: Problem) -> list[Prior]:
-        """The terms that are in the table."""
-        return [problem.terms[index] for index in self.table]
-
-    def keys_of(self, problem: Problem) -> list[Prior]:
-        """The terms that depend on the key alone."""
-        return [problem.terms[index] for index in self.keys]
-
-    def lanes_of(self, problem: Problem) -> list[Prior]:
-        """The terms that are in lanes."""
-        return [problem.terms[index] for index in self.lanes]
+    def parts(self, problem: Problem) -> tuple[list[Prior], list[Prior], list[Prior]]:
+        """The terms that are in the table, that depend on the key alone, and that are in lanes."""
+        table, keys, lanes = ([problem.terms[place] for place in part] for part in (self.table, self.keys, self.lanes))
+        return table, keys, lanes
 
 
 def make_plan(problem: Problem, backend: Backend, *, need_lse: bool) -> Plan:

@@ -181,41 +181,57 @@ class GeneralizedGaussian(Prior):
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """``K`` at each distance ``d = i - j``, ``(H, *distance.shape)``."""
-        # Dynamo compiles no function that has a forward-mode derivative.
-        function = _LogPrior if torch.compiler.is_compiling() else _WithTangents
+        function = _Eager
+        if torch.compiler.is_compiling():
+            function = _LogPrior  # Dynamo compiles no function that has a forward-mode derivative
+        elif torch._C._are_functorch_transforms_active():
+            function = _WithTangents
         return function.apply(self.theta_alpha, self.beta, self.theta_mu, distance).to(dtype)
 
 
+def _log_prior(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor) -> Tensor:
+    """``K`` in float64. Autograd, step by step through it, would take longer than a short context's attention."""
+    exponent = _steps(theta_alpha, beta, theta_mu, distance)[0]
+    return exponent.clamp_(max=LARGEST_EXPONENT).exp_().neg_()
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.save_for_forward(*inputs)
+
+
+def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    (gradient,), given = gradients, ctx.saved_tensors
+    sums = [(gradient * slope).flatten(1).sum(1) for slope in _slopes(*given)]
+    # Within ε of the peak the slope towards θμ is K / ε, which float32 need not hold.
+    clipped = (x.clamp(-LARGEST_GRADIENT, LARGEST_GRADIENT) for x in sums)
+    return *(x.to(parameter.dtype) for x, parameter in zip(clipped, given, strict=False)), None
+
+
+def _advance(ctx: Any, *tangents: Tensor | None) -> Tensor:
+    slopes = _slopes(*ctx.saved_tensors)
+    parts = [x * per_head(t.double(), x[0]) for x, t in zip(slopes, tangents, strict=False) if t is not None]
+    return sum(parts[1:], parts[0])
+
+
 class _LogPrior(torch.autograd.Function):
-    """``K`` in float64 with its derivatives: autograd, step by step, takes longer than a short context's attention."""
-
     generate_vmap_rule = True
-
-    @staticmethod
-    def forward(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor) -> Tensor:
-        exponent = _steps(theta_alpha, beta, theta_mu, distance)[0]
-        return exponent.clamp_(max=LARGEST_EXPONENT).exp_().neg_()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        given = ctx.saved_tensors
-        sums = [(gradient * slope).flatten(1).sum(1) for slope in _slopes(*given)]
-        # Within ε of the peak the slope towards θμ is K / ε, which float32 need not hold.
-        clipped = (x.clamp(-LARGEST_GRADIENT, LARGEST_GRADIENT) for x in sums)
-        return *(x.to(parameter.dtype) for x, parameter in zip(clipped, given, strict=False)), None
+    forward, setup_context, backward = staticmethod(_log_prior), staticmethod(_save), staticmethod(_differentiate)
 
 
 class _WithTangents(_LogPrior):
+    jvp = staticmethod(_advance)
+
+
+class _Eager(torch.autograd.Function):
+    """The same as PyTorch calls it fastest: a ``setup_context`` has it bind arguments by name."""
+
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        slopes = _slopes(*ctx.saved_tensors)
-        parts = [x * per_head(t.double(), x[0]) for x, t in zip(slopes, tangents, strict=False) if t is not None]
-        return sum(parts[1:], parts[0])
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        _save(ctx, inputs, inputs[0])
+        return _log_prior(*inputs)
+
+    backward, jvp = staticmethod(_differentiate), staticmethod(_advance)
 
 
 def _steps(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor) -> tuple[Tensor, Tensor, Tensor]:

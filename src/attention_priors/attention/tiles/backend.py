@@ -77,7 +77,7 @@ def operator_inputs(problem: Problem, plan: Plan, fused: bool = False, limited: 
         None where only the dense formula computes it: where lanes hold numbers that are too large for float32, for
         positions on a grid whose values are hidden, and where there are too many distances.
     """
-    terms, of_keys, factored = plan.table_of(problem), plan.keys_of(problem), plan.lanes_of(problem)
+    terms, of_keys, factored = plan.parts(problem)
     content, geometry = content_of(problem, factored), problem.geometry
     if not lanes_are_exact(content, factored):
         return None

@@ -27,12 +27,13 @@ def attend_one_query(problem: Problem, plan: Plan) -> Tensor | None:
     if not _sees_every_key(problem):
         return None
     query, scale, bias = problem.query, problem.row_scale, problem.key_bias
-    for term in plan.lanes_of(problem):
+    stationary, of_keys, factored = plan.parts(problem)
+    for term in factored:
         phi, psi = checked_lanes(term, geometry.query_positions, geometry.key_positions, torch.float64)
         part = (phi @ psi.unsqueeze(-3).mT).squeeze(-2)
         bias = part if bias is None else bias + part
     # The first entry is that of the first key, which is the farthest.
-    for terms, highest in ((plan.table_of(problem), geometry.num_keys - 1), (plan.keys_of(problem), 0)):
+    for terms, highest in ((stationary, geometry.num_keys - 1), (of_keys, 0)):
         table = consecutive_table(terms, highest, highest - geometry.num_keys + 1, query.device)
         if table is not None:
             bias = table if bias is None else bias + table
