@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from attention_priors.attention.lanes import lanes
 from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.null_key import NullKey, gated
-from attention_priors.attention.observe import OBSERVERS, tell
+from attention_priors.attention.observe import observers, tell
 from attention_priors.attention.plan import BACKENDS, Backend, make_plan
 from attention_priors.attention.problem import Options, Problem, make_problem
 from attention_priors.attention.pruning.bounds import KeyBounds
@@ -122,7 +122,7 @@ def attend(
             it, and it is not counted as visible. The log-sum-exp is that of the keys alone: to merge results, leave it
             out and call :func:`apply_null` once at the end.
         backend: how it is computed, never what. ``auto`` chooses by the prior's structure: ``lanes`` if all of
-            it is factored (but not where a table does as well: for slopes, half precision and a few queries),
+            it is factored (but not where a table does as well: in half precision, with a tolerance, for a few queries),
             else ``toeplitz``; ``blockwise`` for ``relative``, dropout and an ``attn_mask`` with a gradient. On CUDA it
             takes ``triton``, the fused kernels, for all that they compute. ``reference`` is the dense formula.
             ``flex`` is compiled FlexAttention: on CPUs without gradients and log-sum-exp, nowhere in float64.
@@ -163,7 +163,7 @@ def attend(
         key_bias=key_bias,
         null_logit=null_logit,
     )
-    if OBSERVERS:
+    if observers():
         tell(problem)
     out, lse = solve(problem, backend, need_lse=return_lse or problem.null_logit is not None)
     if problem.null_logit is not None:
@@ -216,7 +216,7 @@ def attend_with_weights(
         ValueError: as :func:`attend`.
     """
     problem = make_problem(*as_autocast_has_it(query, key, value), prior, **options)
-    if OBSERVERS:
+    if observers():
         tell(problem)
     with _without_autocast(query.device.type):
         out, lse, weights = reference(problem)

@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 from attention_priors.attention.attend import as_autocast_has_it, solve
 from attention_priors.attention.observe import noted
 from attention_priors.attention.plan import Backend, make_plan, why_not
-from attention_priors.attention.problem import Options, Problem, make_problem
+from attention_priors.attention.problem import Options, make_problem
 from attention_priors.priors import Prior
 
 NAMED: tuple[Backend, ...] = ("triton", "lanes", "toeplitz")
@@ -53,9 +53,8 @@ def explain(
     if backend == "auto":
         passed = {name: why_not(problem, name, need_lse=need_lse) for name in NAMED if name != plan.engine}
         lines += [f"not {name}: {reason}" for name, reason in passed.items() if reason is not None]
-    lines += _parts(problem, plan.table, "one number per distance and head")
-    lines += _parts(problem, plan.keys, "one number per key and head")
-    lines += _parts(problem, plan.lanes, "columns of queries and keys")
+    of = ("one number per distance and head", "one number per key and head", "columns of queries and keys")
+    lines += [f"{term.name}: {what}" for terms, what in zip(plan.parts(problem), of, strict=True) for term in terms]
     if problem.key_bias is not None:
         lines.append("key_bias: one number per key and head, less a constant for each block of queries")
     if problem.null_logit is not None:
@@ -65,7 +64,3 @@ def explain(
     with noted() as notes, torch.no_grad():
         solve(problem, backend, need_lse=need_lse)
     return "\n".join([*lines, *notes])
-
-
-def _parts(problem: Problem, places: tuple[int, ...], what: str) -> list[str]:
-    return [f"{problem.terms[place].name}: {what}" for place in places]

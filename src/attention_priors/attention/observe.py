@@ -16,18 +16,9 @@ See: TypeAlias = "Callable[[Problem], None]"
 _of_thread = threading.local()
 
 
-class _Observers:
-    """Those of the thread that asks."""
-
-    def here(self) -> tuple[See, ...]:
-        return getattr(_of_thread, "told", ())
-
-    def __bool__(self) -> bool:
-        return bool(self.here())
-
-
-OBSERVERS = _Observers()
-"""Those that are told. Whoever computes attention looks whether there are any: that costs nothing."""
+def observers() -> tuple[See, ...]:
+    """Those of this thread that are told. Whoever computes attention looks whether there are any."""
+    return getattr(_of_thread, "told", ())
 
 
 @contextmanager
@@ -39,11 +30,11 @@ def observed(see: See) -> Iterator[None]:
     Args:
         see: what is called, in the order in which attention is computed; its errors end the computation.
     """
-    _of_thread.told = (*OBSERVERS.here(), see)
+    _of_thread.told = (*observers(), see)
     try:
         yield
     finally:
-        remaining = list(OBSERVERS.here())
+        remaining = list(observers())
         remaining.remove(see)
         _of_thread.told = tuple(remaining)
 
@@ -67,5 +58,5 @@ def note(what: str, *numbers: int) -> None:
 
 def tell(problem: Problem) -> None:
     """Tell a problem to all who want to know."""
-    for see in OBSERVERS.here():
+    for see in observers():
         see(problem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from numbers import Number
 from types import NoneType
 from typing import Any, NamedTuple
@@ -152,9 +153,13 @@ class _Kept:
     asked: int
     """How many distances the largest request was for."""
 
-    @property
+    @cached_property
     def lowest(self) -> int:
         return self.highest - self.table.shape[1] + 1
+
+    @cached_property
+    def rounded(self) -> Tensor:
+        return self.table.float()
 
     def serves(self, prior: Prior, highest: int, lowest: int, device: torch.device) -> bool:
         return (
@@ -168,8 +173,10 @@ class _Kept:
 _kept: WeakKeyDictionary[Prior, _Kept] = WeakKeyDictionary()
 
 
-def consecutive_table(terms: Sequence[Prior], highest: int, lowest: int, device: torch.device) -> Tensor | None:
-    """The sum of the priors at ``highest, highest - 1, ..., lowest``, ``(H, N)`` in float64; None if there are none.
+def consecutive_table(
+    terms: Sequence[Prior], highest: int, lowest: int, device: torch.device, dtype: torch.dtype = torch.float64
+) -> Tensor | None:
+    """The sum of the priors at ``highest, highest - 1, ..., lowest``, ``(H, N)``; None if there are none.
 
     Where no gradient is wanted, each prior's table is kept until the prior changes, and grows ahead of need. A prior
     with an attribute that cannot be compared gets a new table in every call.
@@ -180,12 +187,13 @@ def consecutive_table(terms: Sequence[Prior], highest: int, lowest: int, device:
         highest: and
         lowest: in tokens.
         device: of the table.
+        dtype: float64, or float32.
     """
     total = None
     for term in terms:
-        part = _kept_table(term, highest, lowest, device) if _may_keep(term, device) else None
+        part = _kept_table(term, highest, lowest, device, dtype) if _may_keep(term, device) else None
         if part is None:
-            part = _table(term, highest, lowest, device)
+            part = _table(term, highest, lowest, device).to(dtype)
         total = part if total is None else total + part
     return total
 
@@ -230,7 +238,7 @@ def _may_keep(term: Prior, device: torch.device) -> bool:
     return True
 
 
-def _kept_table(term: Prior, highest: int, lowest: int, device: torch.device) -> Tensor | None:
+def _kept_table(term: Prior, highest: int, lowest: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
     """The prior's part of :func:`consecutive_table`; None for a prior with an attribute that cannot be compared."""
     kept = _kept.get(term)
     if kept is None or not kept.serves(term, highest, lowest, device):
@@ -251,7 +259,8 @@ def _kept_table(term: Prior, highest: int, lowest: int, device: torch.device) ->
             table = _table(term, top, bottom, device)
         kept = _kept[term] = _Kept(state, table, top, asked)
     start = kept.highest - highest
-    return kept.table[:, start : start + highest - lowest + 1]
+    table = kept.table if dtype == torch.float64 else kept.rounded
+    return table[:, start : start + highest - lowest + 1]
 
 
 def _length_from_0(geometry: Geometry, keys: Tensor) -> int | None:

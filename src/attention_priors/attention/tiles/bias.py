@@ -308,8 +308,8 @@ class Bias:
         mask = self.mask(tile, heads)
         if not self.differs_between_heads:
             return mask
-        scaled, irregular = self.problem.row_scale is not None, self.geometry.offset is None
-        wide = keys is not None or scaled or (mask is not None and len(mask) > 1) or irregular
+        wide = keys is not None or self.problem.row_scale is not None or self.geometry.offset is None
+        wide = wide or (mask is not None and len(mask) > 1)
         out = self._scratch.of(tile.number if wide else 1, heads.stop - heads.start, *tile.shape)
         return self.write(out, tile, heads, None)
 
@@ -320,9 +320,8 @@ class Bias:
             scale = self.scale(tile, heads)
         mask = None
         if self._table is not None and not self.in_memory:
-            view = self._table_of(self._view_table, heads) if self._view_table is not None else None
-            assert view is not None
-            write_affine(self.distances.read(view, tile), row, None, out)
+            assert self._view_table is not None
+            write_affine(self.distances.read(self._table_of(self._view_table, heads), tile), row, None, out)
         else:
             # It is added, and not set before the scaling: a scale of 0 times -inf would be nan.
             mask = self.mask(tile, heads)

@@ -26,21 +26,20 @@ def attend_one_query(problem: Problem, plan: Plan) -> Tensor | None:
     geometry = problem.geometry
     if not _sees_every_key(problem):
         return None
-    query, scale, bias = problem.query, problem.row_scale, problem.key_bias
+    query, scale, dtype, number = problem.query, problem.row_scale, problem.compute_dtype, geometry.num_keys
     stationary, of_keys, factored = plan.parts(problem)
+    # The first entry is that of the first key, which is the farthest.
+    bias = consecutive_table(stationary, number - 1, 0, query.device, dtype)
+    growing = [problem.key_bias, consecutive_table(of_keys, 0, 1 - number, query.device)]
     for term in factored:
         phi, psi = checked_lanes(term, geometry.query_positions, geometry.key_positions, torch.float64)
-        part = (phi @ psi.unsqueeze(-3).mT).squeeze(-2)
-        bias = part if bias is None else bias + part
-    # The first entry is that of the first key, which is the farthest.
-    for terms, highest in ((stationary, geometry.num_keys - 1), (of_keys, 0)):
-        table = consecutive_table(terms, highest, highest - geometry.num_keys + 1, query.device)
-        if table is not None:
-            bias = table if bias is None else bias + table
-    if bias is not None:
-        if problem.key_bias is not None or plan.keys or plan.lanes:
-            bias = bias - bias.amax(-1, keepdim=True)
-        bias = bias.to(problem.compute_dtype).unsqueeze(-2)
+        growing.append((phi @ psi.unsqueeze(-3).mT).squeeze(-2))
+    for part in growing:
+        if part is not None:
+            # Less that of the last key, before it is rounded.
+            part = (part - part[..., -1:]).to(dtype)
+            bias = part if bias is None else bias + part
+    bias = None if bias is None else bias.unsqueeze(-2)
     if scale is not None:
         scale = scale.unsqueeze(-1)
         query = query * scale
