@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -73,3 +74,14 @@ def can_be_read(tensor: Tensor) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
     )
+
+
+def is_in_autocast(device: str) -> bool:
+    """Whether the caller is, for this type of device."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """A context in which the precision of every step is what the code says."""
+    # To enter one is a tenth of a decoding step, and most callers are in none.
+    return torch.autocast(device, enabled=False) if is_in_autocast(device) else nullcontext()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, overload
 
 import torch
@@ -19,6 +18,7 @@ from attention_priors.attention.pruning.bounds import KeyBounds
 from attention_priors.attention.reference import blockwise, reference
 from attention_priors.attention.tiles.backend import attend_in_blocks, tiles
 from attention_priors.encodings import ShawVectors
+from attention_priors.precision import is_in_autocast, without_autocast
 from attention_priors.priors import Prior
 
 
@@ -184,7 +184,7 @@ def solve(problem: Problem, backend: Backend, *, need_lse: bool) -> tuple[Tensor
     """
     plan = make_plan(problem, backend, need_lse=need_lse)
     # Each backend states the precision of every step; autocast would change it behind its back.
-    with _without_autocast(problem.query.device.type):
+    with without_autocast(problem.query.device.type):
         if plan.engine == "reference":
             return reference(problem)[:2]
         if plan.engine == "blockwise":
@@ -218,7 +218,7 @@ def attend_with_weights(
     problem = make_problem(*as_autocast_has_it(query, key, value), prior, **options)
     if observers():
         tell(problem)
-    with _without_autocast(query.device.type):
+    with without_autocast(query.device.type):
         out, lse, weights = reference(problem)
         if problem.null_logit is not None:
             out, weights = (gated(x, lse, problem.null_logit) for x in (out, weights))
@@ -227,7 +227,7 @@ def attend_with_weights(
 
 def as_autocast_has_it(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The three in one dtype: rotary positions or a float32 cache may have left them in different ones."""
-    if not isinstance(query, Tensor) or not _is_in_autocast(query.device.type):
+    if not isinstance(query, Tensor) or not is_in_autocast(query.device.type):
         return query, key, value
     wanted = torch.get_autocast_dtype(query.device.type)
 
@@ -240,12 +240,3 @@ def as_autocast_has_it(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
 
 _AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 """What autocast changes."""
-
-
-def _is_in_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    # To enter one is a tenth of a decoding step, and most callers are in none.
-    return torch.autocast(device, enabled=False) if _is_in_autocast(device) else nullcontext()

@@ -17,7 +17,7 @@ from attention_priors.attention.tiles import forward as tiles_forward
 from attention_priors.attention.tiles.bias import Distances
 from attention_priors.attention.tiles.block_problem import BlockProblem
 from attention_priors.attention.triton import backend as triton_backend
-from attention_priors.precision import compute_dtype_of
+from attention_priors.precision import compute_dtype_of, without_autocast
 
 PROBLEM = (
     "Tensor query, Tensor key, Tensor value, Tensor? query_scale, Tensor? lane_query, Tensor? lane_key, "
@@ -133,7 +133,7 @@ def _attend_backward(
     content, problem = read_inputs(*inputs)
     saved, given, wanted = (out, lse), (out_grad, lse_grad), (wants_table, wants_key_bias, wants_row_scale)
     # A caller who is inside autocast would have the recomputed products rounded.
-    with torch.autocast(out.device.type, enabled=False):
+    with without_autocast(out.device.type):
         engine = triton_backend if inputs[-1] else tiles_backward
         found = engine.backward(content, problem, saved, given, wanted)
         query, key, *of_positions = content.gradients(found.query, found.key, wants_query_scale)

@@ -42,9 +42,10 @@ def backward_at_once(
         # Query heads that share a key head are one matrix.
         return rows.reshape(batch * kv_heads, rows.shape[1] // kv_heads * rows.shape[2], rows.shape[3])
 
-    def all_keys(columns: Tensor) -> Tensor:
-        whole = pad(columns.mT, (0, 0, tile.first, problem.geometry.num_keys - tile.last))
-        return whole.view(batch, kv_heads, -1, columns.shape[1])
+    def all_keys(rows: Tensor) -> Tensor:
+        if tile.shape[1] < problem.geometry.num_keys:
+            rows = pad(rows, (0, 0, tile.first, problem.geometry.num_keys - tile.last))
+        return rows.view(batch, kv_heads, -1, rows.shape[2])
 
     query, out_grad = (stacked(x.to(dtype).flip(2)) for x in (content.queries(all_of, content.width), grads[0]))
     key, value = (
@@ -67,7 +68,7 @@ def backward_at_once(
     torch._softmax(logits, -1, False, out=weights)  # pyright: ignore[reportPrivateImportUsage]
     if blind is not None:
         weights.masked_fill_(blind, 0.0)
-    value_grad = torch.bmm(out_grad.mT, stacked(weights))
+    value_grad = torch.bmm(stacked(weights).mT, out_grad)
     torch.bmm(out_grad, value.mT, out=stacked(weights_grad))
     # Of the weights as they are here, and not of the output that was stored.
     backward = torch._softmax_backward_data  # pyright: ignore[reportPrivateImportUsage]
@@ -75,7 +76,7 @@ def backward_at_once(
     if bool(grads[1].any()):
         logits_grad.addcmul_(weights, grads[1].to(dtype).flip(2).unsqueeze(-1))
     query_grad = torch.bmm(stacked(logits_grad), key).mul_(scale).view(*weights.shape[:3], -1).flip(2)
-    key_grad = torch.bmm(query.mT, stacked(logits_grad)).mul_(scale)
+    key_grad = torch.bmm(stacked(logits_grad).mT, query).mul_(scale)
     scale_grad = table_grad = bias_grad = None
     if problem.row_scale is not None:
         if wanted[2]:
