@@ -9,6 +9,7 @@ from attention_cases import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, PriorAttention, SSMax, attend
 from attention_priors.attention import attend_with_weights
@@ -108,6 +109,27 @@ def test_gates_of_0_and_1_and_anything_between(seed: int, gate: float, other: fl
         results.append([out, *torch.autograd.grad(out.square().sum(), [query, key, value, bias])])
     for exact, found in zip(*results, strict=True):
         torch.testing.assert_close(found.double(), exact.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_compiled_without_a_graph_for_each_length() -> None:
+    prior, scale = GeneralizedGaussian(4) + KeySink(4, 64, init="recency"), SSMax(4)
+    learned = [*(p for p in prior.parameters() if p.requires_grad), scale.s]
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        return attend(query, key, value, prior, key_bias=bias, logit_scale=scale)
+
+    counted = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend=counted)
+    for length in (40, 64, 200, 333):
+        query, key, value = (some(2, h, length, 16, dtype=torch.float32).requires_grad_() for h in (4, 2, 2))
+        bias = forgetting(some(2, 4, length).sigmoid()).requires_grad_()
+        results = []
+        for function in (attention, compiled):
+            out = function(query, key, value, bias)
+            results.append([out, *torch.autograd.grad(out.square().sum(), [query, key, value, bias, *learned])])
+        torch.testing.assert_close(results[1], results[0])
+    assert counted.frame_count <= 2
 
 
 def test_halves_merge() -> None:
