@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+NEAR = 400.0
+"""Nats from 0 up to which float32 is exact to 1e-4: log-prior, logit and what they are made of are each rounded."""
+
 
 def compute_dtype_of(query: Tensor) -> torch.dtype:
     """The dtype of biases, logits and log-sum-exps: float64 for float64 queries, else float32."""

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from attention_priors.attention.geometry import block_length
 from attention_priors.attention.problem import Problem
-from attention_priors.precision import compute_dtype_of, is_traced
+from attention_priors.precision import NEAR, compute_dtype_of, is_traced
 from attention_priors.priors import Prior, Structure
 from attention_priors.priors.base import checked_lanes, join_lanes
 
@@ -159,10 +159,6 @@ def _of_batch(grad: Tensor, given: Tensor) -> Tensor:
     return grad.to(given.dtype).contiguous()
 
 
-LARGEST_LANES = 400.0
-"""Nats that lanes may add up to, beside each other: float32 holds their sum to 1e-4."""
-
-
 def content_of(problem: Problem, terms: Sequence[Prior]) -> Content:
     """Queries, keys and values of a problem, with logit scale and the lanes of ``terms``."""
     content = Content(problem.query, problem.key, problem.value, problem.row_scale, None, None, problem.softmax_scale)
@@ -189,4 +185,4 @@ def lanes_are_exact(content: Content, terms: Sequence[Prior]) -> bool:
         return True
     with torch.no_grad():
         sizes = phi.abs().amax(-2) * psi.abs().amax(-2).unsqueeze(-2)
-        return phi.dtype == torch.float64 or bool((sizes.sum(-1) <= LARGEST_LANES).all())
+        return phi.dtype == torch.float64 or bool((sizes.sum(-1) <= NEAR).all())

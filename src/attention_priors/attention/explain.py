@@ -1,4 +1,4 @@
-"""``explain()``: what ``attend()`` does with its arguments, in words."""
+"""``explain()``: how ``attend()`` computes a call, and why, as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attention_priors.attention.plan import Backend, make_plan, why_not
 from attention_priors.attention.problem import Options, make_problem
 from attention_priors.priors import Prior
 
-NAMED: tuple[Backend, ...] = ("triton", "lanes", "toeplitz")
+CHOICES: tuple[Backend, ...] = ("triton", "lanes", "toeplitz")
 """The engines that ``auto`` chooses from, beside the dense formula."""
 
 
@@ -28,17 +28,16 @@ def explain(
 ) -> str:
     """Tell which engine computes ``attend(query, key, value, prior, ...)``, how each part reaches it, and why.
 
-    It also computes the attention once, for what an engine does where numbers are too large for float32 depends on
-    them.
+    It computes the attention once: whether numbers are too large for float32 shows only then.
 
     Args:
-        query: as all others, what :func:`attend` takes.
-        key: likewise.
-        value: likewise.
-        prior: likewise.
-        return_lse: likewise.
-        backend: likewise.
-        options: likewise.
+        query: as for :func:`attend`.
+        key: as for :func:`attend`.
+        value: as for :func:`attend`.
+        prior: as for :func:`attend`.
+        return_lse: as for :func:`attend`.
+        backend: as for :func:`attend`.
+        options: all other arguments of :func:`attend`.
 
     Returns:
         Lines of text.
@@ -51,10 +50,10 @@ def explain(
     plan = make_plan(problem, backend, need_lse=need_lse)
     lines = [f"{plan.engine}: {plan.why}"]
     if backend == "auto":
-        passed = {name: why_not(problem, name, need_lse=need_lse) for name in NAMED if name != plan.engine}
+        passed = {name: why_not(problem, name, need_lse=need_lse) for name in CHOICES if name != plan.engine}
         lines += [f"not {name}: {reason}" for name, reason in passed.items() if reason is not None]
-    of = ("one number per distance and head", "one number per key and head", "columns of queries and keys")
-    lines += [f"{term.name}: {what}" for terms, what in zip(plan.parts(problem), of, strict=True) for term in terms]
+    kinds = ("one number per distance and head", "one number per key and head", "columns of queries and keys")
+    lines += [f"{term.name}: {what}" for terms, what in zip(plan.parts(problem), kinds, strict=True) for term in terms]
     if problem.key_bias is not None:
         lines.append("key_bias: one number per key and head, less a constant for each block of queries")
     if problem.null_logit is not None:

@@ -55,7 +55,7 @@ def best_seen(key_bias: Tensor, geometry: Geometry) -> Tensor:
         first, end = (bounds.unsqueeze(1) for bounds in document_bounds(documents))
         last, best, step = end - 1, numbers, 1
         while step < geometry.num_keys:
-            # Of ever more keys before, as long as they are of the same document.
+            # The best of twice as many keys each time, all of the same document.
             before = pad(best[..., :-step], (step, 0), value=-math.inf)
             best, step = torch.where(slots - step >= first, torch.maximum(best, before), best), 2 * step
     own = slots if geometry.causal and not geometry.has_given_positions else last

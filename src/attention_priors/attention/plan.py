@@ -118,12 +118,12 @@ def _why_not_flex(problem: Problem, need_lse: bool) -> str | None:
     query = problem.query
     if query.dtype == torch.float64:
         return "it computes in float32, and query is float64; use backend='toeplitz'"
-    if problem.key_bias is not None and (problem.geometry.has_given_positions):
+    if problem.key_bias is not None and problem.geometry.has_given_positions:
         return "it does not compute key_bias with query_positions or key_positions; use backend='toeplitz'"
     if query.device.type != "cpu":
         return None
-    tensors = {"query": query, "key": problem.key, "value": problem.value, "logit_scale": problem.row_scale}
-    tensors["key_bias"] = problem.key_bias
+    tensors = {"query": query, "key": problem.key, "value": problem.value, "key_bias": problem.key_bias}
+    tensors["logit_scale"] = problem.row_scale
     if problem.prior is not None:
         tensors |= {f"prior.{name}": parameter for name, parameter in problem.prior.named_parameters()}
     learned = [name for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad]

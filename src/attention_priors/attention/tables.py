@@ -155,10 +155,12 @@ class _Kept:
 
     @cached_property
     def lowest(self) -> int:
+        """The distance of the last entry."""
         return self.highest - self.table.shape[1] + 1
 
     @cached_property
     def rounded(self) -> Tensor:
+        """The table in float32."""
         return self.table.float()
 
     def serves(self, prior: Prior, highest: int, lowest: int, device: torch.device) -> bool:

@@ -21,6 +21,7 @@ LARGEST_GRADIENT = 1e38
 """Gradients end here, just below what float32 holds."""
 
 LARGEST_EXPONENT = math.log(-LOG_PRIOR_FLOOR)
+"""``ln(-K)`` ends here, where ``K`` is the lowest log-prior there is."""
 
 MINIMUM_SHAPE = 0.05
 """With ``keep_sign``, no head comes nearer to β = 0 than this."""

@@ -142,7 +142,7 @@ def attend_across(
 
 @dataclass(frozen=True)
 class _Call:
-    """What all processes are asked alike."""
+    """Arguments that are the same in every process."""
 
     sequence: ShardedSequence
     prior: Prior | None

@@ -65,7 +65,7 @@ def backward(
     # dS = P (dP + dlse - Σ P dP), and Σ_j P_ij dP_ij = <out_i, dout_i>.
     moment = lse_grad - torch.linalg.vecdot(out.to(problem.dtype), out_grad.to(problem.dtype))
     geometry = problem.geometry
-    block_rows = BLOCK if problem.kept is not None or geometry.num_keys > MOST_KEYS else ROWS // 2
+    block_rows = BLOCK if problem.kept is not None else ROWS if geometry.num_keys > MOST_KEYS else ROWS // 2
     bias_in_bits, bias = problem.bias(1 / NATS_PER_BIT), problem.bias()
     relative = lse if problem.key_bias is None else lse - _constants(problem, bias, block_rows)
     relative = relative.masked_fill(torch.isneginf(lse), 0.0).to(problem.dtype)

@@ -118,10 +118,8 @@ class Distances:
 
     def read(self, table: Tensor, tile: Tile) -> Tensor:
         """A tile's part of a table ``(h, N)``: ``(b or 1, h, n, e)``, a view if there is an offset."""
-        offset = self.geometry.offset
-        if offset is not None:
-            # The entry of the tile's last query and first key.
-            place = table.storage_offset() + self.highest - (tile.stop - 1 + offset - tile.first)
+        if self.geometry.offset is not None:
+            place = table.storage_offset() + self.place(tile)
             shape = (1, table.shape[0], tile.stop - tile.start, tile.last - tile.first)
             return table.as_strided(shape, (0, table.stride(0), 1, 1), place)
         if self._grid is not None:
@@ -188,6 +186,7 @@ class Bias:
         self._hidden = self._hide_distances()
         self._set_table(None if table is None else table.to(self.dtype))
         self._constant: Tensor | None = None
+        self._first_head = 0
         self._earliest: int | None = None
         """How far after its own slot a query's first key may stand, where that alone hides keys."""
         if not tiling.masked and problem.inside is None and self.geometry.offset is not None:
@@ -245,9 +244,8 @@ class Bias:
             constant = constant + best
         return one, constant
 
-    _first_head = 0
-
     def _table_of(self, table: Tensor, heads: slice) -> Tensor:
+        """The rows of some heads: a table that is centred has those of a part of them."""
         return table[heads.start - self._first_head : heads.stop - self._first_head]
 
     def keys(self, tile: Tile, heads: slice) -> Tensor | None:
@@ -300,6 +298,7 @@ class Bias:
             if table is None or (self._table is None and not self._hides_in(tile)):
                 return None
             if self._table is not None:
+                # As _table_of has it: a call for each tile is felt.
                 table = table[heads.start - self._first_head : heads.stop - self._first_head]
             return self.distances.read(table, tile)
         keys = self.keys(tile, heads)

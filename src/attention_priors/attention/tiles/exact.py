@@ -19,20 +19,16 @@ from attention_priors.attention.observe import note
 from attention_priors.attention.tiles.bias import Bias
 from attention_priors.attention.tiles.block_problem import BlockProblem
 from attention_priors.attention.tiles.tiling import Tile, Tiling, ranges_of
-
-NEAR = 400.0
-"""Nats from 0 up to which float32 is exact to 1e-4: log-prior, logit and what they are made of are each rounded."""
+from attention_priors.precision import NEAR
 
 
 def far_rows(lse: Tensor) -> Tensor | None:
-    """Which rows are NaN, or beyond ``NEAR``; None for none. A row that sees nothing is neither."""
+    """Which rows are NaN or, unless in float64, beyond ``NEAR``; None for none. A row that sees nothing is neither."""
     # Two numbers to look at, as a rule.
     low, high = (float(end) for end in lse.detach().aminmax())
     if low >= -NEAR and high <= NEAR:
         return None
-    far = ~(lse.abs() <= NEAR) & ~torch.isneginf(lse)
-    if lse.dtype == torch.float64:
-        far = lse.isnan()
+    far = lse.isnan() if lse.dtype == torch.float64 else ~(lse.abs() <= NEAR) & ~torch.isneginf(lse)
     return far if bool(far.any()) else None
 
 

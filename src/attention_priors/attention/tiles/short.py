@@ -1,4 +1,4 @@
-"""The backward pass of a short context: all queries and keys are one tile, and nothing is summed over tiles."""
+"""The backward pass of a short context, or of one query: all keys are in one tile, and nothing is summed over tiles."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def backward_at_once(
     )
     names, shape = ("weights", "their gradient", "logits' gradient", "product"), (batch, heads.stop, *tile.shape)
     buffers = [Scratch(name, dtype, query.device) for name in names]
-    logits, weights, weights_grad = (buffer.of(*shape) for buffer in buffers[:3])
+    weights, weights_grad, logits = (buffer.of(*shape) for buffer in buffers[:3])
     if constant is not None:
         scaled = constant if problem.row_scale is None else constant * problem.row_scale
         lse = (lse - scaled).to(dtype)
