@@ -68,6 +68,11 @@ def is_traced() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+def is_captured() -> bool:
+    """Whether a CUDA graph is being captured: then no number can be looked at."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def can_be_read(tensor: Tensor) -> bool:
     """Whether a check may read the tensor's numbers: no device is waited for, and nothing traces or transforms it."""
     return (

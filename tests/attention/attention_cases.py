@@ -13,13 +13,16 @@ from unittest import mock
 import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import thoroughness
-from attention_priors import GeneralizedGaussian, Prior, SSMax, attend, prior_from_config
+from attention_priors import GeneralizedGaussian, Laplace, Prior, SSMax, attend, prior_from_config
 from attention_priors.attention import reference as dense
+from attention_priors.attention.plan import Backend, why_not
+from attention_priors.attention.problem import make_problem
 from attention_priors.attention.tiles import backward, block_problem, forward, tiling
 from attention_priors.priors import CATALOGUE, Axial, Radial, Structure
+from attention_priors.priors.base import Lanes
 
 PRIORS = ("none", *(name for name, prior in CATALOGUE.items() if name == "axial" or not prior.over_grid), "sum")
 """What tests are run over. A prior that joins the catalogue joins the tests; of those on grids one, as
@@ -53,6 +56,22 @@ def examples(number: int, salt: str = "") -> Callable[[Test], Test]:
 
 
 # ---- priors
+
+
+class Waves(Prior):
+    """A prior that has lanes alone: ``K(i, j) = a_h sin(i / 9) cos(j / 7) + b_h cos(j / 5)`` in nats."""
+
+    structure = Structure.FACTORED
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__(num_heads)
+        self.heights = nn.Parameter(torch.ones(2, num_heads))
+
+    def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
+        own, their = query_positions.double()[..., None, :, None], key_positions.double().unsqueeze(-1)
+        features = torch.cat([(own / 9).sin(), torch.ones_like(own)], -1)
+        heights = self.heights.double().T.unsqueeze(-2)
+        return Lanes((heights * features).to(dtype), torch.cat([(their / 7).cos(), (their / 5).cos()], -1).to(dtype))
 
 
 @st.composite
@@ -96,6 +115,8 @@ def prior_descriptions(draw: st.DrawFn, name: str, causal: bool) -> dict[str, An
     return description
 
 
+OWN = ("lanes alone", "lanes and a table")
+"""Priors that the catalogue has none of."""
 RANGES = {
     "theta_beta": (-8.0, 8.0),
     "theta_alpha": (-4.0, 1.0),
@@ -125,6 +146,10 @@ def priors(draw: st.DrawFn, name: str, heads: int, causal: bool, generator: torc
     """The named prior with random parameters; ``none`` is None and ``sum`` a sum of two or three."""
     if name == "none":
         return None
+    if name in OWN:
+        own = Waves(heads) if name == OWN[0] else Waves(heads) + Laplace(heads, learn=True)
+        randomize(own, generator)
+        return own
     names = draw(SUMMANDS) if name == "sum" else [name]
     descriptions = [draw(prior_descriptions(each, causal)) for each in names]
     prior = prior_from_config(descriptions if name == "sum" else descriptions[0], heads)
@@ -219,12 +244,11 @@ class Case:
                 self.query, self.key, self.value, self.prior, **self.options(), return_lse=True, backend=backend
             )
 
-    def backends(self) -> list[str]:
+    def backends(self, need_lse: bool = True) -> list[str]:
         """Those that can compute it."""
-        possible = ["auto", "toeplitz", "blockwise"]
-        lanes = Structure.FACTORED | Structure.OF_KEYS
-        terms = () if self.prior is None else self.prior.terms()
-        return [*possible, "lanes"] if all(term.structure & lanes for term in terms) else possible
+        problem = make_problem(self.query, self.key, self.value, self.prior, **self.options())
+        names: tuple[Backend, ...] = "auto", "toeplitz", "blockwise", "lanes"
+        return [name for name in names if name == "auto" or why_not(problem, name, need_lse=need_lse) is None]
 
 
 @contextmanager

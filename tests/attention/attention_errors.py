@@ -113,13 +113,13 @@ def gradient_scales(case: Case, cotangents: Cotangents) -> dict[str, Tensor]:
     return scales
 
 
-def float32_tolerance(case: Case, *, lanes: bool = False) -> float:
+def float32_tolerance(case: Case) -> float:
     """What relative error a float32 computation may have: 1e-5, and more where rounding alone makes more.
 
     A logit ``z`` in float32 is wrong by up to ``2^-24 |z|``, which moves its weight by ``p (1 - p)`` times as
     much. A logit scale of 8 on a log-prior of -50 nats that is nearly the same for all keys is such a case: no
-    float32 bias can do better. In lanes (of priors that are not stationary, or of all if ``lanes``) other numbers
-    are rounded than in a table.
+    float32 bias can do better. In lanes, those of priors that are not stationary, other numbers are rounded than in a
+    table.
     """
     exact = oracle(case.to(torch.float64))
     with torch.no_grad():
@@ -128,7 +128,7 @@ def float32_tolerance(case: Case, *, lanes: bool = False) -> float:
             # Of it, the best is taken from each row.
             size = (exact.logits - exact.lse.nan_to_num(neginf=0.0).unsqueeze(-1)).abs()
         for term in () if case.prior is None else case.prior.terms():
-            if Structure.FACTORED in term.structure and (lanes or Structure.STATIONARY not in term.structure):
+            if not term.structure & (Structure.STATIONARY | Structure.OF_KEYS):
                 parts = term.lanes(*positions_of(case), dtype=torch.float64)
                 size = size + exact.prior_scale.abs() * (parts.query @ parts.key.unsqueeze(-3).mT).abs()
         moved = (exact.weights * (1 - exact.weights) * size).sum(-1)

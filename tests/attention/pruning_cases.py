@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention_priors.attention import operator
-from attention_priors.attention.content import Content
 from attention_priors.attention.pruning import bounds, certificate, report
 from attention_priors.attention.pruning.certificate import Pruned
 from attention_priors.attention.tiles import backward, block_problem, forward
-from attention_priors.attention.tiles.block_problem import BlockProblem
+from attention_priors.attention.tiles.block_problem import BlockProblem, Content
 from attention_priors.attention.tiles.tiling import Part
 
 

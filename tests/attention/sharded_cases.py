@@ -415,6 +415,25 @@ def determinism(group: Any) -> bool:
     return all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
+def agreement() -> list[str]:
+    """The backends that this process asks for where the kernels of one process are found to be wrong."""
+    rank, size, asked = dist.get_rank(), dist.get_world_size(), []
+    solve, planned = ring.solve, ring.make_plan
+
+    def recording(problem: Any, backend: str, **kwargs: Any) -> Any:
+        asked.append(backend)
+        return solve(problem, "auto", **kwargs)
+
+    def planning(*args: Any, **kwargs: Any) -> Any:
+        plan = planned(*args, **kwargs)
+        return plan if rank == 1 else plan._replace(engine="triton")
+
+    query = torch.randn(1, 1, 4, 8)
+    with mock.patch.object(ring, "solve", recording), mock.patch.object(ring, "make_plan", planning), torch.no_grad():
+        attend_across(query, query, query, Laplace(1), sequence=ShardedSequence(shard_index(4 * size, rank, size)))
+    return asked
+
+
 def main(rank: int, target: Path, names: dict[str, list[str]]) -> None:
     meeting = f"file://{target.with_suffix('.group')}"
     dist.init_process_group("gloo", meeting, timeout=timedelta(seconds=120), world_size=PROCESSES, rank=rank)
@@ -430,7 +449,7 @@ def main(rank: int, target: Path, names: dict[str, list[str]]) -> None:
             double = Case(**{**CASES[name].__dict__, "dtype": torch.float64})
             every[f"{name}, float64 / {size}"] = solve_case(double, group)
     found: dict[str, Any] = {"errors": every, "skipping": skipping(), "refusals": refusals(), "same": determinism(None)}
-    found["silence"] = silence(hasty)
+    found |= {"silence": silence(hasty), "agreement": agreement()}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, found)
     if rank == 0:

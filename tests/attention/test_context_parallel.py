@@ -106,6 +106,13 @@ def test_heads_leave_out_blocks_that_weigh_nothing(found: list[dict[str, Any]]) 
 
 
 @pytest.mark.slow
+def test_all_compute_alike_where_kernels_of_one_are_wrong(found: list[dict[str, Any]]) -> None:
+    for process in found:
+        assert process["agreement"]
+        assert {*process["agreement"]} == {"toeplitz"}
+
+
+@pytest.mark.slow
 def test_a_mistake_in_one_process_is_an_error_in_all(found: list[dict[str, Any]]) -> None:
     words = {
         "a place twice": "each place from 0 to 23 must occur once",

@@ -21,7 +21,7 @@ def test_which_engine() -> None:
     assert engine(Laplace(4)) == "toeplitz: not all of the prior is factored"
     assert engine(Spectral(4)) == "lanes: all of the prior is factored"
     assert engine(Spectral(4), tolerance=0.1) == "toeplitz: pruning bounds a table better than lanes"
-    assert engine(KeySink(4, 64)) == "toeplitz: nothing of the prior is factored"
+    assert engine(KeySink(4, 64)) == "toeplitz: not all of the prior is factored"
     assert engine(relative=ShawVectors(8, 4)).startswith("blockwise: relative")
     assert engine(Laplace(4), backend="reference") == "reference: it is asked for by name"
 
@@ -34,7 +34,7 @@ def test_where_each_term_goes() -> None:
     assert "key_sink: one number per key and head" in told
     assert "key_bias: one number per key and head, less a constant for each block of queries" in told
     assert "null_logit: takes its share" in told
-    assert "not lanes: it needs a prior that is factored" in told
+    assert "not lanes: not all of the prior is factored" in told
     assert "spectral: columns of queries and keys" in explain(QUERY, KEY, VALUE, Spectral(4))
 
 
@@ -51,7 +51,7 @@ def test_what_is_done_about_large_numbers() -> None:
 
 
 def test_an_engine_that_is_asked_for_by_name_computes_or_says_why_not() -> None:
-    with pytest.raises(ValueError, match="backend='lanes' cannot compute this: it needs a prior that is factored"):
+    with pytest.raises(ValueError, match="backend='lanes' cannot compute this: not all of the prior is factored"):
         explain(QUERY, KEY, VALUE, Laplace(4), backend="lanes")
 
 

@@ -107,7 +107,8 @@ def test_one_part_of_an_image_looks_at_another(moved: tuple[int, int], causal: b
         with in_blocks_of(3):
             found = results(prior, inputs, None, "toeplitz", **options)
         for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+            # Gradients of parameters are float32, and of numbers of positions, not of distances.
+            torch.testing.assert_close(one, other, rtol=3e-6, atol=1e-8)
 
 
 def test_images_of_different_sizes_in_one_batch() -> None:

@@ -22,7 +22,6 @@ from attention_priors import (
     Window,
     attend,
 )
-from attention_priors.attention import geometry_operator
 from attention_priors.attention import operator as operators
 from attention_priors.priors import Axial, grid_positions
 from thoroughness import every_other_deep
@@ -53,7 +52,7 @@ VARIANTS: dict[str, tuple[Callable[[], Prior | None], dict[str, Any]]] = {
     "bidirectional": (gaussian, {"causal": False}),
     "laplace": (lambda: Laplace(H, learn=True), {}),
     "buckets": (lambda: RelativeBuckets(H, num_buckets=8, max_distance=16), {}),
-    "lanes": (lambda: Spectral(H) + KeySink(H, train_length=8), {}),
+    "lanes": (lambda: Spectral(H), {}),
     "slope": (lambda: KeySink(H, train_length=8, init="recency"), {"logit_scale": SSMax(H)}),
     "table, lanes and slope": (lambda: gaussian() + KeySink(H, train_length=8, init="recency"), {}),
     "table and lanes": (lambda: gaussian() + KeySink(H, train_length=8), {}),
@@ -166,19 +165,22 @@ def test_operator_check(name: str, dtype: torch.dtype, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", [n for n in VARIANTS if n not in ("no prior", "lanes")])
-def test_gradients_lie_in_memory_as_compilers_are_told(name: str) -> None:
+def test_results_lie_in_memory_as_compilers_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, options = VARIANTS[name]
-    tensors = inputs()
+    tensors, results = inputs(), []
+    compute = operators._attend
+    monkeypatch.setattr(operators, "_attend", lambda *x: results.append(compute(*x)) or results[-1])
     grads = torch.autograd.grad(attend(*tensors, make(), **options).square().sum(), tensors)
-    assert all(grad.is_contiguous() for grad in grads)
+    assert len(results) == 1
+    assert all(x.is_contiguous() for x in (*results[0], *grads))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"document_ids": DOCUMENTS}, {"key_padding_mask": PADDING}])
 def test_operator_check_of_the_count(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    count = geometry_operator._visible_keys
-    monkeypatch.setattr(geometry_operator, "_visible_keys", lambda *x: calls.append(x) or count(*x))
+    count = operators._visible_keys
+    monkeypatch.setattr(operators, "_visible_keys", lambda *x: calls.append(x) or count(*x))
     attend(*inputs(), logit_scale=SSMax(H), **options)
     torch.library.opcheck(torch.ops.attention_priors.visible_keys.default, calls[0])
 
@@ -210,7 +212,8 @@ def test_gradients_by_torch_func(name: str) -> None:
 
     found = grad(loss, argnums=(0, 1, 2))(*(x.detach() for x in tensors))
     for one, other in zip(found, torch.autograd.grad(loss(*tensors), tensors), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        # Transformed, a prior in lanes is computed in tiles.
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=3e-6)
 
 
 class Loss(torch.nn.Module):

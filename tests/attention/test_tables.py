@@ -121,7 +121,7 @@ def test_a_change_of_buffers_and_attributes_is_seen(change) -> None:
 def test_a_change_of_attributes_is_seen_by_lanes() -> None:
     prior = Spectral(H, 3)
     torch.nn.init.normal_(prior.alpha)
-    query, key = torch.randn(1, H, 9, 4), torch.randn(1, H, 50, 4)
+    query, key = torch.randn(1, H, 50, 4), torch.randn(1, H, 50, 4)
     with torch.no_grad():
         before = attend(query, key, key, prior, backend="lanes")
         prior.base *= 10

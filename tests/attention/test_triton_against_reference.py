@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,8 @@ from triton_cases import DEVICES, compute_on, configurations, configured, place,
 
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, RelativeBuckets, SSMax, Window, pruning_report
 from attention_priors.attention import operator
+from attention_priors.attention.tiles import exact
+from attention_priors.attention.triton import backend
 from attention_priors.attention.triton.backend import Blocks, Configuration
 from thoroughness import every_other_deep, every_other_slow
 
@@ -82,8 +85,64 @@ def test_positions_without_a_common_offset(device: str, causal: bool) -> None:
         case = replace(Case(query, key, value, prior, causal, scale), **options)
         with configured(same(Blocks(16, 16, 4, 1))):
             check_exactness(device, case)
-            # Diagonals are not sums of a distance there: a learned table's gradient is left to the tiles.
-            check_exactness(device, replace(case, prior=Laplace(1, learn=True)))
+            # Diagonals are not sums of a distance there: a learned table's gradient adds up in integers.
+            learned = replace(case, prior=Laplace(1, learn=True))
+            check_exactness(device, learned)
+            cotangents = Cotangents.of(*learned.attend())
+            one, other = (compute_on(device, learned, cotangents).grads for _ in range(2))
+            assert all(torch.equal(one[name], other[name]) for name in one), "not the same in another order"
+
+
+@pytest.mark.slow
+def test_keys_shared_between_programs(device: str) -> None:
+    """Few queries and many keys, as in decoding: the results of several programs are merged."""
+
+    @examples(2, "shares")
+    @given(st.integers(2, 5), st.integers(1, 16), st.integers(40, 90), st.integers(0, 99), st.booleans())
+    def check(shares: int, num_queries: int, num_keys: int, seed: int, causal: bool) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        query, key, value = (
+            torch.randn(2, h, n, 5, generator=generator) for h, n in [(2, num_queries), *[(1, num_keys)] * 2]
+        )
+        prior, padding = Laplace(2, learn=True), torch.rand(2, num_keys, generator=generator) < 0.3
+        bias = torch.rand(2, 2, num_keys, generator=generator, dtype=torch.float64).cumsum(-1)
+        for options in (
+            {"key_padding_mask": padding},
+            {"key_bias": bias, "logit_scale": SSMax(2, init=0.7)},
+            {"prior": Laplace(2, learn=True) + Window(2, 30)},
+            {"document_ids": torch.arange(num_keys).expand(2, -1) // 50} if num_queries <= num_keys else {},
+        ):
+            case = replace(Case(query, key, value, prior, causal), **options)
+            with (
+                configured(same(Blocks(16, 16, 4, 1))),
+                mock.patch.object(backend, "shares", return_value=shares) as asked,
+            ):
+                check_exactness(device, case)
+            assert asked.called
+
+    check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scaled", every_other_deep(["", "all", "content"], ["all"]))
+def test_rows_that_float32_does_not_hold_among_others(scaled: str, device: str) -> None:
+    """One head's log-priors are near, one's far, and one's of its later rows: each is computed in one of two runs."""
+    prior = RelativeBuckets(3, num_buckets=32, max_distance=64)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        prior.bias.normal_()
+        prior.bias[1] -= 30000.0
+    bias = torch.zeros(2, 3, 50, dtype=torch.float64)
+    bias[:, 2, 20:] = 12345.0
+    query, key, value = (torch.randn(2, h, 50, 6) for h in (3, 1, 1))
+    scale = SSMax(3, init=-0.2, include_prior=scaled == "all") if scaled else None
+    for options in ({}, {"key_bias": bias}, {"key_bias": bias, "document_ids": torch.arange(50).expand(2, -1) // 30}):
+        case = replace(Case(query, key, value, prior, logit_scale=scale), **options)
+        with (
+            configured(same(Blocks(32, 32, 4, 1))),
+            mock.patch.object(exact, "recompute_rows", side_effect=AssertionError),
+        ):
+            check_exactness(device, case)
 
 
 @pytest.mark.slow
@@ -167,7 +226,7 @@ def test_rows_of_one_key_in_half_precision(device: str) -> None:
     query, key, value = (torch.randn(1, h, 70, 100).half() for h in (2, 1, 1))
     case = Case(query, key, value, prior + Window(2, 1))
     cotangents = Cotangents(torch.randn(1, 2, 70, 100).half().double(), torch.zeros(1, 2, 70).double())
-    with configured(same(Blocks(32, 16, 4, 1))._replace(table_grad=Blocks(64, 64, 4, 1))):
+    with configured(same(Blocks(32, 32, 4, 1))._replace(table_grad=Blocks(64, 64, 4, 1))):
         found = compute_on(device, case, cotangents)
     for part, grad in found.grads.items():
         if "." in part:
@@ -273,7 +332,7 @@ def test_same_inputs_same_result(device: str) -> None:
     query, key, value = (torch.randn(1, h, 40, 8) for h in (2, 1, 1))
     case = Case(query, key, value, RelativeBuckets(2), logit_scale=SSMax(2))
     cotangents = Cotangents.of(*case.attend())
-    with configured(same(Blocks(32, 16, 4, 1))):
+    with configured(same(Blocks(32, 32, 4, 1))):
         one, other = (compute_on(device, case, cotangents) for _ in range(2))
 
     def parts(result: Result) -> list[torch.Tensor]:
@@ -281,3 +340,19 @@ def test_same_inputs_same_result(device: str) -> None:
 
     for first, second in zip(parts(one), parts(other), strict=True):
         assert torch.equal(first, second)
+
+
+def test_strides_beyond_32_bits(device: str, tmp_path: Path) -> None:
+    """Examples that lie more than 2^31 numbers apart, as in a view of a large cache; the file has next to no pages."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 1, 20, 8)
+    apart = 2**31 + 64
+    cache = torch.from_file(str(tmp_path / "cache"), shared=True, size=apart + key.numel(), dtype=torch.float32)
+    if device != "cpu":
+        pytest.skip("a device has no sparse memory")
+    far = cache.as_strided(key.shape, (apart, 160, 8, 1)).copy_(key)
+    case = Case(query, far, value, Laplace(1, learn=True))
+    with configured(same(Blocks(16, 16, 4, 1))):
+        found, expected = (each.attend("triton") for each in (case, replace(case, key=key)))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)

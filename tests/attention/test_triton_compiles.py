@@ -30,6 +30,7 @@ def tools() -> Path | None:
         pytest.param("90", "64", "slots", marks=pytest.mark.deep),
         ("90", "128", "plain"),
         ("90", "64", "keys"),
+        pytest.param("100", "64", "far", marks=pytest.mark.deep),
     ],
 )
 def test_kernels_compile(capability: str, head_dim: str, kind: str) -> None:

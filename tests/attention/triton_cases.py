@@ -73,7 +73,7 @@ def same(blocks: Blocks) -> Configuration:
 def configured(configuration: Configuration, slot: int = backend.SLOT) -> Iterator[None]:
     """Run kernels in these blocks; the interpreter also checks that every address lies inside a tensor."""
     with (
-        mock.patch.multiple(backend, configuration=lambda width, dtype: configuration, SLOT=slot),
+        mock.patch.multiple(backend, configuration=lambda *_: configuration, SLOT=slot),
         nullcontext() if ON_CUDA else guarded_memory(),
         nullcontext() if ON_CUDA else language_patched_once_a_launch(),
     ):
@@ -106,6 +106,10 @@ class Guard:
         self.check(addresses, mask)
         return self.memory.load(addresses, mask, other, dtype)
 
+    def atomic_rmw(self, kind: Any, addresses: np.ndarray, numbers: np.ndarray, mask: np.ndarray, order: Any) -> Any:
+        self.check(addresses, mask)
+        return self.memory.atomic_rmw(kind, addresses, numbers, mask, order)
+
     def store(self, addresses: np.ndarray, numbers: np.ndarray, mask: np.ndarray) -> None:
         self.check(addresses, mask)
         self.memory.store(addresses, numbers, mask)
@@ -119,7 +123,8 @@ def guarded_memory() -> Iterator[None]:
     run = backend._Launcher.run
 
     def allowed(launcher: Any, kernel: Any, grid: Any, size: Blocks, **arguments: Any) -> None:
-        tensors = (launcher.query, launcher.key, launcher.value, *arguments.values())
+        biases = launcher.bias if arguments["FAR"] is None else launcher.exact_bias
+        tensors = (*launcher.content[:3], *arguments.values(), *biases.values(), *launcher.masks.values())
         guard.allow([x for x in tensors if isinstance(x, Tensor)])
         run(launcher, kernel, grid, size, **arguments)
 

@@ -33,18 +33,20 @@ KERNELS = {
 NUMBERS = ("QUERY", "KEY", "VALUE", "OUT", "OUT_GRAD", "QUERY_GRAD", "KEY_GRAD", "VALUE_GRAD")
 KEYS = ("KEY_HIGH", "KEY_LOW", "OWN_HIGH", "OWN_LOW", "BIAS_GRAD")
 FLOATS = ("LSE", "LSE_GRAD", "CONSTANT", "REST", "TABLE", "ROW_SCALE", "SCALE_GRAD", "PARTS", *KEYS)
-BYTES = ("PADDING", "KEPT")
+DOCUMENTS = ("QUERY_DOCUMENTS", "KEY_DOCUMENTS")
+TYPES = {"fp32": FLOATS, "fp64": ("UNITS",), "i8": ("PADDING", "KEPT", "FAR"), "i64": (*DOCUMENTS, "TABLE_GRAD")}
 MASKS = ("ROW_SCALE", "SCALE_GRAD", "REACH", "PADDING")
 SLOTS = ("FIRST", "LAST", "COUNTS", "SLOTS", "KEPT")
-POSITIONS = ("QUERY_POSITIONS", "KEY_POSITIONS", "QUERY_DOCUMENTS", "KEY_DOCUMENTS")
+POSITIONS = ("QUERY_POSITIONS", "KEY_POSITIONS", *DOCUMENTS, "TABLE_GRAD", "UNITS")
 LEFT_OUT = {
-    "plain": (*MASKS, *SLOTS, *POSITIONS, *KEYS),
-    "keys": (*MASKS, *SLOTS, *POSITIONS),
-    "slots": POSITIONS,
-    "positions": (*SLOTS, *KEYS),
+    "plain": (*MASKS, *SLOTS, *POSITIONS, *KEYS, "FAR"),
+    "keys": (*MASKS, *SLOTS, *POSITIONS, "FAR"),
+    "slots": (*POSITIONS, "FAR"),
+    "positions": (*SLOTS, *KEYS, "FAR"),
+    "far": ("KEY_LOW", "OWN_HIGH", "OWN_LOW", *SLOTS, *POSITIONS),
 }
-"""Which pointers are None: all but the table; all but table and biases of keys; those to positions; or those that tell
-what slots see each other."""
+"""Which pointers are None: all but the table; all but table and biases of keys; those to positions; those that tell
+what slots see each other; or, of what is computed in float64, those to either."""
 
 
 def variant(kernel: Any, size: backend.Blocks, head_dim: int, dtype: str, kind: str) -> ASTSource:
@@ -56,11 +58,14 @@ def variant(kernel: Any, size: backend.Blocks, head_dim: int, dtype: str, kind: 
             width = backend._padded(head_dim)
             widths = {"D": head_dim, "DV": head_dim, "BLOCK_D": width, "BLOCK_DV": width}
             blocks = {"ROWS": size.rows, "KEYS": size.keys, "SLOT": backend.SLOT}
-            signature[name], constants[(index,)] = "constexpr", (widths | blocks)[name]
+            scales_prior = {"SCALES_PRIOR": "ROW_SCALE" not in LEFT_OUT[kind]}
+            signature[name], constants[(index,)] = "constexpr", (widths | blocks | scales_prior)[name]
         elif name in LEFT_OUT[kind]:
             signature[name], constants[(index,)] = "constexpr", None
         elif name.isupper():
-            to = dtype if name in NUMBERS else "fp32" if name in FLOATS else "i8" if name in BYTES else "i32"
+            to = dtype if name in NUMBERS else next((to for to, names in TYPES.items() if name in names), "i32")
+            if kind == "far":
+                to = {"TABLE": "fp64", "KEY_HIGH": "fp64", "LSE": "fp64"}.get(name, to)
             signature[name], attributes[(index,)] = f"*{to}", [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name == "softmax_scale" else "i32"
@@ -87,10 +92,11 @@ def usage(source: ASTSource, size: backend.Blocks, capability: int) -> dict[str,
 
 
 def main(capability: str, head_dim: str, dtype: str, *kinds: str) -> None:
-    sizes = backend.configuration(backend._padded(int(head_dim)), DTYPES[dtype])._asdict()
     found = {}
     for name, kernel in KERNELS.items():
         for kind in kinds:
+            of = torch.float32 if kind == "far" else DTYPES[dtype]
+            sizes = backend.configuration(backend._padded(int(head_dim)), of)._asdict()
             # Without a common offset there are no diagonals.
             if (name, kind) != ("table_grad", "positions"):
                 source = variant(kernel, sizes[name], int(head_dim), dtype, kind)

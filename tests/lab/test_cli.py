@@ -1,16 +1,19 @@
 """What the command says before any model is trained."""
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import typer
 from typer.testing import CliRunner
 
+from attention_priors.attention.selftest import VARIANTS
 from attention_priors.lab.cli import app
 from attention_priors.lab.cli.terminal import errors, name_of_model
 from processes import run_command
@@ -191,3 +194,30 @@ def test_memory_that_does_not_suffice_is_one_message(use_up, capsys):
 def test_other_errors_in_our_code_keep_their_traceback():
     with pytest.raises(RuntimeError, match="shapes"), errors():
         raise RuntimeError("shapes do not fit")
+
+
+def test_selftest_prints_a_table_for_an_issue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    result = CliRunner().invoke(app, ["selftest", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    head, _, *rows = result.output.splitlines()
+    assert f"torch {torch.__version__}" in head
+    assert rows[0].startswith("| engine | dtype |")
+    assert sum("| not here |" in row for row in rows) == 1, "why there are no kernels, once"
+    of_tiles = [row for row in rows if row.startswith("| toeplitz | float32 |")]
+    assert len(of_tiles) == len(VARIANTS)
+    assert all(row.endswith("| right |") for row in of_tiles)
+
+
+@pytest.mark.parametrize("error", [0.5, math.nan])
+def test_selftest_says_what_is_wrong(error: float) -> None:
+    with mock.patch("attention_priors.lab.selftest.errors", return_value={"output": 1e-7, "key": error, "value": 0.0}):
+        result = CliRunner().invoke(app, ["selftest", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert f"| {error:.1e} | key | 1e-04 | WRONG |" in result.output
+
+
+def test_selftest_names_devices() -> None:
+    result = CliRunner().invoke(app, ["selftest", "--device", "moon"])
+    assert result.exit_code == 1
+    assert "device must be cpu, cuda or cuda:N; got 'moon'" in result.output

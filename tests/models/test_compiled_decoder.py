@@ -1,15 +1,17 @@
 """A compiled decoder: one graph, and the logits and gradients of the one that is not compiled."""
 
+import shutil
 from typing import Any
 
 import pytest
 import torch
-from tiny_decoders import FAMILIES, VARIANTS, tiny_decoder, tokens
+from tiny_decoders import VARIANTS, tiny_decoder, tokens
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from transformers import StaticCache
 
-from attention_priors.models import PriorDecoderForCausalLM
+from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
 from thoroughness import every_other_deep
 
 LENGTH = 12
@@ -83,17 +85,57 @@ def test_decoding_with_a_static_cache_compiles_once(variant: str) -> None:
     assert counters["stats"]["unique_graphs"] == before + 2
 
 
-@pytest.mark.parametrize("family", every_other_deep(["BAM", "rotary"], ["BAM"]))
-def test_one_graph_for_all_lengths(family: str) -> None:
-    model = tiny_decoder(**FAMILIES[family], num_hidden_layers=1).train()
+# ---- lengths
+
+SCHEMES: dict[str, dict[str, Any]] = {
+    "nope": {"prior": None},
+    "alibi": {"prior": "laplace"},
+    "t5": {"prior": "relative_buckets"},
+    "window": {"prior": {"name": "window", "size": 30}},
+    "ggd": {"prior": "generalized_gaussian"},
+    "ggd and ssmax": {"prior": "generalized_gaussian", "logit_scale": "ssmax"},
+    "goat": {"prior": ["spectral", {"name": "key_sink", "train_length": 64}]},
+    "rotary": {"prior": None, "encoding": "rotary"},
+}
+SHAPES = ((2, 32), (3, 48), (2, 130), (3, 333))
+"""Texts and tokens, of which attention makes one tile, or several."""
+
+
+def make(name: str) -> PriorDecoderForCausalLM:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    return PriorDecoderForCausalLM(PriorDecoderConfig(vocab_size=50, **sizes, **SCHEMES[name]))
+
+
+def step(model: Any, own: PriorDecoderForCausalLM, batch: int, length: int) -> list[Tensor]:
+    """The loss, and the gradients of all parameters."""
+    text = torch.randint(0, 50, (batch, length), generator=torch.Generator().manual_seed(length))
+    own.zero_grad()
+    loss = model(input_ids=text, labels=text).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in own.parameters() if p.grad is not None)]
+
+
+def check(name: str, backend: str) -> None:
+    model = make(name)
     torch._dynamo.reset()
-    before = counters["stats"]["unique_graphs"]
-    compiled: Any = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    for batch, length in ((2, 9), (3, 17)):
-        ids = tokens(batch, length)
-        loss, expected = (f(ids, labels=ids).loss for f in (compiled, model))
-        torch.testing.assert_close(loss, expected)
-        found = torch.autograd.grad(loss, model.model.layers[0].get_parameter("self_attn.q_proj.weight"))
-        wanted = torch.autograd.grad(expected, model.model.layers[0].get_parameter("self_attn.q_proj.weight"))
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
-    assert counters["stats"]["unique_graphs"] == before + 1
+    counted = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counted)
+    for batch, length in SHAPES:
+        found, expected = (step(each, model, batch, length) for each in (compiled, model))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert counted.frame_count <= 2, "a graph for each length"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", every_other_deep(SCHEMES, ["goat"]))
+def test_one_graph_for_all_lengths(name: str) -> None:
+    check(name, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", every_other_deep(["ggd and ssmax", "goat"], ["ggd and ssmax"]))
+def test_compiled_code_is_right_too(name: str) -> None:
+    check(name, "inductor")

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from attention_priors.attention.lanes import lanes
 from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.null_key import NullKey, gated
-from attention_priors.attention.observe import observers, tell
+from attention_priors.attention.observe import of_thread
 from attention_priors.attention.plan import BACKENDS, Backend, make_plan
 from attention_priors.attention.problem import Options, Problem, make_problem
 from attention_priors.attention.pruning.bounds import KeyBounds
@@ -121,13 +121,13 @@ def attend(
             more, whose value is zero, and takes ``e^s / (e^s + Σ_j e^z_ij)`` of the weight. No logit scale multiplies
             it, and it is not counted as visible. The log-sum-exp is that of the keys alone: to merge results, leave it
             out and call :func:`apply_null` once at the end.
-        backend: how it is computed, never what. ``auto`` chooses by the prior's structure: ``lanes`` if all of
-            it is factored (but not where a table does as well: in half precision, with a tolerance, for a few queries),
-            else ``toeplitz``; ``blockwise`` for ``relative``, dropout and an ``attn_mask`` with a gradient. On CUDA it
-            takes ``triton``, the fused kernels, for all that they compute. ``reference`` is the dense formula.
-            ``flex`` is compiled FlexAttention: on CPUs without gradients and log-sum-exp, nowhere in float64.
-            Where the keys that a query looks at have log-priors beyond 400 nats, ``lanes``, ``toeplitz`` and
-            ``triton`` take a constant from each row: float32 would not hold them.
+        backend: how it is computed, never what. ``auto`` chooses by the prior's structure. It takes ``lanes`` if all
+            of it is factored and nothing but the causal flag hides keys, unless a table does as well (half precision,
+            a tolerance, few queries); ``blockwise`` for ``relative``, dropout and an ``attn_mask`` with a gradient;
+            else ``toeplitz``. On CUDA it takes ``triton``, the fused kernels, for all that they compute. ``reference``
+            is the dense formula. ``flex`` is compiled FlexAttention: on CPUs without gradients and log-sum-exp,
+            nowhere in float64. Where the keys that a query looks at have log-priors beyond 400 nats, ``toeplitz`` and
+            ``triton`` compute its row less a constant, or in float64: float32 would not hold them.
 
     Returns:
         Output ``(B, H, Lq, Dv)`` in the query's dtype; with ``return_lse`` also ``(B, H, Lq)`` in float32
@@ -163,8 +163,8 @@ def attend(
         key_bias=key_bias,
         null_logit=null_logit,
     )
-    if observers():
-        tell(problem)
+    for see in getattr(of_thread, "told", ()):
+        see(problem)
     out, lse = solve(problem, backend, need_lse=return_lse or problem.null_logit is not None)
     if problem.null_logit is not None:
         assert lse is not None
@@ -190,7 +190,7 @@ def solve(problem: Problem, backend: Backend, *, need_lse: bool) -> tuple[Tensor
         if plan.engine == "blockwise":
             return blockwise(problem)
         if plan.engine == "lanes":
-            return lanes(problem, plan, need_lse=need_lse)
+            return lanes(problem), None
         if plan.engine == "flex":
             # It brings all of PyTorch's compiler, whose import takes a second.
             from attention_priors.attention.flex.backend import flex
@@ -216,8 +216,8 @@ def attend_with_weights(
         ValueError: as :func:`attend`.
     """
     problem = make_problem(*as_autocast_has_it(query, key, value), prior, **options)
-    if observers():
-        tell(problem)
+    for see in getattr(of_thread, "told", ()):
+        see(problem)
     with without_autocast(query.device.type):
         out, lse, weights = reference(problem)
         if problem.null_logit is not None:

@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from attention_priors.precision import is_captured
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -83,6 +85,8 @@ class Geometry:
         behind = self.num_keys - self.num_queries
         if self.key_documents is None and not self.has_given_positions:
             return behind
+        if is_captured():
+            return None
         if not self.has_given_positions and self._are_documents_rising():
             return behind
         slots = torch.arange(max(self.num_queries, self.num_keys), device=self.device)

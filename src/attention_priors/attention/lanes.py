@@ -1,30 +1,36 @@
-"""Factored priors: a few extra query and key dimensions, then one plain attention call on any hardware."""
+"""Factored priors: a few extra query and key dimensions, then one plain attention call on any hardware.
+
+``<q_i, k_j> · softmax_scale + <phi(i), psi(j)>`` is the dot product, scaled, of ``[q_i, phi(i) / softmax_scale]`` and
+``[k_j, psi(j)]`` (GOAT, equations 20 to 24, with the content kept at its full width).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention_priors.attention.content import all_of, columns_together, content_of, lanes_are_exact
-from attention_priors.attention.plan import Plan
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.reference import blockwise
-from attention_priors.attention.tiles.backend import attend_in_blocks
+from attention_priors.attention.tiles.block_problem import Content, all_of, columns_together, widened
+from attention_priors.precision import NEAR, is_traced
+from attention_priors.priors import Prior, Structure
+from attention_priors.priors.base import checked_lanes
+
+LANES_AT_A_TIME = 8
+"""Numbers of float32 in a vector register: without a remainder, products are faster. 82 columns are slower than 88."""
 
 
-def lanes(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Attention with the factored terms of the prior in lanes.
-
-    Returns:
-        Output, and the log-sum-exp; without ``need_lse`` it may be None.
-    """
-    if need_lse or plan.keys or problem.key_bias is not None or not _is_plain(problem):
-        # Masks, offsets, log-sum-exps and biases of keys are the block-wise engine's.
-        return attend_in_blocks(problem, plan, fused=False)
-    *_, terms = plan.parts(problem)
-    content, query, key, value = content_of(problem, terms), problem.query, problem.key, problem.value
-    if not lanes_are_exact(content, terms):
-        return blockwise(problem)
+def lanes(problem: Problem) -> Tensor:
+    """Attention with the whole prior in lanes, ``(B, H, Lq, Dv)``."""
+    longer = with_lanes(problem, problem.terms) if problem.terms else problem
+    if longer is None:
+        return blockwise(problem)[0]
+    content = Content(longer.query, longer.key, longer.value, longer.row_scale, longer.softmax_scale)
+    query, key, value = content.queries(all_of), longer.key, longer.value
     # Branches and no expressions: where sizes are symbols of a compiled graph, these would be symbols too.
     causal, is_grouped = problem.geometry.causal, False
     if query.shape[2] == 1:
@@ -33,24 +39,46 @@ def lanes(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor, Tens
         is_grouped = True
     # One width for all three: kernels for several are slower. Where columns lie apart PyTorch adds the causal mask to a
     # dense matrix, and a key that is not finite spoils earlier queries.
-    width = max(content.width, value.shape[-1])
+    width = max(query.shape[-1], value.shape[-1])
     out = scaled_dot_product_attention(
-        columns_together(content.queries(all_of, width)),
-        columns_together(content.keys(all_of, width)),
-        columns_together(content.values(all_of, width)),
+        columns_together(widened(query, width)),
+        columns_together(widened(key, width)),
+        columns_together(widened(value, width)),
         is_causal=causal,
         scale=problem.softmax_scale,
         enable_gqa=is_grouped,
     )
-    return out[..., : value.shape[-1]].to(problem.query.dtype), None
+    return out[..., : value.shape[-1]].to(problem.query.dtype)
 
 
-def _is_plain(problem: Problem) -> bool:
-    """Whether PyTorch's own causal flag says all there is to say about masks."""
-    geometry = problem.geometry
-    if geometry.has_masks:
-        return False
-    if not geometry.causal:
+def with_lanes(problem: Problem, factored: Sequence[Prior]) -> Problem | None:
+    """The problem with some terms of its prior as further columns of queries and keys, in float32.
+
+    None where a lane that grows with position holds numbers that are too large for float32. Where numbers cannot be
+    read, it takes them for small.
+    """
+    geometry, dtype, row_scale = problem.geometry, problem.compute_dtype, problem.row_scale
+    query, key, value = (x.to(dtype) for x in (problem.query, problem.key, problem.value))
+    if row_scale is not None and not problem.scales_prior:
+        query, row_scale = query * row_scale.unsqueeze(-1), None
+    columns: list[tuple[Tensor, Tensor]] = []
+    for term in factored:
+        phi, psi = checked_lanes(term, geometry.query_positions, geometry.key_positions, dtype)
+        if Structure.STATIONARY not in term.structure and not _is_small(phi, psi.unsqueeze(-3)):
+            return None
+        columns.append((phi / problem.softmax_scale, psi.unsqueeze(-3)))
+    missing = -(query.shape[-1] + sum(phi.shape[-1] for phi, _ in columns)) % LANES_AT_A_TIME
+    columns.append((query.new_zeros(missing), key.new_zeros(missing)))
+    of_queries, of_keys = (
+        [x.expand(*given.shape[:3], -1) for x in part]
+        for given, part in zip((query, key), zip(*columns, strict=True), strict=True)
+    )
+    query, key = torch.cat([query, *of_queries], dim=-1), torch.cat([key, *of_keys], dim=-1)
+    return replace(problem, query=query, key=key, value=value, row_scale=row_scale)
+
+
+def _is_small(phi: Tensor, psi: Tensor) -> bool:
+    if phi.is_meta or phi.dtype == torch.float64 or is_traced() or torch._C._are_functorch_transforms_active():
         return True
-    # Given positions are no plain case, though they may amount to one: to see that takes a look at their values.
-    return not geometry.has_given_positions and geometry.num_queries in (1, geometry.num_keys)
+    with torch.no_grad():
+        return bool(((phi.abs().amax(-2) * psi.abs().amax(-2)).sum(-1) <= NEAR).all())

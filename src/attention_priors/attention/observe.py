@@ -13,12 +13,8 @@ if TYPE_CHECKING:
 See: TypeAlias = "Callable[[Problem], None]"
 
 # Dynamo traces and guards a plain thread-local object; it does neither for a ContextVar or a subclass of this one.
-_of_thread = threading.local()
-
-
-def observers() -> tuple[See, ...]:
-    """Those of this thread that are told. Whoever computes attention looks whether there are any."""
-    return getattr(_of_thread, "told", ())
+of_thread = threading.local()
+"""``told``: those who are told every problem, by :func:`observed`; ``notes``: what :func:`noted` collects."""
 
 
 @contextmanager
@@ -30,33 +26,27 @@ def observed(see: See) -> Iterator[None]:
     Args:
         see: what is called, in the order in which attention is computed; its errors end the computation.
     """
-    _of_thread.told = (*observers(), see)
+    of_thread.told = (*getattr(of_thread, "told", ()), see)
     try:
         yield
     finally:
-        remaining = list(observers())
+        remaining = list(of_thread.told)
         remaining.remove(see)
-        _of_thread.told = tuple(remaining)
+        of_thread.told = tuple(remaining)
 
 
 @contextmanager
 def noted() -> Iterator[list[str]]:
     """Collect what engines note in this block, and this thread, about numbers that they look at."""
-    before, _of_thread.notes = getattr(_of_thread, "notes", None), []
+    before, of_thread.notes = getattr(of_thread, "notes", None), []
     try:
-        yield _of_thread.notes
+        yield of_thread.notes
     finally:
-        _of_thread.notes = before
+        of_thread.notes = before
 
 
 def note(what: str, *numbers: int) -> None:
     """Note something for :func:`explain`, if it listens."""
-    notes = getattr(_of_thread, "notes", None)
+    notes = getattr(of_thread, "notes", None)
     if notes is not None:
         notes.append(what.format(*numbers))
-
-
-def tell(problem: Problem) -> None:
-    """Tell a problem to all who want to know."""
-    for see in observers():
-        see(problem)

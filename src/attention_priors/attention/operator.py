@@ -2,33 +2,131 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from attention_priors.attention.content import Content, columns_together
 from attention_priors.attention.geometry import Geometry
-from attention_priors.attention.geometry_operator import GEOMETRY, geometry_from, nobody_watches, one_by_one
 from attention_priors.attention.pruning.bounds import BLOCK, Balls
 from attention_priors.attention.pruning.certificate import prune
 from attention_priors.attention.tiles import backward as tiles_backward
 from attention_priors.attention.tiles import forward as tiles_forward
 from attention_priors.attention.tiles.bias import Distances
-from attention_priors.attention.tiles.block_problem import BlockProblem
+from attention_priors.attention.tiles.block_problem import BlockProblem, Content, columns_together
 from attention_priors.attention.triton import backend as triton_backend
-from attention_priors.precision import compute_dtype_of, without_autocast
+from attention_priors.precision import compute_dtype_of, is_captured, without_autocast
+
+GEOMETRY = (
+    "Tensor? query_positions, Tensor? key_positions, Tensor? documents, Tensor? key_padding_mask, "
+    "Tensor? attn_mask, bool causal"
+)
+"""Parameters that make a :class:`Geometry`, once sizes are known."""
+
+
+def geometry_arguments(geometry: Geometry) -> tuple[Any, ...]:
+    """What ``GEOMETRY`` lists."""
+    return (
+        geometry.given_query_positions,
+        geometry.given_key_positions,
+        geometry.key_documents,
+        geometry.key_padding_mask,
+        geometry.attn_mask,
+        geometry.causal,
+    )
+
+
+def geometry_from(sizes: tuple[int, int, int, int], device: torch.device, arguments: tuple[Any, ...]) -> Geometry:
+    """The geometry of a batch, its heads, queries and keys, from what ``GEOMETRY`` lists."""
+    query_positions, key_positions, documents, key_padding_mask, attn_mask, causal = arguments
+    own = None if documents is None else documents[:, sizes[3] - sizes[2] :]
+    given = (query_positions, key_positions, own, documents, key_padding_mask, attn_mask)
+    return Geometry(*sizes, device, causal, *given)
+
+
+def nobody_watches(like: Tensor, learning: bool = False) -> bool:
+    """Whether an operator's body may as well be called: to dispatch an operator takes as long as a short attention.
+
+    Args:
+        like: one of its inputs.
+        learning: whether who calls it records what a backward pass needs.
+    """
+    return (
+        (learning or not torch.is_grad_enabled())
+        and type(like) in (Tensor, Parameter)
+        and not like.is_meta
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+def one_by_one(operator: Any, info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Any:
+    """Run an operator for each entry of the mapped dimension."""
+    results = [
+        operator(
+            *(
+                x.select(dim, index) if isinstance(x, Tensor) and dim is not None else x
+                for x, dim in zip(inputs, in_dims, strict=True)
+            )
+        )
+        for index in range(info.batch_size)
+    ]
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+# ---- the keys that each query sees
+
+
+def _count(like: Tensor, batch: int, heads: int, num_queries: int, num_keys: int, *arguments: Any) -> Tensor:
+    geometry = geometry_from((batch, heads, num_queries, num_keys), like.device, arguments)
+    return geometry.visible_keys.clone(memory_format=torch.contiguous_format)
+
+
+_visible_keys = torch.library.custom_op(
+    "attention_priors::visible_keys",
+    _count,
+    mutates_args=(),
+    schema=f"(Tensor like, SymInt batch, SymInt heads, SymInt num_queries, SymInt num_keys, {GEOMETRY}) -> Tensor",
+)
+
+
+@_visible_keys.register_fake
+def _(like: Tensor, batch: int, heads: int, num_queries: int, num_keys: int, *arguments: Any) -> Tensor:
+    attn_mask = arguments[4]
+    return like.new_empty((batch, 1 if attn_mask is None else attn_mask.shape[1], num_queries), dtype=torch.int64)
+
+
+def count_visible_keys(geometry: Geometry, like: Tensor) -> Tensor:
+    """``n_i`` of :attr:`Geometry.visible_keys`, ``(B, H or 1, Lq)``, on the device of ``like``."""
+    if nobody_watches(like):
+        return geometry.visible_keys
+    sizes = (geometry.batch, geometry.heads, geometry.num_queries, geometry.num_keys)
+    return _visible_keys(like.detach(), *sizes, *geometry_arguments(geometry))
+
+
+@_visible_keys.register_vmap
+def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+    return one_by_one(_visible_keys, info, in_dims, inputs)
+
+
+# ---- attention in tiles
 
 PROBLEM = (
-    "Tensor query, Tensor key, Tensor value, Tensor? query_scale, Tensor? lane_query, Tensor? lane_key, "
-    "Tensor? table, Tensor? key_bias, Tensor? row_scale, Tensor? inside, Tensor? listed, SymInt highest, "
-    f"SymInt number, float softmax_scale, {GEOMETRY}, Tensor? kept, bool fused"
+    "Tensor query, Tensor key, Tensor value, float softmax_scale, Tensor? table, Tensor? key_bias, Tensor? row_scale, "
+    "bool scales_prior, Tensor? inside, Tensor? listed, SymInt highest, SymInt number, "
+    f"{GEOMETRY}, Tensor? kept, bool fused"
 )
-"""The first six, with the scale, are a :class:`Content`. ``kept``: see :class:`BlockProblem`. ``fused``: by
-Triton's kernels; else in tiles."""
+"""See :class:`Content` and :class:`BlockProblem`. ``row_scale`` multiplies the content and, if ``scales_prior``, table
+and biases of keys too. ``fused``: by Triton's kernels; else in tiles."""
 _PARAMETERS = tuple(parameter.split()[-1] for parameter in PROBLEM.split(", "))
-DIFFERENTIABLE = 9
-"""How many of them, the first ones, have gradients."""
+_LEARNED = (0, 1, 2, 4, 5, 6)
+"""Those that have gradients, by place: queries, keys, values, table, biases of keys, scale."""
 
 
 class OperatorInputs(NamedTuple):
@@ -42,17 +140,15 @@ def read_inputs(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_scale: Tensor | None,
-    lane_query: Tensor | None,
-    lane_key: Tensor | None,
+    softmax_scale: float,
     table: Tensor | None,
     key_bias: Tensor | None,
     row_scale: Tensor | None,
+    scales_prior: bool,
     inside: Tensor | None,
     listed: Tensor | None,
     highest: int,
     number: int,
-    softmax_scale: float,
     *rest: Any,
 ) -> OperatorInputs:
     """Put together what ``PROBLEM`` lists."""
@@ -62,7 +158,7 @@ def read_inputs(
     if geometry.has_given_positions and listed is None:
         _check_range(geometry, highest, number)
     query, key, value = map(columns_together, (query, key, value))
-    content = Content(query, key, value, query_scale, lane_query, lane_key, softmax_scale)
+    content = Content(query, key, value, row_scale, softmax_scale)
     problem = BlockProblem(
         geometry=geometry,
         distances=Distances(geometry, highest, listed, number),
@@ -70,7 +166,7 @@ def read_inputs(
         table=table if table is None or table.stride(1) == 1 else table.contiguous(),
         key_bias=key_bias,
         inside=inside,
-        row_scale=row_scale,
+        row_scale=row_scale if scales_prior and (table is not None or key_bias is not None) else None,
         softmax_scale=softmax_scale,
         dtype=compute_dtype_of(query),
         kept=kept,
@@ -79,6 +175,14 @@ def read_inputs(
 
 
 def _check_range(geometry: Geometry, highest: int, number: int) -> None:
+    if is_captured():
+        # The graph stops where it is replayed with others.
+        queries, keys = geometry.query_positions, geometry.key_positions
+        inside = queries.amax(-1) - keys.amin(-1) <= highest
+        if not geometry.causal:
+            inside &= queries.amin(-1) - keys.amax(-1) > highest - number
+        torch.ops.aten._assert_async.msg(inside.all(), "positions have gaps, which a captured graph does not take")
+        return
     if geometry.key_documents is not None and geometry.offset is not None:
         # Positions of different documents may lie any way apart: such pairs are hidden.
         farthest, nearest = geometry.num_queries - 1 + geometry.offset, geometry.offset - (geometry.num_keys - 1)
@@ -91,9 +195,6 @@ def _check_range(geometry: Geometry, highest: int, number: int) -> None:
             f"takes distances from {lowest} to {highest}, what {geometry.num_queries} queries and "
             f"{geometry.num_keys} keys without gaps have"
         )
-
-
-# ---- attention in tiles
 
 
 def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -110,12 +211,9 @@ block_attention = torch.library.custom_op(
 
 
 @block_attention.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, query_scale: Tensor | None, lane_query: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    lse = query.new_empty(query.shape[:-1], dtype=torch.float64)
-    dtype = query.dtype if lane_query is None else compute_dtype_of(query)
-    return query.new_empty(*query.shape[:-1], value.shape[-1], dtype=dtype), lse
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    return out, query.new_empty(query.shape[:-1], dtype=torch.float64)
 
 
 def _attend_backward(
@@ -123,25 +221,19 @@ def _attend_backward(
     lse_grad: Tensor,
     out: Tensor,
     lse: Tensor,
-    wants_query_scale: bool,
-    wants_table: bool,
-    wants_key_bias: bool,
-    wants_row_scale: bool,
+    wanted: Sequence[bool],
     *inputs: Any,
 ) -> tuple[Tensor, ...]:
-    """Gradients of the first inputs; what is not there or not wanted is empty."""
+    """Gradients of what is ``_LEARNED``; what is not there or not ``wanted`` is empty."""
     content, problem = read_inputs(*inputs)
-    saved, given, wanted = (out, lse), (out_grad, lse_grad), (wants_table, wants_key_bias, wants_row_scale)
     # A caller who is inside autocast would have the recomputed products rounded.
     with without_autocast(out.device.type):
         engine = triton_backend if inputs[-1] else tiles_backward
-        found = engine.backward(content, problem, saved, given, wanted)
-        query, key, *of_positions = content.gradients(found.query, found.key, wants_query_scale)
-    grads = (query, key, found.value, *of_positions, found.table, found.key_bias, found.row_scale)
+        found = engine.backward(content, problem, (out, lse), (out_grad, lse_grad), (wanted[3], wanted[4], wanted[5]))
     # As it is promised to who compiles, below.
     return tuple(
-        lse.new_empty(0) if grad is None else _of_batch(grad, given).contiguous()
-        for grad, given in zip(grads, inputs, strict=False)
+        lse.new_empty(0) if grad is None else _of_batch(grad, inputs[place]).contiguous()
+        for grad, place in zip(found, _LEARNED, strict=True)
     )
 
 
@@ -155,8 +247,8 @@ block_attention_backward = torch.library.custom_op(
     _attend_backward,
     mutates_args=(),
     schema=(
-        "(Tensor out_grad, Tensor lse_grad, Tensor out, Tensor lse, bool wants_query_scale, bool wants_table, "
-        f"bool wants_key_bias, bool wants_row_scale, {PROBLEM}) -> ({', '.join(['Tensor'] * DIFFERENTIABLE)})"
+        "(Tensor out_grad, Tensor lse_grad, Tensor out, Tensor lse, bool[] wanted, "
+        f"{PROBLEM}) -> ({', '.join(['Tensor'] * len(_LEARNED))})"
     ),
 )
 
@@ -167,19 +259,11 @@ def _(
     lse_grad: Tensor,
     out: Tensor,
     lse: Tensor,
-    wants_query_scale: bool,
-    wants_table: bool,
-    wants_key_bias: bool,
-    wants_row_scale: bool,
+    wanted: Sequence[bool],
     *inputs: Any,
 ) -> tuple[Tensor, ...]:
-    def like(tensor: Tensor | None, wanted: bool = True) -> Tensor:
-        if tensor is None or not wanted:
-            return lse.new_empty(0)
-        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-    wanted = (True, True, True, wants_query_scale, True, True, wants_table, wants_key_bias, wants_row_scale)
-    return tuple(like(tensor, want) for tensor, want in zip(inputs[:DIFFERENTIABLE], wanted, strict=True))
+    given = [inputs[place] if place < 3 or want else None for place, want in zip(_LEARNED, wanted, strict=True)]
+    return tuple(lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in given)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -192,10 +276,13 @@ def _differentiate(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor
     out, lse, *tensors = ctx.saved_tensors
     remaining = iter(tensors)
     inputs = [next(remaining) if other is None else other[0] for other in ctx.others]
-    wanted = ctx.needs_input_grad[:DIFFERENTIABLE]
-    grads = _apply_backward(out_grad, lse_grad, out, lse, wanted[3], *wanted[6:], *inputs)
-    found = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
-    return (*found, *(None,) * (len(_PARAMETERS) - DIFFERENTIABLE))
+    wanted = [ctx.needs_input_grad[place] for place in _LEARNED]
+    found: list[Tensor | None] = [None] * len(_PARAMETERS)
+    for place, want, grad in zip(
+        _LEARNED, wanted, _apply_backward(out_grad, lse_grad, out, lse, wanted, *inputs), strict=True
+    ):
+        found[place] = grad if want else None
+    return tuple(found)
 
 
 block_attention.register_autograd(_differentiate, setup_context=_save)
@@ -283,12 +370,12 @@ def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
     if any(dim is not None for dim in in_dims[3:]):
         return one_by_one(block_attention, info, in_dims, inputs)
     given = dict(zip(_PARAMETERS, inputs, strict=True))
-    of_examples = ("lane_query", "lane_key", "key_bias", *_PARAMETERS[-8:-3])
+    of_examples = ("key_bias", *_PARAMETERS[-8:-3])
     if given["kept"] is not None or any(given[name] is not None and len(given[name]) > 1 for name in of_examples):
         # They have one entry per example of the batch that is about to grow.
         return one_by_one(block_attention, info, in_dims, inputs)
     number, batch = info.batch_size, inputs[0].shape[0 if in_dims[0] != 0 else 1]
-    dims = dict(zip(("query", "key", "value"), in_dims[:3], strict=True)) | {"query_scale": None, "row_scale": None}
+    dims = dict(zip(("query", "key", "value"), in_dims[:3], strict=True)) | {"row_scale": None}
     for name, dim in dims.items():
         x = given[name]
         if x is not None:

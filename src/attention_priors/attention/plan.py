@@ -10,7 +10,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.problem import Problem
+from attention_priors.attention.selftest import CHECKED, Variant, fault
 from attention_priors.attention.triton.backend import why_not as why_not_triton
 from attention_priors.priors import Prior, Structure
 
@@ -51,7 +53,7 @@ def make_plan(problem: Problem, backend: Backend, *, need_lse: bool) -> Plan:
         ValueError: an engine that is asked for by name does not compute this; it says why.
     """
     if backend == "auto":
-        engine, why = _choose(problem)
+        engine, why = _choose(problem, need_lse)
     else:
         engine, why = backend, "it is asked for by name"
         reason = why_not(problem, backend, need_lse=need_lse)
@@ -59,12 +61,13 @@ def make_plan(problem: Problem, backend: Backend, *, need_lse: bool) -> Plan:
             raise ValueError(f"backend={backend!r} cannot compute this: {reason}")
     if problem.query.shape[0] == 0:
         engine, why = "reference", "there are no texts"
+    # Positions with gaps may have as many distances as there are pairs.
+    of_places = all(term.structure & (Structure.FACTORED | Structure.OF_KEYS) for term in problem.terms)
+    no_table = of_places and engine == "toeplitz" and problem.geometry.has_given_positions
     places: tuple[list[int], ...] = [], [], []
     for index, term in enumerate(problem.terms):
-        kind = term.structure
-        in_lanes = engine == "lanes" and Structure.FACTORED in kind
-        where = 0 if Structure.STATIONARY in kind and not in_lanes else 1 if Structure.OF_KEYS in kind else 2
-        places[where].append(index)
+        in_table = Structure.STATIONARY in term.structure and engine != "lanes" and not no_table
+        places[0 if in_table else 1 if Structure.OF_KEYS in term.structure else 2].append(index)
     return Plan(engine, why, *map(tuple, places))
 
 
@@ -73,11 +76,12 @@ def why_not(problem: Problem, backend: Backend, *, need_lse: bool) -> str | None
     if backend in ("reference", "blockwise"):
         return None
     if backend == "triton":
-        return why_not_triton(problem)
+        reason, device = why_not_triton(problem), problem.query.device
+        return fault(device, *Variant.of(problem)) if reason is None and device.type in CHECKED else reason
     if needs_autograd(problem):
         return "it does not compute relative, dropout_p or a gradient of attn_mask; use 'auto'"
-    if backend == "lanes" and not is_factored(problem):
-        return f"it needs a prior that is factored, got {problem.prior!r}; use backend='toeplitz'"
+    if backend == "lanes":
+        return _why_not_lanes(problem, need_lse)
     return _why_not_flex(problem, need_lse) if backend == "flex" else None
 
 
@@ -87,22 +91,37 @@ def needs_autograd(problem: Problem) -> bool:
     return problem.relative is not None or problem.dropout_p > 0 or (mask is not None and mask.requires_grad)
 
 
-def is_factored(problem: Problem) -> bool:
-    """Whether every term of the prior has lanes, or depends on the key alone."""
-    return all(term.structure & (Structure.FACTORED | Structure.OF_KEYS) for term in problem.terms)
+def _why_not_lanes(problem: Problem, need_lse: bool) -> str | None:
+    if not all(Structure.FACTORED in term.structure for term in problem.terms):
+        return "not all of the prior is factored; use backend='toeplitz'"
+    if need_lse or problem.key_bias is not None or not _is_plain(problem.geometry):
+        return (
+            "it is one call of PyTorch's attention, which has no documents, padding, masks, positions, key_bias or "
+            "log-sum-exp (return_lse, null_logit); use backend='toeplitz'"
+        )
+    return None
 
 
-def _choose(problem: Problem) -> tuple[Backend, str]:
+def _is_plain(geometry: Geometry) -> bool:
+    """Whether PyTorch's own causal flag says all there is to say about masks."""
+    if geometry.has_masks:
+        return False
+    if not geometry.causal:
+        return True
+    # Given positions are no plain case, though they may amount to one: to see that takes a look at their values.
+    return not geometry.has_given_positions and geometry.num_queries in (1, geometry.num_keys)
+
+
+def _choose(problem: Problem, need_lse: bool) -> tuple[Backend, str]:
     if needs_autograd(problem):
         return "blockwise", "relative, dropout_p and an attn_mask with a gradient are computed by the dense formula"
-    if problem.query.is_cuda and why_not_triton(problem) is None:
+    if problem.query.is_cuda and why_not(problem, "triton", need_lse=need_lse) is None:
         return "triton", "the kernels compute all of it"
+    reason = _why_not_lanes(problem, need_lse)
+    if reason is not None:
+        return "toeplitz", reason.split(";")[0]
     if not problem.terms:
         return "lanes", "without a prior it is one call of PyTorch's attention"
-    if not is_factored(problem):
-        return "toeplitz", "not all of the prior is factored"
-    if all(Structure.FACTORED not in term.structure for term in problem.terms):
-        return "toeplitz", "nothing of the prior is factored"
     if FEW_QUERIES * problem.geometry.num_queries <= problem.geometry.num_keys:
         return "toeplitz", "for few queries, to lengthen every key would be most of the work"
     if all(Structure.STATIONARY in term.structure for term in problem.terms):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from attention_priors.attention.geometry import Geometry
-from attention_priors.attention.geometry_operator import count_visible_keys
 from attention_priors.attention.key_bias import checked_key_bias
 from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.null_key import NullKey, checked_null_logit
+from attention_priors.attention.operator import count_visible_keys
 from attention_priors.attention.pruning.bounds import KeyBounds
 from attention_priors.checks import check_share
 from attention_priors.encodings import ShawVectors

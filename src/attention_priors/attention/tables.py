@@ -226,10 +226,11 @@ def _table(term: Prior, highest: int, lowest: int, device: torch.device) -> Tens
 
 
 def _may_keep(term: Prior, device: torch.device) -> bool:
-    if device.type == "meta" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    # To compare what is kept, a device would be waited for.
+    if device.type in ("meta", "cuda") or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return False  # (What is made among FakeTensors has no numbers.)
+    if torch._C._are_functorch_transforms_active():
         return False
-    if torch._C._len_torch_dispatch_stack() > 0:
-        return False  # what is made now may be made up: a FakeTensor has no numbers
     learns = torch.is_grad_enabled()
     for module in term.modules():
         for parameter in module._parameters.values():

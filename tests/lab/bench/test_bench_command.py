@@ -35,7 +35,10 @@ def test_a_benchmark_writes_results_tables_and_figures(no_memory, drawn):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--ways", "attend-alibi,flesh"], "ways: unknown way 'flesh'; known are plain, plain-wide, attend-alibi"),
+        (
+            ["--ways", "attend-alibi,flesh"],
+            "ways: unknown way 'flesh'; known are plain, attend-alibi, attend-alibi-pruned",
+        ),
         (
             ["--passes", "sideways"],
             "passes.0: Input should be 'forward', 'forward+backward' or 'decode', got 'sideways'",

@@ -37,7 +37,7 @@ def test_what_is_written(tmp_path, quiet, no_memory):
     for passing in passes:
         for length in (16, 32):
             seconds = {}
-            for way in ("plain", "plain-wide", *ways):
+            for way in ("plain", *ways):
                 row = row_of(results, way, passing, length)
                 assert row["status"] == "measured"
                 assert len(row["seconds"]) == 3
@@ -48,8 +48,8 @@ def test_what_is_written(tmp_path, quiet, no_memory):
                 assert row["peak_bytes"] is None
                 seconds[way] = row["seconds"]
             row = row_of(results, "attend-goat", passing, length)
-            assert row["baseline"] == "plain-wide"
-            expected = [a / b for a, b in zip(seconds["attend-goat"], seconds["plain-wide"], strict=True)]
+            assert row["baseline"] == "plain"
+            expected = [a / b for a, b in zip(seconds["attend-goat"], seconds["plain"], strict=True)]
             assert row["ratios"] == expected
             assert row["median_ratio"][0] == sorted(expected)[1]
             (compared,) = [r for r in results["comparisons"] if (r["pass"], r["length"]) == (passing, length)]
@@ -58,9 +58,9 @@ def test_what_is_written(tmp_path, quiet, no_memory):
             assert compared["ratios"] == [a / b for a, b in pairs]
     assert results["settings"]["threads"] == 1
     assert results["versions"]["torch"] == torch.__version__
-    assert {fit["way"] for fit in results["growth"] if fit["of"] == "time"} == {"plain", "plain-wide", *ways}
+    assert {fit["way"] for fit in results["growth"] if fit["of"] == "time"} == {"plain", *ways}
     table = markdown_tables(results)
-    for words in ("Time: forward+backward", "attend, GOAT in lanes", "dense formula, ALiBi", "L = 32", "What is timed"):
+    for words in ("Time: forward+backward", "attend, GOAT", "dense formula, ALiBi", "L = 32", "What is timed"):
         assert words in table
     assert "Peak memory" not in table
 

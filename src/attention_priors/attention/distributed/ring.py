@@ -12,18 +12,20 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from typing_extensions import Unpack
 
 from attention_priors.attention.attend import BACKENDS, Backend, as_autocast_has_it, solve
 from attention_priors.attention.distributed.shards import Piece, Plan, ShardedSequence
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.null_key import NullKey, apply_null, checked_null_logit
+from attention_priors.attention.plan import make_plan
 from attention_priors.attention.problem import Options, Problem, make_problem
 from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.pruning.certificate import may_prune
@@ -38,6 +40,16 @@ GAIN_ROWS = 512
 """Queries whose outputs are in memory in float64 at a time, in the backward pass."""
 
 
+class _Options(TypedDict, total=False):
+    causal: bool
+    logit_scale: SSMax | None
+    softmax_scale: float | None
+    tolerance: float
+    key_bias: Tensor | None
+    null_logit: NullKey | Tensor | None
+    backend: Backend
+
+
 @overload
 def attend_across(
     query: Tensor,
@@ -47,13 +59,7 @@ def attend_across(
     *,
     sequence: ShardedSequence,
     return_lse: Literal[False] = ...,
-    causal: bool = ...,
-    logit_scale: SSMax | None = ...,
-    softmax_scale: float | None = ...,
-    tolerance: float = ...,
-    key_bias: Tensor | None = ...,
-    null_logit: NullKey | Tensor | None = ...,
-    backend: Backend = ...,
+    **options: Unpack[_Options],
 ) -> Tensor: ...
 
 
@@ -66,13 +72,7 @@ def attend_across(
     *,
     sequence: ShardedSequence,
     return_lse: Literal[True],
-    causal: bool = ...,
-    logit_scale: SSMax | None = ...,
-    softmax_scale: float | None = ...,
-    tolerance: float = ...,
-    key_bias: Tensor | None = ...,
-    null_logit: NullKey | Tensor | None = ...,
-    backend: Backend = ...,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -173,10 +173,10 @@ def _attend_across(
     sequence, prior, logit_scale, parameters = call.sequence, call.prior, call.logit_scale, call.parameters()
     of_keys = (key, value) if key_bias is None else (key, value, key_bias)
 
-    def check() -> dict[str, Any]:
+    def check() -> tuple[dict[str, Any], str]:
         if call.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {call.backend!r}")
-        _check(call, query, key, value, key_bias)
+        problem = _check(call, query, key, value, key_bias)
         if null_logit is not None:
             checked_null_logit(null_logit, tuple(query.shape[:3]), query.device)
         trained = torch.is_grad_enabled() and any(x.requires_grad for x in (query, *of_keys, *parameters))
@@ -191,10 +191,13 @@ def _attend_across(
             "whether there is a backward pass": trained,
             "key_bias": None if key_bias is None else (str(key_bias.dtype), key_bias.shape[1]),
             KEYS_HAVE_GRADIENTS: trained and any(x.requires_grad for x in of_keys),
-        }
+        }, make_plan(problem, call.backend, need_lse=True).engine
 
-    agreed = sequence.exchange("attend_across", check)
+    agreed, engines = zip(*sequence.exchange("attend_across", check), strict=True)
     _check_same(agreed)
+    if len({*engines}) > 1:
+        # Kernels are wrong on one of the devices, or there are none: all compute alike.
+        call = replace(call, backend="toeplitz")
     reach = None if prior is None else _reach(prior, sequence.length, query.device)
     keys_have_gradients = agreed[0][KEYS_HAVE_GRADIENTS]
     ring = _Ring(call, sequence.plan(call.causal, reach), keys_have_gradients)
@@ -202,12 +205,12 @@ def _attend_across(
     return (out if null_logit is None else apply_null(out, lse, null_logit)), lse
 
 
-def _check(call: _Call, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor | None) -> None:
+def _check(call: _Call, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor | None) -> Problem:
     sequence, prior, logit_scale = call.sequence, call.prior, call.logit_scale
     if isinstance(prior, Prior):
         check_over_line(prior)
     options: Options = {**call.options(), "key_bias": key_bias}
-    make_problem(query, key, value, prior, **options)
+    problem = make_problem(query, key, value, prior, **options)
     length = sequence.lengths[sequence.rank]
     if query.shape[2] != length or key.shape[2] != length:
         raise ValueError(
@@ -218,6 +221,7 @@ def _check(call: _Call, query: Tensor, key: Tensor, value: Tensor, key_bias: Ten
         raise ValueError(f"sequence is a batch of {sequence.batch}, but query has shape {tuple(query.shape)}")
     if logit_scale is not None and logit_scale.num_heads != query.shape[1]:
         raise ValueError(f"logit_scale has num_heads={logit_scale.num_heads}, but query has {query.shape[1]} heads")
+    return problem
 
 
 def _check_same(every: Sequence[Any]) -> None:

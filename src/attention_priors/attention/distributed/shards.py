@@ -155,7 +155,7 @@ class ShardedSequence:
         self._positions = self._whole_positions(whole["positions"])
         self._plans: dict[Any, Plan] = {}
 
-    def exchange(self, what: str, check: Callable[[], Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def exchange(self, what: str, check: Callable[[], Any]) -> list[Any]:
         """What ``check()`` returns in each process of the group; a collective operation.
 
         Raises:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from attention_priors.attention.geometry import Geometry
-from attention_priors.attention.geometry_operator import count_visible_keys
 from attention_priors.attention.key_bias import best_seen, in_two
 from attention_priors.attention.logit_scale import SSMax
+from attention_priors.attention.operator import count_visible_keys
 from attention_priors.attention.problem import check_visible_keys, make_geometry
 from attention_priors.attention.tables import consecutive_table, table_at, table_of_keys
 from attention_priors.priors import Prior, Structure

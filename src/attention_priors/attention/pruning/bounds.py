@@ -77,10 +77,6 @@ class Balls(NamedTuple):
         within = pad(self.radii, (0, extra)).unflatten(2, (-1, factor))
         return Balls.of(joint, (apart + within).masked_fill(sizes[..., 0] == 0, 0.0).amax(-1))
 
-    def beside(self, others: Balls) -> Balls:
-        """Around vectors that are these keys and others side by side."""
-        return Balls.of(torch.cat([self.means, others.means], dim=-1), torch.hypot(self.radii, others.radii))
-
 
 class KeyBounds:
     """Bounds of cached keys, for :func:`attend` with a ``tolerance``.

@@ -15,21 +15,20 @@ that.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import cached_property, partial
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attention_priors.attention.content import Content, all_of
 from attention_priors.attention.geometry import Geometry, block_length
 from attention_priors.attention.pruning.bounds import BLOCK, ROUNDING, Balls
-from attention_priors.attention.tiles.block_problem import BlockProblem
-from attention_priors.attention.tiles.tiling import Tile, along_diagonals
+from attention_priors.attention.tiles.block_problem import BlockProblem, Content, all_of
+from attention_priors.attention.tiles.tiling import Tile
 
-BAND_ROWS = 64
+BAND_ROWS = 256
 """Queries per tile near the peak."""
 BAND = 64
 """Distances to either side of the prior's peak where the sum over keys is computed and not bounded."""
@@ -67,7 +66,7 @@ def prune(content: Content, problem: BlockProblem, tolerance: float, balls: Ball
         content: queries and keys.
         problem: the rest.
         tolerance: in (0, 1).
-        balls: around the blocks of the keys, without lanes; None to make them.
+        balls: around the blocks of the keys; None to make them.
     """
     geometry = problem.geometry
     everything = keep_everything(geometry)
@@ -225,7 +224,7 @@ class _Search:
     Args:
         content: queries and keys.
         problem: the rest.
-        balls: around the blocks of the keys, without lanes; None to make them.
+        balls: around the blocks of the keys; None to make them.
     """
 
     def __init__(self, content: Content, problem: BlockProblem, balls: Balls | None) -> None:
@@ -239,9 +238,6 @@ class _Search:
             largest = moved.amax(-1).to(problem.dtype)
             self.moved = largest.repeat_interleave(query.shape[1] // key.shape[1], dim=1).unsqueeze(-1)
         self.content, self.query, self.problem, self.geometry = content, query, problem, geometry
-        if content.lane_key is not None:
-            lanes = Balls.around(content.lane_key.unsqueeze(1))
-            balls = balls.beside(Balls(*(part.expand(*key.shape[:2], *part.shape[2:]) for part in lanes)))
         self.num_key_blocks = balls.means.shape[2]
         self.num_query_blocks = -(-geometry.num_queries // BLOCK)
         self.group = query.shape[1] // key.shape[1]
@@ -339,9 +335,9 @@ class _Search:
         out = torch.full(self.norms.shape, -math.inf, dtype=problem.dtype, device=self.norms.device)
         for q_heads, peak in _runs_of_heads(peaks, self.group):
             kv_heads = slice(q_heads.start // self.group, (q_heads.stop - 1) // self.group + 1)
-            for tile in self._band(peak, q_heads.stop - q_heads.start):
+            for tile in self._band(peak):
                 query = tile.cut_rows(self.query, q_heads).flip(2).to(out.dtype) * problem.softmax_scale
-                logits = _products(query, self.content.keys(partial(tile.cut_keys, heads=kv_heads)).to(out.dtype))
+                logits = _products(query, tile.cut_keys(self.content.key, kv_heads).to(out.dtype))
                 centred, constant = bias_of.centred(tile, q_heads)
                 bias = centred(tile, q_heads)
                 found = (logits if bias is None else logits.add_(bias)).logsumexp(-1)
@@ -351,21 +347,18 @@ class _Search:
                 tile.cut_rows(out, q_heads).copy_(found.flip(2))
         return out
 
-    def _band(self, peak: int, heads: int) -> list[Tile]:
+    def _band(self, peak: int) -> Iterator[Tile]:
         """Tiles of keys about ``peak`` tokens before their queries."""
         tiling, offset = self.problem.tiling, self.geometry.offset
         assert offset is not None
-        tiles, band = [], BAND if self.geometry.num_queries > 1 else BAND_OF_ONE_QUERY
+        band = BAND if self.geometry.num_queries > 1 else BAND_OF_ONE_QUERY
         for segment in tiling.segments:
             for start in range(segment.start, segment.stop, BAND_ROWS):
                 stop = min(start + BAND_ROWS, segment.stop)
                 first, last = tiling.keys_of(segment, start, stop)
                 first, last = max(first, start + offset - peak - band), min(last, stop + offset - peak + band)
                 if first < last:
-                    tiles.append(Tile(segment.batches, start, stop, first, last))
-        if tiling.masked:
-            return tiles
-        return along_diagonals(tiles, block_length(heads * BAND_ROWS * (BAND_ROWS + 2 * band), NUMBERS))
+                    yield Tile(segment.batches, start, stop, first, last)
 
     def _far_away(self) -> Tensor:
         """Lower bound of the log-sum-exp over the coarse blocks of which a query's whole block sees every key.

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.operator import read_inputs
 from attention_priors.attention.plan import make_plan
-from attention_priors.attention.problem import make_problem
-from attention_priors.attention.pruning.bounds import BLOCK, KeyBounds
+from attention_priors.attention.problem import Options, make_problem
+from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.pruning.certificate import keep_everything, prune
 from attention_priors.attention.tiles.backend import balls_of, operator_inputs
 from attention_priors.priors import Prior
@@ -35,21 +35,7 @@ class PruningReport:
 
 
 @torch.no_grad()
-def pruning_report(
-    query: Tensor,
-    key: Tensor,
-    prior: Prior | None = None,
-    *,
-    tolerance: float,
-    causal: bool = True,
-    logit_scale: SSMax | None = None,
-    softmax_scale: float | None = None,
-    query_positions: Tensor | None = None,
-    key_positions: Tensor | None = None,
-    document_ids: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    key_bounds: KeyBounds | None = None,
-) -> PruningReport:
+def pruning_report(query: Tensor, key: Tensor, prior: Prior | None = None, **options: Unpack[Options]) -> PruningReport:
     """What ``attend`` would look at with this ``tolerance``, without attending.
 
     The arguments are those of :func:`attend`. (It may look at a few more blocks than are told here, where that
@@ -58,31 +44,18 @@ def pruning_report(
     Raises:
         ValueError: as :func:`attend`, and if ``tolerance`` is 0.
     """
-    if isinstance(tolerance, int | float) and tolerance == 0:
+    problem = make_problem(query, key, key, prior, **options)
+    if problem.tolerance == 0:
         raise ValueError("tolerance must be above 0: attend() looks at everything with tolerance=0")
-    problem = make_problem(
-        query,
-        key,
-        key,
-        prior,
-        causal=causal,
-        logit_scale=logit_scale,
-        softmax_scale=softmax_scale,
-        query_positions=query_positions,
-        key_positions=key_positions,
-        document_ids=document_ids,
-        key_padding_mask=key_padding_mask,
-        tolerance=tolerance,
-        key_bounds=key_bounds,
-    )
     geometry = problem.geometry
-    if geometry.offset is None:
+    if geometry.offset is None or geometry.attn_mask is not None:
         # Positions with gaps are computed in full. A table of all their distances would be as large as a dense bias.
         kept, dropped = keep_everything(geometry)
     else:
-        inputs = operator_inputs(problem, make_plan(problem, "toeplitz", need_lse=False), limited=False)
+        plan = make_plan(problem, "toeplitz", need_lse=False)
+        inputs = operator_inputs(problem, plan, limited=False)
         assert inputs is not None
-        kept, dropped = prune(*read_inputs(*inputs, None, False), tolerance, balls_of(problem))
+        kept, dropped = prune(*read_inputs(*inputs, None, False), problem.tolerance, balls_of(problem, plan))
     reach = torch.zeros(geometry.heads, dtype=torch.int64, device=query.device)
     seen = torch.zeros((), dtype=torch.float64, device=query.device)
     looked_at = torch.zeros(geometry.heads, dtype=torch.float64, device=query.device)

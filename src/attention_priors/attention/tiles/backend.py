@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 
-from attention_priors.attention.content import content_of, lanes_are_exact
 from attention_priors.attention.geometry import Geometry
-from attention_priors.attention.geometry_operator import geometry_arguments
 from attention_priors.attention.grids import Grids
-from attention_priors.attention.operator import attend_in_tiles, choose_kept_blocks
+from attention_priors.attention.lanes import with_lanes
+from attention_priors.attention.operator import attend_in_tiles, choose_kept_blocks, geometry_arguments
 from attention_priors.attention.plan import Plan
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.pruning.bounds import Balls
@@ -26,7 +25,7 @@ from attention_priors.attention.reference import blockwise
 from attention_priors.attention.tables import consecutive_table, table_at, table_of_keys
 from attention_priors.attention.tiles.one_query import attend_one_query
 from attention_priors.attention.triton.backend import distance_range
-from attention_priors.precision import is_traced
+from attention_priors.precision import is_captured, is_traced
 from attention_priors.priors import Prior
 
 DISTANCES_PER_TOKEN = 16
@@ -58,7 +57,7 @@ def attend_in_blocks(problem: Problem, plan: Plan, *, fused: bool) -> tuple[Tens
         return blockwise(problem)
     kept = problem.kept
     if problem.tolerance > 0 and may_prune(problem.geometry):
-        chosen = choose_kept_blocks(problem.tolerance, balls_of(problem), *inputs, None, fused)
+        chosen = choose_kept_blocks(problem.tolerance, balls_of(problem, plan), *inputs, None, fused)
         kept = chosen if kept is None else kept & chosen
     out, lse = attend_in_tiles(*inputs, kept, fused)
     return out.to(problem.query.dtype), lse
@@ -78,8 +77,8 @@ def operator_inputs(problem: Problem, plan: Plan, fused: bool = False, limited: 
         positions on a grid whose values are hidden, and where there are too many distances.
     """
     terms, of_keys, factored = plan.parts(problem)
-    content, geometry = content_of(problem, factored), problem.geometry
-    if not lanes_are_exact(content, factored):
+    longer, geometry = with_lanes(problem, factored) if factored else problem, problem.geometry
+    if longer is None:
         return None
     key_bias = table_of_keys(of_keys, geometry)
     if problem.key_bias is not None:
@@ -99,10 +98,9 @@ def operator_inputs(problem: Problem, plan: Plan, fused: bool = False, limited: 
         inside = visible_at(problem.terms, highest, number, geometry.device)
     else:
         table, inside = table_at(terms, listed), None if problem.prior is None else problem.prior.visible_at(listed)
-    row_scale = problem.row_scale if problem.scales_prior and (table is not None or key_bias is not None) else None
-    parts = (content.query, content.key, content.value, content.query_scale, content.lane_query, content.lane_key)
-    of_prior = (table, key_bias, row_scale, inside, listed, highest, number)
-    return (*parts, *of_prior, content.softmax_scale, *geometry_arguments(geometry))
+    content = (longer.query, longer.key, longer.value, longer.softmax_scale)
+    of_prior = (table, key_bias, longer.row_scale, problem.scales_prior, inside, listed, highest, number)
+    return (*content, *of_prior, *geometry_arguments(geometry))
 
 
 def visible_at(terms: Sequence[Prior], highest: int, number: int, device: torch.device) -> Tensor | None:
@@ -117,16 +115,16 @@ def visible_at(terms: Sequence[Prior], highest: int, number: int, device: torch.
     return found
 
 
-def balls_of(problem: Problem) -> Balls | None:
-    """Those around blocks of keys that the caller keeps; None for none."""
-    return None if problem.key_bounds is None else problem.key_bounds.balls
+def balls_of(problem: Problem, plan: Plan) -> Balls | None:
+    """Those around blocks of keys that the caller keeps; None for none, and where keys are lengthened."""
+    return None if problem.key_bounds is None or plan.lanes else problem.key_bounds.balls
 
 
 def _hides_positions(geometry: Geometry) -> bool:
     """Whether positions are given whose values cannot be looked at."""
     if not geometry.has_given_positions:
         return False
-    if is_traced() or geometry.device.type == "meta":
+    if is_traced() or is_captured() or geometry.device.type == "meta":
         return True
     return _is_mapped(geometry.given_query_positions) or _is_mapped(geometry.given_key_positions)
 

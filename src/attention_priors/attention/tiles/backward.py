@@ -6,6 +6,7 @@ The table's gradient is the sum of the logits' gradient along its diagonals.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -14,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attention_priors.attention.content import Content
 from attention_priors.attention.geometry import block_length
 from attention_priors.attention.pruning.bounds import BLOCK
-from attention_priors.attention.tiles.bias import Bias, Scratch
-from attention_priors.attention.tiles.block_problem import BlockProblem, Gradients
-from attention_priors.attention.tiles.exact import far_rows, without_best
+from attention_priors.attention.tiles.bias import Bias, Scratch, far_rows
+from attention_priors.attention.tiles.block_problem import BlockProblem, Content, Gradients
+from attention_priors.attention.tiles.exact import without_best
 from attention_priors.attention.tiles.short import backward_at_once
 from attention_priors.attention.tiles.threads import is_crowded, share
 from attention_priors.attention.tiles.tiling import Part, Tile, ranges_of
@@ -28,8 +28,8 @@ ROWS = 256
 """Queries per tile, and half as many where there are no more than ``MOST_KEYS`` keys."""
 MOST_KEYS = 512
 """Keys per tile, at most."""
-NUMBERS = 2**19
-"""Numbers that a working buffer may take, about: 2 MiB in float32."""
+NUMBERS = 2**18
+"""Numbers that a working buffer may take, about: 1 MiB in float32."""
 LARGEST_STORED_LSE = 40.0
 """Log-sum-exp, in nats, up to which weights are recomputed as ``exp(logit - lse)``.
 
@@ -37,7 +37,7 @@ A float32 of size ``z`` is wrong by up to ``z · 2^-24``, and so is the weight. 
 computed anew: then the gradient of a row that sees one key is exactly 0 even where the log-prior and its
 derivative are as large as 1e30.
 """
-LARGEST_WITH_KEYS = 100.0
+LARGEST_WITH_KEYS = 200.0
 """The same with biases of keys, of which a constant is taken for each block of queries, and not for each query."""
 NATS_PER_BIT = math.log(2)
 
@@ -58,14 +58,32 @@ def backward(
         grads: their gradients.
         wanted: whether to compute those of table, biases of keys and row scale.
     """
-    if problem.whole is not None:
-        return backward_at_once(content, problem, problem.whole, saved[1], grads, wanted)
+    whole = problem.whole
+    if whole is not None:
+        found = backward_at_once(content, problem, whole, saved[1], grads, wanted)
+    else:
+        found = _in_tiles(content, problem, saved, grads, wanted)
+    query, scale = content.query_gradient(found.query, wanted[2])
+    if scale is not None and found.row_scale is not None:
+        scale += found.row_scale
+    return found._replace(query=query, key=found.key.to(content.key.dtype), row_scale=scale)
+
+
+def _in_tiles(
+    content: Content,
+    problem: BlockProblem,
+    saved: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor],
+    wanted: tuple[bool, bool, bool],
+) -> Gradients:
+    """The same, with the gradient of the scaled queries, and of the scale that of what it does to the prior."""
     out, lse = saved
     out_grad, lse_grad = grads[0], grads[1].to(problem.dtype)
     # dS = P (dP + dlse - Σ P dP), and Σ_j P_ij dP_ij = <out_i, dout_i>.
     moment = lse_grad - torch.linalg.vecdot(out.to(problem.dtype), out_grad.to(problem.dtype))
     geometry = problem.geometry
-    block_rows = BLOCK if problem.kept is not None else ROWS if geometry.num_keys > MOST_KEYS else ROWS // 2
+    block_rows = ROWS if geometry.num_keys > MOST_KEYS else ROWS // 2
+    block_rows = BLOCK if problem.kept is not None else problem.level(block_rows, 0.75 * LARGEST_WITH_KEYS)
     bias_in_bits, bias = problem.bias(1 / NATS_PER_BIT), problem.bias()
     relative = lse if problem.key_bias is None else lse - _constants(problem, bias, block_rows)
     relative = relative.masked_fill(torch.isneginf(lse), 0.0).to(problem.dtype)
@@ -80,14 +98,10 @@ def backward(
     )
     heads, kv_heads = content.query.shape[1], content.key.shape[1]
     table, row_scale = problem.table, problem.row_scale
-
-    def empty(like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(*like.shape[:-1], width, dtype=dtype, device=like.device)
-
     found = Gradients(
-        empty(content.query, content.width, problem.dtype),
-        empty(content.key, content.width, problem.dtype),
-        empty(content.value, content.value.shape[-1], content.value.dtype),
+        torch.empty_like(content.query, dtype=problem.dtype, memory_format=torch.contiguous_format),
+        torch.empty_like(content.key, dtype=problem.dtype, memory_format=torch.contiguous_format),
+        torch.empty_like(content.value, memory_format=torch.contiguous_format),
         None
         if table is None or not wanted[0]
         else pad(torch.zeros_like(table, dtype=problem.dtype), (0, problem.distances.overhang)),
@@ -159,31 +173,34 @@ class _Workspace(NamedTuple):
     scratch: list[Scratch]
 
 
+class _Queries(NamedTuple):
+    """Matrices of a block's queries, one per text and head of keys: heads that share one are more rows of it."""
+
+    query: Tensor
+    out_grad: Tensor
+    query_grad: Tensor
+
+
+@dataclass
 class _Backward:
     """The backward pass of some texts and heads; gradients of keys and values add up in it, transposed.
 
     "Columns x queries" times "queries x keys" is the faster product on CPUs.
     """
 
-    def __init__(
-        self,
-        part: Part,
-        content: Content,
-        problem: BlockProblem,
-        rows: _Rows,
-        found: Gradients,
-        block_rows: int,
-    ) -> None:
-        self.part, self.content, self.problem, self.rows, self.found = part, content, problem, rows, found
-        self.block_rows = block_rows
-        self.table_grad: Tensor | None = None
+    part: Part
+    content: Content
+    problem: BlockProblem
+    rows: _Rows
+    found: Gradients
+    block_rows: int
+    table_grad: Tensor | None = None
 
     def run(self, workspace: _Workspace) -> None:
         self.bias_in_bits, self.bias, self.scratch = workspace
         self.in_bits, self.here = self.bias_in_bits, self.bias
         part, content, found, dtype = self.part, self.content, self.found, self.problem.dtype
-        self.key = content.keys(part.of_keys, content.width).to(dtype).contiguous()
-        self.value = content.values(part.of_keys).to(dtype).contiguous()
+        self.key, self.value = (part.of_keys(x).to(dtype).contiguous() for x in (content.key, content.value))
         self.key_grad, self.value_grad = (
             scratch.of(*x.mT.shape).zero_() for x, scratch in zip((self.key, self.value), self.scratch[4:], strict=True)
         )
@@ -204,10 +221,8 @@ class _Backward:
         """Add what some queries, in reverse order, have part in."""
         content, problem, rows, dtype = self.content, self.problem, self.rows, self.problem.dtype
         cut = partial(block.cut_rows, heads=heads)
-        query, out_grad = (
-            self._stacked(x.to(dtype).flip(2)) for x in (content.queries(cut, content.width), cut(rows.out_grad))
-        )
-        query_grad = torch.zeros_like(query)
+        query, out_grad = (self._stacked(x.to(dtype).flip(2)) for x in (content.queries(cut), cut(rows.out_grad)))
+        queries = _Queries(query, out_grad, torch.zeros_like(query))
         if self.bias.key_bias is not None:
             (self.in_bits, _), (self.here, constant) = (b.centred(block, heads) for b in (self.bias_in_bits, self.bias))
             if self.found.row_scale is not None and constant is not None:
@@ -218,19 +233,19 @@ class _Backward:
         if rows.inexact is not None and bool(
             rows.inexact[:, :, block.rows].any() if problem.kept is None else cut(rows.inexact).any()
         ):
-            self._with_new_softmax(tiles, heads, query, out_grad, query_grad)
+            self._with_new_softmax(tiles, heads, queries)
         else:
             step = max(MOST_KEYS // 4, min(MOST_KEYS, block_length(query.shape[0] * query.shape[1], NUMBERS)))
             shift, moment = (cut(x).flip(2).unsqueeze(-1) for x in (rows.shift, rows.moment))
             for tile in tiles:
                 for first, last in ranges_of(tile.first, tile.last, step):
                     piece = tile._replace(first=first, last=last)
-                    self._tile(piece, heads, shift, self._stacked(moment), query, out_grad, query_grad)
+                    self._tile(piece, heads, shift, self._stacked(moment), queries)
         shape = (block.number, heads.stop - heads.start, block.shape[0], -1)
-        torch.mul(query_grad.view(shape).flip(2), problem.softmax_scale, out=cut(self.found.query))
+        torch.mul(queries.query_grad.view(shape).flip(2), problem.softmax_scale, out=cut(self.found.query))
 
     def _stacked(self, rows: Tensor) -> Tensor:
-        """``(b, h, n, ...)`` as matrices, one per text and head of keys: heads that share one are more rows of it."""
+        """``(b, h, n, ...)`` as matrices, as :class:`_Queries` has them."""
         return rows.reshape(len(rows) * self.key.shape[1], -1, rows.shape[-1])
 
     def _keys(self, tensor: Tensor, tile: Tile) -> Tensor:
@@ -238,16 +253,7 @@ class _Backward:
         cut = tensor[self.part.within(tile.batches), :, tile.keys]
         return cut.view(-1, *cut.shape[2:])
 
-    def _tile(
-        self,
-        tile: Tile,
-        heads: slice,
-        shift: Tensor,
-        moment: Tensor,
-        query: Tensor,
-        out_grad: Tensor,
-        query_grad: Tensor,
-    ) -> None:
+    def _tile(self, tile: Tile, heads: slice, shift: Tensor, moment: Tensor, queries: _Queries) -> None:
         shape = (tile.number, heads.stop - heads.start, *tile.shape)
         weights, weights_grad = (scratch.of(*shape) for scratch in self.scratch[:2])
         weights, weights_grad = (
@@ -255,23 +261,13 @@ class _Backward:
             self._stacked(weights_grad),
         )
         key = self._keys(self.key, tile)
-        weights.baddbmm_(query, key.mT, alpha=self.problem.softmax_scale / NATS_PER_BIT).exp2_()
-        torch.baddbmm(moment, out_grad, self._keys(self.value, tile).mT, out=weights_grad)
-        self._add(tile, heads, weights, weights_grad, query, out_grad, query_grad, key)
+        weights.baddbmm_(queries.query, key.mT, alpha=self.problem.softmax_scale / NATS_PER_BIT).exp2_()
+        torch.baddbmm(moment, queries.out_grad, self._keys(self.value, tile).mT, out=weights_grad)
+        self._add(tile, heads, weights, weights_grad, queries, key)
 
-    def _add(
-        self,
-        tile: Tile,
-        heads: slice,
-        weights: Tensor,
-        factor: Tensor,
-        query: Tensor,
-        out_grad: Tensor,
-        query_grad: Tensor,
-        key: Tensor,
-    ) -> None:
+    def _add(self, tile: Tile, heads: slice, weights: Tensor, factor: Tensor, queries: _Queries, key: Tensor) -> None:
         """Add a tile's part of every gradient; its logits have that of ``weights · factor``."""
-        rows, keys = tile.shape
+        (query, out_grad, query_grad), (rows, keys) = queries, tile.shape
         number = heads.stop - heads.start
         # After as many columns of zeros as there are rows: see Distances.add.
         padded = self.scratch[2].of(*weights.shape[:2], rows + keys)
@@ -304,9 +300,7 @@ class _Backward:
                 of_text = self.table_grad[first + text, here]
                 self.problem.distances.add(of_text, tile._replace(batches=batches), padded[text : text + 1])
 
-    def _with_new_softmax(
-        self, tiles: list[Tile], heads: slice, query: Tensor, out_grad: Tensor, query_grad: Tensor
-    ) -> None:
+    def _with_new_softmax(self, tiles: list[Tile], heads: slice, queries: _Queries) -> None:
         """Queries whose softmax is computed anew: ``tiles`` hold all of the keys that they look at."""
         ends = list(accumulate((tile.shape[1] for tile in tiles), initial=0))
         if not ends[-1]:
@@ -325,18 +319,18 @@ class _Backward:
             blind.append(self.bias.blind(tile, bias))
         key, value = (torch.cat([self._keys(x, tile) for tile in tiles], dim=1) for x in (self.key, self.value))
         stacked, nothing = self._stacked(logits), None
-        stacked.baddbmm_(query, key.mT, alpha=self.problem.softmax_scale)
+        stacked.baddbmm_(queries.query, key.mT, alpha=self.problem.softmax_scale)
         if all(part is not None for part in blind):
             nothing = torch.stack([part.expand(*shape[:-1], 1) for part in blind if part is not None]).all(0)
             logits.masked_fill_(nothing, 0.0)
         weights = logits.softmax(-1)
         if nothing is not None:
             weights.masked_fill_(nothing, 0.0)
-        weights_grad = torch.bmm(out_grad, value.mT, out=stacked)
+        weights_grad = torch.bmm(queries.out_grad, value.mT, out=stacked)
         mean = torch.linalg.vecdot(weights.view_as(weights_grad), weights_grad)
         lse_grad = self._stacked(tiles[0].cut_rows(self.rows.lse_grad, heads).flip(2).unsqueeze(-1))
         # In this order: where a row looks at one key, the difference is exactly 0, and the log-prior may be 1e30.
         factor = weights_grad.sub_(mean.unsqueeze(-1)).add_(lse_grad)
         for tile, column in zip(tiles, columns, strict=True):
             one, other = self._stacked(weights)[..., column], factor[..., column]
-            self._add(tile, heads, one, other, query, out_grad, query_grad, key[:, column])
+            self._add(tile, heads, one, other, queries, key[:, column])

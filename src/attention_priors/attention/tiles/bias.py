@@ -22,6 +22,7 @@ from attention_priors.attention.grids import Grids
 from attention_priors.attention.tiles.arithmetic import diagonals, write_affine
 from attention_priors.attention.tiles.grid_table import GridTable
 from attention_priors.attention.tiles.tiling import Tile, Tiling
+from attention_priors.precision import NEAR
 from attention_priors.priors.base import LOG_PRIOR_FLOOR
 
 if TYPE_CHECKING:
@@ -61,6 +62,16 @@ class Scratch:
             if self._numbers.device.type == "cpu" and len(self._numbers) <= KEPT_NUMBERS:
                 vars(_kept).setdefault("numbers", {})[self._place] = self._numbers
         return self._numbers[:size].view(shape)
+
+
+def far_rows(lse: Tensor) -> Tensor | None:
+    """Which rows are NaN or, unless in float64, beyond ``NEAR``; None for none. A row that sees nothing is neither."""
+    # Two numbers to look at, as a rule.
+    low, high = (float(end) for end in lse.detach().aminmax())
+    if low >= -NEAR and high <= NEAR:
+        return None
+    far = lse.isnan() if lse.dtype == torch.float64 else ~(lse.abs() <= NEAR) & ~torch.isneginf(lse)
+    return far if bool(far.any()) else None
 
 
 class Distances:

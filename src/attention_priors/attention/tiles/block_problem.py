@@ -1,8 +1,9 @@
-"""Input of the passes over tiles beside queries, keys and values, and the gradients that the backward pass returns."""
+"""Input of the passes over tiles, and the gradients that the backward pass returns."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attention_priors.attention.geometry import Geometry
+from attention_priors.attention.geometry import Geometry, block_length
 from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.tiles.bias import Bias, Distances
 from attention_priors.attention.tiles.tiling import FEW_NUMBERS, FEW_PAIRS, Part, Tile, Tiling, divide
@@ -20,8 +21,72 @@ PAIRS = 2**24
 """Pairs of a query and a key, all texts and heads counted, from which on threads of their own pay on a crowded machine:
 PyTorch's own threads wait in a loop for some milliseconds, and take a core meanwhile."""
 
+LEAST_ROWS = 128
+"""Queries of a block, however steep biases are."""
+
 Runs: TypeAlias = list[list[list[list[tuple[int, int]]]]]
 """Runs of kept blocks, ``[text][head][block of queries]``: first and one past the last."""
+
+
+def all_of(tensor: Tensor) -> Tensor:
+    """All of it: the cut that cuts nothing."""
+    return tensor
+
+
+def columns_together(tensor: Tensor) -> Tensor:
+    """The same numbers, with those of a row next to each other: the kernels look for them there."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def widened(tensor: Tensor, width: int | None) -> Tensor:
+    """Its rows, with zeros up to ``width``; None for no zeros."""
+    missing = 0 if width is None else width - tensor.shape[-1]
+    return pad(tensor, (0, missing)) if missing > 0 else tensor
+
+
+class Content(NamedTuple):
+    """Queries, keys and values, and what multiplies queries.
+
+    A copy of all scaled queries would be kept for the backward pass: they are scaled one tile after another.
+    """
+
+    query: Tensor
+    """``(B, H, Lq, D)``."""
+    key: Tensor
+    """``(B, Hkv, Lk, D)``."""
+    value: Tensor
+    """``(B, Hkv, Lk, Dv)``."""
+    scale: Tensor | None
+    """What multiplies each query, ``(B, H, Lq)``; None for nothing."""
+    softmax_scale: float
+
+    def queries(self, cut: Callable[[Tensor], Tensor], width: int | None = None) -> Tensor:
+        """Some queries, scaled, and zeros up to ``width``.
+
+        Args:
+            cut: takes what is wanted of a ``(B, H, Lq, ...)``.
+            width: None for no zeros.
+        """
+        query = cut(self.query)
+        if self.scale is not None:
+            query = (query.to(self.scale.dtype) * cut(self.scale).unsqueeze(-1)).to(query.dtype)
+        return widened(query, width)
+
+    def query_gradient(self, scaled: Tensor, wants_scale: bool) -> tuple[Tensor, Tensor | None]:
+        """That of the queries and of their scale, from that of the scaled queries, which is written to."""
+        if self.scale is None:
+            return scaled.to(self.query.dtype), None
+        scale_grad = torch.empty_like(self.scale, memory_format=torch.contiguous_format) if wants_scale else None
+        # In blocks: their products would be another copy of all queries, when memory is at its peak.
+        step = block_length(scaled.shape[0] * scaled.shape[1] * scaled.shape[3])
+        for start in range(0, scaled.shape[2], step):
+            rows = slice(start, start + step)
+            part, scale = scaled[:, :, rows], self.scale[:, :, rows]
+            if scale_grad is not None:
+                given = self.query[:, :, rows].to(scale.dtype)
+                scale_grad[:, :, rows] = torch.linalg.vecdot(given, part.to(scale.dtype))
+            part.mul_(scale.unsqueeze(-1))
+        return scaled.to(self.query.dtype), scale_grad
 
 
 @dataclass(frozen=True)
@@ -102,6 +167,19 @@ class BlockProblem:
             count = batch * heads  # each head keeps keys of its own
         return divide(batch, heads, kv_heads, count, unit)
 
+    def level(self, rows: int, nats: float) -> int:
+        """``rows``, or so few that biases of keys change by so many ``nats`` at most along a block of queries.
+
+        From a block's biases the best is taken, and rows that still are far from 0 are computed in slower ways.
+        """
+        while self.key_bias is not None and rows > LEAST_ROWS:
+            apart = min(rows, self.key_bias.shape[-1] - 1)
+            change = self.key_bias[..., apart:] - self.key_bias[..., : self.key_bias.shape[-1] - apart]
+            if float(change.abs().amax()) <= nats:
+                break
+            rows //= 2
+        return rows
+
     def bias(self, unit: float = 1.0) -> Bias:
         """Its biases; a nat is the number ``unit``."""
         return Bias(self, self.tiling, unit)
@@ -121,9 +199,7 @@ class Gradients(NamedTuple):
     """Of everything that has one."""
 
     query: Tensor
-    """Of :meth:`Content.queries`."""
     key: Tensor
-    """Of :meth:`Content.keys`."""
     value: Tensor
     table: Tensor | None
     key_bias: Tensor | None

@@ -1,4 +1,4 @@
-"""Rows that float32, or masks that are added, do not compute exactly: found, and computed again.
+"""Rows that float32, or masks that are added, do not compute exactly, computed again.
 
 A float32 of size ``z`` is wrong by up to ``z · 2^-24``: a log-prior of -5000 nats by 3e-4. As a rule that is of no
 account, since a query looks where the log-prior is near 0, and a key at -5000 nats weighs nothing beside it. But where
@@ -13,26 +13,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attention_priors.attention.content import Content
 from attention_priors.attention.geometry import block_length
 from attention_priors.attention.observe import note
 from attention_priors.attention.tiles.bias import Bias
-from attention_priors.attention.tiles.block_problem import BlockProblem
+from attention_priors.attention.tiles.block_problem import BlockProblem, Content
 from attention_priors.attention.tiles.tiling import Tile, Tiling, ranges_of
-from attention_priors.precision import NEAR
 
 
-def far_rows(lse: Tensor) -> Tensor | None:
-    """Which rows are NaN or, unless in float64, beyond ``NEAR``; None for none. A row that sees nothing is neither."""
-    # Two numbers to look at, as a rule.
-    low, high = (float(end) for end in lse.detach().aminmax())
-    if low >= -NEAR and high <= NEAR:
-        return None
-    far = lse.isnan() if lse.dtype == torch.float64 else ~(lse.abs() <= NEAR) & ~torch.isneginf(lse)
-    return far if bool(far.any()) else None
-
-
-def recompute_rows(content: Content, problem: BlockProblem, out: Tensor, lse: Tensor, whole: Tensor) -> None:
+def recompute_rows(content: Content, problem: BlockProblem, out: Tensor, whole: Tensor, far: Tensor) -> None:
     """Overwrite rows whose log-sum-exp is NaN, or far from 0, with rows that are computed exactly.
 
     Their log-priors are computed in float64, less the best that the row sees, and their masks are set instead of added.
@@ -44,12 +32,9 @@ def recompute_rows(content: Content, problem: BlockProblem, out: Tensor, lse: Te
         content: and
         problem: as for :func:`forward`; blocks of keys that pruning leaves out are computed too.
         out: is written to, ``(B, H, Lq, Dv)``.
-        lse: the log-sum-exp, ``(B, H, Lq)``, less the constants that were taken from its rows.
         whole: the log-sum-exp itself, in float64; is written to.
+        far: which rows.
     """
-    far = far_rows(lse)
-    if far is None:
-        return
     note("{} of {} rows are computed in float64, block by block", int(far.sum()), far.numel())
     geometry = problem.geometry
     tile = Tile(slice(0, geometry.batch), 0, geometry.num_queries, 0, geometry.num_keys)
@@ -76,8 +61,8 @@ def _attend(content: Content, bias_of: Bias, tile: Tile) -> tuple[Tensor, Tensor
     """Output and log-sum-exp of a tile's queries, in order."""
     dtype, (batch, kv_heads) = bias_of.dtype, content.key.shape[:2]
     heads, cut = slice(0, content.query.shape[1]), partial(tile.cut_keys, heads=slice(0, kv_heads))
-    query = content.queries(partial(tile.cut_rows, heads=heads), content.width).to(dtype).flip(2)
-    key, value = content.keys(cut, content.width).to(dtype), content.values(cut).to(dtype)
+    query = content.queries(partial(tile.cut_rows, heads=heads)).to(dtype).flip(2)
+    key, value = cut(content.key).to(dtype), cut(content.value).to(dtype)
     bias, best = without_best(bias_of.in_full(tile, heads))
     logits = bias.to(dtype)
     # Query heads that share a key head are one matrix.

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attention_priors.attention.content import Content, all_of
 from attention_priors.attention.geometry import block_length
 from attention_priors.attention.observe import note
 from attention_priors.attention.pruning.bounds import BLOCK
-from attention_priors.attention.tiles.bias import Bias
-from attention_priors.attention.tiles.block_problem import BlockProblem
-from attention_priors.attention.tiles.exact import far_rows, recompute_rows
+from attention_priors.attention.tiles.bias import Bias, far_rows
+from attention_priors.attention.tiles.block_problem import BlockProblem, Content, all_of, widened
+from attention_priors.attention.tiles.exact import recompute_rows
 from attention_priors.attention.tiles.threads import is_crowded, share
 from attention_priors.attention.tiles.tiling import Part, RowBlock, Tile, ranges_of
-from attention_priors.precision import compute_dtype_of
+from attention_priors.precision import NEAR, compute_dtype_of
 
 ROWS = 1024
 """Queries per block: the CPU's kernel is at its best from 768 on."""
@@ -39,8 +39,8 @@ FLASH_ON_CPU = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ign
 
 
 def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
-    """Output ``(B, H, Lq, Dv)`` in the content's dtype, and log-sum-exp ``(B, H, Lq)`` in float64."""
-    query, dtype, bias_of, tile = content.query, content.dtype, problem.bias(), problem.whole
+    """Output ``(B, H, Lq, Dv)`` in the queries' dtype, and log-sum-exp ``(B, H, Lq)`` in float64."""
+    query, bias_of, tile = content.query, problem.bias(), problem.whole
     if tile is not None:
         key, value = _keys_and_values(content, all_of)
         query = _reversed(content.queries(all_of, key.shape[-1]))
@@ -48,20 +48,25 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
         keys = (slice(None), slice(None), tile.keys)
         centred, constant = bias_of.centred(tile, heads)
         out, lse = _attend_tile(query, key[keys], value[keys], centred, tile, heads, content.softmax_scale)
-        out, lse = _reversed(out[..., : content.value.shape[-1]]).to(dtype).contiguous(), _reversed(lse)
+        out, lse = _reversed(out[..., : content.value.shape[-1]]).contiguous(), _reversed(lse)
     else:
-        out = query.new_empty(*query.shape[:-1], content.value.shape[-1], dtype=dtype)
+        out = query.new_empty(*query.shape[:-1], content.value.shape[-1])
         lse = query.new_empty(query.shape[:-1], dtype=problem.dtype)
         constant = query.new_zeros(query.shape[:-1], dtype=torch.float64)
         at_once = is_crowded() and problem.is_large
+        if _has_room(content, problem):
+            bias_of = replace(problem, key_bias=None).bias()
         sizes = _sizes_of(problem, bias_of)
         parts = problem.parts(content.key.shape[1], 1, sizes.matrices, at_once)
         work = [partial(_attend_part, part, sizes, content, problem, _Found(out, lse), constant) for part in parts]
         share(work, bias_of.for_thread, at_once)
     if constant is not None and problem.row_scale is not None:
         constant = constant * problem.row_scale
-    whole = lse.double() if constant is None else lse + constant
-    recompute_rows(content, problem, out, lse, whole)
+    # As it is promised to who compiles, whatever the order in memory that PyTorch's kernel has.
+    whole = (lse.double() if constant is None else lse + constant).contiguous()
+    far = far_rows(lse)
+    if far is not None:
+        recompute_rows(content, problem, out, whole, far)
     return out, whole
 
 
@@ -84,7 +89,7 @@ class _Sizes(NamedTuple):
 def _sizes_of(problem: BlockProblem, bias_of: Bias) -> _Sizes:
     geometry = problem.geometry
     if not bias_of.in_memory:
-        return _Sizes(None, ROWS, None)
+        return _Sizes(None, problem.level(ROWS, 0.75 * NEAR), None)
     # Heads share what is a mask alone.
     most, matrices = None, geometry.batch
     if bias_of.differs_between_heads:
@@ -92,15 +97,23 @@ def _sizes_of(problem: BlockProblem, bias_of: Bias) -> _Sizes:
         most = matrices = min(geometry.batch * geometry.heads, max(2, block_length(tile, BIAS_NUMBERS)))
     rows = min(ROWS, max(DIAGONAL_ROWS, block_length(matrices * KEYS_IN_MEMORY, BIAS_NUMBERS)))
     keys = block_length(matrices * min(rows, geometry.num_queries), BIAS_NUMBERS)
-    return _Sizes(most, rows, max(KEYS_IN_MEMORY, keys))
+    return _Sizes(most, problem.level(rows, 0.75 * NEAR), max(KEYS_IN_MEMORY, keys))
+
+
+def _has_room(content: Content, problem: BlockProblem) -> bool:
+    """Whether biases of keys may be one more column of the keys, beside a table whose biases then are a view.
+
+    Values are wider than keys, which are widened anyway, and nothing else has biases written to memory.
+    """
+    of_keys = problem.key_bias is not None and problem.table is not None and problem.row_scale is None
+    (_, kv_heads, _, width), heads = content.key.shape, content.query.shape[1]
+    return of_keys and not problem.tiling.masked and kv_heads == heads and width < content.value.shape[-1]
 
 
 def _keys_and_values(content: Content, cut: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    width, value_width = content.width, content.value.shape[-1]
-    if not is_one_on_cpu(content.query):
-        # The CPU's kernel wants one width for queries, keys and values.
-        width = value_width = max(width, value_width)
-    return content.keys(cut, width), content.values(cut, value_width)
+    # The CPU's kernel wants one width for queries, keys and values.
+    width = None if is_one_on_cpu(content.query) else max(content.key.shape[-1], content.value.shape[-1])
+    return widened(cut(content.key), width), widened(cut(content.value), width)
 
 
 def _attend_part(
@@ -114,11 +127,18 @@ def _attend_part(
 ) -> None:
     """Write the ``result`` of some texts and heads, and what is left out of their log-sum-exps."""
     key, value = _keys_and_values(content, part.of_keys)
+    in_column, column = problem.key_bias is not None and bias_of.key_bias is None, content.key.shape[-1]
     far = False
     for block in _blocks(part, problem, sizes):
         whole = block.whole
         texts, here = part.within(whole.batches), (whole.batches, part.heads, whole.rows)
-        query = content.queries(lambda x, here=here: x[here], key.shape[-1]).flip(2)
+        query, best = content.queries(lambda x, here=here: x[here], key.shape[-1]).flip(2), None
+        if in_column and whole.shape[1]:
+            assert problem.key_bias is not None
+            numbers = whole.cut_keys(problem.key_bias.expand(problem.geometry.batch, -1, -1), part.heads)
+            best = numbers.amax(-1, keepdim=True)
+            key[texts, :, whole.keys, column] = (numbers - best).to(key.dtype)
+            query[..., column] = 1 / content.softmax_scale
 
         def attend(tile: Tile, query: Tensor, bias_of: Bias, texts: slice = texts) -> _Found:
             keys = (texts, slice(None), slice(tile.first, tile.last))
@@ -131,6 +151,7 @@ def _attend_part(
             note("from query {} on, a constant is taken from the table for each block of queries", whole.start)
             centred, constant = bias_of.centred(whole, part.heads, far)
             found = _attend_block(block, query, partial(attend, bias_of=centred))
+        constant = constant if best is None else best if constant is None else best + constant
         if constant is not None:
             constants[here] = constant
         result.out[here] = found.out[..., : result.out.shape[-1]].flip(2)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention_priors.attention.geometry_operator import nobody_watches
+from attention_priors.attention.operator import nobody_watches
 from attention_priors.attention.plan import Plan
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.tables import consecutive_table
-from attention_priors.attention.tiles.exact import far_rows
+from attention_priors.attention.tiles.bias import far_rows
 from attention_priors.attention.tiles.forward import is_one_on_cpu, logits_of_one, mean_of_one
 from attention_priors.priors import Prior
 from attention_priors.priors.base import checked_lanes

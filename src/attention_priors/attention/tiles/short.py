@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attention_priors.attention.content import Content, all_of
-from attention_priors.attention.tiles.bias import Scratch
-from attention_priors.attention.tiles.block_problem import BlockProblem, Gradients
-from attention_priors.attention.tiles.exact import far_rows, without_best
+from attention_priors.attention.tiles.bias import Scratch, far_rows
+from attention_priors.attention.tiles.block_problem import BlockProblem, Content, Gradients, all_of
+from attention_priors.attention.tiles.exact import without_best
 from attention_priors.attention.tiles.tiling import Tile
 
 
@@ -47,10 +46,8 @@ def backward_at_once(
             rows = pad(rows, (0, 0, tile.first, problem.geometry.num_keys - tile.last))
         return rows.view(batch, kv_heads, -1, rows.shape[2])
 
-    query, out_grad = (stacked(x.to(dtype).flip(2)) for x in (content.queries(all_of, content.width), grads[0]))
-    key, value = (
-        stacked(x[:, :, tile.keys].to(dtype)) for x in (content.keys(all_of, content.width), content.values(all_of))
-    )
+    query, out_grad = (stacked(x.to(dtype).flip(2)) for x in (content.queries(all_of), grads[0]))
+    key, value = (stacked(x[:, :, tile.keys].to(dtype)) for x in (content.key, content.value))
     names, shape = ("weights", "their gradient", "logits' gradient", "product"), (batch, heads.stop, *tile.shape)
     buffers = [Scratch(name, dtype, query.device) for name in names]
     weights, weights_grad, logits = (buffer.of(*shape) for buffer in buffers[:3])

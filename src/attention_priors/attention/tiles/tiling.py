@@ -24,18 +24,13 @@ FEW_NUMBERS = 2**20
 
 
 class Tile(NamedTuple):
-    """Queries ``start..stop`` and keys ``first..last`` of some batches.
-
-    With ``repeats``, so many tiles of that shape, each as many queries and keys further on as it has queries: along a
-    diagonal, where distances are the same. They are worked on as one batch; ``batches`` is then a single one.
-    """
+    """Queries ``start..stop`` and keys ``first..last`` of some batches."""
 
     batches: slice
     start: int
     stop: int
     first: int
     last: int
-    repeats: int = 1
 
     @property
     def rows(self) -> slice:
@@ -54,32 +49,16 @@ class Tile(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Of matrices, one per batch or per tile along the diagonal."""
-        return (self.batches.stop - self.batches.start) * self.repeats
-
-    def moved(self, places: int, count: int) -> Tile:
-        """``count`` of the tiles along the diagonal, from one some places further on."""
-        step = places * (self.stop - self.start)
-        return Tile(self.batches, self.start + step, self.stop + step, self.first + step, self.last + step, count)
+        """Of batches."""
+        return self.batches.stop - self.batches.start
 
     def cut_rows(self, tensor: Tensor, heads: slice) -> Tensor:
         """The tile's queries of ``(B, H, Lq, ...)``, in order: a view ``(number, h, n, ...)``."""
-        if self.repeats == 1:
-            return tensor[self.batches, heads, self.rows]
-        rows = self.stop - self.start
-        cut = tensor[self.batches.start, heads, self.start : self.start + self.repeats * rows]
-        return cut.unflatten(1, (self.repeats, rows)).transpose(0, 1)
+        return tensor[self.batches, heads, self.rows]
 
     def cut_keys(self, tensor: Tensor, heads: slice) -> Tensor:
-        """The tile's keys of ``(B, Hkv, Lk, D)``: a view ``(number, h, e, D)``.
-
-        Tiles along a diagonal that have more keys than queries share some: such a view is for reading.
-        """
-        if self.repeats == 1:
-            return tensor[self.batches, heads, self.keys]
-        rows, keys = self.shape
-        cut = tensor[self.batches.start, heads, self.first : self.first + (self.repeats - 1) * rows + keys]
-        return cut.unfold(1, keys, rows).permute(1, 0, 3, 2)
+        """The tile's keys of ``(B, Hkv, Lk, D)``: a view ``(number, h, e, D)``."""
+        return tensor[self.batches, heads, self.keys]
 
 
 class RowBlock(NamedTuple):
@@ -210,22 +189,6 @@ class Tiling:
                 first, last = self.keys_of(segment, start, stop)
                 yield segment._replace(start=start, stop=stop, first=first, last=last)
                 start = stop
-
-
-def along_diagonals(tiles: list[Tile], together: int) -> list[Tile]:
-    """Join tiles that follow each other along a diagonal, so many at most; those of several batches are parted."""
-    joined: list[Tile] = []
-    for tile in tiles:
-        before = joined[-1] if joined else None
-        if before is not None and before.repeats < together and before.moved(before.repeats, 1) == tile:
-            joined[-1] = before._replace(repeats=before.repeats + 1)
-        else:
-            joined.append(tile)
-    parted: list[Tile] = []
-    for tile in joined:
-        batches = range(tile.batches.start, tile.batches.stop)
-        parted += [tile] if tile.repeats == 1 else [tile._replace(batches=slice(b, b + 1)) for b in batches]
-    return parted
 
 
 def _overlap(one: slice, other: slice) -> slice:

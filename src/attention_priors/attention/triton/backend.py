@@ -1,13 +1,17 @@
-"""Fused attention on CUDA, forward and backward: what Triton's kernels (``triton_kernels.py``) are given to read.
+"""Fused attention on CUDA, forward and backward: what Triton's kernels (``kernels.py``) are given to read.
 
 The kernels read the log-prior of each pair from its head's table, and walk only those blocks that masks that can be
 told by slots leave over. Queries and keys at any positions are computed, with those read in; a common offset between
 slots makes it faster.
+
+No number is waited for, unless documents or positions are given. So what float32 does not hold exactly (``exact.py``)
+is always computed by a second run of each kernel, in float64, which ends at once where there is nothing to do.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,13 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attention_priors.attention.content import Content, all_of, columns_together
 from attention_priors.attention.geometry import document_bounds
 from attention_priors.attention.key_bias import best_seen, in_two
 from attention_priors.attention.pruning.bounds import BLOCK
-from attention_priors.attention.tiles import backward as tiles_backward
-from attention_priors.attention.tiles.block_problem import BlockProblem, Gradients
-from attention_priors.attention.tiles.exact import far_rows, recompute_rows
+from attention_priors.attention.tiles.block_problem import BlockProblem, Content, Gradients, columns_together
+from attention_priors.precision import NEAR, is_captured
 from attention_priors.priors import Structure
 
 if TYPE_CHECKING:
@@ -35,6 +37,12 @@ SLOT = BLOCK
 """Queries and keys per entry of the blocks that pruning keeps."""
 FAR = 2**30 - 1
 """A distance that no two tokens have: the kernels add two such ones and 1, in 32-bit integers."""
+FEW_QUERIES = 16
+"""So few fit one block: several programs share its keys."""
+FEWEST_KEYS = 512
+"""Fewer are not worth a program."""
+LARGEST_SUM = 2.0**62
+"""Integers that add up to a gradient stay below it, and fit 64 bits."""
 LARGEST_HEAD_DIM = 256
 MOST_HEADS = 65535
 """Of all examples together: a CUDA grid has no more rows."""
@@ -64,10 +72,11 @@ def why_not(problem: Problem) -> str | None:
         return "it does not compute float64; use 'toeplitz'"
     if geometry.batch * geometry.heads > MOST_HEADS:
         return f"batch times heads is at most {MOST_HEADS} there, and here {geometry.batch} times {geometry.heads}"
-    widths = (query.shape[-1] + _lane_number(problem), problem.value.shape[-1])
-    if max(widths) > LARGEST_HEAD_DIM:
-        return f"head dimensions with lanes are at most {LARGEST_HEAD_DIM} there, and here {widths[0]} and {widths[1]}"
-    if geometry.has_given_positions and not torch.compiler.is_compiling():
+    if not all(term.structure & (Structure.STATIONARY | Structure.OF_KEYS) for term in problem.terms):
+        return "it does not compute lanes, and a part of the prior has nothing else; use 'lanes' or 'toeplitz'"
+    if max(widths := (query.shape[-1], problem.value.shape[-1])) > LARGEST_HEAD_DIM:
+        return f"head dimensions are at most {LARGEST_HEAD_DIM} there, and here {widths[0]} and {widths[1]}"
+    if geometry.has_given_positions and not torch.compiler.is_compiling() and not is_captured():
         farthest, nearest = geometry.farthest_and_nearest()
         if max(farthest, -nearest) >= FAR:
             return (
@@ -82,16 +91,6 @@ def why_not(problem: Problem) -> str | None:
 
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _lane_number(problem: Problem) -> int:
-    """How many lanes the terms that have no table bring."""
-    number = 0
-    for term in problem.terms:
-        if not term.structure & (Structure.STATIONARY | Structure.OF_KEYS):
-            one = torch.zeros(1, dtype=torch.int64, device=problem.query.device)
-            number += term.lanes(one, one).key.shape[-1]
-    return number
 
 
 def distance_range(geometry: Geometry) -> tuple[int, int]:
@@ -130,8 +129,8 @@ class Configuration(NamedTuple):
     table_grad: Blocks
 
 
-def configuration(width: int, dtype: torch.dtype) -> Configuration:
-    """Blocks for the wider of the head dimensions, padded.
+def configuration(width: int, dtype: torch.dtype, num_queries: int = SLOT) -> Configuration:
+    """Blocks for the wider of the head dimensions, padded, and for some queries.
 
     They compile with few or no registers spilled, and with less shared memory than any device has that multiplies
     bfloat16 (99 KiB). They have not been timed on one.
@@ -140,10 +139,23 @@ def configuration(width: int, dtype: torch.dtype) -> Configuration:
         blocks = Blocks(16, 16, 8, 1) if width > 128 else Blocks(32, 32, 8 if width > 64 else 4, 1)
         return Configuration(blocks, blocks, blocks, blocks)
     if width <= 64:
-        return Configuration(Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 3), Blocks(32, 128, 8, 2), Blocks(64, 64, 4, 2))
-    if width <= 128:
-        return Configuration(Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(32, 128, 8, 2), Blocks(64, 32, 4, 2))
-    return Configuration(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2), Blocks(32, 32, 8, 1), Blocks(64, 32, 8, 1))
+        sizes = Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 3), Blocks(32, 128, 8, 2), Blocks(64, 64, 4, 2)
+    elif width <= 128:
+        sizes = Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(32, 128, 8, 2), Blocks(64, 32, 4, 2)
+    else:
+        sizes = Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2), Blocks(32, 32, 8, 1), Blocks(64, 32, 8, 1)
+    if num_queries <= FEW_QUERIES:
+        return Configuration(sizes[0]._replace(rows=FEW_QUERIES, warps=4), *sizes[1:])
+    return Configuration(*sizes)
+
+
+def shares(programs: int, problem: BlockProblem) -> int:
+    """Programs that share the keys of a block of queries: where there are few blocks, a device would stand idle."""
+    geometry = problem.geometry
+    if geometry.device.type != "cuda" or geometry.num_queries > FEW_QUERIES:
+        return 1
+    processors = torch.cuda.get_device_properties(geometry.device).multi_processor_count
+    return max(1, min(2 * processors // programs, geometry.num_keys // FEWEST_KEYS))
 
 
 # ---- what the kernels read
@@ -153,9 +165,7 @@ def configuration(width: int, dtype: torch.dtype) -> Configuration:
 class _Launcher:
     """Arguments that several kernels share."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    content: Content
     problem: BlockProblem
 
     @cached_property
@@ -173,54 +183,43 @@ class _Launcher:
         return geometry.offset or 0
 
     @cached_property
-    def table(self) -> Tensor | None:
-        """In float32."""
-        table = self.problem.table
-        return None if table is None else table.to(torch.float32).contiguous()
-
-    @cached_property
     def own(self) -> Tensor | None:
-        """What is taken from the biases of keys, ``(B, H, Lq)`` in float64."""
+        """What is taken from the biases of keys, ``(B, H, Lq)`` in float64, scaled as they are; None for nothing."""
         geometry, key_bias = self.problem.geometry, self.problem.key_bias
         if key_bias is None:
             return None
         return best_seen(key_bias, geometry).expand(geometry.batch, -1, -1)
 
-    def without_own(self, lse: Tensor) -> Tensor:
-        """A log-sum-exp as the kernels have it, in float32."""
-        return lse.float() if self.own is None else (lse - self._scaled(self.own)).float()
-
-    def with_own(self, lse: Tensor) -> Tensor:
-        """The log-sum-exp itself, in float64."""
-        return lse.double() if self.own is None else lse + self._scaled(self.own)
-
-    def _scaled(self, own: Tensor) -> Tensor:
-        row_scale = self.problem.row_scale
-        return own if row_scale is None else own * row_scale
-
     @cached_property
-    def configuration(self) -> Configuration:
+    def shift(self) -> Tensor | None:
+        """What the kernels' log-sum-exp lacks, ``(B, H, Lq)`` in float64."""
+        row_scale = self.problem.row_scale
+        return self.own if self.own is None or row_scale is None else self.own * row_scale
+
+    def configuration(self, far: bool) -> Configuration:
+        """Blocks of the first run, or of that for rows that float32 does not hold."""
         width = max(self.sizes["BLOCK_D"], self.sizes["BLOCK_DV"])
-        return configuration(width, self.query.dtype)
+        dtype = torch.float32 if far else self.content.query.dtype
+        return configuration(width, dtype, self.problem.geometry.num_queries)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        d, dv = self.query.shape[-1], self.value.shape[-1]
+        d, dv = self.content.query.shape[-1], self.content.value.shape[-1]
         return {"D": d, "DV": dv, "BLOCK_D": _padded(d), "BLOCK_DV": _padded(dv)}
 
     @cached_property
     def numbers(self) -> dict[str, Any]:
         """Strides, lengths and distances."""
-        geometry, table = self.problem.geometry, self.table
+        geometry, table = self.problem.geometry, self.problem.table
         strides = {
             f"{name}_{part}": tensor.stride(dim)
-            for name, tensor in (("query", self.query), ("key", self.key), ("value", self.value))
+            for name, tensor in zip(("query", "key", "value"), self.content[:3], strict=True)
             for dim, part in enumerate(("batch", "head", "row"))
         }
         return strides | {
-            "table_head": 0 if table is None else table.stride(0),
+            "table_head": 0 if table is None else table.shape[1],
             "heads": geometry.heads,
-            "group": geometry.heads // self.key.shape[1],
+            "group": geometry.heads // self.content.key.shape[1],
             "num_queries": geometry.num_queries,
             "num_keys": geometry.num_keys,
             "offset": self.offset,
@@ -231,9 +230,9 @@ class _Launcher:
         }
 
     @cached_property
-    def bias(self) -> dict[str, Tensor | None]:
-        """Table, row scales, and the range of distances that a window leaves over."""
-        inside = self.problem.inside
+    def masks(self) -> dict[str, Tensor | None]:
+        """Row scales, the range of distances that a window leaves over, and padding."""
+        inside, row_scale = self.problem.inside, self.content.scale
         reach = None
         if inside is not None:
             places = torch.arange(len(inside), device=inside.device)
@@ -241,18 +240,30 @@ class _Launcher:
             farthest = torch.where(inside, places, len(inside)).amin()
             # The visible distances form one interval. If there are none, it is empty.
             reach = (self.problem.distances.highest - torch.stack([nearest, farthest])).to(torch.int32)
-        row_scale, names = self.problem.row_scale, ("KEY_HIGH", "KEY_LOW", "OWN_HIGH", "OWN_LOW")
+        return {
+            "ROW_SCALE": None if row_scale is None else row_scale.contiguous(),
+            "REACH": reach,
+            "PADDING": self._each_batch(self.problem.geometry.key_padding_mask, torch.int8),
+        }
+
+    @cached_property
+    def bias(self) -> dict[str, Tensor | None]:
+        """Table and biases of keys: the latter less one of the row, each in two float32 numbers."""
+        names, table = ("KEY_HIGH", "KEY_LOW", "OWN_HIGH", "OWN_LOW"), self.problem.table
         of_keys: dict[str, Tensor | None] = dict.fromkeys(names)
         if self.problem.key_bias is not None and self.own is not None:
             key_bias = self.problem.key_bias.detach().expand(self.problem.geometry.batch, -1, -1)
             numbers = (*in_two(key_bias), *in_two(self.own))
             of_keys = {name: x.contiguous() for name, x in zip(names, numbers, strict=True)}
-        return of_keys | {
-            "TABLE": self.table,
-            "ROW_SCALE": None if row_scale is None else row_scale.contiguous(),
-            "REACH": reach,
-            "PADDING": self._each_batch(self.problem.geometry.key_padding_mask, torch.int8),
-        }
+        return of_keys | {"TABLE": None if table is None else table.float().contiguous()}
+
+    @cached_property
+    def exact_bias(self) -> dict[str, Tensor | None]:
+        """Table and biases of keys in float64, with nothing taken from them."""
+        table, key_bias = self.problem.table, self.problem.key_bias
+        of_keys = None if key_bias is None else key_bias.expand(self.problem.geometry.batch, -1, -1).contiguous()
+        rest = dict.fromkeys(("KEY_LOW", "OWN_HIGH", "OWN_LOW"))
+        return {"KEY_HIGH": of_keys, "TABLE": None if table is None else table.contiguous(), **rest}
 
     @cached_property
     def positions(self) -> dict[str, Tensor | None]:
@@ -271,7 +282,8 @@ class _Launcher:
         found = (
             self._each_batch(queries - origin),
             self._each_batch(keys - origin),
-            *map(self._each_batch, _ranks(geometry)),
+            self._each_batch(geometry.query_documents, torch.int64),
+            self._each_batch(geometry.key_documents, torch.int64),
         )
         return dict(zip(names, found, strict=True))
 
@@ -312,12 +324,13 @@ class _Launcher:
     def run(self, kernel: Any, grid: tuple[int, ...], size: Blocks, **arguments: Any) -> None:
         """Start a kernel on the query's device."""
         constants = {"ROWS": size.rows, "KEYS": size.keys, "SLOT": SLOT}
-        with torch.cuda.device_of(self.query):
+        constants["SCALES_PRIOR"] = self.problem.row_scale is not None
+        with torch.cuda.device_of(self.content.query):
             kernel[grid](
-                self.query,
-                self.key,
-                self.value,
+                *self.content[:3],
                 **arguments,
+                **(self.bias if arguments["FAR"] is None else self.exact_bias),
+                **self.masks,
                 **self.numbers,
                 **self.sizes,
                 **constants,
@@ -331,14 +344,6 @@ class _Launcher:
 def _padded(width: int) -> int:
     """The next power of two; a matrix product takes no fewer than 16 columns."""
     return max(16, 1 << (width - 1).bit_length())
-
-
-def _ranks(geometry: Geometry) -> tuple[Tensor | None, Tensor | None]:
-    """Documents of queries and keys, numbered so that they fit 32 bits."""
-    if geometry.key_documents is None:
-        return None, None
-    numbers = geometry.key_documents.unique(return_inverse=True)[1]
-    return numbers[:, geometry.num_keys - geometry.num_queries :], numbers
 
 
 def visited(kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -366,32 +371,47 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
         content: queries, keys, values.
         problem: with a table whose distances fall by one.
     """
-    from attention_priors.attention.triton import kernels as kernels
+    from attention_priors.attention.triton.kernels import forward_kernel
 
-    query, key, value = _joined(content)
-    launcher = _Launcher(query, key, value, problem)
-    geometry, size = problem.geometry, launcher.configuration.forward
-    out = query.new_empty(*query.shape[:-1], value.shape[-1])
-    lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
-    launcher.run(
-        kernels.forward_kernel,
-        (-(-geometry.num_queries // size.rows), geometry.batch * geometry.heads),
-        size,
-        OUT=out,
-        LSE=lse,
-        **launcher.bias,
-        **launcher.positions,
-        **launcher.ranges(of_keys=False),
-        **launcher.lists(of_keys=False),
-    )
-    whole = launcher.with_own(lse)
-    recompute_rows(content, problem, out, lse, whole)
+    launcher = _launcher(content, problem)
+    query, geometry = content.query, problem.geometry
+    heads = geometry.batch * geometry.heads
+
+    def run(size: Blocks, number: int, out: Tensor, lse: Tensor, far: Tensor | None) -> None:
+        grid = (-(-geometry.num_queries // size.rows), heads, number)
+        ranges, lists = launcher.ranges(of_keys=False), launcher.lists(of_keys=False)
+        launcher.run(forward_kernel, grid, size, OUT=out, LSE=lse, FAR=far, **launcher.positions, **ranges, **lists)
+
+    size = launcher.configuration(far=False).forward
+    number = shares(-(-geometry.num_queries // size.rows) * heads, problem)
+    shape = (geometry.batch, geometry.heads, number, geometry.num_queries)
+    parts = torch.empty(*shape, device=query.device)
+    out = query.new_empty(*shape, content.value.shape[-1], dtype=query.dtype if number == 1 else torch.float32)
+    run(size, number, out, parts, None)
+    lse, out = (parts.squeeze(2), out.squeeze(2)) if number == 1 else _merged(parts, out)
+    out = out.to(query.dtype)
+    whole = lse.double() if launcher.shift is None else lse + launcher.shift
+    if problem.table is not None or problem.key_bias is not None:
+        run(launcher.configuration(far=True).forward, 1, out, whole, _far(lse))
     return out, whole
 
 
-def _joined(content: Content) -> tuple[Tensor, ...]:
-    found = content.queries(all_of, content.width), content.keys(all_of, content.width), content.values(all_of)
-    return tuple(map(columns_together, found))
+def _merged(lse: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp and output of all shares, from ``(B, H, S, Lq)`` and ``(B, H, S, Lq, Dv)``."""
+    total = lse.logsumexp(2)
+    # A row that sees nothing has no share: -inf less -inf is NaN.
+    weights = (lse - total.unsqueeze(2)).exp().nan_to_num(nan=0.0) if len(lse) else lse
+    return total, (out * weights.unsqueeze(-1)).sum(2)
+
+
+def _far(lse: Tensor) -> Tensor:
+    """Which rows float32 does not hold, as ``exact.far_rows`` has it, in bytes."""
+    return (~(lse.abs() <= NEAR) & ~torch.isneginf(lse)).to(torch.int8)
+
+
+def _launcher(content: Content, problem: BlockProblem) -> _Launcher:
+    query, key, value = map(columns_together, content[:3])
+    return _Launcher(content._replace(query=query, key=key, value=value), problem)
 
 
 def backward(
@@ -401,85 +421,97 @@ def backward(
     grads: tuple[Tensor, Tensor],
     wanted: tuple[bool, bool, bool],
 ) -> Gradients:
-    """Gradients of everything; arguments as for :func:`forward` and :func:`block_attention.backward`."""
+    """Gradients of everything; arguments as for :func:`forward` and :func:`tiles.backward.backward`."""
     from attention_priors.attention.triton import kernels as kernels
 
-    table, row_scale = problem.table, problem.row_scale
-    wants_table = table is not None and wanted[0]
-    query, key, value = _joined(content)
-    launcher = _Launcher(query, key, value, problem)
-    relative = launcher.without_own(saved[1])
-    if (wants_table and problem.geometry.offset is None) or far_rows(relative) is not None:
-        # The pairs of a distance lie on no diagonal there. (Nor is anything pruned.) Or float32 is not exact enough.
-        return tiles_backward.backward(content, problem, saved, grads, wanted)
-    geometry = problem.geometry
-    heads = geometry.batch * geometry.heads
-    lse = relative.masked_fill(torch.isneginf(relative), 0.0)
-    out_grad, lse_grad = columns_together(grads[0].to(query.dtype)), grads[1].to(torch.float32).contiguous()
+    launcher, geometry = _launcher(content, problem), problem.geometry
+    content = launcher.content
+    out_grad, lse_grad = columns_together(grads[0].to(content.query.dtype)), grads[1].to(torch.float32).contiguous()
     constant = torch.linalg.vecdot(saved[0].float(), out_grad.float()) - lse_grad
-    rest = torch.empty_like(lse)
-    rows = {
-        "OUT_GRAD": out_grad,
-        "LSE": lse,
-        "CONSTANT": constant,
-        "REST": rest,
-        "grad_batch": out_grad.stride(0),
-        "grad_head": out_grad.stride(1),
-        "grad_row": out_grad.stride(2),
-    }
-    query_grad, key_grad, value_grad = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+    rows: dict[str, Any] = {"OUT_GRAD": out_grad, "CONSTANT": constant, "REST": torch.empty_like(constant)}
+    rows |= zip(("grad_batch", "grad_head", "grad_row"), out_grad.stride()[:3], strict=True)
+    learned = [problem.table, problem.key_bias, content.scale]
+    query_grad, key_grad, value_grad = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in content[:3])
+    table_grad, bias_grad, scale_grad = (
+        None if x is None or not want else torch.zeros_like(x, memory_format=torch.contiguous_format)
+        for x, want in zip(learned, wanted, strict=True)
     )
-    scale_grad = (
-        torch.empty_like(row_scale, memory_format=torch.contiguous_format)
-        if row_scale is not None and wanted[2]
-        else None
-    )
-    bias_grad = None
-    if problem.key_bias is not None and wanted[1]:
-        bias_grad = torch.empty(geometry.batch, geometry.heads, geometry.num_keys, device=query.device)
-    size = launcher.configuration.query_grad
-    launcher.run(
-        kernels.query_grad_kernel,
-        (-(-geometry.num_queries // size.rows), heads),
-        size,
-        LSE_GRAD=lse_grad,
-        QUERY_GRAD=query_grad,
-        SCALE_GRAD=scale_grad,
-        **rows,
-        **launcher.bias,
-        **launcher.positions,
-        **launcher.ranges(of_keys=False),
-        **launcher.lists(of_keys=False),
-    )
-    size = launcher.configuration.key_grad
-    launcher.run(
-        kernels.key_grad_kernel,
-        (-(-geometry.num_keys // size.keys), geometry.batch * key.shape[1]),
-        size,
-        KEY_GRAD=key_grad,
-        VALUE_GRAD=value_grad,
-        BIAS_GRAD=bias_grad,
-        **rows,
-        **launcher.bias,
-        **launcher.positions,
-        **launcher.ranges(of_keys=True),
-        **launcher.lists(of_keys=True),
-    )
-    table_grad = None
-    if wants_table:
-        table_grad = _table_grad(launcher, rows | {"LSE_GRAD": lse_grad})
-    if scale_grad is not None and launcher.own is not None:
-        scale_grad += (launcher.own * lse_grad).to(scale_grad.dtype)
-    return Gradients(query_grad, key_grad, value_grad.to(content.value.dtype), table_grad, bias_grad, scale_grad)
+    if bias_grad is not None:
+        bias_grad = lse_grad.new_empty(geometry.batch, geometry.heads, geometry.num_keys)
+    integers = units = None
+    if table_grad is not None and not launcher.regular:
+        integers = torch.zeros_like(table_grad, dtype=torch.int64)
+        units = LARGEST_SUM / _largest_sum(launcher, out_grad, lse_grad)
+    found = Gradients(query_grad, key_grad, value_grad, table_grad, bias_grad, scale_grad)
+
+    def add(lse: Tensor, far: Tensor | None) -> None:
+        """Add the parts of some rows; ``lse`` is infinite for others."""
+        sizes = launcher.configuration(far=far is not None)
+        heads, some = geometry.batch * geometry.heads, None if far is None else far.amax().view(1)
+        launcher.run(
+            kernels.query_grad_kernel,
+            (-(-geometry.num_queries // sizes.query_grad.rows), heads),
+            sizes.query_grad,
+            LSE=lse,
+            LSE_GRAD=lse_grad,
+            FAR=far,
+            QUERY_GRAD=found.query,
+            SCALE_GRAD=found.row_scale,
+            **rows,
+            **launcher.positions,
+            **launcher.ranges(of_keys=False),
+            **launcher.lists(of_keys=False),
+        )
+        launcher.run(
+            kernels.key_grad_kernel,
+            (-(-geometry.num_keys // sizes.key_grad.keys), geometry.batch * found.key.shape[1]),
+            sizes.key_grad,
+            LSE=lse,
+            FAR=some,
+            KEY_GRAD=found.key,
+            VALUE_GRAD=found.value,
+            BIAS_GRAD=found.key_bias,
+            TABLE_GRAD=integers,
+            UNITS=units,
+            **rows,
+            **launcher.positions,
+            **launcher.ranges(of_keys=True),
+            **launcher.lists(of_keys=True),
+        )
+        if found.table is not None and integers is None:
+            of_rows = {**rows, "LSE": lse, "LSE_GRAD": lse_grad}
+            found.table.add_(_table_grad(launcher, sizes.table_grad, of_rows, some))
+
+    lse = saved[1] if launcher.shift is None else saved[1] - launcher.shift
+    far, nothing = _far(lse.float()), torch.isneginf(lse)
+    if problem.table is None and problem.key_bias is None:
+        add(lse.masked_fill(nothing, math.inf).float(), None)
+        return found
+    add(lse.masked_fill(nothing | far.bool(), math.inf).float(), None)
+    add(saved[1].masked_fill(nothing | ~far.bool(), math.inf), far)
+    if integers is not None and units is not None:
+        found = found._replace(table=integers / units)
+    if scale_grad is not None and problem.row_scale is not None and launcher.own is not None:
+        # The second run's rows had nothing taken from them.
+        scale_grad.add_((launcher.own * lse_grad).masked_fill(far.bool(), 0.0).to(scale_grad.dtype))
+    return found
 
 
-def _table_grad(launcher: _Launcher, rows: dict[str, Any]) -> Tensor:
+def _largest_sum(launcher: _Launcher, out_grad: Tensor, lse_grad: Tensor) -> Tensor:
+    """A bound of every sum of the logits' gradient: a row's weights sum to 1, and a norm bounds what they multiply."""
+    norms = torch.linalg.vector_norm(out_grad, dim=-1, dtype=torch.float64)
+    longest = torch.linalg.vector_norm(launcher.content.value, dim=-1, dtype=torch.float64).amax()
+    of_rows = 2 * (norms * longest + lse_grad.abs())
+    scale = launcher.problem.row_scale
+    return (of_rows if scale is None else of_rows * scale.abs()).sum((0, 2)).amax().clamp(min=1e-200)
+
+
+def _table_grad(launcher: _Launcher, size: Blocks, rows: dict[str, Any], far: Tensor | None) -> Tensor:
     """The gradient of the table: sums of ``dS`` along diagonals, ``(H, N)``."""
     from attention_priors.attention.triton import kernels as kernels
 
-    problem, size = launcher.problem, launcher.configuration.table_grad
-    geometry, table = problem.geometry, launcher.table
+    problem = launcher.problem
+    geometry, table = problem.geometry, problem.table
     assert geometry.offset is not None
     assert table is not None
     # A strip holds the tiles whose first key lies so many blocks of keys after their first query.
@@ -491,17 +523,17 @@ def _table_grad(launcher: _Launcher, rows: dict[str, Any]) -> Tensor:
     if strips < 1:
         return torch.zeros_like(table)
     per_tile = size.rows // size.keys + 1
-    parts = table.new_empty(geometry.batch * geometry.heads, strips, per_tile, size.keys)
+    parts = rows["LSE_GRAD"].new_empty(geometry.batch * geometry.heads, strips, per_tile, size.keys)
     launcher.run(
         kernels.table_grad_kernel,
         (strips, geometry.batch * geometry.heads),
         size,
         PARTS=parts,
+        FAR=far,
         KEPT=None if launcher.kept is None else launcher.kept.to(torch.int8).contiguous(),
         number=problem.distances.number,
         strips_below=below,
         **rows,
-        **launcher.bias,
         **launcher.ranges(of_keys=False),
     )
     parts = parts.unflatten(0, (geometry.batch, geometry.heads)).sum(0)

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attention_priors.attention import KeyBounds, SSMax, attend
 from attention_priors.lab.bench import peers
-from attention_priors.lab.bench.way import CannotRunError, Case, Inputs, Prepared, Way, make_inputs, prepared
+from attention_priors.lab.bench.way import CannotRunError, Case, Inputs, Prepared, Way, prepared
 from attention_priors.lab.strict_yaml import read_yaml
 from attention_priors.priors import (
     Axial,
@@ -26,7 +26,6 @@ from attention_priors.priors import (
     RelativeBuckets,
     Spectral,
     Spectral2d,
-    Structure,
     Window,
     alibi_slopes,
     grid_positions,
@@ -74,17 +73,6 @@ def _plain(case: Case, inputs: Inputs, place: Place = _line) -> Prepared:
     causal = positions is None and case.passing != "decode"
     run = partial(scaled_dot_product_attention, *inputs, is_causal=causal)
     return prepared(case, inputs, run, positions=positions, causal=positions is None)
-
-
-def widened(head_dim: int) -> int:
-    """Return the head dimension with the lanes of GOAT's prior, rounded up to a multiple of 8 as in ``attend()``."""
-    one = torch.zeros(1, dtype=torch.int64)
-    lanes = sum(t.lanes(one, one).key.shape[-1] for t in _goat(1).terms() if Structure.FACTORED in t.structure)
-    return -(-(head_dim + lanes) // 8) * 8
-
-
-def _plain_wide(case: Case, inputs: Inputs) -> Prepared:
-    return _plain(case, make_inputs(case, widened(case.head_dim)))
 
 
 # ---- this library
@@ -217,7 +205,6 @@ def _dense(
 
 _PREPARE: dict[str, Callable[[Case, Inputs], Prepared]] = {
     "plain": _plain,
-    "plain-wide": _plain_wide,
     "attend-alibi": _attend(Laplace),
     "attend-alibi-pruned": _attend(Laplace, tolerance=TOLERANCE),
     "attend-local-pruned": _attend(_local, tolerance=TOLERANCE),

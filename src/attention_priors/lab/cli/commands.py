@@ -464,3 +464,17 @@ def bench(
     for line in benchmark.failures(results):
         console.print(escape(line), highlight=False)
     written(console, "Tables", table)
+
+
+@app.command()
+def selftest(device: Device = None) -> None:
+    """Compare every engine of attend() with the dense formula in float64 on this machine.
+
+    It prints a table for an issue, and ends with 1 if an engine is wrong.
+    """
+    from attention_priors.lab.selftest import compare_engines
+
+    with errors():
+        right = compare_engines(device, print)
+    if not right:
+        raise Exit(1)

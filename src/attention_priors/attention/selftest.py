@@ -1,0 +1,161 @@
+"""Whether an engine computes on this device what the dense formula does: a small problem for each kind of kernel.
+
+A kernel is compiled anew for each device and each kind of problem, and a compiler may be wrong. So before a variant is
+used for the first time, it is compared with the dense formula in float64.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from attention_priors.attention.logit_scale import SSMax
+from attention_priors.attention.problem import Problem
+from attention_priors.precision import is_captured
+from attention_priors.priors import Laplace, Prior, Structure, Window
+
+ALLOWED = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest error, relative to the largest number of a tensor: several times what rounding makes. (Parameters of priors
+are float32 at most.)"""
+CHECKED = ("cuda",)
+"""Devices that kernels are checked on before they are used."""
+HEADS = 2
+
+
+class Variant(NamedTuple):
+    """A kind of problem: what a kernel is compiled for."""
+
+    parts: tuple[str, ...] = ()
+    """What it has beside plain causal attention."""
+    dtype: torch.dtype = torch.float32
+    head_dim: int = 64
+    value_dim: int = 64
+
+    @classmethod
+    def of(cls, problem: Problem) -> Variant:
+        """The kind that a problem is of."""
+        geometry, kinds = problem.geometry, [term.structure for term in problem.terms]
+        has = {
+            "table": any(Structure.STATIONARY in kind for kind in kinds),
+            "window": any(type(term).visible_at is not Prior.visible_at for term in problem.terms),
+            "keys": problem.key_bias is not None or any(Structure.OF_KEYS in kind for kind in kinds),
+            "scale of all": problem.row_scale is not None and problem.scales_prior,
+            "scale of content": problem.row_scale is not None and not problem.scales_prior,
+            "documents": geometry.key_documents is not None,
+            "padding": geometry.key_padding_mask is not None,
+            "positions": geometry.has_given_positions,
+            "pruned": problem.tolerance > 0,
+            "one query": geometry.num_queries == 1,
+            "both directions": not geometry.causal,
+        }
+        dims = (int(x.shape[3]) for x in (problem.query, problem.value))
+        return cls(tuple(name for name, there in has.items() if there), problem.query.dtype, *dims)
+
+    def __str__(self) -> str:
+        """Its parts."""
+        return ", ".join(self.parts) or "plain"
+
+
+VARIANTS = (
+    Variant(),
+    Variant(("table", "both directions")),
+    Variant(("table", "scale of all")),
+    Variant(("table", "window", "scale of content")),
+    Variant(("table", "keys", "padding")),
+    Variant(("table", "keys", "scale of all", "documents")),
+    Variant(("table", "positions")),
+    Variant(("table", "pruned")),
+    Variant(("table", "keys", "one query")),
+    Variant(("table",), head_dim=80, value_dim=96),
+    Variant(("table",), head_dim=128, value_dim=128),
+)
+"""What ``attention-priors selftest`` compares."""
+
+
+def errors(variant: Variant, backend: Any, device: torch.device) -> dict[str, float]:
+    """The largest error of output, log-sum-exp and each gradient, relative to the largest number of each."""
+    from attention_priors.attention.attend import attend
+
+    call: Any = attend
+    generator, parts = torch.Generator().manual_seed(0), variant.parts
+    num_keys = 600 if "pruned" in parts or "one query" in parts else 200
+    num_queries = 1 if "one query" in parts else num_keys
+
+    def some(*shape: int, dtype: torch.dtype = variant.dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    query, key = some(1, HEADS, num_queries, variant.head_dim), some(1, 1, num_keys, variant.head_dim)
+    tensors = [query, key, some(1, 1, num_keys, variant.value_dim)]
+    terms: list[Prior] = [Laplace(HEADS, learn=True)] if "table" in parts else []
+    terms += [Window(HEADS, 70)] if "window" in parts else []
+    prior = sum(terms[1:], terms[0]).to(device) if terms else None
+    options: dict[str, Any] = {"causal": "both directions" not in parts}
+    if "pruned" in parts:
+        options["tolerance"] = 1e-7
+    if "scale of all" in parts or "scale of content" in parts:
+        options["logit_scale"] = SSMax(HEADS, 0.3, include_prior="scale of all" in parts).to(device)
+    if "documents" in parts:
+        options["document_ids"] = (torch.arange(num_keys, device=device) // 77).unsqueeze(0)
+    if "padding" in parts:
+        options["key_padding_mask"] = torch.arange(num_keys, device=device).unsqueeze(0) < 9
+    if "positions" in parts:
+        positions = torch.randint(0, 2 * num_keys, (num_keys,), generator=generator).to(device)
+        options |= {"query_positions": positions[:num_queries], "key_positions": positions}
+    if "keys" in parts:
+        tensors.append(some(1, HEADS, num_keys, dtype=torch.float64).cumsum(-1))
+    modules = [module for module in (prior, options.get("logit_scale")) if module is not None]
+    learned = {name: x for module in modules for name, x in module.named_parameters() if x.requires_grad}
+    cotangents: list[Tensor] = []
+
+    def results(backend: Any, dtype: torch.dtype, **changed: Any) -> list[Tensor]:
+        inputs = [x.to(dtype).requires_grad_() for x in tensors[:3]]
+        bias = [x.detach().requires_grad_() for x in tensors[3:]]
+        given: dict[str, Any] = {"key_bias": bias[0]} if bias else {}
+        with torch.enable_grad():
+            given |= {**options, **changed, "return_lse": True, "backend": backend}
+            found = call(*inputs, prior, **given)
+            if not cotangents:
+                cotangents.extend(some(*x.shape) for x in found)
+            # A row that sees nothing has a log-sum-exp of -inf, and no gradient.
+            finite = [x.masked_fill(torch.isneginf(x), 0.0) for x in found]
+            of_them = [cotangent.to(x.dtype) for cotangent, x in zip(cotangents, finite, strict=True)]
+            grads = torch.autograd.grad(finite, [*inputs, *bias, *learned.values()], of_them)
+        return [*(x.detach() for x in finite), *grads]
+
+    exact = results("reference", torch.float64, **({"tolerance": 0.0} if "pruned" in parts else {}))
+    names = ("output", "log-sum-exp", "query", "key", "value", *(["key_bias"] if "keys" in parts else []), *learned)
+    return {
+        name: float((x.double() - y.double()).abs().amax() / y.double().abs().amax().clamp(min=1e-30))
+        for name, x, y in zip(names, results(backend, variant.dtype), exact, strict=True)
+    }
+
+
+_faults: dict[tuple[torch.device, Variant], str | None] = {}
+
+
+def fault(device: torch.device, *kind: Any) -> str | None:
+    """What Triton's kernels get wrong of a :class:`Variant`, in words; None if nothing. Each is checked once."""
+    variant = Variant(*kind)
+    place = device, variant
+    if place not in _faults:
+        if is_captured():
+            return None  # a captured graph has been run before
+        _faults[place] = None  # the check itself asks
+        with torch.inference_mode(False), temporarily_clear_interpreter_stack():
+            found = errors(variant, "triton", device)
+        name = max(found, key=lambda name: found[name] if found[name] == found[name] else float("inf"))
+        if not found[name] <= ALLOWED[variant.dtype]:
+            _faults[place] = (
+                f"its kernels are wrong on {device} for {variant} in {variant.dtype}: the {name} is off by "
+                f"{found[name]:.1e} of its size; please report it with what `attention-priors selftest` prints"
+            )
+            warnings.warn(f"backend='triton' is not used: {_faults[place]}", RuntimeWarning, stacklevel=2)
+    return _faults[place]
+
+
+# As torch.compiler.assume_constant_result() does it, without importing the compiler: it is checked before compilation.
+fault._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

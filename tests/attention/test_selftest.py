@@ -1,0 +1,172 @@
+"""Kernels are compared with the dense formula before they are used, and left alone where they are wrong."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from triton_cases import DEVICES, configured, language_patched_once_a_launch, same
+
+from attention_priors import GeneralizedGaussian, Laplace, SSMax, Window, attend, explain
+from attention_priors.attention import plan, selftest
+from attention_priors.attention.problem import make_problem
+from attention_priors.attention.selftest import ALLOWED, VARIANTS, Variant, errors
+from attention_priors.attention.triton import backend
+from attention_priors.attention.triton.backend import Blocks
+from thoroughness import every_other_deep
+
+CPU = torch.device("cpu")
+QUERY, VALUE = torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_tiles_are_right(variant: Variant) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        found = errors(variant._replace(dtype=dtype), "toeplitz", CPU)
+        assert {"output", "log-sum-exp", "query", "key", "value"} <= {*found}
+        assert max(found.values()) <= ALLOWED[dtype], found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "variant", every_other_deep(dict.fromkeys(VARIANTS), [v for v in VARIANTS if "pruned" not in v.parts]), ids=str
+)
+def test_kernels_are_right(variant: Variant, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases of the self-test run, and are what they say: on a device, in the blocks that are used there."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with language_patched_once_a_launch():
+        found = errors(variant, "triton", torch.device(device))
+    assert max(found.values()) <= ALLOWED[variant.dtype], found
+
+
+@pytest.mark.parametrize("name", ["output", "key"])
+def test_finds_a_small_mistake(name: str) -> None:
+    """A hundredth of the output, or of one gradient."""
+    true: Any = attend
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * (1.01 if name == "output" else 1)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return grad * 1.01
+
+    def wrong(query: Tensor, key: Tensor, value: Tensor, prior: Any, **options: Any) -> Any:
+        if options["backend"] == "reference":
+            return true(query, key, value, prior, **options)
+        if name == "key":
+            return true(query, Wrong.apply(key), value, prior, **options)
+        out, lse = true(query, key, value, prior, **options)
+        return Wrong.apply(out), lse
+
+    with mock.patch("attention_priors.attention.attend.attend", wrong):
+        found = errors(VARIANTS[2], "toeplitz", CPU)
+    assert found[name] > ALLOWED[torch.float32]
+    others = {"log-sum-exp", "value", "log_slope"} if name == "key" else {"log-sum-exp"}
+    assert all(found[other] < ALLOWED[torch.float32] for other in others)
+
+
+def test_the_kind_of_a_problem() -> None:
+    documents = torch.zeros(1, 40, dtype=torch.int64)
+    problem = make_problem(
+        QUERY,
+        QUERY,
+        VALUE,
+        Laplace(2) + Window(2, 9),
+        document_ids=documents,
+        logit_scale=SSMax(2, include_prior=False),
+    )
+    kind = Variant.of(problem)
+    assert kind == Variant(("table", "window", "scale of content", "documents"), head_dim=16, value_dim=16)
+    assert str(kind) == "table, window, scale of content, documents"
+    assert str(Variant.of(make_problem(QUERY, QUERY, VALUE, None, causal=False))) == "both directions"
+
+
+# ---- a kernel that is wrong on purpose
+
+LARGE = same(Blocks(64, 64, 4, 1))
+
+
+@pytest.fixture
+def checked_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels are checked on the CPU too, where the interpreter runs them, and none has been yet."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(selftest, "_faults", {})
+    monkeypatch.setattr(plan, "CHECKED", ("cpu",))
+    with configured(LARGE):
+        yield
+
+
+@pytest.fixture
+def wrong_kernel(monkeypatch: pytest.MonkeyPatch, checked_on_cpu: None) -> None:
+    """Kernels that are given a softmax scale which is a tenth too large."""
+    numbers = backend._Launcher.numbers.func
+
+    def wrong(launcher: Any) -> dict[str, Any]:
+        found = numbers(launcher)
+        return found | {"softmax_scale": 1.1 * found["softmax_scale"]}
+
+    monkeypatch.setattr(backend._Launcher, "numbers", property(wrong))
+
+
+@pytest.mark.skipif(not backend.INSTALLED or torch.cuda.is_available(), reason="for Triton's interpreter")
+@pytest.mark.usefixtures("wrong_kernel")
+def test_a_wrong_kernel_is_refused_and_said_so_once() -> None:
+    prior = Laplace(2)
+    message = r"backend='triton' cannot compute this: its kernels are wrong on cpu for table in torch\."
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message):
+                attend(QUERY, QUERY, VALUE, prior, backend="triton")
+    (warning,) = caught
+    assert "attention-priors selftest" in str(warning.message)
+    assert "not triton: its kernels are wrong on cpu" in explain(QUERY, QUERY, VALUE, prior)
+
+
+@pytest.mark.skipif(not backend.INSTALLED or torch.cuda.is_available(), reason="for Triton's interpreter")
+@pytest.mark.usefixtures("checked_on_cpu")
+def test_right_kernels_are_checked_once_for_each_kind() -> None:
+    prior = GeneralizedGaussian(2)
+    with mock.patch.object(selftest, "errors", wraps=errors) as compared:
+        for _ in range(3):
+            attend(QUERY, QUERY, VALUE, prior, backend="triton")
+        assert compared.call_count == 1
+        attend(QUERY, QUERY, VALUE, prior, causal=False, backend="triton")
+        assert compared.call_count == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not backend.INSTALLED or torch.cuda.is_available(), reason="for Triton's interpreter")
+@pytest.mark.usefixtures("checked_on_cpu")
+def test_checked_before_compilation_and_inside_transforms() -> None:
+    prior = Laplace(2)
+
+    def call(query: Tensor) -> Tensor:
+        return attend(query, query, VALUE, prior, backend="triton")
+
+    torch._dynamo.reset()
+    with mock.patch.object(selftest, "errors", wraps=errors) as compared:
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(QUERY), call(QUERY))
+        assert compared.call_count == 1
+        selftest._faults.clear()
+        torch.func.grad(lambda x: call(x).sum())(QUERY)
+        with torch.inference_mode():
+            call(QUERY)
+        assert compared.call_count == 2
+
+
+@pytest.mark.skipif(not backend.INSTALLED or torch.cuda.is_available(), reason="for Triton's interpreter")
+@pytest.mark.usefixtures("wrong_kernel")
+def test_a_wrong_kernel_is_not_compiled() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    with pytest.warns(RuntimeWarning, match="not used"), pytest.raises(Exception, match="its kernels are wrong"):
+        compiled(QUERY, QUERY, VALUE, Laplace(2), backend="triton")
