@@ -171,3 +171,15 @@ def test_bad_ones(name: str) -> None:
     bias, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         attend(torch.zeros(1, 2, 4, 4), *torch.zeros(2, 1, 1, 4, 4), key_bias=bias)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+@pytest.mark.parametrize("num_queries", [1, 2, 700])
+def test_beside_a_table_and_under_wider_values(num_queries: int) -> None:
+    """Biases of keys are then a column of the keys, but for one query, whose keys are not widened."""
+    query, key, value = (some(1, 2, n, d, dtype=torch.float32) for n, d in ((num_queries, 7), (700, 7), (700, 12)))
+    bias, prior, before = some(1, 2, 700).cumsum(-1), GeneralizedGaussian(2), key.clone()
+    expected = attend(query, key, value, prior, key_bias=bias, backend="reference", return_lse=True)
+    for tolerance in (0.0, 1e-7):
+        found = attend(query, key, value, prior, key_bias=bias, tolerance=tolerance, return_lse=True)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(key, before)

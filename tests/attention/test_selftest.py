@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,9 @@ from triton_cases import DEVICES, configured, language_patched_once_a_launch, sa
 
 from attention_priors import GeneralizedGaussian, Laplace, SSMax, Window, attend, explain
 from attention_priors.attention import plan, selftest
-from attention_priors.attention.problem import make_problem
+from attention_priors.attention.attend import solve
+from attention_priors.attention.observe import observed
+from attention_priors.attention.problem import Problem, make_problem
 from attention_priors.attention.selftest import ALLOWED, VARIANTS, Variant, errors
 from attention_priors.attention.triton import backend
 from attention_priors.attention.triton.backend import Blocks
@@ -46,7 +49,7 @@ def test_kernels_are_right(variant: Variant, device: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", ["output", "key"])
 def test_finds_a_small_mistake(name: str) -> None:
     """A hundredth of the output, or of one gradient."""
-    true: Any = attend
+    true: Any = solve
 
     class Wrong(torch.autograd.Function):
         @staticmethod
@@ -57,15 +60,15 @@ def test_finds_a_small_mistake(name: str) -> None:
         def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
             return grad * 1.01
 
-    def wrong(query: Tensor, key: Tensor, value: Tensor, prior: Any, **options: Any) -> Any:
-        if options["backend"] == "reference":
-            return true(query, key, value, prior, **options)
+    def wrong(problem: Problem, backend: str, **options: Any) -> Any:
+        if backend == "reference":
+            return true(problem, backend, **options)
         if name == "key":
-            return true(query, Wrong.apply(key), value, prior, **options)
-        out, lse = true(query, key, value, prior, **options)
+            return true(replace(problem, key=Wrong.apply(problem.key)), backend, **options)
+        out, lse = true(problem, backend, **options)
         return Wrong.apply(out), lse
 
-    with mock.patch("attention_priors.attention.attend.attend", wrong):
+    with mock.patch("attention_priors.attention.attend.solve", wrong):
         found = errors(VARIANTS[2], "toeplitz", CPU)
     assert found[name] > ALLOWED[torch.float32]
     others = {"log-sum-exp", "value", "log_slope"} if name == "key" else {"log-sum-exp"}
@@ -90,6 +93,9 @@ def test_the_kind_of_a_problem() -> None:
 
 # ---- a kernel that is wrong on purpose
 
+interpreted = pytest.mark.skipif(
+    not backend.INSTALLED or torch.cuda.is_available(), reason="the interpreter is for machines without CUDA"
+)
 LARGE = same(Blocks(64, 64, 4, 1))
 
 
@@ -115,7 +121,7 @@ def wrong_kernel(monkeypatch: pytest.MonkeyPatch, checked_on_cpu: None) -> None:
     monkeypatch.setattr(backend._Launcher, "numbers", property(wrong))
 
 
-@pytest.mark.skipif(not backend.INSTALLED or torch.cuda.is_available(), reason="for Triton's interpreter")
+@interpreted
 @pytest.mark.usefixtures("wrong_kernel")
 def test_a_wrong_kernel_is_refused_and_said_so_once() -> None:
     prior = Laplace(2)
@@ -130,7 +136,7 @@ def test_a_wrong_kernel_is_refused_and_said_so_once() -> None:
     assert "not triton: its kernels are wrong on cpu" in explain(QUERY, QUERY, VALUE, prior)
 
 
-@pytest.mark.skipif(not backend.INSTALLED or torch.cuda.is_available(), reason="for Triton's interpreter")
+@interpreted
 @pytest.mark.usefixtures("checked_on_cpu")
 def test_right_kernels_are_checked_once_for_each_kind() -> None:
     prior = GeneralizedGaussian(2)
@@ -143,7 +149,7 @@ def test_right_kernels_are_checked_once_for_each_kind() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not backend.INSTALLED or torch.cuda.is_available(), reason="for Triton's interpreter")
+@interpreted
 @pytest.mark.usefixtures("checked_on_cpu")
 def test_checked_before_compilation_and_inside_transforms() -> None:
     prior = Laplace(2)
@@ -163,10 +169,32 @@ def test_checked_before_compilation_and_inside_transforms() -> None:
         assert compared.call_count == 2
 
 
-@pytest.mark.skipif(not backend.INSTALLED or torch.cuda.is_available(), reason="for Triton's interpreter")
+@interpreted
 @pytest.mark.usefixtures("wrong_kernel")
 def test_a_wrong_kernel_is_not_compiled() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     with pytest.warns(RuntimeWarning, match="not used"), pytest.raises(Exception, match="its kernels are wrong"):
         compiled(QUERY, QUERY, VALUE, Laplace(2), backend="triton")
+
+
+@interpreted
+@pytest.mark.usefixtures("checked_on_cpu")
+def test_a_check_is_not_seen_and_takes_no_default_device() -> None:
+    seen: list[Problem] = []
+    with observed(seen.append):
+        attend(QUERY, QUERY, VALUE, Laplace(2), backend="triton")
+    assert len(seen) == 1
+    selftest._faults.clear()
+    with torch.device("meta"):
+        numbers = errors(VARIANTS[0], "toeplitz", CPU)
+    assert max(numbers.values()) <= ALLOWED[torch.float32]
+
+
+@interpreted
+@pytest.mark.usefixtures("checked_on_cpu")
+def test_a_check_that_ends_early_says_nothing() -> None:
+    with mock.patch.object(selftest, "errors", side_effect=RuntimeError("no compiler")):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no compiler"):
+                attend(QUERY, QUERY, VALUE, Laplace(2), backend="triton")

@@ -81,7 +81,8 @@ def why_not(problem: Problem, backend: Backend, *, need_lse: bool) -> str | None
     if needs_autograd(problem):
         return "it does not compute relative, dropout_p or a gradient of attn_mask; use 'auto'"
     if backend == "lanes":
-        return _why_not_lanes(problem, need_lse)
+        reason = _why_not_lanes(problem, need_lse)
+        return reason if reason is None else f"{reason}; use backend='toeplitz'"
     return _why_not_flex(problem, need_lse) if backend == "flex" else None
 
 
@@ -93,11 +94,11 @@ def needs_autograd(problem: Problem) -> bool:
 
 def _why_not_lanes(problem: Problem, need_lse: bool) -> str | None:
     if not all(Structure.FACTORED in term.structure for term in problem.terms):
-        return "not all of the prior is factored; use backend='toeplitz'"
+        return "not all of the prior is factored"
     if need_lse or problem.key_bias is not None or not _is_plain(problem.geometry):
         return (
             "it is one call of PyTorch's attention, which has no documents, padding, masks, positions, key_bias or "
-            "log-sum-exp (return_lse, null_logit); use backend='toeplitz'"
+            "log-sum-exp (return_lse, null_logit)"
         )
     return None
 
@@ -119,7 +120,7 @@ def _choose(problem: Problem, need_lse: bool) -> tuple[Backend, str]:
         return "triton", "the kernels compute all of it"
     reason = _why_not_lanes(problem, need_lse)
     if reason is not None:
-        return "toeplitz", reason.split(";")[0]
+        return "toeplitz", reason
     if not problem.terms:
         return "lanes", "without a prior it is one call of PyTorch's attention"
     if FEW_QUERIES * problem.geometry.num_queries <= problem.geometry.num_keys:

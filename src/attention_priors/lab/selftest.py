@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 import torch
 
-from attention_priors.attention.selftest import ALLOWED, VARIANTS, Variant, errors
+from attention_priors.attention.selftest import ALLOWED, VARIANTS, Variant, errors, worst
 from attention_priors.lab.machine import processor, versions
 from attention_priors.lab.tasks.subject import device_named
 
@@ -46,7 +45,7 @@ def compare_engines(device: str | None, write: Callable[[str], None]) -> bool:
                     write(f"{start}{str(refused).split(': ', 1)[-1]} | | | not here |")
                     told.add((engine, str(refused)))
                 continue
-            name = max(found, key=lambda name: math.inf if math.isnan(found[name]) else found[name])
+            name = worst(found)
             good = found[name] <= ALLOWED[variant.dtype]
             right = right and good
             write(

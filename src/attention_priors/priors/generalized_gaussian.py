@@ -193,7 +193,7 @@ class GeneralizedGaussian(Prior):
 def _log_prior(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor) -> Tensor:
     """``K`` in float64. Autograd, step by step through it, would take longer than a short context's attention."""
     exponent = _steps(theta_alpha, beta, theta_mu, distance)[0]
-    return exponent.clamp_(max=_numbers()[1]).exp_().neg_()
+    return exponent.clamp_(max=_constants()[1]).exp_().neg_()
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -205,7 +205,7 @@ def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     (gradient,), given = gradients, ctx.saved_tensors
     sums = [(gradient * slope).flatten(1).sum(1) for slope in _slopes(*given)]
     # Within ε of the peak the slope towards θμ is K / ε, which float32 need not hold.
-    largest = _numbers()[2]
+    largest = _constants()[2]
     clipped = (x.clamp(-largest, largest) for x in sums)
     return *(x.to(parameter.dtype) for x, parameter in zip(clipped, given, strict=False)), None
 
@@ -236,12 +236,13 @@ class _Eager(torch.autograd.Function):
     backward, jvp = staticmethod(_differentiate), staticmethod(_advance)
 
 
-def _numbers() -> tuple[float, float, float]:
+def _constants() -> tuple[float, float, float]:
+    """The smallest distance, and the largest exponent and gradient."""
     return EPSILON, LARGEST_EXPONENT, LARGEST_GRADIENT
 
 
 # Of a float that has a name Dynamo makes an input, which graphs of several layers cannot share.
-_numbers._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+_constants._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _steps(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -250,7 +251,7 @@ def _steps(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor
     mu = 2 * torch.sinh(per_head(theta_mu.double().clamp(-30, 30), distance))
     apart = -distance.double() - mu
     # In the log domain neither the power nor its gradient can overflow.
-    logarithm = (apart.abs() + _numbers()[0]).log()
+    logarithm = (apart.abs() + _constants()[0]).log()
     exponent = torch.addcmul(per_head(theta_alpha.double(), distance), per_head(beta.double(), distance), logarithm)
     return exponent, apart, logarithm
 
@@ -258,7 +259,7 @@ def _steps(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor
 def _slopes(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The derivatives of ``K`` by θα, β and θμ; 0 where the floor of log-priors holds."""
     exponent, apart, logarithm = _steps(theta_alpha, beta, theta_mu, distance)
-    log_prior = torch.where(exponent <= _numbers()[1], -exponent.exp(), 0.0)
+    log_prior = torch.where(exponent <= _constants()[1], -exponent.exp(), 0.0)
     theta_mu = per_head(theta_mu.double(), distance)
     towards = torch.where(theta_mu.abs() <= 30, -2 * torch.cosh(theta_mu), 0.0) * per_head(beta.double(), distance)
     return log_prior, log_prior * logarithm, log_prior * towards * apart.sign() * (-logarithm).exp()

@@ -58,25 +58,8 @@ def backward(
         grads: their gradients.
         wanted: whether to compute those of table, biases of keys and row scale.
     """
-    whole = problem.whole
-    if whole is not None:
-        found = backward_at_once(content, problem, whole, saved[1], grads, wanted)
-    else:
-        found = _in_tiles(content, problem, saved, grads, wanted)
-    query, scale = content.query_gradient(found.query, wanted[2])
-    if scale is not None and found.row_scale is not None:
-        scale += found.row_scale
-    return found._replace(query=query, key=found.key.to(content.key.dtype), row_scale=scale)
-
-
-def _in_tiles(
-    content: Content,
-    problem: BlockProblem,
-    saved: tuple[Tensor, Tensor],
-    grads: tuple[Tensor, Tensor],
-    wanted: tuple[bool, bool, bool],
-) -> Gradients:
-    """The same, with the gradient of the scaled queries, and of the scale that of what it does to the prior."""
+    if problem.whole is not None:
+        return _unscaled(backward_at_once(content, problem, problem.whole, saved[1], grads, wanted), content, wanted[2])
     out, lse = saved
     out_grad, lse_grad = grads[0], grads[1].to(problem.dtype)
     # dS = P (dP + dlse - Σ P dP), and Σ_j P_ij dP_ij = <out_i, dout_i>.
@@ -126,7 +109,15 @@ def _in_tiles(
             for of_text in one.table_grad:
                 found.table[one.part.heads] += of_text
         found = found._replace(table=found.table[:, : problem.distances.number])
-    return found
+    return _unscaled(found, content, wanted[2])
+
+
+def _unscaled(found: Gradients, content: Content, wants_scale: bool) -> Gradients:
+    """Gradients of what was given, from those of scaled queries, and of the scale where it multiplies the prior."""
+    query, scale = content.query_gradient(found.query, wants_scale)
+    if scale is not None and found.row_scale is not None:
+        scale += found.row_scale
+    return found._replace(query=query, key=found.key.to(content.key.dtype), row_scale=scale)
 
 
 class _Rows(NamedTuple):

@@ -64,13 +64,18 @@ class Scratch:
         return self._numbers[:size].view(shape)
 
 
+def is_far(lse: Tensor) -> Tensor:
+    """Which rows are NaN, or beyond ``NEAR``; a row that sees nothing is not."""
+    return ~(lse.abs() <= NEAR) & ~torch.isneginf(lse)
+
+
 def far_rows(lse: Tensor) -> Tensor | None:
     """Which rows are NaN or, unless in float64, beyond ``NEAR``; None for none. A row that sees nothing is neither."""
     # Two numbers to look at, as a rule.
     low, high = (float(end) for end in lse.detach().aminmax())
     if low >= -NEAR and high <= NEAR:
         return None
-    far = lse.isnan() if lse.dtype == torch.float64 else ~(lse.abs() <= NEAR) & ~torch.isneginf(lse)
+    far = lse.isnan() if lse.dtype == torch.float64 else is_far(lse)
     return far if bool(far.any()) else None
 
 

@@ -103,11 +103,12 @@ def _sizes_of(problem: BlockProblem, bias_of: Bias) -> _Sizes:
 def _has_room(content: Content, problem: BlockProblem) -> bool:
     """Whether biases of keys may be one more column of the keys, beside a table whose biases then are a view.
 
-    Values are wider than keys, which are widened anyway, and nothing else has biases written to memory.
+    Values are wider than keys, which are widened anyway (not for one query), and nothing else has biases in memory.
     """
     of_keys = problem.key_bias is not None and problem.table is not None and problem.row_scale is None
     (_, kv_heads, _, width), heads = content.key.shape, content.query.shape[1]
-    return of_keys and not problem.tiling.masked and kv_heads == heads and width < content.value.shape[-1]
+    fits = kv_heads == heads and width < content.value.shape[-1] and not is_one_on_cpu(content.query)
+    return of_keys and fits and not problem.tiling.masked
 
 
 def _keys_and_values(content: Content, cut: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:

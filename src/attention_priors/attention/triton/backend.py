@@ -24,8 +24,9 @@ from torch.nn.functional import pad
 from attention_priors.attention.geometry import document_bounds
 from attention_priors.attention.key_bias import best_seen, in_two
 from attention_priors.attention.pruning.bounds import BLOCK
+from attention_priors.attention.tiles.bias import is_far
 from attention_priors.attention.tiles.block_problem import BlockProblem, Content, Gradients, columns_together
-from attention_priors.precision import NEAR, is_captured
+from attention_priors.precision import is_captured
 from attention_priors.priors import Structure
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ class _Launcher:
 
     @cached_property
     def own(self) -> Tensor | None:
-        """What is taken from the biases of keys, ``(B, H, Lq)`` in float64, scaled as they are; None for nothing."""
+        """About the best bias of a key that each query sees, ``(B, H, Lq)`` in float64: its biases are less by it."""
         geometry, key_bias = self.problem.geometry, self.problem.key_bias
         if key_bias is None:
             return None
@@ -192,7 +193,7 @@ class _Launcher:
 
     @cached_property
     def shift(self) -> Tensor | None:
-        """What the kernels' log-sum-exp lacks, ``(B, H, Lq)`` in float64."""
+        """``own`` in the logits, which a row scale multiplies: the kernels' log-sum-exp is less by it."""
         row_scale = self.problem.row_scale
         return self.own if self.own is None or row_scale is None else self.own * row_scale
 
@@ -392,7 +393,7 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
     out = out.to(query.dtype)
     whole = lse.double() if launcher.shift is None else lse + launcher.shift
     if problem.table is not None or problem.key_bias is not None:
-        run(launcher.configuration(far=True).forward, 1, out, whole, _far(lse))
+        run(launcher.configuration(far=True).forward, 1, out, whole, is_far(lse).to(torch.int8))
     return out, whole
 
 
@@ -400,13 +401,8 @@ def _merged(lse: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """Log-sum-exp and output of all shares, from ``(B, H, S, Lq)`` and ``(B, H, S, Lq, Dv)``."""
     total = lse.logsumexp(2)
     # A row that sees nothing has no share: -inf less -inf is NaN.
-    weights = (lse - total.unsqueeze(2)).exp().nan_to_num(nan=0.0) if len(lse) else lse
+    weights = (lse - total.unsqueeze(2)).exp().nan_to_num(nan=0.0)
     return total, (out * weights.unsqueeze(-1)).sum(2)
-
-
-def _far(lse: Tensor) -> Tensor:
-    """Which rows float32 does not hold, as ``exact.far_rows`` has it, in bytes."""
-    return (~(lse.abs() <= NEAR) & ~torch.isneginf(lse)).to(torch.int8)
 
 
 def _launcher(content: Content, problem: BlockProblem) -> _Launcher:
@@ -483,17 +479,17 @@ def backward(
             found.table.add_(_table_grad(launcher, sizes.table_grad, of_rows, some))
 
     lse = saved[1] if launcher.shift is None else saved[1] - launcher.shift
-    far, nothing = _far(lse.float()), torch.isneginf(lse)
+    far, nothing = is_far(lse.float()), torch.isneginf(lse)
     if problem.table is None and problem.key_bias is None:
         add(lse.masked_fill(nothing, math.inf).float(), None)
         return found
-    add(lse.masked_fill(nothing | far.bool(), math.inf).float(), None)
-    add(saved[1].masked_fill(nothing | ~far.bool(), math.inf), far)
+    add(lse.masked_fill(nothing | far, math.inf).float(), None)
+    add(saved[1].masked_fill(nothing | ~far, math.inf), far.to(torch.int8))
     if integers is not None and units is not None:
         found = found._replace(table=integers / units)
     if scale_grad is not None and problem.row_scale is not None and launcher.own is not None:
         # The second run's rows had nothing taken from them.
-        scale_grad.add_((launcher.own * lse_grad).masked_fill(far.bool(), 0.0).to(scale_grad.dtype))
+        scale_grad.add_((launcher.own * lse_grad).masked_fill(far, 0.0).to(scale_grad.dtype))
     return found
 
 
