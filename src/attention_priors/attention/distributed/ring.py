@@ -8,11 +8,10 @@ holds a few shards at any time, and never the whole sequence.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypedDict, overload
+from typing import Any, Literal, TypedDict, overload
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from attention_priors.attention.attend import BACKENDS, Backend, as_autocast_has
 from attention_priors.attention.distributed.shards import Piece, Plan, ShardedSequence
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.logit_scale import SSMax
-from attention_priors.attention.null_key import NullKey, apply_null, checked_null_logit
+from attention_priors.attention.null_key import NullKey, apply_null
 from attention_priors.attention.plan import make_plan
 from attention_priors.attention.problem import Options, Problem, make_problem
 from attention_priors.attention.pruning.bounds import BLOCK
@@ -153,21 +152,21 @@ class _Call:
     backend: Backend
 
     def parameters(self) -> list[nn.Parameter]:
-        """Of prior and logit scale."""
+        """Return the parameters of prior and logit scale."""
         return [p for part in (self.prior, self.logit_scale) if part is not None for p in part.parameters()]
 
     def options(self) -> Options:
-        """For :func:`make_problem`, which is not told of the logit scale: it would count the keys of one shard."""
-        return {"causal": self.causal, "softmax_scale": self.softmax_scale, "tolerance": self.tolerance}
+        """Return the arguments that :func:`make_problem` takes."""
+        return {
+            "causal": self.causal,
+            "logit_scale": self.logit_scale,
+            "softmax_scale": self.softmax_scale,
+            "tolerance": self.tolerance,
+        }
 
 
 def _attend_across(
-    call: _Call,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_bias: Tensor | None,
-    null_logit: NullKey | Tensor | None,
+    call: _Call, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor | None, null_logit: NullKey | Tensor | None
 ) -> tuple[Tensor, Tensor]:
     query, key, value = as_autocast_has_it(query, key, value)
     sequence, prior, logit_scale, parameters = call.sequence, call.prior, call.logit_scale, call.parameters()
@@ -176,18 +175,28 @@ def _attend_across(
     def check() -> tuple[dict[str, Any], str]:
         if call.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {call.backend!r}")
-        problem = _check(call, query, key, value, key_bias)
-        if null_logit is not None:
-            checked_null_logit(null_logit, tuple(query.shape[:3]), query.device)
+        if isinstance(prior, Prior):
+            check_over_line(prior)
+        options: Options = {**call.options(), "key_bias": key_bias, "null_logit": null_logit}
+        problem = make_problem(query, key, value, prior, **options)
+        length = sequence.lengths[sequence.rank]
+        if query.shape[2] != length or key.shape[2] != length:
+            raise ValueError(
+                f"query and key must hold the {length} tokens that sequence says are this process's, got shapes "
+                f"{tuple(query.shape)} and {tuple(key.shape)}"
+            )
+        if sequence.batch not in (1, len(query)):
+            raise ValueError(f"sequence is a batch of {sequence.batch}, but query has shape {tuple(query.shape)}")
         trained = torch.is_grad_enabled() and any(x.requires_grad for x in (query, *of_keys, *parameters))
         return {
             "query's batch, heads and head_dim": (*query.shape[:2], query.shape[3]),
             "key's heads": key.shape[1],
             "value's head_dim": value.shape[3],
             "dtype": str(query.dtype),
-            "prior": None if prior is None else json.dumps(prior.to_config(), sort_keys=True),
-            "logit_scale": None if logit_scale is None else json.dumps(logit_scale.to_config(), sort_keys=True),
             **call.options(),
+            # Modules are compared by their configs.
+            "prior": None if prior is None else prior.to_config(),
+            "logit_scale": None if logit_scale is None else logit_scale.to_config(),
             "whether there is a backward pass": trained,
             "key_bias": None if key_bias is None else (str(key_bias.dtype), key_bias.shape[1]),
             KEYS_HAVE_GRADIENTS: trained and any(x.requires_grad for x in of_keys),
@@ -199,29 +208,10 @@ def _attend_across(
         # Kernels are wrong on one of the devices, or there are none: all compute alike.
         call = replace(call, backend="toeplitz")
     reach = None if prior is None else _reach(prior, sequence.length, query.device)
-    keys_have_gradients = agreed[0][KEYS_HAVE_GRADIENTS]
-    ring = _Ring(call, sequence.plan(call.causal, reach), keys_have_gradients)
-    out, lse = _Across.apply(ring, query, key, value, key_bias, *ring.parameters)  # pyright: ignore[reportGeneralTypeIssues]
+    ring = _Ring(call, sequence.plan(call.causal, reach), agreed[0][KEYS_HAVE_GRADIENTS])
+    biases = [] if key_bias is None else [key_bias.unsqueeze(-1)]
+    out, lse = _Across.apply(ring, query, key, value, *biases, *ring.parameters)  # pyright: ignore[reportGeneralTypeIssues]
     return (out if null_logit is None else apply_null(out, lse, null_logit)), lse
-
-
-def _check(call: _Call, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor | None) -> Problem:
-    sequence, prior, logit_scale = call.sequence, call.prior, call.logit_scale
-    if isinstance(prior, Prior):
-        check_over_line(prior)
-    options: Options = {**call.options(), "key_bias": key_bias}
-    problem = make_problem(query, key, value, prior, **options)
-    length = sequence.lengths[sequence.rank]
-    if query.shape[2] != length or key.shape[2] != length:
-        raise ValueError(
-            f"query and key must hold the {length} tokens that sequence says are this process's, got shapes "
-            f"{tuple(query.shape)} and {tuple(key.shape)}"
-        )
-    if sequence.batch not in (1, len(query)):
-        raise ValueError(f"sequence is a batch of {sequence.batch}, but query has shape {tuple(query.shape)}")
-    if logit_scale is not None and logit_scale.num_heads != query.shape[1]:
-        raise ValueError(f"logit_scale has num_heads={logit_scale.num_heads}, but query has {query.shape[1]} heads")
-    return problem
 
 
 def _check_same(every: Sequence[Any]) -> None:
@@ -235,7 +225,7 @@ def _check_same(every: Sequence[Any]) -> None:
 
 
 def _reach(prior: Prior, length: int, device: torch.device) -> tuple[int, int] | None:
-    """The smallest and the largest distance that the prior lets a query see; None if all."""
+    """Return the smallest and the largest distance that the prior lets a query see; None if all."""
     distances = torch.arange(1 - length, length, device=device)
     visible = prior.visible_at(distances)
     if visible is None:
@@ -248,66 +238,49 @@ def _reach(prior: Prior, length: int, device: torch.device) -> tuple[int, int] |
 
 
 class _Shard(tuple[Tensor, ...]):
-    """Keys, values and maybe biases ``(B, H or Hkv, L, 1)`` of one process, or their gradients."""
+    """Keys, values and maybe biases ``(B, H or Hkv, L, 1)`` of one process, or their gradients.
+
+    A shard without tensors stands for keys that this process does not need: sending or receiving it does nothing.
+    """
 
     __slots__ = ()
 
-    @classmethod
-    def of(cls, key: Tensor, value: Tensor, key_bias: Tensor | None) -> _Shard:
-        """Those of this process."""
-        given = (key, value) if key_bias is None else (key, value, key_bias.unsqueeze(-1))
-        return cls(x.contiguous() for x in given)
-
-    @property
-    def bias(self) -> Tensor | None:
-        """``(B, H or Hkv, L)``."""
-        return self[2].squeeze(-1) if len(self) > 2 else None
-
     def empty(self, length: int) -> _Shard:
-        """Room for as many of another process."""
+        """Return uninitialised memory for as many tokens of another process."""
         return _Shard(x.new_empty(*x.shape[:2], length, x.shape[3]) for x in self)
 
     def zeros(self) -> _Shard:
-        """Gradients to add to."""
+        """Return gradients of 0, to which others are added."""
         return _Shard(torch.zeros_like(x, dtype=compute_dtype_of(x)) for x in self)
 
     def add(self, other: _Shard) -> None:
-        """In place."""
-        for mine, theirs in zip(self, other, strict=True):
+        """Add the numbers of another shard, which may have no tensors, in place."""
+        for mine, theirs in zip(self, other, strict=len(other) > 0):
             mine += theirs
 
 
-class _Computed(NamedTuple):
-    """A piece, and what of it the forward pass looked at: see :class:`Problem`."""
-
-    piece: Piece
-    kept: Tensor | None
-
-
 class _Transfer:
-    """What is being sent and received. Its memory stays in use until all of it is done."""
+    """Shards that are being sent and received. Their memory stays in use until :meth:`wait` returns.
+
+    Args:
+        sequence: the sequence whose processes take part.
+        moves: ``dist.isend`` or ``dist.irecv``, a shard, and the process to which or from which the shard goes.
+        tag: the tag of each shard's first tensor; the others have the tags after it.
+    """
 
     def __init__(
-        self,
-        sequence: ShardedSequence,
-        sends: Sequence[tuple[_Shard, int]],
-        receives: Sequence[tuple[_Shard, int]],
-        tag: int,
+        self, sequence: ShardedSequence, moves: Sequence[tuple[Callable[..., Any], _Shard, int]], tag: int
     ) -> None:
         self._sequence = sequence
-        group = sequence.group
         self._operations = [
-            dist.P2POp(
-                operation, tensor, rank if group is None else dist.get_global_rank(group, rank), group, tag + part
-            )
-            for operation, batch in ((dist.isend, sends), (dist.irecv, receives))
-            for shard, rank in batch
+            dist.P2POp(operation, tensor, group=sequence.group, tag=tag + part, group_peer=rank)
+            for operation, shard, rank in moves
             for part, tensor in enumerate(shard)
         ]
         self._works = dist.batch_isend_irecv(self._operations) if self._operations else []
 
     def wait(self) -> None:
-        """Until all is there, and what was sent may be written to."""
+        """Wait until everything has arrived, and the memory of sent shards may be written to."""
         try:
             for work in self._works:
                 work.wait()
@@ -328,74 +301,69 @@ class _Ring:
         # One half for keys that are left out of a piece, one for pieces that are left out.
         self.tolerance = call.tolerance / 2
         self.parameters = call.parameters()
-        self.computed: list[list[_Computed]] = []
-        """What the forward pass did not leave out, by owner."""
+        self.computed: list[list[tuple[Piece, Tensor | None]]] = []
+        """Pieces that the forward pass computed, by owner of the keys, each with the blocks that were kept: see
+        :class:`Problem`."""
 
     # ---- who has what
 
-    def _owner(self, step: int) -> int:
-        """Whose keys this process has after so many steps."""
-        return (self.sequence.rank - step) % self.sequence.size
+    def _behind(self, steps: int) -> int:
+        """Return the process that stands ``steps`` before this one in the ring: its keys are here after ``steps``."""
+        return (self.sequence.rank - steps) % self.sequence.size
 
-    def _travels(self, owner: int, hop: int) -> bool:
-        return hop <= self.plan.hops[owner]
+    def _hand_on(
+        self, shard: _Shard, own: _Shard, step: int, *, come_home: bool = False
+    ) -> tuple[_Transfer, _Shard, _Shard]:
+        """Send the shard of this step to the next process, if that one or a later one reads its keys.
 
-    def _hand_on(self, shard: _Shard | None, own: _Shard, step: int) -> tuple[_Transfer, _Shard | None]:
-        """Send the keys of this step to the next process, if that or a later one reads them, and get the next ones."""
-        sequence, following = self.sequence, self._owner(step + 1)
-        sends, receives, received = [], [], None
-        if step + 1 < sequence.size and self._travels(self._owner(step), step + 1):
-            assert shard is not None
-            sends.append((shard, (sequence.rank + 1) % sequence.size))
-        if step + 1 < sequence.size and self._travels(following, step + 1):
-            received = own.empty(sequence.lengths[following])
-            receives.append((received, (sequence.rank - 1) % sequence.size))
-        return _Transfer(sequence, sends, receives, tag=0), received
-
-    def _hand_gradients_on(
-        self, gradients: _Shard | None, own_grad: _Shard, step: int
-    ) -> tuple[_Transfer, _Shard | None, _Shard | None]:
-        """Send gradients of the keys of this step to the next process that reads those, after the last one home.
+        Args:
+            shard: keys, or their gradients.
+            own: this process's shard, which has the shapes and dtypes of the shards to receive, but for the length.
+            step: how many steps the shard has gone.
+            come_home: whether the last process that reads the keys sends the shard to their owner, as gradients are.
 
         Returns:
-            The transfer; what comes along with the keys of the next step; what comes home.
+            The transfer; the shard of the next step; and, if it comes home now, the shard of this process's own keys.
         """
-        sequence, owner, following = self.sequence, self._owner(step), self._owner(step + 1)
-        sends, receives, received, home = [], [], None, None
-        if gradients is not None:
-            sends.append((gradients, (sequence.rank + 1) % sequence.size if self._travels(owner, step + 1) else owner))
-        if step + 1 < sequence.size and self._travels(following, step + 1):
-            received = own_grad.empty(sequence.lengths[following])
-            receives.append((received, (sequence.rank - 1) % sequence.size))
-        if self.plan.hops[sequence.rank] == step:
-            home = own_grad.empty(sequence.lengths[sequence.rank])
-            receives.append((home, (sequence.rank + step) % sequence.size))
-        return _Transfer(sequence, sends, receives, tag=3), received, home
+        lengths, hops, rank = self.sequence.lengths, self.plan.hops, self.sequence.rank
+        owner, following = self._behind(step), self._behind(step + 1)
+        is_read_on = step < hops[owner]
+        sent = shard if is_read_on or come_home else _Shard()
+        received = own.empty(lengths[following]) if step < hops[following] else _Shard()
+        returned = own.empty(lengths[rank]) if come_home and step == hops[rank] else _Shard()
+        moves = (
+            (dist.isend, sent, self._behind(-1) if is_read_on else owner),
+            (dist.irecv, received, self._behind(1)),
+            (dist.irecv, returned, self._behind(-step)),
+        )
+        return _Transfer(self.sequence, moves, tag=3 if come_home else 0), received, returned
+
+    def _go_round(self, own: _Shard) -> Iterator[tuple[int, _Shard]]:
+        """Yield the owner and the keys of each step, while those of the next one are on their way."""
+        shard = own
+        for step in range(self.sequence.size):
+            transfer, following, _ = self._hand_on(shard, own, step)
+            yield self._behind(step), shard
+            transfer.wait()
+            shard = following
 
     # ---- one piece
 
     def _problem(self, query: Tensor, shard: _Shard, owner: int, piece: Piece) -> Problem:
-        """Attention of this process's queries over some keys, as far as they are in a piece."""
-        sequence, batches, batch = self.sequence, piece.batches, len(query)
-        documents = sequence.documents_of(piece) if piece.own else None
-        padding = sequence.padding_of(owner, piece)
+        """Return the problem of a piece, whose queries and keys are already cut out."""
+        sequence, (key, value, *biases) = self.sequence, shard
         options: Options = {
             **self.call.options(),
+            **sequence.keys_of(owner, piece, len(query)),
             "tolerance": self.tolerance,
-            "query_positions": _cut_rows(sequence.positions, batches, piece.rows),
-            "key_positions": sequence.positions_of(owner, piece),
-            # The sequence may be on another device: shard_index() makes an index on the CPU.
-            "document_ids": None if documents is None else documents.to(query.device).expand(batch, -1),
-            "key_padding_mask": None if padding is None else padding.to(query.device).expand(batch, -1),
-            "key_bias": shard.bias,
+            "query_positions": _cut_rows(sequence.positions, piece.batches, piece.rows),
+            "key_bias": biases[0].squeeze(-1) if biases else None,
         }
-        problem = make_problem(query, shard[0], shard[1], self.call.prior, **options)
-        logit_scale = self.call.logit_scale
-        if logit_scale is None:
-            return problem
-        counts = _cut_rows(sequence.visible_keys(self.call.causal), batches, piece.rows).expand(batch, -1, -1)
-        row_scale = logit_scale(counts.to(query.device), problem.compute_dtype)
-        return replace(problem, row_scale=row_scale, scales_prior=logit_scale.include_prior)
+        if self.call.logit_scale is not None:
+            counts = _cut_rows(sequence.visible_keys(self.call.causal), piece.batches, piece.rows)
+            # The scale of a query that sees no key does not matter, but 0 is refused.
+            options["visible_keys"] = counts.clamp(min=1)
+        return make_problem(query, key, value, self.call.prior, **options)
 
     def _solve(self, problem: Problem) -> tuple[Tensor, Tensor]:
         out, lse = solve(problem, self.call.backend, need_lse=True)
@@ -404,13 +372,13 @@ class _Ring:
 
     @torch.no_grad()
     def _looks_at(self, problem: Problem, lse: Tensor) -> Problem | None:
-        """The problem without keys that add nothing, or less than ``tolerance``, to queries with this log-sum-exp.
+        """Leave out keys that add nothing, or less than ``tolerance``, to queries with this log-sum-exp.
 
         A block of keys weighs at most ``Σ_j exp(c (‖q‖ ‖k_j‖ softmax_scale + K_ij) - lse)``, with the largest norms and
         log-prior of its queries and keys.
 
         Returns:
-            None if nothing is left.
+            The problem that is left, or None if no key is.
         """
         prior, geometry, scale = problem.prior, problem.geometry, problem.row_scale
         offset = geometry.offset
@@ -427,7 +395,7 @@ class _Ring:
         content = _by_block(problem.query.norm(dim=-1, dtype=torch.float64) * problem.softmax_scale, -math.inf).amax(-1)
         longest = _by_block(problem.key.norm(dim=-1, dtype=torch.float64), -math.inf).amax(-1)
         if scale is not None:
-            scales = [_by_block(scale.double(), 0.0).amin(-1), _by_block(scale.double(), 0.0).amax(-1)]
+            scales = _by_block(scale.double(), 0.0).aminmax(dim=-1)
             content = content * torch.maximum(scales[0].abs(), scales[1].abs())
             if problem.scales_prior:
                 products = torch.stack([c.unsqueeze(-1) * bound for c in scales for bound in (low, high)])
@@ -445,47 +413,35 @@ class _Ring:
 
     @torch.no_grad()
     def forward(self, query: Tensor, own: _Shard) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp, in float64."""
+        """Return output and log-sum-exp, in float64."""
         sequence = self.sequence
         out = query.new_zeros(*query.shape[:3], own[1].shape[3], dtype=torch.float64)
         lse = query.new_full(query.shape[:3], -math.inf, dtype=torch.float64)
         self.computed = [[] for _ in range(sequence.size)]
-        shard: _Shard | None = own
-        for step in range(sequence.size):
-            owner = self._owner(step)
-            transfer, received = self._hand_on(shard, own, step)
+        for owner, shard in self._go_round(own):
             for piece in self.plan.pieces[owner]:
-                assert shard is not None
                 keys = _Shard(_cut_rows(x, piece.batches, piece.keys) for x in shard)
-                before = _cut_rows(lse, piece.batches, piece.rows)
-                problem = self._problem(_cut_rows(query, piece.batches, piece.rows), keys, owner, piece)
-                looked_at = problem if piece.own else self._looks_at(problem, before)
+                rows, out_rows, lse_rows = (_cut_rows(x, piece.batches, piece.rows) for x in (query, out, lse))
+                problem = self._problem(rows, keys, owner, piece)
+                looked_at = problem if piece.own else self._looks_at(problem, lse_rows)
                 if looked_at is None:
                     continue
-                problem = looked_at
-                self.computed[owner].append(_Computed(piece, problem.kept))
-                into = _cut_rows(out, piece.batches, piece.rows), before
-                _merge(into, self._solve(problem))
+                self.computed[owner].append((piece, looked_at.kept))
+                _merge(out_rows, lse_rows, *self._solve(looked_at))
                 if isinstance(piece.rows, Tensor):  # else they are views
-                    for whole, part in zip((out, lse), into, strict=True):
-                        whole[piece.batches, :, piece.rows] = part
-            transfer.wait()
-            shard = received
+                    out[piece.batches, :, piece.rows] = out_rows
+                    lse[piece.batches, :, piece.rows] = lse_rows
         return out, lse
 
     def backward(
-        self,
-        query: Tensor,
-        own: _Shard,
-        saved: tuple[Tensor, Tensor, Tensor],
-        grads: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, _Shard, list[Tensor | None]]:
-        """Gradients of queries, of keys and what belongs to them, and of parameters.
+        self, query: Tensor, own: _Shard, results: tuple[Tensor, ...], grads: tuple[Tensor, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of queries, of keys and what belongs to them, and of parameters.
 
         Args:
             query: and
             own: as for :meth:`forward`.
-            saved: the output as it was returned, what rounding took from it, and the log-sum-exp.
+            results: the output as it was returned, what rounding took from it, and the log-sum-exp.
             grads: the gradients of output and log-sum-exp.
         """
         if any(now is not then for now, then in zip(self.call.parameters(), self.parameters, strict=True)):
@@ -493,70 +449,57 @@ class _Ring:
                 "attend_across: the parameters of prior or logit_scale were replaced between the forward and the "
                 "backward pass; so its gradients cannot be computed"
             )
-        sequence = self.sequence
         query_grad, own_grad = torch.zeros_like(query, dtype=compute_dtype_of(query)), own.zeros()
-        parameter_grads: list[Tensor | None] = [
-            torch.zeros_like(p, dtype=torch.float64) if p.requires_grad else None for p in self.parameters
-        ]
-        shard: _Shard | None = own
-        coming: tuple[_Transfer, _Shard | None] | None = None
-        homes: list[tuple[_Transfer, _Shard]] = []
-        for step in range(sequence.size):
-            owner = self._owner(step)
-            transfer, received = self._hand_on(shard, own, step)
-            gradients = own_grad
-            if step > 0:
-                gradients = None if shard is None else shard.zeros()
-            for computed in self.computed[owner]:
-                assert shard is not None
-                assert gradients is not None
-                self._differentiate(query, shard, owner, computed, saved, grads, query_grad, gradients, parameter_grads)
+        parameter_grads = {p: torch.zeros_like(p, dtype=torch.float64) for p in self.parameters if p.requires_grad}
+        results_and_grads = (*results, *grads)
+        transfer, coming, returned = _Transfer(self.sequence, [], tag=0), _Shard(), _Shard()
+        for step, (owner, shard) in enumerate(self._go_round(own)):
+            gradients = shard.zeros() if step > 0 else own_grad
+            given, into = (query, *shard), (query_grad, *gradients)
+            for piece, kept in self.computed[owner]:
+                self._differentiate(given, owner, piece, kept, results_and_grads, into, parameter_grads)
             if step > 0 and self.keys_have_gradients:
-                if coming is not None:
-                    coming[0].wait()
-                    if coming[1] is not None:
-                        assert gradients is not None
-                        gradients.add(coming[1])
-                on_its_way, next_ones, home = self._hand_gradients_on(gradients, own_grad, step)
-                coming = on_its_way, next_ones
-                if home is not None:
-                    homes.append((on_its_way, home))
-            transfer.wait()
-            shard = received
-        if coming is not None:
-            coming[0].wait()
-        for on_its_way, home in homes:
-            on_its_way.wait()
-            own_grad.add(home)
-        return query_grad, own_grad, parameter_grads
+                transfer.wait()
+                gradients.add(coming)
+                own_grad.add(returned)
+                transfer, coming, returned = self._hand_on(gradients, own_grad, step, come_home=True)
+        transfer.wait()
+        own_grad.add(returned)
+        return query_grad, *own_grad, *map(parameter_grads.get, self.parameters)
 
     def _differentiate(
         self,
-        query: Tensor,
-        shard: _Shard,
+        given: tuple[Tensor, ...],
         owner: int,
-        computed: _Computed,
-        saved: tuple[Tensor, Tensor, Tensor],
-        grads: tuple[Tensor, Tensor],
-        query_grad: Tensor,
-        gradients: _Shard,
-        parameter_grads: list[Tensor | None],
+        piece: Piece,
+        kept: Tensor | None,
+        results_and_grads: tuple[Tensor, ...],
+        into: tuple[Tensor, ...],
+        parameter_grads: dict[nn.Parameter, Tensor],
     ) -> None:
         """Add a piece's part of all gradients.
 
         With shares ``w = exp(lse_piece - lse)``, ``out = Σ w out_piece`` over the pieces. So the gradient of
         ``out_piece`` is ``w dout``, and that of ``lse_piece`` is ``w (<dout, out_piece - out> + dlse)``.
+
+        Args:
+            given: queries, and the keys of the owner with what belongs to them.
+            owner: the process that owns the keys.
+            piece: which queries and keys.
+            kept: the blocks that the forward pass kept.
+            results_and_grads: as for :meth:`backward`, one after the other.
+            into: the gradients of ``given``, to which the piece's are added.
+            parameter_grads: the gradients of the parameters that are trained.
         """
-        piece = computed.piece
-        batches, rows, keys = piece.batches, piece.rows, piece.keys
+        places = (piece.rows, *(piece.keys for _ in given[1:]))
         with torch.enable_grad():
-            leaf, *of_keys = (
-                _cut_rows(x, batches, which).detach().requires_grad_()
-                for x, which in ((query, rows), *((x, keys) for x in shard))
-            )
-            problem = self._problem(leaf, _Shard(of_keys), owner, piece)
-            part_out, part_lse = self._solve(replace(problem, kept=computed.kept))
-        out, rest, lse, out_grad, lse_grad = (_cut_rows(x, batches, rows) for x in (*saved, *grads))
+            leaves = [
+                _cut_rows(x, piece.batches, where).detach().requires_grad_()
+                for x, where in zip(given, places, strict=True)
+            ]
+            problem = self._problem(leaves[0], _Shard(leaves[1:]), owner, piece)
+            part_out, part_lse = self._solve(replace(problem, kept=kept))
+        out, rest, lse, out_grad, lse_grad = (_cut_rows(x, piece.batches, piece.rows) for x in results_and_grads)
         # Where a query sees no key of the piece, or none at all, it has no share.
         share = (part_lse.detach() - lse).exp().masked_fill(torch.isneginf(part_lse), 0.0)
         gain = _gain(out_grad, part_out.detach(), out, rest)
@@ -564,22 +507,17 @@ class _Ring:
             (out_grad.to(lse_grad.dtype) * share.to(lse_grad.dtype).unsqueeze(-1)).to(part_out.dtype),
             share * (gain + lse_grad),
         )
-        trained = [p for p in self.parameters if p.requires_grad]
-        leaves = [leaf, *of_keys, *trained]
-        found = torch.autograd.grad((part_out, part_lse), leaves, cotangents, allow_unused=True)
-        number = 1 + len(of_keys)
-        for whole, which, grad in zip(
-            (query_grad, *gradients), (rows, *(keys for _ in of_keys)), found[:number], strict=True
-        ):
-            if grad is not None:
-                whole[batches, :, which] += grad.to(whole.dtype)
-        for whole, grad in zip((g for g in parameter_grads if g is not None), found[number:], strict=True):
-            if grad is not None:
-                whole += grad
+        found = torch.autograd.grad(
+            (part_out, part_lse), [*leaves, *parameter_grads], cotangents, allow_unused=True, materialize_grads=True
+        )
+        for whole, where, grad in zip(into, places, found[: len(into)], strict=True):
+            whole[piece.batches, :, where] += grad
+        for whole, grad in zip(parameter_grads.values(), found[len(into) :], strict=True):
+            whole += grad
 
 
 def _extremes(prior: Prior, geometry: Geometry, offset: int) -> tuple[Tensor, Tensor]:
-    """The lowest and the highest log-prior between each block of queries and of keys, ``(H, ⌈Lq / B⌉, ⌈Lk / B⌉)``."""
+    """Return the lowest and highest log-prior between blocks of queries and of keys, ``(H, ⌈Lq / B⌉, ⌈Lk / B⌉)``."""
     queries, keys = (-(-number // BLOCK) for number in (geometry.num_queries, geometry.num_keys))
     # Blocks lie as far apart as their first tokens, give or take a block.
     lowest = offset - BLOCK * (keys - 1) - (BLOCK - 1)
@@ -593,19 +531,18 @@ def _extremes(prior: Prior, geometry: Geometry, offset: int) -> tuple[Tensor, Te
 
 
 def _by_block(numbers: Tensor, padding: float) -> Tensor:
-    """``(..., L)`` in blocks, ``(..., ⌈L / B⌉, B)``."""
+    """Cut ``(..., L)`` into blocks, ``(..., ⌈L / B⌉, B)``."""
     return nn.functional.pad(numbers, (0, -numbers.shape[-1] % BLOCK), value=padding).unflatten(-1, (-1, BLOCK))
 
 
 def _cut_rows(tensor: Tensor, batches: slice, rows: slice | Tensor) -> Tensor:
-    """Some rows of ``(B, H, L, ...)`` or ``(1 or B, 1, L)``, or of positions ``(1 or B, L)``."""
+    """Return some rows of ``(B, H, L, ...)`` or ``(1 or B, 1, L)``, or of positions ``(1 or B, L)``."""
     part = tensor[batches] if len(tensor) > 1 else tensor
     return part[:, rows] if tensor.dim() == 2 else part[:, :, rows]
 
 
-def _merge(into: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor]) -> None:
-    """Add keys that were not there before, in place: outputs weigh as much as their exponentials sum to."""
-    (out, lse), (part, part_lse) = into, found
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add the result over other keys in place: each output weighs as much as its exponentials sum to."""
     # Where neither sees a key, the difference is nan, and either output is 0.
     weight = torch.sigmoid((part_lse - lse).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf))
     out.lerp_(part.double(), weight.unsqueeze(-1))
@@ -613,44 +550,30 @@ def _merge(into: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor]) -> None:
 
 
 def _gain(out_grad: Tensor, part: Tensor, out: Tensor, rest: Tensor) -> Tensor:
-    """``<dout, out_piece - out>`` in float64, some rows at a time."""
+    """Return ``<dout, out_piece - out>`` in float64, computed for some rows at a time."""
     blocks = zip(*(x.split(GAIN_ROWS, dim=2) for x in (out_grad, part, out, rest)), strict=True)
     return torch.cat([torch.linalg.vecdot(g.double(), p.double() - o - r) for g, p, o, r in blocks], dim=2)
 
 
 class _Across(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        ring: _Ring,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_bias: Tensor | None,
-        *parameters: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        whole, lse = ring.forward(query, _Shard.of(key, value, key_bias))
+    def forward(ctx: Any, ring: _Ring, query: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+        """``given`` are the tensors of this process's :class:`_Shard`, then the ring's parameters."""
+        ctx.ring, ctx.number = ring, len(given) - len(ring.parameters)
+        whole, lse = ring.forward(query, _Shard(x.contiguous() for x in given[: ctx.number]))
         out = whole.to(query.dtype)
-        ctx.ring = ring
         # The gradients of the pieces' log-sum-exps add up to 0 in each row, and a prior with a slope multiplies what is
         # left of that by the row's position: so what is subtracted there must not be rounded.
         rest = (whole - out).to(compute_dtype_of(query))
-        ctx.save_for_backward(query, key, value, key_bias, out, rest, lse, *parameters)
+        ctx.save_for_backward(out, rest, lse, query, *given)
         return out, lse.to(compute_dtype_of(query))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        query, key, value, key_bias, out, rest, lse, *parameters = ctx.saved_tensors
+        out, rest, lse, query, *given = ctx.saved_tensors
+        own = _Shard(x.contiguous() for x in given[: ctx.number])
         with torch.autocast(query.device.type, enabled=False):
-            query_grad, (key_grad, value_grad, *bias_grad), of_parameters = ctx.ring.backward(
-                query, _Shard.of(key, value, key_bias), (out, rest, lse), (grads[0], grads[1])
-            )
-        given = (query, key, value, key_bias, *parameters)
-        bias = bias_grad[0].squeeze(-1) if bias_grad else None
-        found = (
-            None if grad is None else grad.to(x.dtype)
-            for grad, x in zip((query_grad, key_grad, value_grad, bias, *of_parameters), given, strict=True)
-        )
-        wanted = ctx.needs_input_grad[1:]
-        return None, *(grad if want else None for grad, want in zip(found, wanted, strict=True))
+            found = ctx.ring.backward(query, own, (out, rest, lse), grads)
+        inputs = (query, *given)
+        return None, *(None if grad is None else grad.to(x.dtype) for grad, x in zip(found, inputs, strict=True))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention_priors.attention.geometry import Geometry, positions_in_documents
+from attention_priors.attention.problem import Options
 from attention_priors.checks import check_choice, check_positive_integers
 from attention_priors.priors.base import check_positions
 
@@ -18,7 +20,7 @@ Layout = Literal["zigzag", "contiguous"]
 
 
 def shard_index(length: int, rank: int, size: int, layout: Layout = "zigzag") -> Tensor:
-    """The places in a sequence of the tokens that one process of several holds, rising.
+    """Return the places in a sequence of the tokens that one process of several holds, rising.
 
     ``contiguous``: the sequence is cut into ``size`` runs, and process ``r`` holds run ``r``. Under a causal mask the
     last process then has ``2 size - 1`` times the first one's work, and all wait for it. ``zigzag``: it is cut into
@@ -48,15 +50,24 @@ class Run(NamedTuple):
     """Tokens that follow each other, in the sequence and in the shard of the process that holds them."""
 
     start: int
-    """Its first token's slot in the shard."""
+    """Slot of the first token in the shard."""
     first: int
-    """Its first token's place in the sequence."""
+    """Place of the first token in the sequence."""
     length: int
+    documents: list[set[int]]
+    """Documents of the tokens, for each example of the batch."""
+    visible_documents: list[set[int]]
+    """Documents of the tokens that are no padding, for each example of the batch."""
 
     @property
     def last(self) -> int:
-        """One past its last token's place."""
+        """One past the last token's place."""
         return self.first + self.length
+
+    @property
+    def slots(self) -> slice:
+        """Slots of the tokens in the shard."""
+        return slice(self.start, self.start + self.length)
 
 
 class Piece(NamedTuple):
@@ -105,7 +116,7 @@ class ShardedSequence:
     """
 
     length: int
-    """Of the whole sequence, in tokens."""
+    """Length of the whole sequence in tokens."""
 
     def __init__(
         self,
@@ -140,8 +151,6 @@ class ShardedSequence:
                 f"index: over all {self.size} processes, each place from 0 to {self.length - 1} must occur once; they "
                 f"hold {order.unique().numel()} different ones, from {int(order.min())} to {int(order.max())}"
             )
-        self._places = places
-        self._runs = [_runs(place) for place in places]
         whole = {name: _join([found[name] for found in every], order, name) for name in given}
         batches = {len(x) for x in whole.values() if x is not None and len(x) > 1}
         if len(batches) > 1:
@@ -149,14 +158,22 @@ class ShardedSequence:
                 f"document_ids, key_padding_mask and positions are of batches of different sizes, {batches}"
             )
         self.batch = batches.pop() if batches else 1
-        """Of documents, padding and positions: 1 if they have none, or all examples share them."""
-        self._documents, padding = whole["document_ids"], whole["key_padding_mask"]
-        self._padding = padding if padding is not None and bool(padding.any()) else None
+        """Size of the batch of documents, padding and positions: 1 if there are none, or all examples share them."""
+        documents, padding = whole["document_ids"], whole["key_padding_mask"]
+        self._has_documents = documents is not None
+        # Without documents, all tokens are in one.
+        self._documents = torch.zeros(1, self.length, dtype=torch.int64) if documents is None else documents
+        self._padding = (
+            torch.zeros(1, self.length, dtype=torch.bool) if padding is None or not padding.any() else padding
+        )
         self._positions = self._whole_positions(whole["positions"])
+        self._places = places
+        self._runs = [self._find_runs(place) for place in places]
         self._plans: dict[Any, Plan] = {}
+        self._visible_keys: dict[bool, Tensor] = {}
 
     def exchange(self, what: str, check: Callable[[], Any]) -> list[Any]:
-        """What ``check()`` returns in each process of the group; a collective operation.
+        """Return what ``check()`` returns in each process of the group; a collective operation.
 
         Raises:
             ValueError: in every process, if ``check`` raises one in any of them, or anything else in another one.
@@ -185,170 +202,135 @@ class ShardedSequence:
     # ---- what is known of all tokens
 
     def _whole_positions(self, given: Tensor | None) -> Tensor:
-        """``(1 or B, N)``, in the order of places."""
-        places = torch.arange(self.length).unsqueeze(0)
-        documents = self._documents
+        """Return the position of each place, ``(1 or B, N)``."""
         if given is None:
-            return places if documents is None else positions_in_documents(documents)
-        if documents is None:
-            shift = given - places
-            steady = bool((shift == shift[:, :1]).all())
-        else:
-            shift, first = _by_document(given.expand_as(documents) - positions_in_documents(documents), documents)
-            steady = torch.equal(shift, shift.gather(1, first))
-        if not steady:
+            return positions_in_documents(self._documents) if self._has_documents else torch.arange(self.length)[None]
+        documents, positions = torch.broadcast_tensors(self._documents, given.long())
+        order = documents.argsort(dim=-1, stable=True)
+        rises, starts = positions.gather(1, order).diff() == 1, documents.gather(1, order).diff() != 0
+        if not bool((rises | starts).all()):
             raise ValueError("positions must rise by one from token to token of a sequence, or of each document")
         return given
 
+    def _find_runs(self, places: Tensor) -> list[Run]:
+        """Cut the places of one process into runs."""
+        cuts = (places.diff() != 1).nonzero().flatten() + 1
+        runs = []
+        for start, run in zip([0, *cuts.tolist()], places.tensor_split(cuts), strict=True):
+            first, last = int(run[0]), int(run[-1]) + 1
+            ids, padded = (x[:, first:last].expand(self.batch, -1) for x in (self._documents, self._padding))
+            documents = [set(own.unique().tolist()) for own in ids]
+            visible = [set(own[~hidden].unique().tolist()) for own, hidden in zip(ids, padded, strict=True)]
+            runs.append(Run(start, first, last - first, documents, visible))
+        return runs
+
     @cached_property
     def positions(self) -> Tensor:
-        """Of this process's tokens, ``(1 or B, L_r)``."""
+        """Positions of this process's tokens, ``(1 or B, L_r)``."""
         return self._positions[:, self._places[self.rank]].to(self.device)
 
-    def positions_of(self, owner: int, piece: Piece) -> Tensor:
-        """Of the keys of a piece, ``(1 or b, e)``."""
-        return self._of_keys(self._positions, owner, piece)
+    def keys_of(self, owner: int, piece: Piece, batch: int) -> Options:
+        """Return the arguments of :func:`attend` that say where a piece's keys stand and which of them are hidden.
 
-    def documents_of(self, piece: Piece) -> Tensor | None:
-        """Of the tokens of a piece of own ones, ``(b, e)``."""
-        documents = self._documents
-        return None if documents is None else self._of_keys(documents, self.rank, piece)
+        Documents are given only for queries' own keys (no others are hidden by them), and padding only if there is any.
 
-    def padding_of(self, owner: int, piece: Piece) -> Tensor | None:
-        """Which keys of a piece are padding, ``(1 or b, e)``; None for none of them."""
-        padding = None if self._padding is None else self._of_keys(self._padding, owner, piece)
-        return padding if padding is not None and bool(padding.any()) else None
+        Args:
+            owner: the process that owns the keys.
+            piece: the piece.
+            batch: how many examples the queries of the piece have.
+        """
 
-    def _of_keys(self, whole: Tensor, owner: int, piece: Piece) -> Tensor:
-        part = whole[piece.batches] if len(whole) > 1 else whole
-        return part[:, self._places[owner][piece.keys]].to(self.device)
+        def cut(whole: Tensor) -> Tensor:
+            part = whole[piece.batches] if len(whole) > 1 else whole
+            return part[:, self._places[owner][piece.keys]]
+
+        padding = cut(self._padding)
+        return {
+            "key_positions": cut(self._positions),
+            "document_ids": cut(self._documents).expand(batch, -1) if piece.own and self._has_documents else None,
+            "key_padding_mask": padding.expand(batch, -1) if bool(padding.any()) else None,
+        }
 
     def visible_keys(self, causal: bool) -> Tensor:
-        """How many keys of the whole sequence each query of this process may see, ``(1 or B, 1, L_r)``."""
-        return self._visible_keys[causal].to(self.device)
-
-    @cached_property
-    def _visible_keys(self) -> dict[bool, Tensor]:
-        return {causal: self._count(causal)[:, None, self._places[self.rank]] for causal in (False, True)}
-
-    def _count(self, causal: bool) -> Tensor:
-        documents, padding = self._documents, self._padding
-        batch = max(1 if x is None else len(x) for x in (documents, padding))
-        documents, padding = (None if x is None else x.expand(batch, -1) for x in (documents, padding))
-        # Interleaved documents one after another: the keys of each query are then a run.
-        order = None if documents is None else documents.argsort(dim=-1, stable=True)
-        if documents is not None and order is not None:
+        """Count the keys of the whole sequence that each query of this process may see, ``(1 or B, 1, L_r)``."""
+        if causal not in self._visible_keys:
+            documents, padding = torch.broadcast_tensors(self._documents, self._padding)
+            # Interleaved documents one after another: the keys of each query are then a run.
+            order = documents.argsort(dim=-1, stable=True)
             documents = documents.gather(1, order)
-            padding = None if padding is None else padding.gather(1, order)
-        geometry = Geometry(
-            batch=batch,
-            heads=1,
-            num_queries=self.length,
-            num_keys=self.length,
-            device=torch.device("cpu"),
-            causal=causal,
-            query_documents=documents,
-            key_documents=documents,
-            key_padding_mask=padding,
-        )
-        counts = geometry.visible_keys.squeeze(1)
-        return counts if order is None else torch.empty_like(counts).scatter_(1, order, counts)
+            geometry = Geometry(
+                batch=len(documents),
+                heads=1,
+                num_queries=self.length,
+                num_keys=self.length,
+                device=documents.device,
+                causal=causal,
+                query_documents=documents,
+                key_documents=documents,
+                key_padding_mask=padding.gather(1, order),
+            )
+            counts = torch.empty_like(order).scatter_(1, order, geometry.visible_keys.squeeze(1))
+            self._visible_keys[causal] = counts[:, None, self._places[self.rank]].to(self.device)
+        return self._visible_keys[causal]
 
     # ---- who reads whose keys
 
     def plan(self, causal: bool, reach: tuple[int, int] | None) -> Plan:
-        """What to compute.
+        """Return what to compute.
 
         Args:
             causal: whether a query sees only keys at places up to its own.
             reach: the smallest and the largest distance that the prior lets a query see; None for all.
         """
-        if (causal, reach) not in self._plans:
-            self._plans[causal, reach] = self._make_plan(causal, reach)
-        return self._plans[causal, reach]
+        if (causal, reach) in self._plans:
+            return self._plans[causal, reach]
 
-    def _make_plan(self, causal: bool, reach: tuple[int, int] | None) -> Plan:
-        hops = []
-        for owner in range(self.size):
-            readers = [
-                hop for hop in range(1, self.size) if self._reads((owner + hop) % self.size, owner, causal, reach)
-            ]
-            hops.append(max(readers, default=0))
+        def pairs(reader: int, owner: int) -> Iterator[tuple[Run, Run]]:
+            """Yield the runs of queries and of keys of two processes that may see each other."""
+            every = itertools.product(self._runs[reader], self._runs[owner])
+            return ((queries, keys) for queries, keys in every if self._may_see(queries, keys, causal, reach))
+
         pieces = [
-            [
-                piece
-                for queries in self._runs[self.rank]
-                for keys in self._runs[owner]
-                if self._may_see(queries, keys, causal, reach)
-                for piece in self._pieces(queries, keys, owner)
-            ]
+            [piece for queries, keys in pairs(self.rank, owner) for piece in self._pieces(queries, keys)]
             for owner in range(self.size)
         ]
         # Queries' own keys first: beside them others may turn out to weigh nothing.
         pieces[self.rank].sort(key=lambda piece: not piece.own)
-        return Plan(pieces, hops)
-
-    def _reads(self, reader: int, owner: int, causal: bool, reach: tuple[int, int] | None) -> bool:
-        return any(
-            self._may_see(queries, keys, causal, reach) and self._share_documents(queries, keys)
-            for queries in self._runs[reader]
-            for keys in self._runs[owner]
-        )
+        farthest_first = range(self.size - 1, 0, -1)
+        hops = [
+            next((hop for hop in farthest_first if any(pairs((owner + hop) % self.size, owner))), 0)
+            for owner in range(self.size)
+        ]
+        self._plans[causal, reach] = plan = Plan(pieces, hops)
+        return plan
 
     def _may_see(self, queries: Run, keys: Run, causal: bool, reach: tuple[int, int] | None) -> bool:
+        """Return whether in some example a query may see a key that is no padding."""
         nearest, farthest = queries.first - (keys.last - 1), queries.last - 1 - keys.first
         if causal and farthest < 0:
             return False
         if self._is_interleaved:
             # Within a document tokens are nearer to each other than their places are, but in the same order.
             nearest, farthest = min(nearest, 1), max(farthest, -1)
-        return reach is None or (nearest <= reach[1] and farthest >= reach[0])
+        if reach is not None and (nearest > reach[1] or farthest < reach[0]):
+            return False
+        examples = zip(queries.documents, keys.visible_documents, strict=True)
+        return any(not here.isdisjoint(there) for here, there in examples)
 
     @cached_property
     def _is_interleaved(self) -> bool:
         """Whether some document is no run of places."""
-        return self._documents is not None and any(
-            len(ids.unique_consecutive()) > len(ids.unique()) for ids in self._documents
-        )
+        return self._has_documents and any(len(ids.unique_consecutive()) > len(ids.unique()) for ids in self._documents)
 
-    def _share_documents(self, queries: Run, keys: Run) -> bool:
-        """Whether some example has a document in both, with a key that is no padding."""
-        return any(here & there for here, there in zip(self._ids(queries, False), self._ids(keys, True), strict=True))
-
-    def _ids(self, run: Run, as_keys: bool) -> list[set[int]]:
-        """The documents of a run, for each example; one for all where there are none."""
-        if (run, as_keys) not in self._ids_of:
-            here = slice(run.first, run.last)
-            documents = torch.zeros(1, run.length) if self._documents is None else self._documents[:, here]
-            found = []
-            for example in range(self.batch):
-                ids = documents[example if len(documents) > 1 else 0]
-                if as_keys and self._padding is not None:
-                    ids = ids[~self._padding[example if len(self._padding) > 1 else 0, here]]
-                found.append(set(ids.tolist()) if self._documents is None else set(ids.unique().tolist()))
-            self._ids_of[run, as_keys] = found
-        return self._ids_of[run, as_keys]
-
-    @cached_property
-    def _ids_of(self) -> dict[tuple[Run, bool], list[set[int]]]:
-        return {}
-
-    def _pieces(self, queries: Run, keys: Run, owner: int) -> list[Piece]:
-        rows, columns = (slice(run.start, run.start + run.length) for run in (queries, keys))
-        everyone = slice(0, None)
-        if owner == self.rank and queries == keys:
-            return [Piece(everyone, rows, columns, own=True)]
-        if not self._share_documents(queries, keys):
-            return []
-        documents = self._documents
-        if documents is None:
-            return [Piece(everyone, rows, columns)]
-        found: list[list[tuple[slice | Tensor, slice | Tensor]]] = []
-        for example, (here, there) in enumerate(zip(self._ids(queries, False), self._ids(keys, True), strict=True)):
-            ids = documents[example if len(documents) > 1 else 0]
-            found.append(
-                [(_slots(ids, document, queries), _slots(ids, document, keys)) for document in sorted(here & there)]
-            )
+    def _pieces(self, queries: Run, keys: Run) -> list[Piece]:
+        everyone, own = slice(None), queries is keys
+        if own or not self._has_documents:
+            return [Piece(everyone, queries.slots, keys.slots, own)]
+        examples = zip(self._documents.expand(self.batch, -1), queries.documents, keys.visible_documents, strict=True)
+        found = [
+            [(_slots(ids, document, queries), _slots(ids, document, keys)) for document in sorted(here & there)]
+            for ids, here, there in examples
+        ]
         # Tensors of slots are compared with nothing: they are never the same for all.
         are_runs = all(len(parts) == 1 and all(isinstance(x, slice) for x in parts[0]) for parts in found)
         if are_runs and all(parts == found[0] for parts in found):
@@ -358,20 +340,14 @@ class ShardedSequence:
 
 
 def _slots(ids: Tensor, document: int, run: Run) -> slice | Tensor:
-    """The slots of a document's tokens in a run: a slice if they follow each other."""
+    """Return the slots of a document's tokens in a run: a slice if they follow each other."""
     slots = (ids[run.first : run.last] == document).nonzero().flatten() + run.start
     first, last = int(slots[0]), int(slots[-1]) + 1
     return slice(first, last) if last - first == len(slots) else slots
 
 
-def _runs(places: Tensor) -> list[Run]:
-    starts = [0, *((places[1:] != places[:-1] + 1).nonzero().flatten() + 1).tolist()]
-    ends = [*starts[1:], len(places)]
-    return [Run(start, int(places[start]), end - start) for start, end in zip(starts, ends, strict=True)]
-
-
 def _join(parts: list[Tensor | None], order: Tensor, name: str) -> Tensor | None:
-    """Shards put together, in the order of places; ``(1 or B, N)``."""
+    """Put shards together in the order of places, ``(1 or B, N)``."""
     given = [x for x in parts if x is not None]
     if not given:
         return None
@@ -388,13 +364,6 @@ def _join(parts: list[Tensor | None], order: Tensor, name: str) -> Tensor | None
     return whole
 
 
-def _by_document(values: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-    """Values sorted by document, and the slot of the first one of each one's document."""
-    order = documents.argsort(dim=-1, stable=True)
-    ids = documents.gather(1, order)
-    return values.gather(1, order), torch.searchsorted(ids.contiguous(), ids.contiguous())
-
-
 def _check(index: Tensor, given: Mapping[str, Tensor | None]) -> None:
     check_positions("index", index)
     if index.dim() != 1 or not len(index):
@@ -402,16 +371,13 @@ def _check(index: Tensor, given: Mapping[str, Tensor | None]) -> None:
     for name, tensor in given.items():
         if tensor is None:
             continue
-        if not isinstance(tensor, Tensor) or tensor.shape[-1:] != index.shape or tensor.dim() not in _DIMENSIONS[name]:
+        dimensions = (1, 2) if name == "positions" else (2,)
+        if not isinstance(tensor, Tensor) or tensor.shape[-1:] != index.shape or tensor.dim() not in dimensions:
             got = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
             raise ValueError(
                 f"{name} must have shape (B, {len(index)}), a number for each of the process's tokens, got {got}"
             )
-        if name == "key_padding_mask":
-            if tensor.dtype != torch.bool:
-                raise ValueError(f"{name} must be boolean (True = ignore), got {tensor.dtype}")
-        else:
+        if name != "key_padding_mask":
             check_positions(name, tensor)
-
-
-_DIMENSIONS = {"document_ids": (2,), "key_padding_mask": (2,), "positions": (1, 2)}
+        elif tensor.dtype != torch.bool:
+            raise ValueError(f"{name} must be boolean (True = ignore), got {tensor.dtype}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from attention_priors.attention.flex.mods import BLOCK, ScoreMod, Scores, Visibility, lengthened
+from attention_priors.attention.flex.mods import BLOCK, ScoreMod, Scores, Visibility
 from attention_priors.attention.problem import Problem
 
 LEAST_WIDTH = 16
@@ -42,18 +41,9 @@ def _attend_on_cpu(problem: Problem) -> tuple[Tensor, Tensor | None]:
 
 def _attend(problem: Problem, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     geometry, device = problem.geometry, problem.query.device
-    num_queries, num_keys = _rounded(geometry.num_queries, device), _rounded(geometry.num_keys, device)
-    scores = Scores.of(problem.prior, geometry, problem.row_scale, problem.scales_prior, problem.key_bias)
-    scores = scores.lengthened(num_queries, num_keys)
-    visibility = Visibility.of(problem.prior, geometry).lengthened(num_queries, num_keys)
-    mask = geometry.attn_mask
-    if mask is not None:
-        hides = mask.dtype == torch.bool
-        forbidden = mask if hides else torch.isneginf(mask)
-        visibility = replace(visibility, forbidden=_dense(forbidden, problem, num_queries, num_keys))
-        if not hides:
-            finite = mask.float().clamp(min=torch.finfo(torch.float32).min)
-            scores = replace(scores, added=_dense(finite, problem, num_queries, num_keys))
+    num_queries, num_keys = slots = _rounded(geometry.num_queries, device), _rounded(geometry.num_keys, device)
+    scores = Scores.of(problem.prior, geometry, problem.row_scale, problem.scales_prior, problem.key_bias, slots)
+    visibility = Visibility.of(problem.prior, geometry, slots)
     query, key, value = (
         pad(tensor, (0, 0, 0, length - tensor.shape[2])) if length > tensor.shape[2] else tensor
         for tensor, length in ((problem.query, num_queries), (problem.key, num_keys), (problem.value, num_keys))
@@ -63,8 +53,8 @@ def _attend(problem: Problem, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     if lse is None:
         return out, None
     lse = lse[:, :, : geometry.num_queries]
-    if scores.constant is not None:
-        constant = scores.constant
+    if scores.own is not None:
+        constant = scores.own[0][:, :, : geometry.num_queries]
         if problem.row_scale is not None and problem.scales_prior:
             constant = constant * problem.row_scale
         # Where no key is seen there is nothing to add to, and no gradient.
@@ -79,14 +69,6 @@ def _rounded(length: int, device: torch.device) -> int:
     (PyTorch 2.13); so lengths are multiples of a block. A single query has a kernel of its own.
     """
     return -(-length // BLOCK) * BLOCK if device.type == "cpu" and length > 1 else length
-
-
-def _dense(mask: Tensor, problem: Problem, num_queries: int, num_keys: int) -> Tensor:
-    """An ``attn_mask`` over all slots; a view where it has no dimension of its own."""
-    mask = lengthened(mask, num_keys)
-    if mask.shape[2] > 1:
-        mask = lengthened(mask.mT, num_queries).mT
-    return mask.expand(*problem.query.shape[:2], num_queries, num_keys)
 
 
 def _check_cpu() -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.key_bias import best_seen, in_two
@@ -153,29 +155,20 @@ def _device(device: torch.device | str | None, *owners: torch.nn.Module | Tensor
     """The one asked for, or the first that parameters or tensors are on."""
     if device is not None:
         return torch.device(device)
-    for owner in owners:
-        for tensor in owner.parameters() if isinstance(owner, torch.nn.Module) else (owner,):
-            if isinstance(tensor, Tensor):
-                return tensor.device
-    return torch.device("cpu")
+    tensors = chain.from_iterable(x.parameters() if isinstance(x, torch.nn.Module) else (x,) for x in owners)
+    return next((x.device for x in tensors if isinstance(x, Tensor)), torch.device("cpu"))
 
 
 def _geometry(
-    sizes: tuple[int, int, int],
-    device: torch.device,
-    causal: bool,
-    query_positions: Tensor | None,
-    key_positions: Tensor | None,
-    document_ids: Tensor | None,
-    key_padding_mask: Tensor | None,
+    sizes: tuple[int, int, int], device: torch.device, causal: bool, *positions_and_masks: Tensor | None
 ) -> Geometry:
     """As many batches as the tensors have, on one device."""
     heads, num_queries, num_keys = sizes
     for name, length in (("num_queries", num_queries), ("num_keys", num_keys)):
         if not isinstance(length, int) or length < 1:
             raise ValueError(f"{name} must be a positive integer, got {length!r}")
-    given = (query_positions, key_positions, document_ids, key_padding_mask)
-    batched = [len(x) for x in given if isinstance(x, Tensor) and x.dim() == 2]
+    batched = [len(x) for x in positions_and_masks if isinstance(x, Tensor) and x.dim() == 2]
+    query_positions, key_positions, document_ids, key_padding_mask = positions_and_masks
     return make_geometry(
         batch=max(batched, default=1),
         heads=heads,
@@ -185,8 +178,8 @@ def _geometry(
         causal=causal,
         query_positions=query_positions,
         key_positions=key_positions,
-        document_ids=None if document_ids is None else document_ids.to(device),
-        key_padding_mask=None if key_padding_mask is None else key_padding_mask.to(device),
+        document_ids=document_ids,
+        key_padding_mask=key_padding_mask,
         attn_mask=None,
     )
 
@@ -195,7 +188,7 @@ def _geometry(
 
 
 def _positions(geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Positions of queries and keys, ``(B, L)`` each, int32, from 0.
+    """Return the positions of queries and keys, ``(1 or B, L)`` each, int32, from 0.
 
     Raises:
         ValueError: if the caller's positions lie too far apart for a table.
@@ -209,8 +202,7 @@ def _positions(geometry: Geometry) -> tuple[Tensor, Tensor]:
                 f"query_positions and key_positions span {span} tokens, or several rows of a grid; FlexAttention's "
                 f"table takes less than {MOST_TOKENS} tokens, or one row; attend() of itself takes any number"
             )
-    queries, keys = _batched(geometry, (queries - start).int(), (keys - start).int())
-    return queries, keys
+    return (queries - start).int(), (keys - start).int()
 
 
 def _distances(geometry: Geometry) -> tuple[int, int]:
@@ -225,22 +217,33 @@ def _distances(geometry: Geometry) -> tuple[int, int]:
     return highest, max(2 * length, 1 << (highest - lowest).bit_length())
 
 
-def lengthened(tensor: Tensor, length: int) -> Tensor:
-    """Along the last dimension, by its last number."""
+def _blocks(length: int) -> int:
+    """How many hold so many slots."""
+    return -(-length // BLOCK)
+
+
+def _lengthened(tensor: Tensor, length: int) -> Tensor:
+    """Repeat the last number of the last dimension up to a length."""
     missing = length - tensor.shape[-1]
     if missing == 0:
         return tensor
     return torch.cat([tensor, tensor[..., -1:].expand(*tensor.shape[:-1], missing)], dim=-1)
 
 
-def _blocks(length: int) -> int:
-    """How many hold so many slots."""
-    return -(-length // BLOCK)
+def _in_slots(tensor: Tensor, geometry: Geometry, slots: int) -> Tensor:
+    """Return ``(1 or B, ..., L)`` as ``(B, ..., slots)``, in memory.
+
+    FlexAttention is compiled anew for other shapes and strides.
+    """
+    return _lengthened(tensor.expand(geometry.batch, *tensor.shape[1:]), slots).contiguous()
 
 
-def _batched(geometry: Geometry, *tensors: Tensor) -> list[Tensor]:
-    """With the whole batch, in memory: FlexAttention is compiled anew for other shapes and strides."""
-    return [tensor.expand(geometry.batch, *tensor.shape[1:]).contiguous() for tensor in tensors]
+def _mask_in_slots(mask: Tensor, geometry: Geometry, num_queries: int, num_keys: int) -> Tensor:
+    """Return an ``attn_mask`` over all slots: a view where queries, heads or texts share it."""
+    mask = _lengthened(mask, num_keys)
+    if mask.shape[2] > 1:
+        mask = _lengthened(mask.mT, num_queries).mT
+    return mask.expand(geometry.batch, geometry.heads, num_queries, num_keys)
 
 
 # ---- score_mod
@@ -260,20 +263,16 @@ class Scores:
     """``(B, Lq)``."""
     position: Tensor
     """``(B, Lk)``."""
-    phi: list[Tensor]
-    """A lane each, ``(B, H, Lq)``."""
-    psi: list[Tensor]
-    """``(B, Lk)``."""
+    lanes: list[tuple[Tensor, Tensor]]
+    """``phi (B, H, Lq)`` and ``psi (B, Lk)`` of each lane."""
     keys: tuple[Tensor, Tensor] | None
     """What depends on the key alone, ``(B, H, Lk)`` each."""
     own: tuple[Tensor, Tensor] | None
-    """About the best of it that each query sees, ``(B, H, Lq)`` each."""
-    constant: Tensor | None
-    """What the scores leave out of the log-prior, ``(B, H, Lq)``; None if nothing."""
+    """About the best of it that each query sees, ``(B, H, Lq)`` each: what the scores leave out of the log-prior."""
     row_scale: Tensor | None
     """``(B, H, Lq)``."""
     scales_prior: bool
-    added: Tensor | None = None
+    added: Tensor | None
     """A float ``attn_mask``, ``(B, H, Lq, Lk)``, finite."""
 
     @classmethod
@@ -284,55 +283,53 @@ class Scores:
         row_scale: Tensor | None,
         scales_prior: bool,
         key_bias: Tensor | None = None,
+        slots: tuple[int, int] | None = None,
     ) -> Scores:
-        """Tables and lanes of a prior. All in float32: that is what FlexAttention's scores are."""
+        """Tables and lanes of a prior. All in float32: that is what FlexAttention's scores are.
+
+        Args:
+            prior: or None.
+            geometry: positions and masks.
+            row_scale: what multiplies the scores, ``(1 or B, H, Lq)``, or None.
+            scales_prior: whether it multiplies the log-prior too.
+            key_bias: ``(B, H, Lk)``, or None.
+            slots: numbers of queries and keys that FlexAttention gets: the geometry's own by default, or more. The
+                additional queries have no meaning.
+        """
+        num_queries, num_keys = slots or (geometry.num_queries, geometry.num_keys)
         terms = () if prior is None else tuple(prior.terms())
         queries, keys = _positions(geometry)
         highest, number = _distances(geometry)
         stationary = [term for term in terms if Structure.STATIONARY in term.structure]
         of_keys = [term for term in terms if term not in stationary and Structure.OF_KEYS in term.structure]
+        lanes = _lanes([term for term in terms if term not in (*stationary, *of_keys)], geometry)
         table = consecutive_table(stationary, highest, highest - number + 1, geometry.device)
-        phi, psi = _lanes([term for term in terms if term not in (*stationary, *of_keys)], geometry)
         sums, own = table_of_keys(of_keys, geometry), _own(of_keys, geometry)
         if key_bias is not None:
             sums = key_bias.double() if sums is None else sums + key_bias
             best = best_seen(key_bias.double(), geometry)
             own = best if own is None else own + best
+        added, mask = None, geometry.attn_mask
+        if mask is not None and mask.dtype != torch.bool:
+            # Visibility hides the keys where it is -inf.
+            finite = mask.float().clamp(min=torch.finfo(torch.float32).min)
+            added = _mask_in_slots(finite, geometry, num_queries, num_keys)
         return cls(
             table=None if table is None else table.float().contiguous(),
-            first=highest - queries,
-            position=keys,
-            phi=phi,
-            psi=psi,
-            keys=None if sums is None else in_two(*_batched(geometry, sums)),
-            own=None if own is None else in_two(*_batched(geometry, own)),
-            constant=None if own is None else own.float(),
-            row_scale=None if row_scale is None else _batched(geometry, row_scale)[0],
+            first=_in_slots(highest - queries, geometry, num_queries),
+            position=_in_slots(keys, geometry, num_keys),
+            lanes=[(_in_slots(phi, geometry, num_queries), _in_slots(psi, geometry, num_keys)) for phi, psi in lanes],
+            keys=None if sums is None else in_two(_in_slots(sums, geometry, num_keys)),
+            own=None if own is None else in_two(_in_slots(own, geometry, num_queries)),
+            row_scale=None if row_scale is None else _in_slots(row_scale, geometry, num_queries),
             scales_prior=scales_prior,
+            added=added,
         )
-
-    def lengthened(self, num_queries: int, num_keys: int) -> Scores:
-        """For more queries and keys, of which nothing is asked."""
-        longer = replace(
-            self,
-            first=lengthened(self.first, num_queries),
-            position=lengthened(self.position, num_keys),
-            phi=[lengthened(lane, num_queries) for lane in self.phi],
-            psi=[lengthened(lane, num_keys) for lane in self.psi],
-        )
-        if self.keys is not None and self.own is not None:
-            high, low = (lengthened(part, num_keys) for part in self.keys)
-            own_high, own_low = (lengthened(part, num_queries) for part in self.own)
-            longer = replace(longer, keys=(high, low), own=(own_high, own_low))
-        if longer.row_scale is None:
-            return longer
-        return replace(longer, row_scale=lengthened(longer.row_scale, num_queries))
 
     def mod(self) -> ScoreMod:
         """The ``score_mod``."""
         table, scale, scales_prior, added = self.table, self.row_scale, self.scales_prior, self.added
-        first, position, keys, own = self.first, self.position, self.keys, self.own
-        lanes = list(zip(self.phi, self.psi, strict=True))
+        first, position, lanes, keys, own = self.first, self.position, self.lanes, self.keys, self.own
         # FlexAttention counts batches whether or not what is read here has them.
         each = int(len(position) > 1)
 
@@ -354,15 +351,15 @@ class Scores:
         return score_mod
 
 
-def _lanes(terms: list[Prior], geometry: Geometry) -> tuple[list[Tensor], list[Tensor]]:
-    """``phi`` and ``psi`` of :class:`Scores`, a tensor per lane."""
+def _lanes(terms: list[Prior], geometry: Geometry) -> list[tuple[Tensor, Tensor]]:
+    """Return ``phi`` and ``psi`` of :class:`Scores`."""
     if not terms:
-        return [], []
-    queries, keys = _batched(geometry, geometry.query_positions, geometry.key_positions)
+        return []
+    queries, keys = geometry.query_positions, geometry.key_positions
     lanes = join_lanes([checked_lanes(term, queries, keys, torch.float64) for term in terms])
     # Apart from each other: FlexAttention has no gradient of a tensor that is read at two places.
-    phi, psi = ([lane.float().contiguous() for lane in part.unbind(-1)] for part in lanes)
-    return phi, psi
+    phi, psi = (part.float().unbind(-1) for part in lanes)
+    return list(zip(phi, psi, strict=True))
 
 
 @torch.no_grad()
@@ -394,12 +391,19 @@ class Visibility:
     """``(B, Lq)``."""
     key_segment: Tensor
     """``(B, Lk)``; of padding, one that no query has."""
-    forbidden: Tensor | None = None
+    forbidden: Tensor | None
     """A boolean ``attn_mask``, or where a float one is ``-inf``, ``(B, H, Lq, Lk)``."""
 
     @classmethod
-    def of(cls, prior: Prior | None, geometry: Geometry) -> Visibility:
-        """Causal mask, documents, padding and what the prior hides."""
+    def of(cls, prior: Prior | None, geometry: Geometry, slots: tuple[int, int] | None = None) -> Visibility:
+        """Causal mask, documents, padding and what the prior hides.
+
+        Args:
+            prior: or None.
+            geometry: positions and masks.
+            slots: as for :meth:`Scores.of`. No query sees an additional key.
+        """
+        num_queries, num_keys = slots or (geometry.num_queries, geometry.num_keys)
         queries, keys = _positions(geometry)
         lowest, highest = torch.full_like(queries, -FAR), torch.full_like(queries, FAR)
         if geometry.causal:
@@ -412,28 +416,24 @@ class Visibility:
             farthest = torch.where(inside, distances, -FAR).amax()
             nearest = torch.where(inside, distances, FAR).amin()
             lowest, highest = queries - farthest, torch.minimum(highest, queries - nearest)
-        if geometry.key_documents is not None and geometry.query_documents is not None:
-            query_segment, key_segment = geometry.query_documents, geometry.key_documents
-        else:
+        query_segment, key_segment = geometry.query_documents, geometry.key_documents
+        if query_segment is None or key_segment is None:
             query_segment, key_segment = torch.zeros_like(queries), torch.zeros_like(keys)
-        query_segment, key_segment = query_segment.long(), key_segment.long()
-        if geometry.key_padding_mask is not None:
-            key_segment = torch.where(geometry.key_padding_mask, key_segment.amax() + 1, key_segment)
-        return cls(*_batched(geometry, lowest, highest, keys, query_segment, key_segment))
-
-    def lengthened(self, num_queries: int, num_keys: int) -> Visibility:
-        """For more queries, of which nothing is asked, and more keys, which nobody sees."""
-        if num_keys == self.key_segment.shape[-1] and num_queries == self.query_segment.shape[-1]:
-            return self
-        nobody = lengthened(self.key_segment, num_keys)
-        added = torch.arange(num_keys, device=nobody.device) >= self.key_segment.shape[-1]
-        return replace(
-            self,
-            lowest=lengthened(self.lowest, num_queries),
-            highest=lengthened(self.highest, num_queries),
-            position=lengthened(self.position, num_keys),
-            query_segment=lengthened(self.query_segment, num_queries),
-            key_segment=torch.where(added, nobody.amax() + 1, nobody),
+        key_segment, hidden = _in_slots(key_segment.long(), geometry, num_keys), geometry.key_padding_mask
+        if hidden is None:
+            hidden = torch.zeros(1, geometry.num_keys, dtype=torch.bool, device=geometry.device)
+        hidden = pad(hidden, (0, num_keys - geometry.num_keys), value=True)
+        forbidden = geometry.attn_mask
+        if forbidden is not None:
+            forbidden = forbidden if forbidden.dtype == torch.bool else torch.isneginf(forbidden)
+            forbidden = _mask_in_slots(forbidden, geometry, num_queries, num_keys)
+        return cls(
+            lowest=_in_slots(lowest, geometry, num_queries),
+            highest=_in_slots(highest, geometry, num_queries),
+            position=_in_slots(keys, geometry, num_keys),
+            query_segment=_in_slots(query_segment.long(), geometry, num_queries),
+            key_segment=torch.where(hidden, key_segment.amax() + 1, key_segment),
+            forbidden=forbidden,
         )
 
     def mod(self) -> MaskMod:
@@ -478,7 +478,7 @@ class Visibility:
 
 def _ranges(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Least and greatest number of each block, ``(B, blocks, 1)``."""
-    blocks = lengthened(tensor, _blocks(tensor.shape[-1]) * BLOCK).unflatten(-1, (-1, BLOCK))
+    blocks = _lengthened(tensor, _blocks(tensor.shape[-1]) * BLOCK).unflatten(-1, (-1, BLOCK))
     return blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
 
 

@@ -16,6 +16,17 @@ ROUNDING = 2.0**-23
 """Relative error of a float32 operation, at most."""
 
 
+def product_error(width: int) -> float:
+    """Return the largest error of a dot product of so many float32 numbers, relative to the product of the norms."""
+    return (width + 8) * ROUNDING
+
+
+def block_sizes(num_keys: int, like: Tensor) -> Tensor:
+    """Return the number of keys in each block, ``(blocks,)``, with the dtype and device of ``like``."""
+    starts = torch.arange(0, num_keys, BLOCK, dtype=like.dtype, device=like.device)
+    return (num_keys - starts).clamp(max=BLOCK)
+
+
 class Balls(NamedTuple):
     """For each block of keys its mean ``k̄`` and a radius ``r`` with ``‖k_j − k̄‖ ≤ r`` for all its keys.
 
@@ -59,7 +70,7 @@ class Balls(NamedTuple):
     @classmethod
     def of(cls, means: Tensor, radii: Tensor) -> Balls:
         """With these means and radii, which may be rounded."""
-        error = (means.shape[-1] + 8) * ROUNDING
+        error = product_error(means.shape[-1])
         reach = (torch.linalg.vector_norm(means, dim=-1) + radii) * (1 + error)
         radii = radii + error * reach
         return cls(torch.cat([means, radii.unsqueeze(-1), torch.ones_like(radii).unsqueeze(-1)], dim=-1), reach)
@@ -67,8 +78,7 @@ class Balls(NamedTuple):
     def joined(self, factor: int, num_keys: int) -> Balls:
         """Around ``factor`` blocks of 256 each, of ``num_keys`` keys."""
         means, width = self.means, self.means.shape[-1]
-        sizes = torch.full(means.shape[2:3], float(BLOCK), dtype=means.dtype, device=means.device)
-        sizes[-1] = num_keys - (len(sizes) - 1) * BLOCK
+        sizes = block_sizes(num_keys, means)
         extra = -len(sizes) % factor
         sizes = pad(sizes, (0, extra)).view(-1, factor, 1)
         parts = pad(means, (0, 0, 0, extra)).unflatten(2, (-1, factor))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -24,9 +25,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attention_priors.attention.geometry import Geometry, block_length
-from attention_priors.attention.pruning.bounds import BLOCK, ROUNDING, Balls
+from attention_priors.attention.pruning.bounds import BLOCK, Balls, product_error
 from attention_priors.attention.tiles.block_problem import BlockProblem, Content, all_of
-from attention_priors.attention.tiles.tiling import Tile
+from attention_priors.attention.tiles.tiling import Part, Tile
 
 BAND_ROWS = 256
 """Queries per tile near the peak."""
@@ -46,6 +47,8 @@ LOWEST_MEAN = -1e6
 """Log-priors below it, in nats, are not averaged."""
 UNKNOWN = 1e30
 """Nats: in place of an infinity."""
+EVERY = slice(None)
+"""The range that leaves nothing out."""
 
 
 class Pruned(NamedTuple):
@@ -69,13 +72,11 @@ def prune(content: Content, problem: BlockProblem, tolerance: float, balls: Ball
         balls: around the blocks of the keys; None to make them.
     """
     geometry = problem.geometry
-    everything = keep_everything(geometry)
     if not may_prune(geometry) or geometry.offset is None or problem.distances.listed is not None:
-        return everything
-    if problem.inside is not None and not bool(problem.inside.any()):
-        return everything
-    if geometry.causal and geometry.offset + geometry.num_queries <= 0:
-        return everything  # all keys are in the future of all queries
+        return keep_everything(geometry)
+    lowest, highest = _visible_distances(problem)
+    if lowest > highest:
+        return keep_everything(geometry)
     search = _Search(content, problem, balls)
     pruned = search.run(tolerance)
     if geometry.num_queries == 1:
@@ -100,6 +101,20 @@ def may_prune(geometry: Geometry) -> bool:
     return geometry.attn_mask is None and geometry.num_keys > 2 * BLOCK
 
 
+def _visible_distances(problem: BlockProblem) -> tuple[int, int]:
+    """Return the lowest and the highest distance between a query and a key that it sees.
+
+    The lowest is above the highest if no query sees a key. All distances between them are in the table and visible.
+    """
+    geometry, distances, reach = problem.geometry, problem.distances, problem.tiling.reach
+    assert geometry.offset is not None
+    lowest = max(geometry.offset - geometry.num_keys + 1, distances.highest - distances.number + 1)
+    highest = min(geometry.offset + geometry.num_queries - 1, distances.highest)
+    if reach is not None:
+        lowest, highest = max(lowest, reach[0]), min(highest, reach[1])
+    return max(lowest, 0) if geometry.causal else lowest, highest
+
+
 class BlockPriors:
     """Extremes and means of the log-prior over pairs of blocks, which depend on how far apart these are.
 
@@ -110,30 +125,26 @@ class BlockPriors:
         problem: whose prior, offset and causal mask; some distance must be visible.
         num_query_blocks: of 256 queries.
         num_key_blocks: of 256 keys.
+        factor: blocks of 256 keys in a coarse block.
     """
 
-    def __init__(self, problem: BlockProblem, num_query_blocks: int, num_key_blocks: int) -> None:
+    def __init__(self, problem: BlockProblem, num_query_blocks: int, num_key_blocks: int, factor: int) -> None:
         geometry, distances, table = problem.geometry, problem.distances, problem.table
         assert geometry.offset is not None
-        self.num_query_blocks, self.num_key_blocks = num_query_blocks, num_key_blocks
+        self.num_query_blocks, self.num_key_blocks, self.factor = num_query_blocks, num_key_blocks, factor
         self.rows = min(BLOCK, geometry.num_queries)
         self.highest = geometry.offset + (num_query_blocks - 1) * BLOCK + self.rows - 1
         """The distance of the last query of the last block and the first key."""
-        runs = num_query_blocks + num_key_blocks if self.rows > 1 else num_key_blocks
-        # Visible distances are one range: of those in the table, and within the prior's reach.
-        top, bottom = distances.highest, distances.highest - distances.number + 1
-        reach = problem.tiling.reach
-        if reach is not None:
-            top, bottom = min(top, reach[1]), max(bottom, reach[0])
-        if geometry.causal:
-            bottom = max(bottom, 0)
-        top, bottom = min(top, self.highest), max(bottom, self.highest - runs * BLOCK + 1)
-        self.visible = (bottom, top)
-        cut = slice(distances.highest - top, distances.highest - bottom + 1)
+        bottom, top = self.visible = _visible_distances(problem)
         if table is None:
             values = torch.zeros(1, top - bottom + 1, dtype=problem.dtype, device=geometry.device)
         else:
+            cut = slice(distances.highest - top, distances.highest - bottom + 1)
             values = table.detach()[:, cut].to(problem.dtype)
+        self.overlap = 0 if self.rows == 1 else 1
+        """One query finds the distances of a block in one run, 256 queries in one run more."""
+        # The last coarse block has as many runs as the others, though it may have fewer keys.
+        runs = num_query_blocks - 1 + -(-num_key_blocks // factor) * factor + self.overlap
         # What lies beyond repeats the last number, so that it is never an extreme of its own.
         beyond = (self.highest - top, runs * BLOCK - (self.highest - bottom + 1))
         self.values = pad(values.unsqueeze(0), beyond, mode="replicate")[0] if max(beyond) > 0 else values
@@ -154,68 +165,49 @@ class BlockPriors:
     def _low(self) -> Tensor:
         return self._runs.amin(-1).masked_fill(self._none, math.inf)
 
-    def peaks(self, lowest: Sequence[bool]) -> list[int]:
-        """The distance where each head's log-prior is largest, or, where so wished, ``lowest``."""
-        heads = len(self.values)
-        index = torch.arange(heads, device=self.values.device)
-        sign = torch.ones(())
-        extremes = self._high
-        if any(lowest):
-            sign = torch.tensor([-1.0 if low else 1.0 for low in lowest], device=self.values.device).view(-1, 1)
-            extremes = torch.where(sign < 0, -self._low, self._high)
-        run = extremes.argmax(-1)
-        index = index if heads == len(lowest) else torch.zeros_like(run)
-        place = run * BLOCK + (self._runs[index, run] * sign).argmax(-1)
+    def peaks(self, turned: Tensor) -> list[int]:
+        """Return the distance where each head's log-prior is largest or, for heads ``turned (H,)``, lowest."""
+        turned = turned.unsqueeze(-1)
+        extremes = torch.where(turned, -self._low, self._high) if bool(turned.any()) else self._high
+        run = extremes.argmax(-1, keepdim=True)
+        values = self._runs.take_along_dim(run.unsqueeze(-1), dim=1).squeeze(1)
+        place = run.squeeze(-1) * BLOCK + torch.where(turned, -values, values).argmax(-1)
         # A repeated number stands for the one it repeats.
-        return (self.highest - place).clamp(*self.visible).expand(len(lowest)).tolist()
+        return (self.highest - place).clamp(*self.visible).tolist()
 
-    def extreme(self, highest: bool, factor: int, first: int, last: int) -> Tensor:
-        """Highest or lowest log-prior that any query of a block sees at any key of a block.
+    def extreme(self, highest: bool, factor: int, blocks: slice) -> Tensor:
+        """Return the highest or lowest log-prior that any query of a block sees at any key of a block.
 
         Args:
             highest: or lowest.
             factor: keys per block, in units of 256.
-            first: and
-            last: range of query blocks.
+            blocks: which blocks of queries.
 
         Returns:
-            ``(H or 1, last - first, blocks of keys)``; ``-inf`` (``inf``, if lowest) where all pairs are hidden.
+            ``(H or 1, query blocks, blocks of keys)``; ``-inf`` (``inf``, if lowest) where all pairs are hidden.
         """
-        # One query finds a block's distances in one run; 256 of them in two.
-        width = factor if self.rows == 1 else factor + 1
-        run = self._first_run(factor, first, last)
-        extra = max(0, int(run[0, -1]) + width - len(self._none))
-        if highest:
-            return pad(self._high, (0, extra), value=-math.inf).unfold(-1, width, 1).amax(-1)[:, run]
-        return pad(self._low, (0, extra), value=math.inf).unfold(-1, width, 1).amin(-1)[:, run]
+        width = factor + self.overlap
+        found = self._high.unfold(-1, width, 1).amax(-1) if highest else self._low.unfold(-1, width, 1).amin(-1)
+        return found[:, self._first_run(factor, blocks)]
 
-    def means(self, factor: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Smallest and largest of the means over a whole block of keys that queries of a block find.
-
-        Args:
-            factor: keys per block, in units of 256.
+    def means(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the smallest and largest of the means over a whole coarse block of keys that queries of a block find.
 
         Returns:
             Each ``(H or 1, query blocks, blocks of keys)``, and whether there is a mean: not where a key is hidden,
             or so far down that the mean of the others would drown.
         """
-        run = self._first_run(factor, 0, self.num_query_blocks)
-        seen, low = self._all, self.extreme(False, factor, 0, self.num_query_blocks)
-        size = factor * BLOCK
+        run, low = self._first_run(self.factor, EVERY), self.extreme(False, self.factor, EVERY)
+        size = self.factor * BLOCK
         total = pad(self.values.double().clamp(min=LOWEST_MEAN).cumsum(-1), (1, 0))
         mean = ((total[:, size:-1] - total[:, : -size - 1]) / size).unflatten(-1, (-1, BLOCK))
-        whole = seen.unfold(-1, factor + 1, 1).all(-1)
-        # The last block of keys may not be whole: it has no mean, and any place will do.
-        fits = (run < len(whole)) & whole[run.clamp(max=len(whole) - 1)] & (low >= LOWEST_MEAN)
-        run = run.clamp(max=mean.shape[1] - 1)
-        return mean.amin(-1)[:, run], mean.amax(-1)[:, run], fits
+        whole = self._all.unfold(-1, self.factor + 1, 1).all(-1)
+        return mean.amin(-1)[:, run], mean.amax(-1)[:, run], whole[run] & (low >= LOWEST_MEAN)
 
-    def _first_run(self, factor: int, first: int, last: int) -> Tensor:
-        """Of the distances of each pair of blocks, ``(last - first, blocks of keys)``; largest at ``[0, -1]``."""
-        device = self.values.device
-        starts = torch.arange(0, self.num_key_blocks, factor, device=device)
-        behind = self.num_query_blocks - 1 - torch.arange(first, last, device=device)
-        return behind.unsqueeze(-1) + starts
+    def _first_run(self, factor: int, blocks: slice) -> Tensor:
+        """Return the first run with distances of each pair of blocks, ``(query blocks, blocks of keys)``."""
+        behind = torch.arange(self.num_query_blocks - 1, -1, -1, device=self.values.device)[blocks]
+        return behind.unsqueeze(-1) + torch.arange(0, self.num_key_blocks, factor, device=behind.device)
 
 
 class _Search:
@@ -229,72 +221,54 @@ class _Search:
 
     def __init__(self, content: Content, problem: BlockProblem, balls: Balls | None) -> None:
         geometry, query, key = problem.geometry, content.queries(all_of), content.key
-        self.moved = None
-        """How far keys may lie from those that the balls were made of, ``(B, H, 1)``; None if they are the same."""
+        self.query, self.key, self.problem, self.geometry = query, key, problem, geometry
+        self.group = query.shape[1] // key.shape[1]
+        self.moved: Tensor | float = 0.0
+        """Distance between a key and the key that its ball was made of, at most, ``(B, H, 1)``."""
         if balls is None:
             balls = Balls.around(key)
         elif (moved := _moved_by_a_cast(balls, key.dtype)) is not None:
             balls = Balls.of(balls.means.to(problem.dtype), (balls.radii + moved).to(problem.dtype))
-            largest = moved.amax(-1).to(problem.dtype)
-            self.moved = largest.repeat_interleave(query.shape[1] // key.shape[1], dim=1).unsqueeze(-1)
-        self.content, self.query, self.problem, self.geometry = content, query, problem, geometry
+            self.moved = moved.amax(-1).to(problem.dtype).repeat_interleave(self.group, dim=1).unsqueeze(-1)
         self.num_key_blocks = balls.means.shape[2]
         self.num_query_blocks = -(-geometry.num_queries // BLOCK)
-        self.group = query.shape[1] // key.shape[1]
         # A single block of queries, as in decoding, is done with all blocks of keys at once.
         many = self.num_key_blocks if self.num_query_blocks > 1 else 1
-        factor = 2 ** max(0, math.ceil(math.log2(many / COARSE_BLOCKS)))
-        self.factor = factor
+        self.factor = 2 ** max(0, math.ceil(math.log2(many / COARSE_BLOCKS)))
         """Blocks of 256 keys in a coarse one."""
-        self.fine = balls
-        self.coarse = balls.joined(factor, geometry.num_keys) if factor > 1 else balls
-        self.priors = BlockPriors(problem, self.num_query_blocks, self.num_key_blocks)
-        self.key_ends = None if problem.key_bias is None else self._ends_of_keys(problem.key_bias)
-        """Highest, lowest and mean number of each block of 256 keys and each coarse one, ``(B, H, blocks)``."""
+        sizes = {1, self.factor}
+        self.balls = {size: balls.joined(size, geometry.num_keys) if size > 1 else balls for size in sizes}
+        """Balls around blocks of 256 keys and around coarse ones, by factor."""
+        self.priors = BlockPriors(problem, self.num_query_blocks, self.num_key_blocks, self.factor)
+        self.key_ends = None if problem.key_bias is None else {size: self._ends_of_keys(size) for size in sizes}
+        """Lowest, highest and mean number of each block of keys, ``(B, H, blocks)`` each, by factor."""
         self.first, self.last = geometry.slot_range
         self.norms = torch.linalg.vector_norm(query, dim=-1, dtype=problem.dtype) * problem.softmax_scale
-        self.scale_ends = None
+        self.error = product_error(query.shape[-1])
+        """Relative error of the products of queries and keys in float32."""
+        self.scale_ends = None if problem.row_scale is None else _ends_of_blocks(problem.row_scale.detach(), BLOCK)
         """Smallest and largest factor of the log-prior in each block of queries, ``(B, H, query blocks)`` each."""
-        if problem.row_scale is not None:
-            scale = problem.row_scale.detach()
-            self.scale_ends = (
-                _in_blocks(scale, BLOCK, math.inf).amin(-1),
-                _in_blocks(scale, BLOCK, -math.inf).amax(-1),
-            )
 
-    def _ends_of_keys(self, key_bias: Tensor) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-        dtype, padding = self.problem.dtype, self.geometry.key_padding_mask
-        numbers = key_bias.detach().expand(self.geometry.batch, -1, -1)
-        high, low = numbers, numbers
-        if padding is not None:
-            high = numbers.masked_fill(padding.unsqueeze(1), -math.inf)
-            low = numbers.masked_fill(padding.unsqueeze(1), math.inf)
-        return {
-            factor: (
-                _in_blocks(high, factor * BLOCK, -math.inf).amax(-1).to(dtype),
-                _in_blocks(low, factor * BLOCK, math.inf).amin(-1).to(dtype),
-                _in_blocks(numbers, factor * BLOCK, 0.0).mean(-1).to(dtype),
-            )
-            for factor in {1, self.factor}
-        }
+    def _ends_of_keys(self, factor: int) -> list[Tensor]:
+        assert self.problem.key_bias is not None
+        numbers, padding = self.problem.key_bias.detach(), self.geometry.key_padding_mask
+        numbers = numbers.expand(self.geometry.batch, -1, -1)
+        ends = _ends_of_blocks(numbers, factor * BLOCK, None if padding is None else padding.unsqueeze(1))
+        mean = _in_blocks(numbers, factor * BLOCK, 0.0).mean(-1)
+        return [each.to(self.problem.dtype) for each in (*ends, mean)]
 
     def run(self, tolerance: float) -> Pruned:
-        """Choose."""
-        lower = self._lower_bound()
-        rows = block_length(
-            self.geometry.batch * self.geometry.heads * BLOCK * (self.coarse.keys.shape[2] + self.query.shape[-1]),
-            NUMBERS,
-        )
+        """Choose the blocks to keep: coarse blocks first, then the blocks of 256 keys within them."""
+        width = self.balls[self.factor].keys.shape[2] + self.query.shape[-1]
+        step = block_length(self.geometry.batch * self.geometry.heads * BLOCK * width, NUMBERS)
+        everything = Part(EVERY, EVERY, EVERY)
         parts = [
-            self._shares(lower, slice(None), slice(None), first, min(first + rows, self.num_query_blocks), self.coarse)
-            for first in range(0, self.num_query_blocks, rows)
+            self._shares(everything, slice(first, first + step), self.factor)
+            for first in range(0, self.num_query_blocks, step)
         ]
-        budget = torch.full((), tolerance, dtype=torch.float64, device=lower.device)
-        if self.factor == 1:
-            kept, spent = select(torch.cat(parts, dim=2), budget)
-        else:
-            kept, spent = select(torch.cat(parts, dim=2), budget / 2)
-            kept, more = select(self._fine_shares(kept, lower), budget - spent.unsqueeze(-1))
+        kept, spent = select(torch.cat(parts, dim=2), tolerance if self.factor == 1 else tolerance / 2)
+        if self.factor > 1:
+            kept, more = select(self._fine_shares(kept), tolerance - spent.unsqueeze(-1))
             spent = spent + more
         if self.geometry.key_documents is not None:
             # Other blocks that cannot be seen have weight 0 by distance alone.
@@ -312,32 +286,36 @@ class _Search:
 
     # ---- from below
 
-    def _lower_bound(self) -> Tensor:
-        """Of every query's log-sum-exp, ``(B, H, Lq)``; ``-inf`` where nothing is known."""
+    @cached_property
+    def lower(self) -> Tensor:
+        """Lower bound of every query's log-sum-exp, ``(B, H, Lq)``.
+
+        ``-inf`` where nothing is known, and ``inf`` for a query that sees nothing: there is nothing to lose.
+        """
         lower = self._near_the_peak()
         if self.geometry.num_queries > 1:
-            # Not their sum: they may have keys in common.
-            far = self._far_away()
-            # It was computed with means of keys, which lie no farther from the true ones than the keys do.
-            lower = torch.maximum(lower, far if self.moved is None else far - self.norms * self.moved)
+            # Not their sum: they may have keys in common. The bound far away was computed with means of keys, which
+            # lie no farther from the true ones than the keys do.
+            lower = torch.maximum(lower, self._far_away() - self.norms * self.moved)
         # Dot products in float32 may be wrong by this much, relative to the norms.
-        error = (self.query.shape[-1] + 8) * ROUNDING
-        largest = self.fine.reach.amax(-1).repeat_interleave(self.group, dim=1).unsqueeze(-1)
-        return lower - self.norms * largest * error - (1e-4 + error * lower.abs()).nan_to_num(posinf=0.0)
+        largest = self.balls[1].reach.amax(-1).repeat_interleave(self.group, dim=1).unsqueeze(-1)
+        error = self.norms * largest * self.error + (1e-4 + self.error * lower.abs()).nan_to_num(posinf=0.0)
+        return (lower - error).masked_fill((self.first == self.last).unsqueeze(1), math.inf)
 
     def _near_the_peak(self) -> Tensor:
         """Log-sum-exp over the keys near each head's peak, ``(B, H, Lq)``."""
-        problem, heads = self.problem, self.geometry.heads
+        problem, norms = self.problem, self.norms
         bias_of = problem.bias()
-        # A negative logit scale turns the prior upside down.
-        turned = [False] * heads if self.scale_ends is None else (self.scale_ends[0][..., -1].sum(0) < 0).tolist()
-        peaks = self.priors.peaks(turned)
-        out = torch.full(self.norms.shape, -math.inf, dtype=problem.dtype, device=self.norms.device)
-        for q_heads, peak in _runs_of_heads(peaks, self.group):
+        turned = torch.zeros(self.geometry.heads, dtype=torch.bool, device=norms.device)
+        if self.scale_ends is not None:
+            # A negative logit scale turns the prior upside down.
+            turned = self.scale_ends[0][..., -1].sum(0) < 0
+        out = torch.full_like(norms, -math.inf)
+        for q_heads, peak in _runs_of_heads(self.priors.peaks(turned), self.group):
             kv_heads = slice(q_heads.start // self.group, (q_heads.stop - 1) // self.group + 1)
             for tile in self._band(peak):
                 query = tile.cut_rows(self.query, q_heads).flip(2).to(out.dtype) * problem.softmax_scale
-                logits = _products(query, tile.cut_keys(self.content.key, kv_heads).to(out.dtype))
+                logits = _products(query, tile.cut_keys(self.key, kv_heads).to(out.dtype))
                 centred, constant = bias_of.centred(tile, q_heads)
                 bias = centred(tile, q_heads)
                 found = (logits if bias is None else logits.add_(bias)).logsumexp(-1)
@@ -349,16 +327,13 @@ class _Search:
 
     def _band(self, peak: int) -> Iterator[Tile]:
         """Tiles of keys about ``peak`` tokens before their queries."""
-        tiling, offset = self.problem.tiling, self.geometry.offset
-        assert offset is not None
+        assert self.geometry.offset is not None
+        ahead = self.geometry.offset - peak
         band = BAND if self.geometry.num_queries > 1 else BAND_OF_ONE_QUERY
-        for segment in tiling.segments:
-            for start in range(segment.start, segment.stop, BAND_ROWS):
-                stop = min(start + BAND_ROWS, segment.stop)
-                first, last = tiling.keys_of(segment, start, stop)
-                first, last = max(first, start + offset - peak - band), min(last, stop + offset - peak + band)
-                if first < last:
-                    yield Tile(segment.batches, start, stop, first, last)
+        for tile in self.problem.tiling.blocks(BAND_ROWS):
+            first, last = max(tile.first, tile.start + ahead - band), min(tile.last, tile.stop + ahead + band)
+            if first < last:
+                yield tile._replace(first=first, last=last)
 
     def _far_away(self) -> Tensor:
         """Lower bound of the log-sum-exp over the coarse blocks of which a query's whole block sees every key.
@@ -367,121 +342,87 @@ class _Search:
         ``ln Σ_S e^{s <q, k̄_S> + m_S} ≥ ln Σ_S e^{m_S} + s <q, Σ_S w_S k̄_S>``, with equality of the first terms for
         ``w_S ∝ e^{m_S}``. So each block of queries needs a single mean key.
         """
-        size = self.factor * BLOCK
-        low, high, fits = self.priors.means(self.factor)
+        size, padding = self.factor * BLOCK, self.geometry.key_padding_mask
+        low, high, fits = self.priors.means()
         if self.key_ends is not None:
             low, high = (numbers + self.key_ends[self.factor][2].unsqueeze(2) for numbers in (low, high))
-        bound = low if self.scale_ends is None else _products_with(self.scale_ends, low, high).amin(0)
-        starts = torch.arange(self.coarse.means.shape[2], device=low.device) * size
+        bound = low if self.scale_ends is None else products_of_ends(self.scale_ends, low, high).amin(0)
+        means = self.balls[self.factor].means
+        starts = torch.arange(means.shape[2], device=low.device) * size
         first = _in_blocks(self.first, BLOCK, 0).amax(-1).unsqueeze(-1)
         last = _in_blocks(self.last, BLOCK, self.geometry.num_keys).amin(-1).unsqueeze(-1)
         fits = fits & ((starts >= first) & (starts + size <= last)).unsqueeze(1)
-        if self.geometry.key_padding_mask is not None:
-            padded = _in_blocks(self.geometry.key_padding_mask, size, True).any(-1)
-            fits = fits & ~padded[:, None, None]
+        if padding is not None:
+            fits = fits & ~_in_blocks(padding, size, True).any(-1)[:, None, None]
         bound = bound.masked_fill(~fits, -math.inf)
-        total = bound.logsumexp(-1, keepdim=True)
-        weights = (bound - total.masked_fill(torch.isneginf(total), 0.0)).exp().to(self.norms.dtype)
-        weights = weights.expand(*self.norms.shape[:2], -1, -1)
-        keys = _products(weights, self.coarse.means.mT.to(weights.dtype))
-        scores = torch.empty_like(self.norms)
-        whole = self.geometry.num_queries // BLOCK * BLOCK
-        for start, stop in ((0, whole), (whole, self.geometry.num_queries)):
-            if start < stop:
-                blocks = self.query[:, :, start:stop].unflatten(2, (-1, min(BLOCK, stop - start))).to(keys.dtype)
-                key = keys[:, :, start // BLOCK : -(-stop // BLOCK)].unsqueeze(-1)
-                scores[:, :, start:stop] = (blocks @ key).flatten(2)
-        total = total.to(weights.dtype).repeat_interleave(BLOCK, dim=2)[:, :, : self.geometry.num_queries, 0]
-        return scores * self.problem.softmax_scale + total + math.log(size)
+        weights = bound.softmax(-1).nan_to_num(0.0).to(self.norms.dtype)
+        keys = _products(weights.expand(*self.norms.shape[:2], -1, -1), means.mT.to(weights.dtype))
+        total = bound.logsumexp(-1, keepdim=True).to(weights.dtype)
+        bounds = [
+            (queries.to(key.dtype) @ key.unsqueeze(-1)).squeeze(-1) * self.problem.softmax_scale + constant
+            for queries, key, constant in zip(self.query.split(BLOCK, 2), keys.unbind(2), total.unbind(2), strict=True)
+        ]
+        return torch.cat(bounds, dim=2) + math.log(size)
 
     # ---- from above
 
-    def _fine_shares(self, kept: Tensor, lower: Tensor) -> Tensor:
+    def _fine_shares(self, kept: Tensor) -> Tensor:
         """:meth:`_shares` of blocks of 256 keys within the coarse blocks that are kept; ``-inf`` elsewhere."""
-        factor, number = self.factor, self.num_key_blocks
-        shares = torch.full((*kept.shape[:3], number), -math.inf, dtype=lower.dtype, device=lower.device)
-        for first in range(0, self.num_query_blocks, TOGETHER):
-            last = min(first + TOGETHER, self.num_query_blocks)
-            wanted = kept[:, :, first:last].any(2)
+        kept = kept.repeat_interleave(self.factor, dim=-1)[..., : self.num_key_blocks]
+        shares = torch.full(kept.shape, -math.inf, dtype=self.lower.dtype, device=kept.device)
+        for start in range(0, self.num_query_blocks, TOGETHER):
+            blocks = slice(start, start + TOGETHER)
+            wanted = kept[:, :, blocks].any(2)
             for batch, head in wanted.any(-1).nonzero().tolist():
-                coarse = wanted[batch, head].repeat_interleave(factor)[:number]
-                keys = coarse.nonzero().flatten()
-                batches, heads = slice(batch, batch + 1), slice(head, head + 1)
-                found = self._shares(lower, batches, heads, first, last, self.fine, keys)[0, 0]
-                mine = kept[batch, head, first:last].repeat_interleave(factor, dim=-1)[:, keys]
-                shares[batch, head, first:last, keys] = found.masked_fill(~mine, -math.inf)
-        return shares
+                kv_head, keys = head // self.group, wanted[batch, head].nonzero().flatten()
+                part = Part(slice(batch, batch + 1), slice(head, head + 1), slice(kv_head, kv_head + 1))
+                shares[batch, head, blocks, keys] = self._shares(part, blocks, 1, keys)[0, 0]
+        return shares.masked_fill(~kept, -math.inf)
 
-    def _shares(
-        self,
-        lower: Tensor,
-        batches: slice,
-        heads: slice,
-        first: int,
-        last: int,
-        balls: Balls,
-        keys: Tensor | None = None,
-    ) -> Tensor:
-        """Log of the share of weight that any query of a block may give to a block of keys.
+    def _shares(self, part: Part, blocks: slice, factor: int, keys: Tensor | slice = EVERY) -> Tensor:
+        """Return the log of the share of weight that any query of a block may give to a block of keys.
 
         Args:
-            lower: bound of every query's log-sum-exp, ``(B, H, Lq)``.
-            batches: which ones.
-            heads: which ones: all, or one.
-            first: and
-            last: range of query blocks.
-            balls: around the blocks of keys: coarse ones, or those of 256.
-            keys: which of them, ``(n,)``; None for all.
+            part: texts and heads.
+            blocks: which blocks of queries.
+            factor: keys per block, in units of 256.
+            keys: which blocks of keys, ``(n,)``.
 
         Returns:
-            ``(b, h, last - first, n)``.
+            ``(b, h, query blocks, n)``.
         """
-        rows = slice(first * BLOCK, min(last * BLOCK, self.geometry.num_queries))
-        kv_heads = heads if heads == slice(None) else slice(heads.start // self.group, heads.start // self.group + 1)
-        queries = self._bounded_queries(lower, batches, heads, rows)
-        of_keys = balls.keys[batches, kv_heads] if keys is None else balls.keys[batches, kv_heads, keys]
-        largest = _products(queries, of_keys).unflatten(2, (-1, min(BLOCK, queries.shape[2]))).amax(-2)
-        factor = 1 if balls is self.fine else self.factor
-        high = self._bias_extreme(True, factor, first, last, batches, heads, keys)
+        queries = self._bounded_queries(part, slice(blocks.start * BLOCK, blocks.stop * BLOCK))
+        products = _products(queries, part.of_keys(self.balls[factor].keys)[:, :, keys])
+        largest = products.unflatten(2, (-1, self.priors.rows)).amax(-2)
+        high = self._bias_extreme(True, part, blocks, factor, keys)
         hidden = torch.isneginf(high)
-        high = high.masked_fill(hidden, 0.0)
         if self.scale_ends is not None:
-            low = self._bias_extreme(False, factor, first, last, batches, heads, keys).masked_fill(hidden, 0.0)
-            ends = tuple(end[batches, heads, first:last] for end in self.scale_ends)
-            high = _products_with(ends, low, high).amax(0)
-        error = (self.query.shape[-1] + 8) * ROUNDING
-        shares = largest + high + error * high.abs() + math.log(factor * BLOCK)
+            low = self._bias_extreme(False, part, blocks, factor, keys)
+            ends = [end[part.batches, part.heads, blocks] for end in self.scale_ends]
+            high = products_of_ends(ends, low, high).amax(0)
+        shares = largest + high + self.error * high.abs() + math.log(factor * BLOCK)
         # No key, no weight, whatever else is (not) known.
         return shares.masked_fill(hidden, -math.inf)
 
-    def _bias_extreme(
-        self, highest: bool, factor: int, first: int, last: int, batches: slice, heads: slice, keys: Tensor | None
-    ) -> Tensor:
-        extreme = self.priors.extreme(highest, factor, first, last)
-        extreme = extreme[heads] if len(extreme) > 1 else extreme
+    def _bias_extreme(self, highest: bool, part: Part, blocks: slice, factor: int, keys: Tensor | slice) -> Tensor:
+        extreme = self.priors.extreme(highest, factor, blocks)
+        extreme = extreme[part.heads] if len(extreme) > 1 else extreme
         if self.key_ends is not None:
-            extreme = extreme + self.key_ends[factor][0 if highest else 1][batches, heads].unsqueeze(2)
-        return extreme if keys is None else extreme[..., keys]
+            extreme = extreme + self.key_ends[factor][int(highest)][part.batches, part.heads].unsqueeze(2)
+        return extreme[..., keys]
 
-    def _bounded_queries(self, lower: Tensor, batches: slice, heads: slice, rows: slice) -> Tensor:
-        """``[s q, |s| ‖q‖, -lower]``, ``(b, h, n, D + 2)``: their products with :attr:`Balls.keys` are bounds.
+    def _bounded_queries(self, part: Part, rows: slice) -> Tensor:
+        """Return ``[s q, |s| ‖q‖, -lower]``, ``(b, h, n, D + 2)``: their products with :attr:`Balls.keys` are bounds.
 
-        There are as many as fill whole blocks; the last ones give no bound.
+        The last query is repeated to fill its block.
         """
-        query = self.query[batches, heads, rows].to(lower.dtype) * self.problem.softmax_scale
-        shift = -lower[batches, heads, rows]
+        here = (part.batches, part.heads, rows)
+        query = self.query[here].to(self.lower.dtype) * self.problem.softmax_scale
         # Infinities would become nan in a product. Nothing known, nothing dropped; nothing seen, nothing lost.
-        shift = shift.nan_to_num(nan=UNKNOWN, posinf=UNKNOWN, neginf=-UNKNOWN)
-        some = batches if len(self.first) > 1 else slice(None)
-        blind = (self.first[some, rows] == self.last[some, rows]).unsqueeze(1)
-        shift = shift.masked_fill(blind, -UNKNOWN)
-        parts = [query, self.norms[batches, heads, rows].unsqueeze(-1), shift.unsqueeze(-1)]
-        queries = torch.cat(parts, dim=-1)
-        extra = -queries.shape[2] % min(BLOCK, self.geometry.num_queries)
-        if extra:
-            queries = pad(queries, (0, 0, 0, extra))
-            queries[:, :, -extra:, -1] = -UNKNOWN
-        return queries
+        shift = (-self.lower[here]).nan_to_num(nan=UNKNOWN, posinf=UNKNOWN, neginf=-UNKNOWN)
+        queries = torch.cat([query, self.norms[here].unsqueeze(-1), shift.unsqueeze(-1)], dim=-1)
+        extra = -queries.shape[2] % self.priors.rows
+        return pad(queries, (0, 0, 0, extra), mode="replicate") if extra else queries
 
 
 def _moved_by_a_cast(balls: Balls, dtype: torch.dtype) -> Tensor | None:
@@ -507,7 +448,7 @@ def _moved_by_a_cast(balls: Balls, dtype: torch.dtype) -> Tensor | None:
     return share * balls.reach + smallest
 
 
-def select(shares: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:
+def select(shares: Tensor, budget: Tensor | float) -> tuple[Tensor, Tensor]:
     """Drop as many blocks as the budget allows: those with the smallest shares.
 
     Args:
@@ -530,15 +471,15 @@ def _products(query: Tensor, key: Tensor) -> Tensor:
     return (grouped @ key.mT).view(*query.shape[:-1], key.shape[2])
 
 
-def _products_with(ends: tuple[Tensor, ...], low: Tensor, high: Tensor) -> Tensor:
-    """What a factor times a number may be at the ends of both their ranges, ``(4, b, h, query blocks, n)``.
+def products_of_ends(scale: Sequence[Tensor], low: Tensor, high: Tensor) -> Tensor:
+    """Return the products of a scale and a number at the ends of both their ranges, ``(4, ..., blocks, n)``.
 
     Args:
-        ends: of the factor, ``(b, h, query blocks)`` each.
-        low: and
-        high: ends of the number, ``(h or 1, query blocks, n)``.
+        scale: smallest and largest scale, ``(..., blocks)`` each.
+        low: smallest numbers, ``(..., blocks, n)``.
+        high: largest numbers, ``(..., blocks, n)``.
     """
-    return torch.stack([end.unsqueeze(-1) * number for end in ends for number in (low, high)])
+    return torch.stack([end.unsqueeze(-1) * number for end in scale for number in (low, high)])
 
 
 def _in_blocks(numbers: Tensor, size: int, nothing: float) -> Tensor:
@@ -546,14 +487,19 @@ def _in_blocks(numbers: Tensor, size: int, nothing: float) -> Tensor:
     return pad(numbers, (0, -numbers.shape[-1] % size), value=nothing).unflatten(-1, (-1, size))
 
 
+def _ends_of_blocks(numbers: Tensor, size: int, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the lowest and the highest number of each block that is not hidden, ``(..., blocks)``.
+
+    A block whose numbers are all hidden has ``inf`` and ``-inf``.
+    """
+    low, high = numbers, numbers
+    if hidden is not None:
+        low, high = numbers.masked_fill(hidden, math.inf), numbers.masked_fill(hidden, -math.inf)
+    return _in_blocks(low, size, math.inf).amin(-1), _in_blocks(high, size, -math.inf).amax(-1)
+
+
 def _runs_of_heads(peaks: list[int], group: int) -> list[tuple[slice, int]]:
     """Heads with the same peak that can be worked on together: all, or neighbours, or (of shared keys) one by one."""
-    if len(set(peaks)) == 1:
-        return [(slice(0, len(peaks)), peaks[0])]
-    runs: list[tuple[slice, int]] = []
-    for head, peak in enumerate(peaks):
-        if runs and group == 1 and runs[-1][1] == peak:
-            runs[-1] = (slice(runs[-1][0].start, head + 1), peak)
-        else:
-            runs.append((slice(head, head + 1), peak))
-    return runs
+    alone = group > 1 and len(set(peaks)) > 1
+    starts = [head for head, peak in enumerate(peaks) if alone or head == 0 or peak != peaks[head - 1]]
+    return [(slice(start, stop), peaks[start]) for start, stop in pairwise([*starts, len(peaks)])]

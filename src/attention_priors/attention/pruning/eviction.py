@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 from attention_priors.attention.geometry import block_length
 from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.problem import check_softmax_scale
-from attention_priors.attention.pruning.bounds import BLOCK, Balls
-from attention_priors.attention.pruning.certificate import LOWEST_MEAN, select
+from attention_priors.attention.pruning.bounds import BLOCK, Balls, block_sizes
+from attention_priors.attention.pruning.certificate import LOWEST_MEAN, products_of_ends, select
 from attention_priors.attention.pruning.sliding import sliding_maximum, sliding_minimum
 from attention_priors.priors import Prior, Structure
 
@@ -85,16 +85,14 @@ def unneeded_keys(
     scores = _Scores.around(key.detach(), norms.expand(heads) * scale)
     worst = torch.full((len(key), heads, scores.upper.shape[-1]), -math.inf, dtype=torch.float64, device=key.device)
     step = block_length(worst.numel() + len(key) * heads * scores.near.shape[-1], NUMBERS)
-    for first in range(0, future.number, step):
-        steps = slice(first, min(first + step, future.number))
-        content, on_prior = future.scales(logit_scale, steps)
-        lower = future.total(scores, content, on_prior, steps)
-        largest = content.amax(0).unsqueeze(-1) * scores.upper.unsqueeze(2)
-        largest = largest + future.highest(on_prior, steps) + scores.log_sizes
+    for first in future.first_positions.split(step):
+        content, on_prior = future.scales(logit_scale, first)
+        lower = future.total(scores, content, on_prior, first)
+        largest = content * scores.upper.unsqueeze(2) + future.highest(on_prior, first) + scores.log_sizes
         # What is hidden has no weight, whatever else is (not) known.
         shares = (largest - lower.unsqueeze(-1)).masked_fill(torch.isneginf(largest), -math.inf)
         worst = torch.maximum(worst, shares.amax(2))
-    kept, _ = select(worst, torch.tensor(tolerance, dtype=torch.float64, device=key.device))
+    kept, _ = select(worst, tolerance)
     return ~kept.repeat_interleave(BLOCK, dim=-1)[..., :length]
 
 
@@ -121,21 +119,19 @@ class _Scores(NamedTuple):
         near = torch.linalg.vector_norm(last - centre, dim=-1)
         parts = (apart + balls.radii.double(), apart, near)
         upper, lower, near = (x.repeat_interleave(group, dim=1) * norms.view(1, -1, 1) for x in parts)
-        sizes = torch.full(apart.shape[2:], BLOCK, dtype=torch.float64, device=key.device)
-        sizes[-1] = key.shape[2] - (len(sizes) - 1) * BLOCK
-        return cls(upper, lower, near, sizes.log())
+        return cls(upper, lower, near, block_sizes(key.shape[2], near).log())
 
 
 class _Future:
-    """The log-prior between cached keys and queries to come, a few positions of queries at a time."""
+    """The log-prior between cached keys and queries to come, a few positions of queries at a time.
+
+    A *step* is ``span`` neighbouring positions of queries. Methods take the first position of each step, ``(T,)``.
+    """
 
     def __init__(self, prior: Prior, length: int, final_length: int, device: torch.device) -> None:
-        self.length = length
+        self.length, self.final_length = length, final_length
         self.span = -(-(final_length - length) // STEPS)
-        """Positions of queries per step."""
-        self.number = -(-(final_length - length) // self.span)
-        """Steps."""
-        self.final_length = final_length
+        self.first_positions = torch.arange(length, final_length, self.span, device=device)
         distances = torch.arange(0, final_length + BLOCK + self.span, device=device)
         values, visible = prior.log_prior_at(distances, torch.float64), prior.visible_at(distances)
         hidden = torch.zeros_like(distances, dtype=torch.bool) if visible is None else ~visible
@@ -150,54 +146,46 @@ class _Future:
         self._mean_low = sliding_minimum(mean.masked_fill(lowest < LOWEST_MEAN, -math.inf), self.span)
         self._mean_high = sliding_maximum(mean, self.span)
 
-    def _first_positions(self, steps: slice) -> Tensor:
-        return self.length + torch.arange(steps.start, steps.stop, device=self._high.device) * self.span
+    def scales(self, logit_scale: SSMax | None, first: Tensor) -> tuple[Tensor, list[Tensor] | None]:
+        """Return the largest factor of content scores and both ends of the log-prior's factor in each step.
 
-    def scales(self, logit_scale: SSMax | None, steps: slice) -> tuple[Tensor, Tensor | None]:
-        """The factor of content scores and, if there is one, of the log-prior, at both ends of steps, ``(2, H, T)``."""
-        first = self._first_positions(steps)
+        Returns:
+            ``(H or 1, T, 1)``, and ``(H, T)`` each; None if the log-prior is not scaled.
+        """
         if logit_scale is None:
-            return torch.ones(2, 1, len(first), dtype=torch.float64, device=first.device), None
+            return torch.ones(1, len(first), 1, dtype=torch.float64, device=first.device), None
         last = (first + self.span - 1).clamp(max=self.final_length - 1)
-        scale = torch.stack([logit_scale(p + 1, torch.float64) for p in (first, last)])
-        return scale.abs(), scale if logit_scale.include_prior else None
+        ends = [logit_scale(position + 1, torch.float64) for position in (first, last)]
+        return torch.stack(ends).abs().amax(0).unsqueeze(-1), ends if logit_scale.include_prior else None
 
-    def highest(self, on_prior: Tensor | None, steps: slice) -> Tensor:
-        """The highest log-prior, scaled, that queries of each step find in each block, ``(H, T, blocks)``."""
-        start = self._block_starts(steps).clamp(min=1)
-        high, low = self._block_high[:, start], self._block_low[:, start]
+    def highest(self, on_prior: list[Tensor] | None, first: Tensor) -> Tensor:
+        """Return the highest log-prior, scaled, that queries of each step find in each block, ``(H, T, blocks)``."""
+        start = self._block_starts(first).clamp(min=1)
+        high = self._block_high[:, start]
         if on_prior is None:
             return high
-        hidden = torch.isneginf(high)
-        ends = [end.unsqueeze(-1) * x.masked_fill(hidden, 0.0) for end in on_prior for x in (high, low)]
-        return torch.stack(ends).amax(0).masked_fill(hidden, -math.inf)
+        products = products_of_ends(on_prior, self._block_low[:, start], high)
+        return products.amax(0).masked_fill(torch.isneginf(high), -math.inf)
 
-    def total(self, scores: _Scores, content: Tensor, on_prior: Tensor | None, steps: slice) -> Tensor:
-        """Lower bound of the log-sum-exp over cached keys, ``(B, H, T)``, counted from the centre's score."""
-        first = self._first_positions(steps)
+    def total(self, scores: _Scores, content: Tensor, on_prior: list[Tensor] | None, first: Tensor) -> Tensor:
+        """Return a lower bound of the log-sum-exp over cached keys, ``(B, H, T)``, counted from the centre's score."""
         near = torch.arange(scores.near.shape[-1], device=first.device)
         distance = (first - self.length + 1).unsqueeze(-1) + near
-        bounds = [self._lowest(self._low[:, distance], self._high[:, distance], on_prior)]
-        bounds[0] = bounds[0] - content.amax(0).unsqueeze(-1) * scores.near.unsqueeze(2)
-        # Blocks before those keys.
-        number = (self.length - len(near)) // BLOCK
-        if number:
-            start = self._block_starts(steps)[:, :number]
-            mean = self._lowest(self._mean_low[:, start], self._mean_high[:, start], on_prior)
-            apart = content.amax(0).unsqueeze(-1) * scores.lower[:, :, None, :number]
-            bounds.append(mean - apart + math.log(BLOCK))
-        return torch.cat(bounds, dim=-1).logsumexp(-1)
+        last_keys = self._lowest(self._low, self._high, distance, on_prior) - content * scores.near.unsqueeze(2)
+        before = (self.length - len(near)) // BLOCK
+        mean = self._lowest(self._mean_low, self._mean_high, self._block_starts(first)[:, :before], on_prior)
+        blocks = mean - content * scores.lower[:, :, None, :before] + math.log(BLOCK)
+        return torch.cat([last_keys, blocks], dim=-1).logsumexp(-1)
 
-    def _block_starts(self, steps: slice) -> Tensor:
-        """The smallest distance between each step's first query and each block, ``(T, blocks)``."""
-        blocks = torch.arange(-(-self.length // BLOCK), device=self._high.device)
-        return self._first_positions(steps).unsqueeze(-1) - (blocks + 1) * BLOCK + 1
+    def _block_starts(self, first: Tensor) -> Tensor:
+        """Return the smallest distance between each step's first query and each block, ``(T, blocks)``."""
+        blocks = torch.arange(-(-self.length // BLOCK), device=first.device)
+        return first.unsqueeze(-1) - (blocks + 1) * BLOCK + 1
 
     @staticmethod
-    def _lowest(low: Tensor, high: Tensor, on_prior: Tensor | None) -> Tensor:
-        """The lowest of a number between ``low`` and ``high``, scaled; ``-inf`` stays."""
+    def _lowest(low: Tensor, high: Tensor, at: Tensor, on_prior: list[Tensor] | None) -> Tensor:
+        """Return the lowest of numbers between ``low`` and ``high``, scaled, at some distances; ``-inf`` stays."""
+        low = low[:, at]
         if on_prior is None:
             return low
-        hidden = torch.isneginf(low)
-        ends = [end.unsqueeze(-1) * x.masked_fill(hidden, 0.0) for end in on_prior for x in (low, high)]
-        return torch.stack(ends).amin(0).masked_fill(hidden, -math.inf)
+        return products_of_ends(on_prior, low, high[:, at]).amin(0).masked_fill(torch.isneginf(low), -math.inf)
