@@ -59,7 +59,7 @@ def why_not(problem: Problem) -> str | None:
     query, geometry = problem.query, problem.geometry
     if not INSTALLED:
         return "triton is not installed"
-    if not query.is_cuda and not _interpreted():
+    if not query.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"it runs on CUDA devices, and query is on {query.device}"
     if query.is_cuda and torch.version.hip is not None:
         return "it is written for CUDA, and this PyTorch is for ROCm"
@@ -88,10 +88,6 @@ def why_not(problem: Problem) -> str | None:
         if number > LONGEST_TABLE * (geometry.num_queries + geometry.num_keys):
             return f"positions lie too far apart: a table of {number} distances would be needed; use 'toeplitz'"
     return None
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def distance_range(geometry: Geometry) -> tuple[int, int]:
@@ -290,23 +286,19 @@ class _Launcher:
 
     def ranges(self, of_keys: bool) -> dict[str, Tensor | None]:
         """The range of key slots that each query's document has, or the other way round."""
-        documents = self.problem.geometry.key_documents
-        if not self.regular or documents is None:
+        geometry = self.problem.geometry
+        if not self.regular or geometry.key_documents is None:
             return {"FIRST": None, "LAST": None}
-        behind = self.problem.geometry.num_keys - self.problem.geometry.num_queries
-        first, last = document_bounds(documents)
+        first, last = geometry.document_range
         if of_keys:
-            first, last = (first - behind).clamp(min=0), (last - behind).clamp(min=0)
-        else:
-            first, last = first[:, behind:], last[:, behind:]
+            behind = geometry.num_keys - geometry.num_queries
+            first, last = ((end - behind).clamp(min=0) for end in document_bounds(geometry.key_documents))
         return {"FIRST": self._each_batch(first), "LAST": self._each_batch(last)}
 
-    def lists(self, of_keys: bool) -> dict[str, Tensor | None]:
-        """Which slots of keys each slot of queries visits, or the other way round."""
-        if self.kept is None:
-            return {"COUNTS": None, "SLOTS": None}
-        counts, slots = visited(self.kept.mT if of_keys else self.kept)
-        return {"COUNTS": counts, "SLOTS": slots}
+    def walk(self, of_keys: bool) -> dict[str, Tensor | None]:
+        """Positions, ranges and lists that tell a kernel which keys each query visits, or the other way round."""
+        counts, slots = (None, None) if self.kept is None else visited(self.kept.mT if of_keys else self.kept)
+        return {**self.positions, **self.ranges(of_keys), "COUNTS": counts, "SLOTS": slots}
 
     @cached_property
     def kept(self) -> Tensor | None:
@@ -324,8 +316,6 @@ class _Launcher:
 
     def run(self, kernel: Any, grid: tuple[int, ...], size: Blocks, **arguments: Any) -> None:
         """Start a kernel on the query's device."""
-        constants = {"ROWS": size.rows, "KEYS": size.keys, "SLOT": SLOT}
-        constants["SCALES_PRIOR"] = self.problem.row_scale is not None
         with torch.cuda.device_of(self.content.query):
             kernel[grid](
                 *self.content[:3],
@@ -334,7 +324,10 @@ class _Launcher:
                 **self.masks,
                 **self.numbers,
                 **self.sizes,
-                **constants,
+                ROWS=size.rows,
+                KEYS=size.keys,
+                SLOT=SLOT,
+                SCALES_PRIOR=self.problem.row_scale is not None,
                 num_warps=size.warps,
                 num_stages=size.stages,
                 # A multiplication and an addition in one, rounded once.
@@ -376,12 +369,11 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
 
     launcher = _launcher(content, problem)
     query, geometry = content.query, problem.geometry
-    heads = geometry.batch * geometry.heads
+    heads, walk = geometry.batch * geometry.heads, launcher.walk(of_keys=False)
 
     def run(size: Blocks, number: int, out: Tensor, lse: Tensor, far: Tensor | None) -> None:
         grid = (-(-geometry.num_queries // size.rows), heads, number)
-        ranges, lists = launcher.ranges(of_keys=False), launcher.lists(of_keys=False)
-        launcher.run(forward_kernel, grid, size, OUT=out, LSE=lse, FAR=far, **launcher.positions, **ranges, **lists)
+        launcher.run(forward_kernel, grid, size, OUT=out, LSE=lse, FAR=far, **walk)
 
     size = launcher.configuration(far=False).forward
     number = shares(-(-geometry.num_queries // size.rows) * heads, problem)
@@ -439,6 +431,7 @@ def backward(
         integers = torch.zeros_like(table_grad, dtype=torch.int64)
         units = LARGEST_SUM / _largest_sum(launcher, out_grad, lse_grad)
     found = Gradients(query_grad, key_grad, value_grad, table_grad, bias_grad, scale_grad)
+    queries_walk, keys_walk = (launcher.walk(of_keys) for of_keys in (False, True))
 
     def add(lse: Tensor, far: Tensor | None) -> None:
         """Add the parts of some rows; ``lse`` is infinite for others."""
@@ -454,9 +447,7 @@ def backward(
             QUERY_GRAD=found.query,
             SCALE_GRAD=found.row_scale,
             **rows,
-            **launcher.positions,
-            **launcher.ranges(of_keys=False),
-            **launcher.lists(of_keys=False),
+            **queries_walk,
         )
         launcher.run(
             kernels.key_grad_kernel,
@@ -470,9 +461,7 @@ def backward(
             TABLE_GRAD=integers,
             UNITS=units,
             **rows,
-            **launcher.positions,
-            **launcher.ranges(of_keys=True),
-            **launcher.lists(of_keys=True),
+            **keys_walk,
         )
         if found.table is not None and integers is None:
             of_rows = {**rows, "LSE": lse, "LSE_GRAD": lse_grad}

@@ -1,4 +1,4 @@
-"""The kernels of the Triton backend, and nothing else: ``triton_backend.py`` prepares what they read.
+"""The kernels of the Triton backend, and nothing else: ``backend.py`` prepares what they read.
 
 ``i`` is a query's slot, ``j`` a key's; the distance is ``d = position of i - position of j``, and the log-prior of a
 pair stands at place ``highest - d`` of its head's table. ``ROW_SCALE`` multiplies content and log-prior, or the content
@@ -30,6 +30,8 @@ What a pair of blocks needs beside content and table is told by these arguments,
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -53,23 +55,35 @@ def _dot(a, b):
 
 
 @triton.jit
-def _read(places):
-    """Single numbers of a table, in float32 straight to where they are used.
+def _read(table, entries, visible):
+    """Read log-priors from a table: in float32, straight to where they are used. Without a table they are 0.
 
     ``tl.load`` in a loop would have them copied to shared memory ahead of time, four bytes by four, which takes more
     instructions than the multiplications they are added to, and more room than keys and values.
     """
-    if INTERPRETED or places.dtype.element_ty != tl.float32:
-        return tl.load(places)
+    if table is None:
+        return 0.0
     else:
-        return tl.inline_asm_elementwise(
-            "ld.global.nc.f32 $0, [$1];", "=f,l", [places.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
-        )
+        if visible is not None:
+            # A pair that is not seen may have no entry in the table.
+            entries = tl.where(visible, entries, 0)
+        places = table + entries
+        if INTERPRETED or places.dtype.element_ty != tl.float32:
+            return tl.load(places)
+        else:
+            return tl.inline_asm_elementwise(
+                "ld.global.nc.f32 $0, [$1];", "=f,l", [places.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+            )
 
 
-@triton.jit
-def _load(pointer, places):
-    return None if pointer is None else tl.load(pointer + places)
+@triton.jit  # noqa: RET503
+def _load(pointer, places, default=None):
+    """Load numbers. Without a pointer, return ``default``, or None if there is no default."""
+    # Triton 3.5 and 3.6 cannot compile ``return None``, nor None in a returned tuple. Without a ``return`` they can.
+    if pointer is not None:
+        return tl.load(pointer + places)
+    elif default is not None:
+        return default
 
 
 @triton.jit
@@ -101,38 +115,47 @@ def _reach(lowest, farthest, REACH):
     return lowest, farthest
 
 
+class Side(NamedTuple):
+    """Queries or keys of a pair of blocks, as a column or a row of the tile.
+
+    If a problem has no documents or no biases, these fields are integer zeros.
+    """
+
+    position: Any
+    document: Any
+    high: Any
+    """A key's bias, or the number that a query takes from all of them: ``high + low``, or ``high`` alone in float64."""
+    low: Any
+
+
 @triton.jit
-def _visible(slots, number, d, lowest, farthest, first, last, query_document, key_document, padded):
+def _side(slots, offset, POSITIONS, DOCUMENTS, HIGH, LOW, batch, both, number):
+    """Load some of ``number`` queries or keys; ``both`` is the head's index among the heads of all examples."""
+    in_batch, in_head = batch * number + slots, both * number + slots
+    position = slots + offset if POSITIONS is None else tl.load(POSITIONS + in_batch)
+    document = _load(DOCUMENTS, in_batch, slots * 0)
+    return Side(position, document, _load(HIGH, in_head, slots * 0), _load(LOW, in_head, slots * 0))
+
+
+@triton.jit
+def _visible(slots, number, d, lowest, farthest, first, last, queries, keys, padded):
     """Which pairs see each other; ``slots`` are those of the side that is walked."""
-    visible = (slots < number) & (d >= lowest) & (d <= farthest)
+    visible = (slots < number) & (d >= lowest) & (d <= farthest) & (queries.document == keys.document)
     if first is not None:
         visible = visible & (slots >= first) & (slots < last)
-    if query_document is not None:
-        visible = visible & (query_document == key_document)
     if padded is not None:
         visible = visible & (padded == 0)
     return visible
 
 
 @triton.jit
-def _of_key(high, low, own_high, own_low):
-    """A number of keys less one of queries, each a sum of two float32 numbers; or a float64 number of keys."""
-    return high if low is None else (high - own_high) + (low - own_low)
-
-
-@triton.jit
-def _biased(
-    products, d, visible, table, of_key, row_scale, highest, softmax_scale, SCALES_PRIOR: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """Logits from dot products, and what the row's scale multiplied."""
+def _biased(products, bias, queries, keys, visible, row_scale, softmax_scale, SCALES_PRIOR: tl.constexpr):
+    """Return logits, and the numbers that the row's scale multiplied. ``visible`` is None if all pairs are seen."""
     scaled = products * softmax_scale
-    bias = 0.0
-    if table is not None:
-        # A pair that is not seen may have no place in the table.
-        bias = _read(table + (tl.where(visible, highest - d, 0) if MASKED else highest - d))
-    if of_key is not None:
-        bias += of_key
+    if keys.low.dtype.is_floating():
+        bias += (keys.high - queries.high) + (keys.low - queries.low)
+    elif keys.high.dtype.is_floating():
+        bias += keys.high
     if row_scale is None:
         logits = scaled + bias
     elif SCALES_PRIOR:
@@ -140,7 +163,7 @@ def _biased(
         logits = scaled * row_scale
     else:
         logits = scaled * row_scale + bias
-    if MASKED:
+    if visible is not None:
         logits = tl.where(visible, logits, float("-inf"))
     return logits, scaled
 
@@ -151,57 +174,65 @@ def _power(nats):
     return tl.exp2((nats * LOG2_E).to(tl.float32))
 
 
-@triton.jit
-def _walk(some_from, all_from, all_to, some_to, number, BLOCK: tl.constexpr):
-    """How to walk blocks: those in ``[some_from, some_to)`` hold visible pairs, ``[all_from, all_to)`` no others.
+class Walk(NamedTuple):
+    """Blocks of keys that a block of queries visits, or the other way round: first those without masks, then others.
 
-    Returns:
-        Where the blocks without masks begin, how many they are, where those with masks begin, how many of them
-        come before those without, and how many they are in all.
+    Blocks are neighbours, and those without masks lie among those with masks; or a list names all of them.
     """
-    begin = tl.maximum(some_from, 0) // BLOCK * BLOCK
-    end = tl.minimum(some_to, number)
-    inner_from = tl.maximum((tl.maximum(all_from, 0) + BLOCK - 1) // BLOCK * BLOCK, begin)
-    inner_to = tl.maximum(tl.minimum(all_to, number), 0) // BLOCK * BLOCK
-    none = inner_to <= inner_from
-    inner_from = tl.where(none, begin, inner_from)
-    inner_to = tl.where(none, begin, inner_to)
-    before = (inner_from - begin) // BLOCK
-    after = (tl.maximum(end - inner_to, 0) + BLOCK - 1) // BLOCK
-    return inner_from, (inner_to - inner_from) // BLOCK, begin, before, before + after
+
+    begin: Any
+    """First slot of the first block; or a pointer to the list."""
+    before: Any
+    """Number of blocks with masks that come before those without."""
+    inner_steps: Any
+    """Number of blocks without masks."""
+    masked_steps: Any
+    """Number of blocks with masks."""
 
 
 @triton.jit
-def _whole_walk(some_from, some_to, number, BLOCK: tl.constexpr):
-    """The same, all of them with masks."""
-    begin = tl.maximum(some_from, 0) // BLOCK * BLOCK
-    steps = (tl.maximum(tl.minimum(some_to, number) - begin, 0) + BLOCK - 1) // BLOCK
-    return begin, 0, begin, 0, steps
+def _walk(
+    first_slot, num_own, number, first, last, offset, lowest, farthest, some, both, POSITIONS, COUNTS, SLOTS,
+    OWN: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr, MASK_ALL: tl.constexpr,
+):  # fmt: skip
+    """Plan the walk of a block, ``OWN`` of ``num_own`` queries, over blocks of ``number`` keys.
+
+    For keys that walk queries, turn the sign of each distance. ``some`` is 0 for a walk of no blocks, else 1.
+    """
+    if SLOTS is not None:
+        place = both * tl.cdiv(num_own, SLOT) + first_slot // SLOT
+        steps = tl.load(COUNTS + place) * (SLOT // BLOCK) * some
+        return Walk(SLOTS + place * tl.cdiv(number, SLOT), 0, 0, steps)
+    else:
+        last_slot = tl.minimum(first_slot + OWN, num_own) - 1
+        # Blocks in [some_from, some_to) hold visible pairs, those in [inner_from, inner_to) no others.
+        some_from, some_to = number * 0, number
+        if POSITIONS is None:
+            some_from = first_slot + offset - farthest
+            some_to = last_slot + offset - lowest + 1
+        if first is not None:
+            some_from = tl.maximum(some_from, tl.min(first))
+            some_to = tl.minimum(some_to, tl.max(last))
+        begin = tl.maximum(some_from, 0) // BLOCK * BLOCK
+        steps = tl.cdiv(tl.maximum(tl.minimum(some_to, number) - begin, 0), BLOCK)
+        before, inner_steps = steps * 0, steps * 0
+        if not MASK_ALL:
+            inner_from = tl.maximum(tl.cdiv(tl.maximum(last_slot + offset - farthest, 0), BLOCK) * BLOCK, begin)
+            inner_to = tl.maximum(tl.minimum(first_slot + offset - lowest + 1, number), 0) // BLOCK * BLOCK
+            inner_steps = tl.maximum(inner_to - inner_from, 0) // BLOCK
+            before = (inner_from - begin) // BLOCK
+        return Walk(begin, before, inner_steps * some, (steps - inner_steps) * some)
 
 
 @triton.jit
-def _walk_along(
-    first_slot, last_slot, first, last, offset, lowest, farthest, number, IRREGULAR, MASK_ALL, BLOCK: tl.constexpr
-):
-    """The walk over the keys of a block of queries; with the sign of each distance turned, over the queries of keys."""
-    if IRREGULAR:
-        return _whole_walk(number * 0, number, number, BLOCK)
-    some_from = first_slot + offset - farthest
-    some_to = last_slot + offset - lowest + 1
-    if first is not None:
-        some_from = tl.maximum(some_from, tl.min(first))
-        some_to = tl.minimum(some_to, tl.max(last))
-    if MASK_ALL:
-        return _whole_walk(some_from, some_to, number, BLOCK)
-    return _walk(some_from, last_slot + offset - farthest, first_slot + offset - lowest + 1, some_to, number, BLOCK)
-
-
-@triton.jit
-def _start(step, begin, before, inner, steps_inner, slots, SLOT: tl.constexpr, BLOCK: tl.constexpr):
-    """The first slot of a block with masks: a listed one, or one before or after those without."""
-    if slots is not None:
-        return tl.load(slots + step // (SLOT // BLOCK)) * SLOT + step % (SLOT // BLOCK) * BLOCK
-    return tl.where(step < before, begin + step * BLOCK, inner + (steps_inner + step - before) * BLOCK)
+def _start(step, walk, SLOTS, MASKED: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the first slot of the block that a step visits."""
+    if not MASKED:
+        return walk.begin + (walk.before + step) * BLOCK
+    elif SLOTS is not None:
+        return tl.load(walk.begin + step // (SLOT // BLOCK)) * SLOT + step % (SLOT // BLOCK) * BLOCK
+    else:
+        return walk.begin + (step + tl.where(step < walk.before, 0, walk.inner_steps)) * BLOCK
 
 
 # ---- forward
@@ -223,6 +254,7 @@ def forward_kernel(
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     both = tl.program_id(1).to(tl.int64)
     lowest, farthest = _reach(lowest, farthest, REACH)
+    MASK_ALL: tl.constexpr = not (FIRST is None and QUERY_POSITIONS is None and PADDING is None and SLOTS is None)
     table = None if TABLE is None else TABLE + head.to(tl.int64) * table_head
     keys = KEY + batch * key_batch + (head // group).to(tl.int64) * key_head
     values = VALUE + batch * value_batch + (head // group).to(tl.int64) * value_head
@@ -233,70 +265,47 @@ def forward_kernel(
     queries = QUERY + batch * query_batch + head.to(tl.int64) * query_head
     q = _load_rows(queries, row, query_row, D, BLOCK_D)
     row_scale = _load(ROW_SCALE, both * num_queries + row[:, None])
-    own_high = _load(OWN_HIGH, both * num_queries + row[:, None])
-    own_low = _load(OWN_LOW, both * num_queries + row[:, None])
     first = _load(FIRST, batch * num_queries + row[:, None])
     last = _load(LAST, batch * num_queries + row[:, None])
-    own = row + offset if QUERY_POSITIONS is None else tl.load(QUERY_POSITIONS + batch * num_queries + row)
-    document = _load(QUERY_DOCUMENTS, batch * num_queries + row[:, None])
-
-    MASK_ALL: tl.constexpr = (
-        FIRST is not None or QUERY_POSITIONS is not None or PADDING is not None or SLOTS is not None
-    )
-    inner, inner_steps, begin, before, masked_steps = _walk_along(
-        first_slot, tl.minimum(first_slot + ROWS, num_queries) - 1, first, last, offset, lowest, farthest, num_keys,
-        QUERY_POSITIONS is not None, MASK_ALL, KEYS,
-    )  # fmt: skip
-    slots = None
-    if SLOTS is not None:
-        place = both * tl.cdiv(num_queries, SLOT) + first_slot // SLOT
-        masked_steps = tl.load(COUNTS + place) * (SLOT // KEYS)
-        slots = SLOTS + place * tl.cdiv(num_keys, SLOT)
-
-    here = i < num_queries
+    own = _side(row[:, None], offset, QUERY_POSITIONS, QUERY_DOCUMENTS, OWN_HIGH, OWN_LOW, batch, both, num_queries)
+    here, some = i < num_queries, 1
     if FAR is not None:
         here = here & (tl.load(FAR + both * num_queries + row) != 0)
         some = tl.max(here.to(tl.int32), 0)
-        inner_steps, masked_steps = inner_steps * some, masked_steps * some
+    walk = _walk(
+        first_slot, num_queries, num_keys, first, last, offset, lowest, farthest, some, both,
+        QUERY_POSITIONS, COUNTS, SLOTS, ROWS, KEYS, SLOT, MASK_ALL,
+    )  # fmt: skip
     share, shares = tl.program_id(2), tl.num_programs(2)
 
     top = tl.full((ROWS,), float("-inf"), tl.float32 if FAR is None else tl.float64)
     total = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, BLOCK_DV), tl.float32)
-    for MASKED in tl.static_range(2):
-        if MASKED == 1 or not MASK_ALL:
-            steps = masked_steps if MASKED == 1 else inner_steps
-            for step in range(steps * share // shares, steps * (share + 1) // shares):
-                if MASKED == 1:
-                    start = _start(step, begin, before, inner, inner_steps, slots, SLOT, KEYS)
-                else:
-                    start = inner + step * KEYS
-                j = start + tl.arange(0, KEYS)
-                column = tl.minimum(j, num_keys - 1)
-                their = column if KEY_POSITIONS is None else tl.load(KEY_POSITIONS + batch * num_keys + column)
-                d = own[:, None] - their[None, :]
-                visible = None
-                if MASKED == 1:
-                    theirs = _load(KEY_DOCUMENTS, batch * num_keys + column[None, :])
-                    padded = _load(PADDING, batch * num_keys + column[None, :])
-                    visible = _visible(j[None, :], num_keys, d, lowest, farthest, first, last, document, theirs, padded)
-                high = _load(KEY_HIGH, both * num_keys + column[None, :])
-                low = _load(KEY_LOW, both * num_keys + column[None, :])
-                of_key = None if KEY_HIGH is None else _of_key(high, low, own_high, own_low)
-                k = _load_rows(keys, column, key_row, D, BLOCK_D)
-                logits, _ = _biased(
-                    _dot(q, tl.trans(k)), d, visible, table, of_key, row_scale, highest, softmax_scale, SCALES_PRIOR,
-                    MASKED == 1,
-                )  # fmt: skip
-                new_top = tl.maximum(top, tl.max(logits, 1))
-                # A row that has seen nothing yet: -inf less -inf would be nan.
-                base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED == 1 else new_top
-                weights = _power(logits - base[:, None])
-                fade = _power(top - base)
-                total = total * fade + tl.sum(weights, 1)
-                v = _load_rows(values, column, value_row, DV, BLOCK_DV)
-                out = out * fade[:, None] + _dot(weights.to(v.dtype), v)
-                top = new_top
+    # Blocks without masks, if there are any, then those with masks.
+    for MASKED in tl.static_range(1 if MASK_ALL else 0, 2):
+        steps = walk.masked_steps if MASKED else walk.inner_steps
+        for step in range(steps * share // shares, steps * (share + 1) // shares):
+            j = _start(step, walk, SLOTS, MASKED, SLOT, KEYS) + tl.arange(0, KEYS)
+            column = tl.minimum(j, num_keys - 1)
+            their = _side(column[None, :], 0, KEY_POSITIONS, KEY_DOCUMENTS, KEY_HIGH, KEY_LOW, batch, both, num_keys)
+            d = own.position - their.position
+            visible = None
+            if MASKED:
+                padded = _load(PADDING, batch * num_keys + column[None, :])
+                visible = _visible(j[None, :], num_keys, d, lowest, farthest, first, last, own, their, padded)
+            k = _load_rows(keys, column, key_row, D, BLOCK_D)
+            bias = _read(table, highest - d, visible)
+            products = _dot(q, tl.trans(k))
+            logits, _ = _biased(products, bias, own, their, visible, row_scale, softmax_scale, SCALES_PRIOR)
+            new_top = tl.maximum(top, tl.max(logits, 1))
+            # A row that has seen nothing yet: -inf less -inf would be nan.
+            base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+            weights = _power(logits - base[:, None])
+            fade = _power(top - base)
+            total = total * fade + tl.sum(weights, 1)
+            v = _load_rows(values, column, value_row, DV, BLOCK_DV)
+            out = out * fade[:, None] + _dot(weights.to(v.dtype), v)
+            top = new_top
 
     blind = total == 0.0
     out = out / tl.where(blind, 1.0, total)[:, None]
@@ -331,6 +340,7 @@ def query_grad_kernel(
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     both = tl.program_id(1).to(tl.int64)
     lowest, farthest = _reach(lowest, farthest, REACH)
+    MASK_ALL: tl.constexpr = not (FIRST is None and QUERY_POSITIONS is None and PADDING is None and SLOTS is None)
     table = None if TABLE is None else TABLE + head.to(tl.int64) * table_head
     keys = KEY + batch * key_batch + (head // group).to(tl.int64) * key_head
     values = VALUE + batch * value_batch + (head // group).to(tl.int64) * value_head
@@ -343,70 +353,46 @@ def query_grad_kernel(
     lse_grad = tl.load(LSE_GRAD + both * num_queries + row)
     constant = tl.load(CONSTANT + both * num_queries + row)
     row_scale = _load(ROW_SCALE, both * num_queries + row[:, None])
-    own_high = _load(OWN_HIGH, both * num_queries + row[:, None])
-    own_low = _load(OWN_LOW, both * num_queries + row[:, None])
     first = _load(FIRST, batch * num_queries + row[:, None])
     last = _load(LAST, batch * num_queries + row[:, None])
-    own = row + offset if QUERY_POSITIONS is None else tl.load(QUERY_POSITIONS + batch * num_queries + row)
-    document = _load(QUERY_DOCUMENTS, batch * num_queries + row[:, None])
-
-    MASK_ALL: tl.constexpr = (
-        FIRST is not None or QUERY_POSITIONS is not None or PADDING is not None or SLOTS is not None
-    )
-    inner, inner_steps, begin, before, masked_steps = _walk_along(
-        first_slot, tl.minimum(first_slot + ROWS, num_queries) - 1, first, last, offset, lowest, farthest, num_keys,
-        QUERY_POSITIONS is not None, MASK_ALL, KEYS,
-    )  # fmt: skip
-    slots = None
-    if SLOTS is not None:
-        place = both * tl.cdiv(num_queries, SLOT) + first_slot // SLOT
-        masked_steps = tl.load(COUNTS + place) * (SLOT // KEYS)
-        slots = SLOTS + place * tl.cdiv(num_keys, SLOT)
-
-    here = i < num_queries
+    own = _side(row[:, None], offset, QUERY_POSITIONS, QUERY_DOCUMENTS, OWN_HIGH, OWN_LOW, batch, both, num_queries)
+    here, some = i < num_queries, 1
     if FAR is not None:
         here = here & (tl.load(FAR + both * num_queries + row) != 0)
         some = tl.max(here.to(tl.int32), 0)
-        inner_steps, masked_steps = inner_steps * some, masked_steps * some
+    walk = _walk(
+        first_slot, num_queries, num_keys, first, last, offset, lowest, farthest, some, both,
+        QUERY_POSITIONS, COUNTS, SLOTS, ROWS, KEYS, SLOT, MASK_ALL,
+    )  # fmt: skip
 
     query_grad = tl.zeros((ROWS, BLOCK_D), tl.float32)
     mass = tl.zeros((ROWS,), tl.float32)
     found = tl.zeros((ROWS,), tl.float32)
     mean = tl.zeros((ROWS,), tl.float32)
     scale_grad = tl.zeros((ROWS,), tl.float32)
-    for MASKED in tl.static_range(2):
-        if MASKED == 1 or not MASK_ALL:
-            for step in range(masked_steps if MASKED == 1 else inner_steps):
-                if MASKED == 1:
-                    start = _start(step, begin, before, inner, inner_steps, slots, SLOT, KEYS)
-                else:
-                    start = inner + step * KEYS
-                j = start + tl.arange(0, KEYS)
-                column = tl.minimum(j, num_keys - 1)
-                their = column if KEY_POSITIONS is None else tl.load(KEY_POSITIONS + batch * num_keys + column)
-                d = own[:, None] - their[None, :]
-                visible = None
-                if MASKED == 1:
-                    theirs = _load(KEY_DOCUMENTS, batch * num_keys + column[None, :])
-                    padded = _load(PADDING, batch * num_keys + column[None, :])
-                    visible = _visible(j[None, :], num_keys, d, lowest, farthest, first, last, document, theirs, padded)
-                high = _load(KEY_HIGH, both * num_keys + column[None, :])
-                low = _load(KEY_LOW, both * num_keys + column[None, :])
-                of_key = None if KEY_HIGH is None else _of_key(high, low, own_high, own_low)
-                k = _load_rows(keys, column, key_row, D, BLOCK_D)
-                v = _load_rows(values, column, value_row, DV, BLOCK_DV)
-                logits, scaled = _biased(
-                    _dot(q, tl.trans(k)), d, visible, table, of_key, row_scale, highest, softmax_scale, SCALES_PRIOR,
-                    MASKED == 1,
-                )  # fmt: skip
-                weights = _power(logits - lse[:, None])
-                logits_grad = weights * (_dot(o, tl.trans(v)) - constant[:, None])
-                mass += tl.sum(weights, 1)
-                found += tl.sum(logits_grad, 1)
-                if SCALE_GRAD is not None:
-                    mean += tl.sum(weights * scaled, 1).to(tl.float32)
-                    scale_grad += tl.sum(logits_grad * scaled, 1).to(tl.float32)
-                query_grad += _dot(logits_grad.to(k.dtype), k)
+    for MASKED in tl.static_range(1 if MASK_ALL else 0, 2):
+        for step in range(walk.masked_steps if MASKED else walk.inner_steps):
+            j = _start(step, walk, SLOTS, MASKED, SLOT, KEYS) + tl.arange(0, KEYS)
+            column = tl.minimum(j, num_keys - 1)
+            their = _side(column[None, :], 0, KEY_POSITIONS, KEY_DOCUMENTS, KEY_HIGH, KEY_LOW, batch, both, num_keys)
+            d = own.position - their.position
+            visible = None
+            if MASKED:
+                padded = _load(PADDING, batch * num_keys + column[None, :])
+                visible = _visible(j[None, :], num_keys, d, lowest, farthest, first, last, own, their, padded)
+            k = _load_rows(keys, column, key_row, D, BLOCK_D)
+            v = _load_rows(values, column, value_row, DV, BLOCK_DV)
+            bias = _read(table, highest - d, visible)
+            products = _dot(q, tl.trans(k))
+            logits, scaled = _biased(products, bias, own, their, visible, row_scale, softmax_scale, SCALES_PRIOR)
+            weights = _power(logits - lse[:, None])
+            logits_grad = weights * (_dot(o, tl.trans(v)) - constant[:, None])
+            mass += tl.sum(weights, 1)
+            found += tl.sum(logits_grad, 1)
+            if SCALE_GRAD is not None:
+                mean += tl.sum(weights * scaled, 1).to(tl.float32)
+                scale_grad += tl.sum(logits_grad * scaled, 1).to(tl.float32)
+            query_grad += _dot(logits_grad.to(k.dtype), k)
 
     blind = mass == 0.0
     inverse = tl.where(blind, 0.0, 1.0 / tl.where(blind, 1.0, mass))
@@ -444,6 +430,7 @@ def key_grad_kernel(
     kv_heads = heads // group
     batch, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
     lowest, farthest = _reach(lowest, farthest, REACH)
+    MASK_ALL: tl.constexpr = not (FIRST is None and QUERY_POSITIONS is None and PADDING is None and SLOTS is None)
 
     j = first_slot + tl.arange(0, KEYS)
     column = tl.minimum(j, num_keys - 1)
@@ -451,22 +438,10 @@ def key_grad_kernel(
     v = _load_rows(VALUE + batch * value_batch + kv_head.to(tl.int64) * value_head, column, value_row, DV, BLOCK_DV)
     first = _load(FIRST, batch * num_keys + column[:, None])
     last = _load(LAST, batch * num_keys + column[:, None])
-    their = column if KEY_POSITIONS is None else tl.load(KEY_POSITIONS + batch * num_keys + column)
-    theirs = _load(KEY_DOCUMENTS, batch * num_keys + column[:, None])
+    place = _side(column[:, None], 0, KEY_POSITIONS, KEY_DOCUMENTS, None, None, batch, 0, num_keys)
     padded = _load(PADDING, batch * num_keys + column[:, None])
-
-    MASK_ALL: tl.constexpr = (
-        FIRST is not None or QUERY_POSITIONS is not None or PADDING is not None or SLOTS is not None
-    )
-    inner, inner_steps, begin, before, masked_steps = _walk_along(
-        first_slot, tl.minimum(first_slot + KEYS, num_keys) - 1, first, last, -offset, -farthest, -lowest, num_queries,
-        QUERY_POSITIONS is not None, MASK_ALL, ROWS,
-    )  # fmt: skip
-    here = j < num_keys
-    if FAR is not None:
-        some = tl.load(FAR).to(tl.int32)
-        here = j < num_keys * some
-        inner_steps, masked_steps = inner_steps * some, masked_steps * some
+    some = 1 if FAR is None else tl.load(FAR).to(tl.int32)
+    here = j < num_keys * some
 
     key_grad = tl.zeros((KEYS, BLOCK_D), tl.float32)
     value_grad = tl.zeros((KEYS, BLOCK_DV), tl.float32)
@@ -476,61 +451,46 @@ def key_grad_kernel(
         queries = QUERY + batch * query_batch + head.to(tl.int64) * query_head
         out_grads = OUT_GRAD + batch * grad_batch + head.to(tl.int64) * grad_head
         table = None if TABLE is None else TABLE + head.to(tl.int64) * table_head
-        high = _load(KEY_HIGH, both * num_keys + column[:, None])
-        low = _load(KEY_LOW, both * num_keys + column[:, None])
+        high = _load(KEY_HIGH, both * num_keys + column[:, None], place.high)
+        low = _load(KEY_LOW, both * num_keys + column[:, None], place.low)
+        own = Side(place.position, place.document, high, low)
         bias_grad = tl.zeros((KEYS,), tl.float32)
-        slots = None
-        if SLOTS is not None:
-            place = both * tl.cdiv(num_keys, SLOT) + first_slot // SLOT
-            masked_steps = tl.load(COUNTS + place) * (SLOT // ROWS)
-            if FAR is not None:
-                masked_steps = masked_steps * some
-            slots = SLOTS + place * tl.cdiv(num_queries, SLOT)
-        for MASKED in tl.static_range(2):
-            if MASKED == 1 or not MASK_ALL:
-                for step in range(masked_steps if MASKED == 1 else inner_steps):
-                    if MASKED == 1:
-                        start = _start(step, begin, before, inner, inner_steps, slots, SLOT, ROWS)
-                    else:
-                        start = inner + step * ROWS
-                    i = start + tl.arange(0, ROWS)
-                    row = tl.minimum(i, num_queries - 1)
-                    if QUERY_POSITIONS is None:
-                        own = row + offset
-                    else:
-                        own = tl.load(QUERY_POSITIONS + batch * num_queries + row)
-                    d = own[None, :] - their[:, None]
-                    visible = None
-                    if MASKED == 1:
-                        document = _load(QUERY_DOCUMENTS, batch * num_queries + row[None, :])
-                        visible = _visible(
-                            i[None, :], num_queries, d, lowest, farthest, first, last, document, theirs, padded
-                        )
-                    row_scale = _load(ROW_SCALE, both * num_queries + row[None, :])
-                    q = _load_rows(queries, row, query_row, D, BLOCK_D)
-                    o = _load_rows(out_grads, row, grad_row, DV, BLOCK_DV)
-                    lse = tl.load(LSE + both * num_queries + row)
-                    rest = tl.load(REST + both * num_queries + row)
-                    constant = tl.load(CONSTANT + both * num_queries + row)
-                    own_high = _load(OWN_HIGH, both * num_queries + row[None, :])
-                    own_low = _load(OWN_LOW, both * num_queries + row[None, :])
-                    of_key = None if KEY_HIGH is None else _of_key(high, low, own_high, own_low)
-                    logits, _ = _biased(
-                        _dot(k, tl.trans(q)), d, visible, table, of_key, row_scale, highest, softmax_scale,
-                        SCALES_PRIOR, MASKED == 1,
-                    )  # fmt: skip
-                    weights = tl.exp2(((logits - lse[None, :]) * LOG2_E).to(tl.float32) + rest[None, :])
-                    logits_grad = weights * (_dot(v, tl.trans(o)) - constant[None, :])
-                    value_grad += _dot(weights.to(o.dtype), o)
-                    scaled_grad = logits_grad if row_scale is None else logits_grad * row_scale
-                    key_grad += _dot(scaled_grad.to(q.dtype), q)
-                    prior_grad = scaled_grad if SCALES_PRIOR else logits_grad
-                    if BIAS_GRAD is not None:
-                        bias_grad += tl.sum(prior_grad, 1)
-                    if TABLE_GRAD is not None:
-                        places = TABLE_GRAD + head.to(tl.int64) * table_head + (highest - d)
-                        units = (prior_grad.to(tl.float64) * tl.load(UNITS)).to(tl.int64)
-                        tl.atomic_add(places, units, mask=visible & here[:, None], sem="relaxed")
+        walk = _walk(
+            first_slot, num_keys, num_queries, first, last, -offset, -farthest, -lowest, some, both,
+            QUERY_POSITIONS, COUNTS, SLOTS, KEYS, ROWS, SLOT, MASK_ALL,
+        )  # fmt: skip
+        for MASKED in tl.static_range(1 if MASK_ALL else 0, 2):
+            for step in range(walk.masked_steps if MASKED else walk.inner_steps):
+                i = _start(step, walk, SLOTS, MASKED, SLOT, ROWS) + tl.arange(0, ROWS)
+                row = tl.minimum(i, num_queries - 1)
+                row_scale = _load(ROW_SCALE, both * num_queries + row[None, :])
+                q = _load_rows(queries, row, query_row, D, BLOCK_D)
+                o = _load_rows(out_grads, row, grad_row, DV, BLOCK_DV)
+                lse = tl.load(LSE + both * num_queries + row)
+                rest = tl.load(REST + both * num_queries + row)
+                constant = tl.load(CONSTANT + both * num_queries + row)
+                products = _dot(k, tl.trans(q))
+                their = _side(
+                    row[None, :], offset, QUERY_POSITIONS, QUERY_DOCUMENTS, OWN_HIGH, OWN_LOW, batch, both, num_queries
+                )
+                d = their.position - own.position
+                visible = None
+                if MASKED:
+                    visible = _visible(i[None, :], num_queries, d, lowest, farthest, first, last, their, own, padded)
+                bias = _read(table, highest - d, visible)
+                logits, _ = _biased(products, bias, their, own, visible, row_scale, softmax_scale, SCALES_PRIOR)
+                weights = tl.exp2(((logits - lse[None, :]) * LOG2_E).to(tl.float32) + rest[None, :])
+                logits_grad = weights * (_dot(v, tl.trans(o)) - constant[None, :])
+                value_grad += _dot(weights.to(o.dtype), o)
+                scaled_grad = logits_grad if row_scale is None else logits_grad * row_scale
+                key_grad += _dot(scaled_grad.to(q.dtype), q)
+                prior_grad = scaled_grad if SCALES_PRIOR else logits_grad
+                if BIAS_GRAD is not None:
+                    bias_grad += tl.sum(prior_grad, 1)
+                if TABLE_GRAD is not None:
+                    places = TABLE_GRAD + head.to(tl.int64) * table_head + (highest - d)
+                    units = (prior_grad.to(tl.float64) * tl.load(UNITS)).to(tl.int64)
+                    tl.atomic_add(places, units, mask=visible & here[:, None], sem="relaxed")
         if BIAS_GRAD is not None:
             places = BIAS_GRAD + both * num_keys + j
             if FAR is not None:
@@ -599,26 +559,17 @@ def table_grad_kernel(
             work = kept if FIRST is None else work & kept
         if work:
             padded = _load(PADDING, batch * num_keys + column[None, :])
-            visible = _visible(j[None, :], num_keys, d, lowest, farthest, first, last, None, None, padded)
-            visible = visible & (i[:, None] < num_queries)
             q = _load_rows(queries, row, query_row, D, BLOCK_D)
             o = _load_rows(out_grads, row, grad_row, DV, BLOCK_DV)
             k = _load_rows(keys, column, key_row, D, BLOCK_D)
             v = _load_rows(values, column, value_row, DV, BLOCK_DV)
-            logits = _dot(q, tl.trans(k)) * softmax_scale
-            whole = bias
-            if KEY_HIGH is not None:
-                high = tl.load(KEY_HIGH + both * num_keys + column)[None, :]
-                low = _load(KEY_LOW, both * num_keys + column[None, :])
-                own_high = _load(OWN_HIGH, both * num_queries + row[:, None])
-                own_low = _load(OWN_LOW, both * num_queries + row[:, None])
-                whole = bias + _of_key(high, low, own_high, own_low)
-            if ROW_SCALE is not None:
-                row_scale = tl.load(ROW_SCALE + both * num_queries + row)[:, None]
-                logits = (logits + whole) * row_scale if SCALES_PRIOR else logits * row_scale + whole
-            else:
-                logits = logits + whole
-            logits = tl.where(visible, logits, float("-inf"))
+            products = _dot(q, tl.trans(k))
+            own = _side(row[:, None], 0, None, None, OWN_HIGH, OWN_LOW, batch, both, num_queries)
+            their = _side(column[None, :], 0, None, None, KEY_HIGH, KEY_LOW, batch, both, num_keys)
+            row_scale = _load(ROW_SCALE, both * num_queries + row[:, None])
+            visible = _visible(j[None, :], num_keys, d, lowest, farthest, first, last, own, their, padded)
+            visible = visible & (i[:, None] < num_queries)
+            logits, _ = _biased(products, bias, own, their, visible, row_scale, softmax_scale, SCALES_PRIOR)
             lse = tl.load(LSE + both * num_queries + row)
             rest = tl.load(REST + both * num_queries + row)
             constant = tl.load(CONSTANT + both * num_queries + row)
