@@ -93,6 +93,8 @@ def test_values_and_gradients(name: str) -> None:
         tolerance = float32_tolerance(case)
         for part, error in found.items():
             inherited = 4 * ROUNDING * largest if part in expected.grads else 0.0
+            if case.key_bias is not None and case.attn_mask is not None:
+                inherited += ROUNDING * largest  # scores are less the best of all keys, which a mask may hide
             compared += part in expected.grads
             assert error <= tolerance + inherited, f"{part}: {error:.2e} > {tolerance:.2e} + {inherited:.2e}"
 

@@ -13,6 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, PriorAttention, SSMax, attend
 from attention_priors.attention import attend_with_weights
+from attention_priors.attention.geometry import Geometry
+from attention_priors.attention.key_bias import best_seen
 
 
 def some(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -183,3 +185,33 @@ def test_beside_a_table_and_under_wider_values(num_queries: int) -> None:
         found = attend(query, key, value, prior, key_bias=bias, tolerance=tolerance, return_lse=True)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(key, before)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 9), (5, 9), (9, 9), (12, 9)])
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_best_that_each_query_sees(num_queries: int, num_keys: int, causal: bool, documents: bool) -> None:
+    """More queries than keys, and padding at the start whose numbers mean nothing."""
+    if documents and num_queries > num_keys:
+        return
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(2, 3, num_keys, dtype=torch.float64, generator=generator)
+    padding = torch.arange(num_keys) < torch.tensor([[2], [0]])
+    numbers[0, :, :2] = 1e20
+    ids = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1], [7, 7, 8, 8, 8, 8, 8, 8, 8]]) if documents else None
+    own = None if ids is None else ids[:, num_keys - num_queries :]
+    geometry = Geometry(2, 3, num_queries, num_keys, torch.device("cpu"), causal, None, None, own, ids, padding)
+    found = best_seen(numbers, geometry)
+    visible = geometry.visible()
+    assert visible is not None
+    expected = numbers.unsqueeze(-2).masked_fill(~visible, -math.inf).amax(-1).expand(-1, -1, num_queries)
+    seen = expected > -math.inf
+    assert torch.equal(found[seen], expected[seen])
+
+
+def test_a_document_in_several_runs_one_of_which_is_padding() -> None:
+    """Then the best of all keys is taken: near enough for float32."""
+    documents, padding = torch.tensor([[0, 1, 1, 0, 1]]), torch.tensor([[False, True, True, False, False]])
+    numbers = torch.tensor([[[3.0, 1e20, 1e20, 5.0, 4.0]]], dtype=torch.float64)
+    geometry = Geometry(1, 1, 5, 5, torch.device("cpu"), True, None, None, documents, documents, padding)
+    assert best_seen(numbers, geometry).tolist() == [[[3.0, 5.0, 5.0, 5.0, 4.0]]]

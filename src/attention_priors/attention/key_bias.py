@@ -59,10 +59,13 @@ def best_seen(key_bias: Tensor, geometry: Geometry) -> Tensor:
             before = pad(best[..., :-step], (step, 0), value=-math.inf)
             best, step = torch.where(slots - step >= first, torch.maximum(best, before), best), 2 * step
     own = slots if geometry.causal and not geometry.has_given_positions else last
-    behind = geometry.num_keys - geometry.num_queries
-    places = pad(own.expand_as(last)[..., max(0, behind) :], (max(0, -behind), 0))
+    # Queries end at the last key: where there are more of them, the first ones lie before all keys.
+    queries = torch.arange(geometry.num_keys - geometry.num_queries, geometry.num_keys, device=numbers.device)
+    places = own.expand_as(last)[..., queries.clamp(min=0)]
     shape = max(len(best), len(places)), best.shape[1], -1
-    return best.expand(shape).gather(-1, places.expand(shape))
+    found = best.expand(shape).gather(-1, places.expand(shape))
+    # Where documents are no runs, a query may find nothing but padding in its own.
+    return torch.where(found > LOG_PRIOR_FLOOR, found, numbers.amax(-1, keepdim=True))
 
 
 def in_two(numbers: Tensor) -> tuple[Tensor, Tensor]:
