@@ -193,8 +193,23 @@ def test_a_check_is_not_seen_and_takes_no_default_device() -> None:
 
 @interpreted
 @pytest.mark.usefixtures("checked_on_cpu")
-def test_a_check_that_ends_early_says_nothing() -> None:
-    with mock.patch.object(selftest, "errors", side_effect=RuntimeError("no compiler")):
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("full"), KeyboardInterrupt("stop")], ids=["memory", "interrupt"]
+)
+def test_a_check_that_ends_early_says_nothing(error: BaseException) -> None:
+    with mock.patch.object(selftest, "errors", side_effect=error):
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="no compiler"):
+            with pytest.raises(type(error), match=str(error)):
                 attend(QUERY, QUERY, VALUE, Laplace(2), backend="triton")
+    attend(QUERY, QUERY, VALUE, Laplace(2), backend="triton")
+
+
+@interpreted
+@pytest.mark.usefixtures("checked_on_cpu")
+def test_kernels_that_do_not_compile_are_left_alone() -> None:
+    with (
+        mock.patch.object(selftest, "errors", side_effect=RuntimeError("no C\ncompiler " + 300 * "x")),
+        pytest.warns(RuntimeWarning, match="do not run on cpu for table in torch.float32: RuntimeError: no C compiler"),
+        pytest.raises(ValueError, match="its kernels do not run"),
+    ):
+        attend(QUERY, QUERY, VALUE, Laplace(2), backend="triton")

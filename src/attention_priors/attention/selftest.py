@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
@@ -93,9 +94,8 @@ def errors(variant: Variant, backend: Any, device: torch.device) -> dict[str, fl
     terms: list[Prior] = [Laplace(HEADS, learn=True)] if "table" in parts else []
     terms += [Window(HEADS, 70)] if "window" in parts else []
     prior = sum(terms[1:], terms[0]).to(device) if terms else None
-    options: dict[str, Any] = {"causal": "both directions" not in parts}
-    if "pruned" in parts:
-        options["tolerance"] = 1e-7
+    tolerance = 1e-7 if "pruned" in parts else 0.0
+    options: dict[str, Any] = {"causal": "both directions" not in parts, "tolerance": tolerance}
     if "scale of all" in parts or "scale of content" in parts:
         options["logit_scale"] = SSMax(HEADS, 0.3, include_prior="scale of all" in parts).to(device)
     if "documents" in parts:
@@ -139,6 +139,11 @@ def worst(found: dict[str, float]) -> str:
     return max(found, key=lambda name: math.inf if math.isnan(found[name]) else found[name])
 
 
+def in_a_line(error: Exception) -> str:
+    """Its kind and what it says, which may be a page of source."""
+    return shorten(f"{type(error).__name__}: {error}", 200)
+
+
 _faults: dict[tuple[torch.device, Variant], str | None] = {}
 
 
@@ -150,18 +155,21 @@ def fault(device: torch.device, *kind: Any) -> str | None:
         if is_captured():
             return None  # a captured graph has been run before
         _faults[place] = None  # the check itself asks
+        where = f"on {device} for {variant} in {variant.dtype}"
         try:
             with torch.inference_mode(False), temporarily_clear_interpreter_stack():
                 found = errors(variant, "triton", device)
-        except BaseException:
-            del _faults[place]  # it is not known
-            raise
-        name = worst(found)
-        if not found[name] <= ALLOWED[variant.dtype]:
-            _faults[place] = (
-                f"its kernels are wrong on {device} for {variant} in {variant.dtype}: the {name} is off by "
-                f"{found[name]:.1e} of its size; please report it with what `attention-priors selftest` prints"
-            )
+            name = worst(found)
+            wrong = f"are wrong {where}: the {name} is off by {found[name]:.1e} of its size"
+            right = found[name] <= ALLOWED[variant.dtype]
+        except BaseException as error:
+            if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, Exception):
+                del _faults[place]  # it is not known
+                raise
+            # There is no compiler, or one that does not know these kernels.
+            wrong, right = f"do not run {where}: {in_a_line(error)}", False
+        if not right:
+            _faults[place] = f"its kernels {wrong}; please report it with what `attention-priors selftest` prints"
             warnings.warn(f"backend='triton' is not used: {_faults[place]}", RuntimeWarning, stacklevel=2)
     return _faults[place]
 

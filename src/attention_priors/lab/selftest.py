@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from attention_priors.attention.selftest import ALLOWED, VARIANTS, Variant, errors, worst
+from attention_priors.attention.selftest import ALLOWED, VARIANTS, Variant, errors, in_a_line, worst
 from attention_priors.lab.machine import processor, versions
 from attention_priors.lab.tasks.subject import device_named
 
@@ -44,6 +44,10 @@ def compare_engines(device: str | None, write: Callable[[str], None]) -> bool:
                 if (engine, str(refused)) not in told:  # once
                     write(f"{start}{str(refused).split(': ', 1)[-1]} | | | not here |")
                     told.add((engine, str(refused)))
+                continue
+            except Exception as failed:  # a compiler that fails: the table is there to tell of it
+                write(f"{start}{in_a_line(failed)} | | | FAILED |")
+                right = False
                 continue
             name = worst(found)
             good = found[name] <= ALLOWED[variant.dtype]
