@@ -25,6 +25,7 @@ def _forward(
     attention_mask: Tensor,
     dropout: float = 0.0,
     scaling: float = 1.0,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """One text per row, without a cache: slots are positions, but for padding at the left."""
@@ -46,7 +47,10 @@ def _forward(
         scale = attached.logit_scale(visible.sum(-1), torch.float64).unsqueeze(-1)
         include = attached.logit_scale.include_prior
     logits = (logits + log_prior) * scale if include else logits * scale + log_prior
-    weights = logits.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0)
+    logits = logits.masked_fill(~visible, float("-inf"))
+    if s_aux is not None:
+        logits = torch.cat([logits, s_aux.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], dim=-1)
+    weights = logits.softmax(-1).nan_to_num(0.0)[..., :length]
     return (weights.to(value.dtype) @ value).transpose(1, 2), None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dense_attention import dense_logits
-from tiny_models import FAMILIES, HEADS, LAYERS, LLAMA, WINDOW, YARN, tiny, tokens
+from tiny_models import FAMILIES, HEADS, LAYERS, LLAMA, WINDOW, WITH_SINKS, YARN, tiny, tokens
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -85,11 +85,52 @@ def in_chunks(model: Any, cache: Any, mask: Tensor | None, ends: tuple[int, ...]
 def test_at_the_uniform_start_nothing_changes(family: str) -> None:
     model = tiny(family)
     before = everything(model)
-    attach(model, **UNIFORM)
+    # Beside a sink a constant counts, and that of the Generalized Gaussian's uniform start is -1.
+    options: dict[str, Any] = UNIFORM | ({"prior": "relative_buckets"} if family in WITH_SINKS else {})
+    attach(model, **options)
     assert len(attached_priors(model)) == LAYERS
     after = everything(model)
     for name, logits in before.items():
         assert float((after[name] - logits).abs().max()) <= 1e-5, name
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("family", WITH_SINKS)
+def test_sinks_stay_also_in_layers_without_a_prior(family: str, layer: int) -> None:
+    model = tiny(family)
+    before = everything(model)
+    attach(model, "uniform", layers=[layer])
+    for name, logits in everything(model).items():
+        assert float((before[name] - logits).abs().max()) <= 1e-5, name
+
+
+def test_a_constant_beside_sinks_is_told() -> None:
+    """The Generalized Gaussian's uniform start is -1 nat everywhere."""
+    with pytest.warns(UserWarning, match="layer 0 has sinks beside its keys, and the prior is -1 nats"):
+        attach(tiny("gpt_oss"), "generalized_gaussian")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attach(tiny("gpt_oss"), "laplace")
+        attach(tiny("llama"), "generalized_gaussian")
+
+
+@pytest.mark.parametrize("layers", [None, [0], [1]])
+@pytest.mark.parametrize("family", WITH_SINKS)
+def test_sinks_train(family: str, layers: list[int] | None) -> None:
+    """As they do in the model as it was."""
+    grads = []
+    for attached in (False, True):
+        model = tiny(family)
+        if attached:
+            attach(model, "uniform", layers=layers)
+        model(IDS, labels=IDS).loss.backward()
+        sinks = {name: x.grad for name, x in model.named_parameters() if name.endswith("sinks")}
+        assert len(sinks) == (1 if family == "mimo_v2_flash" else LAYERS)
+        grads.append(sinks)
+    for name, grad in grads[0].items():
+        assert grad is not None
+        assert float(grad.abs().min()) > 0
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-3, atol=1e-7)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -119,7 +160,7 @@ def test_models_made_from_one_config_have_nothing_to_do_with_each_other(family: 
     attach(one, **STATIONARY)
     assert other.config.to_dict() == before
     assert other.config._attn_implementation == implementation
-    assert {id(m.config) for m in one.modules() if hasattr(m, "config")} == {id(one.config)}
+    assert all(getattr(module, "config", None) is not other.config for module in one.modules())
     attach(other, "laplace")
     assert one.config.attached_priors["prior"] == STATIONARY["prior"]
     for model in (one, other):
@@ -444,7 +485,7 @@ def test_without_positions_of_its_own_a_model_sees_a_set(family: str) -> None:
     sizes: dict[str, Any] = {"n_layer" if family == "gpt2" else "num_hidden_layers": 1}
     if family == "mistral":
         sizes["sliding_window"] = None  # a window is a position
-    if family == "gemma3":
+    if family in ("gemma3", *WITH_SINKS):
         sizes["layer_types"] = ["full_attention"]
     order = torch.cat([torch.arange(18, -1, -1), torch.tensor([19])])
     one_layer = tiny(family, **sizes)

@@ -147,11 +147,6 @@ def test_models_that_bypass_the_interface() -> None:
 def test_models_with_numerics_of_their_own() -> None:
     config: Any = hf.Gemma2Config(**SIZES, intermediate_size=48, num_key_value_heads=2, head_dim=8)
     refused(hf.Gemma2ForCausalLM(config), r"layer 0 \(Gemma2Attention\): its logits are capped")
-    config = hf.GptOssConfig(**SIZES, intermediate_size=48, num_key_value_heads=2, head_dim=8, num_local_experts=2)
-    refused(hf.GptOssForCausalLM(config), r"layer 0 \(GptOssAttention\): it has sinks")
-    some = tiny("llama")  # as MiMo, which has sinks in its sliding windows
-    some.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(4))
-    refused(some, r"layer 1 \(LlamaAttention\), which layers leaves as it is: it has sinks", layers=[0])
 
 
 def test_encoders() -> None:
@@ -177,9 +172,6 @@ def test_a_mask_that_does_not_say_where_queries_stand() -> None:
         attention_forward(module, query, key, key, None)
     with pytest.raises(ValueError, match="softcap="):
         attention_forward(module, query, key, key, None, softcap=30.0)
-    plain = tiny("llama").model.layers[0].self_attn
-    with pytest.raises(ValueError, match="s_aux="):
-        attention_forward(plain, query, key, key, None, s_aux=torch.zeros(4))
     with pytest.raises(ValueError, match="attention_mask must be"):
         attention_forward(module, query, key, key, torch.ones(1, 7))
     assert model(tokens(1, 4)).logits.shape == (1, 4, 64)

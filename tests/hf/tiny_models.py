@@ -34,6 +34,8 @@ _GPT2: dict[str, Any] = {
 }
 _OPT = {key: value for key, value in _SIZES.items() if key != "initializer_range"}
 
+_HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA),
     "mistral": ("MistralForCausalLM", "MistralConfig", LLAMA | {"sliding_window": WINDOW}),
@@ -45,6 +47,20 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW}
         | {"layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        LLAMA | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": WINDOW},
+    ),
+    "granite_swa": ("GraniteSWAForCausalLM", "GraniteSWAConfig", LLAMA | {"sliding_window": WINDOW}),
+    "mimo_v2_flash": (
+        "MiMoV2FlashForCausalLM",
+        "MiMoV2FlashConfig",
+        LLAMA
+        | {"head_dim": 8, "v_head_dim": 12, "sliding_window": WINDOW}
+        | {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _HALF)}
+        | {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 24},
+    ),
     "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", LLAMA),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _SIZES | {"intermediate_size": 48}),
@@ -53,6 +69,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Classes of model and configuration, and the configuration's arguments."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 """Rotary positions whose scaling multiplies the logits too."""
+WITH_SINKS = ("gpt_oss", "granite_swa", "mimo_v2_flash")
+"""Families that have a place beside the keys, whose logits are parameters."""
 LAYERS = 2
 HEADS = 4
 
@@ -61,7 +79,11 @@ def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
     """The model, in evaluation mode."""
     torch.manual_seed(seed)
     model, config, arguments = FAMILIES[family]
-    return getattr(hf, model)(getattr(hf, config)(**arguments | changes)).eval()
+    made = getattr(hf, model)(getattr(hf, config)(**arguments | changes)).eval()
+    for module in made.modules():
+        if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):
+            torch.nn.init.normal_(module.sinks)
+    return made
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:

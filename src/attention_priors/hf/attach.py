@@ -21,7 +21,7 @@ from attention_priors.hf.heads import OnHeads, ScaleOnHeads, on_heads
 from attention_priors.hf.interface import ATTRIBUTE, IMPLEMENTATION, AttachedPrior, register
 from attention_priors.models.decoder import PriorDecoderConfig
 from attention_priors.models.pretrained import check_can_be_loaded
-from attention_priors.priors import Prior, Sum, prior_from_config
+from attention_priors.priors import Prior, Structure, Sum, prior_from_config
 from attention_priors.priors.base import check_over_line
 
 CONFIG_KEY = "attached_priors"
@@ -62,8 +62,9 @@ def attach(
     """Give the attention of a transformers decoder a prior: it is changed in place.
 
     The layers' logits become ``c_i · (<q_i, k_j> · scaling + K_ij)``, as in :func:`attend`, under the model's own
-    masks: causal, padding, sliding windows, packed sequences. With a uniform ``K`` and ``c = 1`` the model computes
-    what it did. Everything of transformers goes on working: ``generate``, caches, ``Trainer``, PEFT,
+    masks: causal, padding, sliding windows, packed sequences. With ``K = 0`` and ``c = 1`` the model computes what it
+    did. Learned sinks of the model's own (GPT-OSS, Granite-SWA, MiMo-V2) stay and train; beside them a constant in
+    ``K`` counts. Everything of transformers goes on working: ``generate``, caches, ``Trainer``, PEFT,
     ``save_pretrained`` (:func:`load_attached` loads what it saves, :func:`save_adapter` saves the attached part alone).
 
     The model's config then is a copy: others may have been made from the same, and to them nothing is attached.
@@ -125,6 +126,7 @@ def attach(
         except ValueError as error:
             raise ValueError(f"layer {index} ({type(module).__name__}): {error}") from error
         parts[index] = part.to(_device_of(module)).train(module.training)
+    _warn_of_constants({index: part.prior for index, part in parts.items() if _has_sinks(chosen[index])}, model.device)
     state = _State(cast(str, model.config._attn_implementation))
     configs: list[tuple[nn.Module, Any]] = []
     try:
@@ -390,8 +392,6 @@ def _not_computed(module: nn.Module) -> str | None:
     cap = getattr(module.config, "attn_logit_softcapping", None)
     if cap is not None:
         return f"its logits are capped (attn_logit_softcapping={cap!r}), which attend() does not compute"
-    if isinstance(getattr(module, "sinks", None), Tensor):
-        return "it has sinks of its own, which attend() does not compute"
     return None
 
 
@@ -400,6 +400,28 @@ def _check_attention(module: nn.Module) -> None:
         raise ValueError(problem)
     if getattr(module, "is_causal", True) is False:
         raise ValueError("it is bidirectional; attach() is for decoders")
+
+
+def _has_sinks(module: nn.Module) -> bool:
+    """Whether a place beside the keys takes a share of the weight, as in GPT-OSS: its logits are parameters."""
+    return isinstance(getattr(module, "sinks", None), Tensor)
+
+
+@torch.no_grad()
+def _warn_of_constants(priors: Mapping[int, Prior | None], device: torch.device) -> None:
+    """Warn where a prior's constant, which a softmax over keys alone does not see, moves weight to sinks."""
+    for index, prior in priors.items():
+        if prior is None or Structure.STATIONARY not in prior.structure:
+            continue
+        best = copy.deepcopy(prior).to(device).log_prior_at(torch.arange(1024, device=device)).amax(-1)
+        if float(best.abs().max()) > 0.01:
+            warnings.warn(
+                f"layer {index} has sinks beside its keys, and the prior is {float(best.min()):.2g} nats where it is "
+                "largest: that much weight moves from the keys to the sinks, or back. A prior whose largest number is "
+                "0, such as 'laplace' or 'relative_buckets', leaves their share as it was",
+                stacklevel=3,
+            )
+            return
 
 
 def _make_part(

@@ -27,7 +27,6 @@ PEFT_PREFIX = "base_model.model."
 """Start of the names that PEFT gives to the modules of a model."""
 REFUSED = {
     "softcap": "capped logits",
-    "s_aux": "sinks of the model's own",
     "position_bias": "a position bias of the model's own",
     "cache": "a paged cache (continuous batching)",
 }
@@ -116,8 +115,9 @@ def attention_forward(
     for name, what in REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} calls attention with {name}= ({what}), which has no prior form")
-    if attached is None and not wants_weights:
-        # SDPA, exactly as it is without anything attached.
+    sinks: Tensor | None = kwargs.pop("s_aux", None)
+    if attached is None and not wants_weights and sinks is None:
+        # SDPA, exactly as it is without anything attached. (Sinks it would leave out without a word.)
         mask = attention_mask.matrix(skip=True) if isinstance(attention_mask, KeysMask) else attention_mask
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
@@ -134,6 +134,7 @@ def attention_forward(
         # Documents have no padding between them.
         scale = _WithinWindow(scale, keys.window, None if keys.documents is not None else keys.tokens_in_window())
     options = keys.options(prior) | {"logit_scale": scale, "softmax_scale": scaling, "dropout_p": dropout}
+    options["null_logit"] = sinks
     weights = None
     with beside(query, prior):
         if wants_weights:
