@@ -20,7 +20,7 @@ from attention_priors import GeneralizedGaussian, Laplace, Prior, SSMax, attend,
 from attention_priors.attention import reference as dense
 from attention_priors.attention.plan import Backend, why_not
 from attention_priors.attention.problem import make_problem
-from attention_priors.attention.tiles import backward, block_problem, forward, tiling
+from attention_priors.attention.tiles import backward, bare, block_problem, forward, tiling
 from attention_priors.priors import CATALOGUE, Axial, Radial, Structure
 from attention_priors.priors.base import Lanes
 
@@ -268,6 +268,7 @@ def in_blocks_of(size: int | None) -> Iterator[None]:
         mock.patch.object(dense, "block_length", return_value=size),
         mock.patch.object(block_problem, "FEW_PAIRS", 0),
         mock.patch.object(tiling, "FEW_PAIRS", 0),
+        mock.patch.multiple(bare, FEW_PAIRS=0, VIEWED_PAIRS=0),
     ):
         yield
 

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from attention_priors.attention.tiles import block_problem, tiling
+from attention_priors.attention.tiles import bare, block_problem, tiling
 
 
 @pytest.fixture(params=["in one tile", "in tiles"])
@@ -14,5 +14,9 @@ def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param == "in one tile":
         yield
         return
-    with mock.patch.object(block_problem, "FEW_PAIRS", 0), mock.patch.object(tiling, "FEW_PAIRS", 0):
+    with (
+        mock.patch.object(block_problem, "FEW_PAIRS", 0),
+        mock.patch.object(tiling, "FEW_PAIRS", 0),
+        mock.patch.multiple(bare, FEW_PAIRS=0, VIEWED_PAIRS=0),
+    ):
         yield

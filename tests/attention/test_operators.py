@@ -168,8 +168,11 @@ def test_operator_check(name: str, dtype: torch.dtype, monkeypatch: pytest.Monke
 def test_results_lie_in_memory_as_compilers_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, options = VARIANTS[name]
     tensors, results = inputs(), []
-    compute = operators._attend
-    monkeypatch.setattr(operators, "_attend", lambda *x: results.append(compute(*x)) or results[-1])
+    backend = "attention_priors.attention.tiles.backend."
+    monkeypatch.setattr(backend + "attend_bare", lambda *_, **__: None)
+    monkeypatch.setattr(
+        backend + "attend_in_tiles", lambda *x: results.append(operators.block_attention(*x)) or results[-1]
+    )
     grads = torch.autograd.grad(attend(*tensors, make(), **options).square().sum(), tensors)
     assert len(results) == 1
     assert all(x.is_contiguous() for x in (*results[0], *grads))

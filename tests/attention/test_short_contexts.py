@@ -8,7 +8,7 @@ import torch
 
 from attention_priors import GeneralizedGaussian, SSMax, attend
 from attention_priors.attention.geometry import Geometry
-from attention_priors.attention.tiles import backward, block_problem, forward
+from attention_priors.attention.tiles import block_problem, forward, one_tile
 
 
 def tiles(num_queries: int, num_keys: int, **options: Any) -> list[str]:
@@ -25,7 +25,7 @@ def tiles(num_queries: int, num_keys: int, **options: Any) -> list[str]:
 
     with (
         noted(forward, "_attend_part", "tiles forward"),
-        noted(backward, "backward_at_once", "one backward"),
+        noted(one_tile, "backward", "one backward"),
     ):
         attend(query, key, key, prior, logit_scale=SSMax(2), backend="toeplitz", **options).sum().backward()
     return found

@@ -69,6 +69,14 @@ class Geometry:
         """Whether keys may be hidden by more than the causal mask: by documents, padding or ``attn_mask``."""
         return any(mask is not None for mask in (self.key_documents, self.key_padding_mask, self.attn_mask))
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether PyTorch's own causal flag says all there is to say about masks."""
+        # Given positions are no plain case, though they may amount to one: to see that takes a look at their values.
+        return not self.has_masks and (
+            not self.causal or (not self.has_given_positions and self.num_queries in (1, self.num_keys))
+        )
+
     def farthest_and_nearest(self) -> tuple[int, int]:
         """The largest and the smallest distance between a query and a key of the same example."""
         queries, keys = self.query_positions, self.key_positions

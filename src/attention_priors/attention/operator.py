@@ -14,6 +14,7 @@ from attention_priors.attention.pruning.bounds import BLOCK, Balls
 from attention_priors.attention.pruning.certificate import prune
 from attention_priors.attention.tiles import backward as tiles_backward
 from attention_priors.attention.tiles import forward as tiles_forward
+from attention_priors.attention.tiles import one_tile
 from attention_priors.attention.tiles.bias import Distances
 from attention_priors.attention.tiles.block_problem import BlockProblem, Content, columns_together
 from attention_priors.attention.triton import backend as triton_backend
@@ -202,11 +203,18 @@ def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     content, problem = read_inputs(*inputs)
     if inputs[-1]:
         return triton_backend.forward(content, problem)
+    if problem.whole is not None:
+        return one_tile.forward(content, problem, problem.whole)
     return tiles_forward.forward(content, problem)
 
 
+def _attend_as_promised(*inputs: Any) -> tuple[Tensor, ...]:
+    # To who compiles, whatever the order in memory that PyTorch's kernel has.
+    return tuple(x.contiguous() for x in _attend(*inputs))
+
+
 block_attention = torch.library.custom_op(
-    "attention_priors::block_attention", _attend, mutates_args=(), schema=f"({PROBLEM}) -> (Tensor, Tensor)"
+    "attention_priors::block_attention", _attend_as_promised, mutates_args=(), schema=f"({PROBLEM}) -> (Tensor, Tensor)"
 )
 
 
@@ -218,7 +226,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 
 def _attend_backward(
     out_grad: Tensor,
-    lse_grad: Tensor,
+    lse_grad: Tensor | None,
     out: Tensor,
     lse: Tensor,
     wanted: Sequence[bool],
@@ -228,8 +236,13 @@ def _attend_backward(
     content, problem = read_inputs(*inputs)
     # A caller who is inside autocast would have the recomputed products rounded.
     with without_autocast(out.device.type):
-        engine = triton_backend if inputs[-1] else tiles_backward
-        found = engine.backward(content, problem, (out, lse), (out_grad, lse_grad), (wanted[3], wanted[4], wanted[5]))
+        saved, of_prior = (out, lse), (wanted[3], wanted[4], wanted[5])
+        if problem.whole is not None and not inputs[-1]:
+            found = one_tile.backward(content, problem, problem.whole, saved, (out_grad, lse_grad), of_prior)
+        else:
+            engine = triton_backend if inputs[-1] else tiles_backward
+            grads = (out_grad, torch.zeros_like(lse) if lse_grad is None else lse_grad)
+            found = engine.backward(content, problem, saved, grads, of_prior)
     # As it is promised to who compiles, below.
     return tuple(
         lse.new_empty(0) if grad is None else _of_batch(grad, inputs[place]).contiguous()
@@ -247,7 +260,7 @@ block_attention_backward = torch.library.custom_op(
     _attend_backward,
     mutates_args=(),
     schema=(
-        "(Tensor out_grad, Tensor lse_grad, Tensor out, Tensor lse, bool[] wanted, "
+        "(Tensor out_grad, Tensor? lse_grad, Tensor out, Tensor lse, bool[] wanted, "
         f"{PROBLEM}) -> ({', '.join(['Tensor'] * len(_LEARNED))})"
     ),
 )
@@ -256,7 +269,7 @@ block_attention_backward = torch.library.custom_op(
 @block_attention_backward.register_fake
 def _(
     out_grad: Tensor,
-    lse_grad: Tensor,
+    lse_grad: Tensor | None,
     out: Tensor,
     lse: Tensor,
     wanted: Sequence[bool],
@@ -269,17 +282,19 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     ctx.save_for_backward(*output, *tensors)
+    ctx.set_materialize_grads(False)
     ctx.others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
 
 
-def _differentiate(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None) -> tuple[Tensor | None, ...]:
     out, lse, *tensors = ctx.saved_tensors
+    out_grad = torch.zeros_like(out) if out_grad is None else out_grad
     remaining = iter(tensors)
     inputs = [next(remaining) if other is None else other[0] for other in ctx.others]
     wanted = [ctx.needs_input_grad[place] for place in _LEARNED]
     found: list[Tensor | None] = [None] * len(_PARAMETERS)
     for place, want, grad in zip(
-        _LEARNED, wanted, _apply_backward(out_grad, lse_grad, out, lse, wanted, *inputs), strict=True
+        _LEARNED, wanted, attend_backward(out_grad, lse_grad, out, lse, wanted, *inputs), strict=True
     ):
         found[place] = grad if want else None
     return tuple(found)
@@ -288,7 +303,8 @@ def _differentiate(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor
 block_attention.register_autograd(_differentiate, setup_context=_save)
 
 
-def _apply_backward(*inputs: Any) -> tuple[Tensor, ...]:
+def attend_backward(*inputs: Any) -> tuple[Tensor, ...]:
+    """:func:`block_attention_backward`, whatever transforms it."""
     if torch._C._are_functorch_transforms_active():
         return _TransformableBackward.apply(*inputs)  # pyright: ignore[reportGeneralTypeIssues]
     return (_attend_backward if nobody_watches(inputs[0]) else block_attention_backward)(*inputs)
@@ -303,7 +319,8 @@ def _refuse(ctx: Any, *grads: Tensor) -> Any:
 block_attention_backward.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
 
 
-def _refuse_forward_mode(ctx: Any, *tangents: Tensor | None) -> Any:
+def refuse_forward_mode(ctx: Any, *tangents: Tensor | None) -> Any:
+    """The ``jvp`` of functions that have none."""
     raise NotImplementedError("this backend of attend() has no forward-mode derivative; use backend='reference'")
 
 
@@ -320,7 +337,7 @@ class _Eager(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _differentiate(ctx, *grads)
 
-    jvp = staticmethod(_refuse_forward_mode)
+    jvp = staticmethod(refuse_forward_mode)
 
 
 class _Transformable(torch.autograd.Function):
@@ -333,7 +350,7 @@ class _Transformable(torch.autograd.Function):
         return block_attention(*inputs)
 
     setup_context = staticmethod(_save)
-    jvp = staticmethod(_refuse_forward_mode)
+    jvp = staticmethod(refuse_forward_mode)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -352,7 +369,7 @@ class _TransformableBackward(torch.autograd.Function):
         pass
 
     backward = staticmethod(_refuse)
-    jvp = staticmethod(_refuse_forward_mode)
+    jvp = staticmethod(refuse_forward_mode)
 
 
 def attend_in_tiles(*inputs: Any) -> tuple[Tensor, Tensor]:

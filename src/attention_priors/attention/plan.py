@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.selftest import CHECKED, Variant, fault
 from attention_priors.attention.triton.backend import why_not as why_not_triton
@@ -95,22 +94,12 @@ def needs_autograd(problem: Problem) -> bool:
 def _why_not_lanes(problem: Problem, need_lse: bool) -> str | None:
     if not all(Structure.FACTORED in term.structure for term in problem.terms):
         return "not all of the prior is factored"
-    if need_lse or problem.key_bias is not None or not _is_plain(problem.geometry):
+    if need_lse or problem.key_bias is not None or not problem.geometry.is_plain:
         return (
             "it is one call of PyTorch's attention, which has no documents, padding, masks, positions, key_bias or "
             "log-sum-exp (return_lse, null_logit)"
         )
     return None
-
-
-def _is_plain(geometry: Geometry) -> bool:
-    """Whether PyTorch's own causal flag says all there is to say about masks."""
-    if geometry.has_masks:
-        return False
-    if not geometry.causal:
-        return True
-    # Given positions are no plain case, though they may amount to one: to see that takes a look at their values.
-    return not geometry.has_given_positions and geometry.num_queries in (1, geometry.num_keys)
 
 
 def _choose(problem: Problem, need_lse: bool) -> tuple[Backend, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ LARGEST_GRADIENT = 1e38
 
 LARGEST_EXPONENT = math.log(-LOG_PRIOR_FLOOR)
 """``ln(-K)`` ends here, where ``K`` is the lowest log-prior there is."""
+
+FEW_DISTANCES = 2**10
+"""Up to so many, what a gradient takes again from the forward pass is kept: it costs more time than memory."""
 
 MINIMUM_SHAPE = 0.05
 """With ``keep_sign``, no head comes nearer to β = 0 than this."""
@@ -192,8 +195,11 @@ class GeneralizedGaussian(Prior):
 
 def _log_prior(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor) -> Tensor:
     """``K`` in float64. Autograd, step by step through it, would take longer than a short context's attention."""
-    exponent = _steps(theta_alpha, beta, theta_mu, distance)[0]
-    return exponent.clamp_(max=_constants()[1]).exp_().neg_()
+    return _power(_steps(theta_alpha, beta, theta_mu, distance)[0])
+
+
+def _power(exponent: Tensor) -> Tensor:
+    return exponent.clamp(max=_constants()[1]).exp_().neg_()
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -202,17 +208,26 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-    (gradient,), given = gradients, ctx.saved_tensors
-    sums = [(gradient * slope).flatten(1).sum(1) for slope in _slopes(*given)]
-    # Within ε of the peak the slope towards θμ is K / ε, which float32 need not hold.
-    largest = _constants()[2]
-    clipped = (x.clamp(-largest, largest) for x in sums)
-    return *(x.to(parameter.dtype) for x, parameter in zip(clipped, given, strict=False)), None
+    given = ctx.saved_tensors
+    return _sums(gradients[0], given, _steps(*given), ctx.needs_input_grad)
+
+
+def _sums(
+    gradient: Tensor, given: Sequence[Tensor], steps: tuple[Tensor, ...], wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the parameters that are wanted, and none of the distances."""
+    largest, found = _constants()[2], []
+    for parameter, slope, want in zip(given, _slopes(given, steps), wanted, strict=False):
+        # Within ε of the peak the slope towards θμ is K / ε, which float32 need not hold.
+        total = (gradient * slope()).flatten(1).sum(1).clamp(-largest, largest) if want else None
+        found.append(None if total is None else total.to(parameter.dtype))
+    return *found, None
 
 
 def _advance(ctx: Any, *tangents: Tensor | None) -> Tensor:
-    slopes = _slopes(*ctx.saved_tensors)
-    parts = [x * per_head(t.double(), x[0]) for x, t in zip(slopes, tangents, strict=False) if t is not None]
+    given = ctx.saved_tensors
+    slopes = zip(_slopes(given, _steps(*given)), tangents, strict=False)
+    parts = [slope() * per_head(t.double(), given[3]) for slope, t in slopes if t is not None]
     return sum(parts[1:], parts[0])
 
 
@@ -231,9 +246,18 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
         _save(ctx, inputs, inputs[0])
-        return _log_prior(*inputs)
+        steps = _steps(*inputs)
+        ctx.steps = steps if inputs[3].numel() <= FEW_DISTANCES else None
+        return _power(steps[0])
 
-    backward, jvp = staticmethod(_differentiate), staticmethod(_advance)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        given = ctx.saved_tensors
+        # Second derivatives flow through the steps.
+        steps = None if torch.is_grad_enabled() else ctx.steps
+        return _sums(gradients[0], given, steps or _steps(*given), ctx.needs_input_grad)
+
+    jvp = staticmethod(_advance)
 
 
 def _constants() -> tuple[float, float, float]:
@@ -249,17 +273,21 @@ def _steps(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor
     """``ln(-K)``, ``j - i - μ``, and the logarithm of its size, ``(H, *distance.shape)`` in float64."""
     # sinh overflows near 710; 2 sinh 30 is already beyond any context.
     mu = 2 * torch.sinh(per_head(theta_mu.double().clamp(-30, 30), distance))
-    apart = -distance.double() - mu
+    apart = -mu - distance
     # In the log domain neither the power nor its gradient can overflow.
     logarithm = (apart.abs() + _constants()[0]).log()
     exponent = torch.addcmul(per_head(theta_alpha.double(), distance), per_head(beta.double(), distance), logarithm)
     return exponent, apart, logarithm
 
 
-def _slopes(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The derivatives of ``K`` by θα, β and θμ; 0 where the floor of log-priors holds."""
-    exponent, apart, logarithm = _steps(theta_alpha, beta, theta_mu, distance)
+def _slopes(given: Sequence[Tensor], steps: tuple[Tensor, ...]) -> tuple[Callable[[], Tensor], ...]:
+    """What computes the derivatives of ``K`` by θα, β and θμ; they are 0 where the floor of log-priors holds."""
+    (_, beta, theta_mu, distance), (exponent, apart, logarithm) = given, steps
     log_prior = torch.where(exponent <= _constants()[1], -exponent.exp(), 0.0)
-    theta_mu = per_head(theta_mu.double(), distance)
-    towards = torch.where(theta_mu.abs() <= 30, -2 * torch.cosh(theta_mu), 0.0) * per_head(beta.double(), distance)
-    return log_prior, log_prior * logarithm, log_prior * towards * apart.sign() * (-logarithm).exp()
+
+    def by_location() -> Tensor:
+        theta = per_head(theta_mu.double(), distance)
+        towards = torch.where(theta.abs() <= 30, -2 * torch.cosh(theta), 0.0) * per_head(beta.double(), distance)
+        return log_prior * towards * apart.sign() * (-logarithm).exp()
+
+    return lambda: log_prior, lambda: log_prior * logarithm, by_location

@@ -23,7 +23,7 @@ from attention_priors.attention.pruning.bounds import Balls
 from attention_priors.attention.pruning.certificate import may_prune
 from attention_priors.attention.reference import blockwise
 from attention_priors.attention.tables import consecutive_table, table_at, table_of_keys
-from attention_priors.attention.tiles.one_query import attend_one_query
+from attention_priors.attention.tiles.bare import attend_bare
 from attention_priors.attention.triton.backend import distance_range
 from attention_priors.precision import is_captured, is_traced
 from attention_priors.priors import Prior
@@ -41,9 +41,7 @@ def tiles(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor, Tens
     Returns:
         Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``; without ``need_lse`` it may be None.
     """
-    if not need_lse and problem.geometry.num_queries == 1 and (out := attend_one_query(problem, plan)) is not None:
-        return out, None
-    return attend_in_blocks(problem, plan, fused=False)
+    return attend_bare(problem, plan, need_lse=need_lse) or attend_in_blocks(problem, plan, fused=False)
 
 
 def attend_in_blocks(problem: Problem, plan: Plan, *, fused: bool) -> tuple[Tensor, Tensor]:

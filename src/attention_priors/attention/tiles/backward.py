@@ -13,14 +13,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from attention_priors.attention.geometry import block_length
 from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.tiles.bias import Bias, Scratch, far_rows
 from attention_priors.attention.tiles.block_problem import BlockProblem, Content, Gradients
 from attention_priors.attention.tiles.exact import without_best
-from attention_priors.attention.tiles.short import backward_at_once
 from attention_priors.attention.tiles.threads import is_crowded, share
 from attention_priors.attention.tiles.tiling import Part, Tile, ranges_of
 
@@ -58,8 +56,6 @@ def backward(
         grads: their gradients.
         wanted: whether to compute those of table, biases of keys and row scale.
     """
-    if problem.whole is not None:
-        return _unscaled(backward_at_once(content, problem, problem.whole, saved[1], grads, wanted), content, wanted[2])
     out, lse = saved
     out_grad, lse_grad = grads[0], grads[1].to(problem.dtype)
     # dS = P (dP + dlse - Σ P dP), and Σ_j P_ij dP_ij = <out_i, dout_i>.
@@ -85,9 +81,7 @@ def backward(
         torch.empty_like(content.query, dtype=problem.dtype, memory_format=torch.contiguous_format),
         torch.empty_like(content.key, dtype=problem.dtype, memory_format=torch.contiguous_format),
         torch.empty_like(content.value, memory_format=torch.contiguous_format),
-        None
-        if table is None or not wanted[0]
-        else pad(torch.zeros_like(table, dtype=problem.dtype), (0, problem.distances.overhang)),
+        None if table is None or not wanted[0] else torch.zeros_like(table, dtype=problem.dtype),
         None if problem.key_bias is None or not wanted[1] else lse.new_zeros(geometry.batch, heads, geometry.num_keys),
         torch.zeros_like(row_scale) if row_scale is not None and wanted[2] else None,
     )
@@ -108,16 +102,7 @@ def backward(
             # Text by text: the sum is the same however the work was divided.
             for of_text in one.table_grad:
                 found.table[one.part.heads] += of_text
-        found = found._replace(table=found.table[:, : problem.distances.number])
-    return _unscaled(found, content, wanted[2])
-
-
-def _unscaled(found: Gradients, content: Content, wants_scale: bool) -> Gradients:
-    """Gradients of what was given, from those of scaled queries, and of the scale where it multiplies the prior."""
-    query, scale = content.query_gradient(found.query, wants_scale)
-    if scale is not None and found.row_scale is not None:
-        scale += found.row_scale
-    return found._replace(query=query, key=found.key.to(content.key.dtype), row_scale=scale)
+    return found.unscaled(content, wanted[2])
 
 
 class _Rows(NamedTuple):

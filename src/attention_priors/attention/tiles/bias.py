@@ -159,17 +159,18 @@ class Distances:
             tile: whose numbers they are.
             padded: ``(b, h, n, n + e)``, contiguous: the numbers, after ``n`` columns of zeros.
         """
-        rows, width = padded.shape[-2:]
-        numbers = padded[..., rows:]
+        numbers = padded[..., padded.shape[-2] :]
         if self._grid is not None:
             self._grid.add(table, tile, numbers)
         elif self.geometry.offset is None:
-            index = self.index(tile)
+            # Distances beyond the table are hidden: there is nothing to add.
+            index = self.index(tile).clamp(max=table.shape[1] - 1)
             for part, places in zip(numbers if len(index) > 1 else numbers.sum(0, keepdim=True), index, strict=True):
                 table.index_add_(1, places.flatten(), part.flatten(1))
         else:
-            place = self.place(tile)
-            table[:, place : place + width - 1] += diagonals(padded).sum((0, 2))
+            here = table[:, self.place(tile) :]
+            sums = diagonals(padded)[..., : here.shape[1]].sum((0, 2))
+            here[:, : sums.shape[1]] += sums
 
 
 class Bias:
@@ -199,7 +200,6 @@ class Bias:
         self.in_memory = tiling.masked or added or self.geometry.offset is None
         """Whether a tile's bias must be in memory; else it is a view of a table."""
         self._scratch = Scratch("bias", self.dtype, self.geometry.device)
-        self._hidden = self._hide_distances()
         self._set_table(None if table is None else table.to(self.dtype))
         self._constant: Tensor | None = None
         self._first_head = 0
@@ -211,11 +211,15 @@ class Bias:
 
     def _set_table(self, table: Tensor | None) -> None:
         if table is not None:
-            table = pad(table if self.unit == 1.0 else table * self.unit, (0, self.distances.overhang))
-        self._table, self._view_table = table, self._hidden
-        if table is not None and not self.in_memory:
-            # Views are read off it with strides.
-            self._view_table = table if self._hidden is None else table + self._hidden
+            table, missing = table if self.unit == 1.0 else table * self.unit, self.distances.overhang
+            future = 0.0
+            if not self.in_memory:
+                # A view has nothing but the table: what is hidden is hidden there.
+                future = float("-inf")
+                if self._hides_entries and self._hidden is not None:
+                    table = table + self._hidden[:, : self.distances.number]
+            table = pad(table, (0, missing), value=future) if missing else table
+        self._table = table
 
     @property
     def differs_between_heads(self) -> bool:
@@ -286,7 +290,14 @@ class Bias:
             total = total + mask / self.unit
         return total.expand(tile.number, heads.stop - heads.start, *tile.shape)
 
-    def _hide_distances(self) -> Tensor | None:
+    @property
+    def _hides_entries(self) -> bool:
+        """Whether some distances of the table itself may be hidden, and not only those beyond its end."""
+        beyond = self.geometry.causal and self.distances.number > self.distances.highest + 1
+        return beyond or self.problem.inside is not None
+
+    @cached_property
+    def _hidden(self) -> Tensor | None:
         """0, or ``-inf`` at distances that no query sees, ``(1, N + overhang)``; None if there are none."""
         distances, seen = self.distances, self.problem.inside
         if self.geometry.causal and distances.listed is not None:
@@ -309,13 +320,9 @@ class Bias:
 
         It is good until the next call, which may write to the same memory.
         """
-        if not self.in_memory and self.key_bias is None:
-            table = self._view_table
-            if table is None or (self._table is None and not self._hides_in(tile)):
-                return None
-            if self._table is not None:
-                # As _table_of has it: a call for each tile is felt.
-                table = table[heads.start - self._first_head : heads.stop - self._first_head]
+        if not self.in_memory and self._table is not None:
+            # As _table_of has it: a call for each tile is felt.
+            table = self._table[heads.start - self._first_head : heads.stop - self._first_head]
             return self.distances.read(table, tile)
         keys = self.keys(tile, heads)
         if keys is not None and not self.in_memory and not self._hides_in(tile):
@@ -335,8 +342,7 @@ class Bias:
             scale = self.scale(tile, heads)
         mask = None
         if self._table is not None and not self.in_memory:
-            assert self._view_table is not None
-            write_affine(self.distances.read(self._table_of(self._view_table, heads), tile), row, None, out)
+            write_affine(self.distances.read(self._table_of(self._table, heads), tile), row, None, out)
         else:
             # It is added, and not set before the scaling: a scale of 0 times -inf would be nan.
             mask = self.mask(tile, heads)

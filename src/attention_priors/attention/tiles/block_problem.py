@@ -204,3 +204,11 @@ class Gradients(NamedTuple):
     table: Tensor | None
     key_bias: Tensor | None
     row_scale: Tensor | None
+
+    def unscaled(self, content: Content, wants_scale: bool) -> Gradients:
+        """Those of what was given, from those of scaled queries, and of the scale where it multiplies the prior."""
+        query, scale = content.query_gradient(self.query, wants_scale)
+        if scale is not None and self.row_scale is not None:
+            scale += self.row_scale
+        key, value = self.key.to(content.key.dtype), self.value.to(content.value.dtype)
+        return self._replace(query=query, key=key, value=value, row_scale=scale)

@@ -20,7 +20,7 @@ from attention_priors.attention.geometry import block_length
 from attention_priors.attention.observe import note
 from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.tiles.bias import Bias, far_rows
-from attention_priors.attention.tiles.block_problem import BlockProblem, Content, all_of, widened
+from attention_priors.attention.tiles.block_problem import BlockProblem, Content, widened
 from attention_priors.attention.tiles.exact import recompute_rows
 from attention_priors.attention.tiles.threads import is_crowded, share
 from attention_priors.attention.tiles.tiling import Part, RowBlock, Tile, ranges_of
@@ -40,39 +40,18 @@ FLASH_ON_CPU = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ign
 
 def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
     """Output ``(B, H, Lq, Dv)`` in the queries' dtype, and log-sum-exp ``(B, H, Lq)`` in float64."""
-    query, bias_of, tile = content.query, problem.bias(), problem.whole
-    if tile is not None:
-        key, value = _keys_and_values(content, all_of)
-        query = _reversed(content.queries(all_of, key.shape[-1]))
-        heads = slice(0, query.shape[1])
-        keys = (slice(None), slice(None), tile.keys)
-        centred, constant = bias_of.centred(tile, heads)
-        out, lse = _attend_tile(query, key[keys], value[keys], centred, tile, heads, content.softmax_scale)
-        out, lse = _reversed(out[..., : content.value.shape[-1]]).contiguous(), _reversed(lse)
-    else:
-        out = query.new_empty(*query.shape[:-1], content.value.shape[-1])
-        lse = query.new_empty(query.shape[:-1], dtype=problem.dtype)
-        constant = query.new_zeros(query.shape[:-1], dtype=torch.float64)
-        at_once = is_crowded() and problem.is_large
-        if _has_room(content, problem):
-            bias_of = replace(problem, key_bias=None).bias()
-        sizes = _sizes_of(problem, bias_of)
-        parts = problem.parts(content.key.shape[1], 1, sizes.matrices, at_once)
-        work = [partial(_attend_part, part, sizes, content, problem, _Found(out, lse), constant) for part in parts]
-        share(work, bias_of.for_thread, at_once)
-    if constant is not None and problem.row_scale is not None:
-        constant = constant * problem.row_scale
-    # As it is promised to who compiles, whatever the order in memory that PyTorch's kernel has.
-    whole = (lse.double() if constant is None else lse + constant).contiguous()
-    far = far_rows(lse)
-    if far is not None:
-        recompute_rows(content, problem, out, whole, far)
-    return out, whole
-
-
-def _reversed(tensor: Tensor) -> Tensor:
-    """``(B, H, Lq, ...)`` with the queries in the order in which a bias is a view of a table."""
-    return tensor if tensor.shape[2] == 1 else tensor.flip(2)
+    query, bias_of = content.query, problem.bias()
+    out = query.new_empty(*query.shape[:-1], content.value.shape[-1])
+    lse = query.new_empty(query.shape[:-1], dtype=problem.dtype)
+    constant = query.new_zeros(query.shape[:-1], dtype=torch.float64)
+    at_once = is_crowded() and problem.is_large
+    if _has_room(content, problem):
+        bias_of = replace(problem, key_bias=None).bias()
+    sizes = _sizes_of(problem, bias_of)
+    parts = problem.parts(content.key.shape[1], 1, sizes.matrices, at_once)
+    work = [partial(_attend_part, part, sizes, content, problem, _Found(out, lse), constant) for part in parts]
+    share(work, bias_of.for_thread, at_once)
+    return finished(content, problem, out, lse, constant)
 
 
 class _Sizes(NamedTuple):
@@ -111,8 +90,21 @@ def _has_room(content: Content, problem: BlockProblem) -> bool:
     return of_keys and fits and not problem.tiling.masked
 
 
-def _keys_and_values(content: Content, cut: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    # The CPU's kernel wants one width for queries, keys and values.
+def finished(
+    content: Content, problem: BlockProblem, out: Tensor, lse: Tensor, constant: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Add what was taken from the rows' log-priors to their log-sum-exp; compute what float32 does not hold again."""
+    if constant is not None and problem.row_scale is not None:
+        constant = constant * problem.row_scale
+    whole = lse.double() if constant is None else lse + constant
+    far = far_rows(lse)
+    if far is not None:
+        recompute_rows(content, problem, out, whole, far)
+    return out, whole
+
+
+def keys_and_values(content: Content, cut: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """What ``cut`` takes of them, as wide as the CPU's kernel wants queries, keys and values: alike."""
     width = None if is_one_on_cpu(content.query) else max(content.key.shape[-1], content.value.shape[-1])
     return widened(cut(content.key), width), widened(cut(content.value), width)
 
@@ -127,7 +119,7 @@ def _attend_part(
     bias_of: Bias,
 ) -> None:
     """Write the ``result`` of some texts and heads, and what is left out of their log-sum-exps."""
-    key, value = _keys_and_values(content, part.of_keys)
+    key, value = keys_and_values(content, part.of_keys)
     in_column, column = problem.key_bias is not None and bias_of.key_bias is None, content.key.shape[-1]
     far = False
     for block in _blocks(part, problem, sizes):
@@ -143,7 +135,9 @@ def _attend_part(
 
         def attend(tile: Tile, query: Tensor, bias_of: Bias, texts: slice = texts) -> _Found:
             keys = (texts, slice(None), slice(tile.first, tile.last))
-            return _attend_tile(query, key[keys], value[keys], bias_of, tile, part.heads, content.softmax_scale)
+            return _Found(
+                *_attend_tile(query, key[keys], value[keys], bias_of, tile, part.heads, content.softmax_scale)
+            )
 
         centred, constant = bias_of.centred(whole, part.heads, far)
         found = _attend_block(block, query, partial(attend, bias_of=centred))
@@ -205,28 +199,31 @@ def _merge(before: _Found, found: _Found) -> _Found:
 
 def _attend_tile(
     query: Tensor, key: Tensor, value: Tensor, bias_of: Bias, tile: Tile, heads: slice, scale: float
-) -> _Found:
+) -> tuple[Tensor, Tensor]:
     """Attention of a tile's queries, in reverse order, over its keys."""
-    if tile.first == tile.last:
-        out = query.new_zeros(*query.shape[:-1], value.shape[-1])
-        return _Found(out, torch.full(query.shape[:-1], -math.inf, dtype=bias_of.dtype, device=query.device))
-    bias = bias_of(tile, heads)
-    found = _attend(query, key, value, bias, scale)
-    blind = None if bias is None else bias_of.blind(tile, bias)
-    if blind is None:
-        return found
-    return _Found(found.out.masked_fill(blind, 0.0), found.lse.masked_fill(blind.squeeze(-1), -math.inf))
+    bias = bias_of(tile, heads) if tile.shape[1] else None
+    return attend_plain(query, key, value, bias, None if bias is None else bias_of.blind(tile, bias), scale)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> _Found:
-    """Plain attention with a bias. A query that sees no key gets a meaningless answer."""
+def attend_plain(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, blind: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Plain attention with a bias, and its log-sum-exp; the queries that are ``blind`` see no key."""
+    if not key.shape[2]:
+        lse = query.new_full(query.shape[:-1], -math.inf, dtype=compute_dtype_of(query))
+        return query.new_zeros(*query.shape[:-1], value.shape[-1]), lse
+    out, lse = _attend(query, key, value, bias, scale)
+    return (out, lse) if blind is None else (out.masked_fill(blind, 0.0), lse.masked_fill(blind.squeeze(-1), -math.inf))
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     _, heads, rows, _ = query.shape
     if rows == 1 and is_one_on_cpu(query):
         return _attend_one(query, key, value, bias, scale)
     if query.device.type == "cpu":
         if bias is not None:
             bias = bias.expand(-1, heads, rows, -1)
-        return _Found(*FLASH_ON_CPU(query, key, value, attn_mask=bias, scale=scale))
+        return FLASH_ON_CPU(query, key, value, attn_mask=bias, scale=scale)
     group = query.shape[1] // key.shape[1]
     # Products of half-precision numbers are exact in float32; in half precision logits would be rounded, and the
     # log-sum-exp with them.
@@ -235,7 +232,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scal
     if bias is not None:
         logits = logits + bias
     out = logits.softmax(-1).to(value.dtype) @ value.repeat_interleave(group, dim=1)
-    return _Found(out, logits.logsumexp(-1))
+    return out, logits.logsumexp(-1)
 
 
 def is_one_on_cpu(query: Tensor) -> bool:
@@ -269,9 +266,9 @@ def mean_of_one(weights: Tensor, value: Tensor) -> Tensor:
     return torch.bmm(weights, value.reshape(batch * kv_heads, number, width)).view(batch, -1, 1, width)
 
 
-def _attend_one(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> _Found:
+def _attend_one(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     logits = logits_of_one(query, key, bias, scale)
     weights = logits.softmax(-1)
     # The largest weight is exp(highest - lse); exponentials of our own would be slow where they underflow.
     lse = logits.amax(-1) - weights.amax(-1).log()
-    return _Found(mean_of_one(weights, value), lse.view(query.shape[:-1]))
+    return mean_of_one(weights, value), lse.view(query.shape[:-1])

@@ -1,21 +1,24 @@
-"""One query at a time, without gradients: the way of its own that decoding takes."""
+"""A step of decoding and a short context, in which nothing is hidden but the future: a way of their own."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from attention_cases import PRIORS, Case, examples, priors
+from attention_errors import Cotangents, compute, errors, float32_tolerance, gradient_scales
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention_priors import ClippedOffsets, Laplace, SSMax, Window, attend
+from attention_priors import ClippedOffsets, GeneralizedGaussian, Laplace, SSMax, Window, attend
 from attention_priors.attention.plan import Plan
 from attention_priors.attention.problem import Problem
-from attention_priors.attention.tiles import backend
-from attention_priors.attention.tiles.one_query import attend_one_query
+from attention_priors.attention.tiles import backend, bare
+from attention_priors.attention.tiles.bare import attend_bare
+from attention_priors.priors import CATALOGUE, Structure
 
 TOLERANCE = {torch.float32: 3e-5, torch.float64: 1e-10}
 
@@ -25,12 +28,12 @@ def counted() -> Iterator[list[bool]]:
     """Whether each call was answered."""
     answered: list[bool] = []
 
-    def note(problem: Problem, plan: Plan) -> torch.Tensor | None:
-        found = attend_one_query(problem, plan)
+    def note(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        found = attend_bare(problem, plan, need_lse=need_lse)
         answered.append(found is not None)
         return found
 
-    with mock.patch.object(backend, "attend_one_query", note):
+    with mock.patch.object(backend, "attend_bare", note):
         yield answered
 
 
@@ -62,7 +65,7 @@ def one_query(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", PRIORS)
-def test_as_the_reference(name: str, dtype: torch.dtype) -> None:
+def test_one_query_as_the_reference(name: str, dtype: torch.dtype) -> None:
     ways: list[bool] = []
 
     @examples(12, name)
@@ -155,3 +158,110 @@ def test_a_log_sum_exp_that_is_asked_for() -> None:
         expected = attend(case.query, case.key, case.value, case.prior, return_lse=True, backend="reference")
     torch.testing.assert_close(out, alone)
     torch.testing.assert_close(lse, expected[1])
+
+
+# ---- a short context
+
+
+@st.composite
+def short_context(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
+    """As many queries as keys, or, where the future is seen, any number."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    kv_heads, group, batch = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    keys, width, causal = draw(st.integers(2, 70)), draw(st.integers(1, 12)), draw(st.booleans())
+    queries = keys if causal else draw(st.integers(2, 70))
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    return Case(
+        randn(batch, kv_heads * group, queries, width),
+        randn(batch, kv_heads, keys, width),
+        randn(batch, kv_heads, keys, width),
+        draw(priors(name, kv_heads * group, causal, generator)),
+        causal=causal,
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", [name for name in PRIORS if name != "none"])
+def test_short_contexts_as_the_reference(name: str, dtype: torch.dtype) -> None:
+    ways: list[bool] = []
+
+    @examples(8, name)
+    @given(short_context(name, dtype))
+    def check(case: Case) -> None:
+        exact = case.to(torch.float64)
+        expected = compute(exact, "reference")
+        cotangents = Cotangents.of(expected.out, expected.lse)
+        scales, tolerance = gradient_scales(case, cotangents), float32_tolerance(case)
+        with counted() as answered:
+            found = errors(compute(case, "toeplitz", cotangents), expected, scales)
+        for part, error in found.items():
+            # Parameters, and so their gradients, are float32 whatever the queries are.
+            assert error <= (tolerance if dtype == torch.float32 else 3e-6 if "." in part else 1e-10), part
+        # Longer ones, of which a forward pass alone is asked.
+        with torch.no_grad(), mock.patch.object(bare, "FEW_PAIRS", 0), counted() as answered_again:
+            out, lse = case.attend("toeplitz")
+        torch.testing.assert_close(out, expected.out.to(dtype), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        torch.testing.assert_close(lse.double(), expected.lse, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        assert answered == answered_again
+        ways.extend(answered)
+
+    check()
+    if case_is_general(name):
+        assert not any(ways)
+    elif name != "sum":
+        assert sum(ways) > len(ways) / 2, "hardly ever taken"
+
+
+def case_is_general(name: str) -> bool:
+    """Whether a prior hides keys, has positions on a grid, or is not a table of distances."""
+    return name in ("window", "axial") or Structure.STATIONARY not in CATALOGUE.get(name, Laplace).structure
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"key_padding_mask": PADDING[:, :20]},
+        {"logit_scale": SSMax(4)},
+        {"key_bias": torch.zeros(2, 4, 20)},
+        {"query_positions": torch.arange(20)},
+        {"tolerance": 1e-3},
+    ],
+    ids=str,
+)
+def test_other_short_contexts_go_the_general_way(options: dict[str, Any]) -> None:
+    query = torch.randn(2, 4, 20, 8)
+    with counted() as answered:
+        attend(query, query, query, Laplace(4), backend="toeplitz", **options)
+    assert answered == [False]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_table_whose_numbers_lie_apart(causal: bool) -> None:
+    class Transposed(ClippedOffsets):
+        def log_prior_at(self, distance: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return super().log_prior_at(distance, dtype).T.contiguous().T
+
+    query, prior = torch.randn(2, 4, 20, 8, dtype=torch.float64), Transposed(4, init="normal")
+    for few in (bare.FEW_PAIRS, 0):
+        with torch.no_grad(), mock.patch.object(bare, "FEW_PAIRS", few), counted() as answered:
+            found = attend(query, query, query, prior, causal=causal, backend="toeplitz")
+        assert answered == [True]
+        torch.testing.assert_close(found, attend(query, query, query, prior, causal=causal, backend="reference"))
+
+
+def test_a_backward_pass_inside_autocast() -> None:
+    query = torch.randn(2, 4, 20, 8, requires_grad=True)
+    prior = GeneralizedGaussian(4)
+
+    def gradient() -> torch.Tensor:
+        out = attend(query, query, query, prior, backend="toeplitz")
+        with torch.autocast("cpu", enabled=inside):
+            return torch.autograd.grad(out.sum(), query)[0]
+
+    inside = False
+    expected = gradient()
+    inside = True
+    assert torch.equal(gradient(), expected)

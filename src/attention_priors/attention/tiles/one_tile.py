@@ -1,0 +1,147 @@
+"""A short context, or one query: all keys are in one tile, whose bias is in memory. Nothing is summed over tiles."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attention_priors.attention.tiles.bias import Scratch, far_rows
+from attention_priors.attention.tiles.block_problem import BlockProblem, Content, Gradients, all_of
+from attention_priors.attention.tiles.exact import without_best
+from attention_priors.attention.tiles.forward import attend_plain, finished, keys_and_values
+from attention_priors.attention.tiles.tiling import Tile
+from attention_priors.precision import compute_dtype_of
+
+
+def forward(content: Content, problem: BlockProblem, tile: Tile) -> tuple[Tensor, Tensor]:
+    """As :func:`attention_priors.attention.tiles.forward.forward`.
+
+    Args:
+        content: queries, keys and values.
+        problem: all else.
+        tile: all queries, and the keys that any of them sees.
+    """
+    heads, keys = slice(0, content.query.shape[1]), (slice(None), slice(None), tile.keys)
+    key, value = keys_and_values(content, all_of)
+    query = content.queries(all_of, key.shape[-1])
+    bias_of, constant = problem.bias().centred(tile, heads)
+    bias = bias_of(tile, heads) if tile.shape[1] else None
+    blind = None if bias is None else bias_of.blind(tile, bias)
+    bias, blind = (x if x is None or x.shape[2] == 1 else x.flip(2) for x in (bias, blind))
+    out, lse = attend_plain(query, key[keys], value[keys], bias, blind, content.softmax_scale)
+    return finished(content, problem, out[..., : content.value.shape[-1]], lse, constant)
+
+
+def backward(
+    content: Content,
+    problem: BlockProblem,
+    tile: Tile,
+    saved: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor | None],
+    wanted: tuple[bool, bool, bool],
+) -> Gradients:
+    """Gradients of everything, as :func:`attention_priors.attention.tiles.backward.backward` has them.
+
+    Args:
+        content: and
+        problem: and
+        tile: as for :func:`forward`.
+        saved: output and log-sum-exp.
+        grads: their gradients.
+        wanted: whether to compute those of table, biases of keys and row scale.
+    """
+    heads, lse, num_keys = slice(0, content.query.shape[1]), saved[1], problem.geometry.num_keys
+    bias_of, constant = problem.bias().centred(tile, heads)
+    if constant is not None:
+        lse = lse - (constant if problem.row_scale is None else constant * problem.row_scale)
+    if tile.shape[1] and far_rows(lse.to(problem.dtype)) is not None:
+        bias = without_best(bias_of.in_full(tile, heads))[0]
+    else:
+        shape = (problem.geometry.batch, heads.stop, *tile.shape)
+        bias = bias_of.write(Scratch("bias", problem.dtype, lse.device).of(*shape), tile, heads, None)
+    blind = bias_of.blind(tile, bias) if tile.shape[1] else None
+    blind = None if blind is None else blind.flip(2)
+    key, value = (x[:, :, tile.keys] for x in (content.key, content.value))
+    found = gradients(content.queries(all_of), key, value, bias.flip(2), blind, grads, problem.softmax_scale)
+    logits_grad, outside = found.logits, (tile.first, num_keys - tile.last)
+    scale_grad = table_grad = bias_grad = None
+    if problem.row_scale is not None:
+        if wanted[2]:
+            scale_grad = (logits_grad * bias_of.log_prior(tile, heads).flip(2)).sum(-1)
+            if constant is not None and grads[1] is not None:
+                scale_grad += constant * grads[1]
+        logits_grad.mul_(problem.row_scale.unsqueeze(-1))
+    if problem.key_bias is not None and wanted[1]:
+        bias_grad = pad(logits_grad.sum(2), outside)
+    if problem.table is not None and wanted[0]:
+        table_grad = torch.zeros_like(problem.table, dtype=problem.dtype)
+        # After as many columns of zeros as there are rows: see Distances.add.
+        problem.distances.add(table_grad, tile, pad(logits_grad.flip(2), (tile.shape[0], 0)))
+    key_grad, value_grad = (pad(x, (0, 0, *outside)) if any(outside) else x for x in (found.key, found.value))
+    all_found = Gradients(found.query, key_grad, value_grad, table_grad, bias_grad, scale_grad)
+    return all_found.unscaled(content, wanted[2])
+
+
+class TileGradients(NamedTuple):
+    """Of queries, keys, values and logits, in the dtype that is computed in."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    logits: Tensor
+    """``(B, H, n, e)``, good until the next call."""
+
+
+def gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    blind: Tensor | None,
+    grads: tuple[Tensor, Tensor | None],
+    scale: float,
+) -> TileGradients:
+    """The gradients of plain attention with a bias.
+
+    The softmax is computed anew: then the gradient of a row that sees one key is exactly 0, even where the derivative
+    of its log-prior is 1e30.
+
+    Args:
+        query: ``(B, H, n, D)``.
+        key: ``(B, Hkv, e, D)``.
+        value: ``(B, Hkv, e, Dv)``.
+        bias: what expands to ``(B, H, n, e)``.
+        blind: the queries that see no key, what expands to ``(B, H, n, 1)``; None for none.
+        grads: those of output and log-sum-exp.
+        scale: of the content.
+    """
+    (batch, heads, rows, _), (kv_heads, number), dtype = query.shape, key.shape[1:3], compute_dtype_of(query)
+
+    def stacked(x: Tensor) -> Tensor:
+        # Query heads that share a key head are one matrix.
+        return x.to(dtype).reshape(batch * kv_heads, x.shape[1] // kv_heads * x.shape[2], x.shape[3])
+
+    names = ("weights", "their gradient", "logits' gradient")
+    weights, weights_grad, logits = (
+        Scratch(name, dtype, query.device).of(batch, heads, rows, number) for name in names
+    )
+    queries, keys, values, out_grad, factor = map(stacked, (query, key, value, grads[0], logits.copy_(bias)))
+    factor.baddbmm_(queries, keys.mT, alpha=scale)
+    if blind is not None:
+        logits.masked_fill_(blind, 0.0)
+    torch._softmax(logits, -1, False, out=weights)  # pyright: ignore[reportPrivateImportUsage]
+    if blind is not None:
+        weights.masked_fill_(blind, 0.0)
+    value_grad = torch.bmm(stacked(weights).mT, out_grad)
+    torch.bmm(out_grad, values.mT, out=stacked(weights_grad))
+    # Of the weights as they are here, and not of the output that was stored.
+    backward = torch._softmax_backward_data  # pyright: ignore[reportPrivateImportUsage]
+    backward(weights_grad, weights, -1, dtype, grad_input=logits)
+    if grads[1] is not None:
+        logits.addcmul_(weights, grads[1].to(dtype).unsqueeze(-1))
+    query_grad = torch.baddbmm(queries, factor, keys, beta=0, alpha=scale).view(query.shape)
+    key_grad = torch.baddbmm(keys, factor.mT, queries, beta=0, alpha=scale).view(key.shape)
+    return TileGradients(query_grad, key_grad, value_grad.view(value.shape), logits)
