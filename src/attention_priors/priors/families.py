@@ -7,6 +7,7 @@ The order is that of the catalogue's page.
 from attention_priors.priors.uniform import Uniform as Uniform
 from attention_priors.priors.laplace import Laplace as Laplace
 from attention_priors.priors.generalized_gaussian import GeneralizedGaussian as GeneralizedGaussian
+from attention_priors.priors.kerple import Kerple as Kerple
 from attention_priors.priors.spectral import Spectral as Spectral
 from attention_priors.priors.key_sink import KeySink as KeySink
 from attention_priors.priors.relative_buckets import RelativeBuckets as RelativeBuckets

@@ -41,6 +41,15 @@ const explorer = (() => {
       python: ({ theta_alpha, beta, mu }) =>
         `GeneralizedGaussian(1, init={"theta_alpha": ${written(theta_alpha)}, "beta": ${written(beta)}, "mu": ${written(mu)}})`,
     },
+    kerple: {
+      words: "KERPLE, logarithmic",
+      sliders: [
+        slider("r1", "r1, nats", -6, 4, 0.25, 0, true),
+        slider("r2", "r2, per token", -10, 4, 0.25, -2, true),
+      ],
+      logPrior: ({ r1, r2 }) => (distance) => -r1 * Math.log1p(r2 * Math.abs(distance)),
+      python: ({ r1, r2 }) => `Kerple(1, init={"r1": ${r1}, "r2": ${r2}})`,
+    },
     spectral: {
       words: "Spectral (GOAT)",
       sliders: [
