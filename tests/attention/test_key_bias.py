@@ -130,7 +130,8 @@ def test_compiled_without_a_graph_for_each_length() -> None:
         for function in (attention, compiled):
             out = function(query, key, value, bias)
             results.append([out, *torch.autograd.grad(out.square().sum(), [query, key, value, bias, *learned])])
-        torch.testing.assert_close(results[1], results[0])
+        # Short ones take another way when nothing is compiled: sums that cancel are rounded differently.
+        torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=5e-5)
     assert counted.frame_count <= 2
 
 

@@ -206,10 +206,17 @@ def table_at(terms: Sequence[Prior], at: Tensor) -> Tensor | None:
     return sum(parts[1:], parts[0]) if parts else None
 
 
-def table_of_keys(terms: Sequence[Prior], geometry: Geometry) -> Tensor | None:
-    """The sum of priors that depend on the key alone, ``(1 or B, H, Lk)`` in float64; None if there are no terms."""
-    if not terms:
-        return None
+def table_of_keys(terms: Sequence[Prior], geometry: Geometry, key_bias: Tensor | None = None) -> Tensor | None:
+    """The sum of priors that depend on the key alone and of ``key_bias``, ``(1 or B, H, Lk)`` in float64.
+
+    None if there are neither.
+    """
+    given = None if key_bias is None else key_bias.double()
+    table = _table_of_keys(terms, geometry) if terms else None
+    return table if given is None else given if table is None else table + given
+
+
+def _table_of_keys(terms: Sequence[Prior], geometry: Geometry) -> Tensor:
     keys = geometry.key_positions
     length = _length_from_0(geometry, keys)
     table = table_at(terms, keys) if length is None else consecutive_table(terms, 0, 1 - length, geometry.device)

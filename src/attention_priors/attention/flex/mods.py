@@ -304,9 +304,8 @@ class Scores:
         of_keys = [term for term in terms if term not in stationary and Structure.OF_KEYS in term.structure]
         lanes = _lanes([term for term in terms if term not in (*stationary, *of_keys)], geometry)
         table = consecutive_table(stationary, highest, highest - number + 1, geometry.device)
-        sums, own = table_of_keys(of_keys, geometry), _own(of_keys, geometry)
+        sums, own = table_of_keys(of_keys, geometry, key_bias), _own(of_keys, geometry)
         if key_bias is not None:
-            sums = key_bias.double() if sums is None else sums + key_bias
             best = best_seen(key_bias.double(), geometry)
             own = best if own is None else own + best
         added, mask = None, geometry.attn_mask

@@ -78,10 +78,7 @@ def operator_inputs(problem: Problem, plan: Plan, fused: bool = False, limited: 
     longer, geometry = with_lanes(problem, factored) if factored else problem, problem.geometry
     if longer is None:
         return None
-    key_bias = table_of_keys(of_keys, geometry)
-    if problem.key_bias is not None:
-        given = problem.key_bias.double()
-        key_bias = given if key_bias is None else given + key_bias
+    key_bias = table_of_keys(of_keys, geometry, problem.key_bias)
     if not terms and not geometry.causal:
         # Nothing is read from a table, and no key is hidden for its place: no distance needs to be listed.
         geometry = replace(geometry, given_query_positions=None, given_key_positions=None)

@@ -15,9 +15,10 @@ from torch.nn.functional import pad
 from attention_priors.attention.operator import attend_backward, nobody_watches, refuse_forward_mode
 from attention_priors.attention.plan import Plan
 from attention_priors.attention.problem import Problem
-from attention_priors.attention.tables import consecutive_table
+from attention_priors.attention.tables import consecutive_table, table_of_keys
 from attention_priors.attention.tiles.arithmetic import diagonals
 from attention_priors.attention.tiles.bias import far_rows
+from attention_priors.attention.tiles.block_problem import Content, Gradients, all_of
 from attention_priors.attention.tiles.forward import FLASH_ON_CPU, is_one_on_cpu, logits_of_one, mean_of_one
 from attention_priors.attention.tiles.one_tile import gradients
 from attention_priors.attention.tiles.tiling import FEW_NUMBERS, FEW_PAIRS
@@ -83,61 +84,108 @@ def _attend_one(problem: Problem, plan: Plan) -> tuple[Tensor, None] | None:
 
 
 def _attend_short(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor] | None:
-    query, value, geometry, learning = problem.query, problem.value, problem.geometry, torch.is_grad_enabled()
+    query, value, geometry, scale = problem.query, problem.value, problem.geometry, problem.row_scale
+    learning, (stationary, of_keys, factored) = torch.is_grad_enabled(), plan.parts(problem)
     pairs = geometry.num_queries * geometry.num_keys
     in_memory = pairs <= FEW_PAIRS and pairs * geometry.batch * geometry.heads <= FEW_NUMBERS
-    if not (
-        (in_memory or (pairs <= VIEWED_PAIRS and not learning))
-        and len(plan.table) == len(problem.terms) > 0
-        and problem.key_bias is problem.row_scale is None
-        and value.shape[-1] == query.shape[-1]
-    ):
+    table_alone = not of_keys and problem.key_bias is scale is None
+    viewed = pairs <= VIEWED_PAIRS and not learning and bool(stationary) and table_alone
+    if factored or not problem.terms or value.shape[-1] != query.shape[-1] or not (in_memory or viewed):
         return None
     lowest = 0 if geometry.causal else 1 - geometry.num_queries
-    table = consecutive_table(problem.terms, geometry.num_keys - 1, lowest, query.device)
-    assert table is not None
-    inputs = (query, problem.key, value, table, geometry.causal, problem.softmax_scale)
+    table = consecutive_table(stationary, geometry.num_keys - 1, lowest, query.device)
+    key_bias, best = table_of_keys(of_keys, geometry, problem.key_bias), None
+    if key_bias is not None:
+        # Before it is rounded.
+        best = key_bias.detach().amax(-1, keepdim=True)
+        key_bias = key_bias - best
+    of_prior = (table, key_bias, scale, problem.scales_prior, geometry.causal)
+    inputs = (query, problem.key, value, problem.softmax_scale, *of_prior)
     out, lse = _ShortContext.apply(*inputs) if learning else _forward(*inputs, in_memory)[:2]
-    return None if far_rows(lse) is not None else (out, lse)
+    if far_rows(lse) is not None:
+        return None
+    if best is not None:
+        lse = lse + (best if scale is None or not problem.scales_prior else best * scale)
+    return out, lse
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, table: Tensor, causal: bool, scale: float, in_memory: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp, and the bias that was added, ``(B, H, Lq, Lk)``."""
-    (batch, heads, rows, _), table = query.shape, table.to(compute_dtype_of(query))
-    if causal:
-        table = pad(table, (0, rows - 1), value=float("-inf"))
-    # From the last query on, a row starts where the one before it has its second entry.
-    bias = table.as_strided((1, heads, rows, key.shape[2]), (0, table.stride(0), *[table.stride(1)] * 2))
-    bias = (bias.flip(2) if in_memory else bias).expand(batch, -1, -1, -1)
-    out, lse = FLASH_ON_CPU(query if in_memory else query.flip(2), key, value, attn_mask=bias, scale=scale)
-    return (out, lse, bias) if in_memory else (out.flip(2), lse.flip(2), bias)
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    softmax_scale: float,
+    table: Tensor | None,
+    key_bias: Tensor | None,
+    row_scale: Tensor | None,
+    scales_prior: bool,
+    causal: bool,
+    in_memory: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, log-sum-exp, the bias that was added, ``(B, H, Lq, Lk)``, and the log-prior that a scale multiplied."""
+    (batch, heads, rows, _), number, dtype = query.shape, key.shape[2], compute_dtype_of(query)
+    future = causal
+    if table is None:
+        bias = torch.zeros((), dtype=dtype)
+    else:
+        table = table.to(dtype)
+        if causal:
+            future = scales_prior
+            table = pad(table, (0, rows - 1), value=0.0 if scales_prior else float("-inf"))
+        # From the last query on, a row starts where the one before it has its second entry.
+        bias = table.as_strided((1, heads, rows, number), (0, table.stride(0), *[table.stride(1)] * 2))
+        bias = bias.flip(2) if in_memory else bias
+    if key_bias is not None:
+        bias = bias + key_bias.to(dtype).unsqueeze(-2)
+    log_prior = bias
+    if row_scale is not None:
+        query = Content(query, key, value, row_scale, softmax_scale).queries(all_of)
+        bias = bias * row_scale.unsqueeze(-1) if scales_prior else bias
+    if future:
+        bias = bias + torch.full((rows, number), float("-inf"), dtype=dtype).triu(1)
+    bias = bias.expand(batch, heads, rows, number)
+    out, lse = FLASH_ON_CPU(query if in_memory else query.flip(2), key, value, attn_mask=bias, scale=softmax_scale)
+    return (out, lse, bias, log_prior) if in_memory else (out.flip(2), lse.flip(2), bias, log_prior)
 
 
 class _ShortContext(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        query, key, value, table, *ctx.others = inputs
-        out, lse, bias = _forward(*inputs, in_memory=True)
-        ctx.save_for_backward(query, key, value, table, out, lse, bias)
+        query, key, value, softmax_scale, table, key_bias, row_scale, *flags = inputs
+        out, lse, *biases = _forward(*inputs)
+        ctx.save_for_backward(query, key, value, table, key_bias, row_scale, out, lse, *biases)
+        ctx.others = (softmax_scale, *flags)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        (query, key, value, table, out, lse, bias), (causal, scale) = ctx.saved_tensors, ctx.others
+        query, key, value, table, key_bias, row_scale, out, lse, bias, log_prior = ctx.saved_tensors
+        softmax_scale, scales_prior, causal = ctx.others
         out_grad = torch.zeros_like(out) if grads[0] is None else grads[0]
+        wanted = [ctx.needs_input_grad[place] for place in (0, 1, 2, 4, 5, 6)]
         if torch.is_grad_enabled():
             # The operator has its own word on second derivatives.
-            of_prior = (table, None, None, False, None, None, key.shape[2] - 1, table.shape[1])
-            inputs = (query, key, value, scale, *of_prior, *[None] * 5, causal, None, False)
-            wanted = [True] * 4 + [False] * 2
-            return *attend_backward(out_grad, grads[1], out, lse.double(), wanted, *inputs)[:4], None, None
+            highest, lowest = key.shape[2] - 1, 0 if causal else 1 - query.shape[2]
+            of_prior = (table, key_bias, row_scale, scales_prior, None, None, highest, highest - lowest + 1)
+            inputs = (query, key, value, softmax_scale, *of_prior, *[None] * 5, causal, None, False)
+            found = attend_backward(out_grad, grads[1], out, lse.double(), wanted, *inputs)
+            given = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
+            return *given[:3], None, *given[3:], None, None
+        content = Content(query, key, value, row_scale, softmax_scale)
+        table_grad = bias_grad = scale_grad = None
         with without_autocast("cpu"):
-            found = gradients(query, key, value, bias, None, (out_grad, grads[1]), scale)
-            table_grad = _along_diagonals(found.logits, causal).to(table.dtype) if ctx.needs_input_grad[3] else None
-        return *(x.to(query.dtype) for x in found[:3]), table_grad, None, None
+            of_tile = gradients(content.queries(all_of), key, value, bias, None, (out_grad, grads[1]), softmax_scale)
+            logits = of_tile.logits
+            if scales_prior:
+                scale_grad = (logits * log_prior).sum(-1) if wanted[5] else None
+                logits.mul_(row_scale.unsqueeze(-1))
+            if wanted[3]:
+                table_grad = _along_diagonals(logits, causal).to(table.dtype)
+            if wanted[4]:
+                bias_grad = logits.sum(2)
+                bias_grad = (bias_grad if len(key_bias) > 1 else bias_grad.sum(0, keepdim=True)).to(key_bias.dtype)
+            all_found = Gradients(*of_tile[:3], table_grad, bias_grad, scale_grad).unscaled(content, wanted[5])
+        return *all_found[:3], None, *all_found[3:], None, None
 
     jvp = staticmethod(refuse_forward_mode)
 

@@ -216,8 +216,8 @@ class Bias:
             if not self.in_memory:
                 # A view has nothing but the table: what is hidden is hidden there.
                 future = float("-inf")
-                if self._hides_entries and self._hidden is not None:
-                    table = table + self._hidden[:, : self.distances.number]
+                if self._hides_entries and self.problem.hidden is not None:
+                    table = table + self.problem.hidden[:, : self.distances.number]
             table = pad(table, (0, missing), value=future) if missing else table
         self._table = table
 
@@ -296,25 +296,6 @@ class Bias:
         beyond = self.geometry.causal and self.distances.number > self.distances.highest + 1
         return beyond or self.problem.inside is not None
 
-    @cached_property
-    def _hidden(self) -> Tensor | None:
-        """0, or ``-inf`` at distances that no query sees, ``(1, N + overhang)``; None if there are none."""
-        distances, seen = self.distances, self.problem.inside
-        if self.geometry.causal and distances.listed is not None:
-            past = distances.listed >= 0
-            seen = past if seen is None else seen & past
-        # Where distances fall, those in the future are the last ones.
-        number = distances.number
-        if self.geometry.causal and distances.listed is None:
-            number = min(number, max(0, distances.highest + 1))
-        zeros = torch.zeros(1, number, dtype=self.dtype, device=self.geometry.device)
-        if seen is not None:
-            zeros.masked_fill_(~seen[:number], float("-inf"))
-        missing = distances.number + distances.overhang - number
-        if missing == 0 and (seen is None or bool(seen.all())):
-            return None
-        return pad(zeros, (0, missing), value=float("-inf"))
-
     def __call__(self, tile: Tile, heads: slice) -> Tensor | None:
         """``(b or 1, h or 1, n, e)``, ``-inf`` where hidden; None if nothing is added.
 
@@ -379,7 +360,7 @@ class Bias:
 
     def _hides_in(self, tile: Tile) -> bool:
         """Whether some distance of the tile may be hidden."""
-        if self._hidden is None:
+        if self.problem.hidden is None:
             return False
         if self.problem.inside is not None or self.geometry.offset is None:
             return True
@@ -398,8 +379,8 @@ class Bias:
     def _make_mask(self, tile: Tile) -> Tensor | None:
         geometry = self.geometry
         masks = []
-        if self._hidden is not None and self._hides_in(tile):
-            masks.append(self.distances.read(self._hidden, tile))
+        if self.problem.hidden is not None and self._hides_in(tile):
+            masks.append(self.distances.read(self.problem.hidden, tile))
         if self.tiling.masked:
             if geometry.attn_mask is not None and geometry.attn_mask.dtype != torch.bool:
                 added = geometry.cut_mask(tile.rows, tile.keys, tile.batches).to(self.dtype)

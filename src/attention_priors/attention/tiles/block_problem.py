@@ -119,6 +119,25 @@ class BlockProblem:
         return Tiling.of(self.geometry, reach)
 
     @cached_property
+    def hidden(self) -> Tensor | None:
+        """0, or ``-inf`` at distances that no query sees, ``(1, N + overhang)``; None if there are none."""
+        distances, seen = self.distances, self.inside
+        if self.geometry.causal and distances.listed is not None:
+            past = distances.listed >= 0
+            seen = past if seen is None else seen & past
+        # Where distances fall, those in the future are the last ones.
+        number = distances.number
+        if self.geometry.causal and distances.listed is None:
+            number = min(number, max(0, distances.highest + 1))
+        zeros = torch.zeros(1, number, dtype=self.dtype, device=self.geometry.device)
+        if seen is not None:
+            zeros.masked_fill_(~seen[:number], float("-inf"))
+        missing = distances.number + distances.overhang - number
+        if missing == 0 and (seen is None or bool(seen.all())):
+            return None
+        return pad(zeros, (0, missing), value=float("-inf"))
+
+    @cached_property
     def whole(self) -> Tile | None:
         """The tile of all queries and keys, where there are few pairs or a single query; None elsewhere."""
         geometry, segments = self.geometry, self.tiling.segments
