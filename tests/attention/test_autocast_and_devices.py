@@ -1,5 +1,8 @@
 """Autocast, and the computation for devices that are not a CPU."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention_priors import Laplace, ShawVectors, Spectral, attend
-from attention_priors.attention.tiles import forward
+from attention_priors.attention.tiles import backend as tiles_backend
+from attention_priors.attention.tiles import forward, one_tile
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -82,13 +86,22 @@ class Elsewhere(Tensor):
         return torch.device("cuda")
 
 
-def _attend_elsewhere(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> forward._Found:
-    with mock.patch.object(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", side_effect=AssertionError):
-        out, lse = _attend(query.as_subclass(Elsewhere), key, value, bias, scale)
-    return forward._Found(out.as_subclass(Tensor), lse.as_subclass(Tensor))
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """Tiles take the formula that stands in for the CPU's kernel on other devices."""
+    plain = forward.attend_plain
 
+    def attend_plain(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        out, lse = plain(query.as_subclass(Elsewhere), *others)
+        return out.as_subclass(Tensor), lse.as_subclass(Tensor)
 
-_attend = forward._attend
+    with (
+        mock.patch.object(forward, "FLASH_ON_CPU", side_effect=AssertionError),
+        mock.patch.object(forward, "attend_plain", attend_plain),
+        mock.patch.object(one_tile, "attend_plain", attend_plain),
+        mock.patch.object(tiles_backend, "attend_bare", return_value=None),
+    ):
+        yield
 
 
 @pytest.mark.slow
@@ -102,7 +115,7 @@ def test_other_devices_compute_the_same(name: str) -> None:
         exact = case.to(torch.float64)
         expected = compute(exact, "reference")
         cotangents = Cotangents.of(expected.out, expected.lse)
-        with mock.patch.object(forward, "_attend", _attend_elsewhere):
+        with elsewhere():
             found = errors(compute(case.to(dtype), "toeplitz", cotangents), expected, gradient_scales(case, cotangents))
         tolerance = float32_tolerance(case) if dtype == torch.float32 else 3e-6
         assert max(found.values()) <= tolerance, found
@@ -120,7 +133,7 @@ def test_other_devices_in_half_precision(dtype: torch.dtype) -> None:
         query, key, value = (torch.randn(2, h, 50, 8, generator=generator).to(dtype) for h in (4, 2, 2))
         case = Case(query, key, value, prior, causal)
         expected, _ = case.to(torch.float64).attend("reference")
-        with mock.patch.object(forward, "_attend", _attend_elsewhere):
+        with elsewhere():
             out, lse = case.attend("toeplitz")
         assert out.dtype == dtype
         assert lse.dtype == torch.float32

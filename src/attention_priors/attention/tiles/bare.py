@@ -27,7 +27,7 @@ from attention_priors.priors import Prior
 from attention_priors.priors.base import checked_lanes
 
 VIEWED_PAIRS = 2**17
-"""Pairs of a query and a key up to which a forward pass alone is one call whose bias is a view of the table."""
+"""Pairs of a query and a key up to which the forward pass is one call where its bias is a view of a table."""
 
 
 def attend_bare(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor, Tensor | None] | None:
@@ -47,7 +47,8 @@ def attend_bare(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor
     ):
         return None
     if geometry.num_queries > 1:
-        return _attend_short(problem, plan)
+        is_short = geometry.num_queries * geometry.num_keys <= VIEWED_PAIRS
+        return _attend_short(problem, plan) if is_short else None
     return None if need_lse or torch.is_grad_enabled() or not is_one_on_cpu(query) else _attend_one(problem, plan)
 
 
@@ -85,11 +86,11 @@ def _attend_one(problem: Problem, plan: Plan) -> tuple[Tensor, None] | None:
 
 def _attend_short(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor] | None:
     query, value, geometry, scale = problem.query, problem.value, problem.geometry, problem.row_scale
-    learning, (stationary, of_keys, factored) = torch.is_grad_enabled(), plan.parts(problem)
+    stationary, of_keys, factored = plan.parts(problem)
     pairs = geometry.num_queries * geometry.num_keys
     in_memory = pairs <= FEW_PAIRS and pairs * geometry.batch * geometry.heads <= FEW_NUMBERS
     table_alone = not of_keys and problem.key_bias is scale is None
-    viewed = pairs <= VIEWED_PAIRS and not learning and bool(stationary) and table_alone
+    viewed = bool(stationary) and table_alone
     if factored or not problem.terms or value.shape[-1] != query.shape[-1] or not (in_memory or viewed):
         return None
     lowest = 0 if geometry.causal else 1 - geometry.num_queries
@@ -100,8 +101,8 @@ def _attend_short(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor] | None:
         best = key_bias.detach().amax(-1, keepdim=True)
         key_bias = key_bias - best
     of_prior = (table, key_bias, scale, problem.scales_prior, geometry.causal)
-    inputs = (query, problem.key, value, problem.softmax_scale, *of_prior)
-    out, lse = _ShortContext.apply(*inputs) if learning else _forward(*inputs, in_memory)[:2]
+    inputs = (query, problem.key, value, problem.softmax_scale, *of_prior, in_memory)
+    out, lse = (_ShortContext.apply if torch.is_grad_enabled() else _forward)(*inputs)[:2]
     if far_rows(lse) is not None:
         return None
     if best is not None:
@@ -119,7 +120,7 @@ def _forward(
     row_scale: Tensor | None,
     scales_prior: bool,
     causal: bool,
-    in_memory: bool = True,
+    in_memory: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, log-sum-exp, the bias that was added, ``(B, H, Lq, Lk)``, and the log-prior that a scale multiplied."""
     (batch, heads, rows, _), number, dtype = query.shape, key.shape[2], compute_dtype_of(query)
@@ -160,17 +161,17 @@ class _ShortContext(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, table, key_bias, row_scale, out, lse, bias, log_prior = ctx.saved_tensors
-        softmax_scale, scales_prior, causal = ctx.others
+        softmax_scale, scales_prior, causal, in_memory = ctx.others
         out_grad = torch.zeros_like(out) if grads[0] is None else grads[0]
         wanted = [ctx.needs_input_grad[place] for place in (0, 1, 2, 4, 5, 6)]
-        if torch.is_grad_enabled():
-            # The operator has its own word on second derivatives.
+        if torch.is_grad_enabled() or not in_memory:
+            # The operator has its own word on second derivatives, and tiles for what is not short.
             highest, lowest = key.shape[2] - 1, 0 if causal else 1 - query.shape[2]
             of_prior = (table, key_bias, row_scale, scales_prior, None, None, highest, highest - lowest + 1)
             inputs = (query, key, value, softmax_scale, *of_prior, *[None] * 5, causal, None, False)
             found = attend_backward(out_grad, grads[1], out, lse.double(), wanted, *inputs)
             given = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
-            return *given[:3], None, *given[3:], None, None
+            return *given[:3], None, *given[3:], *[None] * 3
         content = Content(query, key, value, row_scale, softmax_scale)
         table_grad = bias_grad = scale_grad = None
         with without_autocast("cpu"):
@@ -185,7 +186,7 @@ class _ShortContext(torch.autograd.Function):
                 bias_grad = logits.sum(2)
                 bias_grad = (bias_grad if len(key_bias) > 1 else bias_grad.sum(0, keepdim=True)).to(key_bias.dtype)
             all_found = Gradients(*of_tile[:3], table_grad, bias_grad, scale_grad).unscaled(content, wanted[5])
-        return *all_found[:3], None, *all_found[3:], None, None
+        return *all_found[:3], None, *all_found[3:], *[None] * 3
 
     jvp = staticmethod(refuse_forward_mode)
 

@@ -201,7 +201,7 @@ def _attend_tile(
     query: Tensor, key: Tensor, value: Tensor, bias_of: Bias, tile: Tile, heads: slice, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of a tile's queries, in reverse order, over its keys."""
-    bias = bias_of(tile, heads) if tile.shape[1] else None
+    bias = bias_of(tile, heads) if tile.first < tile.last else None
     return attend_plain(query, key, value, bias, None if bias is None else bias_of.blind(tile, bias), scale)
 
 
@@ -209,30 +209,24 @@ def attend_plain(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, blind: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Plain attention with a bias, and its log-sum-exp; the queries that are ``blind`` see no key."""
+    _, heads, rows, _ = query.shape
     if not key.shape[2]:
         lse = query.new_full(query.shape[:-1], -math.inf, dtype=compute_dtype_of(query))
         return query.new_zeros(*query.shape[:-1], value.shape[-1]), lse
-    out, lse = _attend(query, key, value, bias, scale)
-    return (out, lse) if blind is None else (out.masked_fill(blind, 0.0), lse.masked_fill(blind.squeeze(-1), -math.inf))
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    _, heads, rows, _ = query.shape
     if rows == 1 and is_one_on_cpu(query):
-        return _attend_one(query, key, value, bias, scale)
-    if query.device.type == "cpu":
-        if bias is not None:
-            bias = bias.expand(-1, heads, rows, -1)
-        return FLASH_ON_CPU(query, key, value, attn_mask=bias, scale=scale)
-    group = query.shape[1] // key.shape[1]
-    # Products of half-precision numbers are exact in float32; in half precision logits would be rounded, and the
-    # log-sum-exp with them.
-    compute = compute_dtype_of(query)
-    logits = (query.to(compute) @ key.repeat_interleave(group, dim=1).to(compute).mT) * scale
-    if bias is not None:
-        logits = logits + bias
-    out = logits.softmax(-1).to(value.dtype) @ value.repeat_interleave(group, dim=1)
-    return out, logits.logsumexp(-1)
+        out, lse = _attend_one(query, key, value, bias, scale)
+    elif query.device.type == "cpu":
+        bias = None if bias is None else bias.expand(-1, heads, rows, -1)
+        out, lse = FLASH_ON_CPU(query, key, value, attn_mask=bias, scale=scale)
+    else:
+        key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+        # Products of half-precision numbers are exact in float32; in half precision logits would be rounded, and the
+        # log-sum-exp with them.
+        compute = compute_dtype_of(query)
+        logits = (query.to(compute) @ key.to(compute).mT) * scale
+        logits = logits if bias is None else logits + bias
+        out, lse = logits.softmax(-1).to(value.dtype) @ value, logits.logsumexp(-1)
+    return (out, lse) if blind is None else (out.masked_fill(blind, 0.0), lse.masked_fill(blind.squeeze(-1), -math.inf))
 
 
 def is_one_on_cpu(query: Tensor) -> bool:
