@@ -181,6 +181,8 @@ def test_priors_and_scales_stay_float32_when_a_state_dict_is_assigned(scale: str
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name.startswith("prior ")])
 def test_initial_parameters_are_those_of_the_description(name: str) -> None:
     """Neither transformers' own initialisation nor the model's may change a prior's named start."""
+    if getattr(tiny_config(**VARIANTS[name]).make_prior(), "init", None) == "sampled":
+        pytest.skip("it starts at random")
     model = PriorDecoderForCausalLM(tiny_config(**VARIANTS[name]))
     torch.manual_seed(0)
     prior = model.config.make_prior()
