@@ -258,6 +258,18 @@ def test_a_table_whose_numbers_lie_apart(causal: bool) -> None:
         torch.testing.assert_close(found, attend(query, query, query, prior, causal=causal, backend="reference"))
 
 
+@pytest.mark.parametrize(("num_queries", "num_keys", "causal"), [(30, 30, True), (12, 30, False)])
+@pytest.mark.parametrize("few", [bare.FEW_PAIRS, 0])
+def test_columns_that_lie_apart(num_queries: int, num_keys: int, causal: bool, few: int) -> None:
+    """As after ``unbind(-1)``: the kernels look for a row's numbers side by side."""
+    query, key, value = (torch.randn(2, 4, n, 8, 3)[..., 0] for n in (num_queries, num_keys, num_keys))
+    prior = ClippedOffsets(4, init="normal")
+    with torch.no_grad(), mock.patch.object(bare, "FEW_PAIRS", few), counted() as answered:
+        found = attend(query, key, value, prior, causal=causal, backend="toeplitz")
+    assert answered == [True]
+    torch.testing.assert_close(found, attend(query, key, value, prior, causal=causal, backend="reference"))
+
+
 def test_a_backward_pass_inside_autocast() -> None:
     query = torch.randn(2, 4, 20, 8, requires_grad=True)
     prior = GeneralizedGaussian(4)

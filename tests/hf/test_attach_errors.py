@@ -147,6 +147,12 @@ def test_models_that_bypass_the_interface() -> None:
 def test_models_with_numerics_of_their_own() -> None:
     config: Any = hf.Gemma2Config(**SIZES, intermediate_size=48, num_key_value_heads=2, head_dim=8)
     refused(hf.Gemma2ForCausalLM(config), r"layer 0 \(Gemma2Attention\): its logits are capped")
+    some = tiny("llama")  # as DeepSeek-V4, whose attention compresses keys
+    some.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(4))
+    refused(
+        some, r"layer 1 \(LlamaAttention\): it has sinks, and of such models .* gpt_oss, granite_swa, mimo_v2_flash"
+    )
+    refused(some, r"layer 1 \(LlamaAttention\), which layers leaves as it is: it has sinks", layers=[0])
 
 
 def test_encoders() -> None:
@@ -170,6 +176,8 @@ def test_a_mask_that_does_not_say_where_queries_stand() -> None:
 
     with pytest.raises(ValueError, match="3 queries and 7 keys"):
         attention_forward(module, query, key, key, None)
+    with pytest.raises(ValueError, match="indices="):
+        attention_forward(module, query, key, key, None, indices=torch.zeros(1, 3, 2, dtype=torch.long))
     with pytest.raises(ValueError, match="softcap="):
         attention_forward(module, query, key, key, None, softcap=30.0)
     with pytest.raises(ValueError, match="attention_mask must be"):

@@ -28,6 +28,7 @@ PEFT_PREFIX = "base_model.model."
 REFUSED = {
     "softcap": "capped logits",
     "position_bias": "a position bias of the model's own",
+    "indices": "a selection of keys",
     "cache": "a paged cache (continuous batching)",
 }
 """Arguments that some models hand to attention and attend() does not take."""

@@ -78,7 +78,7 @@ class Kerple(Prior):
         r1, r2 = (x.double().clamp(min=LEAST) if isinstance(self.init, str) else x.double() for x in (r1, r2))
         with torch.no_grad():
             self.log_r1.copy_(r1.log())
-            self.theta_r2.copy_(r2.log() if self.form == "logarithmic" else torch.logit(r2 / 2, eps=1e-6))
+            self.theta_r2.copy_(r2.log() if self.form == "logarithmic" else torch.logit((r2 / 2).clamp(max=1 - 1e-6)))
 
     @property
     def r1(self) -> Tensor:

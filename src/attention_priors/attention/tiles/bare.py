@@ -18,7 +18,7 @@ from attention_priors.attention.problem import Problem
 from attention_priors.attention.tables import consecutive_table, table_of_keys
 from attention_priors.attention.tiles.arithmetic import diagonals
 from attention_priors.attention.tiles.bias import far_rows
-from attention_priors.attention.tiles.block_problem import Content, Gradients, all_of
+from attention_priors.attention.tiles.block_problem import Content, Gradients, all_of, columns_together
 from attention_priors.attention.tiles.forward import FLASH_ON_CPU, is_one_on_cpu, logits_of_one, mean_of_one
 from attention_priors.attention.tiles.one_tile import gradients
 from attention_priors.attention.tiles.tiling import FEW_NUMBERS, FEW_PAIRS
@@ -101,7 +101,8 @@ def _attend_short(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor] | None:
         best = key_bias.detach().amax(-1, keepdim=True)
         key_bias = key_bias - best
     of_prior = (table, key_bias, scale, problem.scales_prior, geometry.causal)
-    inputs = (query, problem.key, value, problem.softmax_scale, *of_prior, in_memory)
+    query, key, value = (columns_together(x) for x in (query, problem.key, value))
+    inputs = (query, key, value, problem.softmax_scale, *of_prior, in_memory)
     out, lse = (_ShortContext.apply if torch.is_grad_enabled() else _forward)(*inputs)[:2]
     if far_rows(lse) is not None:
         return None
@@ -128,13 +129,13 @@ def _forward(
     if table is None:
         bias = torch.zeros((), dtype=dtype)
     else:
-        table = table.to(dtype)
+        table = columns_together(table.to(dtype))
         if causal:
             future = scales_prior
             table = pad(table, (0, rows - 1), value=0.0 if scales_prior else float("-inf"))
         # From the last query on, a row starts where the one before it has its second entry.
-        bias = table.as_strided((1, heads, rows, number), (0, table.stride(0), *[table.stride(1)] * 2))
-        bias = bias.flip(2) if in_memory else bias
+        bias = table.as_strided((1, heads, rows, number), (0, table.stride(0), 1, 1))
+        bias = bias.flip(2).contiguous() if in_memory else bias
     if key_bias is not None:
         bias = bias + key_bias.to(dtype).unsqueeze(-2)
     log_prior = bias
@@ -143,7 +144,7 @@ def _forward(
         bias = bias * row_scale.unsqueeze(-1) if scales_prior else bias
     if future:
         bias = bias + torch.full((rows, number), float("-inf"), dtype=dtype).triu(1)
-    bias = bias.expand(batch, heads, rows, number)
+    bias = columns_together(bias).expand(batch, heads, rows, number)
     out, lse = FLASH_ON_CPU(query if in_memory else query.flip(2), key, value, attn_mask=bias, scale=softmax_scale)
     return (out, lse, bias, log_prior) if in_memory else (out.flip(2), lse.flip(2), bias, log_prior)
 

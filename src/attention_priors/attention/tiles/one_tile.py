@@ -30,7 +30,7 @@ def forward(content: Content, problem: BlockProblem, tile: Tile) -> tuple[Tensor
     bias_of, constant = problem.bias().centred(tile, heads)
     bias = bias_of(tile, heads) if tile.shape[1] else None
     blind = None if bias is None else bias_of.blind(tile, bias)
-    bias, blind = (x if x is None or x.shape[2] == 1 else x.flip(2) for x in (bias, blind))
+    bias, blind = (x if x is None or x.shape[2] == 1 else x.flip(2).contiguous() for x in (bias, blind))
     out, lse = attend_plain(query, key[keys], value[keys], bias, blind, content.softmax_scale)
     return finished(content, problem, out[..., : content.value.shape[-1]], lse, constant)
 
