@@ -236,13 +236,13 @@ def _attend_backward(
     content, problem = read_inputs(*inputs)
     # A caller who is inside autocast would have the recomputed products rounded.
     with without_autocast(out.device.type):
-        saved, of_prior = (out, lse), (wanted[3], wanted[4], wanted[5])
+        saved, wanted_of_prior = (out, lse), (wanted[3], wanted[4], wanted[5])
         if problem.whole is not None and not inputs[-1]:
-            found = one_tile.backward(content, problem, problem.whole, saved, (out_grad, lse_grad), of_prior)
+            found = one_tile.backward(content, problem, problem.whole, saved, (out_grad, lse_grad), wanted_of_prior)
         else:
             engine = triton_backend if inputs[-1] else tiles_backward
             grads = (out_grad, torch.zeros_like(lse) if lse_grad is None else lse_grad)
-            found = engine.backward(content, problem, saved, grads, of_prior)
+            found = engine.backward(content, problem, saved, grads, wanted_of_prior)
     # As it is promised to who compiles, below.
     return tuple(
         lse.new_empty(0) if grad is None else _of_batch(grad, inputs[place]).contiguous()

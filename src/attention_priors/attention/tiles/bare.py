@@ -85,6 +85,7 @@ def _attend_one(problem: Problem, plan: Plan) -> tuple[Tensor, None] | None:
 
 
 def _attend_short(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor] | None:
+    """Attention of up to ``VIEWED_PAIRS``; None where lanes or wider values need tiles, or rows are too far from 0."""
     query, value, geometry, scale = problem.query, problem.value, problem.geometry, problem.row_scale
     stationary, of_keys, factored = plan.parts(problem)
     pairs = geometry.num_queries * geometry.num_keys
@@ -150,6 +151,8 @@ def _forward(
 
 
 class _ShortContext(torch.autograd.Function):
+    """:func:`_forward`, of which output and log-sum-exp have gradients."""
+
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         query, key, value, softmax_scale, table, key_bias, row_scale, *flags = inputs

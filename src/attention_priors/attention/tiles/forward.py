@@ -104,7 +104,7 @@ def finished(
 
 
 def keys_and_values(content: Content, cut: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """What ``cut`` takes of them, as wide as the CPU's kernel wants queries, keys and values: alike."""
+    """The keys and values that ``cut`` takes, with zeros up to one width, which the CPU's kernel wants."""
     width = None if is_one_on_cpu(content.query) else max(content.key.shape[-1], content.value.shape[-1])
     return widened(cut(content.key), width), widened(cut(content.value), width)
 
