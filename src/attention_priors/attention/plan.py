@@ -61,8 +61,8 @@ def make_plan(problem: Problem, backend: Backend, *, need_lse: bool) -> Plan:
     if problem.query.shape[0] == 0:
         engine, why = "reference", "there are no texts"
     # Positions with gaps may have as many distances as there are pairs.
-    of_places = all(term.structure & (Structure.FACTORED | Structure.OF_KEYS) for term in problem.terms)
-    no_table = of_places and engine == "toeplitz" and problem.geometry.has_given_positions
+    no_table = engine == "toeplitz" and problem.geometry.has_given_positions
+    no_table = no_table and all(term.structure & (Structure.FACTORED | Structure.OF_KEYS) for term in problem.terms)
     places: tuple[list[int], ...] = [], [], []
     for index, term in enumerate(problem.terms):
         in_table = Structure.STATIONARY in term.structure and engine != "lanes" and not no_table

@@ -86,13 +86,18 @@ class _State(NamedTuple):
     def of(cls, prior: Prior) -> _State | None:
         """A copy; None for a prior with an attribute that cannot be compared."""
         try:
-            return cls([_Part.of(module) for module in prior.modules()])
+            return cls([_Part.of(module) for module in _modules(prior)])
         except _NotComparableError:
             return None
 
     def is_of(self, prior: Prior) -> bool:
-        modules = list(prior.modules())
+        modules = _modules(prior)
         return len(modules) == len(self.parts) and all(map(_Part.is_of, self.parts, modules))
+
+
+def _modules(prior: Prior) -> list[nn.Module]:
+    # Most have none within.
+    return list(prior.modules()) if prior._modules else [prior]
 
 
 def _copy(value: Any) -> Any:
@@ -239,7 +244,7 @@ def _may_keep(term: Prior, device: torch.device) -> bool:
     if torch._C._are_functorch_transforms_active():
         return False
     learns = torch.is_grad_enabled()
-    for module in term.modules():
+    for module in _modules(term):
         for parameter in module._parameters.values():
             if parameter is not None and (
                 type(parameter) not in (Tensor, Parameter) or (learns and parameter.requires_grad)

@@ -6,7 +6,7 @@ table, takes longer to set up than these take.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from attention_priors.attention.tiles.arithmetic import diagonals
 from attention_priors.attention.tiles.bias import far_rows
 from attention_priors.attention.tiles.block_problem import Content, Gradients, all_of, columns_together
 from attention_priors.attention.tiles.forward import FLASH_ON_CPU, is_one_on_cpu, logits_of_one, mean_of_one
-from attention_priors.attention.tiles.one_tile import gradients
+from attention_priors.attention.tiles.one_tile import gradients, logits_of, stacked
 from attention_priors.attention.tiles.tiling import FEW_NUMBERS, FEW_PAIRS
 from attention_priors.precision import compute_dtype_of, without_autocast
 from attention_priors.priors import Prior
@@ -48,7 +48,7 @@ def attend_bare(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor
         return None
     if geometry.num_queries > 1:
         is_short = geometry.num_queries * geometry.num_keys <= VIEWED_PAIRS
-        return _attend_short(problem, plan) if is_short else None
+        return _attend_short(problem, plan, need_lse) if is_short else None
     return None if need_lse or torch.is_grad_enabled() or not is_one_on_cpu(query) else _attend_one(problem, plan)
 
 
@@ -84,15 +84,14 @@ def _attend_one(problem: Problem, plan: Plan) -> tuple[Tensor, None] | None:
 # ---- a short context
 
 
-def _attend_short(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor] | None:
+def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor, Tensor | None] | None:
     """Attention of up to ``VIEWED_PAIRS``; None where lanes or wider values need tiles, or rows are too far from 0."""
     query, value, geometry, scale = problem.query, problem.value, problem.geometry, problem.row_scale
     stationary, of_keys, factored = plan.parts(problem)
     pairs = geometry.num_queries * geometry.num_keys
     in_memory = pairs <= FEW_PAIRS and pairs * geometry.batch * geometry.heads <= FEW_NUMBERS
-    table_alone = not of_keys and problem.key_bias is scale is None
-    viewed = bool(stationary) and table_alone
-    if factored or not problem.terms or value.shape[-1] != query.shape[-1] or not (in_memory or viewed):
+    viewed = stationary and not of_keys and problem.key_bias is scale is None and value.shape[-1] == query.shape[-1]
+    if factored or not problem.terms or not (in_memory or viewed):
         return None
     lowest = 0 if geometry.causal else 1 - geometry.num_queries
     table = consecutive_table(stationary, geometry.num_keys - 1, lowest, query.device)
@@ -101,53 +100,77 @@ def _attend_short(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor] | None:
         # Before it is rounded.
         best = key_bias.detach().amax(-1, keepdim=True)
         key_bias = key_bias - best
-    of_prior = (table, key_bias, scale, problem.scales_prior, geometry.causal)
-    query, key, value = (columns_together(x) for x in (query, problem.key, value))
-    inputs = (query, key, value, problem.softmax_scale, *of_prior, in_memory)
-    out, lse = (_ShortContext.apply if torch.is_grad_enabled() else _forward)(*inputs)[:2]
+    how = _How(problem.softmax_scale, problem.scales_prior, geometry.causal, in_memory, need_lse)
+    run = _ShortContext.apply if torch.is_grad_enabled() else _forward
+    out, lse = run(query, problem.key, value, table, key_bias, scale, how)[:2]
     if far_rows(lse) is not None:
         return None
-    if best is not None:
+    if best is not None and need_lse:
         lse = lse + (best if scale is None or not problem.scales_prior else best * scale)
-    return out, lse
+    return out, lse if need_lse else None
+
+
+class _How(NamedTuple):
+    """What is no tensor."""
+
+    softmax_scale: float
+    scales_prior: bool
+    causal: bool
+    in_memory: bool
+    """Whether the bias is; otherwise it is a view of the table."""
+    need_lse: bool
 
 
 def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    softmax_scale: float,
     table: Tensor | None,
     key_bias: Tensor | None,
     row_scale: Tensor | None,
-    scales_prior: bool,
-    causal: bool,
-    in_memory: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp, the bias that was added, ``(B, H, Lq, Lk)``, and the log-prior that a scale multiplied."""
+    how: _How,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """What is returned and kept.
+
+    Returns:
+        Output; log-sum-exp or, where the bias is in memory and it is not needed, the highest logits; then the weights
+        and the log-prior that a logit scale multiplied, or None for what need not be kept.
+    """
+    softmax_scale, scales_prior, causal, in_memory, need_lse = how
     (batch, heads, rows, _), number, dtype = query.shape, key.shape[2], compute_dtype_of(query)
     future = causal
     if table is None:
-        bias = torch.zeros((), dtype=dtype)
+        bias = query.new_zeros(1, dtype=dtype)
     else:
         table = columns_together(table.to(dtype))
         if causal:
             future = scales_prior
-            table = pad(table, (0, rows - 1), value=0.0 if scales_prior else float("-inf"))
+            table = torch.constant_pad_nd(table, (0, rows - 1), 0.0 if scales_prior else float("-inf"))
         # From the last query on, a row starts where the one before it has its second entry.
         bias = table.as_strided((1, heads, rows, number), (0, table.stride(0), 1, 1))
-        bias = bias.flip(2).contiguous() if in_memory else bias
+    if not in_memory:
+        query, key, value = columns_together(query).flip(2), columns_together(key), columns_together(value)
+        bias = bias.expand(batch, heads, rows, number)
+        out, lse = FLASH_ON_CPU(query, key, value, attn_mask=bias, scale=softmax_scale)
+        return out.flip(2), lse.flip(2), None, None
+    bias = bias if table is None else bias.flip(2)
     if key_bias is not None:
         bias = bias + key_bias.to(dtype).unsqueeze(-2)
-    log_prior = bias
+    log_prior = bias if scales_prior else None
     if row_scale is not None:
         query = Content(query, key, value, row_scale, softmax_scale).queries(all_of)
         bias = bias * row_scale.unsqueeze(-1) if scales_prior else bias
     if future:
         bias = bias + torch.full((rows, number), float("-inf"), dtype=dtype).triu(1)
-    bias = columns_together(bias).expand(batch, heads, rows, number)
-    out, lse = FLASH_ON_CPU(query if in_memory else query.flip(2), key, value, attn_mask=bias, scale=softmax_scale)
-    return (out, lse, bias, log_prior) if in_memory else (out.flip(2), lse.flip(2), bias, log_prior)
+    with without_autocast("cpu"):
+        logits = logits_of(query, key, bias, softmax_scale)
+        lse = logits.amax(-1)
+        weights = logits.softmax(-1)
+        if need_lse:
+            # The largest weight is exp(highest - lse); exponentials of our own would be slow where they underflow.
+            lse -= weights.amax(-1).log_()
+        out = torch.bmm(stacked(weights, key.shape[1]), stacked(value, key.shape[1]))
+    return out.view(*query.shape[:3], value.shape[-1]).to(query.dtype), lse, weights, log_prior
 
 
 class _ShortContext(torch.autograd.Function):
@@ -155,31 +178,31 @@ class _ShortContext(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        query, key, value, softmax_scale, table, key_bias, row_scale, *flags = inputs
-        out, lse, *biases = _forward(*inputs)
-        ctx.save_for_backward(query, key, value, table, key_bias, row_scale, out, lse, *biases)
-        ctx.others = (softmax_scale, *flags)
+        *given, ctx.how = inputs
+        out, lse, *kept = _forward(*inputs)
+        ctx.save_for_backward(*given, out, lse, *kept)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, table, key_bias, row_scale, out, lse, bias, log_prior = ctx.saved_tensors
-        softmax_scale, scales_prior, causal, in_memory = ctx.others
+        query, key, value, table, key_bias, row_scale, out, lse, weights, log_prior = ctx.saved_tensors
+        softmax_scale, scales_prior, causal, in_memory, need_lse = ctx.how
         out_grad = torch.zeros_like(out) if grads[0] is None else grads[0]
-        wanted = [ctx.needs_input_grad[place] for place in (0, 1, 2, 4, 5, 6)]
+        wanted = ctx.needs_input_grad[:6]
         if torch.is_grad_enabled() or not in_memory:
             # The operator has its own word on second derivatives, and tiles for what is not short.
+            lse = lse if need_lse or not in_memory else lse - weights.amax(-1).log()
             highest, lowest = key.shape[2] - 1, 0 if causal else 1 - query.shape[2]
             of_prior = (table, key_bias, row_scale, scales_prior, None, None, highest, highest - lowest + 1)
             inputs = (query, key, value, softmax_scale, *of_prior, *[None] * 5, causal, None, False)
             found = attend_backward(out_grad, grads[1], out, lse.double(), wanted, *inputs)
             given = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
-            return *given[:3], None, *given[3:], *[None] * 3
+            return *given, None
         content = Content(query, key, value, row_scale, softmax_scale)
         table_grad = bias_grad = scale_grad = None
         with without_autocast("cpu"):
-            of_tile = gradients(content.queries(all_of), key, value, bias, None, (out_grad, grads[1]), softmax_scale)
+            of_tile = gradients(content.queries(all_of), key, value, weights, (out_grad, grads[1]), softmax_scale)
             logits = of_tile.logits
             if scales_prior:
                 scale_grad = (logits * log_prior).sum(-1) if wanted[5] else None
@@ -190,7 +213,7 @@ class _ShortContext(torch.autograd.Function):
                 bias_grad = logits.sum(2)
                 bias_grad = (bias_grad if len(key_bias) > 1 else bias_grad.sum(0, keepdim=True)).to(key_bias.dtype)
             all_found = Gradients(*of_tile[:3], table_grad, bias_grad, scale_grad).unscaled(content, wanted[5])
-        return *all_found[:3], None, *all_found[3:], *[None] * 3
+        return *all_found, None
 
     jvp = staticmethod(refuse_forward_mode)
 

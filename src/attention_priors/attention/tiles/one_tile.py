@@ -64,8 +64,17 @@ def backward(
         bias = bias_of.write(Scratch("bias", problem.dtype, lse.device).of(*shape), tile, heads, None)
     blind = bias_of.blind(tile, bias) if tile.shape[1] else None
     blind = None if blind is None else blind.flip(2)
-    key, value = (x[:, :, tile.keys] for x in (content.key, content.value))
-    found = gradients(content.queries(all_of), key, value, bias.flip(2), blind, grads, problem.softmax_scale)
+    query, key, value = content.queries(all_of), content.key[:, :, tile.keys], content.value[:, :, tile.keys]
+    logits = logits_of(query, key, bias.flip(2), problem.softmax_scale)
+    if blind is not None:
+        logits.masked_fill_(blind, 0.0)
+    weights = Scratch("weights", problem.dtype, lse.device).of(*logits.shape)
+    # Computed anew: then the gradient of a row that sees one key is exactly 0, even where the derivative of its
+    # log-prior is 1e30.
+    torch._softmax(logits, -1, False, out=weights)  # pyright: ignore[reportPrivateImportUsage]
+    if blind is not None:
+        weights.masked_fill_(blind, 0.0)
+    found = gradients(query, key, value, weights, grads, problem.softmax_scale)
     logits_grad, outside = found.logits, (tile.first, num_keys - tile.last)
     scale_grad = table_grad = bias_grad = None
     if problem.row_scale is not None:
@@ -95,53 +104,51 @@ class TileGradients(NamedTuple):
     """``(B, H, n, e)``, good until the next call."""
 
 
+def logits_of(query: Tensor, key: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Plain attention's logits, ``(B, H, n, e)``, in the memory of the bias if that has their shape and dtype.
+
+    Args:
+        query: ``(B, H, n, D)``.
+        key: ``(B, Hkv, e, D)``.
+        bias: what expands to ``(B, H, n, e)``.
+        scale: of the content.
+    """
+    kv_heads = key.shape[1]
+    logits = bias.to(compute_dtype_of(query)).expand(*query.shape[:3], key.shape[2]).contiguous()
+    stacked(logits, kv_heads).baddbmm_(stacked(query, kv_heads), stacked(key, kv_heads).mT, alpha=scale)
+    return logits
+
+
+def stacked(x: Tensor, kv_heads: int) -> Tensor:
+    """``(B, H, n, e)`` as ``(B * Hkv, H / Hkv * n, e)``: query heads that share a key head are one matrix."""
+    x, heads = x.to(compute_dtype_of(x)), x.shape[1]
+    return (x if heads == kv_heads else x.unflatten(1, (kv_heads, -1)).flatten(2, 3)).flatten(0, 1)
+
+
 def gradients(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    blind: Tensor | None,
-    grads: tuple[Tensor, Tensor | None],
-    scale: float,
+    query: Tensor, key: Tensor, value: Tensor, weights: Tensor, grads: tuple[Tensor, Tensor | None], scale: float
 ) -> TileGradients:
     """The gradients of plain attention with a bias.
-
-    The softmax is computed anew: then the gradient of a row that sees one key is exactly 0, even where the derivative
-    of its log-prior is 1e30.
 
     Args:
         query: ``(B, H, n, D)``.
         key: ``(B, Hkv, e, D)``.
         value: ``(B, Hkv, e, Dv)``.
-        bias: what expands to ``(B, H, n, e)``.
-        blind: the queries that see no key, what expands to ``(B, H, n, 1)``; None for none.
+        weights: of attention, ``(B, H, n, e)``: not those of the output as it was stored.
         grads: those of output and log-sum-exp.
         scale: of the content.
     """
-    (batch, heads, rows, _), (kv_heads, number), dtype = query.shape, key.shape[1:3], compute_dtype_of(query)
-
-    def stacked(x: Tensor) -> Tensor:
-        # Query heads that share a key head are one matrix.
-        return x.to(dtype).reshape(batch * kv_heads, x.shape[1] // kv_heads * x.shape[2], x.shape[3])
-
-    names = ("weights", "their gradient", "logits' gradient")
-    weights, weights_grad, logits = (
-        Scratch(name, dtype, query.device).of(batch, heads, rows, number) for name in names
-    )
-    queries, keys, values, out_grad, factor = map(stacked, (query, key, value, grads[0], logits.copy_(bias)))
-    factor.baddbmm_(queries, keys.mT, alpha=scale)
-    if blind is not None:
-        logits.masked_fill_(blind, 0.0)
-    torch._softmax(logits, -1, False, out=weights)  # pyright: ignore[reportPrivateImportUsage]
-    if blind is not None:
-        weights.masked_fill_(blind, 0.0)
-    value_grad = torch.bmm(stacked(weights).mT, out_grad)
-    torch.bmm(out_grad, values.mT, out=stacked(weights_grad))
-    # Of the weights as they are here, and not of the output that was stored.
+    dtype, kv_heads = weights.dtype, key.shape[1]
+    queries, keys, values, factor, out_grad = (stacked(x, kv_heads) for x in (query, key, value, weights, grads[0]))
+    value_grad = torch.bmm(factor.mT, out_grad)
+    logits = Scratch("logits' gradient", dtype, query.device).of(*weights.shape)
+    # That of the weights, which the softmax's turns into that of the logits row by row.
+    of_weights = torch.bmm(out_grad, values.mT, out=stacked(logits, kv_heads)).view(logits.shape)
     backward = torch._softmax_backward_data  # pyright: ignore[reportPrivateImportUsage]
-    backward(weights_grad, weights, -1, dtype, grad_input=logits)
+    backward(of_weights, weights, -1, dtype, grad_input=logits)
     if grads[1] is not None:
         logits.addcmul_(weights, grads[1].to(dtype).unsqueeze(-1))
+    factor = stacked(logits, kv_heads)
     query_grad = torch.baddbmm(queries, factor, keys, beta=0, alpha=scale).view(query.shape)
     key_grad = torch.baddbmm(keys, factor.mT, queries, beta=0, alpha=scale).view(key.shape)
     return TileGradients(query_grad, key_grad, value_grad.view(value.shape), logits)
