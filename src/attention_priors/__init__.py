@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attention_priors.attention import (
+    Cable,
+    ForgetGate,
     KeyBounds,
     NullKey,
     PruningReport,
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Cable",
+    "ForgetGate",
     "KeyBounds",
     "LearnedTable",
     "LinearToy",

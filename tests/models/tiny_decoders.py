@@ -38,6 +38,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "prior and shaw": {"prior": "laplace", "encoding": encoding_description("shaw")},
     "sum": {"prior": [prior_description("spectral"), prior_description("window"), KEY_SINK]},
     "shared prior": {"prior": "relative_buckets", "share_prior": True},
+    "null key": {"null_logit": {"name": "null_key", "init": 0.5}},
+    "forget gate": {"key_bias": "forget_gate"},
+    "cable, a prior, ssmax and a null key": {
+        "key_bias": {"name": "cable", "init": -1.0},
+        "prior": "laplace",
+        "logit_scale": {"name": "ssmax", "init": 0.7},
+        "null_logit": "null_key",
+    },
+    "layers that differ": {
+        "layer_pattern": ["local", "global"],
+        "layer_kinds": {
+            "local": {"prior": {"name": "window", "size": 3}, "encoding": "rotary", "null_logit": "null_key"},
+            "global": {"prior": {"name": "generalized_gaussian", "init": "spread"}, "key_bias": "forget_gate"},
+        },
+        "logit_scale": "ssmax",
+    },
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -47,6 +63,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ALiBi and SSMax": {"prior": "laplace", "logit_scale": {"name": "ssmax", "init": 0.7}},
     "GOAT": {"prior": [{"name": "spectral", "init": "recency"}, KEY_SINK]},
     "Shaw": {"encoding": encoding_description("shaw")},
+    "FoX": {"key_bias": {"name": "forget_gate", "init": 2.0}},
+    "SWAN": {
+        "layer_pattern": ["local", "global"],
+        "layer_kinds": {"local": {"prior": {"name": "window", "size": 8}, "encoding": "rotary"}, "global": {}},
+    },
 }
 """What people train: the cases that transformers tests of each of its own models are tested over these."""
 
@@ -70,7 +91,7 @@ def tiny_decoder(dtype: torch.dtype = torch.float64, **changes: Any) -> PriorDec
     model = PriorDecoderForCausalLM(tiny_config(**changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "prior." in name or "logit_scale." in name:
+            if any(part in name for part in ("prior.", "logit_scale.", "null_logit.", "key_bias.")):
                 parameter.add_(0.3 * torch.randn(parameter.shape))
             elif "encoding." in name:
                 parameter.normal_(std=0.5)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attention_priors.checks import check_booleans, check_positive_integers
-from attention_priors.config import Described
+from attention_priors.config import Described, build
 from attention_priors.precision import KeepsFloat32, can_be_read
 
 
@@ -46,6 +47,15 @@ class NullKey(Described, KeepsFloat32):
     def reset_parameters(self) -> None:
         """Start anew: ``s = init``."""
         nn.init.constant_(self.logit, self.init)
+
+
+def null_key_from_config(config: Mapping[str, Any] | str | None, num_heads: int) -> NullKey | None:
+    """Build a null key from its plain description; None for none.
+
+    Raises:
+        ValueError: if the name or an argument is unknown; it says what is allowed.
+    """
+    return None if config is None else build("null logit", {NullKey.name: NullKey}, config, num_heads=num_heads)
 
 
 def apply_null(out: Tensor, lse: Tensor, null_logit: NullKey | Tensor) -> Tensor:

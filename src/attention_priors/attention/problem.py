@@ -70,8 +70,13 @@ class Problem:
             self,
             query=self.query[:, :, rows],
             geometry=self.geometry.rows(rows),
-            row_scale=None if self.row_scale is None else self.row_scale[..., rows],
+            row_scale=_of_rows(self.row_scale, rows),
+            null_logit=_of_rows(self.null_logit, rows),
         )
+
+
+def _of_rows(of_queries: Tensor | None, rows: slice) -> Tensor | None:
+    return of_queries if of_queries is None or of_queries.shape[-1] == 1 else of_queries[..., rows]
 
 
 class Options(TypedDict, total=False):

@@ -8,6 +8,7 @@ encoding, both or neither. A transformers ``PreTrainedModel``: ``generate``, ``s
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.logging import get_logger
 from transformers.utils.output_capturing import capture_outputs
 
-from attention_priors.attention import ShardedSequence, attend, attend_across
+from attention_priors.attention import ForgetGate, NullKey, ShardedSequence, attend, attend_across
 from attention_priors.attention.attend import attend_with_weights
+from attention_priors.attention.forget_gate import key_bias_from_config, last_of_documents
+from attention_priors.attention.null_key import null_key_from_config
 from attention_priors.checks import check_positive_integers, check_share
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawVectors, encoding_from_config
 from attention_priors.models.masks import Keys, keys_of_call
@@ -38,14 +41,23 @@ from attention_priors.priors.base import check_over_line
 
 logger = get_logger(__name__)
 
+LAYER_PARTS = ("prior", "encoding", "logit_scale", "null_logit", "key_bias")
+"""What layers may have each of its own: names of the config's descriptions and, but for additive encodings, of what is
+made of them."""
+
 
 class PriorDecoderConfig(PriorConfig):
     """Configuration of a decoder.
 
-    ``prior``, ``encoding`` and ``logit_scale`` are plain descriptions, as their ``to_config()`` gives them
-    (``num_heads``, ``head_dim`` and ``width`` need not be stated): for instance
+    ``prior``, ``encoding``, ``logit_scale``, ``null_logit`` and ``key_bias`` are plain descriptions, as their
+    ``to_config()`` gives them (``num_heads``, ``head_dim`` and ``width`` need not be stated): for instance
     ``prior={"name": "generalized_gaussian", "init": "uniform"}``, ``encoding="rotary"``,
     ``logit_scale={"name": "ssmax", "init": 1.0}``. A list of priors is their sum.
+
+    Layers may differ. ``layer_kinds`` has descriptions by the name of a kind, and ``layer_pattern`` names the kind of
+    each layer, from the first on, again and again: ``layer_pattern=["local", "local", "local", "global"]``,
+    ``layer_kinds={"local": {"encoding": "rotary", "prior": {"name": "window", "size": 512}}, "global": {}}``. What a
+    kind does not describe is as the config has it for all layers.
 
     Args:
         vocab_size: number of tokens.
@@ -62,6 +74,10 @@ class PriorDecoderConfig(PriorConfig):
         share_prior: whether all layers share one prior (T5); otherwise each layer has its own (BAM).
         encoding: description of an encoding, or None.
         logit_scale: description of a logit scale, or None. It is learned per layer.
+        null_logit: description of a :class:`NullKey`, or None. It is learned per layer.
+        key_bias: description of a :class:`ForgetGate` or :class:`Cable`, or None. It is learned per layer.
+        layer_pattern: names of kinds, for the first layers and again for those after; None where layers are alike.
+        layer_kinds: descriptions by the name of a kind.
         tolerance: as for :func:`attend`: which share of its weight a query may lose, so that keys which provably weigh
             less need not be read. 0, the default, is exact. Where there is one query, in generation, all keys are read:
             to find out which are needed would take longer.
@@ -90,6 +106,10 @@ class PriorDecoderConfig(PriorConfig):
     eos_token_id: int | None = None
     pad_token_id: int | None = None
     encoding: dict[str, Any] | str | None = None
+    null_logit: dict[str, Any] | str | None = None
+    key_bias: dict[str, Any] | str | None = None
+    layer_pattern: list[str] | None = None
+    layer_kinds: dict[str, dict[str, Any]] | None = None
     tolerance: float = 0.0
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -116,16 +136,71 @@ class PriorDecoderConfig(PriorConfig):
         check_positive_integers(head_dim=self.head_dim)
         check_share(tolerance=self.tolerance)
         super().__post_init__(**kwargs)
+        self._check_kinds()
         # Build all parts once, without memory, so that a mistake shows here and not after loading weights.
-        with torch.device("meta"):
-            check_over_line(self.make_prior())
-            self.make_encoding()
-            self.make_logit_scale()
+        for kind in [self, *(self._with(kind) for kind in (self.layer_kinds or {}).values())]:
+            with torch.device("meta"):
+                check_over_line(kind.make_prior())
+                encoding = kind.make_encoding()
+                kind.make_logit_scale()
+                kind.make_null_logit()
+                kind.make_key_bias()
+            if isinstance(encoding, AdditiveEncoding) and kind.encoding is not self.encoding:
+                raise ValueError(
+                    f"layer_kinds: the encoding {encoding.name!r} is added to embeddings, which all layers share; "
+                    "describe it as the config's encoding"
+                )
+
+    def _check_kinds(self) -> None:
+        pattern, kinds = self.layer_pattern, self.layer_kinds
+        if (pattern is None) != (kinds is None):
+            raise ValueError(
+                f"layer_pattern names the kinds that layer_kinds describes; got layer_pattern={pattern!r}, "
+                f"layer_kinds={kinds!r}"
+            )
+        if pattern is None or kinds is None:
+            return
+        if not isinstance(pattern, list) or not pattern or not isinstance(kinds, dict) or {*pattern} != {*kinds}:
+            raise ValueError(
+                f"layer_pattern must be a list of the kinds in layer_kinds, each at least once, got {pattern!r} and "
+                f"the kinds {kinds!r}"
+            )
+        for name, kind in kinds.items():
+            unknown = [part for part in kind if part not in LAYER_PARTS]
+            if unknown or (self.share_prior and "prior" in kind):
+                reason = f"{unknown[0]!r} is none of {', '.join(LAYER_PARTS)}" if unknown else "share_prior is set"
+                raise ValueError(f"layer_kinds[{name!r}] must describe what a layer has of its own; {reason}")
+
+    def _with(self, parts: dict[str, Any]) -> PriorDecoderConfig:
+        layer = copy.copy(self)
+        for name, description in ({"layer_pattern": None, "layer_kinds": None} | parts).items():
+            setattr(layer, name, description)
+        return layer
+
+    def of_layer(self, index: int) -> PriorDecoderConfig:
+        """The config of a decoder all of whose layers are as this one is."""
+        if self.layer_pattern is None or self.layer_kinds is None:
+            return self
+        return self._with(self.layer_kinds[self.layer_pattern[index % len(self.layer_pattern)]])
+
+    @property
+    def layer_types(self) -> list[str]:
+        """What transformers' caches hold for each layer: where there are gates, their running sums too."""
+        gated = [self.of_layer(index).key_bias is not None for index in range(self.num_hidden_layers)]
+        return ["indexed_attention" if gate else "full_attention" for gate in gated]
 
     def make_encoding(self) -> Encoding | None:
         """The encoding that is described."""
         assert self.head_dim is not None
         return encoding_from_config(self.encoding, width=self.hidden_size, head_dim=self.head_dim)
+
+    def make_null_logit(self) -> NullKey | None:
+        """The null key that is described."""
+        return null_key_from_config(self.null_logit, self.num_attention_heads)
+
+    def make_key_bias(self) -> ForgetGate | None:
+        """The gate that is described."""
+        return key_bias_from_config(self.key_bias, self.num_attention_heads, self.hidden_size)
 
 
 class DecoderAttention(nn.Module):
@@ -146,6 +221,8 @@ class DecoderAttention(nn.Module):
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=False)
         self.prior = None if config.share_prior else config.make_prior()
         self.logit_scale = config.make_logit_scale()
+        self.null_logit = config.make_null_logit()
+        self.key_bias = config.make_key_bias()
         encoding = config.make_encoding()
         self.encoding = encoding if isinstance(encoding, Rotary | ShawVectors) else None
 
@@ -171,6 +248,11 @@ class DecoderAttention(nn.Module):
         if isinstance(self.encoding, Rotary):
             query = self.encoding(query, positions[:, last])
             key = self.encoding(key, positions)
+        if isinstance(keys, ShardedSequence) and self.key_bias is not None:
+            raise ValueError(
+                "sequence: gates sum over tokens, which are spread over processes; give attend_across a key_bias"
+            )
+        key_bias = None if isinstance(keys, ShardedSequence) else self._key_bias(hidden, keys, past_key_values)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_index)
         prior = self.prior if shared_prior is None else shared_prior
@@ -186,19 +268,53 @@ class DecoderAttention(nn.Module):
                 prior,
                 sequence=keys,
                 logit_scale=self.logit_scale,
+                null_logit=self.null_logit,
                 tolerance=tolerance,
             )
             return self.o_proj(out.transpose(1, 2).flatten(-2)), None
         keys = keys.last(query.shape[2])
         key, value = keys.trim(key, value)
-        options = keys.options(prior) | {"logit_scale": self.logit_scale, "relative": relative}
+        options = keys.options(prior) | {
+            "logit_scale": self.logit_scale,
+            "relative": relative,
+            "null_logit": self.null_logit,
+            "key_bias": None if key_bias is None else key_bias[..., : key.shape[2]],
+        }
         weights = None
-        with beside(hidden, prior, relative):
+        with beside(hidden, prior, relative, self.null_logit):
             if output_attentions:
                 out, weights = attend_with_weights(query, key, value, prior, **options)
             else:
                 out = attend(query, key, value, prior, tolerance=tolerance, **options)
         return self.o_proj(out.transpose(1, 2).flatten(-2)), weights
+
+    def _key_bias(self, hidden: Tensor, keys: Keys, cache: Cache | None) -> Tensor | None:
+        """The gates' biases of all keys, ``(B, H, num_keys)``, whose sums go on from those in the cache."""
+        if self.key_bias is None:
+            return None
+        layer: Any = None if cache is None or len(cache) <= self.layer_index else cache.layers[self.layer_index]
+        if cache is not None and not hasattr(layer, "update_indexer"):
+            raise ValueError(
+                "past_key_values has no place for the gates' sums; pass one that was made with config=model.config"
+            )
+        documents, kept, before = keys.of_queries(keys.documents), getattr(layer, "indexer_keys", None), None
+        if kept is not None:
+            if getattr(cache, "offloading", False):
+                # As update() does, before it reads what is on its way back from the host.
+                stream: Any = getattr(cache, "prefetch_stream")  # noqa: B009
+                torch.cuda.default_stream(hidden.device).wait_stream(stream)
+            past = torch.as_tensor(keys.query_offset, device=kept.device)
+            if documents is None:
+                before = kept.index_select(1, (past - 1).clamp(min=0).view(1)).transpose(1, 2) * (past > 0)
+            else:
+                assert keys.documents is not None
+                slots = torch.arange(kept.shape[1], device=kept.device)
+                so_far = keys.documents[:, : kept.shape[1]].masked_fill(slots >= past, torch.iinfo(torch.int64).max)
+                before = last_of_documents(kept.transpose(1, 2), so_far, documents)
+        new = self.key_bias(
+            hidden, key_padding_mask=keys.of_queries(keys.padding), document_ids=documents, before=before
+        )
+        return new if cache is None else cache.update_indexer(new.transpose(1, 2), self.layer_index).transpose(1, 2)
 
 
 class SwiGLU(nn.Module):
@@ -221,7 +337,7 @@ class DecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: PriorDecoderConfig, layer_index: int) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = DecoderAttention(config, layer_index)
+        self.self_attn = DecoderAttention(config.of_layer(layer_index), layer_index)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 

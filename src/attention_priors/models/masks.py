@@ -119,6 +119,15 @@ class Keys:
             "attn_mask": None if self.forbidden is None else self.forbidden[..., :number],
         }
 
+    def of_queries(self, of_keys: Tensor | None) -> Tensor | None:
+        """Return the queries' own part of what is given for every key, ``(B, num_queries)`` of ``(B, num_keys)``."""
+        if of_keys is None:
+            return None
+        first = self.query_offset - self.key_offset
+        if isinstance(first, Tensor):
+            return of_keys[:, torch.arange(self.num_queries, device=self.device) + first]
+        return of_keys[:, first : first + self.num_queries]
+
     def tokens_in_window(self) -> Tensor | None:
         """Count the slots of each query's window that are no padding, ``(B, 1, num_queries)``; None if all are."""
         if self.padding is None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attention_priors._io import write_bytes
-from attention_priors.attention import SSMax, logit_scale, logit_scale_from_config
+from attention_priors.attention import ForgetGate, NullKey, SSMax, logit_scale, logit_scale_from_config
 from attention_priors.checks import check_booleans
 from attention_priors.config import check_can_be_built
 from attention_priors.encodings import Encoding
@@ -49,7 +49,7 @@ class PriorPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = False
     _supports_context_parallel = False  # it shards what goes into PyTorch's SDPA, which knows no priors
     # Positions beyond a few hundred do not fit a half-precision parameter.
-    _keep_in_fp32_modules_strict = ["prior", "logit_scale"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["prior", "logit_scale", "null_logit"]  # noqa: RUF012
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ class PriorPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if not isinstance(module, Prior | SSMax | Encoding):
+        if not isinstance(module, Prior | SSMax | NullKey | ForgetGate | Encoding):
             super()._init_weights(module)
             return
         tensors = dict([*module.named_parameters(), *module.named_buffers()])

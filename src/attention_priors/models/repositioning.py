@@ -8,10 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attention_priors.models.decoder import PriorDecoderConfig, PriorDecoderForCausalLM
-
-PARTS = ("prior", "encoding", "logit_scale")
-"""How positions come into a decoder; names of the config's descriptions and of the modules that are made of them."""
+from attention_priors.models.decoder import LAYER_PARTS, PriorDecoderConfig, PriorDecoderForCausalLM
 
 
 def with_positions(model: PriorDecoderForCausalLM, changes: Mapping[str, Any]) -> PriorDecoderForCausalLM:
@@ -30,8 +27,9 @@ def with_positions(model: PriorDecoderForCausalLM, changes: Mapping[str, Any]) -
 
     Args:
         model: is left as it is.
-        changes: new values for ``prior``, ``share_prior``, ``encoding`` and ``logit_scale`` of its
-            :class:`PriorDecoderConfig`; what is not named stays.
+        changes: new values for ``prior``, ``share_prior``, ``encoding``, ``logit_scale``, ``null_logit``, ``key_bias``,
+            ``layer_pattern`` and ``layer_kinds`` of its :class:`PriorDecoderConfig`; what is not named stays. Where a
+            part changes in one layer, it is made anew in all.
 
     Returns:
         A new model on the same device, in the same dtype (priors and logit scales in float32) and mode.
@@ -40,12 +38,12 @@ def with_positions(model: PriorDecoderForCausalLM, changes: Mapping[str, Any]) -
         ValueError: a change is of something else, or describes nothing that there is; or the two models' other weights
             do not match, and it names them.
     """
-    allowed = (*PARTS, "share_prior")
+    allowed = (*LAYER_PARTS, "share_prior", "layer_pattern", "layer_kinds")
     for key in changes:
         if key not in allowed:
             raise ValueError(f"changes: {key!r} is not about positions; it must be one of {', '.join(allowed)}")
     config = PriorDecoderConfig.from_dict(model.config.to_dict() | dict(copy.deepcopy(changes)))
-    changed = {part for part in PARTS if _described(model.config, part) != _described(config, part)}
+    changed = {part for part in LAYER_PARTS if _described(model.config, part) != _described(config, part)}
     made = PriorDecoderForCausalLM(config).to(device=model.device, dtype=model.dtype)  # pyright: ignore[reportCallIssue]
     made.load_state_dict(_kept(model, made, changed), strict=False)
     learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -57,16 +55,15 @@ def with_positions(model: PriorDecoderForCausalLM, changes: Mapping[str, Any]) -
 
 
 def _described(config: PriorDecoderConfig, part: str) -> Any:
-    """Return the full description of a part, however it was written; None for none."""
-    made = getattr(config, f"make_{part}")()
-    if made is None:
-        return None
-    return (made.to_config(), config.share_prior) if part == "prior" else made.to_config()
+    """Return the full description of a part of each layer, however it was written; None for none."""
+    layers = [getattr(config.of_layer(index), f"make_{part}")() for index in range(config.num_hidden_layers)]
+    described = [None if made is None else made.to_config() for made in layers]
+    return described, config.share_prior and part == "prior" and layers[0] is not None
 
 
 def _part_of(name: str) -> str | None:
     """The part of the positions that a weight belongs to; None for the model's other weights."""
-    return next((part for part in PARTS if part in name.split(".")), None)
+    return next((part for part in LAYER_PARTS if part in name.split(".")), None)
 
 
 def _kept(model: nn.Module, made: nn.Module, changed: set[str]) -> dict[str, Tensor]:

@@ -210,6 +210,11 @@ class HeadAccount(TypedDict):
     """Content's part of that lead, in nats, median over those queries; None if there are none."""
     sink_position: float | None
     """The prior's part of it, likewise. A median: what a prior gives a query's own key may be far below all others."""
+    nothing: float
+    """Weight of the null key, 0 without one. All other numbers here are those of the keys' weights, which sum to 1."""
+    forgotten: float | None
+    """By how many nats the bias of a key is above that of the key before: what a gate forgets with a token, ``-ln f``.
+    Mean over the keys of the text; None without biases of keys."""
 
 
 @torch.no_grad()
@@ -235,6 +240,7 @@ def head_accounts(problem: Problem) -> list[HeadAccount]:
         parts = decompose(logits)
         margin = sink_margin(logits, 0)
         several = logits.visible.sum(-1) >= 2
+        total, null = logits.total.logsumexp(-1), part.null_logit
         away = (part.geometry.query_positions[:1].double().unsqueeze(-1) - key_positions.unsqueeze(-2)).abs()
         leads = margin.total > 0
         of_queries = {
@@ -250,6 +256,7 @@ def head_accounts(problem: Problem) -> list[HeadAccount]:
             "sink": leads.double(),
             "sink_content": margin.content.masked_fill(~leads, torch.nan),
             "sink_position": margin.position.masked_fill(~leads, torch.nan),
+            "nothing": torch.zeros_like(parts.posterior[..., 0]) if null is None else torch.sigmoid(null[0] - total),
         }
         for name, values in of_queries.items():
             found[name].append(values.masked_fill(~several, torch.nan).cpu())
@@ -261,9 +268,17 @@ def head_accounts(problem: Problem) -> list[HeadAccount]:
         for name, values in whole.items()
     }
     return [
-        cast("HeadAccount", {"head": head} | dict(zip(means, own, strict=True)))
+        cast(
+            "HeadAccount",
+            {"head": head} | dict(zip(means, own, strict=True)) | {"forgotten": _forgotten(problem, head)},
+        )
         for head, own in enumerate(zip(*means.values(), strict=True))
     ]
+
+
+def _forgotten(problem: Problem, head: int) -> float | None:
+    biases = problem.key_bias
+    return None if biases is None else float(biases[0, head].diff().mean())
 
 
 def _first_text(problem: Problem) -> AttentionLogits:

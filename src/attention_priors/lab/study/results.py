@@ -203,9 +203,13 @@ def _scheme_row(recipe: Recipe, model: ModelPlan, training: Row) -> Row:
 
 def describe(scheme: Scheme) -> str:
     """A scheme in one line, as code would make it: ``generalized_gaussian(init='roles') · ssmax``."""
-    words = described([scheme.encoding, scheme.prior, scheme.logit_scale])
+    words = described([scheme.encoding, scheme.prior, scheme.logit_scale, scheme.null_logit, scheme.key_bias])
     if scheme.share_prior:
         words.append("one prior for all layers")
+    if scheme.layer_pattern is not None:
+        words.append(f"layers {', '.join(scheme.layer_pattern)}")
+    for name, kind in (scheme.layer_kinds or {}).items():
+        words.append(f"{name}: {' + '.join(described(list(kind.values()))) or 'nothing more'}")
     if (tolerance := scheme.evaluation.get("tolerance")) is not None:
         words.append(f"tolerance={tolerance} at evaluation")
     words += [_call({"name": key} | own) for key in ("model", "training") if (own := getattr(scheme, key))]

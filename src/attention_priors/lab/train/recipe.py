@@ -300,6 +300,10 @@ class PositionSettings(Strict):
     share_prior: bool = False
     encoding: dict[str, Any] | str | None = None
     logit_scale: dict[str, Any] | str | None = None
+    null_logit: dict[str, Any] | str | None = None
+    key_bias: dict[str, Any] | str | None = None
+    layer_pattern: list[str] | None = None
+    layer_kinds: dict[str, dict[str, Any]] | None = None
 
 
 class DecoderSizes(Strict):

@@ -135,6 +135,10 @@ def _heads(found: Found) -> Table:
     last = _LAST if "s" in heads else {heading: name for heading, name in _LAST.items() if heading != "γ"}
     shown |= {heading: heads[name].astype(float).map(quantity) for heading, name in last.items() if name in heads}
     shown |= {"first token, %": heads["first"].map(percent)} if "first" in heads else {}
+    if "nothing" in heads and heads["nothing"].any():
+        shown["null key, %"] = heads["nothing"].map(percent)
+    if "forgotten" in heads and heads["forgotten"].notna().any():
+        shown["forgets with a token, nats"] = heads["forgotten"].astype(float).map(quantity)
     about = wording("inspected_heads", found=found, scaled=_prior_is_scaled(found))
     return Table("heads", about, [*shown], [[*line] for line in zip(*shown.values(), strict=True)], words)
 

@@ -1,0 +1,130 @@
+"""Gates that forget: their sums, documents, padding and beginnings, and attention with them as the papers have it."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import logsigmoid, softplus
+
+from attention_priors import Cable, ForgetGate, Laplace, SSMax, attend
+from attention_priors.attention.forget_gate import FORGET_FLOOR, key_bias_from_config, last_of_documents
+
+HEADS, WIDTH = 2, 6
+
+
+def a_gate(kind: type[ForgetGate] = ForgetGate, **options: Any) -> ForgetGate:
+    gate = kind(HEADS, WIDTH, **options).double()
+    with torch.no_grad():
+        gate.weight.copy_(torch.randn(HEADS, WIDTH, generator=torch.Generator().manual_seed(1)))
+    return gate
+
+
+def hidden_states(batch: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randn(batch, length, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def forgetting_attention(query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor) -> Tensor:
+    """Forgetting Transformer, equation of the paper's section 3: ``d_ij = Σ_{l=j+1..i} ln f_l`` pair by pair."""
+    length = query.shape[2]
+    rows = []
+    for i in range(length):
+        sums = torch.stack([log_forget[:, j + 1 : i + 1].sum(1) for j in range(i + 1)], -1)
+        logits = torch.einsum("bhd,bhjd->bhj", query[:, :, i], key[:, :, : i + 1]) * query.shape[-1] ** -0.5 + sums
+        rows.append(torch.einsum("bhj,bhjd->bhd", logits.softmax(-1), value[:, :, : i + 1]))
+    return torch.stack(rows, 2)
+
+
+@pytest.mark.parametrize(("kind", "log_forget"), [(ForgetGate, logsigmoid), (Cable, lambda x: -softplus(x))])
+def test_attention_and_gradients_as_the_paper_has_them(kind: type[ForgetGate], log_forget: Any) -> None:
+    gate, hidden = a_gate(kind, init=[1.0, -0.5]), hidden_states(2, 9).requires_grad_(True)
+    tensors = [hidden_states(2, HEADS * 9, seed).view(2, HEADS, 9, WIDTH).requires_grad_(True) for seed in (1, 2, 3)]
+    learned = [hidden, gate.weight, gate.bias, *tensors]
+    steps = log_forget(torch.einsum("blw,hw->blh", hidden, gate.weight) + gate.bias)
+    expected = forgetting_attention(*tensors, steps)
+    found = attend(*tensors, key_bias=gate(hidden))
+    # Gates are computed in float32, as the papers' code does.
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    weights = torch.randn_like(expected)
+    for one, other in zip(
+        torch.autograd.grad(found, learned, weights), torch.autograd.grad(expected, learned, weights), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_cable_is_a_forget_gate_whose_weights_are_turned() -> None:
+    cable, gate, hidden = a_gate(Cable, init=0.7), a_gate(init=-0.7), hidden_states(2, 7)
+    with torch.no_grad():
+        gate.weight.neg_()
+    torch.testing.assert_close(cable(hidden), gate(hidden), rtol=1e-6, atol=1e-6)
+
+
+@given(owners=st.lists(st.integers(0, 3), min_size=1, max_size=12), seed=st.integers(0, 99))
+def test_each_document_has_a_sum_of_its_own(owners: list[int], seed: int) -> None:
+    """Wherever its tokens stand, and however many of them are given at a time."""
+    gate, hidden, documents = a_gate(), hidden_states(1, len(owners), seed), torch.tensor([owners])
+    whole = gate(hidden, document_ids=documents)
+    for owner in set(owners):
+        mine = documents[0] == owner
+        torch.testing.assert_close(whole[:, :, mine], gate(hidden[:, mine]), rtol=1e-12, atol=1e-12)
+    cut = seed % len(owners)
+    before = last_of_documents(whole[..., :cut], documents[:, :cut], documents[:, cut:]) if cut else None
+    rest = gate(hidden[:, cut:], document_ids=documents[:, cut:], before=before)
+    torch.testing.assert_close(rest, whole[..., cut:], rtol=1e-12, atol=1e-12)
+
+
+def test_a_sum_goes_on_where_it_stood() -> None:
+    gate, hidden = a_gate(), hidden_states(2, 9)
+    whole = gate(hidden)
+    torch.testing.assert_close(gate(hidden[:, 4:], before=whole[..., 3:4]), whole[..., 4:], rtol=1e-12, atol=1e-12)
+
+
+def test_padding_forgets_nothing() -> None:
+    gate, hidden = a_gate(), hidden_states(2, 9)
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[0, [0, 3, 4]] = True
+    found = gate(hidden, key_padding_mask=padding)
+    torch.testing.assert_close(found[:1, :, ~padding[0]], gate(hidden[:1, ~padding[0]]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[1], gate(hidden)[1])
+
+
+def test_a_gate_of_0_forgets_all_and_what_follows_keeps_its_digits() -> None:
+    gate, hidden = a_gate(init=30.0), hidden_states(1, 2000) * 0.01
+    hidden[:, 1000] = -1e8 * gate.weight.detach().sum(0)
+    found = gate(hidden)
+    assert float((found[..., 1000] - found[..., 999]).min()) == -FORGET_FLOOR
+    later = gate(hidden[:, 1001:])
+    torch.testing.assert_close(found[..., 1001:] - found[..., 1000:1001], later, rtol=0, atol=1e-11)
+    value = hidden_states(1, HEADS * 2000).view(1, HEADS, 2000, WIDTH)
+    seen = attend(value[:, :, -1:], value, value, key_bias=found)
+    alone = attend(value[:, :, -1:], value[:, :, 1000:], value[:, :, 1000:], key_bias=found[..., 1000:])
+    torch.testing.assert_close(seen, alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("logit_scale", [None, SSMax(HEADS), SSMax(HEADS, include_prior=False)])
+def test_beside_a_prior_and_a_logit_scale(logit_scale: SSMax | None) -> None:
+    gate, hidden = a_gate(init=2.0), hidden_states(1, 30)
+    query, key, value = (hidden_states(1, HEADS * 30, seed).view(1, HEADS, 30, WIDTH) for seed in (1, 2, 3))
+    options: dict[str, Any] = {"logit_scale": logit_scale, "key_bias": gate(hidden)}
+    found, expected = (
+        attend(query, key, value, Laplace(HEADS), backend=name, **options) for name in ("auto", "reference")
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_descriptions() -> None:
+    gate = key_bias_from_config({"name": "cable", "init": [0.5, 1.0]}, HEADS, WIDTH)
+    assert isinstance(gate, Cable)
+    assert gate.to_config() == {"name": "cable", "num_heads": HEADS, "width": WIDTH, "init": [0.5, 1.0]}
+    assert gate.bias.tolist() == [0.5, 1.0]
+    assert key_bias_from_config(None, HEADS, WIDTH) is None
+    with pytest.raises(ValueError, match="unknown key bias 'gate'; known are forget_gate, cable"):
+        key_bias_from_config("gate", HEADS, WIDTH)
+
+
+@pytest.mark.parametrize("init", [float("nan"), [1.0], "fast", [0.0, None]])
+def test_starts_that_are_none(init: Any) -> None:
+    with pytest.raises(ValueError, match="init must be a finite number, or a list of 2, got"):
+        ForgetGate(HEADS, WIDTH, init)
