@@ -13,7 +13,7 @@ from attention_priors.priors import Laplace
 from written_pages import ROOT, python_of, run_page
 
 
-@pytest.mark.parametrize("name", ["attention", "copy-mixture", "evaluate", "inspect", "pruning"])
+@pytest.mark.parametrize("name", ["attention", "copy-mixture", "evaluate", "inspect", "layers", "pruning"])
 def test_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

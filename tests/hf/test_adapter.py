@@ -40,6 +40,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "some layers and heads": {"prior": {"name": "relative_buckets", "num_buckets": 8}, "layers": [1], "heads": [2, 0]},
     "shared": {"prior": "relative_buckets", "share_prior": True},
     "without positions": {"prior": "generalized_gaussian", "drop_positions": True},
+    "layers of two kinds": {
+        "layer_pattern": ["near", "far"],
+        "layer_kinds": {
+            "near": {"prior": {"name": "window", "size": 5}, "logit_scale": "residual_ssmax"},
+            "far": {"prior": {"name": "generalized_gaussian", "learn": True}},
+        },
+    },
 }
 
 

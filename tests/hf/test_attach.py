@@ -427,6 +427,32 @@ def test_some_layers() -> None:
     torch.testing.assert_close(model(IDS).logits, dense_logits(model, input_ids=IDS), rtol=0, atol=2e-5)
 
 
+def test_layers_of_several_kinds() -> None:
+    """Each layer has its kind's parts and the common ones; a kind with nothing leaves its layers unchanged."""
+    kinds = {"own": {"prior": {"name": "window", "size": 4}}, "plain": {"logit_scale": None}}
+    model = scatter(
+        attach(tiny("llama"), logit_scale="residual_ssmax", layer_pattern=["plain", "own"], layer_kinds=kinds)
+    )
+    assert list(attached_priors(model)) == [1]
+    part = attached_priors(model)[1]
+    assert part.prior is not None
+    assert part.prior.name == "window"
+    assert part.logit_scale is not None
+    torch.testing.assert_close(model(IDS).logits, dense_logits(model, input_ids=IDS), rtol=0, atol=2e-5)
+    alone = scatter(attach(tiny("llama"), kinds["own"]["prior"], logit_scale="residual_ssmax", layers=[1]))
+    torch.testing.assert_close(model(IDS).logits, alone(IDS).logits, rtol=0, atol=0)
+
+
+def test_positions_are_dropped_in_layers_of_one_kind() -> None:
+    kinds: dict[str, Any] = {"rotary": {}, "set": {"drop_positions": True}}
+    model = attach(tiny("llama"), "laplace", layer_pattern=["rotary", "set"], layer_kinds=kinds)
+    torch.testing.assert_close(model(IDS).logits, dense_logits(model, input_ids=IDS), rtol=0, atol=2e-5)
+    first, everywhere = (attach(tiny("llama"), "laplace", layers=layers, drop_positions=True) for layers in ([0], None))
+    for other in (first, everywhere):
+        assert float((model(IDS).logits - other(IDS).logits).detach().abs().max()) > 1e-3
+    assert float((model(IDS).logits - attach(tiny("llama"), "laplace")(IDS).logits).detach().abs().max()) > 1e-3
+
+
 @pytest.mark.parametrize("options", [STATIONARY, ABSOLUTE])
 def test_some_heads(options: dict[str, Any]) -> None:
     model = scatter(attach(tiny("qwen3"), **options, heads=[3, 1]))

@@ -1,4 +1,4 @@
-"""Gates that forget: biases of keys that come from the content, a step for each token."""
+"""Forget gates: key biases computed from hidden states."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from attention_priors.checks import check_positive_integers
 from attention_priors.config import Described, build
 
 FORGET_FLOOR = -1e4
-"""The least ``ln f``, in nats: a gate of 0. What came before weighs nothing then, and later sums keep their digits."""
+"""Lowest ``ln f``, in nats. It stands for a gate of 0: earlier keys get no weight, and later sums stay exact."""
 
 
 class ForgetGate(Described, nn.Module):
-    """How much a token lets its successors see of what came before it: ``f_l = σ(<w_h, x_l> + b_h)``, per head.
+    """Forget gate ``f_l = σ(<w_h, x_l> + b_h)`` of each token and head: ALiBi with slopes that depend on the text.
 
-    ``K_ij = Σ_{l=j+1..i} ln f_l = c_i - c_j``: ALiBi whose slope depends on the text. ``c`` is a sum over all tokens so
-    far, and ``-c_j`` the ``key_bias`` of :func:`attend`; what depends on the query alone changes no weight.
+    The log-prior is ``K_ij = Σ_{l=j+1..i} ln f_l = c_i - c_j``, where ``c`` is the running sum of ``ln f``. ``c_i``
+    does not change the weights of query ``i``, so ``-c_j`` is all that :func:`attend` needs, as ``key_bias``.
 
     Source: Lin, Nikishin, He, Courville, "Forgetting Transformer: Softmax Attention with a Forget Gate" (ICLR 2025).
 
     Args:
         num_heads: ``H``.
-        width: of the hidden states.
-        init: ``b``, which every head starts with, or one for each head. At 0, half of what was is forgotten with every
-            token; at ``b``, about a share ``e^-b``.
+        width: width of the hidden states.
+        init: initial ``b``, one number or one per head. With ``b = 0`` each token halves the weight of all earlier
+            keys; with a large ``b`` it takes about ``e^-b`` of it.
     """
 
     name = "forget_gate"
@@ -48,14 +48,14 @@ class ForgetGate(Described, nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start anew: weights of standard deviation 0.02, and ``init``."""
+        """Reset the weights to random numbers of standard deviation 0.02, and the biases to ``init``."""
         nn.init.normal_(self.weight, std=0.02)
         with torch.no_grad():
             starts = torch.as_tensor(self.init, dtype=self.bias.dtype, device=self.bias.device)
             self.bias.copy_(starts.expand(self.num_heads))
 
     def log_forget(self, hidden: Tensor) -> Tensor:
-        """``ln f`` of each token, in nats, ``(B, L, H)``: at most 0, at least ``FORGET_FLOOR``.
+        """Return ``ln f`` in nats, ``(B, L, H)``, from ``FORGET_FLOOR`` to 0.
 
         Args:
             hidden: ``(B, L, width)``.
@@ -73,14 +73,14 @@ class ForgetGate(Described, nn.Module):
         document_ids: Tensor | None = None,
         before: Tensor | None = None,
     ) -> Tensor:
-        """The ``key_bias`` of :func:`attend`, ``-c``, ``(B, H, L)`` in float64.
+        """Return the ``key_bias`` for :func:`attend`: ``-c``, ``(B, H, L)`` in float64.
 
         Args:
-            hidden: of all tokens, or of the new ones of a text, ``(B, L, width)``.
-            key_padding_mask: ``(B, L)``, True = ignore: there nothing is forgotten.
-            document_ids: ``(B, L)``: each document has a sum of its own.
-            before: the biases of the tokens before these, of the last one of a token's document,
-                ``(B, H, 1 or L)``; none by default.
+            hidden: hidden states of the tokens, ``(B, L, width)``.
+            key_padding_mask: ``(B, L)``, True = padding, whose gates count as 1.
+            document_ids: ``(B, L)``. Each document has its own sum.
+            before: key bias of the token before each token in its document, if earlier tokens were in another call,
+                ``(B, H, 1 or L)``.
         """
         steps = self.log_forget(hidden).double().transpose(1, 2)
         if key_padding_mask is not None:
@@ -90,14 +90,16 @@ class ForgetGate(Described, nn.Module):
 
 
 class Cable(ForgetGate):
-    """``K_ij = -Σ_{l=j+1..i} softplus(<w_h, x_l> + b_h)``: a :class:`ForgetGate` with ``-w`` and ``-b``, written anew.
+    """CABLE's bias ``K_ij = -Σ_{l=j+1..i} softplus(<w_h, x_l> + b_h)``.
 
-    Source: Veisi, Amirzadeh, Mansourian, "Context-aware Biases for Length Extrapolation" (2025), as its code has it.
+    It equals a :class:`ForgetGate` with the weights ``-w`` and ``-b``, since ``-softplus(x) = ln σ(-x)``.
+
+    Source: Veisi, Amirzadeh, Mansourian, "Context-aware Biases for Length Extrapolation" (2025), as released.
 
     Args:
         num_heads: ``H``.
-        width: of the hidden states.
-        init: ``b``, which every head starts with, or one for each head.
+        width: width of the hidden states.
+        init: initial ``b``, one number or one per head.
     """
 
     name = "cable"
@@ -107,11 +109,11 @@ class Cable(ForgetGate):
 
 
 KEY_BIASES: dict[str, type[ForgetGate]] = {cls.name: cls for cls in (ForgetGate, Cable)}
-"""By name: modules that make a ``key_bias`` of hidden states."""
+"""Modules that compute a ``key_bias`` from hidden states, by name."""
 
 
 def key_bias_from_config(config: Mapping[str, Any] | str | None, num_heads: int, width: int) -> ForgetGate | None:
-    """Build what makes biases of keys from its plain description; None for none.
+    """Build a gate from its plain description; None gives None.
 
     Raises:
         ValueError: if the name or an argument is unknown; it says what is allowed.
@@ -120,15 +122,14 @@ def key_bias_from_config(config: Mapping[str, Any] | str | None, num_heads: int,
 
 
 def last_of_documents(biases: Tensor, documents: Tensor, new: Tensor) -> Tensor:
-    """The ``before`` of :meth:`ForgetGate.forward`: of each new token, the bias of its document's last token so far.
+    """Return the key bias of the last earlier token in each new token's document, ``(B, H, n)``.
+
+    A new document gets 0. The result is the ``before`` of :meth:`ForgetGate.forward`.
 
     Args:
-        biases: of the tokens so far, ``(B, H, L)``.
-        documents: theirs, ``(B, L)``.
+        biases: key biases of the earlier tokens, ``(B, H, L)``.
+        documents: documents of the earlier tokens, ``(B, L)``.
         new: documents of the new tokens, ``(B, n)``.
-
-    Returns:
-        ``(B, H, n)``; 0 where a document begins.
     """
     ordered, places = documents.sort(dim=-1, stable=True)
     at = torch.searchsorted(ordered, new.contiguous(), right=True) - 1
@@ -138,7 +139,7 @@ def last_of_documents(biases: Tensor, documents: Tensor, new: Tensor) -> Tensor:
 
 
 def _sums_in_documents(steps: Tensor, documents: Tensor) -> Tensor:
-    """Running sums of ``(B, H, L)`` within each document, whose tokens need not stand together."""
+    """Return the running sums of ``(B, H, L)`` within each document; documents may interleave."""
     order = documents.argsort(dim=-1, stable=True)
     together = steps.gather(-1, order.unsqueeze(1).expand_as(steps))
     sums, own = together.cumsum(-1), documents.gather(-1, order)

@@ -50,7 +50,7 @@ class NullKey(Described, KeepsFloat32):
 
 
 def null_key_from_config(config: Mapping[str, Any] | str | None, num_heads: int) -> NullKey | None:
-    """Build a null key from its plain description; None for none.
+    """Build a null key from its plain description; None gives None.
 
     Raises:
         ValueError: if the name or an argument is unknown; it says what is allowed.

@@ -220,7 +220,7 @@ def _described(model: nn.Module) -> tuple[PreTrainedModel, dict[str, Any]]:
 
 
 def _arguments(description: Any, place: str | Path) -> dict[str, Any]:
-    known = {"prior", "logit_scale", "layers", "heads", "share_prior", "drop_positions"}
+    known = {"prior", "logit_scale", "layers", "heads", "share_prior", "drop_positions", "layer_pattern", "layer_kinds"}
     if not isinstance(description, dict) or set(description) != known:
         got = sorted(description) if isinstance(description, dict) else description
         raise ValueError(f"{place}: the description of attached priors must hold {sorted(known)}, got {got}")

@@ -20,6 +20,7 @@ from attention_priors.checks import check_booleans
 from attention_priors.hf.heads import OnHeads, ScaleOnHeads, on_heads
 from attention_priors.hf.interface import ATTRIBUTE, IMPLEMENTATION, AttachedPrior, register
 from attention_priors.models.decoder import PriorDecoderConfig
+from attention_priors.models.layer_kinds import check_layer_kinds, kind_of_layer
 from attention_priors.models.pretrained import check_can_be_loaded
 from attention_priors.priors import Prior, Structure, Sum, prior_from_config
 from attention_priors.priors.base import check_over_line
@@ -30,6 +31,8 @@ STATE = "_attached_state"
 LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings")
 """Names of the tables of learned positions in models."""
 
+LAYER_PARTS = ("prior", "logit_scale", "drop_positions")
+"""Parts that may differ between kinds of layers."""
 WITH_SINKS = ("gpt_oss", "granite_swa", "mimo_v2_flash")
 """Types of models with learned sinks whose attention is otherwise plain: others choose or compress their keys."""
 
@@ -61,6 +64,8 @@ def attach(
     share_prior: bool = False,
     drop_positions: bool = False,
     freeze_model: bool = False,
+    layer_pattern: Sequence[str] | None = None,
+    layer_kinds: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Model:
     """Give the attention of a transformers decoder a prior: it is changed in place.
 
@@ -86,6 +91,9 @@ def attach(
             logits, as YaRN's attention factor does, that stays. Learned ones are frozen: nothing depends on them, and
             a text may be longer than their table.
         freeze_model: whether nothing else learns.
+        layer_pattern: names of kinds, repeated over all layers of the model; None if all layers are alike.
+        layer_kinds: ``prior``, ``logit_scale`` and ``drop_positions`` of each kind, by name. A kind inherits the rest
+            from the arguments above. Layers of a kind without any of the three stay unchanged.
 
     Returns:
         The model.
@@ -95,16 +103,25 @@ def attach(
             The model is then as it was, as after any other error.
     """
     _check_model(model)
-    if prior is None and logit_scale is None and not drop_positions:
+    check_layer_kinds(layer_pattern, layer_kinds, LAYER_PARTS)
+    kinds = {} if layer_kinds is None else layer_kinds
+    for_all: dict[str, Any] = {"prior": prior, "logit_scale": logit_scale, "drop_positions": drop_positions}
+    if not any(_is_something(for_all | dict(kind)) for kind in (kinds.values() if kinds else ({},))):
         raise ValueError(
             "there is nothing to attach: prior, logit_scale and drop_positions are all missing; give one of them, such "
             "as prior='generalized_gaussian'"
         )
+    if share_prior and any("prior" in kind for kind in kinds.values()):
+        raise ValueError("share_prior: all layers share one prior, and layer_kinds describes another one")
     if hasattr(model, STATE):
         raise ValueError(f"this {type(model).__name__} has priors attached; detach(model) first")
-    check_booleans(share_prior=share_prior, drop_positions=drop_positions, freeze_model=freeze_model)
+    for kind in (for_all, *kinds.values()):
+        check_booleans(drop_positions=kind.get("drop_positions", False))
+    check_booleans(share_prior=share_prior, freeze_model=freeze_model)
     there_are = attention_layers(model)
     chosen = _chosen(there_are, _numbers("layers", layers))
+    given = {index: for_all | dict(kind_of_layer(layer_pattern, layer_kinds, index)) for index in chosen}
+    chosen = {index: module for index, module in chosen.items() if _is_something(given[index])}
     for index, module in there_are.items():
         if index not in chosen and (problem := _not_computed(module)) is not None:
             raise ValueError(f"layer {index} ({type(module).__name__}), which layers leaves as it is: {problem}")
@@ -116,13 +133,17 @@ def attach(
         "heads": some_heads,
         "share_prior": share_prior,
         "drop_positions": drop_positions,
+        "layer_pattern": None if layer_pattern is None else [*layer_pattern],
+        "layer_kinds": None
+        if layer_kinds is None
+        else {name: {key: _described(part) for key, part in kind.items()} for name, kind in kinds.items()},
     }
     parts: dict[int, AttachedPrior] = {}
     shared: Prior | None = None
     for index, module in chosen.items():
         try:
             _check_attention(module)
-            part = _make_part(module, prior, logit_scale, some_heads)
+            part = _make_part(module, given[index]["prior"], given[index]["logit_scale"], some_heads)
             if share_prior and shared is not None:
                 part = AttachedPrior(shared, part.logit_scale, owns_prior=False)
             shared = part.prior
@@ -132,11 +153,12 @@ def attach(
     _warn_of_constants({index: part.prior for index, part in parts.items() if _has_sinks(chosen[index])}, model.device)
     state = _State(cast(str, model.config._attn_implementation))
     configs: list[tuple[nn.Module, Any]] = []
+    dropped = {index: module for index, module in chosen.items() if given[index]["drop_positions"]}
     try:
-        if drop_positions:
-            state.positions_dropped = len(chosen) == len(there_are)
-            _drop_positions(model, chosen, state)
-        _freeze(model, freeze_model, drop_positions, state)
+        if dropped:
+            state.positions_dropped = len(dropped) == len(there_are)
+            _drop_positions(model, dropped, state)
+        _freeze(model, freeze_model, bool(dropped), state)
         for index, module in chosen.items():
             setattr(module, ATTRIBUTE, parts[index])
             state.handles.append(module.register_forward_pre_hook(_check_in_use, with_kwargs=True))
@@ -177,6 +199,24 @@ def detach(model: Model) -> Model:
     if hasattr(model.config, CONFIG_KEY):
         delattr(model.config, CONFIG_KEY)
     return model
+
+
+def _is_something(parts: Mapping[str, Any]) -> bool:
+    return parts["prior"] is not None or parts["logit_scale"] is not None or parts["drop_positions"]
+
+
+def dropped_layers(description: Mapping[str, Any]) -> list[int]:
+    """Return the layers whose positions were dropped.
+
+    Args:
+        description: entry of a model's config that describes the attached priors.
+    """
+    pattern, kinds = description["layer_pattern"], description["layer_kinds"]
+    return [
+        index
+        for index in description["layers"]
+        if kind_of_layer(pattern, kinds, index).get("drop_positions", description["drop_positions"])
+    ]
 
 
 def _check_model(model: Any) -> None:

@@ -9,6 +9,7 @@ encoding, both or neither. A transformers ``PreTrainedModel``: ``generate``, ``s
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from attention_priors.attention.forget_gate import key_bias_from_config, last_of
 from attention_priors.attention.null_key import null_key_from_config
 from attention_priors.checks import check_positive_integers, check_share
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawVectors, encoding_from_config
+from attention_priors.models.layer_kinds import check_layer_kinds, kind_of_layer
 from attention_priors.models.masks import Keys, keys_of_call
 from attention_priors.models.pretrained import PriorConfig, PriorPreTrainedModel, beside, embedded, refuse_unknown
 from attention_priors.priors import Prior
@@ -42,8 +44,8 @@ from attention_priors.priors.base import check_over_line
 logger = get_logger(__name__)
 
 LAYER_PARTS = ("prior", "encoding", "logit_scale", "null_logit", "key_bias")
-"""What layers may have each of its own: names of the config's descriptions and, but for additive encodings, of what is
-made of them."""
+"""Parts that may differ between layers: names of config fields, and of the modules that attention layers build from
+them."""
 
 
 class PriorDecoderConfig(PriorConfig):
@@ -54,10 +56,10 @@ class PriorDecoderConfig(PriorConfig):
     ``prior={"name": "generalized_gaussian", "init": "uniform"}``, ``encoding="rotary"``,
     ``logit_scale={"name": "ssmax", "init": 1.0}``. A list of priors is their sum.
 
-    Layers may differ. ``layer_kinds`` has descriptions by the name of a kind, and ``layer_pattern`` names the kind of
-    each layer, from the first on, again and again: ``layer_pattern=["local", "local", "local", "global"]``,
-    ``layer_kinds={"local": {"encoding": "rotary", "prior": {"name": "window", "size": 512}}, "global": {}}``. What a
-    kind does not describe is as the config has it for all layers.
+    Layers may differ. ``layer_pattern`` names the kind of each layer and repeats; ``layer_kinds`` describes each kind:
+    ``layer_pattern=["local", "local", "local", "global"]``,
+    ``layer_kinds={"local": {"encoding": "rotary", "prior": {"name": "window", "size": 512}}, "global": {}}``. A kind
+    inherits the parts that it does not describe from the config.
 
     Args:
         vocab_size: number of tokens.
@@ -76,8 +78,8 @@ class PriorDecoderConfig(PriorConfig):
         logit_scale: description of a logit scale, or None. It is learned per layer.
         null_logit: description of a :class:`NullKey`, or None. It is learned per layer.
         key_bias: description of a :class:`ForgetGate` or :class:`Cable`, or None. It is learned per layer.
-        layer_pattern: names of kinds, for the first layers and again for those after; None where layers are alike.
-        layer_kinds: descriptions by the name of a kind.
+        layer_pattern: names of kinds, repeated over the layers; None if all layers are alike.
+        layer_kinds: description of each kind, by name.
         tolerance: as for :func:`attend`: which share of its weight a query may lose, so that keys which provably weigh
             less need not be read. 0, the default, is exact. Where there is one query, in generation, all keys are read:
             to find out which are needed would take longer.
@@ -136,7 +138,9 @@ class PriorDecoderConfig(PriorConfig):
         check_positive_integers(head_dim=self.head_dim)
         check_share(tolerance=self.tolerance)
         super().__post_init__(**kwargs)
-        self._check_kinds()
+        check_layer_kinds(self.layer_pattern, self.layer_kinds, LAYER_PARTS)
+        if self.share_prior and any("prior" in kind for kind in (self.layer_kinds or {}).values()):
+            raise ValueError("share_prior: all layers share one prior, and layer_kinds describes another one")
         # Build all parts once, without memory, so that a mistake shows here and not after loading weights.
         for kind in [self, *(self._with(kind) for kind in (self.layer_kinds or {}).values())]:
             with torch.device("meta"):
@@ -151,41 +155,19 @@ class PriorDecoderConfig(PriorConfig):
                     "describe it as the config's encoding"
                 )
 
-    def _check_kinds(self) -> None:
-        pattern, kinds = self.layer_pattern, self.layer_kinds
-        if (pattern is None) != (kinds is None):
-            raise ValueError(
-                f"layer_pattern names the kinds that layer_kinds describes; got layer_pattern={pattern!r}, "
-                f"layer_kinds={kinds!r}"
-            )
-        if pattern is None or kinds is None:
-            return
-        if not isinstance(pattern, list) or not pattern or not isinstance(kinds, dict) or {*pattern} != {*kinds}:
-            raise ValueError(
-                f"layer_pattern must be a list of the kinds in layer_kinds, each at least once, got {pattern!r} and "
-                f"the kinds {kinds!r}"
-            )
-        for name, kind in kinds.items():
-            unknown = [part for part in kind if part not in LAYER_PARTS]
-            if unknown or (self.share_prior and "prior" in kind):
-                reason = f"{unknown[0]!r} is none of {', '.join(LAYER_PARTS)}" if unknown else "share_prior is set"
-                raise ValueError(f"layer_kinds[{name!r}] must describe what a layer has of its own; {reason}")
-
-    def _with(self, parts: dict[str, Any]) -> PriorDecoderConfig:
+    def _with(self, parts: Mapping[str, Any]) -> PriorDecoderConfig:
         layer = copy.copy(self)
-        for name, description in ({"layer_pattern": None, "layer_kinds": None} | parts).items():
+        for name, description in {"layer_pattern": None, "layer_kinds": None, **parts}.items():
             setattr(layer, name, description)
         return layer
 
     def of_layer(self, index: int) -> PriorDecoderConfig:
-        """The config of a decoder all of whose layers are as this one is."""
-        if self.layer_pattern is None or self.layer_kinds is None:
-            return self
-        return self._with(self.layer_kinds[self.layer_pattern[index % len(self.layer_pattern)]])
+        """Return the config of a decoder all of whose layers are of this layer's kind."""
+        return self._with(kind_of_layer(self.layer_pattern, self.layer_kinds, index))
 
     @property
     def layer_types(self) -> list[str]:
-        """What transformers' caches hold for each layer: where there are gates, their running sums too."""
+        """Cache types of transformers. Layers with a gate also cache its running sum."""
         gated = [self.of_layer(index).key_bias is not None for index in range(self.num_hidden_layers)]
         return ["indexed_attention" if gate else "full_attention" for gate in gated]
 
@@ -195,11 +177,11 @@ class PriorDecoderConfig(PriorConfig):
         return encoding_from_config(self.encoding, width=self.hidden_size, head_dim=self.head_dim)
 
     def make_null_logit(self) -> NullKey | None:
-        """The null key that is described."""
+        """Build the null key."""
         return null_key_from_config(self.null_logit, self.num_attention_heads)
 
     def make_key_bias(self) -> ForgetGate | None:
-        """The gate that is described."""
+        """Build the gate."""
         return key_bias_from_config(self.key_bias, self.num_attention_heads, self.hidden_size)
 
 
@@ -289,7 +271,7 @@ class DecoderAttention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(-2)), weights
 
     def _key_bias(self, hidden: Tensor, keys: Keys, cache: Cache | None) -> Tensor | None:
-        """The gates' biases of all keys, ``(B, H, num_keys)``, whose sums go on from those in the cache."""
+        """Return the gate's bias of every key, ``(B, H, num_keys)``; the cache holds the running sum."""
         if self.key_bias is None:
             return None
         layer: Any = None if cache is None or len(cache) <= self.layer_index else cache.layers[self.layer_index]
@@ -300,7 +282,7 @@ class DecoderAttention(nn.Module):
         documents, kept, before = keys.of_queries(keys.documents), getattr(layer, "indexer_keys", None), None
         if kept is not None:
             if getattr(cache, "offloading", False):
-                # As update() does, before it reads what is on its way back from the host.
+                # The layer may still be on its way from the host; Cache.update waits in the same way.
                 stream: Any = getattr(cache, "prefetch_stream")  # noqa: B009
                 torch.cuda.default_stream(hidden.device).wait_stream(stream)
             past = torch.as_tensor(keys.query_offset, device=kept.device)

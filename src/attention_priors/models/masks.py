@@ -120,7 +120,7 @@ class Keys:
         }
 
     def of_queries(self, of_keys: Tensor | None) -> Tensor | None:
-        """Return the queries' own part of what is given for every key, ``(B, num_queries)`` of ``(B, num_keys)``."""
+        """Return the entries of the queries' own slots, ``(B, num_queries)``, from one entry per key."""
         if of_keys is None:
             return None
         first = self.query_offset - self.key_offset

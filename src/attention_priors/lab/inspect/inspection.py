@@ -211,10 +211,10 @@ class HeadAccount(TypedDict):
     sink_position: float | None
     """The prior's part of it, likewise. A median: what a prior gives a query's own key may be far below all others."""
     nothing: float
-    """Weight of the null key, 0 without one. All other numbers here are those of the keys' weights, which sum to 1."""
+    """Weight of the null key, 0 without one. The other fields describe the weights of the keys, normalised to sum 1."""
     forgotten: float | None
-    """By how many nats the bias of a key is above that of the key before: what a gate forgets with a token, ``-ln f``.
-    Mean over the keys of the text; None without biases of keys."""
+    """Mean ``-ln f`` of a forget gate over the text, in nats per token: the mean rise of the key bias from one key to
+    the next. None without a key bias."""
 
 
 @torch.no_grad()

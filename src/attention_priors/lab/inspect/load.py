@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedMode
 
 from attention_priors._io import read_json
 from attention_priors.hf.adapter import adapter_folder
-from attention_priors.hf.attach import CONFIG_KEY, LEARNED_POSITIONS
+from attention_priors.hf.attach import CONFIG_KEY, LEARNED_POSITIONS, dropped_layers
 from attention_priors.hf.loading import load_any_config, load_model, load_whole, tokenizer_of
 from attention_priors.lab.data import load_corpus
 from attention_priors.lab.data.corpora import read_documents
@@ -68,18 +69,27 @@ class Inspected:
         """How positions come into the model, besides its priors, in words."""
         config: Any = self.model.config
         if isinstance(config, PriorDecoderConfig | PriorEncoderConfig):
-            encoding = config.encoding
-            return "none" if encoding is None else str(encoding if isinstance(encoding, str) else encoding["name"])
+            layers = [config] * config.num_hidden_layers
+            if isinstance(config, PriorDecoderConfig):
+                layers = [config.of_layer(index) for index in range(config.num_hidden_layers)]
+            found = Counter(_name(layer.encoding) for layer in layers)
+            if len(found) == 1:
+                return next(iter(found))
+            return ", ".join(f"{name} in {number} of {len(layers)} layers" for name, number in found.items())
         names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
         rotary = bool(getattr(config, "rope_parameters", None))
         own = "rotary" if rotary else "a learned table" if names & set(LEARNED_POSITIONS) else "none"
         attached = getattr(config, CONFIG_KEY, None)
-        if attached is None or not attached["drop_positions"]:
+        dropped = [] if attached is None else dropped_layers(attached)
+        if not dropped:
             return own
-        layers = attached["layers"]
-        if len(layers) < config.num_hidden_layers:
-            return f"{own}, dropped in {len(layers)} of {config.num_hidden_layers} layers"
+        if len(dropped) < config.num_hidden_layers:
+            return f"{own}, dropped in {len(dropped)} of {config.num_hidden_layers} layers"
         return f"none ({own}, dropped)"
+
+
+def _name(encoding: dict[str, Any] | str | None) -> str:
+    return "none" if encoding is None else encoding if isinstance(encoding, str) else str(encoding["name"])
 
 
 def load_inspected(name: str | Path, *, device: str | None = None) -> Inspected:

@@ -343,6 +343,8 @@ class AttachSettings(Strict):
     share_prior: bool = False
     drop_positions: bool = False
     freeze_model: bool = False
+    layer_pattern: list[str] | None = None
+    layer_kinds: dict[str, dict[str, Any]] | None = None
 
 
 class ModelSettings(Strict):
