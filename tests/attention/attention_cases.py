@@ -268,7 +268,7 @@ def in_blocks_of(size: int | None) -> Iterator[None]:
         mock.patch.object(dense, "block_length", return_value=size),
         mock.patch.object(block_problem, "FEW_PAIRS", 0),
         mock.patch.object(tiling, "FEW_PAIRS", 0),
-        mock.patch.multiple(bare, FEW_PAIRS=0, VIEWED_PAIRS=0),
+        mock.patch.object(bare, "SHORT_PAIRS", 0),
     ):
         yield
 

@@ -17,6 +17,6 @@ def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
     with (
         mock.patch.object(block_problem, "FEW_PAIRS", 0),
         mock.patch.object(tiling, "FEW_PAIRS", 0),
-        mock.patch.multiple(bare, FEW_PAIRS=0, VIEWED_PAIRS=0),
+        mock.patch.object(bare, "SHORT_PAIRS", 0),
     ):
         yield

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from attention_priors import ClippedOffsets, GeneralizedGaussian, Laplace, SSMax, Window, attend
 from attention_priors.attention.plan import Plan
 from attention_priors.attention.problem import Problem
-from attention_priors.attention.tiles import backend, bare
+from attention_priors.attention.tiles import backend
 from attention_priors.attention.tiles.bare import attend_bare
 
 TOLERANCE = {torch.float32: 3e-5, torch.float64: 1e-10}
@@ -201,20 +201,13 @@ def test_short_contexts_as_the_reference(name: str, dtype: torch.dtype) -> None:
         expected = compute(exact, "reference")
         cotangents = Cotangents.of(expected.out, expected.lse)
         scales, tolerance = gradient_scales(case, cotangents), float32_tolerance(case)
-        taken = {}
-        # The other way is that of longer ones, whose bias is a view of a table.
-        for in_memory in (True, False):
-            few = mock.patch.object(bare, "FEW_PAIRS", bare.FEW_PAIRS if in_memory else 0)
-            with few, counted() as answered:
-                found = errors(compute(case, "toeplitz", cotangents), expected, scales)
-            (taken[in_memory],) = answered
-            for part, error in found.items():
-                # Parameters, and so their gradients, are float32 whatever the queries are.
-                allowed = tolerance if dtype == torch.float32 else 3e-6 if "." in part else 1e-10
-                assert error <= allowed, f"{part}: {error:.2e} > {allowed:.2e}, in memory: {in_memory}"
-        if name not in ("sum", "key_sink"):
-            assert taken[False] == (taken[True] and case.logit_scale is None and case.key_bias is None)
-        ways.append(taken[True])
+        with counted() as answered:
+            found = errors(compute(case, "toeplitz", cotangents), expected, scales)
+        for part, error in found.items():
+            # Parameters, and so their gradients, are float32 whatever the queries are.
+            allowed = tolerance if dtype == torch.float32 else 3e-6 if "." in part else 1e-10
+            assert error <= allowed, f"{part}: {error:.2e} > {allowed:.2e}"
+        ways.extend(answered)
 
     check()
     if case_is_general(name):
@@ -251,20 +244,18 @@ def test_a_table_whose_numbers_lie_apart(causal: bool) -> None:
             return super().log_prior_at(distance, dtype).T.contiguous().T
 
     query, prior = torch.randn(2, 4, 20, 8, dtype=torch.float64), Transposed(4, init="normal")
-    for few in (bare.FEW_PAIRS, 0):
-        with torch.no_grad(), mock.patch.object(bare, "FEW_PAIRS", few), counted() as answered:
-            found = attend(query, query, query, prior, causal=causal, backend="toeplitz")
-        assert answered == [True]
-        torch.testing.assert_close(found, attend(query, query, query, prior, causal=causal, backend="reference"))
+    with torch.no_grad(), counted() as answered:
+        found = attend(query, query, query, prior, causal=causal, backend="toeplitz")
+    assert answered == [True]
+    torch.testing.assert_close(found, attend(query, query, query, prior, causal=causal, backend="reference"))
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys", "causal"), [(30, 30, True), (12, 30, False)])
-@pytest.mark.parametrize("few", [bare.FEW_PAIRS, 0])
-def test_columns_that_lie_apart(num_queries: int, num_keys: int, causal: bool, few: int) -> None:
+def test_columns_that_lie_apart(num_queries: int, num_keys: int, causal: bool) -> None:
     """As after ``unbind(-1)``: the kernels look for a row's numbers side by side."""
     query, key, value = (torch.randn(2, 4, n, 8, 3)[..., 0] for n in (num_queries, num_keys, num_keys))
     prior = ClippedOffsets(4, init="normal")
-    with torch.no_grad(), mock.patch.object(bare, "FEW_PAIRS", few), counted() as answered:
+    with torch.no_grad(), counted() as answered:
         found = attend(query, key, value, prior, causal=causal, backend="toeplitz")
     assert answered == [True]
     torch.testing.assert_close(found, attend(query, key, value, prior, causal=causal, backend="reference"))

@@ -12,6 +12,7 @@ from torch.nn.functional import linear, logsigmoid, softplus
 
 from attention_priors.checks import check_positive_integers
 from attention_priors.config import Described, build
+from attention_priors.precision import compute_dtype_of
 
 FORGET_FLOOR = -1e4
 """Lowest ``ln f``, in nats. It stands for a gate of 0: earlier keys get no weight, and later sums stay exact."""
@@ -60,7 +61,8 @@ class ForgetGate(Described, nn.Module):
         Args:
             hidden: ``(B, L, width)``.
         """
-        return self._log_forget(linear(hidden, self.weight, self.bias).float()).clamp(min=FORGET_FLOOR)
+        logit = linear(hidden, self.weight, self.bias)
+        return self._log_forget(logit.to(compute_dtype_of(logit))).clamp(min=FORGET_FLOOR)
 
     def _log_forget(self, logit: Tensor) -> Tensor:
         return logsigmoid(logit)

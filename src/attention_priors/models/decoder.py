@@ -137,10 +137,10 @@ class PriorDecoderConfig(PriorConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         check_positive_integers(head_dim=self.head_dim)
         check_share(tolerance=self.tolerance)
-        super().__post_init__(**kwargs)
         check_layer_kinds(self.layer_pattern, self.layer_kinds, LAYER_PARTS)
         if self.share_prior and any("prior" in kind for kind in (self.layer_kinds or {}).values()):
             raise ValueError("share_prior: all layers share one prior, and layer_kinds describes another one")
+        super().__post_init__(**kwargs)
         # Build all parts once, without memory, so that a mistake shows here and not after loading weights.
         for kind in [self, *(self._with(kind) for kind in (self.layer_kinds or {}).values())]:
             with torch.device("meta"):

@@ -19,15 +19,16 @@ from attention_priors.attention.tables import consecutive_table, table_of_keys
 from attention_priors.attention.tiles.arithmetic import diagonals
 from attention_priors.attention.tiles.bias import far_rows
 from attention_priors.attention.tiles.block_problem import Content, Gradients, all_of, columns_together
-from attention_priors.attention.tiles.forward import FLASH_ON_CPU, is_one_on_cpu, logits_of_one, mean_of_one
+from attention_priors.attention.tiles.forward import is_one_on_cpu, logits_of_one, mean_of_one
 from attention_priors.attention.tiles.one_tile import gradients, logits_of, stacked
-from attention_priors.attention.tiles.tiling import FEW_NUMBERS, FEW_PAIRS
 from attention_priors.precision import compute_dtype_of, without_autocast
 from attention_priors.priors import Prior
 from attention_priors.priors.base import checked_lanes
 
-VIEWED_PAIRS = 2**17
-"""Pairs of a query and a key up to which the forward pass is one call where its bias is a view of a table."""
+SHORT_PAIRS = 2**17
+"""Most pairs of a query and a key (362 tokens) for which two products and a softmax are faster than tiles."""
+SHORT_NUMBERS = 2**20
+"""Most logits of all texts and heads: larger matrices leave a core's own memory."""
 
 
 def attend_bare(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor, Tensor | None] | None:
@@ -47,7 +48,8 @@ def attend_bare(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor
     ):
         return None
     if geometry.num_queries > 1:
-        is_short = geometry.num_queries * geometry.num_keys <= VIEWED_PAIRS
+        pairs = geometry.num_queries * geometry.num_keys
+        is_short = pairs <= SHORT_PAIRS and pairs * geometry.batch * geometry.heads <= SHORT_NUMBERS
         return _attend_short(problem, plan, need_lse) if is_short else None
     return None if need_lse or torch.is_grad_enabled() or not is_one_on_cpu(query) else _attend_one(problem, plan)
 
@@ -85,13 +87,10 @@ def _attend_one(problem: Problem, plan: Plan) -> tuple[Tensor, None] | None:
 
 
 def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor, Tensor | None] | None:
-    """Attention of up to ``VIEWED_PAIRS``; None where lanes or wider values need tiles, or rows are too far from 0."""
+    """Compute a short context; None where lanes need the operator, or rows are too far from 0."""
     query, value, geometry, scale = problem.query, problem.value, problem.geometry, problem.row_scale
     stationary, of_keys, factored = plan.parts(problem)
-    pairs = geometry.num_queries * geometry.num_keys
-    in_memory = pairs <= FEW_PAIRS and pairs * geometry.batch * geometry.heads <= FEW_NUMBERS
-    viewed = stationary and not of_keys and problem.key_bias is scale is None and value.shape[-1] == query.shape[-1]
-    if factored or not problem.terms or not (in_memory or viewed):
+    if factored or not problem.terms:
         return None
     lowest = 0 if geometry.causal else 1 - geometry.num_queries
     table = consecutive_table(stationary, geometry.num_keys - 1, lowest, query.device)
@@ -100,7 +99,7 @@ def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor,
         # Before it is rounded.
         best = key_bias.detach().amax(-1, keepdim=True)
         key_bias = key_bias - best
-    how = _How(problem.softmax_scale, problem.scales_prior, geometry.causal, in_memory, need_lse)
+    how = _How(problem.softmax_scale, problem.scales_prior, geometry.causal, need_lse)
     run = _ShortContext.apply if torch.is_grad_enabled() else _forward
     out, lse = run(query, problem.key, value, table, key_bias, scale, how)[:2]
     if far_rows(lse) is not None:
@@ -116,8 +115,6 @@ class _How(NamedTuple):
     softmax_scale: float
     scales_prior: bool
     causal: bool
-    in_memory: bool
-    """Whether the bias is; otherwise it is a view of the table."""
     need_lse: bool
 
 
@@ -129,15 +126,15 @@ def _forward(
     key_bias: Tensor | None,
     row_scale: Tensor | None,
     how: _How,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """What is returned and kept.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Compute attention by two products and a softmax.
 
     Returns:
-        Output; log-sum-exp or, where the bias is in memory and it is not needed, the highest logits; then the weights
-        and the log-prior that a logit scale multiplied, or None for what need not be kept.
+        Output, log-sum-exp (or each row's highest logit if ``need_lse`` is False), weights, and the log-prior if a
+        logit scale multiplied it.
     """
-    softmax_scale, scales_prior, causal, in_memory, need_lse = how
-    (batch, heads, rows, _), number, dtype = query.shape, key.shape[2], compute_dtype_of(query)
+    softmax_scale, scales_prior, causal, need_lse = how
+    (_, heads, rows, _), number, dtype = query.shape, key.shape[2], compute_dtype_of(query)
     future = causal
     if table is None:
         bias = query.new_zeros(1, dtype=dtype)
@@ -147,13 +144,7 @@ def _forward(
             future = scales_prior
             table = torch.constant_pad_nd(table, (0, rows - 1), 0.0 if scales_prior else float("-inf"))
         # From the last query on, a row starts where the one before it has its second entry.
-        bias = table.as_strided((1, heads, rows, number), (0, table.stride(0), 1, 1))
-    if not in_memory:
-        query, key, value = columns_together(query).flip(2), columns_together(key), columns_together(value)
-        bias = bias.expand(batch, heads, rows, number)
-        out, lse = FLASH_ON_CPU(query, key, value, attn_mask=bias, scale=softmax_scale)
-        return out.flip(2), lse.flip(2), None, None
-    bias = bias if table is None else bias.flip(2)
+        bias = table.as_strided((1, heads, rows, number), (0, table.stride(0), 1, 1)).flip(2)
     if key_bias is not None:
         bias = bias + key_bias.to(dtype).unsqueeze(-2)
     log_prior = bias if scales_prior else None
@@ -161,11 +152,12 @@ def _forward(
         query = Content(query, key, value, row_scale, softmax_scale).queries(all_of)
         bias = bias * row_scale.unsqueeze(-1) if scales_prior else bias
     if future:
-        bias = bias + torch.full((rows, number), float("-inf"), dtype=dtype).triu(1)
+        hidden = torch.full((rows, number), float("-inf"), dtype=dtype).triu(1)
+        bias = bias.add_(hidden) if scales_prior and bias.shape[2:] == hidden.shape else bias + hidden
     with without_autocast("cpu"):
         logits = logits_of(query, key, bias, softmax_scale)
         lse = logits.amax(-1)
-        weights = logits.softmax(-1)
+        weights = torch._softmax(logits, -1, False, out=logits)  # pyright: ignore[reportPrivateImportUsage]
         if need_lse:
             # The largest weight is exp(highest - lse); exponentials of our own would be slow where they underflow.
             lse -= weights.amax(-1).log_()
@@ -187,12 +179,12 @@ class _ShortContext(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, table, key_bias, row_scale, out, lse, weights, log_prior = ctx.saved_tensors
-        softmax_scale, scales_prior, causal, in_memory, need_lse = ctx.how
+        softmax_scale, scales_prior, causal, need_lse = ctx.how
         out_grad = torch.zeros_like(out) if grads[0] is None else grads[0]
         wanted = ctx.needs_input_grad[:6]
-        if torch.is_grad_enabled() or not in_memory:
-            # The operator has its own word on second derivatives, and tiles for what is not short.
-            lse = lse if need_lse or not in_memory else lse - weights.amax(-1).log()
+        if torch.is_grad_enabled():
+            # The operator explains that it has no second derivatives.
+            lse = lse if need_lse else lse - weights.amax(-1).log()
             highest, lowest = key.shape[2] - 1, 0 if causal else 1 - query.shape[2]
             of_prior = (table, key_bias, row_scale, scales_prior, None, None, highest, highest - lowest + 1)
             inputs = (query, key, value, softmax_scale, *of_prior, *[None] * 5, causal, None, False)

@@ -33,6 +33,9 @@ def all_of(tensor: Tensor) -> Tensor:
     return tensor
 
 
+EVERY_HEAD = slice(None)
+
+
 def columns_together(tensor: Tensor) -> Tensor:
     """The same numbers, with those of a row next to each other: the kernels look for them there."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
@@ -154,6 +157,16 @@ class BlockProblem:
         """The runs of blocks that are kept; None for all."""
         return None if self.kept is None else _kept_runs(self.kept)
 
+    @cached_property
+    def whole_heads(self) -> list[list[bool]]:
+        """Whether each head of each text keeps all blocks."""
+        assert self.kept is not None
+        return self.kept.flatten(2).all(-1).tolist()
+
+    def keeps_all(self, text: int, head: int) -> bool:
+        """Return whether a head of a text keeps all blocks."""
+        return self.kept is None or self.whole_heads[text][head]
+
     def kept_keys(self, block: Tile, head: int) -> list[tuple[int, int]]:
         """The ranges of keys that a block of one text's queries looks at."""
         ranges = [(block.first, block.last)]
@@ -186,14 +199,15 @@ class BlockProblem:
             count = batch * heads  # each head keeps keys of its own
         return divide(batch, heads, kv_heads, count, unit)
 
-    def level(self, rows: int, nats: float) -> int:
-        """``rows``, or so few that biases of keys change by so many ``nats`` at most along a block of queries.
+    def level(self, rows: int, nats: float, heads: slice = EVERY_HEAD) -> int:
+        """Return ``rows``, or fewer: so few that key biases change by at most ``nats`` along a block of queries.
 
-        From a block's biases the best is taken, and rows that still are far from 0 are computed in slower ways.
+        The engine subtracts a block's best bias. Rows that are still far from 0 are computed in slower ways.
         """
-        while self.key_bias is not None and rows > LEAST_ROWS:
-            apart = min(rows, self.key_bias.shape[-1] - 1)
-            change = self.key_bias[..., apart:] - self.key_bias[..., : self.key_bias.shape[-1] - apart]
+        biases = None if self.key_bias is None else self.key_bias[:, heads]
+        while biases is not None and rows > LEAST_ROWS:
+            apart = min(rows, biases.shape[-1] - 1)
+            change = biases[..., apart:] - biases[..., : biases.shape[-1] - apart]
             if float(change.abs().amax()) <= nats:
                 break
             rows //= 2

@@ -20,7 +20,7 @@ from attention_priors.attention.geometry import block_length
 from attention_priors.attention.observe import note
 from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.tiles.bias import Bias, far_rows
-from attention_priors.attention.tiles.block_problem import BlockProblem, Content, widened
+from attention_priors.attention.tiles.block_problem import EVERY_HEAD, BlockProblem, Content, widened
 from attention_priors.attention.tiles.exact import recompute_rows
 from attention_priors.attention.tiles.threads import is_crowded, share
 from attention_priors.attention.tiles.tiling import Part, RowBlock, Tile, ranges_of
@@ -65,10 +65,10 @@ class _Sizes(NamedTuple):
     """Keys of a tile, at most; None for all."""
 
 
-def _sizes_of(problem: BlockProblem, bias_of: Bias) -> _Sizes:
+def _sizes_of(problem: BlockProblem, bias_of: Bias, heads: slice = EVERY_HEAD) -> _Sizes:
     geometry = problem.geometry
     if not bias_of.in_memory:
-        return _Sizes(None, problem.level(ROWS, 0.75 * NEAR), None)
+        return _Sizes(None, problem.level(ROWS, 0.75 * NEAR, heads), None)
     # Heads share what is a mask alone.
     most, matrices = None, geometry.batch
     if bias_of.differs_between_heads:
@@ -76,7 +76,7 @@ def _sizes_of(problem: BlockProblem, bias_of: Bias) -> _Sizes:
         most = matrices = min(geometry.batch * geometry.heads, max(2, block_length(tile, BIAS_NUMBERS)))
     rows = min(ROWS, max(DIAGONAL_ROWS, block_length(matrices * KEYS_IN_MEMORY, BIAS_NUMBERS)))
     keys = block_length(matrices * min(rows, geometry.num_queries), BIAS_NUMBERS)
-    return _Sizes(most, problem.level(rows, 0.75 * NEAR), max(KEYS_IN_MEMORY, keys))
+    return _Sizes(most, problem.level(rows, 0.75 * NEAR, heads), max(KEYS_IN_MEMORY, keys))
 
 
 def _has_room(content: Content, problem: BlockProblem) -> bool:
@@ -120,6 +120,9 @@ def _attend_part(
 ) -> None:
     """Write the ``result`` of some texts and heads, and what is left out of their log-sum-exps."""
     key, value = keys_and_values(content, part.of_keys)
+    if problem.kept is not None:
+        # Its heads are computed one by one, and may have larger tiles than the steepest of them all.
+        sizes = _sizes_of(problem, bias_of, part.heads)
     in_column, column = problem.key_bias is not None and bias_of.key_bias is None, content.key.shape[-1]
     far = False
     for block in _blocks(part, problem, sizes):
@@ -172,7 +175,7 @@ def _attend_block(block: RowBlock, query: Tensor, attend: Callable[[Tile, Tensor
 def _blocks(part: Part, problem: BlockProblem, sizes: _Sizes) -> Iterator[RowBlock]:
     """The queries of a part, and the tiles of what they see."""
     tiling, keys = problem.tiling.of_texts(part.batches), sizes.keys
-    if problem.runs is None:
+    if problem.keeps_all(part.batches.start, part.heads.start):
         yield from tiling.row_blocks(sizes.rows, DIAGONAL_ROWS, keys)
         return
     for block in tiling.blocks(BLOCK):
