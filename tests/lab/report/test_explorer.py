@@ -11,7 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from attention_priors.attention import SSMax
+from attention_priors.attention import NullKey, SSMax
+from attention_priors.attention.attend import attend_with_weights
 from attention_priors.lab.cli import app
 from attention_priors.lab.inspect import attention_logits, effective_reach
 from attention_priors.lab.inspect.priors import REACH_LENGTHS
@@ -112,6 +113,32 @@ def test_the_pages_priors_are_the_librarys(wide: Opened) -> None:
             for place, length in enumerate(REACH_LENGTHS[:2]):
                 reach = effective_reach(prior, length)[:, 0].tolist()
                 assert found["reach"][place] == pytest.approx(reach, rel=0.02, abs=1), (family, positions)
+
+
+@in_a_browser
+def test_a_null_key_takes_the_share_that_attend_gives_it(wide: Opened) -> None:
+    given = {"theta_alpha": 0.5, "beta": 0.5, "mu": 0.0}
+    share, code = wide.page.evaluate(
+        """(given) => {
+            const curve = explorer.logPriors("generalized_gaussian", given, 3);
+            const share = explorer.nothing(curve, explorer.scale(0.7, 3), -1.5);
+            return [share, explorer.python("generalized_gaussian", given, 0.7, -1.5)];
+        }""",
+        given,
+    )
+    prior = made_by(code)
+    assert "NullKey(1, init=-1.5)" in code
+    query = torch.zeros(1, 1, 3, 4)
+    _, weights = attend_with_weights(
+        query, query, query, prior, logit_scale=SSMax(1, init=0.7), null_logit=NullKey(1, init=-1.5)
+    )
+    assert share == pytest.approx(1 - float(weights[0, 0, -1].sum()), abs=1e-5)
+    assert wide.page.locator("#null-value").inner_text() == "off"
+    count = wide.settled()
+    wide.page.locator("#nulled").check()
+    wide.settle(count)
+    assert re.fullmatch(r"0: A [\d.e-]+ %, B [\d.e-]+ % of the weight", wide.page.locator("#null-value").inner_text())
+    assert "null_logit=nowhere" in wide.page.locator("#python-a").inner_text()
 
 
 @in_a_browser

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from attention_priors._io import read_json, write_json
-from attention_priors.attention import SSMax
+from attention_priors.attention import NullKey, SSMax
 from attention_priors.attention.geometry import positions_in_documents
 from attention_priors.hf.loading import check_positions
 from attention_priors.lab.data import IGNORED_LABEL
@@ -356,7 +356,7 @@ class StepReport(TrainerCallback):
 
 
 def parameter_groups(model: nn.Module, settings: OptimizationSettings) -> list[dict[str, Any]]:
-    """Return the trainable parameters in four groups: matrices, vectors, priors, logit scales.
+    """Return the trainable parameters in four groups: matrices, vectors, priors with null keys, logit scales.
 
     Weight decay pulls matrices alone. Priors and logit scales have multiples of the learning rate;
     schedules that scale each group's own rate keep the ratios.
@@ -371,8 +371,8 @@ def parameter_groups(model: nn.Module, settings: OptimizationSettings) -> list[d
     """
     special: dict[nn.Parameter, str] = {}
     for module in model.modules():
-        if isinstance(module, Prior | SSMax):
-            special |= dict.fromkeys(module.parameters(), "prior" if isinstance(module, Prior) else "logit_scale")
+        if isinstance(module, Prior | NullKey | SSMax):
+            special |= dict.fromkeys(module.parameters(), "logit_scale" if isinstance(module, SSMax) else "prior")
     kinds = {  # multiplier of the learning rate, and weight decay
         "matrices": (1.0, settings.weight_decay),
         "vectors": (1.0, 0.0),
@@ -421,7 +421,7 @@ def shard_priors(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
     Raises:
         ValueError: ``model``, or a prior, is sharded already.
     """
-    parts: list[nn.Module] = [module for module in model.modules() if isinstance(module, Prior | SSMax)]
+    parts: list[nn.Module] = [module for module in model.modules() if isinstance(module, Prior | NullKey | SSMax)]
     inner = {child for part in parts for child in part.modules() if child is not part}
     parts = [part for part in parts if part not in inner]
     for name, module in (("model", model), *((type(part).__name__, part) for part in parts)):

@@ -155,6 +155,14 @@ const explorer = (() => {
     return found;
   }
 
+  // Share of the weight that a null key with this logit takes, where content is 0.
+  function nothing(logPrior, factor, logit) {
+    const highest = factor * logPrior.reduce((one, other) => Math.max(one, other), -Infinity);
+    let total = 0;
+    for (const value of logPrior) total += Math.exp(factor * value - highest);
+    return 1 / (1 + total * Math.exp(highest - logit));
+  }
+
   // The distances within which shares of the prior lie, for each length.
   function reach(family, given, s) {
     return REACH_LENGTHS.map((length) => {
@@ -186,16 +194,18 @@ const explorer = (() => {
     });
   }
 
-  function python(family, given, s) {
+  function python(family, given, s, logit = null) {
     const made = FAMILIES[family].python(given);
-    const names = [made.match(/^\w+/)[0], ...(s === null ? [] : ["SSMax"]), "attend"];
+    const names = [made.match(/^\w+/)[0], ...(logit === null ? [] : ["NullKey"]), ...(s === null ? [] : ["SSMax"]), "attend"];
     const lines = [`from attention_priors import ${names.join(", ")}`, `prior = ${made}`];
     if (s !== null) lines.push(`scale = SSMax(1, init=${written(s)})`);
-    lines.push(`out = attend(q, k, v, prior${s === null ? "" : ", logit_scale=scale"})`);
+    if (logit !== null) lines.push(`nowhere = NullKey(1, init=${written(logit)})`);
+    const options = (s === null ? "" : ", logit_scale=scale") + (logit === null ? "" : ", null_logit=nowhere");
+    lines.push(`out = attend(q, k, v, prior${options})`);
     return lines.join("\n");
   }
 
-  return { FAMILIES, REACH_LENGTHS, SHARES, values, scale, logPriors, weights, reach, map, python };
+  return { FAMILIES, REACH_LENGTHS, SHARES, values, scale, logPriors, weights, nothing, reach, map, python };
 })();
 
 // ---- the page
@@ -206,7 +216,7 @@ const explorer = (() => {
   const CUT = 30; // nats below the highest; less is no weight at all
   const [LEAST_OF_UNIFORM, LEAST] = [1e-4, 1e-12]; // weights
   const START = { a: "generalized_gaussian", b: "laplace" };
-  const state = { length: 4096, s: null, sides: {} };
+  const state = { length: 4096, s: null, logit: null, sides: {} };
   const element = (id) => document.getElementById(id);
   const grouped = (whole) => whole.toLocaleString("en").replaceAll(",", "\u202f");
   const shown = (value) => (Math.abs(value) >= 1000 ? String(Math.round(value)) : String(Number(value.toPrecision(3)))).replace("-", "−");
@@ -307,8 +317,9 @@ const explorer = (() => {
 
   let waiting = null;
   function draw() {
-    const { length, s } = state;
+    const { length, s, logit } = state;
     const curves = {};
+    const shares = [];
     for (const side of SIDES) {
       const { family } = state.sides[side];
       const logPrior = explorer.logPriors(family, given(side), length);
@@ -316,8 +327,10 @@ const explorer = (() => {
       const mass = explorer.weights(logPrior, factor);
       const score = logPrior.map((value) => (value === -Infinity ? value : factor * value));
       curves[side] = { score, mass, highest: score.reduce((one, other) => Math.max(one, other), -Infinity) };
-      element(`python-${side}`).textContent = explorer.python(family, given(side), s);
+      element(`python-${side}`).textContent = explorer.python(family, given(side), s, logit);
+      if (logit !== null) shares.push(`${side.toUpperCase()} ${shown(100 * explorer.nothing(logPrior, factor, logit))} %`);
     }
+    element("null-value").textContent = logit === null ? "off" : `${shown(logit)}: ${shares.join(", ")} of the weight`;
     // A logarithmic axis has no place for 0: the query's own key stands at one half.
     const far = (d) => (d === 0 ? 0.5 : d);
     lines("log-prior", "distance, tokens (own key at ½)", "nats below the highest", ["log", "linear"], (side) => {
@@ -383,14 +396,18 @@ const explorer = (() => {
     const length = element("length");
     const scaled = element("scaled");
     const s = element("s");
+    const nulled = element("nulled");
+    const logit = element("null");
     const tell = () => {
       state.length = 2 ** Number(length.value);
       state.s = scaled.checked ? Number(s.value) : null;
       s.disabled = !scaled.checked;
+      state.logit = nulled.checked ? Number(logit.value) : null;
+      logit.disabled = !nulled.checked;
       element("length-value").textContent = String(state.length);
       element("s-value").textContent = scaled.checked ? `${shown(state.s)}: × ${shown(explorer.scale(state.s, state.length))} here` : "off";
     };
-    for (const control of [length, scaled, s]) {
+    for (const control of [length, scaled, s, nulled, logit]) {
       control.addEventListener("input", () => {
         tell();
         draw();
