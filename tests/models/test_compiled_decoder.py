@@ -96,6 +96,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "ggd and ssmax": {"prior": "generalized_gaussian", "logit_scale": "ssmax"},
     "goat": {"prior": ["spectral", {"name": "key_sink", "train_length": 64}]},
     "rotary": {"prior": None, "encoding": "rotary"},
+    "forget gate and null key": {"key_bias": "forget_gate", "null_logit": "null_key"},
 }
 SHAPES = ((2, 32), (3, 48), (2, 130), (3, 333))
 """Texts and tokens, of which attention makes one tile, or several."""
@@ -129,7 +130,7 @@ def check(name: str, backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", every_other_deep(SCHEMES, ["goat"]))
+@pytest.mark.parametrize("name", every_other_deep(SCHEMES, ["goat", "forget gate and null key"]))
 def test_one_graph_for_all_lengths(name: str) -> None:
     check(name, "aot_eager")
 

@@ -170,6 +170,27 @@ def test_accounts_do_not_depend_on_how_many_queries_are_taken_at_a_time(monkeypa
             assert found[name] is None if value is None else found[name] == pytest.approx(value, rel=1e-6), name
 
 
+def test_accounts_of_gates_and_null_keys() -> None:
+    config = PriorDecoderConfig(
+        **SMALL, intermediate_size=32, num_hidden_layers=1, key_bias="forget_gate", null_logit="null_key"
+    )
+    model = made(config)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.null_logit.logit.copy_(torch.tensor([-3.0, 0.0, 1.0, 4.0]))
+    (layer,) = seen(model, input_ids=TEXT[None])
+    rows = head_accounts(layer.problem)
+    with torch.no_grad():
+        weights = model(TEXT[None], output_attentions=True).attentions[0][0]
+        hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(TEXT[None]))
+        steps = -model.model.layers[0].self_attn.key_bias.log_forget(hidden)[0, 1:].mean(0)
+    for row in rows:
+        head = row["head"]
+        assert row["nothing"] == pytest.approx(float(1 - weights[head, 1:].sum(-1).mean()), abs=1e-5)
+        assert row["forgotten"] == pytest.approx(float(steps[head]), rel=1e-5)
+    plain = head_accounts(seen(MODELS["ours"](), input_ids=TEXT[None])[0].problem)[0]
+    assert (plain["nothing"], plain["forgotten"]) == (0.0, None)
+
+
 def test_a_text_of_one_token_has_no_account() -> None:
     (layer, _) = seen(MODELS["ours"](), input_ids=TEXT[None, :1])
     with pytest.raises(ValueError, match="no query of the text sees two keys"):

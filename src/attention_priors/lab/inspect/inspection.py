@@ -240,7 +240,6 @@ def head_accounts(problem: Problem) -> list[HeadAccount]:
         parts = decompose(logits)
         margin = sink_margin(logits, 0)
         several = logits.visible.sum(-1) >= 2
-        total, null = logits.total.logsumexp(-1), part.null_logit
         away = (part.geometry.query_positions[:1].double().unsqueeze(-1) - key_positions.unsqueeze(-2)).abs()
         leads = margin.total > 0
         of_queries = {
@@ -256,7 +255,7 @@ def head_accounts(problem: Problem) -> list[HeadAccount]:
             "sink": leads.double(),
             "sink_content": margin.content.masked_fill(~leads, torch.nan),
             "sink_position": margin.position.masked_fill(~leads, torch.nan),
-            "nothing": torch.zeros_like(parts.posterior[..., 0]) if null is None else torch.sigmoid(null[0] - total),
+            "nothing": _weight_of_nothing(part),
         }
         for name, values in of_queries.items():
             found[name].append(values.masked_fill(~several, torch.nan).cpu())
@@ -274,6 +273,13 @@ def head_accounts(problem: Problem) -> list[HeadAccount]:
         )
         for head, own in enumerate(zip(*means.values(), strict=True))
     ]
+
+
+def _weight_of_nothing(problem: Problem) -> Tensor:
+    """Return the weight of the null key for each query of the first text, ``(H, Lq)``."""
+    if problem.null_logit is None:
+        return problem.query.new_zeros(problem.query.shape[1:3], dtype=torch.float64)
+    return torch.sigmoid(problem.null_logit[0].double() - reference(problem)[1][0].double())
 
 
 def _forgotten(problem: Problem, head: int) -> float | None:
