@@ -41,30 +41,60 @@ def test_real_error_is_within_the_certificate_and_the_certificate_within_the_tol
     @given(prunable_cases(name, TOLERANCES), SIZES)
     def check(case: Case, size: int) -> None:
         nonlocal dropped_blocks
-        observed = attend_pruned(case, size)
-        exact = oracle(case)
-        if observed.pruned is None:  # too few keys, or log-priors that float32 does not hold: computed in full
-            return
-        kept, certificate = observed.pruned
-        assert (certificate <= case.tolerance).all()
-        pairs = spread(kept, size, *exact.weights.shape[2:])
-        lost = (exact.weights * ~pairs).sum(-1)
-        allowed = certificate.repeat_interleave(size, dim=-1)[..., : lost.shape[-1]]
-        assert (lost <= allowed * (1 + 1e-9) + 1e-12).all(), f"lost {lost.max()}, certified {certificate.max()}"
-        assert ((pairs & exact.seen) <= observed.looked_at).all(), "a kept key was not looked at"
-        dropped_blocks += int((~kept).sum())
-
-        out_error = torch.linalg.vector_norm(observed.out.detach() - exact.out.detach(), dim=-1)
-        longest = torch.linalg.vector_norm(case.value.double(), dim=-1).max()
-        rounding = float32_tolerance(case) * 20
-        assert (out_error <= 2 * allowed * longest + rounding * longest).all()
-        seen = ~torch.isneginf(exact.lse)
-        low = (exact.lse - observed.lse.double()).detach()[seen]
-        scale = exact.lse.detach().abs()[seen].clamp(min=1)
-        assert (low <= -torch.log1p(-allowed[seen]) + rounding * scale).all()
+        dropped_blocks += check_certificate(case, size)
 
     check()
     assert dropped_blocks > 50, f"{dropped_blocks} dropped blocks test nothing"
+
+
+@pytest.mark.parametrize("kind", ["all 1", "one 0", "alternating", "of each head"])
+def test_the_certificate_holds_for_forget_gates(kind: str) -> None:
+    """Gates that forget nothing, that forget all at one token or at every other one, and in some heads alone."""
+    dropped_blocks = 0
+
+    @examples(12)
+    @given(prunable_cases("none", TOLERANCES), SIZES, st.integers(0, 10**6))
+    def check(case: Case, size: int, seed: int) -> None:
+        nonlocal dropped_blocks
+        shape = (len(case.query), case.query.shape[1], case.key.shape[2])
+        gates = torch.ones(shape, dtype=torch.float64)
+        if kind == "one 0":
+            gates[..., seed % shape[2]] = 0
+        elif kind == "alternating":
+            gates[..., ::2] = 0
+        elif kind == "of each head":
+            gates *= torch.linspace(0.3, 1, shape[1]).view(-1, 1)
+        bias = -gates.log().clamp(min=-1e4).cumsum(-1)
+        dropped_blocks += check_certificate(replace(case, key_bias=bias), size)
+
+    check()
+    if kind != "all 1":
+        assert dropped_blocks > 20, f"{dropped_blocks} dropped blocks test nothing"
+
+
+def check_certificate(case: Case, size: int) -> int:
+    """Check what a pruned call loses against the certificate; return how many blocks it leaves out."""
+    observed = attend_pruned(case, size)
+    exact = oracle(case)
+    if observed.pruned is None:  # too few keys, or log-priors that float32 does not hold: computed in full
+        return 0
+    kept, certificate = observed.pruned
+    assert (certificate <= case.tolerance).all()
+    pairs = spread(kept, size, *exact.weights.shape[2:])
+    lost = (exact.weights * ~pairs).sum(-1)
+    allowed = certificate.repeat_interleave(size, dim=-1)[..., : lost.shape[-1]]
+    assert (lost <= allowed * (1 + 1e-9) + 1e-12).all(), f"lost {lost.max()}, certified {certificate.max()}"
+    assert ((pairs & exact.seen) <= observed.looked_at).all(), "a kept key was not looked at"
+
+    out_error = torch.linalg.vector_norm(observed.out.detach() - exact.out.detach(), dim=-1)
+    longest = torch.linalg.vector_norm(case.value.double(), dim=-1).max()
+    rounding = float32_tolerance(case) * 20
+    assert (out_error <= 2 * allowed * longest + rounding * longest).all()
+    seen = ~torch.isneginf(exact.lse)
+    low = (exact.lse - observed.lse.double()).detach()[seen]
+    scale = exact.lse.detach().abs()[seen].clamp(min=1)
+    assert (low <= -torch.log1p(-allowed[seen]) + rounding * scale).all()
+    return int((~kept).sum())
 
 
 @pytest.mark.parametrize("name", every_other_slow(PRIORS, ["laplace"]))
