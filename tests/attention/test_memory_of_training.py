@@ -7,7 +7,8 @@ from torch import Tensor
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, SSMax, attend
 from attention_priors.attention.attend import Backend
 
-B, H, L, D = 2, 4, 200, 32
+B, H, L, D = 2, 4, 400, 32
+"""More tokens than a short context, which keeps its weights, has at most."""
 
 
 def kept_numbers(backend: Backend, **options) -> int:

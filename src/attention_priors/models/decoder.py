@@ -279,6 +279,11 @@ class DecoderAttention(nn.Module):
             raise ValueError(
                 "past_key_values has no place for the gates' sums; pass one that was made with config=model.config"
             )
+        if keys.forbidden is not None:
+            raise ValueError(
+                "attention_mask has 4 dimensions, and gates sum over all tokens, hidden or not; state padding by an "
+                "attention_mask of 2 dimensions, and documents by document_ids"
+            )
         documents, kept, before = keys.of_queries(keys.documents), getattr(layer, "indexer_keys", None), None
         if kept is not None:
             if getattr(cache, "offloading", False):
@@ -290,9 +295,10 @@ class DecoderAttention(nn.Module):
                 before = kept.index_select(1, (past - 1).clamp(min=0).view(1)).transpose(1, 2) * (past > 0)
             else:
                 assert keys.documents is not None
-                slots = torch.arange(kept.shape[1], device=kept.device)
-                so_far = keys.documents[:, : kept.shape[1]].masked_fill(slots >= past, torch.iinfo(torch.int64).max)
-                before = last_of_documents(kept.transpose(1, 2), so_far, documents)
+                # A static cache has empty slots at its end, and documents may cover them or not.
+                slots = torch.arange(min(kept.shape[1], keys.documents.shape[1]), device=kept.device)
+                so_far = keys.documents[:, : len(slots)].masked_fill(slots >= past, torch.iinfo(torch.int64).max)
+                before = last_of_documents(kept[:, : len(slots)].transpose(1, 2), so_far, documents)
         new = self.key_bias(
             hidden, key_padding_mask=keys.of_queries(keys.padding), document_ids=documents, before=before
         )

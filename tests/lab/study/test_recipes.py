@@ -138,7 +138,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"schemes.ALiBi.priors": "laplace"},
         [
             "schemes.ALiBi.priors: unknown key (value 'laplace'); allowed here are prior, share_prior, encoding"
-            ", logit_scale, extends, model, training, evaluation, extensions, axes"
+            ", logit_scale, null_logit, key_bias, layer_pattern, layer_kinds, extends, model, training, evaluation, "
+            "extensions, axes"
         ],
     ),
     "unknown key of a scheme's training": (

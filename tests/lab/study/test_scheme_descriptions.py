@@ -24,6 +24,17 @@ from attention_priors.lab.study.runs import folder_name
             },
             "rotary(base=500.0) · ssmax(init=0.2) · tolerance=0.01 at evaluation",
         ),
+        (
+            {"prior": "laplace", "null_logit": "null_key", "key_bias": {"name": "forget_gate", "init": 2.0}},
+            "laplace · null_key · forget_gate(init=2.0)",
+        ),
+        (
+            {
+                "layer_pattern": ["near", "far"],
+                "layer_kinds": {"near": {"prior": {"name": "window", "size": 8}, "encoding": "rotary"}, "far": {}},
+            },
+            "layers near, far · near: window(size=8) + rotary · far: nothing more",
+        ),
     ],
 )
 def test_a_scheme_is_described_as_code_would_make_it(scheme, words):

@@ -311,7 +311,7 @@ class Recipe(Strict):
     def _extension(self, scheme: str, way: str, own: dict[str, Any]) -> ModelPlan:
         place, before = f"{self._place(scheme)}.extensions.{way}", self.training_of(scheme)
         positions = self.schemes[scheme].model_dump(include=POSITION_FIELDS)
-        same = all(own.get(key, value) == value for key, value in positions.items())
+        same = all(own.get(key, positions.get(key)) == positions.get(key) for key in POSITION_FIELDS)
         length = own.get("context_length")
         if type(length) is not int or length < before.context_length or (same and length == before.context_length):
             raise ValueError(
@@ -330,7 +330,7 @@ class Recipe(Strict):
         )
         # Without a training, what is said of one is checked all the same: a sweep may go through numbers of steps.
         stated = overlaid(positions | settings, own | ({"steps": 1} if untrained else {}))
-        stated |= {key: own[key] for key in positions if key in own}
+        stated |= {key: own[key] for key in POSITION_FIELDS if key in own}
         checked = validated(stated, ExtensionSettings, place)
         training = MixtureSettings(**checked.model_dump(include=set(MixtureSettings.model_fields)))
         return ModelPlan(

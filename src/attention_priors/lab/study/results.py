@@ -177,7 +177,8 @@ _LONGEST_VALUE = 60
 
 def _scheme_row(recipe: Recipe, model: ModelPlan, training: Row) -> Row:
     own = recipe.schemes[model.scheme]
-    description = describe(own.model_copy(update=model.positions.model_dump(include=POSITION_FIELDS)))
+    positions = {field: getattr(model.positions, field) for field in POSITION_FIELDS}
+    description = describe(own.model_copy(update=positions))
     if model.way is not None:
         length = f"{model.context_length} tokens"
         untrained = f"for {length} without more training"

@@ -293,6 +293,10 @@ def _digest(content: list) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def _is_none(value: object) -> bool:
+    return value is None
+
+
 class PositionSettings(Strict):
     """Positions in our decoder: fields of :class:`PriorDecoderConfig`."""
 
@@ -300,10 +304,11 @@ class PositionSettings(Strict):
     share_prior: bool = False
     encoding: dict[str, Any] | str | None = None
     logit_scale: dict[str, Any] | str | None = None
-    null_logit: dict[str, Any] | str | None = None
-    key_bias: dict[str, Any] | str | None = None
-    layer_pattern: list[str] | None = None
-    layer_kinds: dict[str, dict[str, Any]] | None = None
+    # Runs from before these fields keep their identity.
+    null_logit: dict[str, Any] | str | None = Field(default=None, exclude_if=_is_none)
+    key_bias: dict[str, Any] | str | None = Field(default=None, exclude_if=_is_none)
+    layer_pattern: list[str] | None = Field(default=None, exclude_if=_is_none)
+    layer_kinds: dict[str, dict[str, Any]] | None = Field(default=None, exclude_if=_is_none)
 
 
 class DecoderSizes(Strict):
