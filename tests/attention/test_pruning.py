@@ -72,6 +72,14 @@ def test_the_certificate_holds_for_forget_gates(kind: str) -> None:
         assert dropped_blocks > 20, f"{dropped_blocks} dropped blocks test nothing"
 
 
+def test_a_step_of_decoding_leaves_out_what_gates_forgot() -> None:
+    query, key = _random(1, 2), _random(4096, 2)
+    gates = torch.rand(1, 2, 4096, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 0.2
+    for prior in (None, Laplace(2, slopes=[0.001, 0.001])):
+        report = pruning_report(query[0], key[0], prior, key_bias=gates.cumsum(-1), tolerance=1e-6)
+        assert float(report.skipped.min()) > 0.85
+
+
 def check_certificate(case: Case, size: int) -> int:
     """Check what a pruned call loses against the certificate; return how many blocks it leaves out."""
     observed = attend_pruned(case, size)

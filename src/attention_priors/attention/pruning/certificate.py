@@ -311,7 +311,7 @@ class _Search:
             # A negative logit scale turns the prior upside down.
             turned = self.scale_ends[0][..., -1].sum(0) < 0
         out = torch.full_like(norms, -math.inf)
-        for q_heads, peak in _runs_of_heads(self.priors.peaks(turned), self.group):
+        for q_heads, peak in _runs_of_heads(self._peaks(turned), self.group):
             kv_heads = slice(q_heads.start // self.group, (q_heads.stop - 1) // self.group + 1)
             for tile in self._band(peak):
                 query = tile.cut_rows(self.query, q_heads).flip(2).to(out.dtype) * problem.softmax_scale
@@ -324,6 +324,18 @@ class _Search:
                     found = (found + constant * scale).to(out.dtype)
                 tile.cut_rows(out, q_heads).copy_(found.flip(2))
         return out
+
+    def _peaks(self, turned: Tensor) -> list[int]:
+        """Return the distance where each head's log-prior is best; of one query, key biases included."""
+        biases, padding = self.problem.key_bias, self.geometry.key_padding_mask
+        if biases is None or self.geometry.num_queries > 1:
+            return self.priors.peaks(turned)
+        # The first key is the farthest one.
+        log_prior = biases.detach().to(self.norms.dtype) + self.priors.values[:, : biases.shape[-1]]
+        log_prior = torch.where(turned.unsqueeze(-1), -log_prior, log_prior)
+        if padding is not None:
+            log_prior = log_prior.masked_fill(padding.unsqueeze(1), -math.inf)
+        return (self.priors.highest - log_prior.amax(0).argmax(-1)).tolist()
 
     def _band(self, peak: int) -> Iterator[Tile]:
         """Tiles of keys about ``peak`` tokens before their queries."""

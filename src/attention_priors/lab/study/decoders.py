@@ -152,7 +152,9 @@ class DecoderStudy:
     def _untrained(self, plan: ModelPlan, run: Path) -> PriorDecoderForCausalLM:
         if plan.way is None:
             return PriorDecoderForCausalLM(self.recipe.config_of(plan.scheme, **self.materials.vocabulary))
-        return with_positions(_load(run / "model"), {field: getattr(plan.positions, field) for field in POSITION_FIELDS})
+        return with_positions(
+            _load(run / "model"), {field: getattr(plan.positions, field) for field in POSITION_FIELDS}
+        )
 
     def _save_untrained(self, model: PriorDecoderForCausalLM, folder: Path) -> None:
         """Save a model that is not trained on, as one that is."""
