@@ -54,6 +54,9 @@ _CHARACTERS = 16
 _UNREAD = 16
 """Tokens of a text that is read where there is no tokenizer: they are only there for attention to happen."""
 
+_BESIDE = ("logit_scale", "null_logit", "key_bias")
+"""Arguments of :func:`attend`, beside the prior, that layers may differ in."""
+
 Say = Callable[[str], None]
 
 
@@ -105,7 +108,8 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
 
     Returns:
         ``format``, ``model``, ``title``, ``kind``, ``positions``, ``parameters``, ``length``, ``layers`` (name and
-        heads of each, whether it is ``causal``, within a mask of its own, and has a prior), ``priors`` (a row per head:
+        heads of each, whether it is ``causal``, within a mask of its own, and has a prior; what is ``beside`` it),
+        ``priors`` (a row per head:
         its curve as it was learned; role and reach as attention applies it, multiplied by a logit scale where there is
         one; ``reach`` by the length of the text, ``reach_at_length`` at ``length``), ``prior_terms``, ``logit_scales``,
         and ``text``, ``passkey`` and ``additive``, each with ``reason`` instead where it could not be done. The maps of
@@ -341,6 +345,7 @@ def _layer(layer: LayerAttention) -> dict[str, Any]:
         "own_mask": own_mask,
         "has_prior": has_prior,
         "scales_prior": has_prior and problem.scales_prior,
+        "beside": [name.replace("_", " ") for name in _BESIDE if getattr(problem, name) is not None],
     }
 
 

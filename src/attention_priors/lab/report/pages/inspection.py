@@ -181,5 +181,7 @@ def _layers(found: Found) -> Table:
         sees = "what precedes" if layer["causal"] else "everything"
         sees += ", within a mask of the model's own" if layer.get("own_mask") else ""
         prior = "yes" if layer["has_prior"] else "uniform"
-        lines.append([str(number), layer["name"], sees, prior, str(layer["heads"])])
-    return Table("layers", wording("inspected_layers"), ["layer", "module", "sees", "prior", "heads"], lines, words=4)
+        beside = ", ".join(layer.get("beside", [])) or "–"
+        lines.append([str(number), layer["name"], sees, prior, beside, str(layer["heads"])])
+    header = ["layer", "module", "sees", "prior", "beside it", "heads"]
+    return Table("layers", wording("inspected_layers"), header, lines, words=5)
