@@ -40,11 +40,13 @@ def forgetting_attention(query: Tensor, key: Tensor, value: Tensor, log_forget: 
 @pytest.mark.parametrize(("kind", "log_forget"), [(ForgetGate, logsigmoid), (Cable, lambda x: -softplus(x))])
 def test_attention_and_gradients_as_the_paper_has_them(kind: type[ForgetGate], log_forget: Any) -> None:
     gate, hidden = a_gate(kind, init=[1.0, -0.5]), hidden_states(2, 9).requires_grad_(True)
-    tensors = [hidden_states(2, HEADS * 9, seed).view(2, HEADS, 9, WIDTH).requires_grad_(True) for seed in (1, 2, 3)]
-    learned = [hidden, gate.weight, gate.bias, *tensors]
+    query, key, value = (
+        hidden_states(2, HEADS * 9, seed).view(2, HEADS, 9, WIDTH).requires_grad_(True) for seed in (1, 2, 3)
+    )
+    learned = [hidden, gate.weight, gate.bias, query, key, value]
     steps = log_forget(torch.einsum("blw,hw->blh", hidden, gate.weight) + gate.bias)
-    expected = forgetting_attention(*tensors, steps)
-    found = attend(*tensors, key_bias=gate(hidden))
+    expected = forgetting_attention(query, key, value, steps)
+    found = attend(query, key, value, key_bias=gate(hidden))
     # Gates are computed in float32, as the papers' code does.
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     weights = torch.randn_like(expected)

@@ -32,14 +32,14 @@ def test_the_pattern_repeats() -> None:
 
 def test_a_kind_inherits_what_it_does_not_describe() -> None:
     kinds = {"a": {"prior": None}, "b": {"encoding": {"name": "rotary", "base": 500.0}}}
-    model = tiny_decoder(
+    model: Any = tiny_decoder(
         prior={"name": "window", "size": 3}, encoding="rotary", layer_pattern=["a", "b"], layer_kinds=kinds
     )
     first, second = (layer.self_attn for layer in model.model.layers)
     assert first.prior is None
     assert isinstance(second.prior, Window)
     assert isinstance(first.encoding, Rotary)
-    assert (first.encoding.base, second.encoding.base) == (10000.0, 500.0)  # pyright: ignore[reportAttributeAccessIssue]
+    assert (first.encoding.base, second.encoding.base) == (10000.0, 500.0)
 
 
 def test_a_config_comes_back(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_trained_model_generates_beyond_its_window() -> None:
 def test_positions_may_change_in_one_kind_of_layer() -> None:
     model = tiny_decoder(torch.float32, layer_pattern=PATTERN, layer_kinds=KINDS, num_hidden_layers=3)
     kinds = {**KINDS, "global": {**KINDS["global"], "null_logit": None}}
-    changed = with_positions(model, {"layer_kinds": kinds})
+    changed: Any = with_positions(model, {"layer_kinds": kinds})
     assert all(layer.self_attn.null_logit is None for layer in changed.model.layers)
     kept, now = model.state_dict(), changed.state_dict()
     assert kept.keys() - now.keys() == {"model.layers.2.self_attn.null_logit.logit"}
