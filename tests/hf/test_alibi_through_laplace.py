@@ -289,7 +289,7 @@ def test_training_moves_as_transformers_does() -> None:
 
 
 def test_refuses_models_it_does_not_know() -> None:
-    with pytest.raises(ValueError, match="knows BLOOM, MPT, T5, mT5 and umT5"):
+    with pytest.raises(ValueError, match="knows BLOOM, MPT, and models with T5's relative bias"):
         use_priors(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="does not use priors"):
         restore_attention(bloom())

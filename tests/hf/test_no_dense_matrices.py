@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from alibi_models import bloom, mpt
+from test_t5_through_buckets import KINDS, RELATIVE_CHANGES, RELATIVES
 from test_t5_through_buckets import make as t5
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,10 +25,10 @@ def largest_allocation(run: Callable[[], Any]) -> int:
     return max(event.nbytes() for event in results.kineto_results.events() if event.name() == "[memory]")
 
 
-@pytest.mark.parametrize("name", ["bloom", "mpt", "t5"])
+@pytest.mark.parametrize("name", ["bloom", "mpt", "t5", "umt5", "switch", "pop2piano"])
 def test_no_dense_matrices(name: str) -> None:
-    if name == "t5":
-        model = t5(num_layers=1)
+    if name in KINDS | RELATIVES:
+        model = t5(name, **RELATIVE_CHANGES.get(name, {"num_layers": 1}))
     else:
         model = bloom(n_layer=1) if name == "bloom" else mpt(n_layers=1, max_seq_len=LENGTH)
     ids = torch.randint(1, 40, (2, LENGTH))

@@ -1,43 +1,42 @@
-"""T5, mT5 and umT5 with priors against transformers' own code. float32, logits of the order of 10, within 1e-4."""
+"""T5 and models with its relative bias, with priors, against transformers' own code.
+
+float32, logits of the order of 10, within 1e-4.
+"""
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import (
-    AutoModelForSeq2SeqLM,
-    EncoderDecoderCache,
-    MT5Config,
-    MT5ForConditionalGeneration,
-    StaticCache,
-    T5Config,
-    T5EncoderModel,
-    T5ForConditionalGeneration,
-    UMT5Config,
-    UMT5ForConditionalGeneration,
-)
+from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache, StaticCache, T5EncoderModel
 
-from attention_priors.hf import restore_attention, use_priors
+from attention_priors.hf import attach, restore_attention, use_priors
 from thoroughness import every_other_deep, examples
 
 VOCABULARY = 40
 TOLERANCE = 1e-4
-KINDS: dict[str, tuple[Any, Any]] = {
-    "t5": (T5Config, T5ForConditionalGeneration),
-    "mt5": (MT5Config, MT5ForConditionalGeneration),
-    "umt5": (UMT5Config, UMT5ForConditionalGeneration),
+KINDS = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}
+RELATIVES = {"switch": "SwitchTransformers", "pop2piano": "Pop2Piano", "longt5": "LongT5", "udop": "Udop"}
+RELATIVE_CHANGES: dict[str, dict[str, Any]] = {
+    "switch": {"attention": "eager", "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+    "longt5": {"attention": "eager"},
+    "udop": {"relative_attention_num_buckets": 32},
 }
+"""Changes that transformers' own code needs: two models have no SDPA, and UDOP's encoder shares a table of 32 rows."""
 every_kind = pytest.mark.parametrize("kind", KINDS)
+every_relative = pytest.mark.parametrize("kind", RELATIVES)
 
 
 def make(kind: str = "t5", attention: str = "sdpa", **changes: Any) -> Any:
     torch.manual_seed(0)
-    config, model = KINDS[kind]
+    name = (KINDS | RELATIVES)[kind]
+    config, model = getattr(hf, f"{name}Config"), getattr(hf, f"{name}ForConditionalGeneration")
     sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     sizes |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20}
     sizes |= {"decoder_start_token_id": 0, "pad_token_id": 0, "dropout_rate": 0.0, "attn_implementation": attention}
@@ -126,12 +125,12 @@ def test_the_bias_matters() -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_are_those_of_transformers(kind: str, checkpointing: bool) -> None:
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "not reentrant"])
+def test_gradients_are_those_of_transformers(kind: str, checkpointing: str | None) -> None:
     theirs, ours = twins(kind)
     for model in (theirs, ours):
         if checkpointing:
-            model.train().gradient_checkpointing_enable()
+            model.train().gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
         model(**inputs(), labels=inputs()["decoder_input_ids"]).loss.backward()
     biases = 0
     for (name, a), (also, b) in zip(theirs.named_parameters(), ours.named_parameters(), strict=True):
@@ -232,7 +231,7 @@ def test_keys_and_files_stay_t5s(kind: str, tmp_path: Path) -> None:
     assert list(model.state_dict()) == keys
     model.save_pretrained(tmp_path)
     loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
-    assert type(loaded) is KINDS[kind][1]
+    assert type(loaded) is type(model)
     assert torch.equal(logits(loaded, **inputs()), before)
     restore_attention(model)
     assert [type(module) for module in model.modules()] == types
@@ -260,8 +259,113 @@ def test_compiles_without_a_graph_break(kind: str) -> None:
     assert difference(logits(theirs, **inputs()), compiled(**inputs(), use_cache=False).logits) < TOLERANCE
 
 
-def test_refuses_slopes_and_attention_weights() -> None:
+def test_refuses_slopes() -> None:
     with pytest.raises(ValueError, match="slopes and learn are for BLOOM and MPT"):
         use_priors(make(), learn=True)
-    with pytest.raises(ValueError, match="output_attentions=True"):
-        use_priors(make())(**inputs(), output_attentions=True)
+
+
+@every_kind
+def test_attention_weights(kind: str) -> None:
+    theirs, ours = (model(**inputs(), output_attentions=True) for model in twins(kind, "eager"))
+    for name in ("encoder_attentions", "decoder_attentions", "cross_attentions"):
+        assert len(ours[name]) == len(theirs[name]) == 2
+        for found, expected in zip(ours[name], theirs[name], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+# ---- what stays as it was
+
+
+def test_models_of_the_same_config_stay_as_they_were() -> None:
+    config = make().config
+    one, other = T5EncoderModel(config).eval(), T5EncoderModel(config).eval()
+    other.load_state_dict(one.state_dict())
+    assert other.config is one.config
+    before, ids = config.to_dict(), inputs()["input_ids"]
+    use_priors(one)
+    assert (other.config.to_dict(), other.config._attn_implementation) == (before, "sdpa")
+    assert one.config.to_dict() == before
+    assert difference(one(ids).last_hidden_state, other(ids).last_hidden_state) < TOLERANCE
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_have_tables_of_their_own(copied: Any) -> None:
+    model = use_priors(make())
+    other = copied(model)
+    before = logits(model, **inputs())
+    assert torch.equal(logits(other, **inputs()), before)
+    with torch.no_grad():
+        other.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight[1] += 1
+    assert difference(logits(other, **inputs()), before) > 0.1
+    assert torch.equal(logits(model, **inputs()), before)
+
+
+def test_another_attention_implementation_is_an_error() -> None:
+    model = use_priors(make())
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(RuntimeError, match=r"implementation is 'sdpa', which cannot read the prior.*restore_attention"):
+        model(**inputs())
+    model.set_attn_implementation("attention_priors")
+    expected = logits(model, **inputs())
+    assert difference(logits(restore_attention(model), **inputs()), expected) < TOLERANCE
+
+
+def test_attach_names_the_other_way() -> None:
+    with pytest.raises(ValueError, match=r"not a plain decoder; its own bias is computed as a prior by use_priors"):
+        attach(make(), "laplace")
+
+
+# ---- models with T5's bias under other names
+
+
+def inputs_of(kind: str) -> dict[str, Tensor]:
+    """Return inputs with boxes on a page for UDOP, whose encoder has a dense bias of them."""
+    given = inputs()
+    if kind == "udop":
+        given["bbox"] = torch.rand(*given["input_ids"].shape, 4, generator=torch.Generator().manual_seed(2))
+    return given
+
+
+@every_relative
+def test_logits_and_gradients_of_relatives(kind: str) -> None:
+    theirs, ours = twins(kind, **RELATIVE_CHANGES.get(kind, {}))
+    results = []
+    for model in (theirs, ours):
+        results.append(model(**inputs_of(kind), labels=inputs()["decoder_input_ids"]))
+        results[-1].loss.backward()
+    assert difference(results[0].logits, results[1].logits) < TOLERANCE
+    for (name, a), b in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+    name = "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    assert ours.get_parameter(name).grad.abs().max() > 1e-4
+
+
+@every_relative
+def test_relatives_decode_with_a_cache(kind: str) -> None:
+    theirs, ours = twins(kind, **RELATIVE_CHANGES.get(kind, {}))
+    given = inputs_of(kind)
+    ids = given.pop("decoder_input_ids")
+    whole, cache, parts = logits(theirs, **given, decoder_input_ids=ids), None, []
+    for part in (ids[:, :5], ids[:, 5:6], ids[:, 6:]):
+        out = ours(**given, decoder_input_ids=part, past_key_values=cache)
+        cache = out.past_key_values
+        parts.append(out.logits)
+    assert difference(whole, torch.cat(parts, 1)) < TOLERANCE
+
+
+def test_pix2structs_decoder() -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2}
+    sizes |= {"num_heads": 4, "initializer_range": 0.2}
+    config = hf.Pix2StructTextConfig(**sizes, relative_attention_num_buckets=8, relative_attention_max_distance=20)
+    theirs: Any = hf.Pix2StructTextModel(config).eval()
+    torch.nn.init.normal_(theirs.layer[0].self_attention.attention.relative_attention_bias.weight, std=2)
+    ours: Any = use_priors(copy.deepcopy(theirs))
+    ids, seen = inputs()["decoder_input_ids"], torch.randn(3, 7, 32)
+    for mask in (None, torch.ones(3, 7)):
+        given = {"encoder_hidden_states": seen, "encoder_attention_mask": mask}
+        cache = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+        parts = [ours(part, past_key_values=cache, **given).logits for part in (ids[:, :6], ids[:, 6:])]
+        assert difference(logits(theirs, input_ids=ids, **given), torch.cat(parts, 1)) < TOLERANCE

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from attention_priors.attention import SSMax, logit_scale_from_config
 from attention_priors.checks import check_booleans
@@ -152,7 +152,7 @@ def attach(
         parts[index] = part.to(_device_of(module)).train(module.training)
     _warn_of_constants({index: part.prior for index, part in parts.items() if _has_sinks(chosen[index])}, model.device)
     state = _State(cast(str, model.config._attn_implementation))
-    configs: list[tuple[nn.Module, Any]] = []
+    configs: list[tuple[nn.Module, PreTrainedConfig]] = []
     dropped = {index: module for index, module in chosen.items() if given[index]["drop_positions"]}
     try:
         if dropped:
@@ -162,7 +162,7 @@ def attach(
         for index, module in chosen.items():
             setattr(module, ATTRIBUTE, parts[index])
             state.handles.append(module.register_forward_pre_hook(_check_in_use, with_kwargs=True))
-        _take_own_config(model, configs)
+        configs = take_own_configs(model)
         register()
         model.set_attn_implementation(IMPLEMENTATION)
         setattr(model.config, CONFIG_KEY, description)
@@ -305,18 +305,19 @@ def train_attached(model: nn.Module) -> list[nn.Parameter]:
     return [p for part in attached_priors(model).values() for p in part.parameters() if p.requires_grad]
 
 
-def _take_own_config(model: PreTrainedModel, before: list[tuple[nn.Module, Any]]) -> None:
-    """Give a model, and all of its modules, a copy of the config, which other models may have been made from too.
+def take_own_configs(model: nn.Module) -> list[tuple[nn.Module, PreTrainedConfig]]:
+    """Give a model, and all of its modules, copies of their configs, which other models may have been made from too.
 
-    ``before`` is given the modules and the configs that they had.
+    Returns:
+        The modules, and the configs that they had.
     """
+    found = ((module, vars(module).get("config")) for module in model.modules())
+    before = [(module, config) for module, config in found if isinstance(config, PreTrainedConfig)]
     copies: dict[int, Any] = {}
-    own = copy.deepcopy(model.config, copies)
-    for module in model.modules():
-        if id(getattr(module, "config", None)) in copies:
-            before.append((module, module.config))
-            module.config = copies[id(module.config)]
-    assert model.config is own
+    own = [copy.deepcopy(config, copies) for _, config in before]
+    for (module, _), config in zip(before, own, strict=True):
+        cast(Any, module).config = config
+    return before
 
 
 def _check_in_use(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -369,7 +370,7 @@ def attention_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
             if not isinstance(index, int) or index in found:
                 raise ValueError(
                     f"{type(model).__name__} has several self-attention modules in a layer, or ones without a number "
-                    f"(layer {index!r}, {type(module).__name__}): it is not a plain decoder"
+                    f"(layer {index!r}, {type(module).__name__}): it is not a plain decoder{_other_way(model)}"
                 )
             found[index] = module
     if not found:
@@ -386,9 +387,14 @@ def _other_way(model: PreTrainedModel) -> str:
     kind = model.config.model_type
     if kind == PriorDecoderConfig.model_type:
         return "; it computes a prior of its own: name it in its config, PriorDecoderConfig(prior=...)"
-    if kind in ("bloom", "mpt", "t5", "mt5", "umt5"):
+    if kind in ("bloom", "mpt") or any(map(has_buckets, model.modules())):
         return "; its own bias is computed as a prior by use_priors(model)"
     return ""
+
+
+def has_buckets(module: nn.Module) -> bool:
+    """Whether a module is an attention layer that computes T5's relative bias for the attention interface."""
+    return hasattr(type(module), "compute_bias") and _goes_through_interface(module)
 
 
 def _goes_through_interface(module: nn.Module) -> bool:

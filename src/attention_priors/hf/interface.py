@@ -17,7 +17,7 @@ from attention_priors.attention import SSMax, attend
 from attention_priors.attention.attend import attend_with_weights
 from attention_priors.models.masks import Keys, KeysMask, forbidden_by, hides, is_absolute, keys_mask
 from attention_priors.models.pretrained import beside
-from attention_priors.priors import Prior, Window
+from attention_priors.priors import Prior, RelativeBuckets, Window
 
 IMPLEMENTATION = "attention_priors"
 """The name under which transformers knows this attention."""
@@ -68,14 +68,39 @@ class AttachedPrior(nn.Module):
                 stacklevel=2,
             )
 
-    def in_window(self, size: int | None, num_heads: int) -> Prior | None:
+    def in_window(self, size: int, num_heads: int) -> Prior:
         """The prior within a sliding window."""
-        if size is None:
-            return self.prior
         if size not in self._in_windows:
             window = Window(num_heads, size)
             self._in_windows[size] = window if self.prior is None else self.prior + window
         return self._in_windows[size]
+
+
+class BorrowedBuckets(RelativeBuckets):
+    """:class:`RelativeBuckets` whose scalars come with a history, so that gradients reach what they are made of.
+
+    Args:
+        scalars: ``(H, num_buckets)``.
+        max_distance: as in :class:`RelativeBuckets`.
+        bidirectional: as in :class:`RelativeBuckets`.
+    """
+
+    def __init__(self, scalars: Tensor, max_distance: int, bidirectional: bool) -> None:
+        Prior.__init__(self, scalars.shape[0])
+        self.num_buckets = scalars.shape[1]
+        self.max_distance = max_distance
+        self.bidirectional = bidirectional
+        # As torch.func.functional_call does it: a tensor takes the place of a parameter.
+        self._parameters["bias"] = scalars  # pyright: ignore[reportArgumentType]
+
+
+def _buckets_of(module: Any, scalars: Tensor) -> BorrowedBuckets | None:
+    """Return the prior of a layer of T5 that hands over the scalars of its buckets; None where there are none."""
+    if not scalars.shape[1]:
+        return None
+    # Pix2Struct's layers do not say that they are a decoder's.
+    bidirectional = not getattr(module, "is_decoder", True)
+    return BorrowedBuckets(scalars, module.relative_attention_max_distance, bidirectional)
 
 
 class _WithinWindow:
@@ -112,25 +137,31 @@ def attention_forward(
         Output ``(B, Lq, H, Dv)``, and the attention weights ``(B, H, Lq, Lk)`` with ``output_attentions``, else None.
     """
     attached: AttachedPrior | None = getattr(module, ATTRIBUTE, None)
+    prior, scale = (None, None) if attached is None else (attached.prior, attached.logit_scale)
     wants_weights = _wants_weights(kwargs)
-    for name, what in REFUSED.items():
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} calls attention with {name}= ({what}), which has no prior form")
     sinks: Tensor | None = kwargs.pop("s_aux", None)
-    if attached is None and not wants_weights and sinks is None:
+    bias: Tensor | None = kwargs.get("position_bias")
+    hands_scalars = bias is not None and bias.dim() == 2
+    if hands_scalars:
+        prior = _buckets_of(module, kwargs.pop("position_bias"))
+    is_plain = attached is None and not wants_weights and sinks is None and not hands_scalars
+    for name, what in REFUSED.items():
+        if kwargs.get(name) is not None and not (is_plain and name == "position_bias"):
+            raise ValueError(f"{type(module).__name__} calls attention with {name}= ({what}), which has no prior form")
+    if is_plain:
         # SDPA, exactly as it is without anything attached. (Sinks it would leave out without a word.)
         mask = attention_mask.matrix(skip=True) if isinstance(attention_mask, KeysMask) else attention_mask
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    attached = AttachedPrior(None, None) if attached is None else attached
     if isinstance(attention_mask, KeysMask):
         _check_packing(module, attention_mask, kwargs.get("position_ids"))
         keys = attention_mask.keys
     else:
-        keys = _keys_of_matrix(module, attached.prior, attention_mask, is_causal, query, key)
+        keys = _keys_of_matrix(module, prior, attention_mask, is_causal, query, key)
     key, value = keys.trim(key, value)
-    prior, scale = attached.in_window(keys.window, query.shape[1]), attached.logit_scale
+    if keys.window is not None:
+        prior = (attached or AttachedPrior(None, None)).in_window(keys.window, query.shape[1])
     if scale is not None and keys.window is not None:
         # Documents have no padding between them.
         scale = _WithinWindow(scale, keys.window, None if keys.documents is not None else keys.tokens_in_window())
@@ -159,7 +190,7 @@ def _keys_of_matrix(
     keys = Keys(query.device, num_keys - num_queries, num_queries, num_keys)
     if mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        if num_queries not in (1, num_keys):
+        if causal and num_queries not in (1, num_keys):
             raise ValueError(
                 f"{type(module).__name__} was given no attention mask for {num_queries} queries and {num_keys} keys: "
                 "it does not say which of the keys the queries stand at"
@@ -172,7 +203,7 @@ def _keys_of_matrix(
     forbidden = forbidden_by(mask)
     # What is compiled does not look at values.
     looks = not torch.compiler.is_compiling()
-    if looks and num_queries != num_keys and bool(hides(forbidden[..., -1]).all()):
+    if looks and prior is not None and num_queries != num_keys and bool(hides(forbidden[..., -1]).all()):
         raise ValueError(
             f"attention_mask {tuple(mask.shape)} hides the last of {num_keys} keys from all queries, as the empty "
             "slots of a static cache are hidden, and does not say at which keys the queries stand: expected a mask "

@@ -14,7 +14,7 @@ from attention_priors.attention.observe import observed
 from attention_priors.attention.problem import Problem
 from attention_priors.hf.attach import STATE, attach, attention_layers, detach
 from attention_priors.hf.interface import ATTRIBUTE, AttachedPrior
-from attention_priors.hf.use_priors import REPLACEMENTS, restore_attention, use_priors, uses_priors
+from attention_priors.hf.use_priors import has_own_bias, restore_attention, use_priors, uses_priors
 from attention_priors.models.pretrained import PriorPreTrainedModel
 
 
@@ -90,7 +90,7 @@ def through_attend(model: PreTrainedModel) -> Iterator[None]:
                 if not hasattr(module, ATTRIBUTE):
                     setattr(module, ATTRIBUTE, AttachedPrior(None, None))
                     undo.callback(nn.Module.__delattr__, module, ATTRIBUTE)
-        elif {type(module) for module in modules} & REPLACEMENTS.keys():
+        elif not uses_priors(model) and has_own_bias(model):
             use_priors(model)
             undo.callback(restore_attention, model)
         elif not uses_priors(model) and not any(isinstance(module, PriorPreTrainedModel) for module in modules):

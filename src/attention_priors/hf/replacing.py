@@ -98,7 +98,6 @@ def attend_with_cache(
     cache: Cache | None,
     layer: int | None,
     *,
-    causal: bool = True,
     positions: Tensor | None = None,
     softmax_scale: float | None = None,
     dropout_p: float = 0.0,
@@ -113,7 +112,6 @@ def attend_with_cache(
         mask: as for :func:`keys_of_layer`.
         cache: of the tokens before, or None.
         layer: index of this layer in the cache.
-        causal: whether a token sees none after it.
         positions: as for :func:`keys_of_layer`.
         softmax_scale: as for :func:`attend`.
         dropout_p: as for :func:`attend`.
@@ -125,6 +123,6 @@ def attend_with_cache(
     if cache is not None:
         assert layer is not None
         key, value = cache.update(key, value, layer)
-    keys = keys_of_layer(mask, query, key, past, causal=causal, positions=positions)
+    keys = keys_of_layer(mask, query, key, past, positions=positions)
     options = keys.options(prior) | {"softmax_scale": softmax_scale, "dropout_p": dropout_p}
     return attend(query, *keys.trim(key, value), prior, **options).transpose(1, 2).flatten(-2)

@@ -11,28 +11,30 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.mpt import modeling_mpt
 
-from attention_priors.hf import alibi, t5
+from attention_priors.hf import alibi
+from attention_priors.hf.attach import has_buckets
 from attention_priors.hf.replacing import check_not_wrapped, check_replaceable, replace, restore
+from attention_priors.hf.t5 import BEFORE, restore_bias, use_buckets
 from attention_priors.priors import Laplace
 
 Model = TypeVar("Model", bound=nn.Module)
-
-REPLACEMENTS = alibi.REPLACEMENTS | t5.REPLACEMENTS
-"""Classes of transformers, and the ones that take their places."""
 
 
 def use_priors(model: Model, *, slopes: Sequence[float] | None = None, learn: bool = False) -> Model:
     """Let a model compute its positional bias as a prior, by :func:`attend`: same weights, same outputs.
 
-    - **BLOOM** and **MPT**: ALiBi through :class:`Laplace`. MPT's slopes are those that transformers takes; it ignores
+    - **BLOOM** and **MPT**: ALiBi through :class:`Laplace`. Their modules of attention get another class, because they
+      do not call transformers' attention interface. MPT's slopes are those that transformers takes; it ignores
       ``attn_config.alibi_bias_max`` and ``attn_config.alibi``, which is warned of. ``slopes=mpt_slopes(num_heads,
       alibi_bias_max)`` are those of MosaicML's code.
-    - **T5, mT5, umT5**: the relative bias through :class:`RelativeBuckets`, without the dense ``position_bias``.
-      Its scalars stay T5's own parameter: they train as they did, and state dicts keep their keys. Cross-attention,
-      which has no bias, goes through :func:`attend` without a prior.
+    - **T5, mT5, umT5**, Switch Transformers, Pop2Piano, and the decoders of LongT5, Pix2Struct and UDOP: the relative
+      bias through :class:`RelativeBuckets` and transformers' attention interface. Its scalars stay the model's own
+      parameter: they train as they did, and state dicts keep their keys. Cross-attention, which has no bias, goes
+      through :func:`attend` without a prior. The config becomes a copy, because others may use the same one.
 
     No matrix of queries and keys is made. Padding, caches (also static ones), ``generate``, dropout and gradient
-    checkpointing work as they did. Attention weights (``output_attentions``) do not exist: asking for them is an error.
+    checkpointing work as they did. Attention weights (``output_attentions``) come from the dense formula for T5; for
+    BLOOM and MPT they are an error.
 
     The model saves and loads as before, unless its slopes are no longer those of transformers (``slopes``, ``learn``).
     A ``BloomForCausalLM`` or ``MptForCausalLM`` then becomes a ``BloomWithPriorsForCausalLM`` or
@@ -40,7 +42,8 @@ def use_priors(model: Model, *, slopes: Sequence[float] | None = None, learn: bo
     ``attention_priors.hf`` has been imported, and elsewhere does not know, rather than take it for plain BLOOM.
 
     Args:
-        model: the model, or one that holds it. It is changed in place, before accelerate dispatches it to devices.
+        model: the model, or one that holds it. It is changed in place; BLOOM and MPT before accelerate dispatches them
+            to devices.
         slopes: BLOOM and MPT: one positive slope per head, in nats per token, for all layers; None for the model's.
         learn: BLOOM and MPT: whether the slopes train, each layer's on its own.
 
@@ -56,12 +59,12 @@ def use_priors(model: Model, *, slopes: Sequence[float] | None = None, learn: bo
     modules = [*model.modules()]
     if uses_priors(model):
         raise ValueError(f"{type(model).__name__} uses priors already; call restore_attention(model) first")
-    stacks = {type(module) for module in modules if isinstance(module, PreTrainedModel)} & REPLACEMENTS.keys()
-    has_alibi = bool(stacks & alibi.REPLACEMENTS.keys())
-    if not stacks:
+    has_alibi = any(isinstance(module, PreTrainedModel) and type(module) in alibi.REPLACEMENTS for module in modules)
+    has_t5 = any(map(has_buckets, modules))
+    if not has_alibi and not has_t5:
         raise ValueError(
-            f"{type(model).__name__} has no attention that use_priors() can replace: it knows BLOOM, MPT, T5, mT5 and "
-            "umT5"
+            f"{type(model).__name__} has no attention whose bias use_priors() can compute: it knows BLOOM, MPT, and "
+            "models with T5's relative bias that call transformers' attention interface, such as T5, mT5 and umT5"
         )
     changed = learn or slopes is not None
     if changed and not has_alibi:
@@ -71,12 +74,11 @@ def use_priors(model: Model, *, slopes: Sequence[float] | None = None, learn: bo
         raise ValueError(
             f"slopes and learn need a model that can be saved with them, a {kinds}; got {type(model).__name__}"
         )
-    check_replaceable(modules, REPLACEMENTS)
     if has_alibi:
+        check_replaceable(modules, alibi.REPLACEMENTS)
         _use_laplace(model, slopes, learn)
-    for module in modules:
-        if type(module) in t5.REPLACEMENTS:
-            replace(module, t5.REPLACEMENTS[type(module)])
+    if has_t5:
+        use_buckets(model)
     return model
 
 
@@ -84,12 +86,13 @@ def restore_attention(model: Model) -> Model:
     """Undo :func:`use_priors`: the model computes by transformers' own code again, with ALiBi's slopes as they were.
 
     Raises:
-        ValueError: if the model does not use priors, or has been wrapped since.
+        ValueError: if the model does not use priors, or if its BLOOM or MPT has been wrapped since.
     """
     if not uses_priors(model):
         raise ValueError(f"{type(model).__name__} does not use priors; there is nothing to restore")
-    modules: list[Any] = [module for module in model.modules() if type(module) in REPLACEMENTS.values()]
+    modules: list[Any] = [module for module in model.modules() if type(module) in alibi.REPLACEMENTS.values()]
     check_not_wrapped(modules)
+    restore_bias(model)
     for module in modules:
         if isinstance(module, alibi.BloomAttention | alibi.MptAttention):
             del module.prior
@@ -134,6 +137,12 @@ def _use_laplace(model: nn.Module, slopes: Sequence[float] | None, learn: bool) 
             module.config = own
 
 
+def has_own_bias(model: nn.Module) -> bool:
+    """Whether a model computes a bias that :func:`use_priors` can compute as a prior."""
+    return any(type(module) in alibi.REPLACEMENTS or has_buckets(module) for module in model.modules())
+
+
 def uses_priors(model: nn.Module) -> bool:
     """Whether :func:`use_priors` has been called for a model."""
-    return any(type(module) in REPLACEMENTS.values() for module in model.modules())
+    replaced = alibi.REPLACEMENTS.values()
+    return any(type(module) in replaced or BEFORE in vars(module) for module in model.modules())

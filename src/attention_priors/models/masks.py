@@ -6,13 +6,13 @@ Transformers states them in three ways, and :class:`Keys` is the result of each:
   (:func:`keys_of_call`).
 - A mask function of transformers gets every offset and rule once per forward pass; attention layers get its result
   alone. So our mask function returns a tensor without memory that knows the :class:`Keys` (:class:`KeysMask`).
-- BLOOM, MPT and T5 hand masks of four dimensions to their layers unchanged. Padding travels in such a mask
+- BLOOM and MPT hand masks of four dimensions to their layers unchanged. Padding travels in such a mask
   (:func:`layer_mask`, :func:`keys_of_layer`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import getclosurevars
 from typing import Any
@@ -102,13 +102,14 @@ class Keys:
     def options(self, prior: Prior | None) -> dict[str, Any]:
         """Return what :func:`attend` takes beside the prior and trimmed keys; None for what it finds itself.
 
-        Padding shifts all positions of a row alike, which a prior over distances does not see.
+        Padding shifts all positions of a row alike, which a prior over distances does not see. Without a prior and a
+        causal mask, positions do not matter.
         """
         number = self.in_use
         queries, keys = self.query_positions, self.key_positions
         if queries is None and self.documents is None:
             shifted = any(isinstance(x, Tensor) or x for x in (self.start, self.key_offset))
-            if self.end != number or (shifted and is_absolute(prior)):
+            if (self.end != number and (self.causal or prior is not None)) or (shifted and is_absolute(prior)):
                 queries, keys = self.positions, self.positions_of_keys
         return {
             "causal": self.causal,
@@ -400,19 +401,8 @@ def layer_mask(attention_mask: Tensor | None, embeddings: Tensor) -> Tensor:
     return tokens[:, None, None]
 
 
-def is_about_keys(mask: Tensor) -> bool:
-    """Whether a mask of four dimensions says which keys are padding, and nothing of queries."""
-    return mask.dtype == torch.bool and mask.shape[1:3] == (1, 1)
-
-
 def keys_of_layer(
-    mask: Tensor,
-    query: Tensor,
-    key: Tensor,
-    past: int | Tensor,
-    *,
-    causal: bool = True,
-    positions: Tensor | None = None,
+    mask: Tensor, query: Tensor, key: Tensor, past: int | Tensor, *, positions: Tensor | None = None
 ) -> Keys:
     """Return the keys of one layer, of what its model hands down.
 
@@ -422,7 +412,6 @@ def keys_of_layer(
         query: ``(B, H, L, D)``.
         key: ``(B, H, Lk, D)``, with those of the cache.
         past: how many tokens there were before.
-        causal: whether a token sees none after it.
         positions: ``(B, tokens so far)``; by default slots, which any prior over distances takes as well.
 
     Raises:
@@ -430,8 +419,8 @@ def keys_of_layer(
     """
     batch, length, device = len(query), query.shape[2], query.device
     num_keys = key.shape[2] if isinstance(past, Tensor) else past + length
-    keys = Keys(device, past, length, num_keys, causal=causal)
-    if not is_about_keys(mask):
+    keys = Keys(device, past, length, num_keys)
+    if mask.dtype != torch.bool or mask.shape[1:3] != (1, 1):
         keys = replace(keys, forbidden=forbidden_by(mask[..., :num_keys]))
     elif mask.shape[-1]:
         if keys.end is not None and mask.shape[-1] < num_keys:
@@ -547,7 +536,7 @@ class KeysMask(Tensor):
                 notes = {name: _moved(value, device) for name, value in mask.notes.items()}
                 return cls.of(mask._keys.to(device), arguments | {"device": device}, mask.is_dense, notes)
         elif mask is not None and func is Tensor.__getitem__:
-            last = _last_rows(args[1], mask._keys.num_queries)
+            last = _last_rows(args[1], mask.shape)
             if last is not None:
                 keys = mask._keys.last(last)
                 arguments = {**mask.arguments, "q_offset": keys.query_offset, "q_length": last}
@@ -575,14 +564,14 @@ _ABOUT = frozenset(
 """Functions that need no value of the matrix."""
 
 
-def _last_rows(index: Any, rows: int) -> int | None:
+def _last_rows(index: Any, shape: Sequence[int]) -> int | None:
     """Return how many of the last rows an index such as ``[:, :, -8:, :]`` takes; None for any other index."""
-    everything = slice(None)
     if not isinstance(index, tuple) or len(index) not in (3, 4) or any(not isinstance(each, slice) for each in index):
         return None
-    if any(each != everything for place, each in enumerate(index) if place != 2):
+    rows, taken = shape[2], [each.indices(size) for each, size in zip(index, shape, strict=False)]
+    if any(each != (0, size, 1) for place, (each, size) in enumerate(zip(taken, shape, strict=False)) if place != 2):
         return None
-    start, stop, step = index[2].indices(rows)
+    start, stop, step = taken[2]
     return stop - start if (stop, step) == (rows, 1) and start < rows else None
 
 
