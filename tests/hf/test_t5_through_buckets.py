@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from accelerate import cpu_offload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -205,6 +206,20 @@ def test_a_mask_of_queries_and_keys() -> None:
     assert difference(expected, logits(ours, **kwargs)) < TOLERANCE
 
 
+def test_a_mask_of_queries_and_slots_of_a_static_cache() -> None:
+    """Its last slots are empty: where queries stand, the layers say."""
+    theirs, ours = twins()
+    given = inputs()
+    ids = given.pop("decoder_input_ids")
+    cache = EncoderDecoderCache(*(StaticCache(ours.config, max_cache_len=length) for length in (16, 24)))
+    parts = []
+    for start, stop in ((0, 5), (5, 11)):
+        mask = torch.ones(16, 16, dtype=torch.bool).tril()[start:stop].expand(3, 1, -1, -1)
+        given |= {"decoder_input_ids": ids[:, start:stop], "decoder_attention_mask": mask}
+        parts.append(logits(ours, **given, past_key_values=cache, use_cache=True))
+    assert difference(logits(theirs, **inputs()), torch.cat(parts, 1)) < TOLERANCE
+
+
 def test_the_least_finite_number_of_a_mask_hides_keys() -> None:
     """transformers writes it where it means -inf; a query without keys gets zeros either way."""
     model = use_priors(make())
@@ -298,6 +313,17 @@ def test_copies_have_tables_of_their_own(copied: Any) -> None:
         other.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight[1] += 1
     assert difference(logits(other, **inputs()), before) > 0.1
     assert torch.equal(logits(model, **inputs()), before)
+
+
+def test_offloaded_before_or_after() -> None:
+    theirs, ours = twins()
+    other = copy.deepcopy(theirs)
+    for model in (ours, other):
+        cpu_offload(model, execution_device=torch.device("cpu"))
+    use_priors(other)
+    expected = logits(theirs, **inputs())
+    assert difference(logits(ours, **inputs()), expected) < TOLERANCE
+    assert difference(logits(other, **inputs()), expected) < TOLERANCE
 
 
 def test_another_attention_implementation_is_an_error() -> None:

@@ -25,6 +25,8 @@ ATTRIBUTE = "attached_prior"
 """Where a layer's attention module has what is attached to it."""
 PEFT_PREFIX = "base_model.model."
 """Start of the names that PEFT gives to the modules of a model."""
+PAST = "past_seen_tokens"
+"""Attribute of the scalars that a layer of T5 hands over: number of tokens before its queries."""
 REFUSED = {
     "softcap": "capped logits",
     "position_bias": "a position bias of the model's own",
@@ -158,7 +160,8 @@ def attention_forward(
         _check_packing(module, attention_mask, kwargs.get("position_ids"))
         keys = attention_mask.keys
     else:
-        keys = _keys_of_matrix(module, prior, attention_mask, is_causal, query, key)
+        past = getattr(bias, PAST, None)
+        keys = _keys_of_matrix(module, prior, attention_mask, is_causal, query, key, past)
     key, value = keys.trim(key, value)
     if keys.window is not None:
         prior = (attached or AttachedPrior(None, None)).in_window(keys.window, query.shape[1])
@@ -183,14 +186,23 @@ def _wants_weights(options: dict[str, Any]) -> bool:
 
 
 def _keys_of_matrix(
-    module: nn.Module, prior: Prior | None, mask: Tensor | None, is_causal: bool | None, query: Tensor, key: Tensor
+    module: nn.Module,
+    prior: Prior | None,
+    mask: Tensor | None,
+    is_causal: bool | None,
+    query: Tensor,
+    key: Tensor,
+    past: int | Tensor | None,
 ) -> Keys:
-    """Return the keys where a caller brings a mask of his own, or none at all: queries stand at the last of them."""
+    """Return the keys where a caller brings a mask of his own, or none at all.
+
+    Queries stand after ``past`` tokens; where that is not known, at the last keys.
+    """
     num_queries, num_keys = query.shape[2], key.shape[2]
-    keys = Keys(query.device, num_keys - num_queries, num_queries, num_keys)
+    keys = Keys(query.device, num_keys - num_queries if past is None else past, num_queries, num_keys)
     if mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        if causal and num_queries not in (1, num_keys):
+        if causal and past is None and num_queries not in (1, num_keys):
             raise ValueError(
                 f"{type(module).__name__} was given no attention mask for {num_queries} queries and {num_keys} keys: "
                 "it does not say which of the keys the queries stand at"
@@ -203,7 +215,8 @@ def _keys_of_matrix(
     forbidden = forbidden_by(mask)
     # What is compiled does not look at values.
     looks = not torch.compiler.is_compiling()
-    if looks and prior is not None and num_queries != num_keys and bool(hides(forbidden[..., -1]).all()):
+    ends = prior is not None and past is None and num_queries != num_keys
+    if looks and ends and bool(hides(forbidden[..., -1]).all()):
         raise ValueError(
             f"attention_mask {tuple(mask.shape)} hides the last of {num_keys} keys from all queries, as the empty "
             "slots of a static cache are hidden, and does not say at which keys the queries stand: expected a mask "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_priors.hf.attach import has_buckets, take_own_configs
-from attention_priors.hf.interface import IMPLEMENTATION, register
+from attention_priors.hf.interface import IMPLEMENTATION, PAST, register
 
 BEFORE = "_implementation_before_priors"
 """Attribute of modules with a changed config: name of the attention implementation before the change."""
@@ -48,14 +48,16 @@ def restore_bias(model: nn.Module) -> None:
             part.has_relative_attention_bias = hasattr(part, "relative_attention_bias")
 
 
-def _scalars_of(module: Any, *lengths: int, device: torch.device | None = None, **past: Any) -> Tensor:
+def _scalars_of(
+    module: Any, *lengths: int, device: torch.device | None = None, past_seen_tokens: int | Tensor = 0
+) -> Tensor:
     """Return the scalars of a layer's buckets, ``(H, num_buckets)``; ``(H, 0)`` for cross-attention.
 
     Args:
         module: the attention layer.
         lengths: numbers of queries and keys, which the scalars do not depend on.
         device: of the queries.
-        past: number of tokens before the queries, which the mask says too.
+        past_seen_tokens: number of tokens before the queries, an attribute of the scalars.
 
     Raises:
         RuntimeError: if another attention implementation is in use, which would take the scalars for a dense bias.
@@ -72,4 +74,6 @@ def _scalars_of(module: Any, *lengths: int, device: torch.device | None = None, 
     # The table is called, not read: hooks on the call bring weights that are offloaded or sharded.
     buckets = torch.arange(module.relative_attention_num_buckets, device=device)
     scalars = module.relative_attention_bias(buckets).T
-    return scalars.to(torch.promote_types(scalars.dtype, torch.float32))
+    scalars = scalars.to(torch.promote_types(scalars.dtype, torch.float32))
+    setattr(scalars, PAST, past_seen_tokens)
+    return scalars
