@@ -24,13 +24,13 @@ def use_priors(model: Model, *, slopes: Sequence[float] | None = None, learn: bo
     """Let a model compute its positional bias as a prior, by :func:`attend`: same weights, same outputs.
 
     - **BLOOM** and **MPT**: ALiBi through :class:`Laplace`. Their modules of attention get another class, because they
-      do not call transformers' attention interface. MPT's slopes are those that transformers takes; it ignores
-      ``attn_config.alibi_bias_max`` and ``attn_config.alibi``, which is warned of. ``slopes=mpt_slopes(num_heads,
-      alibi_bias_max)`` are those of MosaicML's code.
+      do not call transformers' attention interface. MPT gets the slopes of transformers, which ignores
+      ``attn_config.alibi_bias_max`` and ``attn_config.alibi``; a warning says so. ``slopes=mpt_slopes(num_heads,
+      alibi_bias_max)`` are the slopes of MosaicML's code.
     - **T5, mT5, umT5**, Switch Transformers, Pop2Piano, and the decoders of LongT5, Pix2Struct and UDOP: the relative
-      bias through :class:`RelativeBuckets` and transformers' attention interface. Its scalars stay the model's own
-      parameter: they train as they did, and state dicts keep their keys. Cross-attention, which has no bias, goes
-      through :func:`attend` without a prior. The config becomes a copy, because others may use the same one.
+      bias through :class:`RelativeBuckets` and transformers' attention interface. The scalars of the buckets stay the
+      model's own parameter: they train as before, and state dicts keep their keys. Cross-attention, which has no bias,
+      goes through :func:`attend` without a prior. The config becomes a copy, because other models may share it.
 
     No matrix of queries and keys is made. Padding, caches (also static ones), ``generate``, dropout and gradient
     checkpointing work as they did. Attention weights (``output_attentions``) come from the dense formula for T5; for
@@ -42,8 +42,8 @@ def use_priors(model: Model, *, slopes: Sequence[float] | None = None, learn: bo
     ``attention_priors.hf`` has been imported, and elsewhere does not know, rather than take it for plain BLOOM.
 
     Args:
-        model: the model, or one that holds it. It is changed in place; BLOOM and MPT before accelerate dispatches them
-            to devices.
+        model: the model, or a module that holds it. The model is changed in place. Call this function before
+            accelerate dispatches a BLOOM or MPT to devices.
         slopes: BLOOM and MPT: one positive slope per head, in nats per token, for all layers; None for the model's.
         learn: BLOOM and MPT: whether the slopes train, each layer's on its own.
 
