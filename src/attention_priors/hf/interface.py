@@ -135,6 +135,9 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one layer, as transformers calls it: with what is attached, or plainly.
 
+    A ``position_bias`` with two dimensions holds the scalars of T5's buckets, from which a prior is made. SDPA adds a
+    dense one, as that of UDOP's encoder.
+
     Returns:
         Output ``(B, Lq, H, Dv)``, and the attention weights ``(B, H, Lq, Lk)`` with ``output_attentions``, else None.
     """
