@@ -164,3 +164,17 @@ def test_starts():
     prior: Prior = Spectral(500, 8, init="recency")
     assert prior.natural_parameters()["alpha"].std().item() == pytest.approx(0.02, rel=0.05)
     assert prior.natural_parameters()["beta"].abs().max().item() == 0
+
+
+def test_sandwich_is_its_papers_formula():
+    """``Σ_k cos(d / 10000^(2k/d̄))``, ``k = 1..d̄/2``, divided by ``8h/H`` in head ``h`` (Chi et al. 2023; d̄ = 128)."""
+    heads, width = 6, 128
+    half = width // 2
+    prior = Spectral(heads, half, 10_000 ** (1 - 1 / half), 2 * math.pi * 10_000 ** (1 / half), "sandwich", learn=False)
+    distance = torch.tensor([0, 1, 2, 17, 300, 4096, FAR])
+    found = prior.log_prior_at(distance, torch.float64)
+    for head, place in product(range(heads), range(len(distance))):
+        cosines = (math.cos(int(distance[place]) / 10_000 ** (2 * k / width)) for k in range(1, half + 1))
+        expected = sum(cosines) / (8 * (head + 1) / heads)
+        assert found[head, place].item() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert not any(parameter.requires_grad for parameter in prior.parameters())

@@ -1,4 +1,4 @@
-"""GOAT's spectral prior."""
+"""GOAT's spectral prior, which Sandwich is a case of."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ class Spectral(Prior):
     period, ``base · shortest_period`` tokens, bounds how far the prior means anything. Both stationary and factored:
     ``2R`` lanes.
 
-    Source: GOAT, equations 12 to 18, Appendix B and Proposition F.5.
+    *Sandwich* is this prior with fixed, equal cosines: ``K = H / 8h · Σ_k cos(d · 10000^(-k/R))`` in head ``h`` of
+    ``1..H``, with ``k = 1..R``. Its paper writes ``d̄`` for ``2R``, and takes ``R = 64``. In Python:
+    ``Spectral(H, R, 10000 ** (1 - 1 / R), 2 * pi * 10000 ** (1 / R), init="sandwich", learn=False)``.
+
+    Source: GOAT, equations 12 to 18, Appendix B and Proposition F.5; Sandwich (Chi, Fan, Rudnicky and Ramadge 2023).
 
     Args:
         num_heads: ``H``.
@@ -28,8 +32,9 @@ class Spectral(Prior):
         base: ratio of the longest to the shortest period.
         shortest_period: in tokens, 2 at least, as shorter ones look the same as longer ones; GOAT's by default, of one
             radian per token. Where the data has a period, such as the three bases of a codon, the series should too.
-        init: ``uniform`` (all weights 0) or ``recency`` (small α ~ N(0, 0.02²) that break the symmetry
-            between heads; GOAT pairs it with ALiBi's slopes, here :class:`KeySink` or :class:`Laplace`);
+        init: ``uniform`` (all weights 0); ``recency`` (small α ~ N(0, 0.02²) that break the symmetry
+            between heads; GOAT pairs it with ALiBi's slopes, here :class:`KeySink` or :class:`Laplace`); ``sandwich``
+            (α = H / 8h in head h of 1..H, all frequencies alike, and β = 0);
             or the numbers, ``{"alpha": ..., "beta": ...}``: ``(R,)`` for all heads or ``(H, R)``, 0 if missing.
         learn: which of ``alpha``, ``beta`` train.
     """
@@ -37,7 +42,7 @@ class Spectral(Prior):
     name = "spectral"
     structure = Structure.STATIONARY | Structure.FACTORED
     learnable = ("alpha", "beta")
-    inits = ("uniform", "recency")
+    inits = ("uniform", "recency", "sandwich")
 
     def __init__(
         self,
@@ -76,7 +81,11 @@ class Spectral(Prior):
                     weights.copy_(started(self.init, name, tuple(weights.shape)))
                 return
             self.beta.zero_()
-            self.alpha.normal_(std=0.02) if self.init == "recency" else self.alpha.zero_()
+            if self.init == "sandwich":
+                heads = torch.arange(1, self.num_heads + 1, device="cpu")
+                self.alpha.copy_((self.num_heads / (8 * heads)).unsqueeze(-1).expand_as(self.alpha))
+            else:
+                self.alpha.normal_(std=0.02) if self.init == "recency" else self.alpha.zero_()
 
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
