@@ -9,7 +9,8 @@ from attention_cases import Case, in_blocks_of
 from attention_oracle import oracle, positions_of
 from torch import Tensor
 
-from attention_priors.priors import Structure
+from attention_priors.priors import Prior, Structure
+from attention_priors.priors.base import ScaledDistance
 
 ROUNDING = 2.0**-24
 """Relative error of one rounding to float32."""
@@ -92,6 +93,12 @@ def gradient_scales(case: Case, cotangents: Cotangents) -> dict[str, Tensor]:
             # One of the terms of a sum may be much larger than the sum.
             numbers = term.log_prior_of_key(positions_of(case)[1], torch.float64).movedim(0, -2).unsqueeze(-2)
             sums.append((numbers.expand_as(parts), scale * parts, positional))
+        if Structure.SCALED_DISTANCE in term.structure:
+            # What a query divides by may cancel what it divides.
+            network = network_of(term, case)
+            for part in ("row", "distance"):
+                alone = network._replace(**{part: getattr(network, part).detach()})
+                sums.append((alone.log_prior().transpose(0, 1), scale * parts, positional))
         if Structure.FACTORED in term.structure:
             # Lanes may cancel each other.
             lanes = term.lanes(*positions_of(case), dtype=torch.float64)
@@ -128,12 +135,27 @@ def float32_tolerance(case: Case) -> float:
             # Of it, the best is taken from each row.
             size = (exact.logits - exact.lse.nan_to_num(neginf=0.0).unsqueeze(-1)).abs()
         for term in () if case.prior is None else case.prior.terms():
-            if not term.structure & (Structure.STATIONARY | Structure.OF_KEYS):
+            if Structure.SCALED_DISTANCE in term.structure:
+                size = size + exact.prior_scale.abs() * network_sizes(term, case)
+            elif not term.structure & (Structure.STATIONARY | Structure.OF_KEYS):
                 parts = term.lanes(*positions_of(case), dtype=torch.float64)
                 size = size + exact.prior_scale.abs() * (parts.query @ parts.key.unsqueeze(-3).mT).abs()
         moved = (exact.weights * (1 - exact.weights) * size).sum(-1)
         # Biases of keys are exact to 1e-4 nats.
         return (1e-5 if case.key_bias is None else 5e-5) + 2 * ROUNDING * float(moved.max())
+
+
+def network_of(term: Prior, case: Case) -> ScaledDistance:
+    """The network of a scaled distance, for all pairs of a case."""
+    queries, keys = positions_of(case)
+    return term.scaled_distance(queries, queries.unsqueeze(-1) - keys.unsqueeze(-2))
+
+
+def network_sizes(term: Prior, case: Case) -> Tensor:
+    """The sizes of what a network of a scaled distance adds up for each pair, ``(B, H, Lq, Lk)``."""
+    network = network_of(term, case)
+    parts = network._replace(hidden=network.hidden.abs(), outer=network.outer.abs())
+    return parts.log_prior().transpose(0, 1)
 
 
 def errors(result: Result, expected: Result, scales: dict[str, Tensor]) -> dict[str, float]:

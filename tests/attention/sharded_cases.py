@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from attention_priors import (
+    Fire,
     GeneralizedGaussian,
     KeySink,
     Laplace,
@@ -95,6 +96,10 @@ CASES = {
     "forget gate beside alibi, in documents": Case(lambda: Laplace(HEADS, learn=True), gate=0.97, documents="runs"),
     "forget gate and ssmax, blocks": Case(
         lambda: Laplace(HEADS, learn=True), gate=0.9, length=1100, batch=1, make_scale=lambda: SSMax(HEADS, 0.5)
+    ),
+    "fire": Case(lambda: Fire(HEADS, 5, init={"c": 0.5, "threshold": 9.0})),
+    "fire and ssmax in documents": Case(
+        lambda: Fire(HEADS, init={"threshold": 3.0}), make_scale=lambda: SSMax(HEADS, 0.7), documents="runs"
     ),
     "null key": Case(lambda: Laplace(HEADS, learn=True), options={"null_logit": torch.linspace(-1, 2, HEADS)}),
     "t5 buckets": Case(lambda: RelativeBuckets(HEADS)),

@@ -217,8 +217,8 @@ def test_short_contexts_as_the_reference(name: str, dtype: torch.dtype) -> None:
 
 
 def case_is_general(name: str) -> bool:
-    """Whether a prior hides keys, or has positions on a grid."""
-    return name in ("window", "axial")
+    """Whether a prior hides keys, has positions on a grid, or is a network of a scaled distance."""
+    return name in ("window", "axial", "fire")
 
 
 @pytest.mark.parametrize(

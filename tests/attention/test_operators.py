@@ -11,6 +11,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from attention_priors import (
+    Fire,
     GeneralizedGaussian,
     KeyBounds,
     KeySink,
@@ -46,6 +47,10 @@ def gaussian() -> GeneralizedGaussian:
     return GeneralizedGaussian(H, init="spread", learn=True)
 
 
+def fire() -> Fire:
+    return Fire(H, 5, init={"c": 1.0, "threshold": 3.0})
+
+
 VARIANTS: dict[str, tuple[Callable[[], Prior | None], dict[str, Any]]] = {
     "no prior": (lambda: None, {}),
     "generalized gaussian": (gaussian, {}),
@@ -53,6 +58,11 @@ VARIANTS: dict[str, tuple[Callable[[], Prior | None], dict[str, Any]]] = {
     "laplace": (lambda: Laplace(H, learn=True), {}),
     "buckets": (lambda: RelativeBuckets(H, num_buckets=8, max_distance=16), {}),
     "lanes": (lambda: Spectral(H), {}),
+    "network": (fire, {}),
+    "network, table and sink, scaled": (
+        lambda: fire() + gaussian() + KeySink(H, train_length=8),
+        {"logit_scale": SSMax(H), "document_ids": DOCUMENTS},
+    ),
     "slope": (lambda: KeySink(H, train_length=8, init="recency"), {"logit_scale": SSMax(H)}),
     "table, lanes and slope": (lambda: gaussian() + KeySink(H, train_length=8, init="recency"), {}),
     "table and lanes": (lambda: gaussian() + KeySink(H, train_length=8), {}),
@@ -74,6 +84,7 @@ IN_TILES = every_other_deep(["in one tile", "in tiles"], ["in tiles"])
 
 DISTINCT = [
     "no prior",
+    "network, table and sink, scaled",
     "bidirectional",
     "table, lanes and slope",
     "window",
@@ -229,7 +240,7 @@ class Loss(torch.nn.Module):
         return attend(query, key, value, self.prior, **self.options).square().sum()
 
 
-@pytest.mark.parametrize("name", ["generalized gaussian", "scaled", "documents", "window"])
+@pytest.mark.parametrize("name", ["generalized gaussian", "scaled", "documents", "window", "network"])
 def test_gradients_of_parameters_per_example(name: str) -> None:
     make, options = VARIANTS[name]
     prior = make()

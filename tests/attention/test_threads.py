@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_priors import GeneralizedGaussian, SSMax, attend
+from attention_priors import Fire, GeneralizedGaussian, Prior, SSMax, attend
 from attention_priors.attention.tiles import block_problem, threads
 
 
@@ -22,12 +22,13 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def numbers(crowded: bool, **options: Any) -> list[Tensor]:
+def numbers(crowded: bool, prior: Prior | None = None, **options: Any) -> list[Tensor]:
     """Output and gradients of a problem that is worth threads."""
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(2, 4, 1100, 16, generator=generator, requires_grad=True)
+    heads = 4 if prior is None else prior.num_heads
+    query = torch.randn(2, heads, 1100, 16, generator=generator, requires_grad=True)
     key, value = (torch.randn(2, 2, 1100, 16, generator=generator, requires_grad=True) for _ in range(2))
-    prior = GeneralizedGaussian(4, init="spread")
+    prior = GeneralizedGaussian(4, init="spread") if prior is None else prior
     with (
         mock.patch.multiple(threads, _crowded=crowded, LONG_ENOUGH=1e9, MOST_WHEN_CROWDED=2 * crowded),
         mock.patch.object(block_problem, "PAIRS", 0),
@@ -42,8 +43,14 @@ def numbers(crowded: bool, **options: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"logit_scale": SSMax(4, init=0.2)}, {"tolerance": 1e-4}, {"key_padding_mask": torch.arange(1100) % 7 == 3}],
-    ids=["table", "scaled", "pruned", "padded"],
+    [
+        {},
+        {"logit_scale": SSMax(4, init=0.2)},
+        {"tolerance": 1e-4},
+        {"key_padding_mask": torch.arange(1100) % 7 == 3},
+        {"prior": Fire(8, init={"threshold": 100.0})},
+    ],
+    ids=["table", "scaled", "pruned", "padded", "network"],
 )
 def test_the_numbers_are_the_same(options: dict[str, Any]) -> None:
     if "key_padding_mask" in options:

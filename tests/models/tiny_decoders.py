@@ -38,6 +38,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "prior and shaw": {"prior": "laplace", "encoding": encoding_description("shaw")},
     "sum": {"prior": [prior_description("spectral"), prior_description("window"), KEY_SINK]},
     "shared prior": {"prior": "relative_buckets", "share_prior": True},
+    "fire beyond its threshold": {
+        "prior": {"name": "fire", "hidden_size": 5, "init": {"c": 1.0, "threshold": 3.0}},
+        "logit_scale": "ssmax",
+    },
     "null key": {"null_logit": {"name": "null_key", "init": 0.5}},
     "forget gate": {"key_bias": "forget_gate"},
     "cable, a prior, ssmax and a null key": {

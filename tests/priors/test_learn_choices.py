@@ -22,6 +22,7 @@ PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
         "bump": ("bump",),
         "mlp": ("mlp.0.weight", "mlp.0.bias", "mlp.2.weight", "mlp.2.bias"),
     },
+    "fire": {"hidden": ("hidden",), "outer": ("outer",), "c": ("log_c",), "threshold": ("log_threshold",)},
     "relative_buckets": {"bias": ("bias",)},
     "clipped_offsets": {"bias": ("bias",)},
 }

@@ -52,13 +52,20 @@ def explain(
     if backend == "auto":
         passed = {name: why_not(problem, name, need_lse=need_lse) for name in CHOICES if name != plan.engine}
         lines += [f"not {name}: {reason}" for name, reason in passed.items() if reason is not None]
-    kinds = ("one number per distance and head", "one number per key and head", "columns of queries and keys")
+    kinds = (
+        "one number per distance and head",
+        "one number per key and head",
+        "columns of queries and keys",
+        "a ReLU network of one number per distance, scaled by each query",
+    )
     lines += [f"{term.name}: {what}" for terms, what in zip(plan.parts(problem), kinds, strict=True) for term in terms]
     if problem.key_bias is not None:
         lines.append("key_bias: one number per key and head, less a constant for each block of queries")
     if problem.null_logit is not None:
         lines.append("null_logit: takes its share of the output at the end")
-    if problem.tolerance > 0:
+    if problem.tolerance > 0 and plan.scaled:
+        lines.append("tolerance: no key is left out, as pruning does not bound a network of a scaled distance")
+    elif problem.tolerance > 0:
         lines.append(f"tolerance: blocks of keys that weigh less than {problem.tolerance:g} together are left out")
     with noted() as notes, torch.no_grad():
         solve(problem, backend, need_lse=need_lse)

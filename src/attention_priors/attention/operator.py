@@ -19,6 +19,7 @@ from attention_priors.attention.tiles.bias import Distances
 from attention_priors.attention.tiles.block_problem import BlockProblem, Content, columns_together
 from attention_priors.attention.triton import backend as triton_backend
 from attention_priors.precision import compute_dtype_of, is_captured, without_autocast
+from attention_priors.priors.base import ScaledDistance
 
 GEOMETRY = (
     "Tensor? query_positions, Tensor? key_positions, Tensor? documents, Tensor? key_padding_mask, "
@@ -121,13 +122,14 @@ def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
 PROBLEM = (
     "Tensor query, Tensor key, Tensor value, float softmax_scale, Tensor? table, Tensor? key_bias, Tensor? row_scale, "
     "bool scales_prior, Tensor? inside, Tensor? listed, SymInt highest, SymInt number, "
+    "Tensor? row, Tensor? distance, Tensor? hidden, Tensor? outer, "
     f"{GEOMETRY}, Tensor? kept, bool fused"
 )
-"""See :class:`Content` and :class:`BlockProblem`. ``row_scale`` multiplies the content and, if ``scales_prior``, table
-and biases of keys too. ``fused``: by Triton's kernels; else in tiles."""
+"""See :class:`Content`, :class:`BlockProblem` and, from ``row`` to ``outer``, :class:`ScaledDistance`. ``row_scale``
+multiplies the content and, if ``scales_prior``, all of the log-prior. ``fused``: by Triton's kernels, not in tiles."""
 _PARAMETERS = tuple(parameter.split()[-1] for parameter in PROBLEM.split(", "))
-_LEARNED = (0, 1, 2, 4, 5, 6)
-"""Those that have gradients, by place: queries, keys, values, table, biases of keys, scale."""
+_LEARNED = (0, 1, 2, 4, 5, 6, 12, 13, 14, 15)
+"""Those that have gradients, by place: queries, keys, values, table, biases of keys, scale, parts of a network."""
 
 
 class OperatorInputs(NamedTuple):
@@ -150,6 +152,10 @@ def read_inputs(
     listed: Tensor | None,
     highest: int,
     number: int,
+    row: Tensor | None,
+    distance: Tensor | None,
+    hidden: Tensor | None,
+    outer: Tensor | None,
     *rest: Any,
 ) -> OperatorInputs:
     """Put together what ``PROBLEM`` lists."""
@@ -158,6 +164,10 @@ def read_inputs(
     geometry = geometry_from((batch, heads, num_queries, key.shape[2]), query.device, tuple(arguments))
     if geometry.has_given_positions and listed is None:
         _check_range(geometry, highest, number)
+    scaled = None
+    if row is not None and distance is not None and hidden is not None and outer is not None:
+        scaled = ScaledDistance(row, distance, hidden, outer)
+    has_prior = table is not None or key_bias is not None or scaled is not None
     query, key, value = map(columns_together, (query, key, value))
     content = Content(query, key, value, row_scale, softmax_scale)
     problem = BlockProblem(
@@ -167,7 +177,8 @@ def read_inputs(
         table=table if table is None or table.stride(1) == 1 else table.contiguous(),
         key_bias=key_bias,
         inside=inside,
-        row_scale=row_scale if scales_prior and (table is not None or key_bias is not None) else None,
+        scaled=scaled,
+        row_scale=row_scale if scales_prior and has_prior else None,
         softmax_scale=softmax_scale,
         dtype=compute_dtype_of(query),
         kept=kept,
@@ -236,17 +247,18 @@ def _attend_backward(
     content, problem = read_inputs(*inputs)
     # A caller who is inside autocast would have the recomputed products rounded.
     with without_autocast(out.device.type):
-        saved, wanted_of_prior = (out, lse), (wanted[3], wanted[4], wanted[5])
+        saved, wanted_of_prior = (out, lse), (wanted[3], wanted[4], wanted[5], any(wanted[6:]))
         if problem.whole is not None and not inputs[-1]:
             found = one_tile.backward(content, problem, problem.whole, saved, (out_grad, lse_grad), wanted_of_prior)
         else:
             engine = triton_backend if inputs[-1] else tiles_backward
-            grads = (out_grad, torch.zeros_like(lse) if lse_grad is None else lse_grad)
-            found = engine.backward(content, problem, saved, grads, wanted_of_prior)
+            of_results = (out_grad, torch.zeros_like(lse) if lse_grad is None else lse_grad)
+            found = engine.backward(content, problem, saved, of_results, wanted_of_prior)
+    grads = (*found[:-1], *(found.scaled or [None] * 4))
     # As it is promised to who compiles, below.
     return tuple(
-        lse.new_empty(0) if grad is None else _of_batch(grad, inputs[place]).contiguous()
-        for grad, place in zip(found, _LEARNED, strict=True)
+        _of_batch(grad, inputs[place]).contiguous() if grad is not None and (place < 3 or want) else lse.new_empty(0)
+        for grad, place, want in zip(grads, _LEARNED, wanted, strict=True)
     )
 
 
@@ -387,7 +399,7 @@ def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
     if any(dim is not None for dim in in_dims[3:]):
         return one_by_one(block_attention, info, in_dims, inputs)
     given = dict(zip(_PARAMETERS, inputs, strict=True))
-    of_examples = ("key_bias", *_PARAMETERS[-8:-3])
+    of_examples = ("key_bias", "row", *_PARAMETERS[-8:-3])
     if given["kept"] is not None or any(given[name] is not None and len(given[name]) > 1 for name in of_examples):
         # They have one entry per example of the batch that is about to grow.
         return one_by_one(block_attention, info, in_dims, inputs)

@@ -33,11 +33,14 @@ class Plan(NamedTuple):
     """Terms that depend on the key alone: numbers per key and head."""
     lanes: tuple[int, ...]
     """Factored terms, which are columns of queries and keys."""
+    scaled: tuple[int, ...] = ()
+    """Terms of a scaled distance, which are a ReLU network."""
 
-    def parts(self, problem: Problem) -> tuple[list[Prior], list[Prior], list[Prior]]:
-        """The terms that are in the table, that depend on the key alone, and that are in lanes."""
-        table, keys, lanes = ([problem.terms[place] for place in part] for part in (self.table, self.keys, self.lanes))
-        return table, keys, lanes
+    def parts(self, problem: Problem) -> tuple[list[Prior], list[Prior], list[Prior], list[Prior]]:
+        """Return the terms in the table, those of the key alone, those in lanes, and those of a scaled distance."""
+        places = (self.table, self.keys, self.lanes, self.scaled)
+        table, keys, lanes, scaled = ([problem.terms[place] for place in part] for part in places)
+        return table, keys, lanes, scaled
 
 
 def make_plan(problem: Problem, backend: Backend, *, need_lse: bool) -> Plan:
@@ -63,10 +66,11 @@ def make_plan(problem: Problem, backend: Backend, *, need_lse: bool) -> Plan:
     # Positions with gaps may have as many distances as there are pairs.
     no_table = engine == "toeplitz" and problem.geometry.has_given_positions
     no_table = no_table and all(term.structure & (Structure.FACTORED | Structure.OF_KEYS) for term in problem.terms)
-    places: tuple[list[int], ...] = [], [], []
+    places: tuple[list[int], ...] = [], [], [], []
     for index, term in enumerate(problem.terms):
         in_table = Structure.STATIONARY in term.structure and engine != "lanes" and not no_table
-        places[0 if in_table else 1 if Structure.OF_KEYS in term.structure else 2].append(index)
+        kinds = (in_table, Structure.OF_KEYS in term.structure, Structure.FACTORED in term.structure, True)
+        places[kinds.index(True)].append(index)
     return Plan(engine, why, *map(tuple, places))
 
 
@@ -82,7 +86,12 @@ def why_not(problem: Problem, backend: Backend, *, need_lse: bool) -> str | None
     if backend == "lanes":
         reason = _why_not_lanes(problem, need_lse)
         return reason if reason is None else f"{reason}; use backend='toeplitz'"
-    return _why_not_flex(problem, need_lse) if backend == "flex" else None
+    scaled = [term.name for term in problem.terms if Structure.SCALED_DISTANCE in term.structure]
+    if backend == "toeplitz":
+        return None if len(scaled) < 2 else f"it computes one network of a scaled distance, not {', '.join(scaled)}"
+    if scaled:
+        return f"it does not compute the network of {scaled[0]}; use backend='toeplitz'"
+    return _why_not_flex(problem, need_lse)
 
 
 def needs_autograd(problem: Problem) -> bool:
@@ -109,7 +118,8 @@ def _choose(problem: Problem, need_lse: bool) -> tuple[Backend, str]:
         return "triton", "the kernels compute all of it"
     reason = _why_not_lanes(problem, need_lse)
     if reason is not None:
-        return "toeplitz", reason
+        no_tiles = why_not(problem, "toeplitz", need_lse=need_lse)
+        return ("toeplitz", reason) if no_tiles is None else ("blockwise", f"in tiles, {no_tiles}")
     if not problem.terms:
         return "lanes", "without a prior it is one call of PyTorch's attention"
     if FEW_QUERIES * problem.geometry.num_queries <= problem.geometry.num_keys:

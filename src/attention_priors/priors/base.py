@@ -30,12 +30,14 @@ class Structure(enum.Flag):
     ``STATIONARY``: ``K`` depends on the distance ``d = i - j`` alone, so one table of ``Lq + Lk - 1``
     numbers per head holds all of it. ``OF_KEYS``: ``K`` depends on the key alone, one number per key and head.
     ``FACTORED``: ``K(i, j) = <phi(i), psi(j)>`` with a few features, so it rides along in the query-key product
-    ("lanes").
+    ("lanes"). ``SCALED_DISTANCE``: ``K(i, j) = f_h(u(i) · ψ(d))``, a small ReLU network of a number per distance that
+    each query scales.
     """
 
     STATIONARY = enum.auto()
     OF_KEYS = enum.auto()
     FACTORED = enum.auto()
+    SCALED_DISTANCE = enum.auto()
 
 
 class Lanes(NamedTuple):
@@ -55,14 +57,38 @@ def join_lanes(parts: Sequence[Lanes]) -> Lanes:
     return Lanes(torch.cat([part.query for part in parts], dim=-1), torch.cat([part.key for part in parts], dim=-1))
 
 
+class ScaledDistance(NamedTuple):
+    """A log-prior ``K(i, j) = f_h(u(i) · ψ(i - j))``, where ``f`` is a ReLU network with one hidden layer.
+
+    ``f_h(x) = b_h + Σ_k a_hk max(0, w_k x + v_k)``: heads share the hidden units.
+    """
+
+    row: Tensor
+    """``u(i)``, ``(..., Lq)``."""
+    distance: Tensor
+    """``ψ`` of each distance, like the distances."""
+    hidden: Tensor
+    """``w`` and ``v``, ``(2, W)``."""
+    outer: Tensor
+    """``a``, and ``b`` in the last column, ``(H, W + 1)``."""
+
+    def log_prior(self) -> Tensor:
+        """Return ``K`` of every pair, ``(H, ..., Lq, Lk)``, where ``distance`` is ``(..., Lq, Lk)``."""
+        scaled = self.row.unsqueeze(-1) * self.distance
+        weight, constant = (per_head(numbers, scaled) for numbers in self.hidden)
+        units = torch.relu(weight * scaled + constant)
+        return torch.tensordot(self.outer[:, :-1], units, dims=1) + per_head(self.outer[:, -1], scaled)
+
+
 class Prior(Described, KeepsFloat32):
     """A log-prior ``K(i, j)`` per head over query position ``i`` and key position ``j``, in nats.
 
     ``K`` is unnormalised and is added to the content score: ``p_ij ∝ exp(content_ij) · exp(K_ij)``.
     Positions are integers in tokens; the distance is ``d = i - j``, so the past is ``d >= 0``.
 
-    A subclass that is stationary defines :meth:`log_prior_at`; one that depends on the key alone
-    :meth:`log_prior_of_key`; one that is factored :meth:`lanes`; one that hides keys altogether :meth:`visible_at`.
+    A subclass defines the method of its structure: :meth:`log_prior_at` if it is stationary, :meth:`log_prior_of_key`
+    if it depends on the key alone, :meth:`lanes` if it is factored, :meth:`scaled_distance` if it is a network of a
+    scaled distance. One that hides keys altogether also defines :meth:`visible_at`.
     Constructors take ``num_heads`` first, and every constructor argument becomes a part of the prior's description
     (:meth:`to_config`).
     :func:`register_prior` gives a class of your own a name in configs, recipes and saved models.
@@ -140,6 +166,15 @@ class Prior(Described, KeepsFloat32):
         """
         raise TypeError(f"{type(self).__name__} is not factored: it has no lanes")
 
+    def scaled_distance(self, query_positions: Tensor, distance: Tensor) -> ScaledDistance:
+        """Return the log-prior of priors of a scaled distance, in float64.
+
+        Args:
+            query_positions: integers ``(..., Lq)``.
+            distance: integers ``d = i - j`` in tokens, any shape.
+        """
+        raise TypeError(f"{type(self).__name__} is not a network of a scaled distance")
+
     def visible_at(self, distance: Tensor) -> Tensor | None:
         """Which distances the prior lets a query see at all: a boolean like ``distance``; None means all.
 
@@ -181,6 +216,8 @@ class Prior(Described, KeepsFloat32):
                 part = checked_log_prior(term, distance, torch.float64).movedim(0, -3)
             elif Structure.OF_KEYS in term.structure:
                 part = checked_log_prior(term, key_positions, torch.float64).movedim(0, -2).unsqueeze(-2)
+            elif Structure.SCALED_DISTANCE in term.structure:
+                part = checked_scaled_distance(term, query_positions, distance).log_prior().movedim(0, -3)
             else:
                 lanes = checked_lanes(term, query_positions, key_positions, torch.float64)
                 part = lanes.query @ lanes.key.unsqueeze(-3).mT
@@ -291,6 +328,25 @@ def checked_lanes(term: Prior, query_positions: Tensor, key_positions: Tensor, d
         if not _is_finite(_of_shape(shape, numbers, term, f"{part} of {{}}.lanes")) and _has_finite_parameters(term):
             raise ValueError(f"{part} of {type(term).__name__}.lanes must be finite, got NaN or infinity")
     return lanes
+
+
+def checked_scaled_distance(term: Prior, query_positions: Tensor, distance: Tensor) -> ScaledDistance:
+    """Return ``term.scaled_distance(query_positions, distance)``.
+
+    Raises:
+        ValueError: for a prior on another device, and other shapes than :class:`ScaledDistance` states.
+    """
+    try:
+        network = term.scaled_distance(query_positions, distance)
+    except RuntimeError:
+        _check_device(term, distance.device)
+        raise
+    if not _is_of_this_package(term):
+        units = network.hidden.shape[-1]
+        shapes = (query_positions.shape, distance.shape, (2, units), (term.num_heads, units + 1))
+        for part, numbers, shape in zip(ScaledDistance._fields, network, shapes, strict=True):
+            _of_shape(tuple(shape), numbers, term, f"{part} of {{}}.scaled_distance")
+    return network
 
 
 def _is_of_this_package(term: Prior) -> bool:

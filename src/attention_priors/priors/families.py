@@ -8,6 +8,7 @@ from attention_priors.priors.uniform import Uniform as Uniform
 from attention_priors.priors.laplace import Laplace as Laplace
 from attention_priors.priors.generalized_gaussian import GeneralizedGaussian as GeneralizedGaussian
 from attention_priors.priors.kerple import Kerple as Kerple
+from attention_priors.priors.fire import Fire as Fire
 from attention_priors.priors.spectral import Spectral as Spectral
 from attention_priors.priors.key_sink import KeySink as KeySink
 from attention_priors.priors.relative_buckets import RelativeBuckets as RelativeBuckets

@@ -12,7 +12,10 @@ from attention_priors.lab.study import Recipe, RecipeError
 from attention_priors.models import PriorDecoderForCausalLM
 
 TRAINING_KEYS = "optimizer, learning_rate, betas, epsilon, weight_decay, gradient_clip, warmup_steps"
-PRIORS = "uniform, laplace, generalized_gaussian, kerple, spectral, key_sink, relative_buckets, clipped_offsets, window"
+PRIORS = (
+    "uniform, laplace, generalized_gaussian, kerple, fire, spectral, key_sink, "
+    "relative_buckets, clipped_offsets, window"
+)
 
 
 def _write(folder: Path, content: Any) -> Path:

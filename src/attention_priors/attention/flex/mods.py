@@ -298,6 +298,9 @@ class Scores:
         """
         num_queries, num_keys = slots or (geometry.num_queries, geometry.num_keys)
         terms = () if prior is None else tuple(prior.terms())
+        for term in terms:
+            if Structure.SCALED_DISTANCE in term.structure:
+                raise ValueError(f"FlexAttention does not compute the network of {term.name!r}; use attend()")
         queries, keys = _positions(geometry)
         highest, number = _distances(geometry)
         stationary = [term for term in terms if Structure.STATIONARY in term.structure]

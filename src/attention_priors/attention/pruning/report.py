@@ -47,8 +47,8 @@ def pruning_report(query: Tensor, key: Tensor, prior: Prior | None = None, **opt
     problem = make_problem(query, key, key, prior, **options)
     if problem.tolerance == 0:
         raise ValueError("tolerance must be above 0: attend() looks at everything with tolerance=0")
-    geometry = problem.geometry
-    if geometry.offset is None or geometry.attn_mask is not None:
+    geometry, plan = problem.geometry, make_plan(problem, "auto", need_lse=False)
+    if geometry.offset is None or geometry.attn_mask is not None or plan.scaled:
         # Positions with gaps are computed in full. A table of all their distances would be as large as a dense bias.
         kept, dropped = keep_everything(geometry)
     else:

@@ -27,6 +27,7 @@ from attention_priors.attention.tiles.bare import attend_bare
 from attention_priors.attention.triton.backend import distance_range
 from attention_priors.precision import is_captured, is_traced
 from attention_priors.priors import Prior
+from attention_priors.priors.base import ScaledDistance, checked_scaled_distance
 
 DISTANCES_PER_TOKEN = 16
 """Entries of a table, at most, per query and key, where positions do not step by one: gaps at random make a distance of
@@ -54,7 +55,7 @@ def attend_in_blocks(problem: Problem, plan: Plan, *, fused: bool) -> tuple[Tens
     if inputs is None:
         return blockwise(problem)
     kept = problem.kept
-    if problem.tolerance > 0 and may_prune(problem.geometry):
+    if problem.tolerance > 0 and may_prune(problem.geometry) and not plan.scaled:
         chosen = choose_kept_blocks(problem.tolerance, balls_of(problem, plan), *inputs, None, fused)
         kept = chosen if kept is None else kept & chosen
     out, lse = attend_in_tiles(*inputs, kept, fused)
@@ -74,12 +75,12 @@ def operator_inputs(problem: Problem, plan: Plan, fused: bool = False, limited: 
         None where only the dense formula computes it: where lanes hold numbers that are too large for float32, for
         positions on a grid whose values are hidden, and where there are too many distances.
     """
-    terms, of_keys, factored = plan.parts(problem)
+    terms, of_keys, factored, scaled = plan.parts(problem)
     longer, geometry = with_lanes(problem, factored) if factored else problem, problem.geometry
     if longer is None:
         return None
     key_bias = table_of_keys(of_keys, geometry, problem.key_bias)
-    if not terms and not geometry.causal:
+    if not terms and not scaled and not geometry.causal:
         # Nothing is read from a table, and no key is hidden for its place: no distance needs to be listed.
         geometry = replace(geometry, given_query_positions=None, given_key_positions=None)
     elif any(term.over_grid for term in problem.terms) and _hides_positions(geometry):
@@ -93,9 +94,13 @@ def operator_inputs(problem: Problem, plan: Plan, fused: bool = False, limited: 
         inside = visible_at(problem.terms, highest, number, geometry.device)
     else:
         table, inside = table_at(terms, listed), None if problem.prior is None else problem.prior.visible_at(listed)
+    network: tuple[Tensor | None, ...] = (None,) * len(ScaledDistance._fields)
+    if scaled:
+        at = torch.arange(highest, highest - number, -1, device=geometry.device) if listed is None else listed
+        network = checked_scaled_distance(scaled[0], geometry.query_positions, at)
     content = (longer.query, longer.key, longer.value, longer.softmax_scale)
     of_prior = (table, key_bias, longer.row_scale, problem.scales_prior, inside, listed, highest, number)
-    return (*content, *of_prior, *geometry_arguments(geometry))
+    return (*content, *of_prior, *network, *geometry_arguments(geometry))
 
 
 def visible_at(terms: Sequence[Prior], highest: int, number: int, device: torch.device) -> Tensor | None:

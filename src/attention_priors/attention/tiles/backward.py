@@ -19,8 +19,10 @@ from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.tiles.bias import Bias, Scratch, far_rows
 from attention_priors.attention.tiles.block_problem import BlockProblem, Content, Gradients
 from attention_priors.attention.tiles.exact import without_best
+from attention_priors.attention.tiles.scaled import sum_gradients
 from attention_priors.attention.tiles.threads import is_crowded, share
 from attention_priors.attention.tiles.tiling import Part, Tile, ranges_of
+from attention_priors.priors.base import ScaledDistance
 
 ROWS = 256
 """Queries per tile, and half as many where there are no more than ``MOST_KEYS`` keys."""
@@ -45,7 +47,7 @@ def backward(
     problem: BlockProblem,
     saved: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor],
-    wanted: tuple[bool, bool, bool],
+    wanted: tuple[bool, ...],
 ) -> Gradients:
     """Gradients of everything.
 
@@ -54,7 +56,7 @@ def backward(
         problem: as for :func:`forward`.
         saved: output and log-sum-exp.
         grads: their gradients.
-        wanted: whether to compute those of table, biases of keys and row scale.
+        wanted: whether to compute those of table, biases of keys, row scale and network.
     """
     out, lse = saved
     out_grad, lse_grad = grads[0], grads[1].to(problem.dtype)
@@ -95,6 +97,9 @@ def backward(
         return _Workspace(bias_in_bits.for_thread(), bias.for_thread(), scratch)
 
     work = [_Backward(part, content, problem, rows, found, block_rows) for part in parts]
+    if bias.network is not None and wanted[3]:
+        for one in work:
+            one.network_grad = bias.network.zero_gradients()
     share([one.run for one in work], make_workspace, at_once)
     if found.table is not None:
         for one in work:
@@ -102,6 +107,9 @@ def backward(
             # Text by text: the sum is the same however the work was divided.
             for of_text in one.table_grad:
                 found.table[one.part.heads] += of_text
+    of_network = [one.network_grad for one in work if one.network_grad is not None]
+    if of_network:
+        found = found._replace(scaled=sum_gradients(of_network, geometry.batch))
     return found.unscaled(content, wanted[2])
 
 
@@ -171,6 +179,7 @@ class _Backward:
     found: Gradients
     block_rows: int
     table_grad: Tensor | None = None
+    network_grad: ScaledDistance | None = None
 
     def run(self, workspace: _Workspace) -> None:
         self.bias_in_bits, self.bias, self.scratch = workspace
@@ -246,9 +255,10 @@ class _Backward:
         (query, out_grad, query_grad), (rows, keys) = queries, tile.shape
         number = heads.stop - heads.start
         # After as many columns of zeros as there are rows: see Distances.add.
-        padded = self.scratch[2].of(*weights.shape[:2], rows + keys)
-        padded[..., :rows] = 0
-        logits_grad = torch.mul(weights, factor, out=padded[..., rows:])
+        zeros = rows if self.table_grad is not None else 0
+        padded = self.scratch[2].of(*weights.shape[:2], zeros + keys)
+        padded[..., :zeros] = 0
+        logits_grad = torch.mul(weights, factor, out=padded[..., zeros:])
         key_grad, value_grad = (self._keys(x.mT, tile).mT for x in (self.key_grad, self.value_grad))
         # Products are faster where they write to memory of their own.
         value_grad += torch.bmm(
@@ -257,24 +267,26 @@ class _Backward:
         product = torch.bmm(query.mT, logits_grad, out=self.scratch[3].of(weights.shape[0], query.shape[-1], keys))
         key_grad.add_(product, alpha=self.problem.softmax_scale)
         query_grad += torch.bmm(logits_grad, key, out=self.scratch[3].of(*query.shape))
-        padded = padded.view(tile.number, number, rows, rows + keys)
+        padded = padded.view(tile.number, number, rows, zeros + keys)
         if self.problem.row_scale is not None:
             if self.found.row_scale is not None:
                 log_prior = self.here.log_prior(tile, heads)
                 out = self.scratch[3].of(tile.number, number, rows, keys)
-                moments = torch.mul(padded[..., rows:], log_prior, out=out)
+                moments = torch.mul(padded[..., zeros:], log_prior, out=out)
                 tile.cut_rows(self.found.row_scale, heads).add_(moments.sum(-1).flip(-1))
-            if self.table_grad is not None or self.found.key_bias is not None:
+            if any(x is not None for x in (self.table_grad, self.found.key_bias, self.network_grad)):
                 padded *= self.bias.scale(tile, heads)
         if self.found.key_bias is not None:
-            self.found.key_bias[tile.batches, heads, tile.keys] += padded[..., rows:].sum(2)
+            self.found.key_bias[tile.batches, heads, tile.keys] += padded[..., zeros:].sum(2)
+        if self.network_grad is not None and self.bias.network is not None:
+            # Its parts are of one text.
+            self.bias.network.add_gradients(self.network_grad, tile, heads, padded[0, ..., zeros:])
         if self.table_grad is not None:
             here = slice(heads.start - self.part.heads.start, heads.stop - self.part.heads.start)
             first = tile.batches.start - self.part.batches.start
-            for text in range(tile.number):
-                batches = slice(tile.batches.start + text, tile.batches.start + text + 1)
+            for text, one in enumerate(tile.texts()):
                 of_text = self.table_grad[first + text, here]
-                self.problem.distances.add(of_text, tile._replace(batches=batches), padded[text : text + 1])
+                self.problem.distances.add(of_text, one, padded[text : text + 1])
 
     def _with_new_softmax(self, tiles: list[Tile], heads: slice, queries: _Queries) -> None:
         """Queries whose softmax is computed anew: ``tiles`` hold all of the keys that they look at."""

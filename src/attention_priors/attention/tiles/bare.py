@@ -23,7 +23,7 @@ from attention_priors.attention.tiles.forward import is_one_on_cpu, logits_of_on
 from attention_priors.attention.tiles.one_tile import gradients, logits_of, stacked
 from attention_priors.precision import compute_dtype_of, without_autocast
 from attention_priors.priors import Prior
-from attention_priors.priors.base import checked_lanes
+from attention_priors.priors.base import checked_lanes, checked_scaled_distance
 
 SHORT_PAIRS = 2**17
 """Most pairs of a query and a key (362 tokens) for which two products and a softmax are faster than tiles."""
@@ -60,13 +60,17 @@ def attend_bare(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor
 def _attend_one(problem: Problem, plan: Plan) -> tuple[Tensor, None] | None:
     geometry = problem.geometry
     query, scale, dtype, number = problem.query, problem.row_scale, problem.compute_dtype, geometry.num_keys
-    stationary, of_keys, factored = plan.parts(problem)
+    stationary, of_keys, factored, scaled = plan.parts(problem)
     # The first entry is that of the first key, which is the farthest.
     bias = consecutive_table(stationary, number - 1, 0, query.device, dtype)
     growing = [problem.key_bias, consecutive_table(of_keys, 0, 1 - number, query.device)]
     for term in factored:
         phi, psi = checked_lanes(term, geometry.query_positions, geometry.key_positions, torch.float64)
         growing.append((phi @ psi.unsqueeze(-3).mT).squeeze(-2))
+    for term in scaled:
+        apart = torch.arange(number - 1, -1, -1, device=query.device)
+        network = checked_scaled_distance(term, geometry.query_positions, apart)
+        growing.append(network.log_prior().movedim(0, 1).squeeze(-2))
     for part in growing:
         if part is not None:
             # Less that of the last key, before it is rounded.
@@ -89,8 +93,8 @@ def _attend_one(problem: Problem, plan: Plan) -> tuple[Tensor, None] | None:
 def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor, Tensor | None] | None:
     """Compute a short context; None where lanes need the operator, or rows are too far from 0."""
     query, value, geometry, scale = problem.query, problem.value, problem.geometry, problem.row_scale
-    stationary, of_keys, factored = plan.parts(problem)
-    if factored or not problem.terms:
+    stationary, of_keys, factored, scaled = plan.parts(problem)
+    if factored or scaled or not problem.terms:
         return None
     lowest = 0 if geometry.causal else 1 - geometry.num_queries
     table = consecutive_table(stationary, geometry.num_keys - 1, lowest, query.device)
@@ -181,16 +185,17 @@ class _ShortContext(torch.autograd.Function):
         query, key, value, table, key_bias, row_scale, out, lse, weights, log_prior = ctx.saved_tensors
         softmax_scale, scales_prior, causal, need_lse = ctx.how
         out_grad = torch.zeros_like(out) if grads[0] is None else grads[0]
-        wanted = ctx.needs_input_grad[:6]
+        # (A network of a scaled distance is computed elsewhere.)
+        wanted = (*ctx.needs_input_grad[:6], *[False] * 4)
         if torch.is_grad_enabled():
             # The operator explains that it has no second derivatives.
             lse = lse if need_lse else lse - weights.amax(-1).log()
             highest, lowest = key.shape[2] - 1, 0 if causal else 1 - query.shape[2]
             of_prior = (table, key_bias, row_scale, scales_prior, None, None, highest, highest - lowest + 1)
-            inputs = (query, key, value, softmax_scale, *of_prior, *[None] * 5, causal, None, False)
+            inputs = (query, key, value, softmax_scale, *of_prior, *[None] * 9, causal, None, False)
             found = attend_backward(out_grad, grads[1], out, lse.double(), wanted, *inputs)
             given = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
-            return *given, None
+            return *given[:6], None
         content = Content(query, key, value, row_scale, softmax_scale)
         table_grad = bias_grad = scale_grad = None
         with without_autocast("cpu"):
@@ -205,7 +210,7 @@ class _ShortContext(torch.autograd.Function):
                 bias_grad = logits.sum(2)
                 bias_grad = (bias_grad if len(key_bias) > 1 else bias_grad.sum(0, keepdim=True)).to(key_bias.dtype)
             all_found = Gradients(*of_tile[:3], table_grad, bias_grad, scale_grad).unscaled(content, wanted[5])
-        return *all_found, None
+        return *all_found[:6], None
 
     jvp = staticmethod(refuse_forward_mode)
 

@@ -27,6 +27,7 @@ from attention_priors.priors.base import LOG_PRIOR_FLOOR
 
 if TYPE_CHECKING:
     from attention_priors.attention.tiles.block_problem import BlockProblem
+    from attention_priors.attention.tiles.scaled import ScaledBias
 
 KEPT_NUMBERS = 2**20
 """Numbers of a working buffer that a thread keeps: 4 MiB in float32."""
@@ -195,8 +196,9 @@ class Bias:
                 # What it says of them is ignored, also where the best is looked for.
                 self.key_bias = self.key_bias.masked_fill(padding[:, None, :, None], LOG_PRIOR_FLOOR)
             self.key_bias = self.key_bias.expand(self.geometry.batch, -1, -1, -1)
-        table = problem.table
+        table, self.network = problem.table, problem.scaled_bias(self.dtype, unit)
         added = sum(part is not None for part in (table, self.key_bias, problem.row_scale)) > 1
+        added = added or self.network is not None
         self.in_memory = tiling.masked or added or self.geometry.offset is None
         """Whether a tile's bias must be in memory; else it is a view of a table."""
         self._scratch = Scratch("bias", self.dtype, self.geometry.device)
@@ -224,7 +226,7 @@ class Bias:
     @property
     def differs_between_heads(self) -> bool:
         """Whether heads have biases of their own."""
-        return self._table is not None or self.key_bias is not None
+        return self._table is not None or self.key_bias is not None or self.network is not None
 
     def for_thread(self) -> Bias:
         """Copy it for another thread: with memory of its own, and all else in common."""
@@ -283,6 +285,10 @@ class Bias:
             total = total + self.distances.read(pad(self.problem.table[heads], (0, self.distances.overhang)), tile)
         if self.key_bias is not None:
             total = total + tile.cut_keys(self.key_bias, heads).mT
+        exact = self.problem.scaled_bias(torch.float64)
+        if exact is not None:
+            shape = (tile.number, heads.stop - heads.start, *tile.shape)
+            total = exact.write(total.expand(shape).contiguous(), tile, heads, added=True)
         if self.problem.row_scale is not None:
             total = total * self.scale(tile, heads).double()
         mask = self.mask(tile, heads)
@@ -313,14 +319,24 @@ class Bias:
             return mask
         wide = keys is not None or self.problem.row_scale is not None or self.geometry.offset is None
         wide = wide or (mask is not None and len(mask) > 1)
+        wide = wide or (self.network is not None and not self.network.is_shared)
         out = self._scratch.of(tile.number if wide else 1, heads.stop - heads.start, *tile.shape)
         return self.write(out, tile, heads, None)
 
     def write(self, out: Tensor, tile: Tile, heads: slice, row: Tensor | None) -> Tensor:
         """Write the bias, plus a number per query ``(b, h, n, 1)``, to ``out (b, h, n, e)``."""
         keys, scale = self.keys(tile, heads), None
-        if self.problem.row_scale is not None and (self._table is not None or keys is not None):
+        if self.problem.row_scale is not None and (
+            self._table is not None or keys is not None or self.network is not None
+        ):
             scale = self.scale(tile, heads)
+        if self.network is not None:
+            mask = self.mask(tile, heads)
+            row, mask = (mask, None) if row is None else (row, mask)
+            self._write_with_network(self.network, out, tile, heads)
+            if row is not None or scale is not None:
+                write_affine(out, row, scale, out)
+            return out if mask is None else out.add_(mask)
         mask = None
         if self._table is not None and not self.in_memory:
             write_affine(self.distances.read(self._table_of(self._table, heads), tile), row, None, out)
@@ -344,9 +360,22 @@ class Bias:
                 out.copy_(row.expand_as(out))
         return out if mask is None else out.add_(mask)
 
+    def _write_with_network(self, network: ScaledBias, out: Tensor, tile: Tile, heads: slice) -> Tensor:
+        """Write what :meth:`log_prior` returns to ``out``."""
+        keys = self.keys(tile, heads)
+        if self._table is not None:
+            self.distances.write(out, self._table_of(self._table, heads), tile, keys, None)
+        elif keys is not None:
+            out.copy_(keys.expand_as(out))
+        return network.write(out, tile, heads, added=self._table is not None or keys is not None)
+
     def log_prior(self, tile: Tile, heads: slice) -> Tensor:
         """The log-prior, less the constant, neither scaled nor masked, in units, ``(b or 1, h, n or 1, e)``."""
         keys = self.keys(tile, heads)
+        if self.network is not None:
+            shape = (tile.number, heads.stop - heads.start, *tile.shape)
+            out = torch.empty(shape, dtype=self.dtype, device=self.geometry.device)
+            return self._write_with_network(self.network, out, tile, heads)
         if self._table is None:
             assert keys is not None
             return keys

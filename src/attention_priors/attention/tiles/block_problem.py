@@ -15,7 +15,9 @@ from torch.nn.functional import pad
 from attention_priors.attention.geometry import Geometry, block_length
 from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.tiles.bias import Bias, Distances
+from attention_priors.attention.tiles.scaled import ScaledBias
 from attention_priors.attention.tiles.tiling import FEW_NUMBERS, FEW_PAIRS, Part, Tile, Tiling, divide
+from attention_priors.priors.base import ScaledDistance
 
 PAIRS = 2**24
 """Pairs of a query and a key, all texts and heads counted, from which on threads of their own pay on a crowded machine:
@@ -23,6 +25,9 @@ PyTorch's own threads wait in a loop for some milliseconds, and take a core mean
 
 LEAST_ROWS = 128
 """Queries of a block, however steep biases are."""
+
+HEADS_OF_NETWORK = 4
+"""Heads that are computed together, about, where they share a network: they share its hidden units too."""
 
 Runs: TypeAlias = list[list[list[list[tuple[int, int]]]]]
 """Runs of kept blocks, ``[text][head][block of queries]``: first and one past the last."""
@@ -104,6 +109,8 @@ class BlockProblem:
     """The log-prior of each key, finite, ``(B or 1, H, Lk)`` in float64; None for none."""
     inside: Tensor | None
     """``(N,)``: whether the prior lets a query see that distance (a window); None if all."""
+    scaled: ScaledDistance | None
+    """The part of the log-prior that is a network of a scaled distance, in float64; None for none."""
     row_scale: Tensor | None
     """What multiplies the log-prior, per query, ``(B, H, Lq)``; None for nothing."""
     softmax_scale: float
@@ -195,6 +202,9 @@ class BlockProblem:
         count = 1 if most is None else -(-batch * heads // most)
         if at_once:
             count = max(count, 2 * torch.get_num_threads())
+        if self.scaled is not None:
+            # One text and some heads, whose gradients add up in the same order whatever is done at once.
+            count = batch * max(1, heads // HEADS_OF_NETWORK)
         if self.kept is not None:
             count = batch * heads  # each head keeps keys of its own
         return divide(batch, heads, kv_heads, count, unit)
@@ -212,6 +222,10 @@ class BlockProblem:
                 break
             rows //= 2
         return rows
+
+    def scaled_bias(self, dtype: torch.dtype, unit: float = 1.0) -> ScaledBias | None:
+        """Return the biases of the network; a nat is the number ``unit``."""
+        return None if self.scaled is None else ScaledBias(self.scaled, self.distances, dtype, unit)
 
     def bias(self, unit: float = 1.0) -> Bias:
         """Its biases; a nat is the number ``unit``."""
@@ -237,6 +251,7 @@ class Gradients(NamedTuple):
     table: Tensor | None
     key_bias: Tensor | None
     row_scale: Tensor | None
+    scaled: ScaledDistance | None = None
 
     def unscaled(self, content: Content, wants_scale: bool) -> Gradients:
         """Those of what was given, from those of scaled queries, and of the scale where it multiplies the prior."""

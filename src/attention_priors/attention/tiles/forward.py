@@ -71,10 +71,12 @@ def _sizes_of(problem: BlockProblem, bias_of: Bias, heads: slice = EVERY_HEAD) -
         return _Sizes(None, problem.level(ROWS, 0.75 * NEAR, heads), None)
     # Heads share what is a mask alone.
     most, matrices = None, geometry.batch
+    # The features of a network take memory too.
+    largest = ROWS if bias_of.network is None else max(1, ROWS // 4)
     if bias_of.differs_between_heads:
-        tile = min(ROWS, geometry.num_queries) * min(KEYS_IN_MEMORY, geometry.num_keys)
+        tile = min(largest, geometry.num_queries) * min(KEYS_IN_MEMORY, geometry.num_keys)
         most = matrices = min(geometry.batch * geometry.heads, max(2, block_length(tile, BIAS_NUMBERS)))
-    rows = min(ROWS, max(DIAGONAL_ROWS, block_length(matrices * KEYS_IN_MEMORY, BIAS_NUMBERS)))
+    rows = min(largest, max(DIAGONAL_ROWS, block_length(matrices * KEYS_IN_MEMORY, BIAS_NUMBERS)))
     keys = block_length(matrices * min(rows, geometry.num_queries), BIAS_NUMBERS)
     return _Sizes(most, problem.level(rows, 0.75 * NEAR, heads), max(KEYS_IN_MEMORY, keys))
 

@@ -12,6 +12,7 @@ from attention_priors.attention.tiles.bias import Scratch, far_rows
 from attention_priors.attention.tiles.block_problem import BlockProblem, Content, Gradients, all_of
 from attention_priors.attention.tiles.exact import without_best
 from attention_priors.attention.tiles.forward import attend_plain, finished, keys_and_values
+from attention_priors.attention.tiles.scaled import sum_gradients
 from attention_priors.attention.tiles.tiling import Tile
 from attention_priors.precision import compute_dtype_of
 
@@ -41,7 +42,7 @@ def backward(
     tile: Tile,
     saved: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor | None],
-    wanted: tuple[bool, bool, bool],
+    wanted: tuple[bool, ...],
 ) -> Gradients:
     """Gradients of everything, as :func:`attention_priors.attention.tiles.backward.backward` has them.
 
@@ -51,7 +52,7 @@ def backward(
         tile: as for :func:`forward`.
         saved: output and log-sum-exp.
         grads: their gradients.
-        wanted: whether to compute those of table, biases of keys and row scale.
+        wanted: whether to compute those of table, biases of keys, row scale and network.
     """
     heads, lse, num_keys = slice(0, content.query.shape[1]), saved[1], problem.geometry.num_keys
     bias_of, constant = problem.bias().centred(tile, heads)
@@ -76,7 +77,7 @@ def backward(
         weights.masked_fill_(blind, 0.0)
     found = gradients(query, key, value, weights, grads, problem.softmax_scale)
     logits_grad, outside = found.logits, (tile.first, num_keys - tile.last)
-    scale_grad = table_grad = bias_grad = None
+    scale_grad = table_grad = bias_grad = network_grad = None
     if problem.row_scale is not None:
         if wanted[2]:
             scale_grad = (logits_grad * bias_of.log_prior(tile, heads).flip(2)).sum(-1)
@@ -89,8 +90,13 @@ def backward(
         table_grad = torch.zeros_like(problem.table, dtype=problem.dtype)
         # After as many columns of zeros as there are rows: see Distances.add.
         problem.distances.add(table_grad, tile, pad(logits_grad.flip(2), (tile.shape[0], 0)))
+    if bias_of.network is not None and wanted[3]:
+        of_texts = [bias_of.network.zero_gradients() for _ in tile.texts()]
+        for of_text, text, numbers in zip(of_texts, tile.texts(), logits_grad.flip(2), strict=True):
+            bias_of.network.add_gradients(of_text, text, heads, numbers)
+        network_grad = sum_gradients(of_texts, len(of_texts))
     key_grad, value_grad = (pad(x, (0, 0, *outside)) if any(outside) else x for x in (found.key, found.value))
-    all_found = Gradients(found.query, key_grad, value_grad, table_grad, bias_grad, scale_grad)
+    all_found = Gradients(found.query, key_grad, value_grad, table_grad, bias_grad, scale_grad, network_grad)
     return all_found.unscaled(content, wanted[2])
 
 

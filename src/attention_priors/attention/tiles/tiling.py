@@ -52,6 +52,10 @@ class Tile(NamedTuple):
         """Of batches."""
         return self.batches.stop - self.batches.start
 
+    def texts(self) -> list[Tile]:
+        """Return the same tile of each text."""
+        return [self._replace(batches=slice(b, b + 1)) for b in range(self.batches.start, self.batches.stop)]
+
     def cut_rows(self, tensor: Tensor, heads: slice) -> Tensor:
         """The tile's queries of ``(B, H, Lq, ...)``, in order: a view ``(number, h, n, ...)``."""
         return tensor[self.batches, heads, self.rows]

@@ -73,6 +73,8 @@ def why_not(problem: Problem) -> str | None:
         return "it does not compute float64; use 'toeplitz'"
     if geometry.batch * geometry.heads > MOST_HEADS:
         return f"batch times heads is at most {MOST_HEADS} there, and here {geometry.batch} times {geometry.heads}"
+    if any(Structure.SCALED_DISTANCE in term.structure for term in problem.terms):
+        return "it does not compute the network of a scaled distance; use 'toeplitz'"
     if not all(term.structure & (Structure.STATIONARY | Structure.OF_KEYS) for term in problem.terms):
         return "it does not compute lanes, and a part of the prior has nothing else; use 'lanes' or 'toeplitz'"
     if max(widths := (query.shape[-1], problem.value.shape[-1])) > LARGEST_HEAD_DIM:
@@ -407,7 +409,7 @@ def backward(
     problem: BlockProblem,
     saved: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor],
-    wanted: tuple[bool, bool, bool],
+    wanted: tuple[bool, ...],
 ) -> Gradients:
     """Gradients of everything; arguments as for :func:`forward` and :func:`tiles.backward.backward`."""
     from attention_priors.attention.triton import kernels as kernels
@@ -422,7 +424,7 @@ def backward(
     query_grad, key_grad, value_grad = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in content[:3])
     table_grad, bias_grad, scale_grad = (
         None if x is None or not want else torch.zeros_like(x, memory_format=torch.contiguous_format)
-        for x, want in zip(learned, wanted, strict=True)
+        for x, want in zip(learned, wanted, strict=False)
     )
     if bias_grad is not None:
         bias_grad = lse_grad.new_empty(geometry.batch, geometry.heads, geometry.num_keys)

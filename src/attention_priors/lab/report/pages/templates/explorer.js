@@ -50,6 +50,23 @@ const explorer = (() => {
       logPrior: ({ r1, r2 }) => (distance) => -r1 * Math.log1p(r2 * Math.abs(distance)),
       python: ({ r1, r2 }) => `Kerple(1, init={"r1": ${r1}, "r2": ${r2}})`,
     },
+    fire: {
+      words: "FIRE, two hidden units",
+      sliders: [
+        slider("c", "c, per token", -10, 4, 0.25, -3, true),
+        slider("threshold", "threshold L0, tokens", 0, 14, 0.5, 9, true),
+        slider("fall", "fall from the query to the first key, nats", -10, 10, 0.1, 4),
+        slider("kink", "where the fall changes, as a share of it", 0, 1, 0.01, 0.7),
+        slider("more", "further fall beyond, nats per length", -30, 30, 0.5, 10),
+      ],
+      logPrior: ({ c, threshold, fall, kink, more }) => (distance, key) => {
+        const x = Math.log1p(c * Math.abs(distance)) / Math.log1p(c * Math.max(threshold, distance + key));
+        return -fall * x - more * Math.max(0, x - kink);
+      },
+      python: ({ c, threshold, fall, kink, more }) =>
+        `Fire(1, 2, init={"c": ${c}, "threshold": ${threshold}, "hidden": [[1.0, 1.0], [0.0, ${written(-kink)}]], ` +
+        `"outer": [[${written(-fall)}, ${written(-more)}, 0.0]]})`,
+    },
     spectral: {
       words: "Spectral (GOAT)",
       sliders: [

@@ -1,0 +1,147 @@
+"""The part of a tile's bias that is a ReLU network of a scaled distance, and its gradients.
+
+On one tile the scaled distances ``x = u(i) · ψ(i - j)`` lie in a short range. A hidden unit whose kink lies outside is
+0 or linear there. All of these units together are one line ``slope · x + constant`` for each head. Only the units whose
+kink lies inside are computed pair by pair, once for all heads. A matrix product then adds up line and units: nothing is
+approximated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attention_priors.attention.tiles.bias import KEPT_NUMBERS, Distances, Scratch
+from attention_priors.attention.tiles.tiling import Tile
+from attention_priors.priors.base import ScaledDistance
+
+
+class ScaledBias:
+    """The network's part of the bias of any tile, its queries in reverse order.
+
+    Args:
+        scaled: the network in float64, with ``row (1 or B, Lq)`` and ``distance (N,)``.
+        distances: which distance each entry of ``distance`` belongs to.
+        dtype: of the bias.
+        unit: the number that a bias of one nat is.
+    """
+
+    def __init__(self, scaled: ScaledDistance, distances: Distances, dtype: torch.dtype, unit: float = 1.0) -> None:
+        self.distances, self.dtype, self.hidden, self.outer = distances, dtype, scaled.hidden, scaled.outer * unit
+        self.row = scaled.row.to(dtype)
+        self.table = pad(scaled.distance.to(dtype), (0, distances.overhang)).unsqueeze(0)
+        geometry = distances.geometry
+        self.is_shared = len(self.row) == 1 and (geometry.offset is not None or len(geometry.key_positions) == 1)
+        """Whether all texts have the same bias."""
+
+    def write(self, out: Tensor, tile: Tile, heads: slice, *, added: bool) -> Tensor:
+        """Write a tile's part to ``out (b, h, n, e)``, contiguous, or add it if ``added``."""
+        texts = [tile] if self.is_shared else tile.texts()
+        for text, part in zip(texts, [out] if self.is_shared else out.split(1), strict=True):
+            if not out.numel():
+                break
+            features = self._features(text)
+            on, inside = self._split(features[0])
+            line = self._line(on)[heads]
+            for number, units in enumerate(inside.split(len(features) - 2)):
+                used = self._evaluate(features, units)
+                factors = torch.cat([line, self.outer[heads, units]], 1).to(self.dtype)
+                for matrix in part.view(*part.shape[:2], -1):
+                    matrix.addmm_(factors, used, beta=float(added or number > 0))
+                line = torch.zeros_like(line)
+        return out
+
+    def zero_gradients(self) -> ScaledDistance:
+        """Return zeros to add the gradients of one text to."""
+        row, distance = self.row.new_zeros(self.row.shape[1]), self.row.new_zeros(1, self.distances.number)
+        # Sums over all pairs: in float64.
+        return ScaledDistance(row, distance, torch.zeros_like(self.hidden), torch.zeros_like(self.outer))
+
+    def add_gradients(self, found: ScaledDistance, text: Tile, heads: slice, logits: Tensor) -> None:
+        """Add a tile's part of the gradients to ``found``, from that of the logits of some heads.
+
+        Args:
+            found: the gradients of one text, from :meth:`zero_gradients`.
+            text: a tile of that text.
+            heads: whose logits these are.
+            logits: ``(h, n, e)``.
+        """
+        if not logits.numel():
+            return
+        features = self._features(text)
+        on, inside = self._split(features[0])
+        outer, line = self.outer[heads], self._line(on)[heads]
+        pairs, outer_grad = logits.reshape(len(logits), -1), found.outer[heads]
+        x_grad = torch.zeros_like(pairs[:1])
+        for number, units in enumerate(inside.split(len(features) - 2)):
+            used = self._evaluate(features, units)
+            factors = torch.cat([line[:, :1], outer[:, units]], 1).to(self.dtype)
+            grads = Scratch("network's gradient", self.dtype, logits.device).of(1 + len(units), pairs.shape[1])
+            torch.mm(factors.T, pairs, out=grads)
+            of_units = torch.ops.aten.threshold_backward(grads[1:], used[2:], 0)
+            sums = _sums(logits, used)
+            outer_grad[:, units] += sums[:, 2:]
+            found.hidden[:, units] += _sums(used[:2].view(2, *text.shape), of_units)
+            if number == 0:
+                x_grad += grads[:1]
+                outer_grad[:, :-1] += (sums[:, :2] @ self.hidden) * on
+                outer_grad[:, -1] += sums[:, 1]
+                found.hidden.add_((outer[:, :-1].T @ sums[:, :2]).T * on)
+            x_grad.addmm_(self.hidden[:1, units].to(self.dtype), of_units)
+        row, table = self._read(text)
+        (rows, _), x_grad = text.shape, x_grad.view(1, *text.shape)
+        found.row[text.rows] += torch.linalg.vecdot(x_grad, table).squeeze(0).flip(-1)
+        # After as many columns of zeros as there are rows: see Distances.add.
+        self.distances.add(found.distance, text, pad(x_grad * row, (rows, 0)).unsqueeze(0))
+
+    def _read(self, text: Tile) -> tuple[Tensor, Tensor]:
+        """Return ``u`` of a text's queries ``(1, n, 1)``, and ``ψ`` of its pairs ``(1, n, e)``."""
+        row = self.row[text.batches] if len(self.row) > 1 else self.row
+        return row[:, text.rows].flip(-1).unsqueeze(-1), self.distances.read(self.table, text)[:1, 0]
+
+    def _features(self, text: Tile) -> Tensor:
+        """Return rows of ``n e`` numbers, good until the next call: ``x`` of all pairs, ones, and room for units."""
+        rows, keys = text.shape
+        number = min(2 + self.hidden.shape[1], max(3, KEPT_NUMBERS // (rows * keys)))
+        features = Scratch("features", self.dtype, self.row.device).of(number, rows * keys)
+        row, table = self._read(text)
+        torch.mul(row, table, out=features[0].view(1, rows, keys))
+        features[1] = 1
+        return features
+
+    def _evaluate(self, features: Tensor, units: Tensor) -> Tensor:
+        """Write units, which the first two rows make, to the rows after these; return all rows in use."""
+        used = features[: 2 + len(units)]
+        torch.mm(self.hidden[:, units].T.to(self.dtype), features[:2], out=used[2:]).relu_()
+        return used
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which units are linear on all of ``x``, boolean, and the indices of units with a kink inside."""
+        weight, constant = self.hidden
+        low, high = (weight * torch.stack(x.aminmax()).double().unsqueeze(-1) + constant).aminmax(dim=0)
+        # A unit that is NaN is computed, and makes the result NaN.
+        return low > 0, (~((low > 0) | (high <= 0))).nonzero().squeeze(-1)
+
+    def _line(self, on: Tensor) -> Tensor:
+        """Return slope and constant of the linear units together, ``(H, 2)``."""
+        line = (self.outer[:, :-1] * on) @ self.hidden.T
+        line[:, 1] += self.outer[:, -1]
+        return line
+
+
+def _sums(one: Tensor, other: Tensor) -> Tensor:
+    """Return the sums over pairs of all products of ``one (p, n, e)`` and ``other (q, n e)``, ``(p, q)`` in float64.
+
+    Row by row: one product of two long rows is rounded otherwise on another number of threads.
+    """
+    return torch.bmm(one.transpose(0, 1), other.view(len(other), *one.shape[1:]).permute(1, 2, 0)).double().sum(0)
+
+
+def sum_gradients(found: Sequence[ScaledDistance], batch: int) -> ScaledDistance:
+    """Return the gradients of all texts, of which ``found`` has as many parts each, text after text."""
+    row, *others = (torch.stack(parts) for parts in zip(*found, strict=True))
+    distance, hidden, outer = (parts.sum(0) for parts in others)
+    return ScaledDistance(row.unflatten(0, (batch, -1)).sum(1), distance.squeeze(0), hidden, outer)
