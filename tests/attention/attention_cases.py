@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import thoroughness
-from attention_priors import GeneralizedGaussian, Laplace, Prior, SSMax, attend, prior_from_config
+from attention_priors import Fire, GeneralizedGaussian, Laplace, Prior, SSMax, attend, prior_from_config
 from attention_priors.attention import reference as dense
 from attention_priors.attention.plan import Backend, why_not
 from attention_priors.attention.problem import make_problem
@@ -28,12 +28,17 @@ PRIORS = ("none", *(name for name, prior in CATALOGUE.items() if name == "axial"
 """What tests are run over. A prior that joins the catalogue joins the tests; of those on grids one, as
 ``test_grids.py`` has all."""
 
+NETWORKS = [name for name, prior in CATALOGUE.items() if Structure.SCALED_DISTANCE in prior.structure]
+WITHOUT_NETWORKS = tuple(name for name in PRIORS if name not in NETWORKS)
+"""FlexAttention and Triton's kernels refuse networks of a scaled distance."""
+
 SUMMANDS = st.sampled_from(
-    [[name for name, prior in sorted(CATALOGUE.items()) if prior.over_grid in (None, kind)] for kind in (False, True)]
-).flatmap(
-    lambda names: st.lists(st.sampled_from(names), min_size=2, max_size=3).filter(lambda drawn: drawn.count("fire") < 2)
-)
-"""Names of priors that have a sum: all over a line, or all on a grid. Tiles compute one network in a sum."""
+    [
+        [name for name, prior in sorted(CATALOGUE.items()) if prior.over_grid in (None, kind) and name not in NETWORKS]
+        for kind in (False, True)
+    ]
+).flatmap(lambda names: st.lists(st.sampled_from(names), min_size=2, max_size=3))
+"""Names of priors that have a sum: all over a line, or all on a grid."""
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
@@ -117,7 +122,7 @@ def prior_descriptions(draw: st.DrawFn, name: str, causal: bool) -> dict[str, An
     return description
 
 
-OWN = ("lanes alone", "lanes and a table")
+OWN = ("lanes alone", "lanes and a table", "a network and all others")
 """Priors that the catalogue has none of."""
 RANGES = {
     "theta_beta": (-8.0, 8.0),
@@ -150,6 +155,8 @@ def priors(draw: st.DrawFn, name: str, heads: int, causal: bool, generator: torc
         return None
     if name in OWN:
         own = Waves(heads) if name == OWN[0] else Waves(heads) + Laplace(heads, learn=True)
+        if name == OWN[2]:
+            own = Fire(heads, 9) + own + prior_from_config({"name": "key_sink", "train_length": 20}, heads)
         randomize(own, generator)
         return own
     names = draw(SUMMANDS) if name == "sum" else [name]

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_cases import PRIORS, Case, cases, examples, priors
+from attention_cases import WITHOUT_NETWORKS, Case, cases, examples, priors
 from attention_errors import ROUNDING, Cotangents, Result, compute, errors, float32_tolerance, gradient_scales
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -69,7 +69,7 @@ def uncompiled() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PRIORS)
+@pytest.mark.parametrize("name", WITHOUT_NETWORKS)
 def test_values_and_gradients(name: str) -> None:
     """FlexAttention's backward pass takes weights from a stored log-sum-exp, whose rounding they inherit."""
     compared = 0
@@ -160,7 +160,7 @@ def check_against_reference(case: Case) -> None:
     assert float((out.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)) <= tolerance
 
 
-STATIONARY = [name for name in PRIORS if name not in ("none", "key_sink", "sum")]
+STATIONARY = [name for name in WITHOUT_NETWORKS if name not in ("none", "key_sink", "sum")]
 
 
 @compiled
@@ -349,7 +349,7 @@ def test_inside_a_compiled_function() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", PRIORS)
+@pytest.mark.parametrize("name", WITHOUT_NETWORKS)
 def test_on_cuda(name: str) -> None:
     """Compiled forward and backward pass, log-sum-exp and parameters' gradients."""
 

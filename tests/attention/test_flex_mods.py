@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_cases import PRIORS, Case, cases, examples, priors
+from attention_cases import WITHOUT_NETWORKS, Case, cases, examples, priors
 from attention_oracle import positions_of, visibility_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,34 +44,17 @@ def everywhere(mod: Any, size: tuple[int, int, int, int], *scores: Tensor) -> Te
     return mod(*scores, *indices).expand(size)
 
 
-def has_network(prior: Prior) -> bool:
-    """Whether a prior has a network of a scaled distance."""
-    return any(Structure.SCALED_DISTANCE in term.structure for term in prior.terms())
-
-
-def is_refused(case: Case) -> bool:
-    """Whether a prior has a network of a scaled distance; then a ``score_mod`` of it is an error."""
-    assert case.prior is not None
-    if not has_network(case.prior):
-        return False
-    with pytest.raises(ValueError, match="FlexAttention does not compute the network of 'fire'; use attend"):
-        flex_score_mod(case.prior, *sizes(case)[2:], **mod_options(case))
-    return True
-
-
 def up_to_rows(prior: Prior) -> bool:
     """Whether a constant per query is left out."""
     return any(Structure.STATIONARY not in term.structure for term in prior.terms())
 
 
-@pytest.mark.parametrize("name", [name for name in PRIORS if name != "none"])
+@pytest.mark.parametrize("name", [name for name in WITHOUT_NETWORKS if name != "none"])
 def test_scores(name: str) -> None:
     @examples(6, name)
     @given(cases(name, longest=60, masks=False, keyed=False))
     def check(case: Case) -> None:
         assert case.prior is not None
-        if is_refused(case):
-            return
         size = sizes(case)
         score = torch.randn(size, generator=torch.Generator().manual_seed(0))
         mod = flex_score_mod(case.prior, *size[2:], logit_scale=case.logit_scale, **mod_options(case))
@@ -95,7 +78,7 @@ def test_scores(name: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("name", PRIORS)
+@pytest.mark.parametrize("name", WITHOUT_NETWORKS)
 def test_masks(name: str) -> None:
     @examples(6, name)
     @given(cases(name, longest=60, masks=False, keyed=False))
@@ -109,7 +92,7 @@ def test_masks(name: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("name", [name for name in PRIORS if name not in ("none", "uniform", "window")])
+@pytest.mark.parametrize("name", [name for name in WITHOUT_NETWORKS if name not in ("none", "uniform", "window")])
 def test_gradients_of_scores(name: str) -> None:
     """What reaches the parameters, through tables and lanes; as after a softmax, a row's gradients add up to 0."""
 
@@ -118,7 +101,7 @@ def test_gradients_of_scores(name: str) -> None:
     def check(case: Case) -> None:
         assert case.prior is not None
         parameters = [p for p in case.prior.parameters() if p.requires_grad]
-        if not parameters or is_refused(case):
+        if not parameters:
             return
         size = sizes(case)
         mod = flex_score_mod(case.prior, *size[2:], **mod_options(case))
@@ -141,7 +124,7 @@ def test_gradients_of_scores(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in PRIORS if name != "none"])
+@pytest.mark.parametrize("name", [name for name in WITHOUT_NETWORKS if name != "none"])
 @pytest.mark.parametrize("start", [2**16, 2**20 - 60])
 def test_far_positions(name: str, start: int) -> None:
     """The log-prior that is applied, up to a constant per row, is within 1e-4 nats or float32's rounding of float64."""
@@ -151,8 +134,6 @@ def test_far_positions(name: str, start: int) -> None:
     def check(data: st.DataObject, number: int, causal: bool) -> None:
         prior = data.draw(priors(name, 2, causal, torch.Generator().manual_seed(number)))
         assert prior is not None
-        if has_network(prior):
-            return
         queries = torch.arange(start, start + 60)
         # The first keys of the text, some between, and the last ones.
         keys = torch.cat([torch.arange(40), torch.arange(40, start, start // 40), queries])

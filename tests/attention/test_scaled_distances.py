@@ -1,5 +1,6 @@
 """Networks of a scaled distance, as FIRE is one: in tiles they are exact, and other engines refuse them."""
 
+import math
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from attention_priors import Fire, KeySink, Laplace, SSMax, Window, attend, explain, flex_score_mod, pruning_report
 from attention_priors.attention.plan import make_plan
 from attention_priors.attention.problem import make_problem
-from attention_priors.attention.tiles import scaled
+from attention_priors.attention.tiles import block_problem, scaled
 from attention_priors.attention.tiles.bias import Distances
 from attention_priors.attention.tiles.scaled import ScaledBias
 from attention_priors.attention.tiles.tiling import Tile
@@ -110,6 +111,26 @@ def test_tiles_of_the_true_size(options: dict[str, Any], others: str | None) -> 
         # Biases of keys of 900 nats leave float32 fewer digits, with or without a network.
         tolerance = 3e-3 if "key_bias" in options else 1e-4
         assert float((found - exact).abs().max()) <= tolerance * max(size, 0.1)
+
+
+@pytest.mark.parametrize("length", [90, 400])
+@pytest.mark.parametrize("scale", [None, SSMax(HEADS, init=0.3)])
+def test_up_to_the_threshold_it_is_a_table(length: int, scale: SSMax | None) -> None:
+    prior, leaves = random_fire(11), [x.requires_grad_() for x in tensors(length)]
+    learned = list(prior.parameters())
+
+    def results(backend: Any, dtype: torch.dtype) -> list[Tensor]:
+        out = attend(*(x.to(dtype) for x in leaves), prior, logit_scale=scale, backend=backend)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), [*leaves, *learned])]
+
+    for threshold, is_table in ((length + 0.5, True), (length - 20.5, False)):
+        with torch.no_grad():
+            prior.log_threshold.fill_(math.log(threshold))
+        with mock.patch.object(block_problem, "ScaledBias", wraps=ScaledBias) as used:
+            found = results("toeplitz", torch.float32)
+        assert used.called is not is_table
+        for one, exact in zip(found, results("reference", torch.float64), strict=True):
+            assert float((one - exact).abs().max()) <= 1e-4 * max(float(exact.abs().max()), 0.1)
 
 
 def test_one_query_is_a_row_of_the_whole() -> None:

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_cases import PRIORS, Case, cases, examples, randomize
+from attention_cases import WITHOUT_NETWORKS, Case, cases, examples, randomize
 from attention_errors import Cotangents, Result, compute, errors, float32_tolerance, gradient_scales
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +36,7 @@ def check_exactness(device: str, case: Case) -> None:
         assert error <= tolerance, f"{part}: {error:.2e} > {tolerance:.2e}"
 
 
-@pytest.mark.parametrize("name", every_other_slow(PRIORS, ["none", "laplace"]))
+@pytest.mark.parametrize("name", every_other_slow(WITHOUT_NETWORKS, ["none", "laplace"]))
 def test_float32(name: str, device: str) -> None:
     @examples(1, f"triton {name}")
     @given(cases(name, longest=40, largest_batch=2, masks=False), configurations())

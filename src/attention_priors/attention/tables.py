@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from attention_priors.attention.geometry import Geometry
-from attention_priors.precision import is_traced
+from attention_priors.precision import can_be_read, is_traced
 from attention_priors.priors import Prior, Structure
-from attention_priors.priors.base import checked_log_prior
+from attention_priors.priors.base import ScaledDistance, checked_log_prior
 
 GROWTH = 1024
 """Distances or positions by which what is kept grows at least: decoding needs one more with every token."""
@@ -209,6 +209,17 @@ def table_at(terms: Sequence[Prior], at: Tensor) -> Tensor | None:
     """The sum of the priors at these distances (or positions, of such as depend on the key), ``(H, *at.shape)``."""
     parts = [checked_log_prior(term, at, torch.float64) for term in terms]
     return sum(parts[1:], parts[0]) if parts else None
+
+
+def table_of_network(network: ScaledDistance) -> Tensor | None:
+    """Return a network's log-prior at its distances, ``(H, N)``, if all queries scale them alike.
+
+    FIRE's do up to its threshold. None if they do not, and where numbers cannot be read.
+    """
+    row = network.row.flatten()
+    if not can_be_read(row.detach()) or bool((row != row[0]).any()):
+        return None
+    return network._replace(row=row[:1]).log_prior().squeeze(1)
 
 
 def table_of_keys(terms: Sequence[Prior], geometry: Geometry, key_bias: Tensor | None = None) -> Tensor | None:

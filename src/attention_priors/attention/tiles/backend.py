@@ -22,7 +22,7 @@ from attention_priors.attention.problem import Problem
 from attention_priors.attention.pruning.bounds import Balls
 from attention_priors.attention.pruning.certificate import may_prune
 from attention_priors.attention.reference import blockwise
-from attention_priors.attention.tables import consecutive_table, table_at, table_of_keys
+from attention_priors.attention.tables import consecutive_table, table_at, table_of_keys, table_of_network
 from attention_priors.attention.tiles.bare import attend_bare
 from attention_priors.attention.triton.backend import distance_range
 from attention_priors.precision import is_captured, is_traced
@@ -94,10 +94,13 @@ def operator_inputs(problem: Problem, plan: Plan, fused: bool = False, limited: 
         inside = visible_at(problem.terms, highest, number, geometry.device)
     else:
         table, inside = table_at(terms, listed), None if problem.prior is None else problem.prior.visible_at(listed)
-    network: tuple[Tensor | None, ...] = (None,) * len(ScaledDistance._fields)
+    network = nothing = (None,) * len(ScaledDistance._fields)
     if scaled:
         at = torch.arange(highest, highest - number, -1, device=geometry.device) if listed is None else listed
         network = checked_scaled_distance(scaled[0], geometry.query_positions, at)
+        alike = table_of_network(network)
+        if alike is not None:
+            table, network = alike if table is None else table + alike, nothing
     content = (longer.query, longer.key, longer.value, longer.softmax_scale)
     of_prior = (table, key_bias, longer.row_scale, problem.scales_prior, inside, listed, highest, number)
     return (*content, *of_prior, *network, *geometry_arguments(geometry))

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from attention_priors.attention.operator import attend_backward, nobody_watches, refuse_forward_mode
 from attention_priors.attention.plan import Plan
 from attention_priors.attention.problem import Problem
-from attention_priors.attention.tables import consecutive_table, table_of_keys
+from attention_priors.attention.tables import consecutive_table, table_of_keys, table_of_network
 from attention_priors.attention.tiles.arithmetic import diagonals
 from attention_priors.attention.tiles.bias import far_rows
 from attention_priors.attention.tiles.block_problem import Content, Gradients, all_of, columns_together
@@ -94,10 +94,16 @@ def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor,
     """Compute a short context; None where lanes need the operator, or rows are too far from 0."""
     query, value, geometry, scale = problem.query, problem.value, problem.geometry, problem.row_scale
     stationary, of_keys, factored, scaled = plan.parts(problem)
-    if factored or scaled or not problem.terms:
+    if factored or not problem.terms:
         return None
     lowest = 0 if geometry.causal else 1 - geometry.num_queries
     table = consecutive_table(stationary, geometry.num_keys - 1, lowest, query.device)
+    for term in scaled:
+        apart = torch.arange(geometry.num_keys - 1, lowest - 1, -1, device=query.device)
+        alike = table_of_network(checked_scaled_distance(term, geometry.query_positions, apart))
+        if alike is None:
+            return None
+        table = alike if table is None else table + alike
     key_bias, best = table_of_keys(of_keys, geometry, problem.key_bias), None
     if key_bias is not None:
         # Before it is rounded.

@@ -73,26 +73,27 @@ class ScaledBias:
             return
         features = self._features(text)
         on, inside = self._split(features[0])
-        outer, line = self.outer[heads], self._line(on)[heads]
-        pairs, outer_grad = logits.reshape(len(logits), -1), found.outer[heads]
-        x_grad = torch.zeros_like(pairs[:1])
+        outer, line, (rows, keys) = self.outer[heads], self._line(on)[heads], text.shape
+        outer_grad, by_row = found.outer[heads], logits.transpose(0, 1)
+        # Products of each row's numbers: those of longer rows are rounded otherwise on another number of threads.
+        x_grad = logits.new_zeros(rows, 1, keys)
         for number, units in enumerate(inside.split(len(features) - 2)):
-            used = self._evaluate(features, units)
-            factors = torch.cat([line[:, :1], outer[:, units]], 1).to(self.dtype)
-            grads = Scratch("network's gradient", self.dtype, logits.device).of(1 + len(units), pairs.shape[1])
-            torch.mm(factors.T, pairs, out=grads)
-            of_units = torch.ops.aten.threshold_backward(grads[1:], used[2:], 0)
-            sums = _sums(logits, used)
+            used = self._evaluate(features, units).view(-1, rows, keys).transpose(0, 1)
+            factors = torch.cat([line[:, :1], outer[:, units]], 1).to(self.dtype).T.expand(rows, -1, -1)
+            grads = Scratch("network's gradient", self.dtype, logits.device).of(rows, 1 + len(units), keys)
+            torch.bmm(factors, by_row, out=grads)
+            of_units = torch.ops.aten.threshold_backward(grads[:, 1:], used[:, 2:], 0)
+            sums = torch.bmm(by_row, used.mT).double().sum(0)
             outer_grad[:, units] += sums[:, 2:]
-            found.hidden[:, units] += _sums(used[:2].view(2, *text.shape), of_units)
+            found.hidden[:, units] += torch.bmm(used[:, :2], of_units.mT).double().sum(0)
             if number == 0:
-                x_grad += grads[:1]
+                x_grad += grads[:, :1]
                 outer_grad[:, :-1] += (sums[:, :2] @ self.hidden) * on
                 outer_grad[:, -1] += sums[:, 1]
                 found.hidden.add_((outer[:, :-1].T @ sums[:, :2]).T * on)
-            x_grad.addmm_(self.hidden[:1, units].to(self.dtype), of_units)
+            x_grad.baddbmm_(self.hidden[:1, units].to(self.dtype).expand(rows, -1, -1), of_units)
         row, table = self._read(text)
-        (rows, _), x_grad = text.shape, x_grad.view(1, *text.shape)
+        x_grad = x_grad.view(1, rows, keys)
         found.row[text.rows] += torch.linalg.vecdot(x_grad, table).squeeze(0).flip(-1)
         # After as many columns of zeros as there are rows: see Distances.add.
         self.distances.add(found.distance, text, pad(x_grad * row, (rows, 0)).unsqueeze(0))
@@ -130,14 +131,6 @@ class ScaledBias:
         line = (self.outer[:, :-1] * on) @ self.hidden.T
         line[:, 1] += self.outer[:, -1]
         return line
-
-
-def _sums(one: Tensor, other: Tensor) -> Tensor:
-    """Return the sums over pairs of all products of ``one (p, n, e)`` and ``other (q, n e)``, ``(p, q)`` in float64.
-
-    Row by row: one product of two long rows is rounded otherwise on another number of threads.
-    """
-    return torch.bmm(one.transpose(0, 1), other.view(len(other), *one.shape[1:]).permute(1, 2, 0)).double().sum(0)
 
 
 def sum_gradients(found: Sequence[ScaledDistance], batch: int) -> ScaledDistance:
