@@ -124,10 +124,11 @@ def attend(
         backend: how it is computed, never what. ``auto`` chooses by the prior's structure. It takes ``lanes`` if all
             of it is factored and nothing but the causal flag hides keys, unless a table does as well (half precision,
             a tolerance, few queries); ``blockwise`` for ``relative``, dropout and an ``attn_mask`` with a gradient;
-            else ``toeplitz``. On CUDA it takes ``triton``, the fused kernels, for all that they compute. ``reference``
-            is the dense formula. ``flex`` is compiled FlexAttention: on CPUs without gradients and log-sum-exp,
-            nowhere in float64. Where the keys that a query looks at have log-priors beyond 400 nats, ``toeplitz`` and
-            ``triton`` compute its row less a constant, or in float64: float32 would not hold them.
+            else ``toeplitz``. On CUDA it takes ``triton``, the fused kernels, for all that they compute. Under
+            ``torch.export`` it takes ``reference``, the dense formula, whose operators are PyTorch's own. ``flex`` is
+            compiled FlexAttention: on CPUs without gradients and log-sum-exp, nowhere in float64. Where the keys that a
+            query looks at have log-priors beyond 400 nats, ``toeplitz`` and ``triton`` compute its row less a constant,
+            or in float64: float32 would not hold them.
 
     Returns:
         Output ``(B, H, Lq, Dv)`` in the query's dtype; with ``return_lse`` also ``(B, H, Lq)`` in float32

@@ -53,7 +53,10 @@ class Geometry:
         """``(1 or B, Lq)``."""
         if self.given_query_positions is not None:
             return self.given_query_positions
-        keys, behind = self.key_positions, self.num_keys - self.num_queries
+        behind = self.num_keys - self.num_queries
+        if self.given_key_positions is None and self.key_documents is None:
+            return torch.arange(behind, self.num_keys, device=self.device).unsqueeze(0)
+        keys = self.key_positions
         if behind >= 0:
             return keys[:, behind:]
         # More queries than keys: they still end at the last key, so the first ones lie before it.
@@ -151,7 +154,7 @@ class Geometry:
     def cut_mask(self, rows: slice, keys: slice, batches: slice = slice(None)) -> Tensor:
         """The part of ``attn_mask`` for some queries and keys."""
         assert self.attn_mask is not None
-        mask = self.attn_mask[batches] if len(self.attn_mask) > 1 else self.attn_mask
+        mask = self.attn_mask[batches] if self.attn_mask.shape[0] > 1 else self.attn_mask
         return mask[:, :, rows, keys] if mask.shape[2] > 1 else mask[..., keys]
 
     @cached_property

@@ -26,7 +26,7 @@ def checked_key_bias(key_bias: Any, query: Tensor, key: Tensor) -> Tensor:
         raise ValueError(
             f"key_bias must be a tensor of float32 or float64, got {got}; sums over long texts need float64"
         )
-    batch, heads, kv_heads, num_keys = len(query), query.shape[1], *key.shape[1:3]
+    batch, heads, kv_heads, num_keys = *query.shape[:2], *key.shape[1:3]
     if tuple(key_bias.shape) not in ((batch, heads, num_keys), (batch, kv_heads, num_keys)):
         raise ValueError(
             f"key_bias must have shape {(batch, heads, num_keys)} or {(batch, kv_heads, num_keys)}, got "

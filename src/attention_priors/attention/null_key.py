@@ -107,7 +107,7 @@ def checked_null_logit(null_logit: Any, shape: tuple[int, ...], device: torch.de
         )
     if not logit.is_floating_point():
         raise ValueError(f"null_logit must be of floating point, got {logit.dtype}")
-    if tuple(logit.shape) not in ((shape[1],), shape):
+    if tuple(logit.shape) != (shape[1],) if logit.dim() == 1 else tuple(logit.shape) != shape:
         raise ValueError(f"null_logit must have shape ({shape[1]},) or {shape}, got {tuple(logit.shape)}")
     if logit.device != device:
         raise ValueError(f"null_logit is on {logit.device}, but query is on {device}")

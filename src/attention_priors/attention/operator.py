@@ -108,6 +108,11 @@ def count_visible_keys(geometry: Geometry, like: Tensor) -> Tensor:
     """``n_i`` of :attr:`Geometry.visible_keys`, ``(B, H or 1, Lq)``, on the device of ``like``."""
     if nobody_watches(like):
         return geometry.visible_keys
+    if torch.compiler.is_exporting():
+        visible = geometry.visible()
+        if visible is None:
+            visible = torch.ones(1, 1, 1, geometry.num_keys, dtype=torch.bool, device=geometry.device)
+        return visible.sum(-1).expand(geometry.batch, -1, geometry.num_queries)
     sizes = (geometry.batch, geometry.heads, geometry.num_queries, geometry.num_keys)
     return _visible_keys(like.detach(), *sizes, *geometry_arguments(geometry))
 

@@ -61,7 +61,8 @@ def make_plan(problem: Problem, backend: Backend, *, need_lse: bool) -> Plan:
         reason = why_not(problem, backend, need_lse=need_lse)
         if reason is not None:
             raise ValueError(f"backend={backend!r} cannot compute this: {reason}")
-    if problem.query.shape[0] == 0:
+    # Where sizes are symbols, to compare one is to fix it.
+    if engine != "reference" and problem.query.shape[0] == 0:
         engine, why = "reference", "there are no texts"
     # Positions with gaps may have as many distances as there are pairs.
     no_table = engine == "toeplitz" and problem.geometry.has_given_positions
@@ -78,6 +79,11 @@ def why_not(problem: Problem, backend: Backend, *, need_lse: bool) -> str | None
     """Why an engine cannot compute a problem; None if it can."""
     if backend in ("reference", "blockwise"):
         return None
+    if torch.compiler.is_exporting() and backend != "lanes":
+        return (
+            "an exported program holds PyTorch's own operators alone, and this backend's is not among them; leave "
+            "backend out, or use 'reference'"
+        )
     if backend == "triton":
         reason, device = why_not_triton(problem), problem.query.device
         return fault(device, *Variant.of(problem)) if reason is None and device.type in CHECKED else reason
@@ -112,6 +118,8 @@ def _why_not_lanes(problem: Problem, need_lse: bool) -> str | None:
 
 
 def _choose(problem: Problem, need_lse: bool) -> tuple[Backend, str]:
+    if torch.compiler.is_exporting():
+        return "reference", "an exported program is to run without this package: the dense formula needs PyTorch alone"
     if needs_autograd(problem):
         return "blockwise", "relative, dropout_p and an attn_mask with a gradient are computed by the dense formula"
     if problem.query.is_cuda and why_not(problem, "triton", need_lse=need_lse) is None:

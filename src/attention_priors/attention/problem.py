@@ -170,8 +170,8 @@ def make_problem(
     row_scale = None
     if visible_keys is not None:
         visible_keys = check_visible_keys(visible_keys, logit_scale, heads, num_queries).to(query.device)
-        if len(visible_keys) not in (1, batch):
-            raise ValueError(f"visible_keys has a batch of {len(visible_keys)}, and query one of {batch}")
+        if visible_keys.shape[0] not in (1, batch):
+            raise ValueError(f"visible_keys has a batch of {visible_keys.shape[0]}, and query one of {batch}")
         visible_keys = visible_keys.expand(batch, -1, -1)
     if logit_scale is not None:
         counts = count_visible_keys(geometry, query) if visible_keys is None else visible_keys
@@ -382,6 +382,11 @@ def _check_positions(
     if positions is None:
         return None
     check_positions(name, positions)
-    if tuple(positions.shape) not in ((length,), (1, length), (batch, length)):
+    # Not as tuples: sizes that are symbols would be compared with those of other dimensions.
+    if (
+        positions.dim() > 2
+        or positions.shape[-1] != length
+        or (positions.dim() == 2 and positions.shape[0] not in (1, batch))
+    ):
         raise ValueError(f"{name} must have shape ({length},) or ({batch}, {length}), got {tuple(positions.shape)}")
     return positions.to(device, torch.int64).reshape(-1, length)

@@ -41,7 +41,7 @@ def dense_logits(problem: Problem) -> DenseLogits:
     if relative is not None:
         key_vectors = relative.key_vectors.to(dtype)[relative.index(_distance(problem))]
         content = content + problem.softmax_scale * torch.einsum(
-            "bhid,bijd->bhij", query, key_vectors.expand(len(query), *[-1] * 3)
+            "bhid,bijd->bhij", query, key_vectors.expand(query.shape[0], *[-1] * 3)
         )
     if scale is not None:
         content = content * scale.unsqueeze(-1)
@@ -103,7 +103,7 @@ def reference(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     relative = problem.relative
     if relative is not None and relative.value_vectors is not None:
         value_vectors = relative.value_vectors.to(kept.dtype)[relative.index(_distance(problem))]
-        out = out + torch.einsum("bhij,bijd->bhid", kept, value_vectors.expand(len(out), *[-1] * 3))
+        out = out + torch.einsum("bhij,bijd->bhid", kept, value_vectors.expand(out.shape[0], *[-1] * 3))
     return out.to(problem.query.dtype), lse, weights
 
 

@@ -162,7 +162,7 @@ def attention_forward(
     if isinstance(attention_mask, KeysMask):
         _check_packing(module, attention_mask, kwargs.get("position_ids"))
         keys = attention_mask.keys
-    else:
+    elif (keys := getattr(attention_mask, "_keys", None)) is None:
         past = getattr(bias, PAST, None)
         keys = _keys_of_matrix(module, prior, attention_mask, is_causal, query, key, past)
     key, value = keys.trim(key, value)
@@ -215,6 +215,11 @@ def _keys_of_matrix(
         raise ValueError(
             f"attention_mask must be (B, Lk), or (B, 1 or H, Lq, Lk) with {num_keys} keys, got {tuple(mask.shape)}"
         )
+    if torch.compiler.is_exporting() and is_absolute(prior):
+        raise ValueError(
+            f"{type(module).__name__} was given an attention mask {tuple(mask.shape)}, which does not say where a text "
+            "begins; the prior depends on keys' positions, which count from there: export with a mask (B, Lk)"
+        )
     forbidden = forbidden_by(mask)
     # What is compiled does not look at values.
     looks = not torch.compiler.is_compiling()
@@ -236,7 +241,7 @@ def _keys_of_matrix(
 
 def _check_packing(module: nn.Module, mask: KeysMask, position_ids: Tensor | None) -> None:
     """Say so where position_ids of packed sequences are not heeded: with a cache, transformers makes a plain mask."""
-    if position_ids is None or mask.shape[2] == 1 or torch.compiler.is_compiling() or "packing" in mask.notes:
+    if position_ids is None or torch.compiler.is_compiling() or mask.shape[2] == 1 or "packing" in mask.notes:
         return
     mask.notes["packing"] = "checked"
     if mask.is_dense or mask.keys.documents is not None or mask.arguments.get("attention_mask") is not None:

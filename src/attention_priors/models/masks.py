@@ -136,7 +136,7 @@ class Keys:
         assert self.window is not None
         until = pad((~self.padding).cumsum(-1), (1, 0))
         last = torch.arange(1, self.num_queries + 1, device=self.device) + self.query_offset - self.key_offset
-        ends = (end.clamp(0, self.num_keys).expand(len(until), -1) for end in (last, last - self.window))
+        ends = (end.clamp(0, self.num_keys).expand(until.shape[0], -1) for end in (last, last - self.window))
         return (until.gather(1, next(ends)) - until.gather(1, next(ends))).unsqueeze(1)
 
     def last(self, number: int) -> Keys:
@@ -595,4 +595,10 @@ def keys_mask(batch_size: int, device: torch.device | str = "cpu", **arguments: 
     if mask is not None and not _is_whole(mask):
         options["padding"], options["start"] = _padding(mask.to(torch.bool), offsets["kv_offset"], number)
     keys = Keys(device, offsets["q_offset"], arguments["q_length"], number, offsets["kv_offset"], **options)
+    if torch.compiler.is_exporting():
+        # Tensors that are traced have no subclasses. The matrix stands in, and an attribute of it says what it means.
+        whole: dict[str, Any] = arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        matrix: Any = sdpa_mask(**whole)
+        matrix._keys = None if known is None else keys
+        return matrix
     return KeysMask.of(keys, arguments, known is None)

@@ -7,7 +7,6 @@ from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
 
 from attention_priors.checks import check_choice
 from attention_priors.priors.base import LOG_PRIOR_FLOOR, Init, Prior, Structure, checked_init, per_head, started
@@ -100,8 +99,9 @@ class Kerple(Prior):
         apart, most = distance.abs().double(), math.log(-LOG_PRIOR_FLOOR)
         log_r1, theta = (per_head(x.double(), distance) for x in (self.log_r1, self.theta_r2))
         if self.form == "logarithmic":
-            # ln(1 + r2 d) = softplus(ln r2 + ln d): no product overflows, and ln 0 is no trouble.
-            growth = softplus(theta + apart.log(), threshold=40)
+            # ln(1 + r2 d) = softplus(ln r2 + ln d): no product overflows, and ln 0 is no trouble. ONNX Runtime has no
+            # softplus in float64.
+            growth = torch.logaddexp(theta + apart.log(), torch.zeros_like(theta))
             return (-log_r1.clamp(max=most).exp() * growth).clamp(min=LOG_PRIOR_FLOOR).to(dtype)
         # 0 to the power of r2 has a gradient that is no number.
         exponent = log_r1 + 2 * theta.sigmoid() * apart.clamp(min=1).log()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_priors.checks import check_above, check_choice, check_positive_integers
+from attention_priors.precision import without_autocast
 from attention_priors.priors.base import Init, Prior, Structure, checked_init, per_head, started
 from attention_priors.priors.grid import OnGrid, places_of
 from attention_priors.priors.laplace import alibi_slopes
@@ -147,10 +148,14 @@ class KeySink(Prior):
                 "torch.nn.Linear: leave priors out of what quantises linear layers or gives them LoRA matrices "
                 "(PEFT: LoraConfig(exclude_modules=r'.*prior.*'))"
             )
-        device = "cpu" if positions.is_meta else positions.device.type  # there is no autocast on meta
-        with torch.autocast(device, enabled=False):
+        with without_autocast(positions.device.type):
             hidden = nn.functional.linear(self._features(positions), first.weight.double(), first.bias.double())
-            out = nn.functional.linear(activation(hidden), last.weight.double(), last.bias.double())
+            if torch.compiler.is_exporting() and isinstance(activation, nn.GELU):
+                # ONNX Runtime has no erf in float64: a hidden unit is off by 1e-7.
+                active = hidden * (0.5 + 0.5 * torch.erf((hidden / math.sqrt(2)).float()).double())
+            else:
+                active = activation(hidden)
+            out = nn.functional.linear(active, last.weight.double(), last.bias.double())
         return out.squeeze(-1)
 
     def log_prior_of_key(self, key_positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
