@@ -1,0 +1,21 @@
+"""The Python of docs/export.md runs as it stands there, from top to bottom."""
+
+from pathlib import Path
+
+import pytest
+
+from written_pages import python_of, run_page
+
+
+@pytest.mark.slow
+def test_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("onnxruntime", "onnxscript", "gguf"):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    assert len(python_of("docs/export.md")) == 5
+    names = run_page("docs/export.md")
+    model, prompt = names["model"], names["prompt"]
+    expected = model.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert names["tokens"] == names["found"] == expected[0, prompt.shape[1] :].tolist()
+    files = {"model.pt2", "model.onnx", "attention.pt2", "attention.onnx", "alibi.gguf"}
+    assert {path.name for path in tmp_path.iterdir()} == files
