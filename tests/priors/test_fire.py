@@ -55,7 +55,7 @@ def test_the_farthest_key_is_at_1_however_long_the_text_is() -> None:
 
 
 def test_the_papers_code_adds_a_millionth_which_changes_next_to_nothing() -> None:
-    """Its listing divides by ``ψ(max(L, i)) + 1e-6``, and its formula by ``ψ(max(L, i))``."""
+    """The listing divides by ``ψ(max(L, i)) + 1e-6``, and the formula by ``ψ(max(L, i))``."""
     prior = drawn(2, 0.1, 512.0)
     places = np.arange(2000)
     c, threshold = math.exp(prior.log_c.item()), math.exp(prior.log_threshold.item())
