@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from attention_priors import Fire, KeySink, Laplace, SSMax, Window, attend, explain, flex_score_mod, pruning_report
-from attention_priors.attention.plan import make_plan
+from attention_priors.attention.plan import Backend, make_plan
 from attention_priors.attention.problem import make_problem
 from attention_priors.attention.tiles import block_problem, scaled
 from attention_priors.attention.tiles.bias import Distances
@@ -48,7 +48,7 @@ def test_a_bias_in_float32_is_the_formula_to_1e_4_nats(room: int) -> None:
         prior = random_fire(seed)
         size = data.draw(st.sampled_from([0.1, 1.0, 5.0]))
         with torch.no_grad():
-            prior.outer *= size
+            prior.outer.mul_(size)
             prior.log_threshold.fill_(float(torch.tensor(data.draw(st.floats(1.0, 6000.0))).log()))
         problem = make_problem(*tensors(length), prior)
         rows, keys = (data.draw(st.integers(1, min(size, length))) for size in (90, 130))
@@ -103,7 +103,8 @@ def test_tiles_of_the_true_size(options: dict[str, Any], others: str | None) -> 
     learned = [p for p in prior.parameters() if p.requires_grad]
 
     def results(backend: Any, dtype: torch.dtype) -> list[Tensor]:
-        out = attend(*(x.to(dtype) for x in leaves), prior, backend=backend, **options)
+        query, key, value = (x.to(dtype) for x in leaves)
+        out = attend(query, key, value, prior, backend=backend, **options)
         return [out.detach(), *torch.autograd.grad(out.square().sum(), [*leaves, *learned], allow_unused=True)]
 
     for found, exact in zip(results("toeplitz", torch.float32), results("reference", torch.float64), strict=True):
@@ -120,7 +121,8 @@ def test_up_to_the_threshold_it_is_a_table(length: int, scale: SSMax | None) -> 
     learned = list(prior.parameters())
 
     def results(backend: Any, dtype: torch.dtype) -> list[Tensor]:
-        out = attend(*(x.to(dtype) for x in leaves), prior, logit_scale=scale, backend=backend)
+        query, key, value = (x.to(dtype) for x in leaves)
+        out = attend(query, key, value, prior, logit_scale=scale, backend=backend)
         return [out.detach(), *torch.autograd.grad(out.square().sum(), [*leaves, *learned])]
 
     for threshold, is_table in ((length + 0.5, True), (length - 20.5, False)):
@@ -144,11 +146,12 @@ def test_one_query_is_a_row_of_the_whole() -> None:
 
 def test_engines_that_do_not_compute_it_say_so() -> None:
     prior, (query, key, value) = random_fire(6), tensors(20)
-    for backend, message in (
-        ("lanes", "not all of the prior is factored"),
-        ("flex", "it does not compute the network of fire; use backend='toeplitz'"),
-        ("triton", "triton|CUDA|network"),
-    ):
+    refused: dict[Backend, str] = {
+        "lanes": "not all of the prior is factored",
+        "flex": "it does not compute the network of fire; use backend='toeplitz'",
+        "triton": "triton|CUDA|network",
+    }
+    for backend, message in refused.items():
         with pytest.raises(ValueError, match=rf"backend='{backend}' cannot compute this: .*({message})"):
             attend(query, key, value, prior, backend=backend)
     with pytest.raises(ValueError, match="FlexAttention does not compute the network of 'fire'"):
@@ -179,10 +182,10 @@ def test_no_key_is_left_out_for_a_tolerance() -> None:
 
 def largest_allocation(length: int) -> int:
     """Bytes of the largest piece of memory that a forward and backward pass asks for."""
-    leaves = [x.requires_grad_() for x in tensors(length, heads=2)]
+    query, key, value = (x.requires_grad_() for x in tensors(length, heads=2))
     prior = random_fire(10, heads=2, units=32)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        attend(*leaves, prior).sum().backward()
+        attend(query, key, value, prior).sum().backward()
     assert prior.log_c.grad is not None
     results = profiler.profiler
     assert results is not None
