@@ -4,9 +4,29 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 Part = TypeVar("Part", bound="Described")
+
+FORMAT = 2
+"""Version of the format of configs and adapters. In format 1 layers could not differ, and configs had no number."""
+
+
+def check_format(found: Any, place: str | Path) -> None:
+    """Raise a ValueError unless ``found`` is the number of a format that this version reads.
+
+    Args:
+        found: number in a file, 1 for a config without a number.
+        place: file or object that holds the number, for the error message.
+    """
+    is_number = isinstance(found, int) and not isinstance(found, bool)
+    if not is_number or not 1 <= found <= FORMAT:
+        newer = is_number and found > FORMAT
+        cure = "; a newer version wrote it: pip install --upgrade attention-priors" if newer else ""
+        raise ValueError(
+            f"{place} has format {found!r}; this version of attention-priors reads formats 1 to {FORMAT}{cure}"
+        )
 
 
 class Described:

@@ -21,6 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from attention_priors._io import read_json, write_json
+from attention_priors.config import FORMAT, check_format
 from attention_priors.hf.attach import CONFIG_KEY, Model, attach, attached_priors, check_attached_can_be_loaded, detach
 from attention_priors.hf.files import damage_named, folder_or_repository, read_weights, write_weights
 from attention_priors.hf.interface import ATTRIBUTE
@@ -28,8 +29,8 @@ from attention_priors.hf.interface import ATTRIBUTE
 DESCRIPTION = "prior_adapter_config.json"
 WEIGHTS = "prior_adapter.safetensors"
 PEFT_DESCRIPTION = "adapter_config.json"
-FORMAT = 1
-"""Version of the format of the adapter's files."""
+SINCE_FORMAT_2 = ("layer_pattern", "layer_kinds")
+"""Arguments of :func:`attach` that the first descriptions lack."""
 TOGETHER = "save both together: model.save_pretrained(OTHER) of the base model with the adapter in it"
 """Cure for an adapter whose base model is unknown or elsewhere."""
 FOR_FILES = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
@@ -103,12 +104,8 @@ def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Mode
                 f"{name_or_path} holds no {name}, it is {what}: save_adapter(model, folder) writes one"
             )
     description = read_json(folder / DESCRIPTION)
-    found = description.get("format") if isinstance(description, dict) else None
-    if found != FORMAT:
-        raise ValueError(
-            f"{folder / DESCRIPTION} has format {found!r}; this version of attention-priors reads format {FORMAT}"
-        )
-    arguments = _arguments(description.get("attached"), folder / DESCRIPTION)
+    check_format(description.get("format") if isinstance(description, dict) else None, folder / DESCRIPTION)
+    arguments = arguments_of(description.get("attached"), folder / DESCRIPTION)
     made_for = description.get("base_model_type")
     if made_for != model.config.model_type:
         raise ValueError(
@@ -199,7 +196,7 @@ def load_attached(name_or_path: str | Path, **options: Any) -> PreTrainedModel:
     model_class = getattr(transformers, name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
         raise ValueError(f"{name_or_path} is a {name or 'model without a name'}, which transformers does not have")
-    arguments = _arguments(getattr(config, CONFIG_KEY), f"the config of {name_or_path}")
+    arguments = arguments_of(getattr(config, CONFIG_KEY), f"the config of {name_or_path}")
     with folder_or_repository("model", name_or_path), damage_named(inside), _attached_keys_expected(model_class):
         model = model_class.from_pretrained(name_or_path, **options)
     attach(model, **arguments)
@@ -219,12 +216,26 @@ def _described(model: nn.Module) -> tuple[PreTrainedModel, dict[str, Any]]:
     raise ValueError(f"this {type(model).__name__} has no priors attached: attach(model, prior) attaches some")
 
 
-def _arguments(description: Any, place: str | Path) -> dict[str, Any]:
-    known = {"prior", "logit_scale", "layers", "heads", "share_prior", "drop_positions", "layer_pattern", "layer_kinds"}
-    if not isinstance(description, dict) or set(description) != known:
-        got = sorted(description) if isinstance(description, dict) else description
-        raise ValueError(f"{place}: the description of attached priors must hold {sorted(known)}, got {got}")
-    return description
+def arguments_of(description: Any, place: str | Path) -> dict[str, Any]:
+    """Return the arguments of :func:`attach` that a description of attached priors holds.
+
+    Args:
+        description: of this version or an older one.
+        place: file or object that holds it, for the error message.
+
+    Raises:
+        ValueError: the description is of a newer version, or is none.
+    """
+    known = {"prior", "logit_scale", "layers", "heads", "share_prior", "drop_positions", *SINCE_FORMAT_2}
+    if isinstance(description, dict):
+        found = description.get("format", 1)
+        check_format(found, place)
+        older: dict[str, Any] = dict.fromkeys(SINCE_FORMAT_2) if found == 1 else {}
+        arguments = older | {name: value for name, value in description.items() if name != "format"}
+        if set(arguments) == known:
+            return arguments
+    got = sorted(description) if isinstance(description, dict) else description
+    raise ValueError(f"{place}: the description of attached priors must hold {sorted(known)}, got {got}")
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attention_priors.attention import SSMax, logit_scale_from_config
 from attention_priors.checks import check_booleans
+from attention_priors.config import FORMAT
 from attention_priors.hf.heads import OnHeads, ScaleOnHeads, on_heads
 from attention_priors.hf.interface import ATTRIBUTE, IMPLEMENTATION, AttachedPrior, register
 from attention_priors.models.decoder import PriorDecoderConfig
@@ -127,6 +128,7 @@ def attach(
             raise ValueError(f"layer {index} ({type(module).__name__}), which layers leaves as it is: {problem}")
     some_heads = _numbers("heads", heads)
     description = {
+        "format": FORMAT,
         "prior": _described(prior),
         "logit_scale": _described(logit_scale),
         "layers": sorted(chosen),

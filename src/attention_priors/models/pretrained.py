@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attention_priors._io import write_bytes
 from attention_priors.attention import ForgetGate, NullKey, SSMax, logit_scale, logit_scale_from_config
 from attention_priors.checks import check_booleans
-from attention_priors.config import check_can_be_built
+from attention_priors.config import FORMAT, check_can_be_built, check_format
 from attention_priors.encodings import Encoding
 from attention_priors.priors import CATALOGUE, Prior, Sum, prior_from_config
 from attention_priors.priors.base import unset_after_reset
@@ -114,8 +114,12 @@ class PriorConfig(PreTrainedConfig):
     prior: dict[str, Any] | list[dict[str, Any]] | str | None = None
     share_prior: bool = False
     logit_scale: dict[str, Any] | str | None = None
+    attention_priors_format: int | None = None
+    """Version of the config's format in the file that it comes from; afterwards this version's."""
 
     def __post_init__(self, **kwargs: Any) -> None:
+        check_format(1 if self.attention_priors_format is None else self.attention_priors_format, "the model's config")
+        self.attention_priors_format = FORMAT
         check_booleans(share_prior=self.share_prior)
         super().__post_init__(**kwargs)
 

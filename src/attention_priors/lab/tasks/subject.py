@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from attention_priors.lab.tasks.copying import CopyMixture
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_NO_PART_OF_A_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"})
+_NO_PART_OF_A_MODEL = frozenset(
+    {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "attention_priors_format"}
+)
 """Keys of a configuration that say where it comes from, or are said elsewhere."""
 _ROUNDING, _HALF_ROUNDING = 1e-3, 0.1
 """Largest rounding of logits, in standard deviations; real differences are far larger."""

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from attention_priors._io import checksum
 from attention_priors.hf import attach, train_attached
+from attention_priors.hf.adapter import arguments_of
 from attention_priors.hf.attach import CONFIG_KEY
 from attention_priors.hf.loading import check_positions, load_config, load_model
 from attention_priors.lab.data.preparation import Preparation
@@ -404,7 +405,7 @@ def check_model(settings: ModelSettings, *, length: int, tokenizer_size: int | N
                     "they are trained further"
                 )
             delattr(model.config, CONFIG_KEY)
-            attach(model, **described)
+            attach(model, **arguments_of(described, f"the config of {settings.pretrained}"))
         _finish(settings, model, tokenizer_size)
     check_positions(model, length)
 
