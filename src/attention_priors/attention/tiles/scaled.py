@@ -2,8 +2,8 @@
 
 On one tile the scaled distances ``x = u(i) · ψ(i - j)`` lie in a short range. A hidden unit whose kink lies outside is
 0 or linear there. All of these units together are one line ``slope · x + constant`` for each head. Only the units with
-a kink inside are computed pair by pair, once for several heads. A matrix product then adds up line and units: nothing is
-approximated.
+a kink inside are computed pair by pair, once for several heads. A matrix product then adds up line and units: nothing
+is approximated.
 """
 
 from __future__ import annotations
