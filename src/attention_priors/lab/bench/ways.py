@@ -18,6 +18,7 @@ from attention_priors.lab.bench.way import CannotRunError, Case, Inputs, Prepare
 from attention_priors.lab.strict_yaml import read_yaml
 from attention_priors.priors import (
     Axial,
+    Fire,
     GeneralizedGaussian,
     KeySink,
     Laplace,
@@ -129,6 +130,18 @@ def _attend(
     return prepare
 
 
+def _gates(case: Case, inputs: Inputs, **options: Any) -> Prepared:
+    """Attend with random forget gates: half of the heads at a mean ``ln f`` of -0.1, half at 0."""
+    generator = torch.Generator().manual_seed(case.seed)
+    shape = (len(inputs.query), case.heads, inputs.key.shape[2])
+    steps = 0.2 * torch.rand(shape, generator=generator, dtype=torch.float64)
+    steps[:, case.heads // 2 :] = 0
+    bias = steps.cumsum(-1).to(case.device).requires_grad_(case.backward)
+    causal = case.passing != "decode"
+    run = partial(attend, *inputs, key_bias=bias, causal=causal, **options)
+    return prepared(case, inputs, run, leaves=(*inputs, bias), key_bias=bias, causal=causal)
+
+
 def _goat_inside(case: Case, inputs: Inputs) -> Prepared:
     """GOAT's prior where its package puts it: inside the head dimension, at the expense of the content."""
     content = peers.goat_content(case)
@@ -215,6 +228,9 @@ _PREPARE: dict[str, Callable[[Case, Inputs], Prepared]] = {
     "attend-goat": _attend(_goat),
     "attend-goat-inside": _goat_inside,
     "attend-window": _attend(partial(Window, size=WINDOW)),
+    "attend-fire": _attend(Fire),
+    "attend-gates": _gates,
+    "attend-gates-pruned": partial(_gates, tolerance=TOLERANCE),
     "formula-alibi": _dense(_formula, _fixed_alibi),
     "formula-ggd": _dense(_formula, _learned_gaussian),
     "sdpa-bias-alibi": _dense(scaled_dot_product_attention, _fixed_alibi),
