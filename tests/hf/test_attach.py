@@ -468,6 +468,11 @@ def test_some_heads(options: dict[str, Any]) -> None:
     model(IDS, labels=IDS).loss.backward()
 
 
+def test_a_network_of_a_scaled_distance_on_some_heads() -> None:
+    model = scatter(attach(tiny("llama"), "fire", heads=[3, 1]))
+    torch.testing.assert_close(model(IDS).logits, dense_logits(model, input_ids=IDS), rtol=0, atol=2e-5)
+
+
 def test_parameters_of_some_heads_are_named_after_their_priors() -> None:
     prior = attached_priors(attach(tiny("qwen3"), **ABSOLUTE, heads=[3, 1]))[0].prior
     assert prior is not None

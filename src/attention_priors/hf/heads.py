@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attention_priors.attention import SSMax
 from attention_priors.priors import Prior, Sum
-from attention_priors.priors.base import Lanes
+from attention_priors.priors.base import Lanes, ScaledDistance
 
 
 def on_heads(num_heads: int, prior: Prior, heads: Sequence[int]) -> Prior:
@@ -64,6 +64,11 @@ class OnHeads(Prior):
     def log_prior_of_key(self, key_positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The prior's, and 0 on the other heads."""
         return self.spread(self.prior.log_prior_of_key(key_positions, dtype), 0)
+
+    def scaled_distance(self, query_positions: Tensor, distance: Tensor) -> ScaledDistance:
+        """Return the network of the prior, with weights of 0 on the other heads."""
+        found = self.prior.scaled_distance(query_positions, distance)
+        return found._replace(outer=self.spread(found.outer, 0))
 
     def check(self, *, causal: bool) -> None:
         """Call the method of the prior."""
