@@ -219,8 +219,8 @@ def test_short_contexts_as_the_reference(name: str, dtype: torch.dtype) -> None:
 
 
 def case_is_general(name: str) -> bool:
-    """Whether a prior hides keys, or has positions on a grid."""
-    return name in ("window", "axial")
+    """Whether a prior has positions on a grid."""
+    return name == "axial"
 
 
 @pytest.mark.parametrize(

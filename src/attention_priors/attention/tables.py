@@ -232,6 +232,18 @@ def table_of_keys(terms: Sequence[Prior], geometry: Geometry, key_bias: Tensor |
     return table if given is None else given if table is None else table + given
 
 
+def visible_at(terms: Sequence[Prior], highest: int, number: int, device: torch.device) -> Tensor | None:
+    """Which of the distances that fall by one from ``highest`` the prior lets a query see; None for all."""
+    # A prior that hides keys says so by a method of its own.
+    found = None
+    for term in terms:
+        if type(term).visible_at is not Prior.visible_at:
+            seen = term.visible_at(torch.arange(highest, highest - number, -1, device=device))
+            if seen is not None:
+                found = seen if found is None else found & seen
+    return found
+
+
 def _table_of_keys(terms: Sequence[Prior], geometry: Geometry) -> Tensor:
     keys = geometry.key_positions
     length = _length_from_0(geometry, keys)

@@ -5,7 +5,6 @@ Stationary terms are one number per distance and head, terms of keys one per key
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +21,10 @@ from attention_priors.attention.problem import Problem
 from attention_priors.attention.pruning.bounds import Balls
 from attention_priors.attention.pruning.certificate import may_prune
 from attention_priors.attention.reference import blockwise
-from attention_priors.attention.tables import consecutive_table, table_at, table_of_keys, table_of_network
+from attention_priors.attention.tables import consecutive_table, table_at, table_of_keys, table_of_network, visible_at
 from attention_priors.attention.tiles.bare import attend_bare
 from attention_priors.attention.triton.backend import distance_range
 from attention_priors.precision import is_captured, is_traced
-from attention_priors.priors import Prior
 from attention_priors.priors.base import ScaledDistance, checked_scaled_distance
 
 DISTANCES_PER_TOKEN = 16
@@ -104,18 +102,6 @@ def operator_inputs(problem: Problem, plan: Plan, fused: bool = False, limited: 
     content = (longer.query, longer.key, longer.value, longer.softmax_scale)
     of_prior = (table, key_bias, longer.row_scale, problem.scales_prior, inside, listed, highest, number)
     return (*content, *of_prior, *network, *geometry_arguments(geometry))
-
-
-def visible_at(terms: Sequence[Prior], highest: int, number: int, device: torch.device) -> Tensor | None:
-    """Which of the distances that fall by one from ``highest`` the prior lets a query see; None for all."""
-    # A prior that hides keys says so by a method of its own.
-    found = None
-    for term in terms:
-        if type(term).visible_at is not Prior.visible_at:
-            seen = term.visible_at(torch.arange(highest, highest - number, -1, device=device))
-            if seen is not None:
-                found = seen if found is None else found & seen
-    return found
 
 
 def balls_of(problem: Problem, plan: Plan) -> Balls | None:

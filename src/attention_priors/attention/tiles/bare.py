@@ -6,6 +6,7 @@ table, takes longer to set up than these take.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn.functional import pad
 from attention_priors.attention.operator import attend_backward, nobody_watches, refuse_forward_mode
 from attention_priors.attention.plan import Plan
 from attention_priors.attention.problem import Problem
-from attention_priors.attention.tables import consecutive_table, table_of_keys, table_of_network
+from attention_priors.attention.tables import consecutive_table, table_of_keys, table_of_network, visible_at
 from attention_priors.attention.tiles.arithmetic import diagonals
 from attention_priors.attention.tiles.bias import far_rows
 from attention_priors.attention.tiles.block_problem import Content, Gradients, all_of, columns_together
@@ -44,14 +45,16 @@ def attend_bare(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor
         or problem.tolerance > 0
         or query.device.type != "cpu"
         or not nobody_watches(query, learning=True)
-        or any(type(term).visible_at is not Prior.visible_at for term in problem.terms)
     ):
         return None
     if geometry.num_queries > 1:
         pairs = geometry.num_queries * geometry.num_keys
         is_short = pairs <= SHORT_PAIRS and pairs * geometry.batch * geometry.heads <= SHORT_NUMBERS
         return _attend_short(problem, plan, need_lse) if is_short else None
-    return None if need_lse or torch.is_grad_enabled() or not is_one_on_cpu(query) else _attend_one(problem, plan)
+    hides = any(type(term).visible_at is not Prior.visible_at for term in problem.terms)
+    if hides or need_lse or torch.is_grad_enabled() or not is_one_on_cpu(query):
+        return None
+    return _attend_one(problem, plan)
 
 
 # ---- one query per text
@@ -97,6 +100,9 @@ def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor,
     if factored or not problem.terms:
         return None
     lowest = 0 if geometry.causal else 1 - geometry.num_queries
+    inside = visible_at(problem.terms, geometry.num_keys - 1, geometry.num_keys - lowest, query.device)
+    if inside is not None and not (geometry.num_queries <= geometry.num_keys and bool(inside[geometry.num_keys - 1])):
+        return None  # a query may see no key, not even its own
     table = consecutive_table(stationary, geometry.num_keys - 1, lowest, query.device)
     for term in scaled:
         apart = torch.arange(geometry.num_keys - 1, lowest - 1, -1, device=query.device)
@@ -109,7 +115,7 @@ def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor,
         # Before it is rounded.
         best = key_bias.detach().amax(-1, keepdim=True)
         key_bias = key_bias - best
-    how = _How(problem.softmax_scale, problem.scales_prior, geometry.causal, need_lse)
+    how = _How(problem.softmax_scale, problem.scales_prior, geometry.causal, need_lse, inside)
     run = _ShortContext.apply if torch.is_grad_enabled() else _forward
     out, lse = run(query, problem.key, value, table, key_bias, scale, how)[:2]
     if far_rows(lse) is not None:
@@ -126,6 +132,8 @@ class _How(NamedTuple):
     scales_prior: bool
     causal: bool
     need_lse: bool
+    inside: Tensor | None
+    """Which distances queries see, ``(N,)``; None for all."""
 
 
 def _forward(
@@ -143,27 +151,28 @@ def _forward(
         Output, log-sum-exp (or each row's highest logit if ``need_lse`` is False), weights, and the log-prior if a
         logit scale multiplied it.
     """
-    softmax_scale, scales_prior, causal, need_lse = how
-    (_, heads, rows, _), number, dtype = query.shape, key.shape[2], compute_dtype_of(query)
-    future = causal
+    softmax_scale, scales_prior, causal, need_lse, inside = how
+    rows, number, dtype = query.shape[2], key.shape[2], compute_dtype_of(query)
+    apart = table is None or scales_prior
     if table is None:
         bias = query.new_zeros(1, dtype=dtype)
     else:
-        table = columns_together(table.to(dtype))
-        if causal:
-            future = scales_prior
-            table = torch.constant_pad_nd(table, (0, rows - 1), 0.0 if scales_prior else float("-inf"))
-        # From the last query on, a row starts where the one before it has its second entry.
-        bias = table.as_strided((1, heads, rows, number), (0, table.stride(0), 1, 1)).flip(2)
+        table = table.to(dtype)
+        if inside is not None and not apart:
+            table = table.masked_fill(~inside, -math.inf)
+        bias = _by_distance(table, rows, number, causal, 0.0 if apart else -math.inf)
     if key_bias is not None:
         bias = bias + key_bias.to(dtype).unsqueeze(-2)
     log_prior = bias if scales_prior else None
     if row_scale is not None:
         query = Content(query, key, value, row_scale, softmax_scale).queries(all_of)
         bias = bias * row_scale.unsqueeze(-1) if scales_prior else bias
-    if future:
-        hidden = torch.full((rows, number), float("-inf"), dtype=dtype).triu(1)
-        bias = bias.add_(hidden) if scales_prior and bias.shape[2:] == hidden.shape else bias + hidden
+    if apart and (causal or inside is not None):
+        # The logit scale multiplies no mask.
+        mask = query.new_zeros(1, number if causal else number + rows - 1, dtype=dtype)
+        mask = mask if inside is None else mask.masked_fill(~inside, -math.inf)
+        hidden = _by_distance(mask, rows, number, causal, -math.inf)
+        bias = bias.add_(hidden) if scales_prior and bias.shape[2:] == hidden.shape[2:] else bias + hidden
     with without_autocast("cpu"):
         logits = logits_of(query, key, bias, softmax_scale)
         lse = logits.amax(-1)
@@ -173,6 +182,16 @@ def _forward(
             lse -= weights.amax(-1).log_()
         out = torch.bmm(stacked(weights, key.shape[1]), stacked(value, key.shape[1]))
     return out.view(*query.shape[:3], value.shape[-1]).to(query.dtype), lse, weights, log_prior
+
+
+def _by_distance(table: Tensor, rows: int, number: int, causal: bool, beyond: float) -> Tensor:
+    """Return the entry of each pair's distance, ``(1, H, rows, number)``, from a table of falling distances ``(H, N)``.
+
+    Under a causal mask the table ends at distance 0, and later keys get ``beyond``.
+    """
+    table = columns_together(torch.constant_pad_nd(table, (0, rows - 1), beyond) if causal else table)
+    # From the last query on, a row starts where the one before it has its second entry.
+    return table.as_strided((1, len(table), rows, number), (0, table.stride(0), 1, 1)).flip(2)
 
 
 class _ShortContext(torch.autograd.Function):
@@ -189,7 +208,7 @@ class _ShortContext(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, table, key_bias, row_scale, out, lse, weights, log_prior = ctx.saved_tensors
-        softmax_scale, scales_prior, causal, need_lse = ctx.how
+        softmax_scale, scales_prior, causal, need_lse, inside = ctx.how
         out_grad = torch.zeros_like(out) if grads[0] is None else grads[0]
         # (A network of a scaled distance is computed elsewhere.)
         wanted = (*ctx.needs_input_grad[:6], *[False] * 4)
@@ -197,7 +216,7 @@ class _ShortContext(torch.autograd.Function):
             # The operator explains that it has no second derivatives.
             lse = lse if need_lse else lse - weights.amax(-1).log()
             highest, lowest = key.shape[2] - 1, 0 if causal else 1 - query.shape[2]
-            of_prior = (table, key_bias, row_scale, scales_prior, None, None, highest, highest - lowest + 1)
+            of_prior = (table, key_bias, row_scale, scales_prior, inside, None, highest, highest - lowest + 1)
             inputs = (query, key, value, softmax_scale, *of_prior, *[None] * 9, causal, None, False)
             found = attend_backward(out_grad, grads[1], out, lse.double(), wanted, *inputs)
             given = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
