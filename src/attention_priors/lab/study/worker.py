@@ -36,7 +36,11 @@ def main(recipe_file: str, output: str, scheme: str, seed: str, wait: str) -> No
     channel, sys.stdout = sys.stdout, sys.stderr
 
     def progress(stage: str, done: int, total: int) -> None:
-        print(json.dumps({"stage": stage, "done": done, "total": total}), file=channel, flush=True)
+        try:
+            print(json.dumps({"stage": stage, "done": done, "total": total}), file=channel, flush=True)
+        except BrokenPipeError:
+            # The parent is gone, and the thread that waits for its end has not noticed yet.
+            os._exit(1)
 
     _end_with_the_parent()
     with ExitStack() as held:
