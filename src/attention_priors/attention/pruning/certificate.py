@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from attention_priors.attention.geometry import Geometry, block_length
 from attention_priors.attention.pruning.bounds import BLOCK, Balls, product_error
-from attention_priors.attention.tiles.block_problem import BlockProblem, Content, all_of
+from attention_priors.attention.tiles.block_problem import EVERY, BlockProblem, Content, all_of
 from attention_priors.attention.tiles.tiling import Part, Tile
 
 BAND_ROWS = 256
@@ -47,8 +47,6 @@ LOWEST_MEAN = -1e6
 """Log-priors below it, in nats, are not averaged."""
 UNKNOWN = 1e30
 """Nats: in place of an infinity."""
-EVERY = slice(None)
-"""The range that leaves nothing out."""
 
 
 class Pruned(NamedTuple):

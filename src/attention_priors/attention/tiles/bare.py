@@ -1,4 +1,4 @@
-"""Problems as they mostly are, a step of decoding or a short context: nothing is hidden but the future.
+"""A step of decoding, and a short context in which the causal mask or a window alone hides keys.
 
 Two products, or one call of PyTorch's kernel, and little around them. What makes long texts fast, tiles and views of a
 table, takes longer to set up than these take.
@@ -126,14 +126,14 @@ def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor,
 
 
 class _How(NamedTuple):
-    """What is no tensor."""
+    """Settings of a short context: whatever has no gradient."""
 
     softmax_scale: float
     scales_prior: bool
     causal: bool
     need_lse: bool
     inside: Tensor | None
-    """Which distances queries see, ``(N,)``; None for all."""
+    """Which distances the prior shows, boolean ``(N,)``; None for all."""
 
 
 def _forward(
@@ -210,7 +210,7 @@ class _ShortContext(torch.autograd.Function):
         query, key, value, table, key_bias, row_scale, out, lse, weights, log_prior = ctx.saved_tensors
         softmax_scale, scales_prior, causal, need_lse, inside = ctx.how
         out_grad = torch.zeros_like(out) if grads[0] is None else grads[0]
-        # (A network of a scaled distance is computed elsewhere.)
+        # The last four are parts of a network, which is a table here.
         wanted = (*ctx.needs_input_grad[:6], *[False] * 4)
         if torch.is_grad_enabled():
             # The operator explains that it has no second derivatives.

@@ -38,7 +38,8 @@ def all_of(tensor: Tensor) -> Tensor:
     return tensor
 
 
-EVERY_HEAD = slice(None)
+EVERY = slice(None)
+"""The range that leaves nothing out."""
 
 
 def columns_together(tensor: Tensor) -> Tensor:
@@ -209,7 +210,7 @@ class BlockProblem:
             count = batch * heads  # each head keeps keys of its own
         return divide(batch, heads, kv_heads, count, unit)
 
-    def level(self, rows: int, nats: float, heads: slice = EVERY_HEAD) -> int:
+    def level(self, rows: int, nats: float, heads: slice = EVERY) -> int:
         """Return ``rows``, or fewer: so few that key biases change by at most ``nats`` along a block of queries.
 
         The engine subtracts a block's best bias. Rows that are still far from 0 are computed in slower ways.

@@ -20,7 +20,7 @@ from attention_priors.attention.geometry import block_length
 from attention_priors.attention.observe import note
 from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.tiles.bias import Bias, far_rows
-from attention_priors.attention.tiles.block_problem import EVERY_HEAD, BlockProblem, Content, widened
+from attention_priors.attention.tiles.block_problem import EVERY, BlockProblem, Content, widened
 from attention_priors.attention.tiles.exact import recompute_rows
 from attention_priors.attention.tiles.threads import is_crowded, share
 from attention_priors.attention.tiles.tiling import Part, RowBlock, Tile, ranges_of
@@ -65,7 +65,7 @@ class _Sizes(NamedTuple):
     """Keys of a tile, at most; None for all."""
 
 
-def _sizes_of(problem: BlockProblem, bias_of: Bias, heads: slice = EVERY_HEAD) -> _Sizes:
+def _sizes_of(problem: BlockProblem, bias_of: Bias, heads: slice = EVERY) -> _Sizes:
     geometry = problem.geometry
     if not bias_of.in_memory:
         return _Sizes(None, problem.level(ROWS, 0.75 * NEAR, heads), None)
