@@ -267,13 +267,11 @@ def in_blocks_of(size: int | None) -> Iterator[None]:
         return
 
     with (
+        # PAIRS: texts and heads in parts, for threads.
         mock.patch.multiple(
-            forward, ROWS=2 * size, DIAGONAL_ROWS=max(1, size // 2), KEYS_IN_MEMORY=size, BIAS_NUMBERS=8 * size
+            forward, ROWS=2 * size, DIAGONAL_ROWS=max(1, size // 2), KEYS_IN_MEMORY=size, BIAS_NUMBERS=8 * size, PAIRS=0
         ),
-        mock.patch.multiple(backward, ROWS=size, MOST_KEYS=size + 3, NUMBERS=40 * size),
-        # Texts and heads in parts, as on a crowded machine.
-        mock.patch.object(block_problem, "PAIRS", 0),
-        mock.patch.object(forward, "is_crowded", return_value=True),
+        mock.patch.multiple(backward, ROWS=size, MOST_KEYS=size + 3, NUMBERS=40 * size, PAIRS=0),
         mock.patch.object(dense, "block_length", return_value=size),
         mock.patch.object(block_problem, "FEW_PAIRS", 0),
         mock.patch.object(tiling, "FEW_PAIRS", 0),

@@ -1,5 +1,6 @@
-"""Work on a crowded machine: parts on threads of their own give the same numbers, bit for bit."""
+"""Parts of large problems on threads of their own give the same numbers, bit for bit."""
 
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attention_priors import Fire, GeneralizedGaussian, Prior, SSMax, attend
-from attention_priors.attention.tiles import block_problem, threads
+from attention_priors.attention.tiles import backward, forward, threads
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def numbers(crowded: bool, prior: Prior | None = None, **options: Any) -> list[Tensor]:
+def numbers(at_once: bool, prior: Prior | None = None, **options: Any) -> list[Tensor]:
     """Output and gradients of a problem that is worth threads."""
     generator = torch.Generator().manual_seed(0)
     heads = 4 if prior is None else prior.num_heads
@@ -30,14 +31,14 @@ def numbers(crowded: bool, prior: Prior | None = None, **options: Any) -> list[T
     key, value = (torch.randn(2, 2, 1100, 16, generator=generator, requires_grad=True) for _ in range(2))
     prior = GeneralizedGaussian(4, init="spread") if prior is None else prior
     with (
-        mock.patch.multiple(threads, _crowded=crowded, LONG_ENOUGH=1e9, MOST_WHEN_CROWDED=2 * crowded),
-        mock.patch.object(block_problem, "PAIRS", 0),
+        mock.patch.object(forward, "PAIRS", 0 if at_once else math.inf),
+        mock.patch.object(backward, "PAIRS", 0 if at_once else math.inf),
         mock.patch.object(threads, "_do", wraps=threads._do) as done,
     ):
         out = attend(query, key, value, prior, **options)
         learned = [parameter for parameter in prior.parameters() if parameter.requires_grad]
         grads = torch.autograd.grad(out.square().sum(), [query, key, value, *learned])
-    assert done.called is crowded
+    assert done.called is at_once
     return [out, *grads]
 
 
@@ -84,8 +85,8 @@ def test_an_error_reaches_the_caller() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        shared([fail, fail, fail])
-    shared([lambda workspace: None] * 3)
+        shared([fail, fail, fail, fail])
+    shared([lambda workspace: None] * 4)
 
 
 def test_inference_mode_reaches_the_threads() -> None:
@@ -107,15 +108,11 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_what_shows_that_others_take_cores() -> None:
-    def decided(used: float) -> bool:
-        with (
-            mock.patch.object(threads.time, "perf_counter", side_effect=[0.0, 1.0]),
-            mock.patch.object(threads.time, "process_time", side_effect=[0.0, used]),
-            mock.patch.object(threads, "_crowded", False),
-        ):
-            threads.share([lambda workspace: None] * 2, lambda: None, at_once=False)
-            return threads.is_crowded()
-
-    assert decided(1.5)
-    assert not decided(1.95)
+def test_pieces_that_leave_threads_without_work_are_done_by_all_cores_one_after_another() -> None:
+    busy = [pieces for pieces in range(1, 13) if threads.keep_busy(pieces, 2)]
+    assert busy == [2, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert [pieces for pieces in range(1, 13) if threads.keep_busy(pieces, 4)] == [4, 7, 8, 10, 11, 12]
+    assert not threads.keep_busy(8, 1)
+    seen: list[int] = []
+    shared([lambda workspace: seen.append(torch.get_num_threads())] * 3)
+    assert seen == [2, 2, 2]

@@ -20,7 +20,7 @@ from attention_priors.attention.tiles.bias import Bias, Scratch, far_rows
 from attention_priors.attention.tiles.block_problem import BlockProblem, Content, Gradients
 from attention_priors.attention.tiles.exact import without_best
 from attention_priors.attention.tiles.scaled import sum_gradients
-from attention_priors.attention.tiles.threads import is_crowded, share
+from attention_priors.attention.tiles.threads import share
 from attention_priors.attention.tiles.tiling import Part, Tile, ranges_of
 from attention_priors.priors.base import ScaledDistance
 
@@ -30,6 +30,8 @@ MOST_KEYS = 512
 """Keys per tile, at most."""
 NUMBERS = 2**18
 """Numbers that a working buffer may take, about: 1 MiB in float32."""
+PAIRS = 2**24
+"""As in the forward pass. This one has many small operations, which gain more."""
 LARGEST_STORED_LSE = 40.0
 """Log-sum-exp, in nats, up to which weights are recomputed as ``exp(logit - lse)``.
 
@@ -60,39 +62,40 @@ def backward(
     """
     out, lse = saved
     out_grad, lse_grad = grads[0], grads[1].to(problem.dtype)
-    # dS = P (dP + dlse - Σ P dP), and Σ_j P_ij dP_ij = <out_i, dout_i>.
-    moment = lse_grad - torch.linalg.vecdot(out.to(problem.dtype), out_grad.to(problem.dtype))
     geometry = problem.geometry
     block_rows = ROWS if geometry.num_keys > MOST_KEYS else ROWS // 2
     block_rows = BLOCK if problem.kept is not None else problem.level(block_rows, 0.75 * LARGEST_WITH_KEYS)
     bias_in_bits, bias = problem.bias(1 / NATS_PER_BIT), problem.bias()
     relative = lse if problem.key_bias is None else lse - _constants(problem, bias, block_rows)
-    relative = relative.masked_fill(torch.isneginf(lse), 0.0).to(problem.dtype)
+    relative = relative.to(problem.dtype, copy=True).masked_fill_(torch.isneginf(lse), 0.0)
     rows = _Rows(
         # Powers of two: exp2 is much the faster function on CPUs.
         relative * (-1 / NATS_PER_BIT),
         lse_grad,
+        out,
         out_grad,
-        moment,
         _inexact_rows(out.dtype, relative, problem.key_bias is not None),
         far_rows(relative),
     )
     heads, kv_heads = content.query.shape[1], content.key.shape[1]
     table, row_scale = problem.table, problem.row_scale
+    query_grad, key_grad, value_grad = (
+        torch.empty_like(x, dtype=problem.dtype, memory_format=torch.contiguous_format) for x in content[:3]
+    )
     found = Gradients(
-        torch.empty_like(content.query, dtype=problem.dtype, memory_format=torch.contiguous_format),
-        torch.empty_like(content.key, dtype=problem.dtype, memory_format=torch.contiguous_format),
-        torch.empty_like(content.value, memory_format=torch.contiguous_format),
+        query_grad,
+        key_grad,
+        value_grad,
         None if table is None or not wanted[0] else torch.zeros_like(table, dtype=problem.dtype),
         None if problem.key_bias is None or not wanted[1] else lse.new_zeros(geometry.batch, heads, geometry.num_keys),
         torch.zeros_like(row_scale) if row_scale is not None and wanted[2] else None,
     )
     tile = min(block_rows, geometry.num_queries) * min(MOST_KEYS, geometry.num_keys)
-    at_once = is_crowded() and problem.is_large
+    at_once = problem.is_large(PAIRS)
     parts = problem.parts(kv_heads, heads // kv_heads, block_length(tile, NUMBERS), at_once)
 
     def make_workspace() -> _Workspace:
-        names = ("weights", "their gradient", "logits' gradient", "product", "keys' gradient", "values' gradient")
+        names = ("weights", "logits' gradient", "product")
         scratch = [Scratch(name, problem.dtype, lse.device) for name in names]
         return _Workspace(bias_in_bits.for_thread(), bias.for_thread(), scratch)
 
@@ -114,14 +117,13 @@ def backward(
 
 
 class _Rows(NamedTuple):
-    """Numbers of each query, ``(B, H, Lq)``; the gradient of its output is ``(B, H, Lq, Dv)``."""
+    """Numbers of each query, ``(B, H, Lq)``; its output and the gradient of that are ``(B, H, Lq, Dv)``."""
 
     shift: Tensor
     """Less the log-sum-exp, in bits, of what is added to the logits; 0 for a query that sees no key."""
     lse_grad: Tensor
+    out: Tensor
     out_grad: Tensor
-    moment: Tensor
-    """The logits' gradient is the weight times the weight's gradient plus this."""
     inexact: Tensor | None
     """Whether the stored output or log-sum-exp is not exact enough; None if all are."""
     far: Tensor | None
@@ -157,6 +159,11 @@ class _Workspace(NamedTuple):
     scratch: list[Scratch]
 
 
+def _with_rows_as_columns(tensor: Tensor) -> Tensor:
+    """Contiguous matrices' memory, as contiguous matrices of as many rows as they have columns."""
+    return tensor.view(*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])
+
+
 class _Queries(NamedTuple):
     """Matrices of a block's queries, one per text and head of keys: heads that share one are more rows of it."""
 
@@ -167,9 +174,10 @@ class _Queries(NamedTuple):
 
 @dataclass
 class _Backward:
-    """The backward pass of some texts and heads; gradients of keys and values add up in it, transposed.
+    """The backward pass of some texts and heads.
 
-    "Columns x queries" times "queries x keys" is the faster product on CPUs.
+    Gradients of keys and values add up transposed, in the memory that they have in the end: "columns x queries" times
+    "queries x keys" is the faster product on CPUs.
     """
 
     part: Part
@@ -186,9 +194,8 @@ class _Backward:
         self.in_bits, self.here = self.bias_in_bits, self.bias
         part, content, found, dtype = self.part, self.content, self.found, self.problem.dtype
         self.key, self.value = (part.of_keys(x).to(dtype).contiguous() for x in (content.key, content.value))
-        self.key_grad, self.value_grad = (
-            scratch.of(*x.mT.shape).zero_() for x, scratch in zip((self.key, self.value), self.scratch[4:], strict=True)
-        )
+        of_keys = [part.of_keys(x) for x in (found.key, found.value)]
+        self.key_grad, self.value_grad = (_with_rows_as_columns(x).zero_() for x in of_keys)
         if found.table is not None:
             texts = part.batches.stop - part.batches.start
             self.table_grad = torch.zeros_like(
@@ -199,8 +206,9 @@ class _Backward:
             # Pruning leaves each head keys of its own.
             for heads in [slice(head, head + 1) for head in apart] or [part.heads]:
                 self._block(block, heads)
-        part.of_keys(found.key).copy_(self.key_grad.mT)
-        part.of_keys(found.value).copy_(self.value_grad.mT)
+        for matrix in (matrix for x in of_keys for of_text in x for matrix in of_text):
+            transposed = self.scratch[0].of(*matrix.mT.shape).copy_(_with_rows_as_columns(matrix))
+            matrix.copy_(transposed.mT)
 
     def _block(self, block: Tile, heads: slice) -> None:
         """Add what some queries, in reverse order, have part in."""
@@ -221,7 +229,9 @@ class _Backward:
             self._with_new_softmax(tiles, heads, queries)
         else:
             step = max(MOST_KEYS // 4, min(MOST_KEYS, block_length(query.shape[0] * query.shape[1], NUMBERS)))
-            shift, moment = (cut(x).flip(2).unsqueeze(-1) for x in (rows.shift, rows.moment))
+            # dS = P (dP + dlse - Σ P dP), and Σ_j P_ij dP_ij = <out_i, dout_i>.
+            moment = cut(rows.lse_grad) - torch.linalg.vecdot(cut(rows.out).to(dtype), cut(rows.out_grad).to(dtype))
+            shift, moment = (x.flip(2).unsqueeze(-1) for x in (cut(rows.shift), moment))
             for tile in tiles:
                 for first, last in ranges_of(tile.first, tile.last, step):
                     piece = tile._replace(first=first, last=last)
@@ -240,38 +250,41 @@ class _Backward:
 
     def _tile(self, tile: Tile, heads: slice, shift: Tensor, moment: Tensor, queries: _Queries) -> None:
         shape = (tile.number, heads.stop - heads.start, *tile.shape)
-        weights, weights_grad = (scratch.of(*shape) for scratch in self.scratch[:2])
-        weights, weights_grad = (
-            self._stacked(self.in_bits.write(weights, tile, heads, shift)),
-            self._stacked(weights_grad),
-        )
+        weights = self._stacked(self.in_bits.write(self.scratch[0].of(*shape), tile, heads, shift))
         key = self._keys(self.key, tile)
         weights.baddbmm_(queries.query, key.mT, alpha=self.problem.softmax_scale / NATS_PER_BIT).exp2_()
-        torch.baddbmm(moment, queries.out_grad, self._keys(self.value, tile).mT, out=weights_grad)
-        self._add(tile, heads, weights, weights_grad, queries, key)
+        factor = self._logits_grad(tile, weights)[1]
+        torch.baddbmm(moment, queries.out_grad, self._keys(self.value, tile).mT, out=factor)
+        self._add(tile, heads, weights, factor, queries, key)
+
+    def _logits_grad(self, tile: Tile, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Memory for that of a tile, after as many columns of zeros as there are rows: see ``Distances.add``."""
+        rows, keys = tile.shape
+        zeros = rows if self.table_grad is not None else 0
+        padded = self.scratch[1].of(*weights.shape[:2], zeros + keys)
+        return padded, padded[..., zeros:]
 
     def _add(self, tile: Tile, heads: slice, weights: Tensor, factor: Tensor, queries: _Queries, key: Tensor) -> None:
         """Add a tile's part of every gradient; its logits have that of ``weights · factor``."""
         (query, out_grad, query_grad), (rows, keys) = queries, tile.shape
         number = heads.stop - heads.start
-        # After as many columns of zeros as there are rows: see Distances.add.
-        zeros = rows if self.table_grad is not None else 0
-        padded = self.scratch[2].of(*weights.shape[:2], zeros + keys)
+        padded, logits_grad = self._logits_grad(tile, weights)
+        zeros = padded.shape[-1] - keys
         padded[..., :zeros] = 0
-        logits_grad = torch.mul(weights, factor, out=padded[..., zeros:])
+        torch.mul(weights, factor, out=logits_grad)
         key_grad, value_grad = (self._keys(x.mT, tile).mT for x in (self.key_grad, self.value_grad))
         # Products are faster where they write to memory of their own.
         value_grad += torch.bmm(
-            out_grad.mT, weights, out=self.scratch[3].of(weights.shape[0], out_grad.shape[-1], keys)
+            out_grad.mT, weights, out=self.scratch[2].of(weights.shape[0], out_grad.shape[-1], keys)
         )
-        product = torch.bmm(query.mT, logits_grad, out=self.scratch[3].of(weights.shape[0], query.shape[-1], keys))
+        product = torch.bmm(query.mT, logits_grad, out=self.scratch[2].of(weights.shape[0], query.shape[-1], keys))
         key_grad.add_(product, alpha=self.problem.softmax_scale)
-        query_grad += torch.bmm(logits_grad, key, out=self.scratch[3].of(*query.shape))
+        query_grad.baddbmm_(logits_grad, key)
         padded = padded.view(tile.number, number, rows, zeros + keys)
         if self.problem.row_scale is not None:
             if self.found.row_scale is not None:
                 log_prior = self.here.log_prior(tile, heads)
-                out = self.scratch[3].of(tile.number, number, rows, keys)
+                out = self.scratch[2].of(tile.number, number, rows, keys)
                 moments = torch.mul(padded[..., zeros:], log_prior, out=out)
                 tile.cut_rows(self.found.row_scale, heads).add_(moments.sum(-1).flip(-1))
             if any(x is not None for x in (self.table_grad, self.found.key_bias, self.network_grad)):

@@ -58,8 +58,11 @@ class Scratch:
         if size > len(self._numbers):
             # Not an inference tensor: that could not be written to where gradients are wanted.
             with torch.inference_mode(False):
-                # Tiles of a causal problem grow a little each time.
-                self._numbers = self._numbers.new_empty(max(size, 2 * len(self._numbers)))
+                # Tiles of a causal problem grow a little each time. The smaller memory is given back first.
+                enough, (_, dtype, device) = max(size, 2 * len(self._numbers)), self._place
+                vars(_kept).get("numbers", {}).pop(self._place, None)
+                del self._numbers
+                self._numbers = torch.empty(enough, dtype=dtype, device=device)
             if self._numbers.device.type == "cpu" and len(self._numbers) <= KEPT_NUMBERS:
                 vars(_kept).setdefault("numbers", {})[self._place] = self._numbers
         return self._numbers[:size].view(shape)

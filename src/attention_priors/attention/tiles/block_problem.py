@@ -19,10 +19,6 @@ from attention_priors.attention.tiles.scaled import ScaledBias
 from attention_priors.attention.tiles.tiling import FEW_NUMBERS, FEW_PAIRS, Part, Tile, Tiling, divide
 from attention_priors.priors.base import ScaledDistance
 
-PAIRS = 2**24
-"""Pairs of a query and a key, all texts and heads counted, from which on threads of their own pay on a crowded machine:
-PyTorch's own threads wait in a loop for some milliseconds, and take a core meanwhile."""
-
 LEAST_ROWS = 128
 """Queries of a block, however steep biases are."""
 
@@ -183,11 +179,10 @@ class BlockProblem:
             ranges = [(max(first * BLOCK, block.first), min(last * BLOCK, block.last)) for first, last in runs]
         return [(first, last) for first, last in ranges if first < last]
 
-    @cached_property
-    def is_large(self) -> bool:
-        """Whether threads of their own may pay for its parts."""
-        pairs = sum(math.prod(tile.shape) * tile.number for tile in self.tiling.segments) * self.geometry.heads
-        return self.geometry.device.type == "cpu" and pairs >= PAIRS
+    def is_large(self, pairs: int) -> bool:
+        """Whether it is on CPUs and has so many pairs of a query and a key, all texts and heads counted."""
+        found = sum(math.prod(tile.shape) * tile.number for tile in self.tiling.segments) * self.geometry.heads
+        return self.geometry.device.type == "cpu" and found >= pairs
 
     def parts(self, kv_heads: int, unit: int, most: int | None, at_once: bool) -> list[Part]:
         """Divide the texts and heads into parts that are computed one after another, or at once.
@@ -201,7 +196,7 @@ class BlockProblem:
         """
         batch, heads = self.geometry.batch, self.geometry.heads
         count = 1 if most is None else -(-batch * heads // most)
-        if at_once:
+        if at_once and torch.get_num_threads() > 1:
             count = max(count, 2 * torch.get_num_threads())
         if self.scaled is not None:
             # One text and some heads, whose gradients add up in the same order whatever is done at once.

@@ -22,7 +22,7 @@ from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.tiles.bias import Bias, far_rows
 from attention_priors.attention.tiles.block_problem import EVERY, BlockProblem, Content, widened
 from attention_priors.attention.tiles.exact import recompute_rows
-from attention_priors.attention.tiles.threads import is_crowded, share
+from attention_priors.attention.tiles.threads import share
 from attention_priors.attention.tiles.tiling import Part, RowBlock, Tile, ranges_of
 from attention_priors.precision import NEAR, compute_dtype_of
 
@@ -32,6 +32,9 @@ DIAGONAL_ROWS = 128
 """Queries per tile beside the causal diagonal: smaller ones waste less on keys nobody sees."""
 KEYS_IN_MEMORY = 512
 """Keys per tile where the bias is in memory."""
+PAIRS = 2**26
+"""Pairs of a query and a key, all texts and heads counted, from which on threads of their own pay: PyTorch's own
+threads wait in a loop for some milliseconds, and take a core meanwhile."""
 BIAS_NUMBERS = 2**20
 """Numbers that a bias in memory may take: 4 MiB in float32."""
 FLASH_ON_CPU = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore[reportPrivateImportUsage]
@@ -44,10 +47,9 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
     out = query.new_empty(*query.shape[:-1], content.value.shape[-1])
     lse = query.new_empty(query.shape[:-1], dtype=problem.dtype)
     constant = query.new_zeros(query.shape[:-1], dtype=torch.float64)
-    at_once = is_crowded() and problem.is_large
     if _has_room(content, problem):
         bias_of = replace(problem, key_bias=None).bias()
-    sizes = _sizes_of(problem, bias_of)
+    sizes, at_once = _sizes_of(problem, bias_of), problem.is_large(PAIRS)
     parts = problem.parts(content.key.shape[1], 1, sizes.matrices, at_once)
     work = [partial(_attend_part, part, sizes, content, problem, _Found(out, lse), constant) for part in parts]
     share(work, bias_of.for_thread, at_once)
@@ -156,6 +158,7 @@ def _attend_part(
             constants[here] = constant
         result.out[here] = found.out[..., : result.out.shape[-1]].flip(2)
         result.lse[here] = found.lse.flip(2)
+        del query, found  # the next block's memory
 
 
 def _attend_block(block: RowBlock, query: Tensor, attend: Callable[[Tile, Tensor], _Found]) -> _Found:
