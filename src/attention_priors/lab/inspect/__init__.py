@@ -1,4 +1,4 @@
-"""Looking inside: what attention is made of, the priors that a model's heads have learned, what its sinks hold."""
+"""Inspect models: content and position in attention, learned priors of each head, attention sinks."""
 
 from attention_priors.hf.observe import LayerAttention, observed_attention
 from attention_priors.lab.inspect.additive import (

@@ -1,4 +1,4 @@
-"""The model that is looked into."""
+"""Models and texts to inspect."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ from attention_priors.models.vision import PriorVisionConfig
 
 @dataclass(frozen=True)
 class Inspected:
-    """A language model, and its tokenizer if it has one."""
+    """Language model to inspect, with its tokenizer if available."""
 
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     without_tokenizer: str = ""
-    """Why there is none."""
+    """Reason why the tokenizer is missing."""
 
     @property
     def title(self) -> str:
-        """What people call it: training calls every model's folder ``model``, and that says nothing."""
+        """Display name: the Hub name, or the end of the folder's path.
+
+        Parts named ``model`` are left out, because training gives every model folder this name.
+        """
         folder = Path(self.name)
         if not folder.exists():
             return self.name
@@ -46,27 +49,27 @@ class Inspected:
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether it reads one text and writes another."""
+        """Whether the model has an encoder and a decoder."""
         return bool(self.model.config.is_encoder_decoder)
 
     @property
     def is_encoder(self) -> bool:
-        """Whether it reads in both directions, and writes nothing."""
+        """Whether the model is bidirectional and generates no text."""
         return isinstance(self.model.config, PriorEncoderConfig)
 
     def read(self, tokens: Tensor) -> Any:
-        """Let the model read a text ``(L,)``; one with two stacks reads it in both."""
+        """Run the model on a text ``(L,)``; an encoder-decoder model reads the text in both stacks."""
         given: dict[str, Any] = {"input_ids": tokens[None].to(self.model.device)}
         if not self.is_encoder:
             given["use_cache"] = False
         if self.is_encoder_decoder:
-            # One token fewer, so that no attention across has as many queries as keys.
+            # Drop one token, so that cross-attention never has as many queries as keys.
             given["decoder_input_ids"] = given["input_ids"][:, :-1]
         with torch.no_grad():
             return self.model(**given)
 
     def positions(self) -> str:
-        """How positions come into the model, besides its priors, in words."""
+        """Describe the position encoding of the model, without its priors."""
         config: Any = self.model.config
         if isinstance(config, PriorDecoderConfig | PriorEncoderConfig):
             layers = [config] * config.num_hidden_layers
@@ -93,29 +96,32 @@ def _name(encoding: dict[str, Any] | str | None) -> str:
 
 
 def load_inspected(name: str | Path, *, device: str | None = None) -> Inspected:
-    """Load a decoder or an encoder of ours, an attached model, or one of transformers: a decoder, or with two stacks.
+    """Load a model to inspect.
+
+    The model may be a decoder or an encoder of this library, an attached model, or a decoder or encoder-decoder of
+    transformers.
 
     Args:
-        name: its folder, or its name on the Hugging Face Hub; or an adapter's folder, as for :func:`load_model`.
-        device: where it runs; CUDA where there is some by default.
+        name: model folder, name on the Hugging Face Hub, or adapter folder, as for :func:`load_model`.
+        device: device of the model; by default CUDA if available.
 
     Raises:
-        OSError: it cannot be loaded, or lacks weights.
-        ValueError: it is no language model, its files are damaged, its tokenizer has more tokens than it, or ``device``
-            is none that is there.
+        OSError: the model cannot be loaded, or weights are missing.
+        ValueError: the model is not a language model, its files are damaged, its tokenizer has more tokens than the
+            model, or ``device`` is not available.
     """
     place = device_named(device)
     config = load_any_config(name)
     if isinstance(config, PriorVisionConfig):
         raise ValueError(
-            f"model {str(name)!r} is a classifier of images: expected a language model; what the priors of classifiers "
-            "look at stands in the report of their comparison"
+            f"model {str(name)!r} is a classifier of images: expected a language model; the report of its comparison "
+            "shows the priors of a classifier"
         )
     model = _load_any_model(name, config)
     try:
         tokenizer, why = pretrained_tokenizer(tokenizer_of(name)), ""
     except (OSError, ValueError) as error:
-        tokenizer, why = None, f"it has no tokenizer that can be used: {error}"
+        tokenizer, why = None, f"no tokenizer could be loaded: {error}"
     if tokenizer is not None:
         check_vocabulary(str(name), model, tokenizer)
     return Inspected(str(name), model.to(place).eval(), tokenizer, why)  # pyright: ignore[reportArgumentType]
@@ -131,16 +137,16 @@ def _load_any_model(name: str | Path, config: PreTrainedConfig) -> PreTrainedMod
 
 
 def check_same_model(inspected: Path, name: str) -> None:
-    """Make sure that an inspection that is there is of this model, where folders of several have the same name.
+    """Check that an existing inspection describes the same model, since models may share a folder name.
 
     Raises:
-        ValueError: it is of another one.
+        ValueError: the inspection describes another model.
     """
     if not inspected.is_file():
         return
     before = read_json(inspected)["model"]
     if _place(before) != _place(name):
-        raise ValueError(f"output: {inspected.parent} holds the inspection of {before}; name another folder")
+        raise ValueError(f"output: {inspected.parent} holds the inspection of {before}; choose another folder")
 
 
 def _place(name: str) -> str:
@@ -148,15 +154,15 @@ def _place(name: str) -> str:
 
 
 def text_to_read(source: str) -> tuple[str, str]:
-    """A text's name and content.
+    """Return the name and the content of a text.
 
     Args:
-        source: a text file in UTF-8, a FASTA file, whose first contig is read, or ``embedded``: the longest held-out
+        source: text file in UTF-8; FASTA file, of which the first contig is read; or ``embedded``, the longest held-out
             file of the embedded corpus.
 
     Raises:
-        OSError: there is no such file.
-        ValueError: it is no text.
+        OSError: the file does not exist.
+        ValueError: the file is not text.
     """
     if source == "embedded":
         longest = max(load_corpus("embedded").held_out, key=lambda document: len(document.text))
@@ -167,4 +173,4 @@ def text_to_read(source: str) -> tuple[str, str]:
     try:
         return Path(source).name, Path(source).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is no text in UTF-8: {error}") from error
+        raise ValueError(f"{source} is not UTF-8 text: {error}") from error

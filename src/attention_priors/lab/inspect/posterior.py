@@ -1,4 +1,4 @@
-"""Attention as a posterior: logits with content and position apart, how far the two agree, which trade it is.
+"""Attention as a posterior: separate logits of content and position, their agreement, and their optimal transport form.
 
 Sources: BAM, Theorem 1 and Appendices K and I; GOAT, sections 2 and 3 (entropic optimal transport).
 """
@@ -20,21 +20,21 @@ from attention_priors.priors import Prior
 
 @dataclass(frozen=True)
 class AttentionLogits:
-    """``z = f + g`` over queries and keys, in nats.
+    """Attention logits ``z = f + g`` over queries and keys, in nats.
 
     Raises:
-        ValueError: the shapes do not fit each other.
+        ValueError: the shapes do not match.
     """
 
     content: Tensor
-    """``f``, ``(..., Lq, Lk)``, finite: ``c <q_i, k_j> softmax_scale``."""
+    """Content logits ``f = c <q_i, k_j> softmax_scale``, shape ``(..., Lq, Lk)``, finite."""
     position: Tensor
-    """``g``, which expands to the shape of ``f``, finite: ``c K_ij``, up to a constant for each query."""
+    """Position logits ``g = c K_ij`` up to a constant for each query, finite; expand to the shape of ``f``."""
     visible: Tensor
-    """True where a query sees a key, which expands to the shape of ``f``."""
+    """True where a query sees a key; expands to the shape of ``f``."""
     inverse_temperature: Tensor = field(default_factory=lambda: torch.ones(()))
-    """``γ``, which expands to ``(..., Lq)``: the logit scale ``c`` that is in ``f``, and in ``g`` unless it leaves the
-    prior out."""
+    """Logit scale ``c`` as ``γ``, which expands to ``(..., Lq)``. ``f`` includes it, and so does ``g`` unless the logit
+    scale leaves the prior out."""
 
     def __post_init__(self) -> None:
         shape = self.content.shape
@@ -52,7 +52,7 @@ class AttentionLogits:
 
     @property
     def total(self) -> Tensor:
-        """``z``, ``(..., Lq, Lk)``; ``-inf`` where hidden."""
+        """Logits ``z``, shape ``(..., Lq, Lk)``; ``-inf`` where hidden."""
         return (self.content + self.position).masked_fill(~self.visible, -torch.inf)
 
 
@@ -71,28 +71,27 @@ def attention_logits(
     attn_mask: Tensor | None = None,
     relative: ShawVectors | None = None,
 ) -> AttentionLogits:
-    """The logits that :func:`attention_priors.attend` takes the softmax of. Memory: ``B · H · Lq · Lk``.
+    """Return the logits that :func:`attention_priors.attend` passes to the softmax. Memory: ``B · H · Lq · Lk``.
 
     Args:
-        query: ``(B, H, Lq, D)``, with whatever encoding turns queries.
-        key: ``(B, Hkv, Lk, D)``, likewise.
-        prior: a log-prior over positions, or None for the uniform one.
-        causal: and
-        logit_scale: and
-        softmax_scale: and
-        query_positions: and
-        key_positions: and
-        document_ids: and
-        key_padding_mask: and
-        attn_mask: and
-        relative: as for :func:`attention_priors.attend`. A float ``attn_mask`` counts as position, and Shaw's
-            vectors, which meet the query, as content.
+        query: ``(B, H, Lq, D)``. Encodings of queries, such as rotary, are already applied.
+        key: ``(B, Hkv, Lk, D)``. Encoded like the queries.
+        prior: log-prior over positions. Uniform if None.
+        causal: see :func:`attention_priors.attend`.
+        logit_scale: see :func:`attention_priors.attend`.
+        softmax_scale: see :func:`attention_priors.attend`.
+        query_positions: see :func:`attention_priors.attend`.
+        key_positions: see :func:`attention_priors.attend`.
+        document_ids: see :func:`attention_priors.attend`.
+        key_padding_mask: see :func:`attention_priors.attend`.
+        attn_mask: see :func:`attention_priors.attend`. A float mask counts as position.
+        relative: see :func:`attention_priors.attend`. Shaw's vectors multiply the query and count as content.
 
     Returns:
-        In float32, or float64 for float64 queries.
+        Logits in float32, or float64 for float64 queries.
 
     Raises:
-        ValueError: as :func:`attention_priors.attend`.
+        ValueError: see :func:`attention_priors.attend`.
     """
     problem = make_problem(
         query,
@@ -114,7 +113,7 @@ def attention_logits(
 
 
 def problem_logits(problem: Problem) -> AttentionLogits:
-    """The logits of a problem that :func:`attend` was asked, ``(B, H, Lq, Lk)``."""
+    """Return the logits ``(B, H, Lq, Lk)`` of an attention problem."""
     content, position, _, hidden = dense_logits(problem)
     position = content.new_zeros(()) if position is None else position
     visible = torch.ones((), dtype=torch.bool, device=content.device) if hidden is None else ~hidden
@@ -124,51 +123,51 @@ def problem_logits(problem: Problem) -> AttentionLogits:
 
 @dataclass(frozen=True)
 class Decomposition:
-    """The posterior of each query over the keys that it sees, and what it is made of; all of it differentiable.
+    """Posterior of each query over its visible keys, with its content and position parts; differentiable.
 
-    With ``f`` the content logits and ``g`` those of the position, ``p_content = softmax f``, ``p_position = softmax g``
-    and ``posterior = softmax(f + g) = p_content · p_position / Z``. All numbers are natural: nats, and shares from 0 to
-    1. A query that sees no key has weights 0, and 0 in everything else.
+    ``f`` are the content logits and ``g`` the position logits. Then ``p_content = softmax f``,
+    ``p_position = softmax g`` and ``posterior = softmax(f + g) = p_content · p_position / Z``. Divergences are in nats;
+    shares are from 0 to 1. A query that sees no key has zeros everywhere.
     """
 
     content: Tensor
-    """``p_content``, ``(..., Lq, Lk)``: where the query would look without a prior."""
+    """Weights without the prior, ``p_content``, shape ``(..., Lq, Lk)``."""
     position: Tensor
-    """``p_position``, ``(..., Lq, Lk)``: where it would look without content; ``π`` in GOAT."""
+    """Weights without the content, ``p_position``, shape ``(..., Lq, Lk)``; ``π`` in GOAT."""
     posterior: Tensor
-    """``p``, ``(..., Lq, Lk)``: where it looks."""
+    """Attention weights ``p``, shape ``(..., Lq, Lk)``."""
     log_overlap: Tensor
-    """``ln Z``, ``(..., Lq)``, with the overlap ``Z = Σ_j p_content p_position = Z_joint / (Z_content Z_position)``.
+    """Log of the overlap ``Z = Σ_j p_content p_position = Z_joint / (Z_content Z_position)``, shape ``(..., Lq)``.
 
-    BAM prints the second form upside down. It is 1 only where both marginals are the same point mass, and ``1/n`` where
-    one of them is uniform over ``n`` keys.
+    BAM prints the second form upside down. ``Z`` is 1 only if both marginals are the same point mass. ``Z`` is ``1/n``
+    if one marginal is uniform over ``n`` keys.
     """
     agreement: Tensor
-    """``ln(n Z)``, ``(..., Lq)``: 0 where content or prior is uniform, positive where they favour the same keys."""
+    """``ln(n Z)``, shape ``(..., Lq)``: 0 if content or prior is uniform, positive if both favour the same keys."""
     divergence_from_position: Tensor
-    """``KL(p ‖ p_position)``, ``(..., Lq)``: what the content adds to the prior."""
+    """``KL(p ‖ p_position)``, shape ``(..., Lq)``: the contribution of the content."""
     divergence_from_content: Tensor
-    """``KL(p ‖ p_content)``, ``(..., Lq)``: what the prior adds to the content."""
+    """``KL(p ‖ p_content)``, shape ``(..., Lq)``: the contribution of the prior."""
 
     @property
     def overlap(self) -> Tensor:
-        """``Z``, ``(..., Lq)``."""
+        """Overlap ``Z`` of content and prior, shape ``(..., Lq)``."""
         return self.log_overlap.exp() * (self.posterior.sum(-1) > 0)
 
     @property
     def interaction_free_energy(self) -> Tensor:
-        """``-ln Z``, ``(..., Lq)``: ``Σ_j p ln(p / (p_content p_position))``.
+        """Interaction free energy ``-ln Z = Σ_j p ln(p / (p_content p_position))``, shape ``(..., Lq)``.
 
-        It is no mutual information: for a uniform prior, which says nothing, it is ``ln n``.
+        This is not a mutual information: for a uniform prior, which carries no information, it is ``ln n``.
         """
         return -self.log_overlap
 
     @property
     def position_share(self) -> Tensor:
-        """``KL(p ‖ p_content) / (KL(p ‖ p_content) + KL(p ‖ p_position))``, ``(..., Lq)``, from 0 to 1.
+        """Share of the prior in the posterior, shape ``(..., Lq)``, from 0 to 1.
 
-        How much of the way from one marginal to the other the prior has pulled the posterior: 0 if content alone
-        decides, 1 if the prior alone does. 1/2 where the two do not differ from the posterior at all.
+        ``KL(p ‖ p_content) / (KL(p ‖ p_content) + KL(p ‖ p_position))``: 0 if content alone decides, 1 if the prior
+        alone does, 1/2 if both marginals equal the posterior.
         """
         both = self.divergence_from_content + self.divergence_from_position
         nothing = both <= 0
@@ -176,25 +175,25 @@ class Decomposition:
 
 
 def decompose(logits: AttentionLogits) -> Decomposition:
-    """Split the attention that logits give into what content and position contribute.
+    """Decompose attention into the contributions of content and position.
 
-    Source: BAM, Theorem 1; the definitions of its Appendix I (arXiv) in the form in which they agree with each other.
+    Source: BAM, Theorem 1. The definitions of its Appendix I (arXiv) are used in the form that makes them consistent.
 
     Args:
-        logits: of content and position.
+        logits: content and position logits.
     """
     visible = logits.visible
     blind = ~visible.any(-1, keepdim=True)
-    # A row without keys is computed over all of them, and then emptied: no nan enters a gradient.
+    # A query without visible keys is computed over all keys and zeroed afterwards, so that no nan enters a gradient.
     hidden = ~visible & ~blind
     dtype = logits.content.dtype
-    # In float64: where all logits are small, float32 has no digits left of what three distributions differ by.
+    # In float64: for small logits, float32 cannot resolve the differences between the three distributions.
     f, g = logits.content.double(), logits.position.double()
     log_content, log_position, log_posterior = (
         x.masked_fill(hidden, -torch.inf).log_softmax(-1) for x in (f, g, f + g)
     )
     content, position, posterior = (x.exp().masked_fill(blind, 0.0) for x in (log_content, log_position, log_posterior))
-    # Not as the difference of three log-sum-exps: those may be as large as the log-prior.
+    # A difference of three log-sum-exps would lose precision: each may be as large as the log-prior.
     log_overlap = (log_content + log_position).logsumexp(-1).masked_fill(blind.squeeze(-1), 0.0)
     number = visible.sum(-1).clamp(min=1).to(torch.float64)
     from_position, from_content = (
@@ -213,39 +212,39 @@ def decompose(logits: AttentionLogits) -> Decomposition:
 
 
 def _divergence(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
-    """``KL(p ‖ q)`` in float64, ``(...)``, with ``x = ln p - ln q``, 0 where both are.
+    """Return ``KL(p ‖ q)`` in float64, shape ``(...)``, with ``x = ln p - ln q``, or 0 where both are 0.
 
-    As both sum to 1 it is the sum of ``p x + q - p = p (x + e^-x - 1)``, none of which is negative: nothing of a small
-    divergence is lost between large numbers of both signs.
+    Since ``p`` and ``q`` each sum to 1, the divergence is the sum of ``p x + q - p = p (x + e^-x - 1)``. No term is
+    negative, so a small divergence is not lost to cancellation.
     """
-    few = x.clamp(-1e-2, 1e-2)  # beyond, the series may overflow, and so would the gradient of what is not taken
+    few = x.clamp(-1e-2, 1e-2)  # a larger x may overflow in the series, even in the gradient of the unused branch
     series = few.square() * (1 / 2 - few * (1 / 6 - few * (1 / 24 - few * (1 / 120 - few / 720))))
     return torch.where(x.abs() < 1e-2, p * series, p * x + (q - p)).sum(-1)
 
 
 def decompose_attention(query: Tensor, key: Tensor, prior: Prior | None = None, **options: Any) -> Decomposition:
-    """:func:`decompose` of what :func:`attention_priors.attend` would compute.
+    """Decompose the attention that :func:`attention_priors.attend` computes, as :func:`decompose` does.
 
     Args:
         query: ``(B, H, Lq, D)``.
         key: ``(B, Hkv, Lk, D)``.
-        prior: a log-prior over positions, or None for the uniform one.
-        options: as for :func:`attention_logits`.
+        prior: log-prior over positions; None for the uniform prior.
+        options: keyword arguments of :func:`attention_logits`.
     """
     return decompose(attention_logits(query, key, prior, **options))
 
 
 def transport_objective(plan: Tensor, score: Tensor, log_prior: Tensor, temperature: float = 1.0) -> Tensor:
-    """``-<p, s> + τ KL(p ‖ π)`` for each query, in nats, ``(...)``.
+    """Return ``-<p, s> + τ KL(p ‖ π)`` for each query, in nats, ``(...)``.
 
-    Source: GOAT, Definition 2.1 with the prior of Proposition 3.1. Its scores are unscaled there and scaled in equation
-    11; here they are whatever is given.
+    Source: GOAT, Definition 2.1 with the prior of Proposition 3.1. GOAT's scores are unscaled there and scaled in
+    equation 11; this function takes the scores as they are.
 
     Args:
-        plan: ``p``, distributions over the last dimension, ``(..., Lk)``; 0 wherever the prior is.
+        plan: Distributions ``p`` over the last dimension, ``(..., Lk)``. Must be 0 wherever the prior is 0.
         score: ``s``, ``(..., Lk)``, finite.
-        log_prior: ``K``, in nats, ``(..., Lk)``, normalised or not; ``-inf`` where a key is hidden. A query that sees
-            none has no plan, and gets nan, whatever is given as one.
+        log_prior: ``K``, in nats, ``(..., Lk)``, normalised or not; ``-inf`` where a key is hidden. A query without
+            visible keys has no plan and returns nan.
         temperature: ``τ``, positive.
 
     Raises:
@@ -258,33 +257,33 @@ def transport_objective(plan: Tensor, score: Tensor, log_prior: Tensor, temperat
     # A plan that uses a hidden key costs infinitely much.
     log_prior = log_prior.log_softmax(-1)
     excess = torch.where(used, log_plan - log_prior, 0.0)
-    # A plan of zeros would else cost nothing.
+    # Without this mask, a plan of zeros would cost nothing.
     return (plan * (temperature * excess - score)).sum(-1).masked_fill(blind, torch.nan)
 
 
 def transport_plan(score: Tensor, log_prior: Tensor, temperature: float = 1.0) -> Tensor:
-    """The only minimum of :func:`transport_objective`: ``softmax(s / τ + ln π)``, ``(..., Lk)``.
+    """Return the unique minimiser of :func:`transport_objective`: ``softmax(s / τ + ln π)``, ``(..., Lk)``.
 
     Source: GOAT, Propositions 2.2 (uniform prior) and 3.1.
 
     Args:
-        score: and
-        log_prior: and
-        temperature: as for :func:`transport_objective`.
+        score: see :func:`transport_objective`.
+        log_prior: see :func:`transport_objective`.
+        temperature: see :func:`transport_objective`.
     """
     _check_temperature(temperature)
     return (score / temperature + log_prior).softmax(-1)
 
 
 def transport_minimum(score: Tensor, log_prior: Tensor, temperature: float = 1.0) -> Tensor:
-    """What the objective comes to at its minimum: ``-τ ln Σ_j π_j e^(s_j / τ)``, in nats, ``(...)``.
+    """Return the minimum of :func:`transport_objective`, ``-τ ln Σ_j π_j e^(s_j / τ)``, in nats, ``(...)``.
 
-    Any other plan exceeds it by ``τ KL(p ‖ p*)``, exactly.
+    Any other plan ``p`` exceeds the minimum by exactly ``τ KL(p ‖ p*)``.
 
     Args:
-        score: and
-        log_prior: and
-        temperature: as for :func:`transport_objective`.
+        score: see :func:`transport_objective`.
+        log_prior: see :func:`transport_objective`.
+        temperature: see :func:`transport_objective`.
     """
     _check_temperature(temperature)
     return -temperature * ((score / temperature + log_prior).logsumexp(-1) - log_prior.logsumexp(-1))

@@ -1,4 +1,4 @@
-"""Sinks: how much attention one keeps while the content grows, by how much its key leads, and what that guarantees.
+"""Attention sinks: their mass as the content grows, their margin over other keys, and the resulting bounds.
 
 Source: GOAT, Figure 2c and section 5.
 """
@@ -24,17 +24,17 @@ from attention_priors.priors import Prior
 
 
 class SinkMassRow(TypedDict):
-    """One head with its content logits multiplied by one factor."""
+    """Sink mass of one head with its content logits multiplied by one factor."""
 
     layer: int
-    """How many others compute attention before it."""
+    """Index among the layers that compute attention."""
     head: int
     factor: float
     signal: float
-    """``ω``, the range of the content logits over the keys that a query sees, in nats; mean over queries. A logit scale
-    is in them: ``ω`` of ``c · content``."""
+    """Range ``ω`` of the content logits over a query's visible keys, in nats, mean over queries. Includes the logit
+    scale: ``ω`` of ``c · content``."""
     mass: float
-    """Attention weight of the first token; mean over queries, but for the first one, which sees nothing else."""
+    """Attention weight of the first token, mean over all queries except the first, which sees only itself."""
 
 
 def sink_mass(
@@ -47,38 +47,38 @@ def sink_mass(
     logit_scale: SSMax | None = None,
     relative: ShawVectors | None = None,
 ) -> Tensor:
-    """The attention weight of one key, while the content logits are multiplied by rising factors.
+    """Return the attention weight of one key while the content logits are multiplied by growing factors.
 
-    ``p_i(sink; f) = softmax_j(c_i (f · <q_i, k_j> / sqrt(D) + K_ij))[sink]`` under the causal mask, with the logit
-    scale ``c_i``, 1 without one. At ``f = 0`` it is the prior's own mass, whatever the content:
-    ``exp(c_i K_i,sink) / Σ_{j ≤ i} exp(c_i K_ij)``, which without a logit scale is ``1 / (i + 1)`` for the uniform
-    prior, ``e^b / (e^b + i)`` for a :class:`KeySink` that is a bump ``b``. With ``π`` that mass and ``ω_i`` the range
-    of ``c_i <q_i, k_j> / sqrt(D)`` over the visible keys, ``π exp(-f ω_i) ≤ p_i ≤ π exp(f ω_i)``.
+    ``p_i(sink; f) = softmax_j(c_i (f · <q_i, k_j> / sqrt(D) + K_ij))[sink]`` under the causal mask, with logit scale
+    ``c_i`` (1 without one). At ``f = 0`` the weight is the prior's own mass, for any content:
+    ``exp(c_i K_i,sink) / Σ_{j ≤ i} exp(c_i K_ij)``. Without a logit scale, this mass is ``1 / (i + 1)`` for the uniform
+    prior and ``e^b / (e^b + i)`` for a :class:`KeySink` with bump ``b``. Let ``π`` be this mass and ``ω_i`` the range
+    of ``c_i <q_i, k_j> / sqrt(D)`` over the visible keys. Then ``π exp(-f ω_i) ≤ p_i ≤ π exp(f ω_i)``.
 
-    Source: GOAT, Theorem 5.1 (equation 25) and Figure 2c. The paper does not say how its signal was varied; here the
-    content of given queries and keys is.
+    Source: GOAT, Theorem 5.1 (equation 25) and Figure 2c. The paper does not say how it varied its signal. This
+    function multiplies the content of given queries and keys.
 
     Args:
-        query: ``(B, H, L, D)``, with whatever encoding turns queries.
-        key: ``(B, Hkv, L, D)``, likewise.
-        prior: the log-prior; None is the uniform one.
-        factors: what content logits are multiplied by, 0 or more.
-        sink: which key, from 0. Queries before it do not see it.
-        logit_scale: SSMax; one that leaves the prior out multiplies the content alone.
+        query: ``(B, H, L, D)``. Encodings of queries, such as rotary, are already applied.
+        key: ``(B, Hkv, L, D)``. Encoded like the queries.
+        prior: log-prior; None for the uniform prior.
+        factors: multipliers of the content logits, 0 or more.
+        sink: index of the sink's key. Earlier queries do not see the sink.
+        logit_scale: SSMax; if it leaves the prior out, it multiplies the content alone.
         relative: Shaw's vectors.
 
     Returns:
-        ``(len(factors), B, H, L)`` in the query's dtype. Memory while it runs: ``B · H · L²``.
+        Weights ``(len(factors), B, H, L)`` in the query's dtype. Peak memory: ``B · H · L²``.
 
     Raises:
-        ValueError: there are no factors, one is negative or not finite, or ``sink`` is no key.
+        ValueError: ``factors`` is empty, a factor is negative or not finite, or ``sink`` is out of range.
     """
     _check_factors(factors)
     if key.dim() != 4:
         raise ValueError(f"key must have shape (B, Hkv, L, D), got {tuple(key.shape)}")
     if not 0 <= sink < key.shape[2]:
         raise ValueError(f"sink must be a key from 0 to {key.shape[2] - 1}, got {sink}")
-    # Values play no part in weights.
+    # The weights do not depend on the values, so the keys stand in for them.
     options: dict[str, Any] = {"logit_scale": logit_scale, "relative": relative}
     return torch.stack(
         [attend_with_weights(factor * query, key, key, prior, **options)[1][..., sink] for factor in factors]
@@ -87,18 +87,18 @@ def sink_mass(
 
 @torch.no_grad()
 def sink_mass_rows(model: PreTrainedModel, texts: Sequence[Tensor], *, factors: Sequence[float]) -> list[SinkMassRow]:
-    """:func:`sink_mass` of the first token, for every head of a model.
+    """Return :func:`sink_mass` of the first token for every head of a model.
 
-    Queries and keys of each layer are those of an ordinary forward pass; the factor multiplies the content logits of
-    that layer alone.
+    Queries and keys come from an ordinary forward pass. The factor multiplies the content logits of one layer at a
+    time.
 
     Args:
-        model: in evaluation mode; any that :func:`observed_attention` sees.
-        texts: tokens of each text, ``(L,)``, at least 2.
-        factors: as for :func:`sink_mass`.
+        model: model in evaluation mode that :func:`observed_attention` supports.
+        texts: token ids of each text, ``(L,)``, at least 2.
+        factors: see :func:`sink_mass`.
 
     Raises:
-        ValueError: there are no texts, one is too short, there are no factors, or one is impossible.
+        ValueError: ``texts`` or ``factors`` is empty, a text is too short, or a factor is negative or not finite.
     """
     if not texts or min(map(len, texts)) < 2:
         raise ValueError(
@@ -114,7 +114,7 @@ def sink_mass_rows(model: PreTrainedModel, texts: Sequence[Tensor], *, factors: 
         totals[layer.index] = totals.get(layer.index, 0.0) + sums
 
     for text in texts:
-        # Each anew, for layers to be counted from 0: a hybrid computes attention in some of its layers alone.
+        # Observe each text anew, so that layers count from 0: only some layers of a hybrid compute attention.
         with observed_attention(model, see):
             model(input_ids=text[None].to(model.device), use_cache=False)
     queries = sum(len(text) - 1 for text in texts)
@@ -141,30 +141,30 @@ def _check_factors(factors: Sequence[float]) -> None:
 
 @dataclass(frozen=True)
 class Margin:
-    """By how much one key leads for each query, in nats, ``(..., Lq)``.
+    """Margin by which one key leads all others for each query, in nats, ``(..., Lq)``.
 
-    ``inf`` where the query sees no other key, ``-inf`` where it does not see this one.
+    ``inf`` where the query sees no other key, ``-inf`` where the query does not see this key.
     """
 
     total: Tensor
     """``m_i(j*) = min_{k ≠ j*} (z_ij* - z_ik)``: positive where ``j*`` is the sink (GOAT, Definition 5.2)."""
     content: Tensor
-    """The part of it that comes from the content, ``f_ij* - f_ik`` with ``k`` the runner-up; nan without one."""
+    """Content part of the margin, ``f_ij* - f_ik`` with ``k`` the runner-up; nan without a runner-up."""
     position: Tensor
-    """The part that comes from the prior, ``g_ij* - g_ik`` (GOAT, equation 27); nan without a runner-up."""
+    """Prior part of the margin, ``g_ij* - g_ik`` (GOAT, equation 27); nan without a runner-up."""
     position_alone: Tensor
-    """``δ = min_{k ≠ j*} (g_ij* - g_ik)``: the margin that there is without any content (GOAT, Theorem 5.4)."""
+    """``δ = min_{k ≠ j*} (g_ij* - g_ik)``: margin of the prior without any content (GOAT, Theorem 5.4)."""
 
 
 def sink_margin(logits: AttentionLogits, key: int) -> Margin:
-    """By how much a key leads, split into what content and prior contribute.
+    """Return the margin of a key, split into the contributions of content and prior.
 
     Args:
-        logits: of content and position.
-        key: ``j*``, from 0.
+        logits: content and position logits.
+        key: index ``j*`` of the key.
 
     Raises:
-        ValueError: there is no such key.
+        ValueError: ``key`` is out of range.
     """
     _check_key(logits.content.shape[-1], key)
     others = logits.visible.clone()
@@ -191,9 +191,9 @@ def sink_margin(logits: AttentionLogits, key: int) -> Margin:
 
 
 def content_range(logits: AttentionLogits) -> Tensor:
-    """``ω_i``: the largest less the smallest content logit that each query sees, in nats, ``(..., Lq)``.
+    """Return ``ω_i``, the range of each query's visible content logits, in nats, ``(..., Lq)``.
 
-    0 for a query that sees no key.
+    A query that sees no key has range 0.
     """
     blind = ~logits.visible.any(-1)
     highest = logits.content.masked_fill(~logits.visible, -torch.inf).amax(-1).masked_fill(blind, 0.0)
@@ -202,21 +202,21 @@ def content_range(logits: AttentionLogits) -> Tensor:
 
 
 def collapse_bounds(logits: AttentionLogits) -> tuple[Tensor, Tensor]:
-    """What every weight lies between: ``π e^-ω`` and ``π e^ω``, ``(..., Lq, Lk)`` each.
+    """Return the bounds ``π e^-ω`` and ``π e^ω`` of every attention weight, ``(..., Lq, Lk)`` each.
 
-    The weaker the content, the closer the posterior is to the prior, whatever was learned. The upper one may exceed 1.
+    The weaker the content, the closer the posterior is to the prior. The upper bound may exceed 1.
 
     Source: GOAT, Theorem 5.1 (equation 25).
 
     Args:
-        logits: of content and position.
+        logits: content and position logits.
     """
     blind = ~logits.visible.any(-1, keepdim=True)
     log_prior = logits.position.masked_fill(~logits.visible & ~blind, -torch.inf).log_softmax(-1)
     spread = content_range(logits).unsqueeze(-1)
-    # Of the sum: 0 times an exponential that overflows would be nan.
-    # An upper one beyond all numbers is nearly the largest of them: an infinite one would have no gradient. Nearly, as
-    # the logarithm of the largest may be rounded up, and its exponential is then infinite.
+    # Exponentiate the sum: 0 times an overflowing exponential would be nan. Clamp the upper bound just below the
+    # largest number, as an infinite bound has no gradient. The logarithm of the largest number itself may be rounded
+    # up, and its exponential would then be infinite.
     largest = torch.tensor(torch.finfo(log_prior.dtype).max, dtype=log_prior.dtype).log()
     largest = float(largest.nextafter(torch.zeros_like(largest)))
     low, high = (
@@ -226,40 +226,40 @@ def collapse_bounds(logits: AttentionLogits) -> tuple[Tensor, Tensor]:
 
 
 def context_sensitivity(weights: Tensor, key: int) -> Tensor:
-    """``Ψ = 1 - p_ij*``, the weight of all keys but the sink, ``(..., Lq)``.
+    """Return ``Ψ = 1 - p_ij*``, the weight of all keys but the sink, ``(..., Lq)``.
 
-    Noise of size ``ε`` in their values moves the output by at most ``ε Ψ``.
+    Noise of size ``ε`` in the values of the other keys moves the output by at most ``ε Ψ``.
 
     Source: GOAT, Definition 5.3 (equations 28 and 29).
 
     Args:
-        weights: ``(..., Lq, Lk)``, as of :attr:`Decomposition.posterior`.
-        key: ``j*``, from 0.
+        weights: ``(..., Lq, Lk)``, such as :attr:`Decomposition.posterior`.
+        key: index ``j*`` of the sink.
 
     Raises:
-        ValueError: there is no such key.
+        ValueError: ``key`` is out of range.
     """
     _check_key(weights.shape[-1], key)
     others = weights.clone()
     others[..., key] = 0
-    return others.sum(-1)  # not 1 - p, which has no digits left where p is near 1
+    return others.sum(-1)  # 1 - p would lose all digits where p is near 1
 
 
 def sensitivity_bound(margin: Tensor, num_keys: Tensor | int) -> Tensor:
-    """``Ψ ≤ (n - 1) / (e^m + n - 1)``, attained where all other keys trail by exactly ``m``.
+    """Return the bound ``Ψ ≤ (n - 1) / (e^m + n - 1)``, attained where all other keys trail by exactly ``m``.
 
-    GOAT's Theorem 5.4 has the prior's margin alone, for content that vanishes. For content of range ``ω`` it holds with
-    the total margin, or with the prior's less ``ω``; with the prior's alone it is violated. For a fixed margin it tends
-    to 1 as ``n`` grows: to keep it, the margin must grow like ``ln n``.
+    GOAT's Theorem 5.4 uses the prior's margin alone, for vanishing content. For content of range ``ω`` the bound holds
+    with the total margin, or with the prior's margin less ``ω``. With the prior's margin alone the bound is violated.
+    For a fixed margin the bound tends to 1 as ``n`` grows; to keep it constant, the margin must grow like ``ln n``.
 
     Source: GOAT, Theorem 5.4 (equation 31) and Appendix D.2.
 
     Args:
         margin: ``m``, in nats: :attr:`Margin.total`, or ``position_alone - content_range``.
-        num_keys: ``n``, how many keys the query sees, the sink included.
+        num_keys: ``n``, the number of keys that the query sees, including the sink.
     """
     others = torch.as_tensor(num_keys, dtype=margin.dtype, device=margin.device) - 1
-    # 1 / (1 + e^m / (n - 1)), without an exponential that overflows.
+    # 1 / (1 + e^m / (n - 1)), computed without overflow.
     return torch.where(others > 0, torch.sigmoid(others.clamp(min=1).log() - margin), 0.0)
 
 
