@@ -99,7 +99,7 @@ def test_a_window_loses_no_more_than_it_is_allowed(seed: int, tolerance: float, 
         (lambda prior: window_for(prior, 9, 1.0), "tolerance must be in"),
         (lambda prior: window_for(prior, 9, 0.1, -1.0), "content_range must be"),
         (lambda prior: window_for(prior, 9, 0.1, math.inf), "content_range must be"),
-        (lambda prior: effective_reach(prior, 9, logit_scale=SSMax(3)), "logit_scale has num_heads=3, but the prior 2"),
+        (lambda prior: effective_reach(prior, 9, logit_scale=SSMax(3)), "num_heads=3, but the prior has 2"),
     ],
 )
 def test_mistakes_are_named(call, message: str) -> None:

@@ -1,8 +1,8 @@
-"""Positions that are added to embeddings: what they do to the logits.
+"""Positions added to embeddings, and their effect on the logits.
 
-With ``x_i = e_i + p_i`` the logit ``<Q x_i, K x_j>`` is a sum of four: content with content, content with position, and
-so on. A prior adds one term that depends on positions alone; an encoding that is added to embeddings brings all four.
-In a trained model (GPT-2, OPT and their like) the logits of the first layer are split likewise.
+With ``x_i = e_i + p_i``, the logit ``<Q x_i, K x_j>`` is a sum of four terms: content with content, content with
+position, and so on. A prior adds one term that depends on positions alone; positions added to embeddings bring all
+four. The first-layer logits of trained models such as GPT-2 and OPT are split in the same way.
 """
 
 from __future__ import annotations
@@ -21,48 +21,48 @@ from attention_priors.hf.observe import LayerAttention, observed_attention
 from attention_priors.lab.inspect.posterior import problem_logits
 
 Case = Literal["i", "ii", "iii", "iv"]
-"""Whether ``Q 1`` and ``K 1`` matter: i, neither; ii, ``K 1`` alone; iii, ``Q 1`` alone; iv, both."""
+"""Which of ``Q 1`` and ``K 1`` matter: i, neither; ii, only ``K 1``; iii, only ``Q 1``; iv, both."""
 
 
 class Projected(NamedTuple):
-    """Queries or keys by where they come from, ``(..., L, D)`` each; what expands to that will do."""
+    """Queries or keys by origin, ``(..., L, D)`` each or expandable to this shape."""
 
     content: Tensor
-    """Of the embedding, ``Q e``."""
+    """Part from the token embedding, ``Q e``."""
     position: Tensor
-    """Of what was added to it, ``Q p``."""
+    """Part from the added position, ``Q p``."""
     bias: Tensor | None = None
-    """Of neither: the projection's bias, and that of a normalisation before it."""
+    """Part from the biases of the projection and of the normalisation before it."""
 
 
 @dataclass(frozen=True)
 class AdditiveLogits:
-    """Logits by what their queries and keys come from, ``(..., Lq, Lk)`` each, in nats."""
+    """Logits by the origin of their queries and keys, ``(..., Lq, Lk)`` each, in nats."""
 
     content_content: Tensor
-    """``<Q e_i, K e_j>``: what position has no part in."""
+    """``<Q e_i, K e_j>``: content alone."""
     content_position: Tensor
-    """``<Q e_i, K p_j>``: some tokens look for places."""
+    """``<Q e_i, K p_j>``: tokens that look for positions."""
     position_content: Tensor
-    """``<Q p_i, K e_j>``: from some places, certain tokens are looked for."""
+    """``<Q p_i, K e_j>``: positions that look for tokens."""
     position_position: Tensor
-    """``<Q p_i, K p_j>``: what a prior would be."""
+    """``<Q p_i, K p_j>``: positions alone, as in a prior."""
     bias: Tensor
-    """All that a bias has a part in."""
+    """Sum of all terms that contain a bias."""
 
     @property
     def total(self) -> Tensor:
-        """Their sum."""
+        """Sum of all terms."""
         return self.content_content + self.content_position + self.position_content + self.position_position + self.bias
 
     def spreads(self, visible: Tensor) -> dict[str, Tensor]:
-        """The standard deviation of each summand over the keys that a query sees, mean over queries, ``(...)``.
+        """Return the standard deviation of each term over a query's visible keys, mean over queries, ``(...)``.
 
-        In nats. A softmax does not see what all keys have in common, so a summand matters by how it differs between
-        them. Queries that see one key alone do not count.
+        The result is in nats. The softmax ignores a constant over keys, so only the variation of a term matters.
+        Queries that see a single key are left out.
 
         Args:
-            visible: boolean, which expands to ``(..., Lq, Lk)``.
+            visible: boolean, expandable to ``(..., Lq, Lk)``.
 
         Raises:
             ValueError: no query sees two keys.
@@ -71,14 +71,14 @@ class AdditiveLogits:
         number = visible.sum(-1)
         choosing = number > 1
         if not bool(choosing.any(-1).all()):
-            raise ValueError("visible: no query sees two keys, so no summand can differ between them")
+            raise ValueError("visible: no query sees two keys, so no term can vary over keys")
         found = {}
         for name, summand in vars(self).items():
             term = summand.masked_fill(~visible, 0.0)
             mean = term.sum(-1) / number.clamp(min=1)
             centred = (term - mean.unsqueeze(-1)).masked_fill(~visible, 0.0)
             variance = centred.square().sum(-1) / number.clamp(min=1)
-            # The root of 0 has no gradient: where keys do not differ, as where there is one, nothing is to be learned.
+            # The root of 0 has no gradient: without variation over keys, the gradient is 0.
             flat = variance == 0
             deviation = variance.masked_fill(flat, 1.0).sqrt().masked_fill(flat, 0.0)
             found[name] = deviation.masked_fill(~choosing, 0.0).sum(-1) / choosing.sum(-1)
@@ -89,8 +89,8 @@ def additive_logits(query: Projected, key: Projected, softmax_scale: float | Non
     """Split the logits of queries and keys that are sums of content, position and bias. The split is exact.
 
     Args:
-        query: ``(..., Lq, D)`` each.
-        key: ``(..., Lk, D)`` each.
+        query: parts of the queries, ``(..., Lq, D)`` each.
+        key: parts of the keys, ``(..., Lk, D)`` each.
         softmax_scale: ``1/sqrt(D)`` by default.
     """
     scale = query.content.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -117,39 +117,39 @@ def additive_logits(query: Projected, key: Projected, softmax_scale: float | Non
 
 @dataclass(frozen=True)
 class LinearAudit:
-    """What positions ``p_i = i · 1`` do to the logits of one head, or of several, ``(...)``.
+    """Effect of positions ``p_i = i · 1`` on the logits of one or several heads, ``(...)``.
 
-    The four summands are ``(Q e_i)ᵀ K e_j``, ``j (Q e_i)ᵀ K 1``, ``i (Q 1)ᵀ K e_j`` and ``i j (Q 1)ᵀ K 1``. After a
-    normalisation the places ``i`` and ``j`` are no longer whole numbers, but rise with them.
+    The four terms are ``(Q e_i)ᵀ K e_j``, ``j (Q e_i)ᵀ K 1``, ``i (Q 1)ᵀ K e_j`` and ``i j (Q 1)ᵀ K 1``. After a
+    normalisation, the places ``i`` and ``j`` are no longer whole numbers, but still rise with the position.
     """
 
     logits: AdditiveLogits
     query_share: Tensor
-    """Root mean square of ``i (Q 1)ᵀ K e_j`` over that of the content's summand, over visible pairs, ``(...)``; 0 where
-    neither is there, inf where the content's is not."""
+    """Root mean square of ``i (Q 1)ᵀ K e_j`` over visible pairs, divided by that of the content term, ``(...)``. 0 if
+    both terms are 0, inf if only the content term is."""
     key_share: Tensor
-    """Likewise of ``j (Q e_i)ᵀ K 1``."""
+    """Share of ``j (Q e_i)ᵀ K 1``, defined like ``query_share``."""
     quadratic_share: Tensor
-    """Likewise of ``i j (Q 1)ᵀ K 1``, for which both must matter: content may be blind to them, and they not to each
-    other."""
+    """Share of ``i j (Q 1)ᵀ K 1``, defined like ``query_share``. If this share is large, both ``Q 1`` and ``K 1``
+    matter, even if the content ignores them."""
     threshold: float
-    """Share up to which ``Q 1`` or ``K 1`` counts as 0."""
+    """Largest share at which ``Q 1`` or ``K 1`` counts as 0."""
     slope: Tensor
-    """``(Q e_i)ᵀ K 1 + i (Q 1)ᵀ K 1``: nats by which the logit drifts with each place of the key, ``(..., Lq)``."""
+    """``(Q e_i)ᵀ K 1 + i (Q 1)ᵀ K 1``: drift of the logit per place of the key, in nats, ``(..., Lq)``."""
     drift: Tensor
-    """The slope times the places between the keys that the query sees, in nats, ``(..., Lq)``."""
+    """Slope times the span of the visible keys' places, in nats, ``(..., Lq)``."""
     skewed: Tensor
-    """Whether that drift exceeds the range of the content's summand, ``(..., Lq)``: then either end of the text is
-    favoured, whatever stands there."""
+    """Whether the drift exceeds the range of the content term, ``(..., Lq)``. If so, the query favours one end of the
+    text, whatever its content."""
     drowned: Tensor
-    """Whether the range of ``i (Q 1)ᵀ K e_j`` over those keys exceeds that of the content's summand, ``(..., Lq)``."""
+    """Whether the range of ``i (Q 1)ᵀ K e_j`` over visible keys exceeds that of the content term, ``(..., Lq)``."""
     quadratic_from: Tensor
-    """``|(Q e_i)ᵀ K 1| / |(Q 1)ᵀ K 1|``: the place from which the part of the slope that grows with the query's own
-    is the larger one, ``(..., Lq)``; inf where it never is."""
+    """``|(Q e_i)ᵀ K 1| / |(Q 1)ᵀ K 1|``, ``(..., Lq)``: the query's place from which the second part of the slope,
+    which grows with the place, is the larger. inf if it never is."""
 
     @property
     def cases(self) -> list[Case]:
-        """The case of each head, of those in the order in which ``(...)`` lists them."""
+        """Case of each head, in the flattened order of ``(...)``."""
         names: dict[tuple[bool, bool], Case] = {
             (False, False): "i", (False, True): "ii", (True, False): "iii", (True, True): "iv"
         }  # fmt: skip
@@ -170,33 +170,34 @@ def linear_audit(
     softmax_scale: float | None = None,
     threshold: float = 0.05,
 ) -> LinearAudit:
-    """What becomes of attention when each token's position, as a number, is added to every feature of its embedding.
+    """Measure how adding each token's position, as a number, to every feature of its embedding affects attention.
 
-    Source: the analysis of the toy encoding ``p_i = i · 1``, whose four cases turn on whether ``Q 1 ≈ 0`` and
-    ``K 1 ≈ 0``. It leaves open how near; here the summands that they make are held against the content's.
+    Source: the analysis of the toy encoding ``p_i = i · 1``, whose four cases depend on whether ``Q 1 ≈ 0`` and
+    ``K 1 ≈ 0``. The analysis sets no tolerance. This function compares the terms of ``Q 1`` and ``K 1`` with the
+    content term.
 
     Args:
         query_content: ``Q e_i``, ``(..., L, D)``.
         query_one: ``Q 1``, ``(..., D)``.
         key_content: ``K e_j``, ``(..., L, D)``.
         key_one: ``K 1``, ``(..., D)``.
-        visible: boolean, which expands to ``(..., L, L)``.
-        query_places: what multiplies ``Q 1``, which expands to ``(..., L)``; ``0, 1, 2, ...`` by default.
-        key_places: what multiplies ``K 1``, likewise.
+        visible: visibility of each key. Boolean, expandable to ``(..., L, L)``.
+        query_places: multipliers of ``Q 1``, expandable to ``(..., L)``. By default ``0, 1, 2, ...``.
+        key_places: multipliers of ``K 1``, expandable to ``(..., L)``. By default ``0, 1, 2, ...``.
         softmax_scale: ``1/sqrt(D)`` by default.
-        threshold: share of the content's root mean square up to which a summand counts as 0.
+        threshold: share of the content's root mean square up to which a term counts as 0.
 
     Returns:
-        Numbers in float32, or float64 if some of what is given are.
+        Numbers in float32, or in float64 if any input is float64.
 
     Raises:
-        ValueError: the threshold is negative, or nothing is visible.
+        ValueError: the threshold is negative, or no query sees a key.
     """
     if not 0 <= threshold < float("inf"):
         raise ValueError(f"threshold must be a finite number, at least 0, got {threshold!r}")
     if not bool(visible.any()):
         raise ValueError("visible: no query sees a key")
-    # Half precision has no digits for squares that are summed over all pairs, nor for places beyond some hundreds.
+    # Half precision cannot resolve sums of squares over all pairs, nor places beyond a few hundred.
     given = (query_content, query_one, key_content, key_one)
     dtype = reduce(torch.promote_types, [each.dtype for each in given], torch.float32)
     query_content, query_one, key_content, key_one = (each.to(dtype) for each in given)
@@ -213,7 +214,7 @@ def linear_audit(
         return torch.where(size == 0, 0.0, size / whole).sqrt()
 
     def extent(term: Tensor) -> Tensor:
-        """The largest less the smallest over the keys that a query sees."""
+        """Return the range over a query's visible keys."""
         span = term.masked_fill(~visible, -torch.inf).amax(-1) - term.masked_fill(~visible, torch.inf).amin(-1)
         return span.masked_fill(~visible.any(-1), 0.0)
 
@@ -237,7 +238,7 @@ def linear_audit(
 
 
 class _SeenError(Exception):
-    """The queries and keys of the first layer have been computed: the rest of the model need not run."""
+    """Signal that the first layer's queries and keys are computed, so that the rest of the model need not run."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__()
@@ -245,45 +246,45 @@ class _SeenError(Exception):
 
 
 class _Split(NamedTuple):
-    """The first layer's queries and keys by where they come from, ``(H, L, D)`` each."""
+    """Queries and keys of the first layer by origin, ``(H, L, D)`` each."""
 
     query: Projected
-    """Without the logit scale, which may be 0 and would then leave nothing to tell queries by."""
+    """Queries without the logit scale: a scale of 0 would make all queries equal."""
     key: Projected
     softmax_scale: float
     added: Tensor
-    """What was added to the embeddings, ``(L, W)``."""
+    """Vectors added to the embeddings, ``(L, W)``."""
     scales: list[Tensor]
-    """What each normalisation before the attention multiplies each token by, ``(1, L, 1)``."""
+    """Factor of each token in each normalisation before the attention, ``(1, L, 1)``."""
     row_scale: Tensor | None
-    """The logit scale of each query, ``(H, L)``; None for 1."""
+    """Logit scale of each query, ``(H, L)``; None for 1."""
     visible: Tensor
-    """Which keys a query sees, ``(H, L, L)``."""
+    """Whether each query sees each key, ``(H, L, L)``."""
 
     def scaled_query(self) -> Projected:
-        """The queries times the logit scale, so that their summands are those that the softmax sees."""
+        """Return the queries times the logit scale, so that their logits are those of the softmax."""
         scale = 1.0 if self.row_scale is None else self.row_scale.unsqueeze(-1)
         return Projected(*((part * scale).to(part.dtype) for part in self.query if part is not None))
 
 
 @torch.no_grad()
 def first_layer_logits(model: PreTrainedModel, text: Tensor) -> AdditiveLogits:
-    """The first layer's logits by what comes from tokens, from positions, and from biases.
+    """Split the first layer's logits into the parts from tokens, positions and biases.
 
-    Before its first layer such a model adds a vector for the position to that of the token, and then normalises. With
-    the normaliser's scale left as it is for the sum, queries and keys are linear in that sum, so the split is exact.
-    Deeper layers have no such split: content and position are mixed in what they read.
+    Such a model adds a position vector to each token embedding and then normalises the sum. With the normaliser's scale
+    fixed to its value for the sum, queries and keys are linear in the sum, so the split is exact. Deeper layers read a
+    mixture of content and position and cannot be split.
 
     Args:
-        model: a language model of ours, or a causal one of transformers, that adds positions to embeddings.
-        text: tokens, ``(L,)``, at least 2.
+        model: language model of this library, or causal model of transformers, that adds positions to embeddings.
+        text: token ids, ``(L,)``, at least 2.
 
     Returns:
-        Summands ``(H, L, L)``; ``H`` query heads. A logit scale is in them.
+        Terms ``(H, L, L)`` for ``H`` query heads, with the logit scale applied.
 
     Raises:
-        ValueError: nothing is added to the embeddings, something else happens to them before the first layer, or
-            queries and keys are no linear function of the sum, as with rotary positions.
+        ValueError: the model adds nothing to its embeddings, or changes them in another way before the first layer. Or
+            queries and keys are not linear in the sum, as with rotary positions.
     """
     split = _split(model, text)
     return additive_logits(split.scaled_query(), split.key, split.softmax_scale)
@@ -291,17 +292,17 @@ def first_layer_logits(model: PreTrainedModel, text: Tensor) -> AdditiveLogits:
 
 @torch.no_grad()
 def first_layer_linear_audit(model: PreTrainedModel, text: Tensor) -> LinearAudit:
-    """:func:`linear_audit` of every head of the first layer, of a model whose positions are the linear toy's.
+    """Run :func:`linear_audit` on every head of the first layer of a model with the linear toy encoding.
 
-    The layer normalises what it reads, so the place of a token is its position times the normaliser's scale: the places
-    ``i / rms(e_i + i 1)`` rise towards 1. The queries' have the logit scale too.
+    The layer normalises its input, so the place of a token is its position times the normaliser's scale. These places
+    ``i / rms(e_i + i 1)`` rise towards 1. The places of queries also include the logit scale.
 
     Args:
-        model: as for :func:`first_layer_logits`.
-        text: likewise.
+        model: see :func:`first_layer_logits`.
+        text: see :func:`first_layer_logits`.
 
     Raises:
-        ValueError: as :func:`first_layer_logits`, or what is added is not ``i`` at position ``i``, for all features.
+        ValueError: see :func:`first_layer_logits`; or the model does not add ``i`` to every feature at position ``i``.
     """
     split = _split(model, text)
     positions = torch.arange(len(text), dtype=split.added.dtype, device=split.added.device)
@@ -310,7 +311,7 @@ def first_layer_linear_audit(model: PreTrainedModel, text: Tensor) -> LinearAudi
         raise ValueError(f"{type(model).__name__} does not add each token's position, as a number, to its embedding")
     key_places = positions * split.scales[0][0, :, 0] if split.scales else positions
     query_places = key_places if split.row_scale is None else (key_places * split.row_scale).to(key_places.dtype)
-    # The first token stands at 0, and says nothing of ones.
+    # The last token gives the projection of ones: the first token's position is 0.
     query_one, key_one = (part.position[:, -1] / key_places[-1] for part in (split.query, split.key))
     return linear_audit(
         split.scaled_query().content,
@@ -338,19 +339,19 @@ def _split(model: PreTrainedModel, text: Tensor) -> _Split:
         if inputs.shape != embedded.shape:
             raise ValueError(
                 f"{kind} brings its embeddings from a width of {embedded.shape[-1]} to {inputs.shape[-1]} before its "
-                "first layer: that has no part in this split"
+                "first layer: the split does not cover this step"
             )
         if torch.equal(inputs, embedded):
             raise ValueError(f"{kind} adds no positions to its embeddings: there is nothing to split")
-        # What is added for a place is the same for all tokens there: every place is read with another one.
+        # The vector added at a position is the same for all tokens, so read every position with another token too.
         other_text = (text + 1) % len(embedding.weight)
         others = embedding(other_text[None].to(model.device))
         other_inputs, _ = _observed(first_layer, model, other_text)
         rounding = torch.finfo(inputs.dtype).eps * (inputs.abs() + other_inputs.abs() + embedded.abs() + others.abs())
         if bool(((inputs - embedded) - (other_inputs - others)).abs().gt(4 * rounding).any()):
             raise ValueError(
-                f"{kind} does something else to its embeddings before its first layer than to add positions, such as "
-                "to normalise or to multiply them: that has no part in this split"
+                f"{kind} changes its embeddings before its first layer other than by adding positions, such as by "
+                "normalising or multiplying them: the split does not cover this step"
             )
         whole, content, position, bias = (
             _projected(first_layer, scales, model, text, part)
@@ -358,7 +359,7 @@ def _split(model: PreTrainedModel, text: Tensor) -> _Split:
         )
     finally:
         model.train(was_training)
-    # What is no linear function differs by as much as there is; parts that are rounded differ by a few roundings.
+    # A nonlinear function differs by the size of its values; a linear function differs by rounding alone.
     tolerance = max(1e-3, 8 * torch.finfo(inputs.dtype).eps)
     split: list[Projected] = []
     for name in ("query", "key"):
@@ -367,8 +368,8 @@ def _split(model: PreTrainedModel, text: Tensor) -> _Split:
         again = parts.content + parts.position + of_bias
         if float((again - total).abs().max()) > tolerance * float(total.abs().max()):
             raise ValueError(
-                f"the {name} of {kind}'s first layer is no linear function of its embeddings: rotary positions, or a "
-                "normalisation of queries and keys, have no part in this split"
+                f"the {name} of {kind}'s first layer is not a linear function of its embeddings: the split does not "
+                "cover rotary positions or a normalisation of queries and keys"
             )
         split.append(parts)
     query, key = split
@@ -395,7 +396,7 @@ def _first_layer(model: PreTrainedModel) -> nn.Module:
 
 
 def _run(model: PreTrainedModel, text: Tensor) -> Problem:
-    """Return what the attention of the first layer is asked."""
+    """Run the model up to the first layer's attention and return its problem."""
 
     def stop(layer: LayerAttention) -> None:
         raise _SeenError(layer.problem)
@@ -405,11 +406,11 @@ def _run(model: PreTrainedModel, text: Tensor) -> Problem:
             model(text[None].to(model.device))
     except _SeenError as seen:
         return seen.problem
-    raise ValueError(f"{type(model).__name__} computed no attention that can be seen")
+    raise ValueError(f"{type(model).__name__} computed no attention that can be observed")
 
 
 def _observed(layer: nn.Module, model: PreTrainedModel, text: Tensor) -> tuple[Tensor, dict[nn.Module, Tensor]]:
-    """What goes into a layer, ``(1, L, W)``, and what each normalisation before its attention multiplies by."""
+    """Return a layer's inputs, ``(1, L, W)``, and the factor of each normalisation before its attention."""
     inputs: list[Tensor] = []
     scales: dict[nn.Module, Tensor] = {}
 
@@ -430,7 +431,7 @@ def _observed(layer: nn.Module, model: PreTrainedModel, text: Tensor) -> tuple[T
 def _projected(
     layer: nn.Module, scales: dict[nn.Module, Tensor], model: PreTrainedModel, text: Tensor, inputs: Tensor
 ) -> Problem:
-    """The layer's queries and keys for other inputs, its normalisations multiplying by what is given."""
+    """Return the layer's queries and keys for other inputs, with its normalisations fixed to the given factors."""
 
     def put(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return ((inputs, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": inputs})
@@ -452,7 +453,7 @@ def _normalises(module: nn.Module) -> bool:
 
 
 def _scale(module: Any, x: Tensor) -> Tensor:
-    """One over the standard deviation, or the root mean square, that a normalisation divides by."""
+    """Return the reciprocal of the standard deviation, or of the root mean square, by which a normalisation divides."""
     names = ("eps", "variance_epsilon", "epsilon")
     epsilon = next(value for name in names if (value := getattr(module, name, None)) is not None)
     centred = isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("LayerNorm")

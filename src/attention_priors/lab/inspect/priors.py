@@ -1,4 +1,4 @@
-"""What priors do alone: their curves, the keys with most mass, how far they look, and the role of each head."""
+"""Learned priors without content: curves, mass on selected keys, reach, and the role of each head."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from attention_priors.priors.base import check_over_line
 # ---- reach, windows and roles
 
 ROUNDING = 1e-12
-"""Share of the mass that sums over a million keys may be wrong by."""
+"""Share of the mass that sums over a million keys may lose to rounding."""
 
 REACH_LENGTHS = tuple(2**k for k in (10, 12, 14, 16, 18, 20))
-"""Tokens: pages give the reach in texts of 1024 to 1048576."""
+"""Text lengths in tokens, 1024 to 1048576, for which pages report the reach."""
 
 EVERY_PLACE = 128
-"""Distances and keys that are all in the curve of a summand; beyond them it grows sparse."""
+"""Number of distances or keys that the curve of a term lists in full; larger ones are sampled sparsely."""
 
 _KEYS_AT_A_TIME = 2**16
 _QUERIES_AT_A_TIME = 128
@@ -35,31 +35,31 @@ _QUERIES_AT_A_TIME = 128
 def effective_reach(
     prior: Prior, length: int, shares: Sequence[float] = (0.5, 0.9, 0.99), *, logit_scale: SSMax | None = None
 ) -> Tensor:
-    """How far back the last query of a text must look for shares of its prior.
+    """Return how far back the last query of a text must look to cover given shares of its prior.
 
-    ``r(share) = min { r : Σ_{d ≤ r} π(d) ≥ share }`` with ``π`` the prior alone, normalised over all keys of the text:
-    where attention lies before content has its say. A share is reached up to 1e-12, which is what rounding may make of
-    a sum over many keys: so a share of 1 leaves out keys that have no more than that together.
+    ``r(share) = min { r : Σ_{d ≤ r} π(d) ≥ share }``, where ``π`` is the prior without content, normalised over all
+    keys of the text. A share counts as reached within 1e-12, the rounding error of a sum over many keys. A share of 1
+    therefore ignores keys whose total mass is at most 1e-12.
 
     Args:
-        prior: whose heads are asked.
-        length: of the text, in tokens.
-        shares: of the mass, above 0 and at most 1.
-        logit_scale: what attention multiplies the prior by, as in :func:`attention_priors.attend`.
+        prior: prior of all heads.
+        length: length of the text, in tokens.
+        shares: shares of the mass, above 0 and at most 1.
+        logit_scale: logit scale that multiplies the prior, as in :func:`attention_priors.attend`.
 
     Returns:
         Distances in tokens, int64, ``(len(shares), H)``.
 
     Raises:
-        ValueError: the length is no positive integer, a share is out of range, the prior is over a grid or hides every
-            key, or the logit scale is of another number of heads.
+        ValueError: the length is not a positive integer, or a share is out of range. The prior is over a grid or hides
+            every key, or the logit scale has another number of heads.
     """
     for share in shares:
         if not 0 < share <= 1:
             raise ValueError(f"shares must be above 0 and at most 1, got {share}")
-    # Summed from the farthest key on: small numbers first, so that what is far and faint is not lost.
+    # Sum from the farthest key on: small numbers come first, so that the mass of distant keys is not rounded away.
     outside = _beyond(last_prior(prior, length, logit_scale).cumsum(-1), 0.0)
-    # The mass beyond distance r falls with r; what may be left out is 1 - share, and what rounding makes of it.
+    # The mass beyond distance r falls with r. At most 1 - share may lie beyond the reach, plus rounding.
     allowed = torch.tensor([1 - share + ROUNDING for share in shares], dtype=torch.float64, device=outside.device)
     return (outside[None] > allowed[:, None, None]).sum(-1)
 
@@ -68,30 +68,30 @@ def effective_reach(
 def window_for(
     prior: Prior, length: int, tolerance: float, content_range: float = 0.0, *, logit_scale: SSMax | None = None
 ) -> Tensor:
-    """How many keys before its own a query must see, so that all others together have at most a share of its weight.
+    """Return how many previous keys a query must see, so that all others hold at most a given share of the attention.
 
-    Of keys whose prior is ``π_out`` together, content logits of range ``ω`` make at most
-    ``π_out e^ω / (π_out e^ω + 1 - π_out)`` of the posterior; so ``π_out ≤ τ / (τ + (1 - τ) e^ω)`` is enough for the
-    tolerance ``τ``, whatever the content.
+    Let ``π_out`` be the prior mass outside the window. Content logits of range ``ω`` raise its posterior share to at
+    most ``π_out e^ω / (π_out e^ω + 1 - π_out)``. So ``π_out ≤ τ / (τ + (1 - τ) e^ω)`` is enough for the tolerance
+    ``τ``, for any content.
 
     Args:
-        prior: whose heads are asked.
-        length: of the text, in tokens.
+        prior: prior of all heads.
+        length: length of the text, in tokens.
         tolerance: ``τ``, from 0 to below 1.
-        content_range: ``ω``, in nats: the largest less the smallest content logit, scaled as it enters.
-        logit_scale: what attention multiplies the prior by, as in :func:`attention_priors.attend`.
+        content_range: ``ω``, in nats. Range of the scaled content logits.
+        logit_scale: logit scale that multiplies the prior, as in :func:`attention_priors.attend`.
 
     Returns:
-        Distances in tokens, int64, ``(H,)``: the ``Window(num_heads, size)`` of each is one more.
+        Distances in tokens, int64, ``(H,)``; a ``Window(num_heads, size)`` needs a size of one more.
 
     Raises:
-        ValueError: an argument is out of range, the prior is over a grid or hides every key, or the logit scale is of
+        ValueError: an argument is out of range, the prior is over a grid or hides every key, or the logit scale has
             another number of heads.
     """
     check_share(tolerance=tolerance)
     if not 0 <= content_range < math.inf:
         raise ValueError(f"content_range must be a finite number of nats, at least 0, got {content_range!r}")
-    # In logarithms: beyond some 700 nats neither e^ω nor what it leaves of the prior is a number.
+    # In logarithms, because e^ω overflows beyond about 700 nats.
     log_spared = -math.inf
     if tolerance > 0:
         faintest = tolerance * math.exp(-content_range)
@@ -102,26 +102,26 @@ def window_for(
 
 @torch.no_grad()
 def last_prior(prior: Prior, length: int, logit_scale: SSMax | None = None) -> Tensor:
-    """The prior alone of the last query of a text, over its keys from the first to its own: ``(H, length)``, float64.
+    """Return the prior of the last query over all keys of a text, from the first, ``(H, length)``, float64.
 
-    It is ``softmax(c K)`` with ``c`` the logit scale for ``length`` visible keys, if that multiplies the prior, else
-    ``softmax(K)``.
+    The weights are ``softmax(c K)`` if a logit scale multiplies the prior, else ``softmax(K)``. ``c`` is the scale for
+    ``length`` visible keys.
 
     Raises:
-        ValueError: the length is no positive integer, the prior is over a grid or hides every key, or the logit scale
-            is of another number of heads.
+        ValueError: the length is not a positive integer, the prior is over a grid or hides every key, or the logit
+            scale has another number of heads.
     """
     return _last_log_prior(prior, length, logit_scale).softmax(-1)
 
 
 def _last_log_prior(prior: Prior, length: int, logit_scale: SSMax | None) -> Tensor:
-    """``c K`` of the last query, ``(H, length)``, float64, whose softmax is :func:`last_prior`."""
+    """Return ``c K`` of the last query, ``(H, length)``, float64: the logits of :func:`last_prior`."""
     check_positive_integers(length=length)
     check_over_line(prior)
     scale = prior_scale(prior, logit_scale)
     device = place_of(prior, scale)
     last = torch.tensor([length - 1], device=device)
-    # A part at a time: some priors need several numbers for each key.
+    # In chunks, because some priors need several numbers per key.
     parts = torch.arange(length, device=device).split(_KEYS_AT_A_TIME)
     log_prior = torch.cat([scaled_log_prior(prior, last, keys, scale, last + 1)[:, 0] for keys in parts], -1)
     if bool(torch.isneginf(log_prior).all(-1).any()):
@@ -130,21 +130,21 @@ def _last_log_prior(prior: Prior, length: int, logit_scale: SSMax | None) -> Ten
 
 
 def prior_scale(prior: Prior, logit_scale: SSMax | None) -> SSMax | None:
-    """What multiplies the prior, if anything does.
+    """Return the logit scale that multiplies the prior, or None.
 
     Raises:
-        ValueError: the logit scale is of another number of heads.
+        ValueError: the logit scale has another number of heads than the prior.
     """
     if logit_scale is None:
         return None
     if logit_scale.num_heads != prior.num_heads:
-        raise ValueError(f"logit_scale has num_heads={logit_scale.num_heads}, but the prior {prior.num_heads}")
+        raise ValueError(f"logit_scale has num_heads={logit_scale.num_heads}, but the prior has {prior.num_heads}")
     return logit_scale if logit_scale.include_prior else None
 
 
 def place_of(prior: Prior, scale: SSMax | None) -> torch.device:
-    """Where the positions must be that both are given."""
-    # The scale of a sliding window is no module; it has one.
+    """Return the device on which a prior and its logit scale expect positions."""
+    # The scale of a sliding window is not a module but holds one.
     parts = [part for part in (prior, scale, getattr(scale, "scale", None)) if isinstance(part, nn.Module)]
     return next((parameter.device for part in parts for parameter in part.parameters()), torch.device("cpu"))
 
@@ -152,14 +152,14 @@ def place_of(prior: Prior, scale: SSMax | None) -> torch.device:
 def scaled_log_prior(
     prior: Prior, query_positions: Tensor, key_positions: Tensor, scale: SSMax | None, visible_keys: Tensor
 ) -> Tensor:
-    """``c K`` as attention applies it, ``(H, Lq, Lk)``, float64; ``-inf`` where hidden, whatever ``c`` is.
+    """Return ``c K`` as attention applies it, ``(H, Lq, Lk)``, float64; ``-inf`` for hidden keys.
 
     Args:
-        prior: ``K``.
+        prior: log-prior ``K``.
         query_positions: integers ``(Lq,)``.
         key_positions: integers ``(Lk,)``.
-        scale: what makes ``c``; None for 1.
-        visible_keys: of each query, ``(Lq,)``.
+        scale: logit scale that computes ``c``; None for 1.
+        visible_keys: number of visible keys of each query, ``(Lq,)``.
     """
     bias, visible = prior.bias_and_visibility(query_positions, key_positions, torch.float64)
     if scale is not None:
@@ -168,11 +168,11 @@ def scaled_log_prior(
 
 
 def _beyond(from_farthest: Tensor, nothing: float) -> Tensor:
-    """By distance ``0 ... length - 1``, what the keys beyond it have together, ``(H, length)``.
+    """Return the total over all keys beyond each distance ``0 ... length - 1``, ``(H, length)``.
 
     Args:
-        from_farthest: by key, what it and the farther ones have together, ``(H, length)``.
-        nothing: what no key has.
+        from_farthest: cumulative total from the farthest key, ``(H, length)``.
+        nothing: total of no keys.
     """
     return torch.nn.functional.pad(from_farthest[:, :-1].flip(-1), (0, 1), value=nothing)
 
@@ -180,43 +180,45 @@ def _beyond(from_farthest: Tensor, nothing: float) -> Tensor:
 Role = Literal["uniform", "sink", "retrieval", "local", "long-tailed", "in between"]
 
 UNIFORM_WITHIN = 0.1
-"""Nats by which the log-prior of a uniform head may vary."""
+"""Largest range of a uniform head's log-prior, in nats."""
 SINK_ABOVE = 0.1
-"""Share of the prior that a sink's first key holds at least, beside e times as much as the key after it."""
+"""Smallest share of the prior on a sink's first key; the first key must also hold e times the share of the second."""
 NEAR = 1 / 16
-"""Share of the text, nearest to the query, that a retrieval head looks at less than at the farther half of the text."""
+"""Nearest share of the text; a retrieval head gives its keys less than keys in the farther half."""
 LOCAL = 1 / 4
-"""Share of the text, nearest to the query, in which a local head has nine tenths of its prior."""
+"""Nearest share of the text that holds nine tenths of a local head's prior."""
 
 
 @torch.no_grad()
 def head_roles(prior: Prior, length: int, *, logit_scale: SSMax | None = None) -> list[Role]:
-    """What each head's prior does for the last query of a text, the first of these that is true.
+    """Classify each head by its prior for the last query of a text.
 
-    - **uniform**: it does not tell keys apart: their log-priors differ by at most 0.1 nats;
-    - **sink**: a tenth of it or more is on the first key, and e times as much as on the second;
-    - **retrieval**: per key, it gives the nearest sixteenth of the text less than the farther half;
-    - **local**: nine tenths of it are within the nearest quarter;
-    - **long-tailed**: it favours what is near, and reaches on: the nearest sixteenth has more than a sixteenth of it;
-    - **in between**: none of these, as where what is at some distance is favoured.
+    The first matching role wins:
 
-    BAM's clusters of Figures 17 and 18 are by the sign of β alone: there a Generalized Gaussian with β > 0 is local,
-    however long its tail, and one with β ≤ 0 a retrieval head.
+    - **uniform**. The log-priors of all keys differ by at most 0.1 nats.
+    - **sink**. The first key holds at least a tenth of the prior, and at least e times the share of the second key.
+    - **retrieval**. A key in the nearest sixteenth of the text gets less on average than a key in the farther half.
+    - **local**. The nearest quarter of the text holds at least nine tenths of the prior.
+    - **long-tailed**. The nearest sixteenth of the text holds more than a sixteenth of the prior.
+    - **in between**. All other priors, for example a peak at some distance.
+
+    BAM clusters heads in Figures 17 and 18 by the sign of β alone. There, a Generalized Gaussian with β > 0 is local,
+    even with a long tail, and one with β ≤ 0 is a retrieval head.
 
     Args:
-        prior: whose heads are asked.
-        length: of the text, in tokens: what is local in a long text is uniform in a short one.
-        logit_scale: what attention multiplies the prior by, as in :func:`attention_priors.attend`: ``c K`` is asked
-            where it does.
+        prior: prior of all heads.
+        length: length of the text, in tokens. A prior that is local in a long text may be uniform in a short text.
+        logit_scale: logit scale that multiplies the prior, as in :func:`attention_priors.attend`. Roles then describe
+            ``c K``.
 
     Raises:
-        ValueError: the length is no integer of at least 2, the prior is over a grid or hides every key, or the logit
-            scale is of another number of heads.
+        ValueError: the length is not an integer of at least 2, the prior is over a grid or hides every key, or the
+            logit scale has another number of heads.
     """
     check_positive_integers(length=length)
     if length < 2:
         raise ValueError(f"length must be at least 2 tokens, got {length}")
-    weights = last_prior(prior, length, logit_scale)  # by key: the nearest stands last
+    weights = last_prior(prior, length, logit_scale)  # ordered by key: the nearest key is last
     near = max(1, round(NEAR * length))
     roles: list[Role] = []
     for head in weights:
@@ -241,22 +243,22 @@ def head_roles(prior: Prior, length: int, *, logit_scale: SSMax | None = None) -
 
 
 class PriorRow(TypedDict):
-    """One head's prior."""
+    """Prior of one head."""
 
     layer: int
     head: int
     prior: str
-    """Its name in the catalogue; ``a + b`` for sums."""
+    """Catalogue name of the prior; ``a + b`` for sums."""
     parameters: dict[str, float | None]
-    """Natural parameters that are one number per head; None where undefined, and for heads without a prior."""
+    """Natural parameters with one number per head; None where undefined, and for heads without a prior."""
     distance: list[int]
     """Tokens between query and key."""
     log_prior: list[float | None]
-    """``K``, in nats, as it was learned: no logit scale is in it. None where the prior hides the key."""
+    """Learned ``K``, in nats, without any logit scale. None where the prior hides the key."""
 
 
 class LogitScaleRow(TypedDict):
-    """One head's SSMax scale."""
+    """SSMax scale of one head."""
 
     layer: int
     head: int
@@ -264,7 +266,7 @@ class LogitScaleRow(TypedDict):
 
 
 def curve_distances(length: int, every: int = 16) -> list[int]:
-    """0, every distance up to ``every``, then about eight per doubling, the last of them ``length - 1``."""
+    """Return 0, every distance up to ``every``, then about eight distances per doubling, up to ``length - 1``."""
     if length < 1:
         raise ValueError(f"length must be a positive number of tokens, got {length}")
     doublings = math.log2(max(length - 1, 1))
@@ -274,12 +276,12 @@ def curve_distances(length: int, every: int = 16) -> list[int]:
 
 @torch.no_grad()
 def prior_rows(layers: list[nn.Module], *, length: int) -> list[PriorRow]:
-    """The prior of every head, as seen by the last query of a text, before any logit scale.
+    """Return the prior of every head for the last query of a text, before any logit scale.
 
     Args:
-        layers: one module per layer; the first :class:`Prior` in each is described. A prior that is shared
-            by all layers is given as a single layer.
-        length: of the text, in tokens.
+        layers: one module per layer, described by its first :class:`Prior`. Pass a prior that all layers share as a
+            single layer.
+        length: length of the text, in tokens.
     """
     rows: list[PriorRow] = []
     for layer, prior in _priors_of(layers):
@@ -297,7 +299,7 @@ def prior_rows(layers: list[nn.Module], *, length: int) -> list[PriorRow]:
 
 @torch.no_grad()
 def logit_scale_rows(layers: list[nn.Module]) -> list[LogitScaleRow]:
-    """SSMax's ``s`` of every head that has one; ``layers`` as in :func:`prior_rows`."""
+    """Return ``s`` of every head with SSMax; ``layers`` as in :func:`prior_rows`."""
     rows: list[LogitScaleRow] = []
     for layer, module in enumerate(layers):
         for scale in _logit_scales_of(module):
@@ -310,16 +312,16 @@ def logit_scale_rows(layers: list[nn.Module]) -> list[LogitScaleRow]:
 
 
 def _logit_scales_of(module: nn.Module) -> list[SSMax | ScaleOnHeads]:
-    """Return the logit scales in a module; one of some heads as the whole layer has it."""
+    """Return the logit scales in a module; of a :class:`ScaleOnHeads`, the wrapper and not the scale inside."""
     within = {part.scale for part in module.modules() if isinstance(part, ScaleOnHeads)}
     return [part for part in module.modules() if isinstance(part, SSMax | ScaleOnHeads) and part not in within]
 
 
 def _priors_of(layers: list[nn.Module]) -> Iterator[tuple[int, Prior]]:
-    """Yield the number of each layer that has a :class:`Prior`, and the first one in it.
+    """Yield the index and the first :class:`Prior` of each layer that has a prior.
 
     Raises:
-        ValueError: one is over a grid: what is said of it would be of a line.
+        ValueError: a prior is over a grid; rows describe one-dimensional positions only.
     """
     for layer, module in enumerate(layers):
         prior = next((part for part in module.modules() if isinstance(part, Prior)), None)
@@ -329,36 +331,36 @@ def _priors_of(layers: list[nn.Module]) -> Iterator[tuple[int, Prior]]:
 
 
 def _parameters(prior: Prior) -> list[dict[str, float | None]]:
-    """Return each head's natural parameters that are one number."""
+    """Return the natural parameters of each head that are single numbers."""
     values = {name: with_nulls(x.tolist()) for name, x in prior.natural_parameters().items() if x.dim() == 1}
     if "theta_alpha" in values:
-        values["theta_beta"] = values["beta"]  # BAM's name for it
+        values["theta_beta"] = values["beta"]  # BAM's name for β
     return [{name: own[head] for name, own in values.items()} for head in range(prior.num_heads)]
 
 
 class PriorTermRow(TypedDict):
-    """One summand of one head's log-prior."""
+    """One term of one head's log-prior."""
 
     layer: int
     head: int
     prior: str
-    """The summand's name in the catalogue."""
+    """Catalogue name of the term."""
     over: Literal["distance", "key"]
-    """What it depends on: tokens between query and key, or the key's position."""
+    """Argument of the term: the distance between query and key, or the key's position."""
     places: list[int]
     """Distances or positions."""
     log_prior: list[float | None]
-    """In nats, as it was learned; None where it hides the key."""
+    """Learned log-prior at each place, in nats; None where the term hides the key."""
     ahead: list[float | None] | None
-    """Likewise of keys so far ahead of the query, which a causal mask hides; None of what depends on the key alone."""
+    """Log-prior of keys at these distances after the query, which a causal mask hides. None for terms over the key."""
     scale: list[float] | None
     """``c`` of the query at each of the places, by which attention multiplies the prior; None for 1."""
 
 
 class PriorMassRow(TypedDict):
-    """Where one head looks before it has read anything: mean over the queries that have three keys at least.
+    """Prior mass of one head on selected keys, mean over the queries with at least three visible keys.
 
-    That is ``softmax(c K)`` where a logit scale ``c`` multiplies the prior, and ``softmax(K)`` elsewhere.
+    The mass is ``softmax(c K)`` where a logit scale ``c`` multiplies the prior, and ``softmax(K)`` elsewhere.
     """
 
     layer: int
@@ -366,37 +368,37 @@ class PriorMassRow(TypedDict):
     first: float
     """Weight of the first key."""
     previous: float
-    """Weight of the key before the query's own."""
+    """Weight of the key directly before the query's own."""
     itself: float
     """Weight of the query's own key."""
     scaled: bool
-    """Whether a logit scale multiplied the prior."""
+    """Whether a logit scale multiplies the prior."""
 
 
 class PriorReachRow(TypedDict):
-    """How far one head's prior looks as texts grow."""
+    """Reach of one head's prior for several text lengths."""
 
     layer: int
     head: int
     half: dict[str, int]
-    """By length of the text in tokens: the distance from the last query that holds half of its prior, as attention
-    applies that. Lengths are written out, as JSON has no other keys; they rise."""
+    """Distance from the last query that holds half of its prior, as attention applies the prior. Keys are text lengths
+    in tokens, in rising order, as strings, because JSON allows no other keys."""
 
 
 @torch.no_grad()
 def prior_term_rows(
     layers: list[nn.Module], *, length: int, logit_scales: Sequence[SSMax | None] | None = None
 ) -> list[PriorTermRow]:
-    """The summands of every head's prior, as GOAT's Figure 1 shows them: ``K(d)`` and ``u(j)``.
+    """Return the terms of every head's prior, ``K(d)`` and ``u(j)``, as in GOAT's Figure 1.
 
-    A prior that is no sum is its only summand, and is left out if a number or a few describe each head whole, as
-    :func:`prior_rows` has them: it is here if it is a table or a series. Summands that depend on both positions
-    otherwise than through their distance are left out.
+    A prior that is not a sum counts as its only term. It is included only if it is a table or a series:
+    :func:`prior_rows` already describes priors with a few numbers per head. Terms that depend on both positions, other
+    than through their distance, are left out.
 
     Args:
-        layers: as for :func:`prior_mass_rows`.
-        length: of the text, in tokens.
-        logit_scales: each layer's; None for those that stand in the layers.
+        layers: see :func:`prior_mass_rows`.
+        length: length of the text, in tokens.
+        logit_scales: logit scale of each layer; by default the scales in ``layers``.
     """
     places = curve_distances(length, EVERY_PLACE)
     rows: list[Any] = []
@@ -424,12 +426,11 @@ def prior_term_rows(
 
 @torch.no_grad()
 def prior_mass_rows(layers: list[nn.Module], *, length: int) -> list[PriorMassRow]:
-    """How much of its mass each head's prior, as attention applies it, puts on which of the keys that a query sees.
+    """Return the mass that each head's prior, as attention applies it, puts on selected visible keys.
 
     Args:
-        layers: as for :func:`prior_rows`. A prior that layers with logit scales of their own share is another one in
-            each of them, and has rows for each.
-        length: of the text, in tokens, at least 3.
+        layers: see :func:`prior_rows`. A prior shared by layers with separate logit scales has rows for each layer.
+        length: length of the text, in tokens, at least 3.
 
     Raises:
         ValueError: the text is too short.
@@ -453,11 +454,11 @@ def prior_mass_rows(layers: list[nn.Module], *, length: int) -> list[PriorMassRo
 
 @torch.no_grad()
 def prior_reach_rows(layers: list[nn.Module], *, lengths: Iterable[int]) -> list[PriorReachRow]:
-    """How far every head's prior looks as texts grow: :func:`effective_reach` of half of it.
+    """Return the :func:`effective_reach` of half of every head's prior for several text lengths.
 
     Args:
-        layers: as for :func:`prior_mass_rows`.
-        lengths: of texts, in tokens.
+        layers: see :func:`prior_mass_rows`.
+        lengths: text lengths, in tokens.
 
     Raises:
         ValueError: a length is not positive, or a prior hides every key.
@@ -472,14 +473,14 @@ def prior_reach_rows(layers: list[nn.Module], *, lengths: Iterable[int]) -> list
 
 
 def _is_tabulated(prior: Prior) -> bool:
-    """Whether a parameter of each head is many numbers."""
+    """Whether each head has several numbers for one parameter."""
     return any(values.dim() > 1 for values in prior.natural_parameters().values())
 
 
 def _applied(
     layers: list[nn.Module], logit_scales: Sequence[SSMax | None] | None
 ) -> Iterator[tuple[int, Prior, SSMax | None]]:
-    """The number of each layer, its prior, and what multiplies that."""
+    """Yield the index of each layer, its prior, and the logit scale that multiplies the prior."""
     for layer, prior in _priors_of(layers):
         found = _logit_scales_of(layers[layer]) if logit_scales is None else [logit_scales[layer]]
         for place, scale in enumerate(found or [None]):
