@@ -302,7 +302,7 @@ def test_an_encoder_sees_what_follows_and_is_not_asked_for_a_pass_key(findings: 
         assert row["inverse_temperature"] == pytest.approx(math.log(96))  # every query sees all tokens
     for row in found["priors"]:
         assert row["log_prior_ahead"] == pytest.approx(row["log_prior"])  # μ = 0
-    assert "with an encoder is not asked" in found["passkey"]["reason"]
+    assert "with an encoder is not asked for pass keys" in found["passkey"]["reason"]
     assert "adds no positions" in found["additive"]["reason"]
 
 

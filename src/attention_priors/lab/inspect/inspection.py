@@ -1,4 +1,4 @@
-"""Everything that is found in a model, as one dictionary that JSON holds; the prompt of BAM's Figure 4 among it."""
+"""Inspection of a model as one JSON-serialisable dictionary, including the passkey prompt of BAM's Figure 4."""
 
 from __future__ import annotations
 
@@ -42,34 +42,34 @@ from attention_priors.priors import Prior, Uniform
 
 REACH_SHARES = (0.5, 0.9, 0.99)
 MAPS = 6
-"""Attention maps that are shown, unless heads are named."""
+"""Number of attention maps, unless heads are named."""
 LONGEST = 2**24
-"""Tokens of a text that priors are described for: each head's has a number for each of them."""
+"""Longest text for which priors are described, in tokens; each head computes a number per token."""
 _READ = 512
-"""Tokens of a text that are read, unless it is said."""
+"""Default number of tokens to read from a text."""
 _AUDITED = 256
-"""Tokens of a text that the additive split is measured on."""
+"""Number of tokens of a text for the additive split."""
 _CHARACTERS = 16
-"""For each token that is wanted, so many of a text are split into tokens at first: nobody waits for a whole book."""
+"""Characters to tokenize at first for each wanted token, so that a long book is not tokenized whole."""
 _UNREAD = 16
-"""Tokens of a text that is read where there is no tokenizer: they are only there for attention to happen."""
+"""Number of arbitrary tokens to read without a tokenizer, only to make the model compute attention."""
 
 _BESIDE = ("logit_scale", "null_logit", "key_bias")
-"""Arguments of :func:`attend`, beside the prior, that layers may differ in."""
+"""Arguments of :func:`attend`, other than the prior, in which layers may differ."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class InspectionPlan:
-    """What is looked at.
+    """Settings of an inspection.
 
     Attributes:
-        length: of the text that priors are described for, in tokens; from 2 to 16777216.
-        text: what is read; None for none.
-        text_name: where it comes from.
-        text_tokens: so much of it is read, in tokens; None for 512, or as many as the model has positions for.
-        heads: whose attention maps are shown, ``(layer, head)``; None for those that say most.
+        length: Text length in tokens for which priors are described, from 2 to 16777216.
+        text: Text to read; None for no text.
+        text_name: Source of the text.
+        text_tokens: Number of tokens to read. By default 512, or the model's number of positions if smaller.
+        heads: Heads whose attention maps are shown, as pairs ``(layer, head)``; None for the most telling heads.
     """
 
     length: int = 4096
@@ -99,26 +99,29 @@ def _is_head(pair: object) -> bool:
 
 
 def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: None) -> dict[str, Any]:
-    """Look into a model: its priors, what they explain of its attention, its attention to a pass key.
+    """Inspect a model: its priors, their share in attention on a text, and its attention to a pass key.
 
     Args:
-        given: the model, in evaluation mode.
-        plan: what is looked at.
-        say: is told what is being done.
+        given: model, in evaluation mode.
+        plan: settings of the inspection.
+        say: callback for progress messages.
 
     Returns:
-        ``format``, ``model``, ``title``, ``kind``, ``positions``, ``parameters``, ``length``, ``layers`` (name and
-        heads of each, whether it is ``causal``, within a mask of its own, and has a prior; what is ``beside`` it),
-        ``priors`` (a row per head:
-        its curve as it was learned; role and reach as attention applies it, multiplied by a logit scale where there is
-        one; ``reach`` by the length of the text, ``reach_at_length`` at ``length``), ``prior_terms``, ``logit_scales``,
-        and ``text``, ``passkey`` and ``additive``, each with ``reason`` instead where it could not be done. The maps of
-        ``passkey`` have ``weights`` as tensors, and why each was chosen; all else is for JSON.
+        Dictionary for JSON, except that the maps of ``passkey`` hold ``weights`` as tensors:
+
+        - General. ``format``, ``model``, ``title``, ``kind``, ``positions``, ``parameters``, ``length``.
+        - ``layers``. Each layer's name and heads, whether it is ``causal``, whether it has its own mask and a prior,
+          and the other arguments ``beside`` the prior.
+        - ``priors``. One row per head: its curve as learned, and its role and reach as attention applies the prior,
+          with any logit scale. ``reach`` is by text length, ``reach_at_length`` at ``length``.
+        - ``prior_terms`` and ``logit_scales``. Rows of :func:`prior_term_rows` and :func:`logit_scale_rows`.
+        - ``text``, ``passkey`` and ``additive``. Each holds only ``reason`` if the part cannot be computed. The maps of
+          ``passkey`` say why each head was chosen.
 
     Raises:
-        ValueError: the model's attention cannot be seen, or a head is named that it does not have; it says which.
+        ValueError: the model's attention cannot be observed, or ``plan.heads`` names an unknown head.
     """
-    say("Reading")
+    say("Reading the text")
     tokens, why_no_text = _tokens(given, plan)
     layers: list[LayerAttention] = []
     text_heads: list[dict[str, Any]] = []
@@ -131,7 +134,7 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
         if why_no_text is None:
             try:
                 text_heads.extend({"layer": len(layers), **row} for row in head_accounts(problem))
-            except ValueError as error:  # all else that is looked at can do without
+            except ValueError as error:  # the other parts of the inspection do not need these rows
                 unaccounted.append(f"in layer {len(layers)}, {layer.name}, {error}")
         layers.append(layer)
 
@@ -143,9 +146,9 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
     if unknown:
         raise ValueError(
             f"heads: there is no head {unknown[0][1]} of layer {unknown[0][0]}; {given.name} has {len(layers)} layers "
-            f"with {max(head for _, head in heads) + 1} heads"
+            f"with up to {max(head for _, head in heads) + 1} heads"
         )
-    say("Priors")
+    say("Describing the priors")
     own = [_prior_of(layer) for layer in layers]
     scales = [layer.problem.logit_scale for layer in layers]
     described = [_layer(layer) for layer in layers]
@@ -170,9 +173,9 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
         if why_no_accounts
         else {"name": plan.text_name, "tokens": len(tokens), "heads": text_heads},
     }
-    say("The passkey prompt")
+    say("Reading the passkey prompt")
     found["passkey"] = _passkey(given, plan, {(row["layer"], row["head"]): row["role"] for row in priors})
-    say("The additive split")
+    say("Splitting the first layer's logits")
     found["additive"] = _additive(given, tokens, why_no_text, causal=described[0]["causal"])
     found |= {
         "created": now(),
@@ -182,54 +185,58 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
     return found
 
 
-# ---- what the heads do with a text
+# ---- attention of the heads on a text
 
 
 class HeadAccount(TypedDict):
-    """One head on one text: means over the queries that see two keys at least."""
+    """Attention of one head on one text: means over the queries that see at least two keys."""
 
     head: int
     position_share: float
-    """How much of the way from content to prior the attention goes, 0 to 1 (:class:`Decomposition`)."""
+    """Share of the prior in the posterior, 0 (content decides) to 1 (prior decides); see :class:`Decomposition`."""
     agreement: float
-    """``ln(n Z)``, in nats."""
+    """Agreement of content and prior, ``ln(n Z)``, in nats."""
     divergence_from_position: float
-    """``KL(p ‖ p_position)``, in nats: what the content adds."""
+    """``KL(p ‖ p_position)``, in nats: the contribution of the content."""
     divergence_from_content: float
-    """``KL(p ‖ p_content)``, in nats: what the prior adds."""
+    """``KL(p ‖ p_content)``, in nats: the contribution of the prior."""
     content_range: float
-    """``ω``, in nats."""
+    """Range ``ω`` of the content logits, in nats."""
     inverse_temperature: float
-    """``γ``, the logit scale that multiplies content and, unless it leaves it out, the prior; 1 without one."""
+    """Logit scale ``γ``, which multiplies the content and, unless it leaves the prior out, the prior; 1 without a
+    scale."""
     entropy: float
-    """Of the weights, in nats."""
+    """Entropy of the attention weights, in nats."""
     distance: float
-    """Mean distance that is looked at, in tokens, whichever way."""
+    """Mean absolute distance between the query and its keys, weighted by attention, in tokens."""
     first: float
-    """Weight of the first key: the one at index 0, though it be padding or of another document."""
+    """Weight of the key at index 0, even if this key is padding or belongs to another document."""
     sink: float
-    """Share of the queries for which that key leads all others, 0 to 1; those that do not see it count as led by
-    others."""
+    """Share of the queries for which the first key leads all others, 0 to 1. A query that does not see the first key
+    counts as not led by it."""
     sink_content: float | None
-    """Content's part of that lead, in nats, median over those queries; None if there are none."""
+    """Content part of the first key's lead, in nats, median over the queries that it leads; None without such
+    queries."""
     sink_position: float | None
-    """The prior's part of it, likewise. A median: what a prior gives a query's own key may be far below all others."""
+    """Prior part of the first key's lead, in nats, median over the same queries. The median is robust to a prior that
+    gives a query's own key far less than all others."""
     nothing: float
-    """Weight of the null key, 0 without one. The other fields describe the weights of the keys, normalised to sum 1."""
+    """Weight of the null key, 0 without a null key. The other fields describe the remaining weights, normalised to sum
+    1."""
     forgotten: float | None
-    """Mean ``-ln f`` of a forget gate over the text, in nats per token: the mean rise of the key bias from one key to
-    the next. None without a key bias."""
+    """Mean ``-ln f`` of a forget gate over the text, in nats per token: the mean rise of the key bias per key. None
+    without a key bias."""
 
 
 @torch.no_grad()
 def head_accounts(problem: Problem) -> list[HeadAccount]:
-    """Account for the attention of every head, over all queries of the first text of a batch.
+    """Describe the attention of every head over all queries of the first row of a batch.
 
-    The first key is the one at index 0 of the row of keys. Where that is padding, or where a row holds several
-    documents, queries that do not see it give it no weight and lower its shares: text that is to be accounted for by
-    its own first key must stand in a row of its own, from the start.
+    The first key is the key at index 0. If the row starts with padding or holds several documents, some queries do not
+    see this key and lower its shares. To measure a text by its own first key, give the text its own row, without left
+    padding.
 
-    Memory: a block of queries at a time.
+    Memory: one block of queries at a time.
 
     Raises:
         ValueError: no query sees two keys.
@@ -265,7 +272,7 @@ def head_accounts(problem: Problem) -> list[HeadAccount]:
             found[name].append(values.masked_fill(~several, torch.nan).cpu())
     whole = {name: torch.cat(values, -1) for name, values in found.items()}
     if bool(whole["entropy"].isnan().all(-1).any()):
-        raise ValueError("no query of the text sees two keys: there is nothing to account for")
+        raise ValueError("no query of the text sees two keys: its attention cannot be described")
     means = {
         name: with_nulls((values.nanmedian(-1).values if name.startswith("sink_") else values.nanmean(-1)).tolist())
         for name, values in whole.items()
@@ -280,7 +287,7 @@ def head_accounts(problem: Problem) -> list[HeadAccount]:
 
 
 def _weight_of_nothing(problem: Problem) -> Tensor:
-    """Return the weight of the null key for each query of the first text, ``(H, Lq)``."""
+    """Return the weight of the null key for each query of the first row, ``(H, Lq)``."""
     if problem.null_logit is None:
         return problem.query.new_zeros(problem.query.shape[1:3], dtype=torch.float64)
     return torch.sigmoid(problem.null_logit[0].double() - reference(problem)[1][0].double())
@@ -292,7 +299,7 @@ def _forgotten(problem: Problem, head: int) -> float | None:
 
 
 def _first_text(problem: Problem) -> AttentionLogits:
-    """In float64, ``(H, Lq, Lk)``."""
+    """Return the logits of the first row in float64, ``(H, Lq, Lk)``."""
     logits = problem_logits(problem)
     content, position = logits.content[0].double(), logits.position[0].double()
     return AttentionLogits(content, position, logits.visible[0], logits.inverse_temperature[0])
@@ -302,7 +309,7 @@ def _first_text(problem: Problem) -> AttentionLogits:
 
 
 def _tokens(given: Inspected, plan: InspectionPlan) -> tuple[Tensor, str | None]:
-    """What is read, and why it says nothing, where it does not."""
+    """Return the tokens to read, and why they are arbitrary, or None if they are the plan's text."""
     if plan.text is None or given.tokenizer is None:
         why = given.without_tokenizer if given.tokenizer is None else "no text was given"
         embedding: Any = given.model.get_input_embeddings()
@@ -311,32 +318,32 @@ def _tokens(given: Inspected, plan: InspectionPlan) -> tuple[Tensor, str | None]
     wanted = min(_READ, number_of_positions(given.model) or _READ) if plan.text_tokens is None else plan.text_tokens
     end = _CHARACTERS * wanted
     while len(read := given.tokenizer.encode(plan.text[:end])) < 2 * wanted and end < len(plan.text):
-        end *= 2  # where a text is cut, its last tokens may be others
+        end *= 2  # twice the wanted tokens: cutting a text may change its last tokens
     tokens = torch.tensor(read[:wanted], dtype=torch.int64)
     if len(tokens) < 4:
-        raise ValueError(f"text has {len(tokens)} tokens; there must be 4 at least")
+        raise ValueError(f"text has {len(tokens)} tokens; at least 4 are needed")
     check_positions(given.model, len(tokens))
     return tokens, None
 
 
 def _is_cross(problem: Problem) -> bool:
-    """Whether queries look into another text."""
+    """Whether this is cross-attention."""
     return not problem.geometry.causal and problem.query.shape[2] != problem.key.shape[2]
 
 
 def _layer(layer: LayerAttention) -> dict[str, Any]:
-    """What a layer is, for JSON."""
+    """Describe a layer for JSON."""
     problem = layer.problem
     geometry = problem.geometry
     causal, own_mask = geometry.causal, False
     if geometry.attn_mask is not None:
-        # Some models make their masks themselves, causal ones too: what it is shows only in what it lets through.
+        # Some models build their own masks, causal masks too, so read causality off the visible pairs.
         allowed = geometry.allowed(slice(None), slice(None))
         assert allowed is not None
         ahead = geometry.key_positions[:, None, None, :] > geometry.query_positions[:, None, :, None]
         own_mask = not bool(allowed.all())
         causal = causal or not bool((allowed & ahead).any())
-    # What every layer of a plain model gets, to be seen, is no prior of its own.
+    # Observing a plain model gives every layer a uniform prior; this prior does not count.
     has_prior = problem.prior is not None and any(term.name != Uniform.name for term in problem.prior.terms())
     return {
         "name": layer.name,
@@ -376,11 +383,11 @@ def _priors(layer: int, prior: Prior, scale: SSMax | None, length: int, *, causa
 
 
 def _passkey(given: Inspected, plan: InspectionPlan, roles: dict[tuple[int, int], str]) -> dict[str, Any]:
-    """Where each head looks when it is asked for a pass key, and maps of some heads."""
+    """Return each head's attention to the pass key of a prompt, and attention maps of some heads."""
     if given.tokenizer is None:
         return {"reason": given.without_tokenizer}
     if given.is_encoder_decoder or given.is_encoder:
-        return {"reason": "a model with an encoder is not asked so"}
+        return {"reason": "a model with an encoder is not asked for pass keys"}
     try:
         sample = figure_4_prompt(given.tokenizer)
         check_positions(given.model, len(sample.tokens))
@@ -407,13 +414,16 @@ def _passkey(given: Inspected, plan: InspectionPlan, roles: dict[tuple[int, int]
 
 
 def _token(given: Inspected, token: int) -> str:
-    """A token as it can be shown in a line."""
+    """Return a token as text for display on one line."""
     assert given.tokenizer is not None
     return str(given.tokenizer.decode([token])).replace("\n", "⏎").replace(" ", "␣")
 
 
 def _needle_weights(given: Inspected, sample: PasskeySample) -> tuple[list[dict[str, Any]], float]:
-    """The weight that the last token of the question gives to the needle and to the first token; digits answered."""
+    """Return the attention of the question's last token, per head, and the share of right answer tokens.
+
+    The rows hold the weights on the whole needle, on the first token, and the highest on a single needle token.
+    """
     rows: list[dict[str, Any]] = []
     last = sample.answer_start - 1
     needle = slice(sample.needle_start, sample.needle_end)
@@ -432,14 +442,15 @@ def _needle_weights(given: Inspected, sample: PasskeySample) -> tuple[list[dict[
 
 
 def _weights(problem: Problem) -> Tensor:
-    """The attention weights of some queries of the first text, ``(H, Lq, Lk)``."""
+    """Return the attention weights of the first row, ``(H, Lq, Lk)``."""
     return reference(problem)[2][0]
 
 
 def _say_most(rows: Sequence[dict[str, Any]], roles: dict[tuple[int, int], str]) -> dict[tuple[int, int], str]:
-    """The heads that look most at the needle, one of each other role, and where these are few those that look least.
+    """Choose the heads to show, with the reason for each.
 
-    Each with why it was chosen.
+    Chosen are the heads with most weight on the needle, then a head of each other role, then the heads with least
+    weight.
     """
     ranked = [(row["layer"], row["head"]) for row in sorted(rows, key=lambda row: -row["needle"])]
     chosen = dict.fromkeys(ranked[: MAPS // 2], "most")
@@ -451,7 +462,7 @@ def _say_most(rows: Sequence[dict[str, Any]], roles: dict[tuple[int, int], str])
 
 
 def _maps(given: Inspected, sample: PasskeySample, chosen: Mapping[tuple[int, int], str]) -> list[dict[str, Any]]:
-    """Attention maps of chosen heads over the prompt, ``weights`` ``(L, L)``, in the order in which they are given."""
+    """Return attention maps over the prompt, ``weights`` ``(L, L)``, in the order of the chosen heads."""
     maps: dict[tuple[int, int], Tensor] = {}
 
     def see(layer: LayerAttention) -> None:
@@ -471,16 +482,16 @@ def _maps(given: Inspected, sample: PasskeySample, chosen: Mapping[tuple[int, in
 
 
 def _additive(given: Inspected, tokens: Tensor, why_no_text: str | None, *, causal: bool) -> dict[str, Any]:
-    """How much each summand of the first layer's logits varies over the keys, per head, in nats."""
+    """Return how much each term of the first layer's logits varies over the keys, per head, in nats."""
     if given.is_encoder_decoder:
-        return {"reason": "a model with an encoder and a decoder adds nothing to its embeddings that this splits"}
+        return {"reason": "the split does not cover models with an encoder and a decoder"}
     tokens = tokens[:_AUDITED]
     try:
         split = first_layer_logits(given.model, tokens)
     except ValueError as error:
         return {"reason": str(error)}
     if why_no_text is not None:
-        return {"reason": why_no_text}  # of tokens that nobody wrote it would say nothing
+        return {"reason": why_no_text}  # a split on arbitrary tokens would be meaningless
     visible = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=split.bias.device)
     visible = visible.tril() if causal else visible
     numbers = {name: values.tolist() for name, values in split.spreads(visible).items()}
@@ -494,8 +505,8 @@ def _additive(given: Inspected, tokens: Tensor, why_no_text: str | None, *, caus
 
 
 def _linear(audit: LinearAudit, visible: Tensor) -> dict[str, list[Any]]:
-    """Of the toy that adds positions as numbers: each head's case, its slope, and how many queries they spoil."""
-    apart = visible.sum(-1) - 1  # from the first key that a query sees to the last, in tokens
+    """Return each head's case and slope, and its shares of skewed and drowned queries, for the linear toy encoding."""
+    apart = visible.sum(-1) - 1  # tokens between the first and the last visible key
     several = apart > 0
     return {
         "case": audit.cases,
@@ -511,22 +522,22 @@ _SEED = 4
 
 
 def figure_4_prompt(tokenizer: PreTrainedTokenizerBase) -> PasskeySample:
-    """The instruction, the pass key, 768 tokens of filler, the question; the answer follows.
+    """Return a passkey prompt: instruction, pass key, 768 tokens of filler, question, and the answer to predict.
 
-    Source: BAM, Figure 4, a prompt of 32 + 25 + 768 + 16 = 841 tokens. With the paper's tokenizer (Mistral-7B v0.3) it
-    is 32 + 28 + 768 + 13 = 841 here: the pass key's sentence has 3 tokens of line ends and the question 2, and the 5
-    of the answer are no part of the prompt. Without the former and with the latter they are 25 and 16. With other
-    tokenizers the parts but for the filler have other numbers of tokens.
+    Source: BAM, Figure 4, a prompt of 32 + 25 + 768 + 16 = 841 tokens. With the paper's tokenizer (Mistral-7B v0.3),
+    this prompt has 32 + 28 + 768 + 13 = 841 tokens. Line ends make up 3 tokens of the pass key and 2 of the question,
+    and the 5 tokens of the answer are not counted. Without line ends and with the answer, the parts have 25 and 16
+    tokens. With other tokenizers, only the filler keeps its number of tokens.
 
     Raises:
-        ValueError: the tokenizer joins a pass key to the words before it.
+        ValueError: the tokenizer merges a pass key with the words before it.
     """
     task = PasskeyTexts(tokenizer, wording="long")
     length = task.minimum_length + FILLER
     while True:
         sample = task.sample(length, 0.0, torch.Generator().manual_seed(_SEED))
         missing = FILLER - (sample.question_start - sample.needle_end)
-        # A tokenizer that joins digits needs less room for this key than for the longest one.
+        # A tokenizer that merges digits may need fewer tokens for this key than for the longest key.
         if not missing:
             return sample
         length += missing
