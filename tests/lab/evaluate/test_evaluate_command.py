@@ -88,9 +88,9 @@ def test_there_must_be_a_model(run):
     [
         (
             ["--task", "passkeys"],
-            "tasks: unknown task 'passkeys'; there are passkey, passkey_8, passkey_corpus, passkey_sentence, ",
+            "tasks: unknown task 'passkeys'; expected one of passkey, passkey_8, passkey_corpus, passkey_sentence, ",
         ),
-        (["--task", ""], "tasks: at least one task must be named, of passkey, passkey_8"),
+        (["--task", ""], "tasks: at least one task must be given, out of passkey, passkey_8"),
         (["--task", "timing,timing"], "tasks: tasks must be distinct, got timing, timing"),
         (["--lengths", "0"], "lengths.0: Input should be greater than 1, got 0"),
         (["--lengths", "abc"], "lengths: 'abc' is no number of tokens; expected one such as 4096, 64k or 1m"),

@@ -76,7 +76,7 @@ FEWER = {
     "perplexity": (
         {"evaluation.perplexity": {"length": 100, "documents": 4}},
         r"evaluation\.perplexity: documents: .* \(held out\) has 1 of the 4 texts of 100 tokens that the task "
-        r"'perplexity' asks for: set documents: 1 or shorter lengths, or minimum_documents: 1",
+        r"'perplexity' needs: set documents: 1 or shorter lengths, or minimum_documents: 1",
     ),
     "of a scheme": (
         {"schemes.ALiBi.evaluation": {"perplexity": {"documents": 3, "minimum_documents": 2}}},
@@ -89,7 +89,7 @@ FEWER = {
     "a plan": (
         {"evaluation.plans": {"more": {"tasks": ["perplexity"], "lengths": [64, 100]}}},
         r"evaluation\.plans\.more: documents: '.*' \(held out\) has 1 of the 8 texts of 64 tokens that the task "
-        r"'perplexity' asks for: set documents: 1 or shorter lengths, or minimum_documents: 1",
+        r"'perplexity' needs: set documents: 1 or shorter lengths, or minimum_documents: 1",
     ),
 }
 

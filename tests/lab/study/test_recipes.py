@@ -217,7 +217,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "unknown needle task": (
         {"training.needle_ratio": 0.5, "training.needle_tasks": ["niah_single_1", "niah_single_9"]},
-        ["training.needle_tasks: unknown task 'niah_single_9'; there are niah_single_1, niah_single_2"],
+        ["training.needle_tasks: unknown task 'niah_single_9'; expected one of niah_single_1, niah_single_2"],
     ),
     "the same needle task twice": (
         {"training.needle_ratio": 0.5, "training.needle_tasks": ["niah_single_1", "niah_single_1"]},

@@ -207,7 +207,7 @@ def test_more_trials_and_pieces_join_what_is_there(subject: Subject, genome: Pat
 
 
 def test_what_cannot_be_completed_is_refused_before_any_work(subject: Subject, genome: Path, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"no 600 tokens and 200 known bases after them in one document"):
+    with pytest.raises(ValueError, match=r"no document with 600 tokens followed by 200 known bases"):
         evaluate(subject, plan(genome, lengths=(100, 600)), tmp_path / "out")
     words = model_folders.save(model_folders.model("llama"), model_folders.tokenizer(), tmp_path / "llama")
     with pytest.raises(ValueError, match="'genome_completion' needs a model with the tokenizer 'nucleotides'"):

@@ -117,7 +117,7 @@ def test_rows_are_rows_for_training():
         ({"vocabulary_size": 1}, "vocabulary_size must be at least 2; it is 1"),
         ({"first": -0.1}, "first must be a share from 0 to below 1; it is -0.1"),
         ({"previous": 1.0}, "previous must be a share from 0 to below 1; it is 1.0"),
-        ({"first": 0.5, "previous": 0.5}, "first and previous must sum to less than 1, so that there is noise"),
+        ({"first": 0.5, "previous": 0.5}, "first and previous must sum to less than 1, to leave room for noise"),
         ({"lag": 0}, "lag must be at least 1 token; it is 0"),
     ],
 )

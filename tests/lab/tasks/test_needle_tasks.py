@@ -270,7 +270,7 @@ def test_haystacks_that_cannot_be_read_are_errors(tmp_path: Path):
     with pytest.raises(ValueError, match="must be a JSON object with a string under 'text'"):
         load_haystack(tmp_path / "list.json")
     (tmp_path / "half.json").write_text('{"text": ')
-    with pytest.raises(ValueError, match=r"source .*half\.json. is no JSON: Expecting value"):
+    with pytest.raises(ValueError, match=r"source .*half\.json. is not valid JSON: Expecting value"):
         load_haystack(tmp_path / "half.json")
     (tmp_path / "binary.txt").write_bytes(b"Words.\0")
     with pytest.raises(ValueError, match=r"binary\.txt. cannot be used: it is binary \(it holds a NUL byte\)"):

@@ -1,4 +1,4 @@
-"""Tasks of evaluations and comparisons: each makes texts, asks a model about them, and scores the answers."""
+"""Tasks of evaluations and comparisons: make texts, query a model, and score the answers."""
 
 from attention_priors.lab.tasks.catalogue import make_task
 from attention_priors.lab.tasks.completion import gc_correlation, gc_trajectory

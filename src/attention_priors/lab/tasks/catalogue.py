@@ -1,4 +1,7 @@
-"""The task of each name. A new task is one file, one line here, and its description in ``plan.py``."""
+"""Task classes by task name.
+
+To add a task, write its file, add a line here, and describe the task in ``plan.py``.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ _CLASSES: dict[str, type[Task]] = {
 
 
 def make_task(name: str, setting: Setting) -> Task:
-    """Make the task of a name.
+    """Create a task by name.
 
     Raises:
-        ValueError: Its texts cannot be made.
+        ValueError: the texts of the task cannot be made.
     """
     return _CLASSES[name](name, setting)

@@ -1,4 +1,4 @@
-"""How a model goes on with a genome, against how it really goes on."""
+"""Continuation of genomes by a model, compared with the true continuation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from attention_priors.lab.tasks.plan import COMPLETED
 from attention_priors.lab.tasks.task import OnShare, Record, Task, Unit, tokens_as_share
 
 GC_WINDOW = 25
-"""Bases (GOAT, Figure 4c)."""
+"""Window size in bases (GOAT, Figure 4c)."""
 
 
 def complete(
@@ -31,18 +31,18 @@ def complete(
     chunk: int,
     on_tokens: Callable[[int], None] = lambda count: None,
 ) -> list[str]:
-    """Draw continuations of one prompt from the model's own probabilities of A, C, G and T, at temperature 1.
+    """Draw continuations of one prompt from the model's probabilities of A, C, G and T, at temperature 1.
 
     Args:
-        model: a causal language model in evaluation mode.
+        model: causal language model in evaluation mode.
         tokenizer: :func:`~attention_priors.lab.data.nucleotide_tokenizer`.
-        prompt: ``(L,)``.
-        seeds: one for each continuation.
-        chunk: tokens per forward pass.
-        on_tokens: called with the number of tokens that the prompt has been read up to.
+        prompt: Token ids, ``(L,)``. All seeds continue this prompt.
+        seeds: One seed per continuation.
+        chunk: Tokens per forward pass.
+        on_tokens: Called with the number of prompt tokens read so far.
 
     Returns:
-        ``COMPLETED`` bases for each seed, which do not depend on the other seeds but for rounding.
+        ``COMPLETED`` bases for each seed. Up to rounding, they do not depend on the other seeds.
     """
     vocabulary = tokenizer.get_vocab()
     bases = [vocabulary[base] for base in BASES]
@@ -54,16 +54,16 @@ def complete(
 
 
 def completion_seed(seed: int, length: int, document: str, trial: int) -> int:
-    """One number for one continuation: a hash, which does not depend on what else is continued."""
+    """Return the seed of one continuation: a hash, independent of all other continuations."""
     digest = hashlib.sha256(json.dumps([seed, length, document, trial]).encode()).digest()
     return int.from_bytes(digest[:8], "big") // 2
 
 
 def identity(output: str, expected: str) -> float:
-    """Share of places with the same letter.
+    """Return the share of positions with the same letter.
 
     Raises:
-        ValueError: the two have different lengths, or none.
+        ValueError: the lengths differ, or both strings are empty.
     """
     if not expected or len(output) != len(expected):
         raise ValueError(
@@ -73,12 +73,12 @@ def identity(output: str, expected: str) -> float:
 
 
 def chance_identity(expected: str) -> float:
-    """The identity to expect of letters drawn one by one with the truth's frequencies: the sum of their squares."""
+    """Return the expected identity of letters drawn with the truth's frequencies: the sum of their squares."""
     return math.fsum((count / len(expected)) ** 2 for count in Counter(expected).values())
 
 
 def gc_trajectory(bases: str, window: int = GC_WINDOW) -> np.ndarray:
-    """Share of G and C among the bases of each window, the windows one base apart: ``(len(bases) - window + 1,)``.
+    """Return the share of G and C in each window, ``(len(bases) - window + 1,)``; windows start one base apart.
 
     Raises:
         ValueError: ``window`` is below 1 or above the number of bases.
@@ -91,7 +91,7 @@ def gc_trajectory(bases: str, window: int = GC_WINDOW) -> np.ndarray:
 
 
 def gc_correlation(output: str, expected: str) -> float | None:
-    """Pearson's r of the two GC trajectories; None where one of them is level, which has none."""
+    """Return Pearson's r of the two GC trajectories, or None if one of them is constant."""
     one, other = gc_trajectory(output), gc_trajectory(expected)
     if np.ptp(one) == 0 or np.ptp(other) == 0:
         return None
@@ -99,47 +99,47 @@ def gc_correlation(output: str, expected: str) -> float | None:
 
 
 class GenomeCompletion(Task):
-    """Continue pieces of a genome by bases drawn from the model (GOAT, Figure 4c)."""
+    """Continue pieces of a genome with bases drawn from the model (GOAT, Figure 4c)."""
 
     def identity(self) -> dict[str, Any]:
-        """Return all that determines pieces and draws."""
+        """Return everything that determines pieces and draws."""
         return {"seed": self.plan.seed, "bases": COMPLETED} | self.texts.corpus.description()
 
     def tokens_read(self, length: int) -> int:
-        """Return the tokens of a piece and of its continuation but for the last base, which is not read."""
+        """Return the tokens of a piece and its continuation, without the last base, which is not read."""
         return length + COMPLETED - 1
 
     def check(self) -> None:
-        """Raise a ValueError if the model is not one of genomes, or there are no pieces, or too few."""
+        """Raise a ValueError if the model does not use the nucleotide tokenizer, or there are too few pieces."""
         if not is_nucleotide_tokenizer(self.subject.tokenizer):
             raise ValueError(f"tasks: {self.name!r} needs a model with the tokenizer {NUCLEOTIDES!r}")
         super().check()
 
     def check_length(self, length: int) -> None:
-        """Raise a ValueError if there are no pieces of a length, or too few."""
+        """Raise a ValueError if there are too few pieces of this length."""
         pieces = self._pieces(length)
         if not pieces:
             raise ValueError(
-                f"lengths: {self.texts.source} has no {length} tokens and {COMPLETED} known bases after them in one "
-                f"document, for the task {self.name!r}"
+                f"lengths: {self.texts.source} has no document with {length} tokens followed by {COMPLETED} known "
+                f"bases, for the task {self.name!r}"
             )
         self.check_number(length, len(pieces))
 
     def _pieces(self, length: int) -> list[tuple[str, torch.Tensor]]:
-        """Return pieces of ``length`` tokens and the known bases after them."""
+        """Return pieces of ``length`` tokens, each with the known bases after it."""
         vocabulary = self.subject.tokenizer.get_vocab()
         bases = torch.tensor([vocabulary[base] for base in BASES])
         return self.texts.windows(length + COMPLETED, lambda tokens: bool(torch.isin(tokens[-COMPLETED:], bases).all()))
 
     def groups(self, length: int) -> Iterator[Sequence[Unit]]:
-        """Yield the trials of each piece, a batch at a time."""
+        """Yield the trials of each piece in batches."""
         for document, tokens in self._pieces(length):
             trials = [Unit({"document": document, "trial": trial}, length, tokens) for trial in range(self.plan.trials)]
             for start in range(0, len(trials), self.setting.batch):
                 yield trials[start : start + self.setting.batch]
 
     def ask(self, length: int, units: Sequence[Unit], on_share: OnShare) -> list[Record]:
-        """Return the continuations, and the true one."""
+        """Return the continuations and the true continuation."""
         tokens, tokenizer = units[0].content, self.subject.tokenizer
         outputs = complete(
             self.subject.model,

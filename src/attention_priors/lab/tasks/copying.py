@@ -1,4 +1,4 @@
-"""GOAT's copy-mixture task: tokens that copy the first one, copy one just before, or are noise."""
+"""GOAT's copy-mixture task: each token copies the first token, copies an earlier token, or is noise."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from attention_priors.lab.tasks.generation import chunked_logits
 from attention_priors.lab.tasks.task import OnShare, Record, Setting, Task, Unit
 
 HELD_OUT_SEED = -1
-"""Seed of rows to test on; no training has it."""
+"""Seed of test rows, which no training uses."""
 
 COPY_KINDS = ("first", "previous", "noise")
-"""Kinds of tokens; the numbers of :attr:`CopySample.kinds` count in this order."""
+"""Kinds of tokens, in the order of their numbers in :attr:`CopySample.kinds`."""
 
 _FIRST, _PREVIOUS, _NOISE = range(3)
 
 
 class CopySample(NamedTuple):
-    """A row of the task."""
+    """Row of the task."""
 
     tokens: Tensor
-    """int64, ``(L,)``."""
+    """Token ids, int64 ``(L,)``."""
     kinds: Tensor
-    """Kind of each token, an index into :data:`COPY_KINDS`, int64 ``(L,)``. The first token is noise."""
+    """Kind of each token as an index into :data:`COPY_KINDS`, int64 ``(L,)``. The first token is noise."""
 
 
 @dataclass(frozen=True)
 class CopyMixture:
-    """Each token copies the first token, copies the one ``lag`` before it, or is uniform noise, independently.
+    """Independent mixture of three kinds of tokens: copy of the first, copy of the token ``lag`` before, uniform noise.
 
-    ``P(x_i = v | x_<i) = first · 1[v = x_0] + previous · 1[v = x_{i - lag}] + noise / V``; before position ``lag``, the
-    first token stands for what is not there. The query that predicts ``x_i`` stands at ``i - 1``, so it must look at
-    key 0 and at distance ``lag - 1``, and at nothing else.
+    ``P(x_i = v | x_<i) = first · 1[v = x_0] + previous · 1[v = x_{i - lag}] + noise / V``. Before position ``lag``, the
+    first token takes the place of ``x_{i - lag}``. The query that predicts ``x_i`` is at position ``i - 1``. It must
+    look only at key 0 and at distance ``lag - 1``.
 
     Source: GOAT, Figure 1 and section 6 ("Ablating the prior"): tokens copy "the previous token", and "the optimal
-    strategy is to attend to" ``j = 0`` or ``j = i - 1``. Both hold where "previous" is counted from the query: that is
-    ``lag = 2``, the default. At ``lag = 1`` a token copies the one that the model has just read, which takes no
-    attention. The paper states neither the shares nor the sizes; the defaults here are equal shares and 64 tokens.
+    strategy is to attend to" ``j = 0`` or ``j = i - 1``. Both statements hold if "previous" is relative to the query,
+    which is ``lag = 2``, the default. With ``lag = 1``, a token copies the query's own token, which needs no attention.
+    The paper states neither the shares nor the sizes; the defaults here are equal shares and 64 tokens.
 
     Args:
         vocabulary_size: ``V``, at least 2.
-        first: Share of tokens that copy the first one.
-        previous: Share of tokens that copy the one ``lag`` before. What is left of 1 is noise, and must be above 0:
-            without noise every token would equal the first.
-        lag: In tokens, at least 1.
+        first: Share of tokens that copy the first token.
+        previous: Share of tokens that copy the token ``lag`` before. The rest is noise and must be above 0, because
+            without noise every token equals the first.
+        lag: Distance in tokens, at least 1.
 
     Raises:
-        ValueError: An argument is outside its range.
+        ValueError: an argument is outside its range.
     """
 
     vocabulary_size: int = 64
@@ -74,40 +74,40 @@ class CopyMixture:
                 raise ValueError(f"{name} must be a share from 0 to below 1; it is {share}")
         if self.first + self.previous >= 1:
             raise ValueError(
-                f"first and previous must sum to less than 1, so that there is noise; they are {self.first} and "
+                f"first and previous must sum to less than 1, to leave room for noise; they are {self.first} and "
                 f"{self.previous}"
             )
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of each of :data:`COPY_KINDS`."""
+        """Share of each of :data:`COPY_KINDS`."""
         return {"first": self.first, "previous": self.previous, "noise": 1 - self.first - self.previous}
 
     def sample(self, length: int, generator: torch.Generator) -> CopySample:
         """Draw a row.
 
         Args:
-            length: Tokens, at least 1.
-            generator: What is drawn from.
+            length: Number of tokens, at least 1.
+            generator: Random number generator.
         """
         draws = torch.rand(length, generator=generator, dtype=torch.float64)
         kinds = (draws >= self.first).long() + (draws >= self.first + self.previous).long()
         kinds[0] = _NOISE
         tokens = torch.randint(self.vocabulary_size, (length,), generator=generator)
         tokens[kinds == _FIRST] = tokens[0].clone()
-        # A chain of copies, one every lag tokens, goes back to a token that is none, or to the first.
+        # A chain of copies, spaced by lag, ends at a token that is not a copy, or at the first token.
         origins = torch.where(kinds == _PREVIOUS, 0, torch.arange(length))
         chains = torch.nn.functional.pad(origins, (0, -length % self.lag)).view(-1, self.lag)
         return CopySample(tokens[chains.cummax(0).values.flatten()[:length]], kinds)
 
     def optimal_token_losses(self, tokens: Tensor) -> Tensor:
-        """The negative log-likelihood of each token but the first under the true distribution, in nats.
+        """Return the negative log-likelihood of each token but the first under the true distribution, in nats.
 
         Args:
             tokens: ``(..., L)``.
 
         Returns:
-            float64, ``(..., L - 1)``. No model can have a lower expected loss.
+            float64, ``(..., L - 1)``. No model has a lower expected loss.
         """
         target = tokens[..., 1:]
         previous = tokens[..., (torch.arange(1, tokens.shape[-1]) - self.lag).clamp(min=0)]
@@ -116,18 +116,18 @@ class CopyMixture:
         return -likelihood.log()
 
     def optimal_losses(self, length: int) -> dict[str, float]:
-        """The expected loss of the best predictor, per token of each kind, in closed form and nats.
+        """Return the expected loss of the best predictor per token of each kind, in nats, in closed form.
 
-        The predictor knows the shares, but not which kind a token is. What a token's loss depends on is whether the one
-        that it may copy equals the first. ``e_i = P(x_i = x_0)`` is 1 up to position 0 and then obeys ``e_i = first +
-        previous · e_{i - lag} + noise / V``, so ``e_i = e + (1 - e) · previous^⌈i / lag⌉``, where ``e`` is
-        ``(first + noise / V) / (1 - previous)``.
+        The predictor knows the shares, but not the kind of a token. The loss of a token depends on whether the token
+        ``lag`` before equals the first. ``e_i = P(x_i = x_0)`` is 1 up to position 0. Then
+        ``e_i = first + previous · e_{i - lag} + noise / V``, so ``e_i = e + (1 - e) · previous^⌈i / lag⌉`` with
+        ``e = (first + noise / V) / (1 - previous)``.
 
         Args:
-            length: Tokens of a row, at least 2. The mean is over all but the first.
+            length: Length of a row in tokens, at least 2. The mean excludes the first token.
 
         Returns:
-            By kind, and under ``all`` the mean of them by their shares.
+            Losses by kind, and under ``all`` their mean weighted by the shares.
 
         Raises:
             ValueError: ``length`` is below 2.
@@ -156,17 +156,16 @@ class CopyMixture:
 class CopyMixtureRows(Dataset[dict[str, Tensor]]):
     """Rows of the copy-mixture task for a causal language model, with the fields of `TrainingMixture`.
 
-    Row ``i`` is a function of ``seed`` and ``i`` alone, so training can stop and go on at any row, and workers do not
-    change what is read.
+    Row ``i`` depends on ``seed`` and ``i`` alone, so training can resume at any row, with any number of workers.
 
     Args:
-        task: What the rows are drawn from.
+        task: Task from which rows are drawn.
         context_length: Tokens of a row, at least 2.
-        num_rows: Rows of the dataset, at least 1.
-        seed: Selects the rows; any integer.
+        num_rows: Number of rows, at least 1.
+        seed: Seed of the rows; any integer.
 
     Raises:
-        ValueError: An argument is outside the range given above.
+        ValueError: an argument is outside the range given above.
     """
 
     def __init__(self, task: CopyMixture, *, context_length: int, num_rows: int, seed: int) -> None:
@@ -183,7 +182,7 @@ class CopyMixtureRows(Dataset[dict[str, Tensor]]):
         return self._num_rows
 
     def sample(self, index: int) -> CopySample:
-        """A row's tokens, and what each of them is."""
+        """Return the tokens of a row and their kinds."""
         if not 0 <= index < self._num_rows:
             raise IndexError(f"index must be from 0 to {self._num_rows - 1}; it is {index}")
         generator = torch.Generator().manual_seed(row_seed(self._seed, index))
@@ -195,7 +194,7 @@ class CopyMixtureRows(Dataset[dict[str, Tensor]]):
 
 
 TOKENS_AT_A_TIME = 16384
-"""Number of tokens in the rows that are read together."""
+"""Number of tokens in a batch of rows."""
 
 
 class CopyingRow(TypedDict):
@@ -203,13 +202,14 @@ class CopyingRow(TypedDict):
 
     length: int
     kind: str
-    """One of :data:`COPY_KINDS`, or ``all``."""
+    """Kind of the tokens: one of :data:`COPY_KINDS`, or ``all``."""
     nll: float
-    """The model's."""
+    """Loss of the model."""
     optimal_nll: float
-    """The true distribution's, of the same tokens; the difference of the two varies far less than either."""
+    """Loss of the true distribution on the same tokens. The difference from ``nll`` varies far less than either
+    loss."""
     expected_nll: float
-    """Limit of the true distribution's loss (:meth:`CopyMixture.optimal_losses`)."""
+    """Expected loss of the true distribution (:meth:`CopyMixture.optimal_losses`)."""
     tokens: int
 
 
@@ -221,26 +221,26 @@ def copying_rows(
     chunk: int,
     on_rows: Callable[[int], None] = lambda count: None,
 ) -> list[CopyingRow]:
-    """The loss of every kind of token, and of all, in rows of one length.
+    """Return the loss of every kind of token, and of all tokens, in rows of one length.
 
-    The first token of a row has no loss. A kind that no token has is left out.
+    The first token of a row has no loss. Kinds without tokens are left out.
 
     Args:
-        model: a causal language model in evaluation mode.
-        task: what the rows were drawn from.
-        samples: the rows.
+        model: causal language model in evaluation mode.
+        task: task of the rows.
+        samples: rows of one length.
         chunk: tokens of a row per forward pass.
-        on_rows: called with the number of rows done.
+        on_rows: called with the number of finished rows.
 
     Raises:
-        ValueError: there are no rows, or they differ in length.
+        ValueError: ``samples`` is empty, or its rows differ in length.
     """
     lengths = {len(sample.tokens) for sample in samples}
     if len(lengths) != 1:
         raise ValueError(f"samples must be rows of one length, got the lengths {sorted(lengths)}")
     (length,) = lengths
     together = max(1, TOKENS_AT_A_TIME // length)
-    sums = torch.zeros(len(COPY_KINDS), 3, dtype=torch.float64)  # the model's losses, the optimum's, tokens
+    sums = torch.zeros(len(COPY_KINDS), 3, dtype=torch.float64)  # losses of model and optimum, number of tokens
     for start in range(0, len(samples), together):
         part = samples[start : start + together]
         tokens = torch.stack([sample.tokens for sample in part])
@@ -269,7 +269,7 @@ def copying_rows(
 
 
 def _losses(model: PreTrainedModel, tokens: Tensor, chunk: int) -> Tensor:
-    """Loss of each token but the first, ``(B, L - 1)`` in float64."""
+    """Return the loss of each token but the first, ``(B, L - 1)`` in float64."""
     places = tokens.shape[1] - 1
     parts = []
     start = 0
@@ -282,7 +282,7 @@ def _losses(model: PreTrainedModel, tokens: Tensor, chunk: int) -> Tensor:
 
 
 class Copying(Task):
-    """Measure the loss of each kind of token in held-out rows of the mixture that the model was trained on."""
+    """Measure the loss of each kind of token in held-out rows of the model's training mixture."""
 
     def __init__(self, name: str, setting: Setting) -> None:
         super().__init__(name, setting)
@@ -291,11 +291,11 @@ class Copying(Task):
         self._mixture = self.subject.mixture
 
     def identity(self) -> dict[str, Any]:
-        """Return all that determines the rows."""
+        """Return everything that determines the rows."""
         return {"mixture": asdict(self._mixture), "tokens": self.plan.tokens}
 
     def groups(self, length: int) -> Iterator[Sequence[Unit]]:
-        """Yield the rows of a length, all together."""
+        """Yield all rows of a length in one group."""
         yield [Unit({}, length, max(1, self.plan.tokens // length))]
 
     def ask(self, length: int, units: Sequence[Unit], on_share: OnShare) -> list[Record]:

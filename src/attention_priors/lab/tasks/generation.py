@@ -1,4 +1,4 @@
-"""Reading of a text in chunks over a KV cache, and continuation of a text: greedy, or drawn."""
+"""Chunked reading of texts with a KV cache, and greedy or sampled continuation."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ def chunked_logits(
     cache: DynamicCache | None = None,
     on_tokens: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Tensor]:
-    """Logits of the last ``keep`` places of each text, chunk by chunk.
+    """Yield the logits of the last ``keep`` positions of each text, chunk by chunk.
 
     Args:
-        model: a causal language model of transformers, in evaluation mode.
-        tokens: ``(B, L)``, all of one length.
+        model: causal language model of transformers, in evaluation mode.
+        tokens: ``(B, L)``. All texts have the same length.
         chunk: tokens per forward pass.
-        keep: how many of the last places get logits; the others only fill the cache.
-        cache: an empty one to fill; its own by default.
-        on_tokens: called with the number of tokens that each text has been read up to.
+        keep: number of last positions with logits. Other positions only fill the cache.
+        cache: empty cache to fill; by default a new cache.
+        on_tokens: Called with the number of tokens of each text read so far.
 
     Yields:
-        ``(B, n, vocabulary)``; the ``n`` sum to ``min(keep, L)``.
+        Logits ``(B, n, vocabulary)``; the ``n`` sum to ``min(keep, L)``.
 
     Raises:
-        ValueError: before any is read, if the model must read a text of this length in one pass.
+        ValueError: the model must read a text of this length in one pass; raised before reading.
     """
     length = tokens.shape[1]
     check_chunk(model, length, chunk)
     if has_growing_frequencies(model):
-        model(tokens[:, :1].to(model.device), use_cache=False)  # what was read before must not matter
+        model(tokens[:, :1].to(model.device), use_cache=False)  # resets frequencies that earlier texts changed
     cache = DynamicCache(config=model.config) if cache is None else cache
     first_kept = max(0, length - keep)
     start = 0
     while start < length:
-        # A chunk lies wholly before the kept places or wholly within them.
+        # A chunk lies entirely before or entirely within the kept positions.
         stop = min(start + chunk, first_kept if start < first_kept else length)
         part = tokens[:, start:stop].to(model.device)
         kept = start >= first_kept
@@ -65,19 +65,19 @@ def forced_predictions(
     chunk: int,
     on_tokens: Callable[[int], None] = lambda count: None,
 ) -> Tensor:
-    """Return the likeliest token at each place of the answers, after the true ones before it, ``(B, A)``.
+    """Return the likeliest token at each position of the answers, given the true answer tokens before it, ``(B, A)``.
 
-    Greedy decoding gives exactly the answer if and only if all of these are right; and one pass is enough to know.
+    Greedy decoding gives exactly the answer if and only if all predictions are right, so one pass is enough.
 
     Args:
-        model: Causal language model in evaluation mode.
-        prompts: ``(B, L)``, without padding.
+        model: causal language model in evaluation mode.
+        prompts: ``(B, L)``. Prompts have no padding.
         answers: ``(B, A)``.
         chunk: Tokens per forward pass.
-        on_tokens: Called with the number of tokens that each text has been read up to.
+        on_tokens: Called with the number of tokens of each text read so far.
 
     Raises:
-        ValueError: The model gives logits that are not finite, as where half precision overflows.
+        ValueError: the model gives logits that are not finite, for example because half precision overflows.
     """
     tokens = torch.cat([prompts, answers[:, :-1]], dim=1)
     parts = chunked_logits(model, tokens, chunk=chunk, keep=answers.shape[1], on_tokens=on_tokens)
@@ -85,10 +85,10 @@ def forced_predictions(
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """Return the token with the highest logit, ``(...)`` of logits ``(..., V)``.
+    """Return the token with the highest logit, shape ``(...)`` for logits ``(..., V)``.
 
     Raises:
-        ValueError: The highest logit is not finite.
+        ValueError: the highest logit is not finite.
     """
     highest, tokens = logits.max(-1)
     _check_finite(highest, logits.dtype)
@@ -96,15 +96,15 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 def draw_among(candidates: Sequence[int], generators: Sequence[torch.Generator]) -> Callable[[Tensor], Tensor]:
-    """Return a function that draws one of some tokens for each text, at temperature 1.
+    """Return a function that draws the next token of each text from some candidates, at temperature 1.
 
     Args:
         candidates: Token ids.
-        generators: One for each text, on the CPU; each text depends on its own generator alone.
+        generators: One generator per text, on the CPU. Each text depends on its own generator alone.
 
     Returns:
-        Function of logits ``(B, V)`` that gives token ids ``(B,)``. It raises a ValueError where the candidates' logits
-        give no probabilities: one is infinite or NaN, or all are −∞.
+        Function from logits ``(B, V)`` to token ids ``(B,)``. It raises a ValueError if the candidates' logits give no
+        probabilities: one is infinite or NaN, or all are −∞.
     """
 
     def draw(logits: Tensor) -> Tensor:
@@ -137,16 +137,16 @@ def continue_texts(
     """Return a continuation of each prompt, by default the greedy one.
 
     Args:
-        model: Causal language model in evaluation mode.
-        prompts: ``(B, L)``, without padding.
+        model: causal language model in evaluation mode.
+        prompts: ``(B, L)``. Prompts have no padding.
         new_tokens: Largest number of tokens of a continuation.
-        choose: Function of logits ``(B, V)`` that gives the next token of each text, ``(B,)``.
+        choose: Function that picks the next tokens. Maps logits ``(B, V)`` to token ids ``(B,)``.
         chunk: Tokens per forward pass.
-        stop: Tokens that end a text; they are not returned.
-        on_tokens: Called with the number of tokens that each text has been read up to.
+        stop: End tokens. Not part of the continuations.
+        on_tokens: Called with the number of tokens of each text read so far.
 
     Raises:
-        ValueError: The model gives logits that are not finite, as where half precision overflows.
+        ValueError: the model gives logits that are not finite, for example because half precision overflows.
     """
     cache = DynamicCache(config=model.config)
     (logits,) = chunked_logits(model, prompts, chunk=chunk, keep=1, cache=cache, on_tokens=on_tokens)

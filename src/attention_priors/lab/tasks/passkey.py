@@ -1,4 +1,4 @@
-"""Pass keys: make texts that hide a number at a chosen depth, ask for it, see how much attention each head gives it."""
+"""Passkey texts and tasks: hide a number at a chosen depth, ask for it, and measure each head's attention to it."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANSWER_LENGTH = 5
-"""Digits of a pass key, and tokens of an answer, unless a task says otherwise."""
+"""Default number of digits of a pass key, and of tokens of its answer."""
 
-# The space stands first, so that a repeated sentence is tokenised as running text is.
+# The leading space makes repeated sentences tokenize like running text.
 FILLER_SENTENCE = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
 class Wording(NamedTuple):
-    """Sentences around the filler; ``{key}`` is the pass key."""
+    """Sentences around the filler, with ``{key}`` in place of the pass key."""
 
     instruction: str
     needle: str
     question: str
-    """Ends with the answer."""
+    """Question, followed by its answer."""
 
 
 WORDINGS = {
-    # Short contexts have room for filler.
+    # Leaves room for filler in short contexts.
     "short": Wording(
         "Remember the pass key in this text.\n",
         "\nThe pass key is {key}. Remember it. {key} is the pass key.\n",
         "\nWhat is the pass key? The pass key is {key}",
     ),
-    # As people evaluate large models.
+    # Common wording for evaluations of large models.
     "long": Wording(
         "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz you "
         "about the important information there.\n",
@@ -55,18 +55,18 @@ WORDINGS = {
 }
 _LONGEST_DECOY = 8
 _PROBES = ("1234567890", "9067812345")
-"""Together, every digit in the first places of a key."""
+"""Probe keys that together have every digit in the first places of a key."""
 
 
 @dataclass(frozen=True)
 class PasskeySample(RetrievalText):
-    """One passkey text and its answer: one token for each digit, unless the tokenizer joins digits.
+    """Passkey text with its answer: one token per digit, unless the tokenizer merges digits.
 
     Attributes:
         needle_start: Index of the needle's first token.
-        needle_end: Index of the token after it.
+        needle_end: Index of the token after the needle.
         question_start: Index of the question's first token.
-        key: The pass key: so many digits, of which the first is not 0.
+        key: Pass key; its first digit is not 0.
     """
 
     needle_start: int
@@ -76,26 +76,27 @@ class PasskeySample(RetrievalText):
 
 
 class PasskeyTexts:
-    """Makes passkey texts of an exact length in tokens.
+    """Generator of passkey texts with an exact length in tokens.
 
-    A text is an instruction, filler with the needle in it, and a question; the answer follows.
+    A text is an instruction, filler with the needle in it, a question, and the answer.
 
     Args:
-        tokenizer: Any that has an end-of-text token. One that joins digits (see :attr:`joins_digits`) serves to test,
-            and not to train.
-        filler: Documents, encoded by the same tokenizer: each sample takes a random contiguous window of them,
-            joined by line ends; one that is longer than all of them repeats them. ``None`` repeats one paragraph of
-            short sentences.
-        decoys: Up to so many numbers of 1 to 8 digits take the place of filler in each text; how many is drawn
-            uniformly, from 0. To train on: short texts hold few other numbers that a key could be taken for.
-        decoy_overlap: Probability that a decoy begins with digits that stand together in the key, and goes on with
-            others: a long text is full of numbers that are like any key for a digit or two, a short one is not.
+        tokenizer: Tokenizer with an end-of-text token. If it merges digits (see :attr:`joins_digits`), the texts serve
+            for evaluation, but not for training.
+        filler: Documents, encoded by the same tokenizer. Each sample takes a random contiguous window of the documents,
+            joined by line ends. A longer window repeats the documents. ``None`` repeats one paragraph of short
+            sentences.
+        decoys: Largest number of decoys, which are numbers of 1 to 8 digits that replace filler. Their number is drawn
+            uniformly from 0 to ``decoys``. Decoys make short training texts harder, because these hold few other
+            numbers.
+        decoy_overlap: Probability that a decoy begins with consecutive digits of the key and then differs. Numbers in a
+            long text often share a digit or two with the key; those in a short text rarely do.
         digits: Digits of a pass key, from 1 to 9.
-        wording: One of ``WORDINGS``.
+        wording: Key of ``WORDINGS``.
 
     Raises:
-        ValueError: an argument is outside the range given above, or ``tokenizer`` makes one token of a pass key and the
-            words before it.
+        ValueError: an argument is outside the range given above, or ``tokenizer`` merges a pass key with the words
+            before it.
     """
 
     name = "passkey"
@@ -121,7 +122,7 @@ class PasskeyTexts:
         self._decoy_overlap = decoy_overlap
         self.digits = digits
         self.joins_digits = joins_digits(tokenizer)
-        """Whether several digits may be one token, so that keys have different numbers of tokens."""
+        """Whether a token may hold several digits, so that keys differ in their number of tokens."""
         check_writes(tokenizer, "12345")
         if self.joins_digits and decoys:
             raise ValueError(
@@ -136,17 +137,17 @@ class PasskeyTexts:
             questions = [_encode(tokenizer, self._question_text.format(key=key)) for key in probes]
             self._question = questions[0][: _common(questions)]
             before = self._question_text.partition("{key}")[0]
-            # Some tokenizers give the space before a number a token of its own.
+            # Some tokenizers encode the space before a number as a separate token.
             if not letters(str(tokenizer.decode(self._question))).endswith(letters(before)):
                 raise ValueError(
                     f"tokenizer {tokenizer.name_or_path!r} joins a pass key to the words before it: expected tokens of "
                     f"their own for {before[-20:]!r}"
                 )
-            # A key has at most one token for each digit, and one for the space before it.
+            # A key has at most one token per digit, and one for the space before it.
             self._slack = (digits + 1) * self._needle_text.count("{key}")
             self._longest_needle = _encode(tokenizer, self._needle_text.format(key="")).numel() + self._slack
         else:
-            # Everything is tokenised once, here: `sample` only joins tokens.
+            # Tokenize once here: `sample` only concatenates tokens.
             self._digit_tokens = torch.tensor(digit_token_ids(tokenizer))
             self._needle = self._around_keys(self._needle_text, probes, count=3)
             self._question = self._around_keys(self._question_text, probes, count=2)[0]
@@ -156,8 +157,7 @@ class PasskeyTexts:
         if filler is None:
             self._filler = _encode(tokenizer, FILLER_SENTENCE)
         else:
-            # A line end in place of the end-of-text token, which only ever ends a document; or nothing, of a
-            # tokenizer that has no line ends.
+            # A line end replaces the end-of-text token between documents. A tokenizer without line ends drops it.
             line_end = _encode(tokenizer, "\n")
             ends = filler.tokens.eq(int(tokenizer.eos_token_id))  # pyright: ignore[reportArgumentType]
             if line_end.numel():
@@ -167,15 +167,15 @@ class PasskeyTexts:
 
     @property
     def minimum_length(self) -> int:
-        """Tokens of a prompt whatever its key, which has next to no filler: instruction, needle and question."""
+        """Smallest number of tokens of a prompt for any key: instruction, needle and question with almost no filler."""
         return self._instruction.numel() + self._longest_needle + self._question.numel()
 
     @property
     def shortest_text(self) -> int:
-        """Tokens of the shortest prompt and its answer.
+        """Number of tokens of the shortest prompt with its answer.
 
         Raises:
-            ValueError: the tokenizer joins digits, so that texts of an exact length cannot be made.
+            ValueError: the tokenizer merges digits, so that texts of an exact length are impossible.
         """
         if self.joins_digits:
             raise ValueError(
@@ -185,11 +185,11 @@ class PasskeyTexts:
         return self.minimum_length + self.digits
 
     def draw_text(self, length: int, generator: torch.Generator) -> PasskeySample:
-        """Draw a text to train on, with the needle at any depth.
+        """Draw a training text, with the needle at a random depth.
 
         Args:
-            length: Tokens of the whole text, its answer included; at least `shortest_text`.
-            generator: Draws the depth, and what `sample` draws.
+            length: Tokens of the whole text, including its answer; at least `shortest_text`.
+            generator: Generator of the depth and of all draws of `sample`.
         """
         depth = float(torch.rand((), generator=generator))
         return self.sample(length - self.digits, depth, generator)
@@ -198,10 +198,10 @@ class PasskeyTexts:
         """Make one text with a random pass key.
 
         Args:
-            length: Tokens of the whole prompt, question included and answer not.
-            depth: Where in the filler the needle stands: 0 before all of it, 1 after. The needle follows
+            length: Tokens of the prompt, including the question but not the answer.
+            depth: Place of the needle in the filler, from 0 (before all filler) to 1 (after). The needle follows
                 ``round(depth * filler_length)`` tokens of filler.
-            generator: Draws the pass key, the decoys and, for the corpus filler, the window.
+            generator: Generator of the pass key, the decoys and, for filler from a corpus, the window.
 
         Raises:
             ValueError: ``length`` is below `minimum_length`, or ``depth`` is outside [0, 1].
@@ -210,7 +210,7 @@ class PasskeyTexts:
             raise ValueError(f"length must be at least minimum_length, {self.minimum_length} tokens; it is {length}")
         if not 0 <= depth <= 1:
             raise ValueError(f"depth must be from 0 to 1; it is {depth}")
-        # The draws come in this order, so that a seed means the same text whatever is asked of it.
+        # Keep the order of draws, so that a seed always gives the same text.
         filler = self._draw_filler(length - self.minimum_length + self._slack, generator)
         if self._decoys and not self._decoy_overlap:
             filler = self._with_decoys(filler, None, generator)
@@ -223,7 +223,7 @@ class PasskeyTexts:
         if not 0 <= room <= filler.numel():
             raise ValueError(
                 f"tokenizer {self._tokenizer.name_or_path!r} gives the sentence of pass key {key} {needle.numel()} "
-                f"tokens: expected at most {self._longest_needle}, and {self._slack} fewer at least"
+                f"tokens: expected at most {self._longest_needle}, and at most {self._slack} fewer"
             )
         filler = filler[:room]
         before = round(depth * filler.numel())
@@ -239,7 +239,7 @@ class PasskeyTexts:
         )
 
     def _parts(self, key: str) -> tuple[Tensor, Tensor, Tensor]:
-        """The needle, the question without its answer, and the answer."""
+        """Return the needle, the question without its answer, and the answer."""
         if not self.joins_digits:
             answer = self._key_tokens(key)
             first, *others = self._needle
@@ -249,7 +249,7 @@ class PasskeyTexts:
         start = self._question.numel()
         if not torch.equal(question[:start], self._question):
             raise ValueError(
-                f"tokenizer {self._tokenizer.name_or_path!r} encodes the words before the pass key {key} otherwise "
+                f"tokenizer {self._tokenizer.name_or_path!r} encodes the words before the pass key {key} differently "
                 "than before other keys: expected the same tokens in every text"
             )
         return _encode(self._tokenizer, self._needle_text.format(key=key)), self._question, question[start:]
@@ -257,13 +257,13 @@ class PasskeyTexts:
     def _draw_filler(self, filler_length: int, generator: torch.Generator) -> Tensor:
         size, start = self._filler.numel(), 0
         if self._varies:
-            # What is longer than the documents begins anywhere, and goes on with the first one after the last.
+            # A window longer than the documents starts anywhere and wraps around.
             places = size if filler_length > size else size - filler_length + 1
             start = int(torch.randint(places, (), generator=generator))
         return self._filler[(start + torch.arange(filler_length)) % size]
 
     def _with_decoys(self, filler: Tensor, key: str | None, generator: torch.Generator) -> Tensor:
-        """Numbers in place of some of the filler; some of them like the ``key``, if it is given."""
+        """Replace some of the filler with numbers, some of them similar to ``key`` if given."""
         filler = filler.clone()
         for _ in range(int(torch.randint(self._decoys + 1, (), generator=generator))):
             size = int(torch.randint(1, _LONGEST_DECOY + 1, (), generator=generator))
@@ -277,7 +277,7 @@ class PasskeyTexts:
         return filler
 
     def _part_of(self, key: str, generator: torch.Generator) -> str:
-        """Some digits that stand together in a key, and one that does not follow there; or none."""
+        """Return consecutive digits of a key followed by a wrong digit, or an empty string."""
         if float(torch.rand((), generator=generator)) >= self._decoy_overlap:
             return ""
         size = int(torch.randint(1, max(2, self.digits), (), generator=generator))
@@ -287,7 +287,7 @@ class PasskeyTexts:
         return key[start : start + size] + str((int(following) + step) % 10)
 
     def _around_keys(self, template: str, probes: Sequence[str], count: int) -> list[Tensor]:
-        """The `count` pieces of a template around its keys, as they are tokenised with keys in place."""
+        """Return the `count` pieces of a template around its keys, tokenized with keys in place."""
         pieces, other_pieces = (
             _split_at(_encode(self._tokenizer, template.format(key=key)), self._key_tokens(key)) for key in probes
         )
@@ -308,7 +308,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
 
 
 def _common(sequences: Sequence[Tensor]) -> int:
-    """How many first tokens all have in common."""
+    """Return the length of the common prefix of all sequences."""
     number = 0
     for tokens in zip(*(sequence.tolist() for sequence in sequences), strict=False):
         if len(set(tokens)) > 1:
@@ -330,10 +330,10 @@ def _split_at(tokens: Tensor, separator: Tensor) -> list[Tensor]:
 
 
 class PasskeyRetrieval(Retrieval):
-    """Find a number (:class:`PasskeyTexts`). A text counts if greedy decoding gives all of its digits.
+    """Ask for a pass key (:class:`PasskeyTexts`). A text counts if greedy decoding gives all digits.
 
-    The name of the task says which texts: ``passkey`` and ``passkey_8`` have the long wording and repeated sentences,
-    ``passkey_sentence`` and ``passkey_corpus`` the short wording that recipes train with.
+    The task name selects the texts. ``passkey`` and ``passkey_8`` use the long wording and repeated sentences.
+    ``passkey_sentence`` and ``passkey_corpus`` use the short wording of training recipes.
     """
 
     def __init__(self, name: str, setting: Setting) -> None:
@@ -347,16 +347,16 @@ class PasskeyRetrieval(Retrieval):
             wording=self._wording,
         )
         self._beginning = self.subject.beginning()
-        # Where digits may be joined: one for the space before them, and one to see that the number ends.
+        # With merged digits: one token for the space before the number, and one to see that the number ends.
         self._answer_tokens = self._texts.digits + (2 if self._texts.joins_digits else 0)
 
     def text_identity(self) -> dict[str, Any]:
-        """Return all that determines the texts."""
+        """Return everything that determines the texts."""
         filler = {"filler": "sentence"} if self._corpus is None else self._corpus.description()
         return {"digits": self._texts.digits, "wording": self._wording} | filler
 
     def check_length(self, length: int) -> None:
-        """Raise a ValueError if there is no room for any filler."""
+        """Raise a ValueError if the length leaves no room for filler."""
         shortest = self._texts.minimum_length + len(self._beginning)
         if length < shortest:
             raise ValueError(
@@ -365,22 +365,22 @@ class PasskeyRetrieval(Retrieval):
             )
 
     def tokens_read(self, length: int) -> int:
-        """Return the tokens of prompt and answer but for the last, which is written and not read."""
+        """Return the tokens of prompt and answer except for the last, which the model generates but does not read."""
         return length + self._answer_tokens - 1
 
     def question(self, length: int, depth: float | None, seed: int) -> Question:
-        """Make a text with a number at this depth, and the question for it."""
+        """Make a text with a number at this depth, and the question for the number."""
         assert depth is not None
         generator = torch.Generator().manual_seed(seed)
         sample = self._texts.sample(length - len(self._beginning), depth, generator)
         prompt = torch.cat([self._beginning, sample.prompt])
-        # Where digits are joined, other tokens may spell the same number: the text counts.
+        # With merged digits, other tokens may spell the same number, so the decoded text is scored.
         answer = None if self._texts.joins_digits else sample.answer
         needle = sample.needle_start + len(self._beginning), sample.needle_end + len(self._beginning)
         return Question(prompt, (str(sample.key),), self._answer_tokens, answer, needle=needle)
 
     def score(self, output: str, expected: Sequence[str]) -> float:
-        """Return 1 if the continuation starts with the number, and not with a longer one."""
+        """Return 1 if the continuation starts with exactly this number, else 0."""
         (key,) = expected
         output = output.lstrip()
         return float(output.startswith(key) and not output[len(key) : len(key) + 1].isdigit())
@@ -395,17 +395,17 @@ def needle_weights(
     chunk: int,
     on_tokens: Callable[[int], None] = lambda count: None,
 ) -> list[list[float]]:
-    """The attention weight that the last token of a prompt gives to a part of it, ``Σ_{j in needle} p_Lj``.
+    """Return the attention weight of a prompt's last token on the needle, ``Σ_{j in needle} p_Lj``.
 
     Args:
-        model: a causal language model in evaluation mode; any that :func:`observed_attention` sees.
-        prompt: ``(L,)``, at least two tokens.
-        needle: its first token, and the one after its last.
+        model: causal language model in evaluation mode that :func:`observed_attention` supports.
+        prompt: token ids ``(L,)``. At least two.
+        needle: indices of the needle's first token and of the token after the needle.
         chunk: tokens per forward pass.
-        on_tokens: called with the number of tokens that the prompt has been read up to.
+        on_tokens: Called with the number of prompt tokens read so far.
 
     Returns:
-        One number for each head of each layer, from 0 to 1.
+        One number from 0 to 1 for each head of each layer.
     """
     cache = DynamicCache(config=model.config)
     for _ in chunked_logits(model, prompt[None, :-1], chunk=chunk, keep=1, cache=cache, on_tokens=on_tokens):
@@ -414,7 +414,7 @@ def needle_weights(
 
     def see(layer: LayerAttention) -> None:
         of_keys = reference(layer.problem)[2][0, :, -1]
-        # Where a window has let keys go, the last ones are there.
+        # A sliding window keeps only the last keys.
         gone = len(prompt) - of_keys.shape[-1]
         weights.append(of_keys[:, max(0, needle[0] - gone) : max(0, needle[1] - gone)].sum(-1).tolist())
 
@@ -425,12 +425,12 @@ def needle_weights(
 
 
 class PasskeyWeight(PasskeyRetrieval):
-    """Measure the attention that the question's last token gives to the pass key, of every head."""
+    """Measure each head's attention from the question's last token to the pass key."""
 
     stops_after_zeros = False
 
     def tokens_read(self, length: int) -> int:
-        """Return the tokens of the prompt: no answer is read."""
+        """Return the tokens of the prompt; the answer is not read."""
         return length
 
     def check(self) -> None:
@@ -440,12 +440,12 @@ class PasskeyWeight(PasskeyRetrieval):
             pass
 
     def groups(self, length: int) -> Iterator[Sequence[Unit]]:
-        """Yield each text alone."""
+        """Yield each text in a group of its own."""
         for group in super().groups(length):
             yield from ([unit] for unit in group)
 
     def ask(self, length: int, units: Sequence[Unit], on_share: OnShare) -> list[Record]:
-        """Return the weights of all heads, a list for each layer."""
+        """Return the weights of all heads, one list per layer."""
         ((unit,), (question,)) = units, self.questions(length, units)
         assert question.needle is not None
         weights = needle_weights(

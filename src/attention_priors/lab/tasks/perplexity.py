@@ -1,4 +1,4 @@
-"""Negative log-likelihood against position."""
+"""Negative log-likelihood by position."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from attention_priors.lab.tasks.task import OnShare, Record, Task, Unit, tokens_
 
 
 def position_bins(length: int) -> list[tuple[int, int]]:
-    """Ranges ``first..last`` of positions that grow by a factor of two: 1-1, 2-3, 4-7, ... up to ``length - 1``.
+    """Return ranges ``first..last`` of positions that double in size: 1-1, 2-3, 4-7, ... up to ``length - 1``.
 
-    Position 0 has nothing before it and is left out.
+    Position 0 is left out, because nothing precedes it.
     """
     return [(2**k, min(2 ** (k + 1), length) - 1) for k in range((length - 1).bit_length()) if 2**k < length]
 
@@ -28,13 +28,13 @@ def position_bins(length: int) -> list[tuple[int, int]]:
 def token_losses(
     model: PreTrainedModel, tokens: Tensor, *, chunk: int, on_tokens: Callable[[int], None] = lambda count: None
 ) -> Tensor:
-    """The negative log-likelihood of each token but the first, in nats, float64 ``(L - 1,)``.
+    """Return the negative log-likelihood of each token but the first, in nats, float64 ``(L - 1,)``.
 
     Args:
-        model: a causal language model in evaluation mode.
-        tokens: of one text, ``(L,)``.
+        model: causal language model in evaluation mode.
+        tokens: tokens of one text, ``(L,)``.
         chunk: tokens per forward pass.
-        on_tokens: called with the number of tokens read.
+        on_tokens: called with the number of tokens read so far.
     """
     losses = torch.zeros(len(tokens) - 1, dtype=torch.float64)
     start = 0
@@ -47,31 +47,31 @@ def token_losses(
 
 
 def binned(losses: Tensor) -> list[tuple[int, int, float]]:
-    """The first and last position of each range (:func:`position_bins`), and the sum of the losses in it.
+    """Return first position, last position and summed loss of each range of :func:`position_bins`.
 
     Args:
-        losses: of the tokens at positions 1, 2, 3, ..., ``(L - 1,)``.
+        losses: losses of the tokens at positions 1, 2, 3, ..., ``(L - 1,)``.
     """
     bins = position_bins(len(losses) + 1)
     return [(first, last, float(losses[first - 1 : last].sum())) for first, last in bins]
 
 
 class Perplexity(Task):
-    """Measure the loss of each token of held-out texts, in ranges of positions.
+    """Measure the loss of each token of held-out texts, by range of positions.
 
-    The name of the task says which texts: ``perplexity`` reads the first tokens of documents that are as long as the
-    longest length, the same documents at every length; ``perplexity_short`` whole documents no longer than a length;
-    ``perplexity_windows`` pieces of a length, cut from all documents.
+    The task name selects the texts. ``perplexity`` reads the start of documents that are at least as long as the
+    longest length, the same documents at every length. ``perplexity_short`` reads whole documents up to a length.
+    ``perplexity_windows`` reads pieces of a length, cut from all documents.
     """
 
     def identity(self) -> dict[str, Any]:
-        """Return all that determines the texts."""
+        """Return everything that determines the texts."""
         mixture = self.subject.mixture
         return self.texts.corpus.description() if mixture is None else {"mixture": asdict(mixture)}
 
     @cached_property
     def _documents(self) -> list[tuple[str, Tensor]]:
-        """Names and tokens of the documents: of the corpus, or rows of the mixture that the model was trained on."""
+        """Names and tokens of the corpus's documents, or of rows of the model's training mixture."""
         if self.subject.mixture is None:
             return self.texts.corpus.pieces
         length, count = max(self.plan.lengths), self.plan.documents
@@ -79,7 +79,7 @@ class Perplexity(Task):
         return [(f"row {index}", rows.sample(index).tokens) for index in range(count)]
 
     def groups(self, length: int) -> Iterator[Sequence[Unit]]:
-        """Yield each text alone."""
+        """Yield each text in a group of its own."""
         for document, text in self._texts(length):
             yield [Unit({"document": document}, len(text), text)]
 
@@ -97,7 +97,7 @@ class Perplexity(Task):
         return found
 
     def check_length(self, length: int) -> None:
-        """Raise a ValueError if there are no documents, or too few, of a length."""
+        """Raise a ValueError if there are too few documents of this length."""
         texts = self._texts(length)
         if not texts:
             kind = "between 2 and" if self.name == "perplexity_short" else "at least"
@@ -108,7 +108,7 @@ class Perplexity(Task):
         self.check_number(length, len(texts))
 
     def ask(self, length: int, units: Sequence[Unit], on_share: OnShare) -> list[Record]:
-        """Return the sum of the losses in each range of positions, as :func:`binned`."""
+        """Return the summed losses in each range of positions, from :func:`binned`."""
         (unit,) = units
         on_tokens = tokens_as_share(on_share, unit.size)
         losses = token_losses(self.subject.model, unit.content, chunk=self.setting.chunk, on_tokens=on_tokens)

@@ -1,4 +1,4 @@
-"""The plan of an evaluation: tasks, lengths and numbers of texts."""
+"""Evaluation plan: tasks, lengths and numbers of texts."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ PASSKEY_WEIGHT = "passkey_weight"
 COPYING = "copying"
 
 TASKS = {
-    "passkey": "a number of 5 digits between repeated sentences",
-    "passkey_8": "the same, with 8 digits",
-    "passkey_corpus": "a number of 5 digits in running text, in the words that this package's recipes train with",
-    "passkey_sentence": "the same between repeated sentences",
-    PASSKEY_WEIGHT: "how much of each head's attention the number gets there when it is asked for",
-    **dict.fromkeys(NEEDLE_TASKS, "a needle task of RULER"),
+    "passkey": "5-digit number between repeated sentences",
+    "passkey_8": "8-digit number between repeated sentences",
+    "passkey_corpus": "5-digit number in running text, with the wording of this package's recipes",
+    "passkey_sentence": "5-digit number between repeated sentences, with the wording of this package's recipes",
+    PASSKEY_WEIGHT: "attention of each head on the number of passkey_corpus when the question asks for it",
+    **dict.fromkeys(NEEDLE_TASKS, "needle task of RULER"),
     "perplexity": "loss of each token of long documents, by position",
-    "perplexity_short": "loss of whole documents no longer than a length",
+    "perplexity_short": "loss of whole documents up to a length",
     "perplexity_windows": "loss of pieces of a length, cut from all documents",
-    COMPLETION: "how a genome goes on, in 200 bases: identity and GC trajectory against the truth",
-    COPYING: "loss in the copy-mixture task, by the kind of token; of models that a recipe trains on that task",
-    "timing": "milliseconds and memory of one pass, forward and with gradients",
+    COMPLETION: "continuation of a genome by 200 bases: identity and GC trajectory against the truth",
+    COPYING: "loss in the copy-mixture task by kind of token, for models trained on this task by a recipe",
+    "timing": "time in milliseconds and memory of one pass, forward and with gradients",
 }
-"""Names of tasks, and what each is."""
+"""Descriptions of the tasks, by name."""
 
 PASSKEYS = ("passkey", "passkey_8", "passkey_corpus", "passkey_sentence")
-"""The tasks that ask for a pass key."""
+"""Tasks that ask for a pass key."""
 
 PERPLEXITIES = tuple(name for name in TASKS if name.startswith("perplexity"))
-"""The tasks that measure a loss."""
+"""Tasks that measure a loss."""
 
 LONGEST_KEY = 8
-"""Digits; they stand after a text of the length that is asked for."""
+"""Digits of the longest pass key, which follow a text of the planned length."""
 
 COMPLETED = 200
-"""Bases that a model is to write after a piece of a genome (GOAT, Figure 4c)."""
+"""Number of bases that a model generates after a piece of a genome (GOAT, Figure 4c)."""
 
 
 def _rising(lengths: tuple[int, ...]) -> tuple[int, ...]:
@@ -53,52 +53,53 @@ def _rising(lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 Lengths = Annotated[tuple[Annotated[int, Field(gt=1)], ...], AfterValidator(_rising)]
-"""Rising lengths in tokens."""
+"""Lengths in tokens, in rising order."""
 
 
 class EvaluationPlan(Strict):
-    """Tasks, and all that their texts depend on beside the tokenizer. Lengths are in tokens."""
+    """Tasks, and everything besides the tokenizer that determines their texts. Lengths are in tokens."""
 
     tasks: tuple[str, ...]
     lengths: Lengths
     depths: int = Field(default=20, ge=2)
     """Depths, evenly spaced from the start of a text to its end."""
     trials: int = Field(default=1, gt=0)
-    """Texts per length and depth; of a genome, continuations of each piece."""
+    """Texts per length and depth; for genomes, continuations of each piece."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     seeding: Literal["hashed", "mixed"] = "hashed"
-    """Rule for the seed of each text: ``mixed`` is the one of ``evaluation.passkey`` in recipes."""
+    """Rule for the seed of each text; recipes use ``mixed`` for ``evaluation.passkey``."""
     corpus: str = EMBEDDED
-    """Where filler, essays and documents come from: ``embedded`` (its held-out part), a text file, a folder, or
-    ``package:NAME`` of an installed Python package; or a FASTA file. In a recipe, what is trained on unless it is
-    said, and its held-out part."""
+    """Source of filler, essays and documents: ``embedded`` (its held-out part), a text file, a folder, ``package:NAME``
+    of an installed Python package, or a FASTA file. In a recipe, the held-out part of the training corpus by
+    default."""
     sentences: Literal["regex", "punkt"] = "regex"
-    """Splitter that finds the places for needles in an essay; RULER takes NLTK's punkt, which needs its data."""
+    """Splitter that finds places for needles in an essay. RULER uses NLTK's punkt, which needs its own data."""
     documents: int = Field(default=8, gt=0)
-    """At most so many: of ``perplexity`` the first documents that have as many tokens as the longest length, of
-    ``perplexity_short`` the first that are short enough; of the other tasks pieces, spread over all there are."""
+    """Largest number of documents or pieces. ``perplexity`` reads the first documents that are at least as long as the
+    longest length, ``perplexity_short`` the first that are short enough. Other tasks read pieces spread over all
+    documents."""
     minimum_documents: int | None = Field(default=None, gt=0)
-    """Fewer documents or pieces than this are an error before any work. None for 1; in a recipe, None for
-    ``documents``."""
+    """Smallest number of documents or pieces; fewer raise an error before any measurement. None means 1, and in a
+    recipe ``documents``."""
     tokens: int = Field(default=65536, gt=0)
-    """Number of tokens of the rows of one length, for ``copying``; at least one row."""
+    """Number of tokens in all rows of one length, for ``copying``; at least one row."""
     passes: int = Field(default=100, gt=0)
     """Number of passes of the task ``timing``."""
     stop_after_zeros: int | None = Field(default=2, gt=0)
-    """Number of lengths in a row without a right answer after which a task skips longer ones; null to skip none."""
+    """Number of consecutive lengths without a right answer after which a task skips longer ones; null never skips."""
 
     @property
     def longest_text(self) -> int:
-        """Tokens that a model must have places for: of the longest text, and of what is asked for after it."""
+        """Number of positions that a model needs: the tokens of the longest text and of its answer."""
         reads_alone = (*PERPLEXITIES, PASSKEY_WEIGHT, COPYING, "timing")
-        # The last base that is drawn is not read.
+        # The model does not read the last base that it draws.
         after = {COMPLETION: COMPLETED - 1} | dict.fromkeys(reads_alone, 0)
         after |= dict.fromkeys(("passkey_corpus", "passkey_sentence"), 5)
         return max(self.lengths) + max(after.get(task, LONGEST_KEY) for task in self.tasks)
 
     @property
     def question(self) -> dict[str, Any]:
-        """All that determines the results, as plain JSON; what is not set is left out."""
+        """Settings that determine the results, as plain JSON without defaults."""
         return self.model_dump(mode="json", exclude={"minimum_documents"}, exclude_defaults=True)
 
     @model_validator(mode="after")
@@ -110,29 +111,29 @@ class EvaluationPlan(Strict):
     @classmethod
     def _known(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
         if not tasks:
-            raise ValueError(f"at least one task must be named, of {', '.join(TASKS)}")
+            raise ValueError(f"at least one task must be given, out of {', '.join(TASKS)}")
         return known_tasks(tasks, TASKS)
 
 
 def known_tasks(tasks: tuple[str, ...], known: Collection[str]) -> tuple[str, ...]:
-    """Return names of tasks, which must be known and distinct.
+    """Return the given task names after checking that they are known and distinct.
 
     Raises:
-        ValueError: a name is unknown, or stands there twice.
+        ValueError: a name is unknown or duplicated.
     """
     for task in tasks:
         if task not in known:
-            raise ValueError(f"unknown task {task!r}; there are {', '.join(known)}")
+            raise ValueError(f"unknown task {task!r}; expected one of {', '.join(known)}")
     if len(set(tasks)) < len(tasks):
         raise ValueError(f"tasks must be distinct, got {', '.join(tasks)}")
     return tasks
 
 
 def check_minimum_documents(minimum: int | None, documents: int) -> None:
-    """Check that the smallest number of documents is no larger than the wanted number.
+    """Check that the smallest number of documents does not exceed the wanted number.
 
     Raises:
-        ValueError: it is larger.
+        ValueError: the smallest number is larger.
     """
     if minimum is not None and minimum > documents:
         raise ValueError(f"minimum_documents must be at most documents, {documents}; got {minimum}")

@@ -19,15 +19,16 @@ from attention_priors.lab.tasks.task import OnShare, Record, Task, Unit, tokens_
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt and the expected continuation.
+    """Prompt and its expected continuation.
 
     Attributes:
         prompt: Token ids, shape ``(L,)``.
-        expected: Strings that a right continuation holds.
+        expected: Strings that a right continuation contains.
         new_tokens: Largest number of tokens of the continuation.
-        answer: Token ids of the one right continuation, ``(A,)``; None where several would do.
-        depth: Place of the answer in the text, from 0 to 1, for tasks that choose it themselves and have one place.
-        needle: First token of the prompt that holds the answer, and the one after the last; None where not known.
+        answer: Token ids of the only right continuation, ``(A,)``. None if several are right.
+        depth: Place of the answer in the text, from 0 to 1. Only for tasks that choose the depth themselves and have
+            one answer.
+        needle: Start and end index of the answer in the prompt. None if unknown.
     """
 
     prompt: Tensor
@@ -45,7 +46,7 @@ def depths(count: int) -> tuple[float, ...]:
         ValueError: ``count`` is below 2.
     """
     if count < 2:
-        raise ValueError(f"count must be at least 2, to have both ends; it is {count}")
+        raise ValueError(f"count must be at least 2, to include both ends; it is {count}")
     return tuple(index / (count - 1) for index in range(count))
 
 
@@ -53,9 +54,9 @@ def text_seed(rule: str, seed: int, length: int, depth: int, trial: int) -> int:
     """Return the seed of one text.
 
     Args:
-        rule: ``hashed``; or ``mixed``, the rule of comparisons, with which all published pass keys were drawn.
-        seed: The plan's.
-        length: Tokens of the text.
+        rule: ``hashed``, or ``mixed``. Comparisons and all published pass keys use ``mixed``.
+        seed: Seed of the plan.
+        length: Length of the text, in tokens.
         depth: Index of the depth.
         trial: Number of the text at this length and depth.
     """
@@ -65,48 +66,48 @@ def text_seed(rule: str, seed: int, length: int, depth: int, trial: int) -> int:
             mixed = (mixed * 1_000_003 + part + 1) % (2**31 - 1)
         return mixed
     digest = hashlib.sha256(f"{seed}:{length}:{depth}:{trial}".encode()).digest()
-    # PyTorch and NumPy read 32 bits of a seed.
+    # PyTorch and NumPy use 32 bits of a seed.
     return int.from_bytes(digest[:4], "big")
 
 
 class Retrieval(Task):
-    """Ask for something in a text. The score of an answer is from 0 to 1.
+    """Ask for something in a text, and score the answer from 0 to 1.
 
-    Where a question has one right answer, each of its tokens is predicted after the true ones: greedy decoding gives
-    the whole answer exactly if all of these predictions are right, and one pass is enough to know.
+    If a question has one right answer, each answer token is predicted from the true tokens before it. Greedy decoding
+    gives the whole answer if and only if all predictions are right, so one pass is enough.
     """
 
     stops_after_zeros = True
     has_depth = True
-    """Whether a depth can be chosen."""
+    """Whether the plan chooses the depth."""
 
     @abstractmethod
     def question(self, length: int, depth: float | None, seed: int) -> Question:
-        """Make a question, a function of its arguments alone.
+        """Make a question as a function of the arguments alone.
 
         Args:
-            length: Tokens of the prompt.
-            depth: Place of the answer in the text, from 0 to 1; None for tasks that choose it.
-            seed: Selects the text.
+            length: Length of the prompt, in tokens.
+            depth: Place of the answer in the text, from 0 to 1; None for tasks that choose the depth.
+            seed: Seed of the text.
         """
 
     @abstractmethod
     def score(self, output: str, expected: Sequence[str]) -> float:
-        """Return how right a continuation is, from 0 to 1."""
+        """Return the score of a continuation, from 0 to 1."""
 
     @abstractmethod
     def text_identity(self) -> dict[str, Any]:
-        """Return all that determines a question, beside length, depth and seed; plain JSON."""
+        """Return everything that determines a question besides length, depth and seed, as plain JSON."""
 
     def identity(self) -> dict[str, Any]:
-        """Return all that determines the records."""
+        """Return everything that determines the records."""
         plan = self.plan
         rule = {} if plan.seeding == "hashed" else {"seeding": plan.seeding}
         drawn = {"seed": plan.seed, "depths": plan.depths if self.has_depth else None}
         return self.text_identity() | drawn | rule
 
     def groups(self, length: int) -> Iterator[Sequence[Unit]]:
-        """Yield all depths once, then again: more trials join the first ones, and groups stay as they were."""
+        """Yield every depth once per trial, so that adding trials does not change earlier groups."""
         plan = self.plan
         places = depths(plan.depths) if self.has_depth else (None,) * plan.depths
         grid = [
@@ -125,13 +126,13 @@ class Retrieval(Task):
         return [self.question(length, *unit.content) for unit in units]
 
     def place(self, unit: Unit, question: Question) -> Record:
-        """Return the depth and the size of a question, as its record holds them."""
+        """Return the depth and the size of a question for its record."""
         return {"depth": unit.content[0] if self.has_depth else question.depth, "tokens": len(question.prompt)}
 
     def ask(self, length: int, units: Sequence[Unit], on_share: OnShare) -> list[Record]:
         """Return score and output of each unit."""
         questions = self.questions(length, units)
-        # Questions of different lengths would need padding.
+        # Group by length, because a batch has no padding.
         groups: dict[tuple[int, int], list[int]] = {}
         for index, question in enumerate(questions):
             size = len(question.prompt), 0 if question.answer is None else len(question.answer)
@@ -151,7 +152,7 @@ class Retrieval(Task):
         return records
 
     def _answers(self, questions: Sequence[Question], length: int, on_share: OnShare) -> list[Record]:
-        """Return score and output of questions of one length."""
+        """Return score and output of questions of the same length."""
         model, chunk = self.subject.model, self.setting.chunk
         on_tokens = tokens_as_share(on_share, length)
         prompts = torch.stack([question.prompt for question in questions])
@@ -180,6 +181,6 @@ class Retrieval(Task):
         ]
 
     def _decoded(self, tokens: list[int]) -> str:
-        # Cleaning up would take spaces away that the model wrote.
+        # Cleaning up would remove spaces that the model wrote.
         decode = self.subject.tokenizer.decode
         return str(decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -1,4 +1,4 @@
-"""The model under test."""
+"""Model under test."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _NO_PART_OF_A_MODEL = frozenset(
     {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "attention_priors_format"}
 )
-"""Keys of a configuration that say where it comes from, or are said elsewhere."""
+"""Config keys that describe the model's origin, or that other fields record."""
 _ROUNDING, _HALF_ROUNDING = 1e-3, 0.1
-"""Largest rounding of logits, in standard deviations; real differences are far larger."""
+"""Largest rounding error of logits in float32 and in half precision, in standard deviations; real differences are far
+larger."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A causal language model, its tokenizer, and what tells both from others."""
+    """Causal language model under test, with its tokenizer and training data."""
 
     name: str
     model: PreTrainedModel
     text_tokenizer: PreTrainedTokenizerBase | None
-    """None for a model whose tokens stand for nothing."""
+    """Tokenizer of the model; None if the tokens do not represent text."""
     trained_on: tuple[str, Corpus] | None = None
-    """Source of the training corpus, where it is known, and the corpus with its held-out part."""
+    """Source of the training corpus, if known, and the corpus with its held-out part."""
     mixture: CopyMixture | None = None
-    """Copy mixture that the model was trained on."""
+    """Copy mixture on which the model was trained."""
     read: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Tokenised corpora by their source, shared by the plans of a subject."""
+    """Tokenized corpora by source, shared by the plans of a subject."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Tokenizer of the model.
 
         Raises:
-            ValueError: The model has none.
+            ValueError: the model has no tokenizer.
         """
         if self.text_tokenizer is None:
             raise ValueError(f"model {self.name!r} has no tokenizer: expected a model of text for this task")
@@ -56,23 +57,23 @@ class Subject:
 
     @classmethod
     def load(cls, name: str, *, dtype: str = "float32", device: str | None = None) -> Subject:
-        """Load a model of ours, an attached one, or any causal language model of transformers, to be tested.
+        """Load a model to test: a model of this library, an attached model, or a causal language model of transformers.
 
         Args:
-            name: its folder, or its name on the Hugging Face Hub; or an adapter's folder, as for :func:`load_model`.
-            dtype: of its weights: float32, bfloat16 or float16.
-            device: where it runs; CUDA where there is some by default.
+            name: model folder, name on the Hugging Face Hub, or adapter folder, as for :func:`load_model`.
+            dtype: float32, bfloat16 or float16.
+            device: device of the model; by default CUDA if available.
 
         Raises:
-            ValueError: if ``dtype`` is none of these, ``device`` is none that is there, the model is no causal
-                language model, the tokenizer has no end-of-text token, or more tokens than the model, or the model
-                cannot be read in chunks.
-            OSError: if the model or its tokenizer cannot be loaded.
+            ValueError: ``dtype`` is unknown, or ``device`` is not available. The model is not a causal language model
+                or cannot read a text in chunks. Or the tokenizer has no end-of-text token, or more tokens than the
+                model.
+            OSError: the model or its tokenizer cannot be loaded.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
         place = device_named(device)
-        load_config(name)  # at once, so that a wrong name is not first missed by a tokenizer
+        load_config(name)  # first, so that the error for a wrong name concerns the model and not the tokenizer
         tokenizer = pretrained_tokenizer(tokenizer_of(name))
         model = load_model(name, dtype=DTYPES[dtype])
         check_vocabulary(name, model, tokenizer)
@@ -81,19 +82,22 @@ class Subject:
         return cls(name, model, tokenizer)
 
     def held_out_of(self, source: str) -> Corpus | None:
-        """The corpus of that source if a part of it is known not to have been trained on; None if it is not.
+        """Return the corpus of a source if the model is known not to have seen its held-out part, else None.
 
-        Of the embedded corpus it is: everybody here leaves out the same.
+        The held-out part of the embedded corpus is always unseen, because every training leaves out the same documents.
         """
         if self.trained_on is not None and Path(source).resolve() == Path(self.trained_on[0]).resolve():
             return self.trained_on[1]
         return load_corpus(EMBEDDED) if source == EMBEDDED else None
 
     def identity(self) -> dict[str, Any]:
-        """All that results depend on: hashes of model and tokenizer, the precision, where texts begin and end."""
+        """Return everything about the model that results depend on.
+
+        This includes hashes of model and tokenizer, the dtype, and the tokens that begin and end texts.
+        """
         if self.text_tokenizer is None:
             return {"model": model_fingerprint(self.model), "dtype": str(self.model.dtype).removeprefix("torch.")}
-        # In this order: a tokenizer forgets a limit to its texts when it is first called, and its hash changes.
+        # Call the tokenizer before hashing it: its first call drops a length limit and changes its hash.
         begin = self.beginning().tolist()
         return {
             "model": model_fingerprint(self.model),
@@ -106,10 +110,10 @@ class Subject:
     def beginning(self) -> torch.Tensor:
         """Return the tokens that the tokenizer puts before every text, ``(n,)``.
 
-        Most tokenizers put a beginning-of-text token there, or none.
+        For most tokenizers this is a beginning-of-text token, or nothing.
 
         Raises:
-            ValueError: the tokenizer changes a text's own tokens beside special ones.
+            ValueError: adding special tokens changes the text's own tokens.
         """
         if self.text_tokenizer is None:
             return torch.empty(0, dtype=torch.int64)
@@ -119,22 +123,22 @@ class Subject:
             if whole[start : start + len(plain)] == plain:
                 return torch.tensor(whole[:start], dtype=torch.int64)
         raise ValueError(
-            f"tokenizer of {self.name!r} must give a text the same tokens with special tokens around them; it gives "
-            f"'a' {plain} alone and {whole} with them"
+            f"tokenizer of {self.name!r} must encode a text alike with and without special tokens; it encodes 'a' as "
+            f"{plain} without and {whole} with them"
         )
 
     def ends(self) -> set[int]:
-        """Tokens at which a continuation ends."""
+        """Return the tokens that end a continuation."""
         configured = getattr(self.model.generation_config, "eos_token_id", None)
         several = configured if isinstance(configured, list) else [configured]
         return {token for token in (*several, self.tokenizer.eos_token_id) if isinstance(token, int)}
 
 
 def check_vocabulary(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make sure that a model has all tokens of its tokenizer.
+    """Check that a model has an embedding for every token of its tokenizer.
 
     Raises:
-        ValueError: it has not.
+        ValueError: the tokenizer has more tokens than the model.
     """
     embedding: Any = model.get_input_embeddings()
     size, rows = max(tokenizer.get_vocab().values()) + 1, embedding.weight.shape[0]
@@ -144,24 +148,24 @@ def check_vocabulary(name: str, model: PreTrainedModel, tokenizer: PreTrainedTok
 
 @torch.no_grad()
 def _check_chunks(name: str, model: PreTrainedModel) -> None:
-    """Make sure that a model reads on from what it has read, as texts are read in chunks, and sees no future."""
+    """Check that a model gives the same logits when it reads a text in chunks."""
     tokens = torch.arange(8).remainder(model.config.get_text_config(decoder=True).vocab_size)[None]
     whole = model(tokens.to(model.device)).logits.float()
     chunked = torch.cat(list(chunked_logits(model, tokens, chunk=5, keep=8)), 1).float()
     difference = float((whole - chunked).abs().max() / whole.std())
     if not difference <= (_ROUNDING if model.dtype == torch.float32 else _HALF_ROUNDING):  # or it is nan
         raise ValueError(
-            f"model {name!r} ({type(model).__name__}) must give a text that is read in two chunks the logits that it "
-            f"has when it is read at once; they differ by {difference:.2g} of their standard deviation: expected a "
-            "causal language model with a KV cache"
+            f"model {name!r} ({type(model).__name__}) must give the same logits for a text in one chunk and in two; "
+            f"they differ by {difference:.2g} of their standard deviation: expected a causal language model with a KV "
+            "cache"
         )
 
 
 def device_named(name: str | None) -> torch.device:
-    """The device of a name; without one CUDA, where there is some.
+    """Return the device with this name; by default CUDA if available, else the CPU.
 
     Raises:
-        ValueError: it is none, or none that is there.
+        ValueError: the name is not a device, or the device is not available.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -172,17 +176,17 @@ def device_named(name: str | None) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu, cuda or cuda:N; got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device is {name!r}, but PyTorch finds {torch.cuda.device_count()} CUDA devices here")
+        raise ValueError(f"device is {name!r}, but PyTorch finds {torch.cuda.device_count()} CUDA devices")
     return device
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
-    """SHA-256 (64 hex digits) of a model's configuration and of its weights, as they are now."""
+    """Return the SHA-256 (64 hex digits) of a model's config and its current weights."""
     digest = hashlib.sha256()
     config = {key: value for key, value in model.config.to_dict().items() if key not in _NO_PART_OF_A_MODEL}
     digest.update(json.dumps([type(model).__name__, config], sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        # NumPy has no bfloat16: bytes are bytes.
+        # As bytes, because NumPy has no bfloat16.
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""A task of an evaluation: it makes texts, from a corpus or not, asks a model about them, and scores the answers."""
+"""Base class of evaluation tasks, and the texts that tasks share."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ OnShare = Callable[[float], None]
 
 @dataclass(frozen=True)
 class Unit:
-    """The smallest part of a task that has a record of its own: a text, a continuation, a timed pass.
+    """Smallest part of a task with its own record: a text, a continuation, or a timed pass.
 
     Attributes:
-        key: Fields that tell the record from the others of its task and length.
-        size: Tokens that are read.
-        content: What the task needs to ask about the unit.
+        key: Fields that distinguish the record from others of the same task and length.
+        size: Number of tokens to read.
+        content: Data that the task needs to measure the unit.
     """
 
     key: dict[str, Any]
@@ -46,25 +46,25 @@ class Unit:
 
     @property
     def id(self) -> tuple[Any, ...]:
-        """Values of the key, in its order."""
+        """Values of the key, in order."""
         return tuple(self.key.values())
 
     @property
     def cost(self) -> float:
-        """Relative time that the unit takes: linear in its size at first, quadratic in the end."""
+        """Relative compute time of the unit: linear in its size at first, quadratic for long texts."""
         return self.size * (1 + self.size / 4096)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything that the tasks of one evaluation share.
+    """Settings that the tasks of one evaluation share.
 
     Attributes:
         subject: Model and tokenizer.
         plan: Lengths, depths, trials, seed, corpus.
         chunk: Tokens per forward pass.
-        batch: Texts of equal length that are read together.
-        on_message: Called with messages for the user.
+        batch: Number of texts of equal length in a batch.
+        on_message: Callback for messages to the user.
     """
 
     subject: Subject
@@ -80,12 +80,12 @@ class Setting:
 
 
 class Task(ABC):
-    """One task of an evaluation. Its records depend on :meth:`identity`, the length and the key of the unit alone."""
+    """Task of an evaluation. Its records depend only on :meth:`identity`, the length, and the key of the unit."""
 
     reads_texts = True
     """Whether the units are texts, whose identity and cost are recorded."""
     stops_after_zeros = False
-    """Whether longer texts are left out after lengths without a right answer (``EvaluationPlan.stop_after_zeros``)."""
+    """Whether lengths without a right answer end the task early (``EvaluationPlan.stop_after_zeros``)."""
 
     def __init__(self, name: str, setting: Setting) -> None:
         self.name = name
@@ -94,25 +94,25 @@ class Task(ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """Return all that determines the records, beside the subject, the length and the key; plain JSON."""
+        """Return everything that determines the records besides subject, length and key, as plain JSON."""
 
     @abstractmethod
     def groups(self, length: int) -> Iterator[Sequence[Unit]]:
         """Yield the units of one length in groups that are read together.
 
-        The groups depend on the plan alone, and not on what is already measured: rounding depends on them.
+        Groups depend only on the plan, not on finished measurements, because rounding depends on the groups.
         """
 
     @abstractmethod
     def ask(self, length: int, units: Sequence[Unit], on_share: OnShare) -> list[Record]:
-        """Return the fields of each unit's record."""
+        """Measure the units and return the fields of each unit's record."""
 
     def tokens_read(self, length: int) -> int:
-        """Return the largest number of tokens that the model reads for a text of a length, its own answer included."""
+        """Return the largest number of tokens that the model reads for a text of this length, including its answer."""
         return length
 
     def check(self) -> None:
-        """Raise a ValueError if the task cannot be measured as planned. Nothing is measured or written."""
+        """Raise a ValueError if the task cannot be measured as planned; measure and write nothing."""
         longest = max(self.plan.lengths)
         try:
             check_positions(self.subject.model, self.tokens_read(longest))
@@ -126,30 +126,30 @@ class Task(ABC):
         check_chunk(self.subject.model, tokens, self.setting.chunk)
 
     def check_length(self, length: int) -> None:  # noqa: B027 - most tasks have a text of any length
-        """Raise a ValueError if there are no texts, or too few, of a length."""
+        """Raise a ValueError if there are too few texts of this length."""
 
     def check_number(self, length: int, found: int) -> None:
-        """Raise a ValueError if there are fewer texts of a length than the plan accepts."""
+        """Raise a ValueError if there are fewer texts of this length than the plan accepts."""
         if found < (self.plan.minimum_documents or 1):
             raise ValueError(
                 f"documents: {self.texts.source} has {found} of the {self.plan.documents} texts of {length} tokens "
-                f"that the task {self.name!r} asks for: set documents: {found} or shorter lengths, or "
-                f"minimum_documents: {found} to measure as many as there are"
+                f"that the task {self.name!r} needs: set documents: {found} or shorter lengths, or "
+                f"minimum_documents: {found} to accept fewer texts"
             )
 
 
 def tokens_as_share(on_share: OnShare, size: int) -> Callable[[int], None]:
-    """Return a callback for the number of tokens read: the time of a text grows with their square."""
+    """Return a callback that turns tokens read into progress: the time for a text grows with their square."""
     return lambda read: on_share(min(1.0, read / size) ** 2)
 
 
 @dataclass(frozen=True)
 class EvaluationCorpus:
-    """Documents and their tokens.
+    """Documents of a corpus and their tokens.
 
     Attributes:
         name: Name of the corpus.
-        stream: All documents, one after another.
+        stream: Tokens of all documents, one after another.
         pieces: Name and tokens of each document.
     """
 
@@ -158,7 +158,7 @@ class EvaluationCorpus:
     pieces: list[tuple[str, torch.Tensor]]
 
     def description(self) -> dict[str, Any]:
-        """Return what tells the corpus from others; plain JSON."""
+        """Return the fields that identify the corpus, as plain JSON."""
         return {
             "corpus": self.name,
             "corpus_tokens": hashlib.sha256(self.stream.tokens.numpy().data).hexdigest(),
@@ -167,12 +167,12 @@ class EvaluationCorpus:
 
 
 class PlanTexts:
-    """Corpus and haystack of a plan, read when a task asks for them.
+    """Corpus and haystack of a plan, loaded on first use.
 
     Args:
         subject: Model whose tokenizer encodes the texts.
-        plan: Names the corpus.
-        on_message: Called with the names of files that cannot be read, once.
+        plan: Plan that names the corpus.
+        on_message: Called once with the names of files that cannot be read.
     """
 
     def __init__(self, subject: Subject, plan: EvaluationPlan, on_message: Callable[[str], None]) -> None:
@@ -181,10 +181,10 @@ class PlanTexts:
 
     @cached_property
     def corpus(self) -> EvaluationCorpus:
-        """Documents to read, and to make fillers and essays of.
+        """Documents to read, and source of fillers and essays.
 
         Raises:
-            ValueError: The corpus cannot be read.
+            ValueError: the corpus cannot be read.
         """
         read = self._subject.read
         if self._plan.corpus not in read:
@@ -212,13 +212,13 @@ class PlanTexts:
 
     @cached_property
     def _known(self) -> Corpus | None:
-        """The corpus, if its held-out part is known."""
+        """Corpus with a known held-out part, else None."""
         return self._subject.held_out_of(self._plan.corpus)
 
     def windows(
         self, length: int, wanted: Callable[[torch.Tensor], bool] = lambda tokens: True
     ) -> list[tuple[str, torch.Tensor]]:
-        """Return names and tokens of up to ``plan.documents`` pieces of a length, spread over all documents."""
+        """Return names and tokens of up to ``plan.documents`` pieces of this length, spread over all documents."""
         begin = self._subject.beginning()
         size = length - len(begin)
         places = [
@@ -239,7 +239,7 @@ class PlanTexts:
         """Text in which needles are hidden.
 
         Raises:
-            ValueError: The corpus cannot be read.
+            ValueError: the corpus cannot be read.
         """
         try:
             haystack = load_haystack(self._plan.corpus) if self._known is None else haystack_of(self._known)
@@ -256,7 +256,7 @@ class PlanTexts:
 
     @cached_property
     def splitter(self) -> SentenceSplitter:
-        """Finds the places in an essay where a needle may stand.
+        """Sentence splitter that finds places for needles in an essay.
 
         Raises:
             ValueError: NLTK or its data are missing.

@@ -1,4 +1,4 @@
-"""How long a model takes to read a text, and to learn from one."""
+"""Time and memory of inference and training passes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from attention_priors.lab.machine import PeakMemory, processor, versions
 from attention_priors.lab.tasks.task import OnShare, Record, Task, Unit
 
 SOFTWARE = ("attention-priors", "torch", "transformers")
-"""Packages that times depend on."""
+"""Packages that affect times."""
 
 WARM_UP = 3
-"""Passes that are not counted."""
+"""Number of warm-up passes, which are not timed."""
 
 
 def time_model(
@@ -29,19 +29,19 @@ def time_model(
     seed: int,
     on_pass: Callable[[int], None] = lambda count: None,
 ) -> dict[str, Any]:
-    """Mean and standard deviation over passes of batch 1, without a cache (BAM's protocol).
+    """Return mean and standard deviation of the time over passes of batch 1, without a cache (BAM's protocol).
 
     Args:
-        model: a causal language model.
-        length: of the text, in tokens drawn at random.
-        passes: how many are counted.
-        learns: forward and backward, in training mode; else forward alone, without gradients.
-        seed: of the tokens.
-        on_pass: called with the number of passes that have been counted.
+        model: causal language model.
+        length: length of the text, in tokens. The tokens are random.
+        passes: number of timed passes.
+        learns: whether to time training. If so, passes run forward and backward in training mode.
+        seed: seed of the tokens.
+        on_pass: called with the number of timed passes so far.
 
     Returns:
-        ``mean_ms``, ``std_ms`` and ``median_ms``, and ``peak_bytes``: what one pass takes at its peak beside the model,
-        with gradients if it learns; None where that cannot be measured.
+        ``mean_ms``, ``std_ms`` and ``median_ms``. Also ``peak_bytes``, the peak memory of one pass beyond the model,
+        with gradients if ``learns``; None if it cannot be measured.
     """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
@@ -84,12 +84,12 @@ def time_model(
 
 
 class Timing(Task):
-    """Measure the time and memory of one pass, forward and with gradients."""
+    """Measure time and memory of one pass, forward and with gradients."""
 
     reads_texts = False
 
     def identity(self) -> dict[str, Any]:
-        """Return all that times depend on."""
+        """Return everything that affects times."""
         device = self.subject.model.device
         return {
             "passes": self.plan.passes,
@@ -99,10 +99,10 @@ class Timing(Task):
         }
 
     def _check_chunk(self, tokens: int) -> None:
-        """Accept any chunk: a timed pass reads the whole text at once."""
+        """Accept any chunk, because a timed pass reads the whole text at once."""
 
     def groups(self, length: int) -> Iterator[Sequence[Unit]]:
-        """Yield the forward pass, and the pass with gradients."""
+        """Yield the forward pass and the pass with gradients."""
         for kind in ("forward", "forward+backward"):
             yield [Unit({"pass": kind}, length)]
 

@@ -1,1 +1,1 @@
-"""The eight needle-in-a-haystack tasks of RULER: prompts equal to the reference's, and their score."""
+"""RULER's eight needle-in-a-haystack tasks: prompts identical to the reference, and their score."""

@@ -1,4 +1,4 @@
-"""The text that needles hide in, and where it may be cut to put a needle in."""
+"""Haystack text, and splitters that find places for needles."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from attention_priors.lab.data.genomes import is_fasta
 
 @dataclass(frozen=True)
 class Haystack:
-    """Running text, of which the essay tasks read as many words as a length has room for.
+    """Running text from which essay tasks read as many words as fit a length.
 
-    White space is one space each, as in RULER. A prompt that needs more words than there are repeats the text.
+    As in RULER, runs of white space become one space. A prompt that needs more words than available repeats the text.
 
     Attributes:
-        name: What the text is called in results.
-        text: The text, in any form.
-        skipped: One line for each file that was found but not used, as ``"NAME: why"``.
+        name: Name of the text in results.
+        text: Text with any white space.
+        skipped: One line ``"NAME: why"`` for each file that was found but not used.
 
     Raises:
         ValueError: the text is empty or blank.
@@ -46,29 +46,29 @@ class Haystack:
         """Join the texts of documents.
 
         Args:
-            name: As the attribute.
-            documents: Their texts follow each other in this order.
-            skipped: As the attribute.
+            name: see the attribute.
+            documents: Documents in the order of their texts.
+            skipped: see the attribute.
             separator: Text between two documents.
         """
         return cls(name, separator.join(document.text for document in documents), skipped)
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """Strings between white space; at either end of the text the empty word is possible, as in RULER."""
+        """Strings between white space; as in RULER, the first and the last word may be empty."""
         return tuple(re.sub(r"\s+", " ", self.text).split(" "))
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (64 hex digits) over the words: what a result depends on."""
+        """SHA-256 (64 hex digits) of the words, which results depend on."""
         return hashlib.sha256(" ".join(self.words).encode()).hexdigest()
 
     def first(self, count: int) -> str:
-        """Join the first ``count`` words by spaces; the text begins again where it ends."""
+        """Join the first ``count`` words by spaces, repeating the text as needed."""
         return self.words_from(0, count)
 
     def words_from(self, start: int, count: int) -> str:
-        """Join ``count`` words from number ``start`` on by spaces; the text begins again where it ends."""
+        """Join ``count`` words from index ``start`` on by spaces, repeating the text as needed."""
         end = start + count
         words = self.words if end <= len(self.words) else self.words * -(-end // len(self.words))
         return " ".join(words[start:end])
@@ -80,19 +80,19 @@ def load_haystack(source: str | Path) -> Haystack:
     Args:
         source: One of
 
-            - the string ``"embedded"``: the held-out part of the embedded corpus (`load_corpus`), which no model here
-              has been trained on; a space stands between two documents. The text differs between Python versions:
-              results state its fingerprint.
-            - a folder: its text files, sorted by their paths and joined without anything between them, as RULER's
-              script ``download_paulgraham_essay.py`` joins essays. A file that does not end in white space shares a
-              word with the next file. Blank files and exact copies are left out.
-            - a text file, or ``"package:NAME"``, as for `load_corpus`.
-            - a FASTA file: each contig is a word.
-            - a JSON file that is an object with the key ``"text"``: the form of RULER's ``PaulGrahamEssays.json``.
+            - ``"embedded"``. The held-out part of the embedded corpus (`load_corpus`), on which no model here is
+              trained, with a space between documents. The text differs between Python versions, so results state its
+              fingerprint.
+            - A folder. Its text files, sorted by path and joined without separators, as RULER's script
+              ``download_paulgraham_essay.py`` joins essays. If a file does not end in white space, its last word merges
+              with the next file. Blank files and exact copies are left out.
+            - A text file, or ``"package:NAME"``, as for `load_corpus`.
+            - A FASTA file. Each contig is a word.
+            - A JSON file. It holds an object with the key ``"text"``, like RULER's ``PaulGrahamEssays.json``.
 
     Raises:
         FileNotFoundError: ``source`` does not exist.
-        ValueError: there is no text in it.
+        ValueError: ``source`` holds no text.
     """
     if source == EMBEDDED:
         return haystack_of(load_corpus(EMBEDDED))
@@ -111,8 +111,8 @@ def haystack_of(corpus: Corpus) -> Haystack:
 def _text_of_json(path: Path) -> str:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # of the encoding too
-        raise ValueError(f"source {str(path)!r} is no JSON: {error}") from error
+    except ValueError as error:  # wrong encodings too
+        raise ValueError(f"source {str(path)!r} is not valid JSON: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("text"), str):
         raise ValueError(f"source {str(path)!r} must be a JSON object with a string under 'text'")
     return content["text"]
@@ -122,23 +122,23 @@ def _text_of_json(path: Path) -> str:
 
 
 class SentenceSplitter(Protocol):
-    """Splits text into sentences; a result states its name."""
+    """Function that splits text into sentences; results state its name."""
 
     @property
     def name(self) -> str:
-        """Name of the splitter with all that decides its outcome: a version, a language."""
+        """Name with everything that determines the sentences, such as version and language."""
         ...
 
     def __call__(self, text: str) -> list[str]:
-        """The sentences, in order, without the space between them."""
+        """Return the sentences in order, without the space between them."""
         ...
 
 
 class RegexSplitter:
-    """A sentence ends at ``.``, ``!`` or ``?``, with closing quotes and brackets, before a space.
+    """Splitter at ``.``, ``!`` or ``?``, with closing quotes and brackets, before a space.
 
-    A lower-case letter after the space carries the sentence on (``e.g. this``). Initials and abbreviations before a
-    capital end a sentence here, and do not for punkt. No character but the space between sentences is lost.
+    A lower-case letter after the space continues the sentence (``e.g. this``). Unlike punkt, this splitter ends a
+    sentence after initials and abbreviations before a capital. Only the spaces between sentences are removed.
     """
 
     name = "regex-1"
@@ -146,19 +146,19 @@ class RegexSplitter:
     _END = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["')\]”’]))\s+(?=[^\sa-z])""")
 
     def __call__(self, text: str) -> list[str]:
-        """The sentences, in order."""
+        """Return the sentences in order."""
         return self._END.split(text)
 
 
 class PunktSplitter:
-    """NLTK's punkt for a language, which RULER uses; needs ``nltk`` and its data.
+    """NLTK's punkt splitter for a language, which RULER uses; needs ``nltk`` and its data.
 
     Args:
-        language: A language that the data has.
+        language: Language supported by the data.
 
     Raises:
         ModuleNotFoundError: ``nltk`` is not installed.
-        LookupError: the data is not there: ``python -m nltk.downloader punkt_tab`` fetches it.
+        LookupError: the data is missing; ``python -m nltk.downloader punkt_tab`` downloads it.
     """
 
     def __init__(self, language: str = "english") -> None:
@@ -169,5 +169,5 @@ class PunktSplitter:
         self.name = f"nltk-{nltk.__version__}/punkt_tab/{language}"
 
     def __call__(self, text: str) -> list[str]:
-        """The sentences, in order."""
+        """Return the sentences in order."""
         return self._tokenizer.tokenize(text)

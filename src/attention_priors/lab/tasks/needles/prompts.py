@@ -1,4 +1,4 @@
-"""RULER's needle tasks: what sets them apart, what is drawn at random, and the text of a prompt."""
+"""RULER's needle tasks: settings, random draws, and prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, get_args, overload
 from attention_priors.checks import check_choice, check_positive_integers
 
 DEPTHS = tuple(round(100 * step / 39) for step in range(40))
-"""RULER's 40 depths in percent, from 0 to 100; needles in an essay stand at different ones."""
+"""RULER's 40 depths in percent, from 0 to 100; each needle in an essay has a different depth."""
 
 HaystackKind = Literal["noise", "essay", "needle"]
 KeyKind = Literal["words", "uuids"]
@@ -24,23 +24,23 @@ ValueKind = Literal["numbers", "uuids"]
 
 @dataclass(frozen=True)
 class NeedleSettings:
-    """One needle-in-a-haystack task.
+    """Settings of one needle-in-a-haystack task.
 
     A needle is a sentence that gives one value of one key. The question asks for all values of some keys.
 
     Attributes:
-        haystack: What the needles hide in. ``"noise"``: five short sentences, repeated; ``"essay"``: running text;
-            ``"needle"``: needles that nobody asks for.
-        key_kind: ``"words"``, an adjective and a noun, or ``"uuids"``.
+        haystack: Text around the needles. ``"noise"`` repeats five short sentences. ``"essay"`` is running text.
+            ``"needle"`` consists of other needles.
+        key_kind: Kind of the keys. Either ``"words"``, an adjective and a noun, or ``"uuids"``.
         value_kind: ``"numbers"`` of seven digits, or ``"uuids"``.
-        num_keys: Keys that have needles of their own. RULER raises its ``num_needle_k`` to the number of queries;
-            here the number is stated as it is used.
+        num_keys: Number of keys with needles of their own. RULER raises its ``num_needle_k`` to the number of queries;
+            this number is used as it is.
         num_values: Values, and needles, of each key.
-        num_queries: Keys that are asked for.
+        num_queries: Number of keys in the question.
 
     Raises:
         ValueError: a kind is unknown, a number is below 1, ``num_queries`` is above ``num_keys``, or an essay would
-            have more needles than RULER has depths: 40.
+            have more needles than RULER's 40 depths.
     """
 
     haystack: HaystackKind
@@ -64,12 +64,12 @@ class NeedleSettings:
 
     @property
     def num_needles(self) -> int:
-        """Number of needles in a prompt, without the needles of which a haystack is made."""
+        """Number of needles in a prompt, without distractors."""
         return self.num_keys * self.num_values
 
     @property
     def num_answers(self) -> int:
-        """Values that an answer must hold."""
+        """Number of values in a right answer."""
         return self.num_queries * self.num_values
 
 
@@ -83,28 +83,27 @@ NEEDLE_TASKS: dict[str, NeedleSettings] = {
     "niah_multivalue": NeedleSettings("essay", num_values=4),
     "niah_multiquery": NeedleSettings("essay", num_keys=4, num_queries=4),
 }
-"""The tasks of RULER's ``synthetic.yaml``, under RULER's names."""
+"""Tasks of RULER's ``synthetic.yaml``, by RULER's names."""
 
 # ---- draws
 
-# RULER shuffles the needles of every prompt by the seed of the run, so all prompts of a run shuffle alike.
+# RULER shuffles the needles of every prompt with the seed of the run, so all prompts of a run have the same order.
 _SHUFFLE_SEED = 42
 _SMALLEST_NUMBER, _LARGEST_NUMBER = 1_000_000, 9_999_999
 
 
 @dataclass(frozen=True)
 class NeedleDraws:
-    """Everything random in one prompt.
+    """All random choices of one prompt.
 
     Attributes:
-        keys: The keys of the needles.
-        values: For each key, its values.
-        needles: For each needle, in the order in which they stand in the text, its key and value as indices into
-            ``keys`` and ``values[key]``.
-        positions: For each needle, in the same order, how many units of haystack stand before it.
-        depths: The same in percent: as drawn for an essay, ``100 * position / units`` otherwise.
-        distractors: Key and value of each needle that the haystack is made of; empty for other haystacks.
-        queries: Indices of the keys that are asked for, in the order of the question.
+        keys: Keys of the needles.
+        values: Values of each key.
+        needles: Key and value of each needle, in text order. Indices into ``keys`` and ``values[key]``.
+        positions: Number of haystack units before each needle, in text order.
+        depths: Depth of each needle in percent, in text order. Drawn for an essay, else ``100 * position / units``.
+        distractors: Key and value of each needle that forms the haystack. Empty for other haystacks.
+        queries: Indices of the keys in the question, in order.
     """
 
     keys: tuple[str, ...]
@@ -117,27 +116,27 @@ class NeedleDraws:
 
     @property
     def expected(self) -> tuple[str, ...]:
-        """The values asked for, in the order of the question."""
+        """Values that the question asks for, in order."""
         return tuple(value for query in self.queries for value in self.values[query])
 
     @property
     def expected_depths(self) -> tuple[float, ...]:
-        """Depths in percent of the needles that hold the values of `expected`, in its order."""
+        """Depths in percent of the needles that hold the values of `expected`, in the same order."""
         depth_of = dict(zip(self.needles, self.depths, strict=True))
         num_values = len(self.values[0])
         return tuple(depth_of[query, value] for query in self.queries for value in range(num_values))
 
 
 def draw(settings: NeedleSettings, units: int, rng: Random) -> NeedleDraws:
-    """Draw in the order in which RULER does, so that the same state of the generator gives the same prompt.
+    """Draw the random choices in RULER's order, so that equal generator states give equal prompts.
 
     Args:
-        settings: The task.
+        settings: Settings of the task.
         units: Size of the haystack: sentences of an essay, lines of another haystack.
-        rng: Plays the part of the module ``random`` in RULER.
+        rng: Generator in place of RULER's module ``random``.
 
     Raises:
-        ValueError: A haystack other than an essay has fewer units than there are needles.
+        ValueError: a haystack other than an essay has fewer units than needles.
     """
     if settings.haystack != "essay" and units < settings.num_needles:
         raise ValueError(f"units must be at least the number of needles, {settings.num_needles}; it is {units}")
@@ -159,7 +158,7 @@ def draw(settings: NeedleSettings, units: int, rng: Random) -> NeedleDraws:
                 distractors.append((key, _draw_one(settings.value_kind, rng)))
         positions = sorted(rng.sample(range(units), len(needles)))
         depths = [100 * position / units for position in positions]
-        needles.reverse()  # RULER inserts the first of the shuffled needles last in the text
+        needles.reverse()  # RULER puts the first of the shuffled needles last in the text
     return NeedleDraws(
         keys=tuple(keys),
         values=tuple(values),
@@ -172,7 +171,7 @@ def draw(settings: NeedleSettings, units: int, rng: Random) -> NeedleDraws:
 
 
 def at_depth(draws: NeedleDraws, units: int, depth: float) -> NeedleDraws:
-    """Move the one needle that is asked for to a depth from 0 to 1; everything else stays as it was drawn."""
+    """Move the only queried needle to a depth from 0 to 1; leave all other draws unchanged."""
     wanted = draws.queries[0], 0
     placed = [
         (int(units * depth), 100 * depth, needle) if needle == wanted else (position, drawn, needle)
@@ -186,17 +185,17 @@ def at_depth(draws: NeedleDraws, units: int, depth: float) -> NeedleDraws:
 
 
 class CompoundWords(Sequence[str]):
-    """All distinct ``"first-second"``, sorted, without making the list: of wonderwords' words, six million.
+    """All distinct ``"first-second"`` words in sorted order, generated on demand: wonderwords gives six million.
 
     Args:
-        first: What stands before the hyphen.
-        second: What stands after it.
+        first: Words before the hyphen.
+        second: Words after the hyphen.
     """
 
     def __init__(self, first: Iterable[str], second: Iterable[str]) -> None:
         self._seconds = sorted(set(second))
-        # A word sorts as its beginning does, unless one beginning starts another ("blue-", "blue-eyed-"): words
-        # with such beginnings may alternate, and be equal, so that they are made and sorted together.
+        # Words sort by their beginnings, unless one beginning is a prefix of another ("blue-", "blue-eyed-"). Words
+        # with such beginnings may interleave or coincide, so they are built and sorted together.
         groups: list[list[str]] = []
         for beginning in sorted({f"{word}-" for word in first}):
             if groups and beginning.startswith(groups[-1][0]):
@@ -222,7 +221,7 @@ class CompoundWords(Sequence[str]):
     def __getitem__(self, index: int | slice) -> str | Sequence[str]:
         if isinstance(index, slice):
             return [self[each] for each in range(len(self))[index]]
-        index = range(len(self))[index]  # counts negative indices, and refuses those out of range
+        index = range(len(self))[index]  # resolves negative indices and rejects those out of range
         place = bisect.bisect_right(self._ends, index)
         group = self._groups[place]
         index -= self._ends[place - 1] if place else 0
@@ -231,16 +230,16 @@ class CompoundWords(Sequence[str]):
 
 @cache
 def key_words() -> CompoundWords:
-    """The keys of kind ``"words"``: adjective and noun of the lists of ``wonderwords``.
+    """Return the keys of kind ``"words"``: adjective and noun from the lists of ``wonderwords``.
 
     Raises:
-        ModuleNotFoundError: ``wonderwords`` is not installed; the ``lab`` extra brings it.
+        ModuleNotFoundError: ``wonderwords`` is not installed; the ``lab`` extra includes it.
     """
     return CompoundWords(_word_list("adjectivelist.txt"), _word_list("nounlist.txt"))
 
 
 def _word_list(name: str) -> list[str]:
-    # The file itself, as wonderwords' own functions for its lists are private.
+    # Read the file, because wonderwords' own functions for its lists are private.
     with (resources.files("wonderwords") / "assets" / name).open(encoding="utf-8") as lines:
         return [line.rstrip() for line in lines]
 
@@ -256,11 +255,11 @@ def _draw_one(kind: str, rng: Random) -> str:
 # ---- text
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-"""One line of the haystack of kind ``"noise"``."""
+"""Line of a ``"noise"`` haystack."""
 
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 
-# The one form RULER turns into the other, by replacing words.
+# RULER derives the singular form from the plural by replacing words.
 _ONE = (
     "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
     "I will quiz you about the {kind} afterwards.\n{context}\n"
@@ -276,26 +275,26 @@ _SEVERAL = (
 
 
 class Rendered(NamedTuple):
-    """A prompt, up to and including the answer prefix, and that prefix alone."""
+    """Prompt including its answer prefix, and the answer prefix alone."""
 
     prompt: str
     answer_prefix: str
 
 
 def render(settings: NeedleSettings, draws: NeedleDraws, haystack: Sequence[str] = ()) -> Rendered:
-    """Write the prompt for some draws.
+    """Write the prompt for given draws.
 
     Args:
-        settings: The task.
-        draws: What is random in it.
-        haystack: Sentences of the essay, or lines of noise. A haystack of needles is in the draws.
+        settings: Settings of the task.
+        draws: Random choices of the prompt.
+        haystack: Sentences of the essay, or lines of noise. A haystack of needles comes from ``draws``.
     """
     if settings.haystack == "needle":
         haystack = [_needle(settings, key, value) for key, value in draws.distractors]
     needles = [_needle(settings, draws.keys[key], draws.values[key][value]) for key, value in draws.needles]
     pieces = _between(haystack, draws.positions)
     if settings.haystack == "essay":
-        # A piece may be empty; its space stands all the same, as it does in RULER.
+        # As in RULER, an empty piece still adds its space.
         parts = [" ".join(pieces[0])]
         for needle, piece in zip(needles, pieces[1:], strict=True):
             parts += [needle, " ".join(piece)]
@@ -316,7 +315,7 @@ def render(settings: NeedleSettings, draws: NeedleDraws, haystack: Sequence[str]
 
 
 def continuation(expected: Sequence[str]) -> str:
-    """How an answer goes on after the answer prefix: the values, listed as the question lists several keys."""
+    """Return the text after the answer prefix: the values, listed like several keys in the question."""
     return f" {_listed(expected)}"
 
 
@@ -329,6 +328,6 @@ def _needle(settings: NeedleSettings, key: str, value: str) -> str:
 
 
 def _between(units: Sequence[str], positions: Sequence[int]) -> list[Sequence[str]]:
-    """The units before the first position, between positions, and after the last."""
+    """Return the units before the first position, between positions, and after the last."""
     cuts = [0, *positions, len(units)]
     return [units[start:end] for start, end in itertools.pairwise(cuts)]

@@ -1,4 +1,4 @@
-"""Needle prompts of a length, the score of an answer, and the task of an evaluation that asks for needles."""
+"""Needle prompts of a given length, the score of an answer, and the evaluation task."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from attention_priors.lab.tasks.task import Setting
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# RULER's default seed, with which its generator starts to look for the size of the haystack.
+# RULER's default seed, used for the search of the haystack size.
 _SIZE_SEED = 42
-# RULER draws without end when a text that it cannot shorten is too long.
+# RULER redraws forever if a text is too long and cannot be shortened.
 MOST_REDRAWS = 1000
 
 
 @dataclass(frozen=True)
 class NeedleSample:
-    """One prompt and what its answer must hold.
+    """Prompt with its expected answer.
 
     Attributes:
-        prompt: What the model reads: the text, the question, and the answer prefix.
-        answer_prefix: The end of ``prompt`` that begins the answer, its leading space included.
-        expected: The values asked for, in the order of the question.
-        depths: For each of them, the depth of its needle in the haystack, in percent.
-        length: Tokens of ``prompt``, without special tokens, and those left free for the answer. At most the length
-            asked for.
+        prompt: Text, question and answer prefix, as the model reads them.
+        answer_prefix: End of ``prompt`` that begins the answer. Includes the leading space.
+        expected: Values that the question asks for. Ordered like the question.
+        depths: Depth of each value's needle in the haystack, in percent.
+        length: Tokens of ``prompt``, without special tokens, plus those reserved for the answer. At most the requested
+            length.
     """
 
     prompt: str
@@ -58,38 +58,38 @@ class NeedleSample:
 class NeedleTask:
     """One of RULER's needle-in-a-haystack tasks, for a tokenizer.
 
-    Prompts are those of RULER (Hsieh et al., 2024; NVIDIA/RULER, ``scripts/data/synthetic/niah.py``), character for
-    character: `draw` reads a generator in RULER's order and `render` writes what RULER writes. The size of the
-    haystack, in words of an essay or lines of another kind, is the one that RULER's own search finds with its default
-    seed, 42. A sample is the prompt that RULER makes at that size once its generator is seeded with ``seed``; RULER
-    makes a file of samples from one seed, one after another, so files are not the same.
+    Prompts equal those of RULER (Hsieh et al., 2024; NVIDIA/RULER, ``scripts/data/synthetic/niah.py``) character for
+    character. `draw` uses a generator in RULER's order, and `render` writes RULER's text. RULER's own search, with its
+    default seed 42, finds the size of the haystack: words of an essay, or lines of another kind. A sample is RULER's
+    prompt of this size after seeding the generator with ``seed``. RULER draws a file of samples from one seed in
+    sequence, so its files differ.
 
-    RULER's search stops at the largest haystack that fitted with the draws of the search; with other draws a prompt
-    may be a few tokens too long. As in RULER it is then drawn again with a haystack that is 500 words (25 lines, or 5
-    below 4096 tokens) shorter. Its smallest haystack is just as large, and for a length that has no room for it RULER
-    never returns. Here the search goes on below it, to one word or one line for each needle.
+    RULER's search stops at the largest haystack that fits with the draws of the search. With other draws, a prompt may
+    be a few tokens too long. As in RULER, it is then redrawn with a haystack that is 500 words (25 lines, or 5 below
+    4096 tokens) shorter. RULER's smallest haystack has this size too, and RULER never returns for a length that cannot
+    hold it. This class searches on, down to one word, or one line for each needle.
 
-    The tasks ``ruler`` of lm-evaluation-harness write the same prompts from the same draws, but
+    The ``ruler`` tasks of lm-evaluation-harness write the same prompts from the same draws, with these differences:
 
-    - the haystack kind is named ``repeat`` in place of ``noise``;
-    - the haystack grows in steps of 500 words or 5 or 25 lines until prompt and answers, without the answer prefix but
-      with special tokens, exceed the length;
-    - an essay is not repeated: prompts end with it;
-    - a sample's length leaves out the answer prefix and counts special tokens;
-    - samples that do not fit are shortened down to nothing, then left out;
-    - the generator is seeded by the caller.
+    - **Kind**. This ``noise`` is called ``repeat``.
+    - **Size**. The haystack grows in steps of 500 words or 5 or 25 lines until prompt and answers exceed the length.
+      This sum excludes the answer prefix and includes special tokens.
+    - **Essay**. An essay is not repeated: prompts end with it.
+    - **Length**. A sample's length excludes the answer prefix and includes special tokens.
+    - **Overflow**. Samples that do not fit are shortened down to nothing, then left out.
+    - **Seed**. The caller seeds the generator.
 
     Args:
-        tokenizer: Counts the tokens.
-        task: The name of one of `NEEDLE_TASKS`, or settings of one's own.
-        haystack: The text of an essay task. The other tasks do not read it.
-        tokens_to_generate: Tokens of each length that are left free for the answer.
-        split_sentences: Finds the places in an essay where a needle may stand. RULER takes NLTK's punkt, which needs
-            a download (`PunktSplitter`); the default needs none.
+        tokenizer: Tokenizer that counts the tokens.
+        task: Key of `NEEDLE_TASKS`, or custom settings.
+        haystack: Text of an essay task. Other tasks ignore it.
+        tokens_to_generate: Tokens of each length that are reserved for the answer.
+        split_sentences: Splitter that finds places for needles in an essay. RULER uses NLTK's punkt, which needs a
+            download (`PunktSplitter`); the default needs none.
 
     Raises:
-        ValueError: ``task`` is not a known name, an essay task has no ``haystack``, ``tokens_to_generate`` is below
-            1, or ``tokenizer`` cannot write the question and its answers.
+        ValueError: ``task`` is not a known name, an essay task has no ``haystack``, ``tokens_to_generate`` is below 1,
+            or ``tokenizer`` cannot encode the question and its answers.
     """
 
     def __init__(
@@ -109,19 +109,19 @@ class NeedleTask:
         self.split_sentences: SentenceSplitter = split_sentences or RegexSplitter()
         self._encode = TextEncoder(tokenizer)
         self._sizes: dict[int, int] = {}
-        # Samples of one length share a size or two; the search does not come back to any.
+        # Samples of one length use one or two sizes; the search uses each size once.
         self._cached_units = lru_cache(maxsize=4)(self._units)
 
     def haystack_size(self, length: int) -> int:
-        """Words of the essay, or lines of another haystack, that prompts of a length have.
+        """Return the size of the haystack for prompts of a length: words of the essay, or lines of another haystack.
 
-        Found once for each length, by some twenty prompts of about this length; then remembered.
+        The first call for a length builds about twenty prompts of about this length; the result is cached.
 
         Args:
-            length: As for `sample`.
+            length: see `sample`.
 
         Raises:
-            ValueError: not even the smallest haystack fits.
+            ValueError: even the smallest haystack does not fit.
         """
         check_positive_integers(length=length)
         if length <= self.tokens_to_generate:
@@ -131,18 +131,18 @@ class NeedleTask:
         return self._sizes[length]
 
     def sample(self, length: int, seed: int, depth: float | None = None) -> NeedleSample:
-        """Make one prompt, a function of the task, its tokenizer and text, and these arguments alone.
+        """Make one prompt, which depends only on the task, its tokenizer and text, and these arguments.
 
         Args:
-            length: Tokens of the prompt, without special tokens, and of ``tokens_to_generate`` together, at most.
-            seed: Seeds everything that is drawn, at least 0.
-            depth: Where the needle that is asked for stands: 0 before the whole haystack, 1 after it. ``None`` draws
-                the depth as RULER does. All else is drawn alike, and the other needles stay where they are; but where
-                the move decides whether a prompt fits, it decides whether it is drawn again.
+            length: Upper limit for the tokens of the prompt, without special tokens, plus ``tokens_to_generate``.
+            seed: Seed of all draws, at least 0.
+            depth: Place of the queried needle, from 0 (before the haystack) to 1 (after it). ``None`` draws the depth
+                as RULER does. All other draws and needles stay the same, unless the move makes a prompt fit or not fit
+                and so changes whether it is redrawn.
 
         Raises:
-            ValueError: ``length`` has no room for the task, ``seed`` is below 0, ``depth`` is outside [0, 1], or it is
-                given for a task that asks for several needles.
+            ValueError: ``length`` has no room for the task, ``seed`` is below 0, ``depth`` is outside [0, 1], or
+                ``depth`` is given for a task with several queried needles.
         """
         if not isinstance(seed, int) or seed < 0:
             raise ValueError(f"seed must be an integer of at least 0; it is {seed!r}")
@@ -173,19 +173,19 @@ class NeedleTask:
                 size -= step
             elif redraws == MOST_REDRAWS:
                 raise ValueError(
-                    f"length {length} is too short: {redraws} prompts of seed {seed} with the haystack that fitted "
-                    f"once were all longer, the last with {used} tokens"
+                    f"length {length} is too short: {redraws} prompts of seed {seed} were all longer, the last "
+                    f"with {used} tokens"
                 )
             else:
                 redraws += 1
 
     @property
     def _smallest(self) -> int:
-        """Words or lines of a haystack that has room for the needles."""
+        """Smallest number of words or lines with room for the needles."""
         return 1 if self.settings.haystack == "essay" else self.settings.num_needles
 
     def _step(self, length: int) -> int:
-        """By how much RULER shortens a haystack, and its smallest one."""
+        """Return RULER's decrement of a haystack's size, which is also its smallest size."""
         if self.settings.haystack == "essay":
             return 500
         return max(5 if length < 4096 else 25, self.settings.num_needles)
@@ -213,14 +213,14 @@ class NeedleTask:
             if size is None:
                 raise ValueError(
                     f"length {length} is too short: with the smallest haystack the prompt has {count(self._smallest)} "
-                    f"tokens, and {self.tokens_to_generate} are kept for the answer"
+                    f"tokens, and {self.tokens_to_generate} are reserved for the answer"
                 )
         return size
 
     def _units(self, size: int) -> Sequence[str]:
         if self.settings.haystack == "noise":
             return [NOISE] * size
-        if self.haystack is None:  # its lines are drawn
+        if self.haystack is None:  # `draw` makes the lines
             return ()
         return self.split_sentences(self.haystack.first(size).strip())
 
@@ -235,7 +235,7 @@ class NeedleTask:
 
 
 def checked_task(task: str | NeedleSettings, haystack: Haystack | None) -> NeedleSettings:
-    """The settings of a task, given by name or as they are.
+    """Return the settings of a task, given by name or as settings.
 
     Raises:
         ValueError: ``task`` is not a known name, or an essay task has no ``haystack``.
@@ -249,14 +249,14 @@ def checked_task(task: str | NeedleSettings, haystack: Haystack | None) -> Needl
 
 
 def match_all(output: str, expected: Sequence[str]) -> float:
-    """Share of the expected strings that an output holds, in any case of letters: RULER's ``string_match_all``.
+    """Return the share of expected strings in an output, ignoring case: RULER's ``string_match_all``.
 
-    RULER first strips the output and turns control characters into line ends; of these tasks, no expected string is
-    found or lost by that.
+    RULER first strips the output and turns control characters into line ends. For these tasks, this does not change
+    which strings are found.
 
     Args:
-        output: What the model wrote.
-        expected: What it should hold.
+        output: Output of the model.
+        expected: Expected strings.
 
     Raises:
         ValueError: ``expected`` is empty.
@@ -268,10 +268,9 @@ def match_all(output: str, expected: Sequence[str]) -> float:
 
 
 class NeedleRetrieval(Retrieval):
-    """Find needles (:class:`NeedleTask`). The score is the share of the expected strings in the answer.
+    """Ask for needles (:class:`NeedleTask`). The score is the share of the expected strings in the answer.
 
-    A length counts the prompt and the tokens that are left free for the answer, as in RULER, and prompts of one length
-    may be some tokens shorter.
+    As in RULER, a length includes the tokens reserved for the answer, and prompts may be a few tokens shorter.
     """
 
     has_depth = False
@@ -284,7 +283,7 @@ class NeedleRetrieval(Retrieval):
         self._task = NeedleTask(self.subject.tokenizer, name, haystack, split_sentences=splitter)
 
     def text_identity(self) -> dict[str, Any]:
-        """Return all that determines the prompts."""
+        """Return everything that determines the prompts."""
         text = self._task.haystack
         found: dict[str, Any] = {"answer_tokens": self._task.tokens_to_generate}
         if text is not None:
@@ -293,14 +292,14 @@ class NeedleRetrieval(Retrieval):
         return found
 
     def check_length(self, length: int) -> None:
-        """Raise a ValueError if not even the smallest haystack fits."""
+        """Raise a ValueError if even the smallest haystack does not fit."""
         try:
             self._task.haystack_size(length - len(self._beginning))
         except ValueError as error:
             raise ValueError(f"lengths: for the task {self.name!r}, {error}") from error
 
     def question(self, length: int, depth: float | None, seed: int) -> Question:
-        """Make a prompt; RULER draws the depth."""
+        """Make a prompt; by default RULER's draws choose the depth."""
         sample = self._task.sample(length - len(self._beginning), seed, depth)
         tokens = self.subject.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
         prompt = torch.cat([self._beginning, torch.tensor(tokens)])

@@ -1,4 +1,4 @@
-"""Needle texts to train on: RULER's prompts, each with its answer."""
+"""Needle texts for training: RULER's prompts with their answers."""
 
 from __future__ import annotations
 
@@ -19,34 +19,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PROBES = 64
-"""Texts that are made once, to know how long the shortest are."""
+"""Number of texts made at first to find the shortest length."""
 _PROBED_UNITS = 20
 _FULL = 64
-"""A text is long enough when at most one part in this many is missing."""
+"""Divisor of a text's length that gives the largest acceptable number of missing tokens."""
 _MOST_GUESSES = 6
-"""Sizes of the haystack that are tried for one text."""
+"""Largest number of haystack sizes tried for one text."""
 
 
 class NeedleTexts:
-    """Makes texts of one of RULER's needle tasks to train on.
+    """Generator of training texts for one of RULER's needle tasks.
 
-    A text is a prompt as :class:`NeedleTask` writes it, the answer, and an end-of-text token. The answer begins with a
-    space; several values are listed as the question lists several keys. What differs from a prompt that a model is
-    tested with:
+    A text is a prompt of :class:`NeedleTask`, the answer, and an end-of-text token. The answer begins with a space, and
+    lists several values in the way the question lists several keys. Training texts differ from test prompts:
 
-    - the length is the text's, and leaves no room for other answers;
-    - the haystack is made as large as the length allows for the draws at hand, in place of one size for all draws;
-    - an essay begins at any word of the haystack, in place of its first.
+    - **Length**. The length is that of the whole text; no tokens are reserved for other answers.
+    - **Haystack**. The haystack is as large as the length allows for each text, instead of one size for all texts.
+    - **Essay**. An essay begins at any word of the haystack, not at the first.
 
     Args:
-        tokenizer: One with an end-of-text token.
-        task: The name of one of `NEEDLE_TASKS`, or settings of one's own.
-        haystack: The text of an essay task: one that the model is not tested with. The other tasks do not read it.
-        split_sentences: As for :class:`NeedleTask`.
+        tokenizer: Tokenizer with an end-of-text token.
+        task: Key of `NEEDLE_TASKS`, or custom settings.
+        haystack: Text of an essay task, different from the test text. Other tasks ignore it.
+        split_sentences: see :class:`NeedleTask`.
 
     Raises:
-        ValueError: ``task`` is not a known name, an essay task has no ``haystack``, or ``tokenizer`` has no end-of-text
-            token or joins an answer to the words before it.
+        ValueError: ``task`` is not a known name, or an essay task has no ``haystack``. Or ``tokenizer`` has no
+            end-of-text token, or merges an answer with the words before it.
     """
 
     def __init__(
@@ -69,29 +68,29 @@ class NeedleTexts:
         self._smallest = 1 if self._words is not None else self.settings.num_needles
         rng = Random(0)
         probes = [(rng.randrange(2**62), rng.randrange(self._places)) for _ in range(_PROBES)]
-        # These are made whole, so that a tokenizer that cannot serve is found now.
+        # Build complete texts, so that an unsuitable tokenizer raises an error here.
         shortest = [self.text(self._smallest, *probe).tokens.numel() for probe in probes]
         self._longest_probe = max(shortest)
         self._typical = mean(shortest)
         larger = mean(self._count(self._smallest + _PROBED_UNITS, *probe) for probe in probes)
         self._rate = max((larger - self._typical) / _PROBED_UNITS, 1.0)
-        """Tokens of a word or a line, on average."""
+        """Average number of tokens of a word or a line."""
 
     @property
     def shortest_text(self) -> int:
-        """Tokens that have room for a text and its answer; keys of very many tokens need more, and are drawn again."""
+        """Number of tokens that suffices for most texts with answers; longer draws are repeated."""
         return self._longest_probe
 
     def draw_text(self, length: int, generator: torch.Generator) -> RetrievalText:
         """Draw a text.
 
         Args:
-            length: Tokens of the text at most, its answer and the end-of-text token included.
-            generator: Draws a seed and the place in the essay; both again, should not even the smallest haystack fit.
+            length: Largest number of tokens of the text, including its answer and the end-of-text token.
+            generator: Generator of a seed and the start in the essay. Both are redrawn if even the smallest haystack
+                does not fit.
 
         Raises:
-            ValueError: ``length`` is below `shortest_text`, or the haystack has no places where a text of this length
-                fits.
+            ValueError: ``length`` is below `shortest_text`, or no text of this length is found.
         """
         if length < self.shortest_text:
             raise ValueError(f"length must be at least shortest_text, {self.shortest_text} tokens; it is {length}")
@@ -106,25 +105,25 @@ class NeedleTexts:
         )
 
     def text(self, size: int, seed: int, start: int = 0) -> RetrievalText:
-        """The text for a haystack of a size and some draws.
+        """Return the text for a haystack size and seed.
 
         Args:
             size: Words of the essay, or lines of another haystack.
-            seed: Seeds RULER's draws.
-            start: The word of the haystack with which an essay begins.
+            seed: Seed of RULER's draws.
+            start: Index of the haystack word at which an essay begins.
         """
         rendered, answer = self._rendered(size, seed, start)
         prompt, whole = self._encode(rendered.prompt), self._encode(rendered.prompt + answer)
         if whole[: len(prompt)] != prompt:
             raise ValueError(
-                f"tokenizer {self._tokenizer_name!r} joins an answer to the words before it: expected tokens of its "
-                f"own for {answer!r} after {rendered.answer_prefix!r}"
+                f"tokenizer {self._tokenizer_name!r} joins an answer to the words before it: expected separate tokens "
+                f"for {answer!r} after {rendered.answer_prefix!r}"
             )
         return RetrievalText(tokens=torch.tensor([*whole, self._end]), answer_start=len(prompt))
 
     @property
     def _places(self) -> int:
-        """Where an essay may begin."""
+        """Number of possible starts of an essay."""
         return 1 if self._words is None else len(self._words.words)
 
     def _rendered(self, size: int, seed: int, start: int) -> tuple[Rendered, str]:
@@ -136,10 +135,10 @@ class NeedleTexts:
         return render(self.settings, draws, units), continuation(draws.expected)
 
     def _largest_that_fits(self, length: int, seed: int, start: int) -> int | None:
-        """Nearly the largest haystack that fits; None if the smallest does not.
+        """Return nearly the largest haystack size that fits, or None if the smallest does not fit.
 
-        A text's tokens grow nearly evenly with its haystack, so that a guess, corrected by what its text has, soon
-        leaves no room for another unit. A few guesses must do: what is missing after them is little.
+        The number of tokens grows almost linearly with the size. A few corrected guesses therefore leave little room
+        unused.
         """
         best, lower, upper = None, self._smallest, length
         rate = self._rate
@@ -154,7 +153,7 @@ class NeedleTexts:
             if lower > upper or 0 <= spare < max(rate, length / _FULL):
                 return best
             if size > self._smallest:
-                # This essay's own words may be longer or shorter than most.
+                # The words of this essay may be longer or shorter than average.
                 rate = max((length - spare - self._typical) / (size - self._smallest), 1.0)
             size += math.floor(spare / rate)
         return best
