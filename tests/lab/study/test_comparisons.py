@@ -278,7 +278,7 @@ def test_processes_must_be_a_positive_number(tiny, tmp_path, quiet):
 
 
 def test_no_more_processes_than_the_recipe_allows(tiny, tmp_path, quiet):
-    with pytest.raises(RecipeError, match="processes must be 1 at most, as the recipe says, got 2"):
+    with pytest.raises(RecipeError, match="processes must be at most 1, the limit of the recipe; got 2"):
         compare(Recipe.model_validate(changed({"processes": 1})), tmp_path / "out", processes=2, console=quiet)
     assert list(tmp_path.iterdir()) == []
 

@@ -255,7 +255,7 @@ def test_what_the_page_shows_can_be_done():
         ({"tokenizer": 2048}, "tokenizer: corpus.copy_mixture has tokens of its own, got 2048"),
         (
             {"corpus": {"source": "embedded", "copy_mixture": {}}},
-            "corpus: give either a text (source, max_characters) or copy_mixture, got both",
+            "corpus: set either a text (source, max_characters) or copy_mixture, got both",
         ),
         (
             {"corpus": {"copy_mixture": {"first": 0.9}}},
@@ -289,7 +289,7 @@ def test_impossible_recipes_are_named(tmp_path, changes, complaint):
         ),
         (
             {"training": CONTENT["training"] | {"passkey_ratio": 0.5}},
-            "schemes.GOAT: passkey_ratio=0.5 needs a corpus of text; it is copy_mixture",
+            "schemes.GOAT: passkey_ratio=0.5 needs a text corpus; the corpus is copy_mixture",
         ),
     ],
 )

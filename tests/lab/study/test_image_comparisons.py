@@ -440,14 +440,14 @@ def test_images_of_more_bits_are_refused(folder_of_images: Path) -> None:
     for path in folder_of_images.glob("test/*/*.png"):
         Image.fromarray(np.full((8, 8), 1000, dtype=np.uint16)).save(path)
     source = {"dataset": {"path": "imagefolder", "data_dir": str(folder_of_images)}}
-    with pytest.raises(RecipeError, match=r"'test', image 0, is of mode 'I(;16)?': expected 8 bits a channel"):
+    with pytest.raises(RecipeError, match=r"'test', image 0, has mode 'I(;16)?': expected 8 bits per channel"):
         ImageStudy(recipe(images=source))
     last = sorted(folder_of_images.glob("train/*/*.png"))[-1]
     for path in folder_of_images.glob("test/*/*.png"):
         Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(path)
     Image.fromarray(np.full((8, 8), 1000, dtype=np.uint16)).save(last)
     pictures = load_pictures(PictureSettings.model_validate(source))
-    with pytest.raises(ValueError, match=r"'train', image 11, is of mode 'I(;16)?'"):
+    with pytest.raises(ValueError, match=r"'train', image 11, has mode 'I(;16)?'"):
         pictures.train[11]
 
 
@@ -457,7 +457,7 @@ def test_colour_among_grey_images_is_asked_about(folder_of_images: Path) -> None
     source: dict[str, Any] = {"path": "imagefolder", "data_dir": str(folder_of_images)}
     pictures = load_pictures(PictureSettings.model_validate({"dataset": source}))
     assert pictures.channels == 1
-    with pytest.raises(ValueError, match=r"image 1, is of mode 'RGB', and the first one of training is grey"):
+    with pytest.raises(ValueError, match=r"image 1, has mode 'RGB', but the first training image is grey"):
         pictures.train[1]
     for channels in (1, 3):
         pictures = load_pictures(PictureSettings.model_validate({"dataset": source | {"channels": channels}}))
@@ -484,7 +484,7 @@ def test_images_whose_classes_are_hidden_are_refused(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"images": {}}, "give one of source and dataset, got none"),
-        ({"evaluation": {"sizes": [8, 9]}}, "whole patches of 2 pixels"),
+        ({"evaluation": {"sizes": [8, 9]}}, "multiples of the patch size, 2 pixels"),
         ({"evaluation": {"sizes": [16, 8]}}, "sizes must rise"),
         ({"schemes": {"a": {"prior": "laplace"}}}, "schemes.a: "),
         (

@@ -220,7 +220,7 @@ def test_plans_have_folders_of_their_own(tiny: Any):
 
 def test_a_learned_table_must_hold_the_texts_of_plans(tiny: Any):
     scheme = {"schemes": {"learned": {"encoding": {"name": "learned", "max_length": 300}}}}
-    with pytest.raises(ValueError, match="max_length=300 positions, but it reads texts of 528 tokens"):
+    with pytest.raises(ValueError, match="max_length=300 positions, but the model reads texts of 528 tokens"):
         tiny(scheme | {"evaluation.plans": PLANS})
 
 

@@ -151,7 +151,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "an overlap of no decoys": (
         {"training.passkey_decoy_overlap": 0.5},
-        ["training: passkey_decoy_overlap=0.5 is a share of passkey_decoys, and there are none"],
+        ["training: passkey_decoy_overlap=0.5 is a share of passkey_decoys, which is 0"],
     ),
     "unknown key of a plan": (
         {"evaluation.plans": {"far": {"tasks": ["passkey"], "lengths": [128], "trial": 2}}},
@@ -205,7 +205,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "ratios that sum to more than one": (
         {"training.needle_ratio": 0.6, "training.needle_tasks": ["niah_single_1"]},
-        ["training: passkey_ratio and needle_ratio must sum to 1 at most, got 0.5 and 0.6"],
+        ["training: passkey_ratio and needle_ratio must sum to at most 1, got 0.5 and 0.6"],
     ),
     "ratios of one scheme that sum to more than one": (
         {
@@ -213,7 +213,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "training.needle_tasks": ["niah_single_1"],
             "schemes.ALiBi.training": {"passkey_ratio": 0.7},
         },
-        ["schemes.ALiBi.training: passkey_ratio and needle_ratio must sum to 1 at most, got 0.7 and 0.4"],
+        ["schemes.ALiBi.training: passkey_ratio and needle_ratio must sum to at most 1, got 0.7 and 0.4"],
     ),
     "unknown needle task": (
         {"training.needle_ratio": 0.5, "training.needle_tasks": ["niah_single_1", "niah_single_9"]},
@@ -225,11 +225,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "needles of no task": (
         {"training.needle_ratio": 0.5},
-        ["training: needle_ratio and needle_tasks need each other, got 0.5 and None"],
+        ["training: needle_ratio and needle_tasks must be set together, got 0.5 and None"],
     ),
     "a length of needles that there are none of": (
         {"training.needle_minimum_length": 100},
-        ["training: needle_minimum_length and needle_answer_weight need needle_ratio, got none"],
+        ["training: needle_minimum_length and needle_answer_weight need needle_ratio, which is not set"],
     ),
     "a rate that is no number": ({"training.learning_rate": "fast"}, ["training.learning_rate:", "got 'fast'"]),
     "a rate that is nan": ({"training.learning_rate": float("nan")}, ["training.learning_rate:", "got nan"]),
@@ -276,11 +276,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a learned table shorter than the longest text": (
         {"schemes.table": {"encoding": {"name": "learned", "max_length": 174}}},
-        ["schemes.table.encoding:", "max_length=174 positions", "it reads texts of 175 tokens"],
+        ["schemes.table.encoding:", "max_length=174 positions", "the model reads texts of 175 tokens"],
     ),
     "a panel without a scheme": (
         {"panels": {"All": ["*"], "Sinks": ["GOAT*"]}},
-        ["panels.Sinks: no scheme is like 'GOAT*'; there are ALiBi, BAM + SSMax"],
+        ["panels.Sinks: no scheme matches 'GOAT*'; the schemes are ALiBi, BAM + SSMax"],
     ),
     "schemes that share a folder": (
         {"schemes": {"a b": {}, "a/b": {}}},

@@ -136,12 +136,12 @@ def test_a_run_of_another_call_is_left_to_it(begin, copying, tiny, tmp_path):
     results = compare(tiny(), output, only=["ALiBi"], console=console)
     assert not [*output.rglob("done.json")]
     lines = printed.getvalue().splitlines()
-    assert "ALiBi, seed 3, is left to another call, which is carrying it out: 1 of 1 runs" in lines
-    assert "not finished, as other calls carry them out: ALiBi, seed 3" in lines
-    assert lines[-1] == "to gather their results, run the same command once more when they have ended"
+    assert "ALiBi, seed 3, is running in another call: 1 of 1 runs" in lines
+    assert "not finished yet, still running in other calls: ALiBi, seed 3" in lines
+    assert lines[-1] == "to collect their results, run the same command again once they have ended"
     assert _runs(results) == []
     (output / "both").touch()
-    assert "left to another call" not in _ended(*call)
+    assert "running in another call" not in _ended(*call)
     gathered = compare(tiny(), output, only=["ALiBi"], console=console)
     assert _runs(gathered) == [("ALiBi", 3)]
 
@@ -154,7 +154,7 @@ def test_calls_with_the_same_runs_share_them_out(begin, copying, tmp_path):
     printed = [_ended(*call) for call in calls]
     for name in ("ALiBi", "BAM + SSMax"):
         ended = [f"{name}, seed 3, has ended" in words for words in printed]
-        left = [f"{name}, seed 3, is left to another call" in words for words in printed]
+        left = [f"{name}, seed 3, is running in another call" in words for words in printed]
         before = [f"{name}, seed 3, was finished by another call" in words for words in printed]
         assert sum(ended) == 1
         assert [a or b or c for a, b, c in zip(ended, left, before, strict=True)] == [True, True]

@@ -1,7 +1,7 @@
-"""Workers of a Dask cluster: each run is a task that starts the run's worker process on one of its machines.
+"""Runs on a Dask cluster: each run is a task that starts the run's worker process on a machine of the cluster.
 
-All machines see the comparison's folder. Dask repeats the task of a lost machine on another one, where the run goes on
-from its last checkpoint; other runs do not notice.
+All machines share the comparison's folder. If a machine is lost, Dask repeats its task on another machine, where the
+run resumes from its last checkpoint. Other runs are not affected.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from distributed import Client, Future, get_worker
 from attention_priors.lab.study.workers import STARTING, Ended, Run, Workers, follow, log_of, start_worker, tail_of
 
 LOST_SECONDS = 150.0
-"""Time that a run waits for the lock of a lost machine: file servers free such locks after a minute or two."""
+"""Seconds that a run waits for the lock of a lost machine; file servers release such locks after one or two minutes."""
 CONNECT_SECONDS = 20
 POLL_SECONDS = 0.5
-"""Between two looks at whether a task was cancelled, and between two reports of progress."""
+"""Seconds between checks for cancellation, and between progress reports."""
 
 
 class ClusterWorkers(Workers):
@@ -31,12 +31,12 @@ class ClusterWorkers(Workers):
 
     Args:
         scheduler: address, such as ``tcp://login1:8786``.
-        output: the comparison's folder, under the same path on all machines.
-        threads: of PyTorch, in each run's process.
-        at_a_time: number of runs given to Dask at a time; it queues those that its workers have no room for.
+        output: folder of the comparison. All machines need it under the same path.
+        threads: PyTorch threads per run.
+        at_a_time: Number of runs submitted to Dask at a time. Dask queues runs that exceed its workers.
 
     Raises:
-        OSError: there is no scheduler at the address.
+        OSError: no scheduler answers at the address.
     """
 
     def __init__(self, scheduler: str, output: Path, *, threads: int, at_a_time: int) -> None:
@@ -56,23 +56,21 @@ class ClusterWorkers(Workers):
         return self
 
     def __exit__(self, *error: object) -> None:
-        # The tasks notice it, and end their processes; those of a client that is killed notice its absence.
+        # Cancelled tasks end their processes. Tasks of a killed client notice that the client is gone.
         self._client.cancel(list(self._tasks.values()), force=True)
         self._client.close()
 
     def use(self, recipe_file: Path) -> None:
-        """Let the runs' processes read this recipe, a file in the comparison's folder.
+        """Set the recipe of all runs, a file in the comparison's folder.
 
         Raises:
-            OSError: a worker does not see it, or cannot import this package.
+            OSError: a worker does not see the file, or cannot import this package.
         """
         super().use(recipe_file.resolve())
         try:
             seen: Any = self._client.run(_sees, str(self._recipe_file))
-        except Exception as error:  # of any kind: it is raised there, and depends on what is missing
-            raise OSError(
-                f"Dask workers cannot run attention-priors, which must be installed there: {error}"
-            ) from error
+        except Exception as error:  # the type depends on what the worker lacks
+            raise OSError(f"Dask workers cannot run attention-priors; install it on all machines: {error}") from error
         blind = sorted(worker for worker, sees in seen.items() if not sees)
         if blind:
             raise OSError(
@@ -81,7 +79,7 @@ class ClusterWorkers(Workers):
             )
 
     def start(self, run: Run) -> None:
-        """Give a run's task to the scheduler."""
+        """Submit a run's task to the scheduler."""
         task = self._client.submit(
             _carry_out,
             str(self._recipe_file),
@@ -101,7 +99,7 @@ class ClusterWorkers(Workers):
             self.events.put((run, task.result()))
             return
         why = task.exception() if task.status == "error" else "the scheduler is gone"
-        words = f"the task of the Dask cluster failed: {why}"
+        words = f"Dask task failed: {why}"
         self.events.put((run, Ended(1, f"{tail_of(log_of(self._output, run))}\n{words}".strip())))
 
     def _hear(self, message: tuple[float, dict[str, Any]]) -> None:
@@ -114,12 +112,12 @@ def _sees(file: str) -> bool:
 
 
 def _carry_out(recipe_file: str, output: str, run: Run, threads: int, folder: str, topic: str) -> Ended:
-    """Start the process of a run on this machine, and end it if the task is cancelled."""
+    """Start the process of a run on this machine, and terminate it if the task is cancelled."""
     worker, name = get_worker(), get_worker().get_current_task()
     said = {"stage": "", "at": 0.0}
 
     def report(event: dict[str, Any]) -> None:
-        # Hundreds of steps a second of each of many runs are more than a scheduler should pass on.
+        # Limit the rate: many runs, with hundreds of steps per second each, would overload the scheduler.
         if event["stage"] == said["stage"] and time.monotonic() - said["at"] < POLL_SECONDS:
             return
         said.update(stage=event["stage"], at=time.monotonic())

@@ -1,7 +1,7 @@
-"""A comparison: every scheme of a recipe with every seed, several runs at a time, interruptible.
+"""Comparison: all schemes of a recipe with all seeds, several runs at a time, interruptible.
 
-Several calls may share a folder, on one machine or on many. The worker of a run holds a lock on the run's folder. A
-call holds the lock on the whole folder for moments alone: to write what identifies its runs, and to gather results.
+Several calls, on one or many machines, may share a folder. The worker of a run holds a lock on the run's folder. A call
+locks the whole folder only briefly: to record the identities of its runs, and to collect results.
 """
 
 from __future__ import annotations
@@ -41,41 +41,41 @@ from attention_priors.lab.study.workers import (
 )
 
 Study = DecoderStudy | ImageStudy
-"""A recipe, and all that its runs read."""
+"""Recipe with all data that its runs read."""
 
 
 def load_recipe(path: Path) -> Recipe | ImageRecipe:
-    """Read and check a recipe: of classifiers of images where it says ``images``, else of decoders.
+    """Read and validate a recipe: an image recipe if it has the key ``images``, else a decoder recipe.
 
     Raises:
-        RecipeError: The file is not YAML, or a key or value is impossible; the message names the key, its value and
-            the values that are allowed.
-        FileNotFoundError: There is no such file.
+        RecipeError: the file is not YAML, or a key or value is invalid. The message names the key, its value and the
+            allowed values.
+        FileNotFoundError: the file does not exist.
     """
     return recipe_of(read_yaml(path), str(path))
 
 
 def recipe_of(content: dict[str, Any], place: str) -> Recipe | ImageRecipe:
-    """Return the checked recipe that a file holds.
+    """Validate the content of a recipe file.
 
     Raises:
-        RecipeError: As :func:`load_recipe`; the message names the place.
+        RecipeError: a key or value is invalid; the message names the place.
     """
     return validated(content, ImageRecipe if "images" in content else Recipe, place)
 
 
 def load_study(recipe: Recipe | ImageRecipe, cache: Path) -> Study:
-    """Load everything that a recipe's runs read.
+    """Load all data that a recipe's runs read.
 
     Raises:
-        ValueError: Something cannot be read.
-        OSError: Something cannot be read.
+        ValueError: the data cannot be read.
+        OSError: the data cannot be read.
     """
     return ImageStudy(recipe) if isinstance(recipe, ImageRecipe) else DecoderStudy(recipe, cache)
 
 
 class RunFailedError(RuntimeError):
-    """Runs ended with an error; the message says which and shows the end of their logs.
+    """Error for failed runs; the message names them and quotes the end of their logs.
 
     Attributes:
         results: Results of the other runs.
@@ -96,35 +96,35 @@ def compare(
     scheduler: str | None = None,
     console: Console,
 ) -> Results:
-    """Train and test what is not finished yet, and write ``results.jsonl.gz``.
+    """Train and test all unfinished runs, and write ``results.jsonl.gz``.
 
-    Interrupted at any point, the same call goes on from there: trainings from their last checkpoint,
-    evaluations from their last text.
+    After an interruption, the same call resumes trainings from their last checkpoint and evaluations from their last
+    text.
 
-    Several calls may share ``output`` at the same time, on machines that share its file system. A run that another
-    call is carrying out is left to that call. The results are those of the runs that are finished when a call ends; the
-    runs of this call that are not are named on the console.
+    Several calls may share ``output`` at the same time, on machines with a common file system. A call skips runs that
+    another call is executing. Results cover the runs that are finished when the call ends. The console names this
+    call's unfinished runs.
 
     Args:
-        recipe: what to compare.
-        output: the folder that holds everything.
-        only: names of schemes, or patterns such as ``BAM*``; the others are left as they are. All by default.
-        seeds: seeds of the recipe; the others are left as they are. All by default.
-        processes: runs at a time; by default as many as there are cores for, and as the recipe allows.
-        scheduler: address of the scheduler of a Dask cluster, whose workers carry out the runs; ``output`` must be a
-            folder that they share. None for processes of this machine.
-        console: where progress is shown.
+        recipe: recipe of the comparison.
+        output: folder for all files of the comparison.
+        only: Names of schemes to run, or patterns such as ``BAM*``. All by default.
+        seeds: Seeds of the recipe to run. All by default.
+        processes: Number of runs at a time. By default, the number of cores and the recipe decide.
+        scheduler: Address of the scheduler of a Dask cluster, whose workers execute the runs and share the folder
+            ``output``. None for processes on this machine.
+        console: Console for progress.
 
     Returns:
-        Results of every run of the recipe that is finished.
+        Results of all finished runs of the recipe.
 
     Raises:
-        RecipeError: before any work, if a scheme or a seed is unknown, a text cannot be made, or ``output`` holds runs
-            of another recipe.
+        RecipeError: before any work, if a scheme or seed is unknown, a text cannot be made, or ``output`` holds runs of
+            another recipe.
         ValueError: before any work, if ``processes`` is below 1, or ``scheduler`` is given and Dask is not installed.
         OSError: before any work, if ``output`` cannot be written, the scheduler cannot be reached, or a worker of the
             cluster does not see ``output``.
-        RunFailedError: runs failed, after all others were carried out and ``results.jsonl.gz`` was written of them.
+        RunFailedError: runs failed. All other runs were executed, and ``results.jsonl.gz`` was written.
     """
     chosen = _chosen(recipe, only, seeds)
     if processes is not None and processes < 1:
@@ -132,7 +132,7 @@ def compare(
     at_a_time = processes_at_a_time(recipe, processes, None if scheduler is None else len(chosen))
     cache = writable_folder(writable_folder(output) / "cache")
     with _workers(scheduler, output, recipe.threads_per_run, at_a_time) as workers:
-        with console.status("Making ready what is read"):
+        with console.status("Loading the data"):
             study = load_study(recipe, cache)
             study.check()
         if study.left_out is not None:
@@ -149,8 +149,8 @@ def compare(
             results = _gather(study, output, list(failures.values()))
         missing = [run for run in pending if run not in failures and not study.is_finished(output, *run)]
         if missing:
-            _say(console, f"not finished, as other calls carry them out: {'; '.join(map(_name, missing))}")
-            _say(console, "to gather their results, run the same command once more when they have ended")
+            _say(console, f"not finished yet, still running in other calls: {'; '.join(map(_name, missing))}")
+            _say(console, "to collect their results, run the same command again once they have ended")
         if failures:
             raise RunFailedError("\n".join(failures.values()), results)
         return results
@@ -163,13 +163,13 @@ def _workers(scheduler: str | None, output: Path, threads: int, at_a_time: int) 
         from attention_priors.lab.study.cluster import ClusterWorkers
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"scheduler={scheduler!r} needs Dask, and {error.name} is missing: pip install 'attention-priors[cluster]'"
+            f"scheduler={scheduler!r} needs Dask, but {error.name} is missing: pip install 'attention-priors[cluster]'"
         ) from error
     return ClusterWorkers(scheduler, output, threads=threads, at_a_time=at_a_time)
 
 
 def _chosen(recipe: Recipe | ImageRecipe, only: Sequence[str], seeds: Sequence[int]) -> list[Run]:
-    """Return the runs of a call, in the order in which they are carried out."""
+    """Return the runs of a call in execution order."""
     for seed in seeds:
         if seed not in recipe.seeds:
             raise RecipeError(f"unknown seed {seed}; the recipe has {', '.join(map(str, recipe.seeds))}")
@@ -187,7 +187,7 @@ def _runs(recipe: Recipe | ImageRecipe) -> list[Run]:
 
 
 def _claim(study: Study, output: Path, chosen: Sequence[Run]) -> None:
-    """Check that the folder holds no other recipe's runs, and write what identifies those of this call."""
+    """Check that the folder holds no runs of another recipe, and record the identities of this call's runs."""
     wanted = {run: study.identities(output, *run) for run in _runs(study.recipe)}
     for files in wanted.values():
         for begun, content in files.items():
@@ -200,7 +200,7 @@ def _claim(study: Study, output: Path, chosen: Sequence[Run]) -> None:
 
 
 def _recipe_file(recipe: Recipe | ImageRecipe, cache: Path) -> Path:
-    """Write the recipe for the workers of this call: another call may write another ``recipe.json`` meanwhile."""
+    """Write the recipe for this call's workers; another call may replace ``recipe.json`` in the meantime."""
     content = recipe.model_dump(mode="json")
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     path = cache / f"recipe-{digest}.json"
@@ -210,7 +210,7 @@ def _recipe_file(recipe: Recipe | ImageRecipe, cache: Path) -> Path:
 
 
 def _gather(study: Study, output: Path, failures: Sequence[str]) -> Results:
-    """Write ``results.jsonl.gz`` of all runs that are finished."""
+    """Write ``results.jsonl.gz`` with all finished runs."""
     finished = [run for run in _runs(study.recipe) if (run_folder(output, *run) / "done.json").exists()]
     try:
         rows = study.collect(output, finished, WallClock(output / "wall_seconds.json").seconds)
@@ -221,19 +221,19 @@ def _gather(study: Study, output: Path, failures: Sequence[str]) -> Results:
 
 
 def processes_at_a_time(recipe: Recipe | ImageRecipe, wanted: int | None, usual: int | None = None) -> int:
-    """Return the number of runs to carry out at a time.
+    """Return the number of runs to execute at a time.
 
     Args:
-        recipe: what is carried out.
-        wanted: number asked for; None for the usual one, and as the recipe allows.
-        usual: None for as many as there are cores for.
+        recipe: recipe of the runs.
+        wanted: requested number; None for the default, within the recipe's limit.
+        usual: default number; None for the number of cores divided by the threads per run.
 
     Raises:
         RecipeError: the recipe allows fewer.
     """
     most = recipe.processes
     if wanted is not None and most is not None and wanted > most:
-        raise RecipeError(f"processes must be {most} at most, as the recipe says, got {wanted}")
+        raise RecipeError(f"processes must be at most {most}, the limit of the recipe; got {wanted}")
     if wanted is not None:
         return wanted
     usual = usual or max(1, usable_cores() // recipe.threads_per_run)
@@ -241,36 +241,36 @@ def processes_at_a_time(recipe: Recipe | ImageRecipe, wanted: int | None, usual:
 
 
 _BY_ANOTHER_CALL = {
-    TAKEN: "is left to another call, which is carrying it out",
+    TAKEN: "is running in another call",
     FINISHED: "was finished by another call",
 }
-"""What there is to say of a run that another call carries out, by the exit code of its worker."""
+"""Messages about runs of other calls, by the exit code of their worker."""
 
 
 class _Display:
-    """Shows the progress of runs while it carries them out."""
+    """Execution of runs with a progress display."""
 
     def __init__(self, study: Study, output: Path, total: int, console: Console) -> None:
         self._study, self._output, self._total = study, output, total
         self._bars = Bars(console, "{task.percentage:>3.0f} %", "{task.fields[stage]}")
         self._running: dict[Run, TaskID] = {}
         self._shares: dict[Run, dict[str, float]] = {}
-        """Part of the run's time that each stage takes."""
+        """Share of a run's time in each stage."""
         self._done: dict[Run, dict[str, float]] = {}
-        """Part of each stage that is done, 0 to 1."""
+        """Finished share of each stage, 0 to 1."""
         self._ended = 0
         self._failures: dict[Run, str] = {}
 
     def carry_out(self, pending: Sequence[Run], workers: Workers, tick: Callable[[], None]) -> dict[Run, str]:
-        """Carry out runs.
+        """Execute runs.
 
         Args:
-            pending: the runs.
-            workers: where they are carried out.
-            tick: called at every step of progress.
+            pending: runs to execute.
+            workers: workers that execute the runs.
+            tick: callback for every progress event.
 
         Returns:
-            What there is to say of each run that failed.
+            Error messages of the failed runs.
         """
         waiting, started = list(pending), set[Run]()
         title = f"[bold]{escape(self._study.recipe.name)}"
@@ -279,7 +279,7 @@ class _Display:
             while waiting or started:
                 while waiting and len(started) < workers.at_a_time:
                     run = waiting.pop(0)
-                    if self._study.is_finished(self._output, *run):  # by another call, meanwhile
+                    if self._study.is_finished(self._output, *run):  # another call finished it in the meantime
                         self._end(run, _BY_ANOTHER_CALL[FINISHED])
                         continue
                     workers.start(run)
@@ -292,7 +292,7 @@ class _Display:
                 if isinstance(event, Ended):
                     started.remove(run)
                     self._take_end(run, event)
-                elif run in started:  # messages may overtake each other
+                elif run in started:  # progress may arrive after the end of a run
                     self._show(run, event)
             self._show_all(overall)
         return self._failures
@@ -306,7 +306,7 @@ class _Display:
         self._bars.update(self._running[run], completed=self._share(run), stage=escape(event["stage"]))
 
     def _share(self, run: Run) -> float:
-        """Return the part of a run that is done, 0 to 1."""
+        """Return the finished share of a run, 0 to 1."""
         shares = self._shares[run]
         return sum(shares[stage] * part for stage, part in self._done[run].items()) / sum(shares.values())
 

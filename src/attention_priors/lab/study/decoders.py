@@ -1,6 +1,6 @@
-"""Comparisons of decoders: schemes are trained on the same rows and tested on the same texts.
+"""Comparisons of decoders: all schemes train on the same rows and are tested on the same texts.
 
-A run is one scheme with one seed: trained and measured, then extended in each way that the recipe names, and measured
+A run is one scheme with one seed. It is trained and measured, then extended in each way of the recipe and measured
 again. Every finished step is on disk.
 """
 
@@ -38,18 +38,18 @@ STAGES = {"train": 0.7, "evaluate": 0.3}
 EXTENSION_STAGES = {"train": 0.25, "evaluate": 0.3}
 
 _NOT_DETERMINING: Any = {"plans": True, "perplexity": {"minimum_documents": True}}
-"""Settings of an evaluation that its results, or those of a run without plans, do not depend on."""
+"""Evaluation settings that determine neither the training nor the results of the presets."""
 
 
 class DecoderStudy:
-    """A :class:`Recipe` with its corpus and tokenizer.
+    """:class:`Recipe` with its corpus and tokenizer.
 
     Args:
         recipe: Recipe of the comparison.
         cache: Folder of trained tokenizers.
 
     Attributes:
-        left_out: Files of the corpus that are not used, for the user; None if all are used.
+        left_out: Message about unused files of the corpus. None if all files are used.
     """
 
     def __init__(self, recipe: Recipe, cache: Path) -> None:
@@ -58,17 +58,17 @@ class DecoderStudy:
         self.left_out = self.materials.left_out
 
     def check(self) -> None:
-        """Make a text, a row and a model without weights of each kind.
+        """Check that all texts, rows and models can be made, by making one of each kind.
 
         Raises:
-            RecipeError: Something that the recipe asks for cannot be made.
+            RecipeError: a part of the recipe cannot be made.
         """
         self.materials.check()
 
     def identities(self, output: Path, scheme: str, seed: int) -> dict[Path, dict[str, Any]]:
-        """Return the content of each ``identity.json``: all that determines the run, but for versions of libraries.
+        """Return the content of each ``identity.json``: everything that determines the run, except library versions.
 
-        Extensions are apart so that a finished run can be extended later, in more ways.
+        Extensions have files of their own, so that a finished run can be extended later.
         """
         recipe, run = self.recipe, run_folder(output, scheme, seed)
         own, *extensions = recipe.models_of(scheme)
@@ -93,33 +93,33 @@ class DecoderStudy:
         return found
 
     def is_finished(self, output: Path, scheme: str, seed: int) -> bool:
-        """Return whether a run is trained, measured, extended and measured again."""
+        """Return whether a run and all its extensions are trained and measured."""
         run = run_folder(output, scheme, seed)
         folders = [model.folder(run) for model in self.recipe.models_of(scheme)]
         return all((one / "done.json").exists() and not self._unmeasured(scheme, one) for one in folders)
 
     def stages(self, scheme: str) -> dict[str, float]:
-        """Return the stages of the run and of each extension, and roughly the share of its time that each takes."""
+        """Return the stages of the run and of each extension, with their approximate shares of the time."""
         shares = dict(STAGES)
         for way in self.recipe.extensions_of(scheme):
             shares |= {f"{way}: {stage}": share for stage, share in EXTENSION_STAGES.items()}
         return shares
 
     def execute(self, output: Path, scheme: str, seed: int, progress: Progress) -> None:
-        """Train and measure, extend and measure again.
+        """Train and measure a run, then extend it and measure again.
 
         Args:
             output: Folder of the comparison.
             scheme: Name of the scheme.
             seed: Seed of the initial weights and the training rows.
-            progress: Called with every step.
+            progress: Callback for every step.
         """
         run = run_folder(output, scheme, seed)
         for model in self.recipe.models_of(scheme):
             self._make(model, seed, run, progress if model.way is None else _stages_of(model.way, progress))
 
     def _make(self, plan: ModelPlan, seed: int, run: Path, progress: Progress) -> None:
-        """Make one model of a run and measure it; an extension begins with the run's own, finished one."""
+        """Make one model of a run and measure it; an extension starts from the run's finished model."""
         folder, settings = plan.folder(run), plan.training
         total = 1 if settings is None else settings.total_steps
         lengths: list[int] = []
@@ -130,7 +130,7 @@ class DecoderStudy:
             if not (folder / "model").exists():
                 progress("train", 0, total)
                 set_seed(seed)
-                # Other rows than those of any first training, whose seeds are smaller.
+                # A first training has a smaller seed, so an extension reads different rows.
                 rows_seed = seed if plan.way is None else seed + 2**32
                 model = self._untrained(plan, run)
                 if settings is None:
@@ -157,7 +157,7 @@ class DecoderStudy:
         )
 
     def _save_untrained(self, model: PriorDecoderForCausalLM, folder: Path) -> None:
-        """Save a model that is not trained on, as one that is."""
+        """Save a model without training, in the same files as a trained model."""
         remove_temporaries(folder)
         write_training(folder, model)
         with replacing(folder / "model") as unfinished:
@@ -166,7 +166,7 @@ class DecoderStudy:
                     part.save_pretrained(unfinished)
 
     def _measure_losses(self, folder: Path, lengths: list[int]) -> None:
-        """Add the mean losses of a folder's model on held-out rows of several lengths to its ``losses.json``."""
+        """Add the model's mean losses on held-out rows of several lengths to ``losses.json``."""
         path = folder / "losses.json"
         known: dict[str, float] = read_json(path) if path.exists() else {}
         missing = [length for length in lengths if str(length) not in known]
@@ -176,24 +176,24 @@ class DecoderStudy:
             write_json(path, with_nulls(known))
 
     def measure(self, plan: ModelPlan, folder: Path, progress: Progress) -> None:
-        """Measure what has not been measured yet of a trained model.
+        """Measure a trained model where measurements are missing.
 
-        Records of the plans are in ``results.jsonl``, as ``attention-priors evaluate`` writes them. The results of each
-        finished plan are put into ``measured.json``, beside the plan.
+        Records of the plans go to ``results.jsonl``, in the format of ``attention-priors evaluate``. Results of each
+        finished plan go to ``measured.json``, together with the plan.
 
         Args:
             plan: Model to measure.
-            folder: Folder of the model, which is in ``model``.
-            progress: Called with every step.
+            folder: Folder of the run, with the model in its subfolder ``model``.
+            progress: Callback for every step.
 
         Raises:
-            FileNotFoundError: Something is left to measure, and the model is gone.
+            FileNotFoundError: the model is gone before all measurements are finished.
         """
         left = self._unmeasured(plan.scheme, folder)
         if left or not (folder / "done.json").exists():
             if not (folder / "model").exists():
                 raise FileNotFoundError(
-                    f"{folder / 'model'} is gone, and not everything that the recipe asks is measured; remove {folder} "
+                    f"{folder / 'model'} is missing, and measurements of the recipe are not finished; remove {folder} "
                     "to train the model again"
                 )
             evaluation = self.recipe.evaluation_of(plan.scheme)
@@ -223,12 +223,12 @@ class DecoderStudy:
         progress("evaluate", 1, 1)
 
     def _unmeasured(self, scheme: str, folder: Path) -> list[tuple[str | None, EvaluationPlan]]:
-        """Return the plans of a scheme that are not measured as they stand."""
+        """Return the plans of a scheme without finished measurements."""
         known = [(entry["name"], entry["plan"]) for entry in read_measured(folder)]
         return [(name, plan) for name, plan in self.recipe.plans_of(scheme) if (name, plan.question) not in known]
 
     def _learned_rows(self, model: PriorDecoderForCausalLM, plan: ModelPlan) -> dict[str, Any]:
-        """Return rows about the priors as they were trained, in texts of up to the recipe's longest length."""
+        """Return rows about the trained priors, for texts up to the recipe's longest length."""
         length, longest = max(plan.trained_length, 3), self.recipe.longest_text
         lengths = [length]
         while 2 * lengths[-1] <= longest:
@@ -249,12 +249,12 @@ class DecoderStudy:
         return rows
 
     def collect(self, output: Path, runs: Sequence[tuple[str, int]], wall_seconds: float) -> list[dict[str, Any]]:
-        """Return the rows that :mod:`attention_priors.lab.results` describes."""
+        """Return the rows described in :mod:`attention_priors.lab.results`."""
         return collect(self.recipe, output, runs, wall_seconds=wall_seconds, corpus=dict(self.materials.description))
 
 
 def _stages_of(way: str, progress: Progress) -> Progress:
-    """Return callbacks for the stages of an extension."""
+    """Return a progress callback for the stages of an extension."""
     return lambda stage, done, total: progress(f"{way}: {stage}", done, total)
 
 

@@ -1,4 +1,4 @@
-"""Rows to train on and texts to test on, made of a corpus or of a synthetic task: everything that runs read."""
+"""Training rows and test texts of runs, from a corpus or a synthetic task."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HELD_OUT_TOKENS = 65536
-"""Losses before and after a context extension are measured on so many held-out tokens at most."""
+"""Largest number of held-out tokens for the losses before and after a context extension."""
 
 Rows = torch.utils.data.Dataset[dict[str, Tensor]]
 
 
 class Materials(ABC):
-    """Everything that a recipe's models read. Which kind it is follows from the recipe's ``corpus``.
+    """Data that a recipe's models read, chosen by the recipe's ``corpus``.
 
     Attributes:
         recipe: Recipe of the comparison.
-        fingerprints: Hashes that tell these materials from others of the same description.
-        description: Name, fingerprint and sizes, as results show them.
+        fingerprints: Hashes that identify the data.
+        description: Name, fingerprint and sizes for results.
         vocabulary: ``vocab_size`` and ``eos_token_id`` of a model's config.
-        saved_tokenizer: Tokenizer to save with a model; None where tokens stand for nothing.
-        left_out: Files that are not used, for the user; None if all are used.
+        saved_tokenizer: Tokenizer to save with a model. None if the tokens do not represent text.
+        left_out: Message about unused files. None if all files are used.
     """
 
     fingerprints: Mapping[str, str]
@@ -72,32 +72,32 @@ class Materials(ABC):
 
     @staticmethod
     def load(recipe: Recipe, cache: Path) -> Materials:
-        """Load the corpus, and train its tokenizer unless ``cache`` holds it already."""
+        """Load the corpus, and train its tokenizer unless ``cache`` holds it."""
         task = recipe.corpus.copy_mixture
         return TextMaterials(recipe, cache) if task is None else CopyMixtureMaterials(recipe, task)
 
     @abstractmethod
     def training_rows(self, settings: MixtureSettings, seed: int) -> Rows:
-        """Return the rows that one training reads.
+        """Return the rows of one training.
 
         Raises:
-            ValueError: The rows cannot be made.
+            ValueError: the rows cannot be made.
         """
 
     @abstractmethod
     def held_out_rows(self, length: int) -> Iterator[dict[str, Tensor]]:
-        """Return rows of a length to measure a loss on; :data:`HELD_OUT_TOKENS` at most.
+        """Return held-out rows of this length for measuring a loss, at most :data:`HELD_OUT_TOKENS` tokens.
 
         Raises:
-            ValueError: There is no such row.
+            ValueError: no row has this length.
         """
 
     @abstractmethod
     def texts(self, length: int, count: int) -> list[Tensor]:
-        """Return held-out texts of a length, one text a row; fewer than ``count`` if there are no more.
+        """Return held-out texts of this length, one text per row; fewer than ``count`` if not enough are available.
 
         Raises:
-            ValueError: There is no such text.
+            ValueError: no text has this length.
         """
 
     @abstractmethod
@@ -106,11 +106,11 @@ class Materials(ABC):
 
         Args:
             scheme: Name of the model.
-            model: Model to be asked.
+            model: Model to evaluate.
         """
 
     def check(self) -> None:
-        """Raise a RecipeError if something that the recipe asks for cannot be made."""
+        """Raise a RecipeError if the data for a part of the recipe cannot be made."""
         recipe = self.recipe
         for name in recipe.schemes:
             for model in recipe.models_of(name):
@@ -132,7 +132,7 @@ class Materials(ABC):
             strict = plan.model_copy(update={"minimum_documents": plan.minimum_documents or plan.documents})
             if strict in self._checked:
                 continue
-            # A plan needs a model of the right kind and size; this one has no weights yet.
+            # Checking a plan needs a model of the right kind and size, but no weights.
             with torch.device("meta"):
                 model = PriorDecoderForCausalLM(recipe.config_of(scheme, **self.vocabulary))
             preset = plan.tasks[0].partition("_")[0]
@@ -145,13 +145,13 @@ class Materials(ABC):
                 found = len(self.texts(sinks.length, sinks.texts))
             if found < sinks.texts:
                 raise RecipeError(
-                    f"{place}.sink_mass.texts: {found} of the {sinks.texts} texts asked for have {sinks.length} tokens "
-                    f"in the held-out part of the corpus: set texts: {found} or a shorter length"
+                    f"{place}.sink_mass.texts: the held-out part of the corpus has {found} of the {sinks.texts} texts "
+                    f"of {sinks.length} tokens: set texts: {found} or a shorter length"
                 )
 
 
 class TextMaterials(Materials):
-    """A corpus of text and its tokenizer.
+    """Text corpus and its tokenizer.
 
     Args:
         recipe: Recipe of the comparison.
@@ -181,12 +181,12 @@ class TextMaterials(Materials):
 
     @cached_property
     def train_stream(self) -> TokenStream:
-        """Tokens of the documents to train on."""
+        """Tokens of the training documents."""
         return token_stream(self.tokenizer, self.corpus.train)
 
     @cached_property
     def held_out_stream(self) -> TokenStream:
-        """Tokens of the documents to test on."""
+        """Tokens of the held-out documents."""
         return token_stream(self.tokenizer, self.corpus.held_out)
 
     @cached_property
@@ -194,7 +194,7 @@ class TextMaterials(Materials):
         return Haystack.of(f"{self.corpus.name} (train)", self.corpus.train)
 
     def training_rows(self, settings: MixtureSettings, seed: int) -> TrainingMixture:
-        """Return the rows that one training reads."""
+        """Return the rows of one training."""
         return TrainingMixture(
             self.train_stream,
             context_length=settings.context_length,
@@ -218,7 +218,7 @@ class TextMaterials(Materials):
             )
         tasks, least = settings.needle_tasks or (), settings.needle_minimum_length
         for task in tasks:
-            if task not in self._needle_texts:  # all schemes share it, as it takes a moment to begin
+            if task not in self._needle_texts:  # shared by all schemes, because creation is slow
                 self._needle_texts[task] = NeedleTexts(self.tokenizer, task, self._train_haystack)
             texts = self._needle_texts[task]
             yield RetrievalShare(
@@ -229,7 +229,7 @@ class TextMaterials(Materials):
             )
 
     def subject(self, scheme: str, model: PriorDecoderForCausalLM) -> Subject:
-        """Return the model with its tokenizer, and the corpus whose held-out part it is asked about."""
+        """Return the model with its tokenizer and the corpus that holds its test texts."""
         assert self.recipe.corpus.source is not None
         trained_on = (self.recipe.corpus.source, self.corpus)
         return Subject(scheme, model, self.tokenizer, trained_on, read=self._read)
@@ -244,11 +244,11 @@ class TextMaterials(Materials):
         return texts[:count]
 
     def held_out_rows(self, length: int) -> Iterator[dict[str, Tensor]]:
-        """Return the held-out documents, up to :data:`HELD_OUT_TOKENS`, cut into packed rows of a length."""
+        """Return the held-out documents, up to :data:`HELD_OUT_TOKENS`, as packed rows of this length."""
         stream = self.held_out_stream
         if len(stream) < length:
             raise ValueError(
-                f"corpus {self.corpus.name!r} holds out {len(stream)} tokens, fewer than a row of {length}"
+                f"corpus {self.corpus.name!r} has {len(stream)} held-out tokens, fewer than a row of {length}"
             )
         starts = range(0, min(len(stream), max(HELD_OUT_TOKENS, length)) - length + 1, length)
         parts = (slice(start, start + length) for start in starts)
@@ -256,18 +256,18 @@ class TextMaterials(Materials):
 
 
 class CopyMixtureMaterials(Materials):
-    """GOAT's copy-mixture task: rows that are drawn, of tokens that stand for nothing.
+    """Rows drawn from GOAT's copy-mixture task, whose tokens do not represent text.
 
     Args:
         recipe: Recipe of the comparison.
-        task: Task that the rows are drawn from.
+        task: Task from which rows are drawn.
     """
 
     def __init__(self, recipe: Recipe, task: CopyMixture) -> None:
         super().__init__(recipe)
         self.task = task
         (text,) = self.texts(256, 1)
-        # Of some rows: another generator of random numbers would draw others.
+        # Hash some rows, because another random number generator would draw different rows.
         self.fingerprints = {"corpus_fingerprint": hashlib.sha256(bytes(str(text.tolist()), "ascii")).hexdigest()}
         self.vocabulary = {"vocab_size": task.vocabulary_size, "eos_token_id": None}
         self.description = {
@@ -279,24 +279,24 @@ class CopyMixtureMaterials(Materials):
         }
 
     def training_rows(self, settings: MixtureSettings, seed: int) -> CopyMixtureRows:
-        """Return rows of a seed's own."""
+        """Return the rows of a seed."""
         for name, share in (("passkey_ratio", settings.passkey_ratio), ("needle_ratio", settings.needle_ratio)):
             if share:
-                raise ValueError(f"{name}={share} needs a corpus of text; it is copy_mixture")
+                raise ValueError(f"{name}={share} needs a text corpus; the corpus is copy_mixture")
         return self._rows(settings.context_length, settings.total_rows, seed)
 
     def held_out_rows(self, length: int) -> Iterator[dict[str, Tensor]]:
-        """Return as many rows as hold :data:`HELD_OUT_TOKENS`."""
+        """Return rows with :data:`HELD_OUT_TOKENS` tokens in total."""
         rows = self._rows(length, max(1, HELD_OUT_TOKENS // length), HELD_OUT_SEED)
         return (rows[index] for index in range(len(rows)))
 
     def texts(self, length: int, count: int) -> list[Tensor]:
-        """Return rows."""
+        """Return the tokens of rows."""
         rows = self._rows(length, count, HELD_OUT_SEED)
         return [rows.sample(index).tokens for index in range(count)]
 
     def subject(self, scheme: str, model: PriorDecoderForCausalLM) -> Subject:
-        """Return the model with the mixture that it is trained on; it has no tokenizer."""
+        """Return the model with its training mixture, without a tokenizer."""
         return Subject(scheme, model, None, mixture=self.task)
 
     def _rows(self, length: int, count: int, seed: int) -> CopyMixtureRows:

@@ -1,4 +1,4 @@
-"""Rows of everything that a comparison has found, as :mod:`attention_priors.lab.results` describes them."""
+"""Rows of a comparison's results, in the format of :mod:`attention_priors.lab.results`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KINDS = {
     "logit_scales": "logit_scale",
     "sink_mass": "sink_mass",
 }
-"""Kind of the rows in each list of ``priors.json``."""
+"""Row kind of each list in ``priors.json``."""
 
 
 def collect(
@@ -39,17 +39,17 @@ def collect(
     wall_seconds: float,
     corpus: dict[str, Any],
 ) -> list[Row]:
-    """Return the rows of the finished runs of a recipe.
+    """Return the rows of a recipe's finished runs.
 
     Args:
-        recipe: the recipe.
-        output: the comparison's folder.
+        recipe: recipe of the comparison.
+        output: folder of the comparison.
         runs: scheme and seed of every finished run.
-        wall_seconds: how long the comparison has taken, all sessions together.
-        corpus: what the runs read: name, fingerprint, sizes.
+        wall_seconds: duration of the comparison over all sessions.
+        corpus: name, fingerprint and sizes of the corpus.
 
     Raises:
-        RecipeError: the texts of a plan have changed between two of the runs.
+        RecipeError: the texts of a plan differ between two runs.
     """
     models: list[tuple[ModelPlan, int, Path]] = []
     for scheme, seed in runs:
@@ -81,13 +81,13 @@ def collect(
 
 
 class ModelResults(NamedTuple):
-    """Everything that is known of one trained model."""
+    """Results of one trained model."""
 
     scheme: Row
-    """Row of its scheme, which several seeds share."""
+    """Row of the model's scheme, shared by all seeds."""
     seed: int
     records: list[Row]
-    """Content of the files that say in which environments it was trained and measured."""
+    """Contents of the files that record the environments of training and measurement."""
     rows: list[Row]
     """All other rows, without scheme and seed."""
 
@@ -95,14 +95,14 @@ class ModelResults(NamedTuple):
 def study_rows(
     recipe: Recipe | ImageRecipe, names: Iterable[str], models: Sequence[ModelResults], wall_seconds: float, **read: Row
 ) -> list[Row]:
-    """Return all rows of results; the first says on what, when and how long the runs of a recipe were made.
+    """Return all rows of results; the first row describes the comparison and its environments.
 
     Args:
-        recipe: the recipe.
+        recipe: recipe of the comparison.
         names: names of the schemes, in display order.
-        models: the models of finished runs.
-        wall_seconds: how long the comparison has taken, all sessions together.
-        read: what the runs read: ``corpus`` or ``images``.
+        models: results of finished runs.
+        wall_seconds: duration of the comparison over all sessions.
+        read: ``corpus`` or ``images``.
     """
     made = united([record for model in models for record in model.records])
     made["machine"]["threads_per_run"] = str(recipe.threads_per_run)
@@ -127,19 +127,19 @@ def study_rows(
 
 
 def run_row(training: Row) -> Row:
-    """Return the row of a training that a run's ``training.json`` describes, without scheme and seed."""
+    """Return the row of a training from its ``training.json``, without scheme and seed."""
     loss = training["history"][-1]["loss"] if training["history"] else None
     return {"row": "run"} | {key: training[key] for key in ("train_seconds", "steps", "history")} | {"final_loss": loss}
 
 
 def read_measured(folder: Path) -> list[Row]:
-    """Return the entries of a model's ``measured.json``: each a plan and its results."""
+    """Return the entries of a model's ``measured.json``, each with a plan and its results."""
     path = folder / "measured.json"
     return read_json(path) if path.exists() else []
 
 
 def measured_plans(recipe: Recipe, scheme: str, folder: Path) -> list[dict[str, Any]]:
-    """Return the entries of ``measured.json`` that the recipe asks for, in its order."""
+    """Return the entries of ``measured.json`` for the plans of the recipe, in the recipe's order."""
     asked = [(name, plan.question) for name, plan in recipe.plans_of(scheme)]
     entries = {
         asked.index(key): entry for entry in read_measured(folder) if (key := (entry["name"], entry["plan"])) in asked
@@ -150,13 +150,13 @@ def measured_plans(recipe: Recipe, scheme: str, folder: Path) -> list[dict[str, 
 def check_texts(models: Iterable[tuple[Path, Iterable[Mapping[str, Any]]]]) -> None:
     """Check that all models of a comparison read the same texts for each plan.
 
-    A plan may name a folder, or the files of a package, which may have changed since other models were measured.
+    A plan may read a folder or the files of a package, which may change between measurements.
 
     Args:
-        models: Folder and entries (:func:`measured_plans`) of each.
+        models: Folder and entries (:func:`measured_plans`) of each model.
 
     Raises:
-        RecipeError: Two models have read different texts.
+        RecipeError: two models read different texts.
     """
     first: dict[tuple[str | None, str], tuple[str, Path]] = {}
     for folder, entries in models:
@@ -167,12 +167,12 @@ def check_texts(models: Iterable[tuple[Path, Iterable[Mapping[str, Any]]]]) -> N
                     place = task if entry["name"] is None else f"plans.{entry['name']}"
                     raise RecipeError(
                         f"evaluation.{place}: the texts of the task {task!r} have changed between {where} and "
-                        f"{folder}; to measure again, remove measured.json from the older folder"
+                        f"{folder}; remove measured.json from the older folder to measure again"
                     )
 
 
 _LONGEST_VALUE = 60
-"""Characters of an argument in a description."""
+"""Longest argument in a description, in characters."""
 
 
 def _scheme_row(recipe: Recipe, model: ModelPlan, training: Row) -> Row:
@@ -203,7 +203,7 @@ def _scheme_row(recipe: Recipe, model: ModelPlan, training: Row) -> Row:
 
 
 def describe(scheme: Scheme) -> str:
-    """A scheme in one line, as code would make it: ``generalized_gaussian(init='roles') · ssmax``."""
+    """Return a one-line description of a scheme in code style: ``generalized_gaussian(init='roles') · ssmax``."""
     words = described([scheme.encoding, scheme.prior, scheme.logit_scale, scheme.null_logit, scheme.key_bias])
     if scheme.share_prior:
         words.append("one prior for all layers")
@@ -218,7 +218,7 @@ def describe(scheme: Scheme) -> str:
 
 
 def described(descriptions: Sequence[Any]) -> list[str]:
-    """Parts of a model, each as code would make it: of each a description, a list of them, or None."""
+    """Return each part of a model in the style of code; parts are descriptions, lists of descriptions, or None."""
     parts: list[Any] = []
     for part in descriptions:
         parts += part if isinstance(part, list) else [] if part is None else [part]
@@ -233,5 +233,5 @@ def _call(part: dict[str, Any] | str) -> str:
 
 
 def _shortened(value: str) -> str:
-    """A value that a line has room for; the recipe has the whole, such as the table that a prior starts from."""
+    """Shorten a value to fit on a line, such as the initial table of a prior."""
     return value if len(value) <= _LONGEST_VALUE else f"{value[: _LONGEST_VALUE // 2]}…"

@@ -1,4 +1,4 @@
-"""The runs of a comparison: what carries them out, whatever is trained, and the files that they leave."""
+"""Execution of runs, and the files of a run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from attention_priors.lab.machine import WallClock, processor, versions
 from attention_priors.lab.train import Observer, OptimizationSettings, train
 
 Progress = Callable[[str, int, int], None]
-"""Called with the stage, its finished work and its total work."""
+"""Callback with the stage, its finished work and its total work."""
 
 LONGEST_FOLDER_NAME = 255
-"""Bytes; file systems allow no longer names."""
+"""Longest folder name in bytes that file systems allow."""
 
 SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelerate")
-"""Libraries that a decoder's numbers depend on."""
+"""Libraries that affect a decoder's results."""
 
 MEASUREMENTS = (
     "results.jsonl",
@@ -38,11 +38,11 @@ MEASUREMENTS = (
     "evaluate_seconds.json",
     "accuracy.json",
 )
-"""Files about a trained model, beside it in its folder."""
+"""Files with measurements of a trained model, in the model's run folder."""
 
 
 def folder_name(scheme: str) -> str:
-    """Return a scheme's name as the name of a folder."""
+    """Return the folder name of a scheme."""
     name = re.sub(r"[^A-Za-z0-9._+-]+", "_", scheme).strip(".") or "_"
     if len(name) <= LONGEST_FOLDER_NAME:
         return name
@@ -51,14 +51,14 @@ def folder_name(scheme: str) -> str:
 
 
 def check_folders(what: str, names: Iterable[str]) -> None:
-    """Check that each of some names has a folder of its own.
+    """Check that all names have different folders.
 
     Args:
-        what: Kind of thing that is named, for the message.
+        what: Kind of the names, for the message.
         names: Names of schemes or extensions.
 
     Raises:
-        ValueError: Two names would share a folder.
+        ValueError: two names would share a folder.
     """
     folders: dict[str, str] = {}
     for name in names:
@@ -68,12 +68,12 @@ def check_folders(what: str, names: Iterable[str]) -> None:
 
 
 def run_folder(output: Path, scheme: str, seed: int) -> Path:
-    """Return the folder of a run in the folder of its comparison."""
+    """Return the folder of a run inside the folder of its comparison."""
     return output / "runs" / folder_name(scheme) / f"seed-{seed}"
 
 
 def extended_folder(run: Path, way: str) -> Path:
-    """Return the folder of one extension of a run; its files have the names of the run's own."""
+    """Return the folder of one extension of a run; it holds the same files as the run's own folder."""
     return run / "extended" / folder_name(way)
 
 
@@ -90,9 +90,9 @@ def environment(software: Iterable[str] = SOFTWARE) -> dict[str, dict[str, str |
 
 
 def united(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """Unite the environments in which files were written, as far as they say it: values that differ become a list.
+    """Merge the environments of several files; values that differ are joined by commas.
 
-    Runs may have been made on several machines and measured on others; results are collected on any.
+    Runs may be trained and measured on different machines, and results collected on any machine.
     """
     found: dict[str, dict[str, str]] = {}
     for part in ("versions", "machine"):
@@ -110,15 +110,15 @@ def write_training(
     history: Sequence[Mapping[str, float]] = (),
     software: Iterable[str] = SOFTWARE,
 ) -> None:
-    """Write ``training.json``: how a run's model was made.
+    """Write ``training.json``, the record of a run's training.
 
     Args:
         folder: Folder of the run.
         model: Trained model.
-        steps: Steps of the training.
-        seconds: Time of the training.
-        history: Losses, as :class:`~attention_priors.lab.train.Trained` has them.
-        software: Libraries that the run's numbers depend on, whose versions are recorded.
+        steps: Number of training steps.
+        seconds: Training time.
+        history: Losses, as in :class:`~attention_priors.lab.train.Trained`.
+        software: Libraries that affect the results. Their versions are recorded.
     """
     positional = (
         parameter.numel()
@@ -142,21 +142,21 @@ def train_and_save(
     software: Iterable[str] = SOFTWARE,
     **options: Any,
 ) -> None:
-    """Train a model of a run, from where it stopped, and save it with its ``training.json``.
+    """Train the model of a run, resuming from its last checkpoint, and save it with its ``training.json``.
 
     Args:
-        model: Model with its first weights.
-        rows: As for :func:`~attention_priors.lab.train.train`.
-        settings: The optimiser and the schedule.
-        folder: Folder of the model, which will be in ``model``.
+        model: Model with initial weights.
+        rows: see :func:`~attention_priors.lab.train.train`.
+        settings: Optimizer and schedule.
+        folder: Folder of the run. The model is saved in its subfolder ``model``.
         seed: Seed of the training.
-        progress: Called with every step.
-        preprocessor: Tokenizer or image processor to save with the model; None where there is none.
-        software: Libraries that the run's numbers depend on, whose versions are recorded.
+        progress: Callback for every step.
+        preprocessor: Tokenizer or image processor to save. None saves neither.
+        software: Libraries that affect the results. Their versions are recorded.
         options: Further arguments of :func:`~attention_priors.lab.train.train`.
     """
     for name in MEASUREMENTS:
-        # Of an earlier model, whose weights are gone: a new one's rows do not join its.
+        # Remove measurements of an earlier model, so that they do not mix with those of this model.
         (folder / name).unlink(missing_ok=True)
     with WallClock(folder / "train_seconds.json") as clock:
 
@@ -168,7 +168,7 @@ def train_and_save(
         trained = train(model, rows, settings, folder / "checkpoints", seed=seed, observer=observer, **options)
         write_training(folder, model, settings.total_steps, clock.seconds, trained.history, software)
     trained.save(folder / "model", preprocessor)
-    clock.forget()  # until the model is there, the next call writes the time anew
+    clock.forget()  # only now: without a saved model, the next call writes the time again
     shutil.rmtree(folder / "checkpoints")
 
 
@@ -188,4 +188,4 @@ def _with_own_folders(schemes: dict[str, Any]) -> dict[str, Any]:
 
 
 OwnFolders = AfterValidator(_with_own_folders)
-"""Checks that each scheme of a recipe has a folder of its own."""
+"""Validator that each scheme of a recipe has a folder of its own."""

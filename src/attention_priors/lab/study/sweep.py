@@ -1,6 +1,6 @@
-"""Schemes that are made of others: by inheritance, and by sweeps that multiply schemes over named axes.
+"""Derived schemes: inheritance, and sweeps that multiply schemes over named axes.
 
-All of it happens before a recipe is checked, on what its file holds; what is checked and run are plain schemes.
+Both expand the content of a recipe file before its validation, so only plain schemes are validated and run.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from pydantic import Field, ValidationError, field_validator
 from attention_priors.lab.strict_yaml import Strict, validated
 
 SECTIONS = ("training", "model", "evaluation", "extensions", "axes")
-"""Keys of a scheme that are inherited key by key; the others are inherited whole."""
+"""Keys of a scheme that are inherited key by key; all other keys are inherited whole."""
 
 POSITIONS = ("prior", "share_prior", "encoding", "logit_scale")
 
 SCHEME_AXIS = "scheme"
-"""The axis that says which scheme a sweep multiplied; its values are the names of schemes."""
+"""Axis of the schemes that a sweep multiplies; its values are scheme names."""
 
 EXTENSION_AXIS = "extension"
-"""The axis that says in which way the context of a model was extended."""
+"""Axis of the context extensions of a model."""
 
 BEFORE = "before"
-"""The value on it of a model whose context is extended in one way or several."""
+"""Value on the extension axis of a model before its extensions."""
 
 Content: TypeAlias = dict[str, Any]
 Point: TypeAlias = dict[str, "Value"]
-"""A value on each axis."""
+"""One value on each axis."""
 
 
 class Sweep(Strict):
-    """Multiplies schemes over axes: the full product, or one axis at a time around a base."""
+    """Multiplication of schemes over axes: the full product, or one axis at a time around a base."""
 
     schemes: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """Which schemes; all by default."""
+    """Names of the schemes to multiply; all by default."""
     axes: dict[str, dict[str, list[Any] | dict[str, Any]]] = Field(min_length=1)
-    """For each axis the settings that it changes, and their values: a list, or a mapping from what a value is called
-    to the value. Several settings of one axis change together."""
+    """Settings of each axis with their values: a list, or a mapping from labels to values. Several settings of one axis
+    change together."""
     base: dict[str, Any] | None = None
-    """A value for every axis. With it, each scheme is made at the base and, one axis at a time, at every other value;
-    without it, at every combination of values."""
+    """One value for every axis. With a base, each scheme is made at the base and, one axis at a time, at every other
+    value. Without a base, each scheme is made at every combination of values."""
 
     @field_validator("axes")
     @classmethod
@@ -53,7 +53,7 @@ class Sweep(Strict):
                 raise ValueError(f"an axis cannot be called {name!r}")
             counts = {setting: len(values) for setting, values in settings.items()}
             if len(set(counts.values())) != 1 or 0 in counts.values():
-                raise ValueError(f"axis {name!r} needs settings with equally many values, one at least, got {counts}")
+                raise ValueError(f"axis {name!r} needs settings with equally many values, at least one, got {counts}")
             labels = [value.label for value in _values(settings)]
             twice = [label for label in labels if labels.count(label) > 1]
             if twice:
@@ -65,15 +65,15 @@ class Value(NamedTuple):
     """One value of an axis."""
 
     label: str
-    """What it is called."""
+    """Label of the value."""
     plain: str | int | float
-    """What results show: numbers stay numbers."""
+    """Value as shown in results; numbers stay numbers."""
     settings: Mapping[str, Any]
-    """What it changes."""
+    """Settings that the value changes."""
 
 
 def label(value: Any) -> str:
-    """A setting's value in a name: ``laplace``, ``alpha+beta``, ``none``, ``ssmax(include_prior=false)``."""
+    """Return the label of a setting's value: ``laplace``, ``alpha+beta``, ``none``, ``ssmax(include_prior=false)``."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -88,9 +88,9 @@ def label(value: Any) -> str:
 
 
 def expand(content: Content) -> Content:
-    """Replace ``extends`` and ``sweep`` by the schemes that they make.
+    """Replace ``extends`` and ``sweep`` with the schemes that they define.
 
-    What is not of the form that a recipe must have is left for the check of the recipe.
+    Malformed content is left unchanged for the validation of the recipe.
 
     Raises:
         ValueError: a scheme or an axis does not exist, or a setting cannot be changed; the message names it.
@@ -104,13 +104,13 @@ def expand(content: Content) -> Content:
     try:
         sweep = Sweep.model_validate(content["sweep"])
     except ValidationError:
-        return content  # the field of the recipe says what is wrong
+        return content  # validation of the recipe reports the error
     rest = {key: value for key, value in content.items() if key != "sweep"}
     return rest | {"schemes": _multiplied(schemes, sweep)}
 
 
 def _is_well_formed(name: Any, scheme: Content) -> bool:
-    """Whether a scheme is of the form that a sweep changes."""
+    """Whether a sweep can change the scheme."""
     ways = scheme.get("extensions") or {}
     return (
         isinstance(name, str)
@@ -124,7 +124,7 @@ def _is_well_formed(name: Any, scheme: Content) -> bool:
 
 
 def _inherited(schemes: Mapping[str, Content], name: str) -> Content:
-    """A scheme with what it inherits."""
+    """Return a scheme merged with its ancestors."""
     line = [name]
     while (parent := schemes[line[-1]].get("extends")) is not None:
         if not isinstance(parent, str) or parent not in schemes:
@@ -143,14 +143,14 @@ def _inherited(schemes: Mapping[str, Content], name: str) -> Content:
 
 
 def _section(key: str, inherited: Any, own: Any) -> Any:
-    """One section of a scheme over another."""
+    """Return a section of a scheme merged with the inherited section."""
     if key != "extensions" or not isinstance(inherited, dict) or not isinstance(own, dict):
         return overlaid(inherited, own)
     return inherited | {way: _extension(inherited.get(way), settings) for way, settings in own.items()}
 
 
 def _extension(inherited: Any, own: Any) -> Any:
-    """One way to extend over another: key by key, but for what describes positions, as in the schemes themselves."""
+    """Return an extension merged with the inherited one, key by key; positional settings are replaced whole."""
     if not isinstance(inherited, dict) or not isinstance(own, dict):
         return own
     positions = {key: own[key] for key in POSITIONS if key in own}
@@ -158,11 +158,11 @@ def _extension(inherited: Any, own: Any) -> Any:
 
 
 ALTERNATIVES = (("steps", "tokens"), ("batch_size", "tokens_per_step"))
-"""Settings of which one stands for the other."""
+"""Pairs of settings of which one replaces the other."""
 
 
 def overlaid(inherited: Any, own: Any) -> Any:
-    """One section over another, key by key; one of two alternatives takes the place of the other."""
+    """Merge a section with the inherited section, key by key; an alternative setting replaces its counterpart."""
     if not isinstance(inherited, dict) or not isinstance(own, dict):
         return own
     replaced = {
@@ -179,15 +179,15 @@ S = TypeVar("S", bound=Strict)
 
 
 def varied(settings: S, own: Content, place: str) -> S:
-    """Return settings of a recipe as they are for a scheme.
+    """Return the settings of a recipe with a scheme's changes.
 
     Args:
         settings: settings of all schemes.
-        own: what differs for the scheme.
-        place: where ``own`` stands, for the message.
+        own: changes of the scheme.
+        place: path of ``own`` in the recipe, for messages.
 
     Raises:
-        RecipeError: a key or value is impossible.
+        RecipeError: a key or value is invalid.
     """
     return validated(overlaid(settings.model_dump(), own), type(settings), place) if own else settings
 
@@ -207,14 +207,14 @@ def _multiplied(schemes: Mapping[str, Content], sweep: Sweep) -> dict[str, Conte
         variants = _variants(name, axes, base) if name in chosen else iter([(name, {})])
         for variant, point in variants:
             if variant in made or (variant != name and variant in schemes):
-                raise ValueError(f"sweep: the scheme {variant!r} is there twice")
+                raise ValueError(f"sweep: duplicate scheme {variant!r}")
             made[variant] = _at(scheme, name, point) if point else scheme
     return made
 
 
 def _values(settings: Mapping[str, Any]) -> Iterator[Value]:
     columns = {key: list(values.values()) if isinstance(values, dict) else values for key, values in settings.items()}
-    # The first setting names the values.
+    # The first setting provides the labels.
     for index, name in enumerate(next(iter(settings.values()))):
         is_number = isinstance(name, (int, float)) and not isinstance(name, bool)
         changed = {key: column[index] for key, column in columns.items()}
@@ -235,7 +235,7 @@ def _base(base: Mapping[str, Any], axes: Mapping[str, list[Value]]) -> Point:
 
 
 def _variants(name: str, axes: Mapping[str, list[Value]], base: Point | None) -> Iterator[tuple[str, Point]]:
-    """The schemes that one becomes, and where they stand."""
+    """Yield the names and points of the schemes that a sweep makes from one scheme."""
     if base is None:
         for values in itertools.product(*axes.values()):
             point = dict(zip(axes, values, strict=True))
@@ -249,7 +249,7 @@ def _variants(name: str, axes: Mapping[str, list[Value]], base: Point | None) ->
 
 
 def _at(scheme: Content, name: str, point: Point) -> Content:
-    """A scheme with the settings of a point."""
+    """Return a scheme with the settings of a point."""
     made = copy.deepcopy(scheme)
     for axis, value in point.items():
         for setting, content in value.settings.items():
@@ -268,7 +268,7 @@ def _set(scheme: Content, setting: str, content: Any) -> None:
     first, *rest = setting.split(".")
     allowed = (*POSITIONS, *(section for section in SECTIONS if section != "axes"))
     if first not in allowed:
-        raise ValueError(f"a setting begins with one of {', '.join(allowed)}")
+        raise ValueError(f"a setting must begin with one of {', '.join(allowed)}")
     if first in POSITIONS:
         _set_position(scheme, first, rest, content)
     elif first == "extensions" and rest[1:2] and rest[1] in POSITIONS:
@@ -284,7 +284,7 @@ def _set(scheme: Content, setting: str, content: Any) -> None:
 
 
 def _set_position(target: Content, position: str, rest: list[str], content: Any) -> None:
-    """Change how positions come into a scheme, or into one of its extensions."""
+    """Change a positional setting of a scheme or of one of its extensions."""
     if not rest:
         target[position] = content
         return
@@ -292,7 +292,7 @@ def _set_position(target: Content, position: str, rest: list[str], content: Any)
     if isinstance(described, str):
         described = {"name": described}
     if isinstance(described, list):
-        raise ValueError(f"its {position} is a sum; give the axis whole values of {position}")
+        raise ValueError(f"its {position} is a sum; use complete values of {position} on the axis")
     if not isinstance(described, dict) or len(rest) > 1:
-        raise ValueError(f"it has no {position} with a {'.'.join(rest)}")
+        raise ValueError(f"it has no setting {position}.{'.'.join(rest)}")
     target[position] = described | {rest[0]: content}

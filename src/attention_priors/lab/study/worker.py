@@ -1,10 +1,9 @@
-"""The process that carries out one run and reports its progress to its parent.
+"""Process that executes one run and reports its progress to its parent.
 
-``python -m attention_priors.lab.study.worker RECIPE.json OUTPUT SCHEME SEED WAIT`` writes a line of JSON per step
-to standard output: ``{"stage": ..., "done": ..., "total": ...}``. Its standard input must be a pipe that stays open:
-when it ends, so does the process. If another process is still carrying out the run after WAIT seconds, the exit code is
-:data:`~attention_priors.lab.study.workers.TAKEN`; if the run is finished already,
-:data:`~attention_priors.lab.study.workers.FINISHED`.
+``python -m attention_priors.lab.study.worker RECIPE.json OUTPUT SCHEME SEED WAIT`` writes one line of JSON per step to
+standard output: ``{"stage": ..., "done": ..., "total": ...}``. Standard input must be a pipe; the process ends when the
+pipe closes. The exit code is :data:`~attention_priors.lab.study.workers.TAKEN` if another process still executes the
+run after WAIT seconds. It is :data:`~attention_priors.lab.study.workers.FINISHED` if the run is already finished.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from attention_priors.lab.study.workers import FINISHED, TAKEN
 
 
 def main(recipe_file: str, output: str, scheme: str, seed: str, wait: str) -> None:
-    """Carry out one run."""
+    """Execute one run."""
     recipe = recipe_of(read_json(Path(recipe_file)), recipe_file)
     torch.set_num_threads(recipe.threads_per_run)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    # Standard output belongs to the protocol; whatever a library prints goes to the log.
+    # Standard output is reserved for progress lines; output of libraries goes to the log.
     channel, sys.stdout = sys.stdout, sys.stderr
 
     def progress(stage: str, done: int, total: int) -> None:
         try:
             print(json.dumps({"stage": stage, "done": done, "total": total}), file=channel, flush=True)
         except BrokenPipeError:
-            # The parent is gone, and the thread that waits for its end has not noticed yet.
+            # The parent is gone, and the thread that watches standard input has not noticed yet.
             os._exit(1)
 
     _end_with_the_parent()
@@ -55,13 +54,13 @@ def main(recipe_file: str, output: str, scheme: str, seed: str, wait: str) -> No
 
 
 def _end_with_the_parent() -> None:
-    """End this process when standard input ends: the parent holds its other end, and is gone, however it died.
+    """End this process when standard input closes, which means that the parent has ended in some way.
 
-    What is written is whole or appended line by line, so any moment will do.
+    The process may end at any moment, because files are replaced as a whole or extended line by line.
     """
 
     def wait() -> None:
-        # Not through a buffer, whose lock would be in the way when this process ends by itself.
+        # Read without a buffer: its lock would block the normal exit of this process.
         while os.read(0, 1):
             pass
         os._exit(1)

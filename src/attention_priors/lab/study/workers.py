@@ -1,4 +1,4 @@
-"""Worker processes on this machine: each carries out one run."""
+"""Worker processes on this machine, one for each run."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Run = tuple[str, int]
 """Scheme and seed."""
 
 TAKEN = 75
-"""Exit code of a worker that found its run in the hands of another call; EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a worker whose run is being executed by another call; EX_TEMPFAIL of sysexits.h."""
 FINISHED = 76
-"""Exit code of a worker that found its run finished."""
+"""Exit code of a worker whose run is already finished."""
 STARTING = "starting"
-"""Stage of a run whose worker has not reported any progress."""
+"""Stage of a run whose worker has not reported progress yet."""
 LOG_LINES = 15
-"""Last lines of a log that an error shows."""
+"""Number of last log lines in an error message."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a run's worker."""
+    """End of a run's worker."""
 
     code: int
     """Exit code."""
@@ -42,20 +42,20 @@ class Ended:
 
 
 Event = dict[str, Any] | Ended
-"""Progress of a run, ``{"stage": ..., "done": ..., "total": ...}``, or its end."""
+"""Progress of a run, ``{"stage": ..., "done": ..., "total": ...}``, or the end of its worker."""
 Events = queue.Queue[tuple[Run, Event]]
 
 
 class Workers(ABC):
-    """Where runs are carried out. A context that ends all of them when it ends.
+    """Executor of runs. Leaving its context ends all runs.
 
     Args:
-        output: the comparison's folder.
-        threads: of PyTorch, in each run's process.
-        at_a_time: number of runs to start before the first has ended.
+        output: folder of the comparison.
+        threads: PyTorch threads per run.
+        at_a_time: number of simultaneous runs.
 
     Attributes:
-        events: Progress and end of every run that was started.
+        events: Progress and end of every started run.
     """
 
     def __init__(self, output: Path, *, threads: int, at_a_time: int) -> None:
@@ -64,16 +64,16 @@ class Workers(ABC):
         self.events: Events = queue.Queue()
 
     def use(self, recipe_file: Path) -> None:
-        """Let the workers read this recipe, a file in the comparison's folder; to be called before any is started.
+        """Set the recipe of all runs, a file in the comparison's folder, before starting a run.
 
         Raises:
-            OSError: they cannot read it.
+            OSError: the workers cannot read the file.
         """
         self._recipe_file = recipe_file
 
     @abstractmethod
     def start(self, run: Run) -> None:
-        """Start a run's worker."""
+        """Start the worker of a run."""
 
     def __enter__(self) -> Workers:
         return self
@@ -83,7 +83,7 @@ class Workers(ABC):
 
 
 class LocalWorkers(Workers):
-    """Processes of this machine."""
+    """Worker processes on this machine."""
 
     def __init__(self, output: Path, *, threads: int, at_a_time: int) -> None:
         super().__init__(output, threads=threads, at_a_time=at_a_time)
@@ -97,7 +97,7 @@ class LocalWorkers(Workers):
             process.wait()
 
     def start(self, run: Run) -> None:
-        """Start a run's worker on the CUDA device with the fewest runs."""
+        """Start the worker of a run on the CUDA device with the fewest runs."""
         self._running = {other: one for other, one in self._running.items() if one[0].poll() is None}
         device = least_taken(cuda_devices(), [taken for _, taken in self._running.values()])
         process = start_worker(self._recipe_file, self._output, run, threads=self._threads, device=device)
@@ -124,13 +124,13 @@ def start_worker(
     """Start the process of one run (:mod:`attention_priors.lab.study.worker`).
 
     Args:
-        recipe_file: recipe that the worker reads.
-        output: the comparison's folder.
-        run: scheme and seed.
-        threads: of PyTorch.
-        device: the one CUDA device that the process sees; None for all.
-        folder: that the process runs in, and that relative paths of the recipe start from; None for this process's.
-        wait: seconds to wait for another process that carries out the run.
+        recipe_file: recipe of the run.
+        output: folder of the comparison.
+        run: Scheme and seed.
+        threads: number of PyTorch threads.
+        device: The only CUDA device visible to the process. None for all devices.
+        folder: Working directory, to which relative paths of the recipe refer. None for the current directory.
+        wait: seconds to wait for another process that executes the run.
     """
     scheme, seed = run
     worker = (sys.executable, "-m", "attention_priors.lab.study.worker")
@@ -142,7 +142,7 @@ def start_worker(
             stderr=stderr,
             text=True,
             cwd=folder,
-            # The parent alone hears Ctrl-C; it then ends its workers in order.
+            # Only the parent receives Ctrl-C; it then terminates its workers.
             start_new_session=True,
             env=os.environ
             | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
@@ -154,9 +154,9 @@ def follow(process: subprocess.Popen[str], log: Path, report: Callable[[dict[str
     """Report the progress of a worker until it ends.
 
     Args:
-        process: of :func:`start_worker`.
-        log: the run's log.
-        report: called with every line that the worker writes.
+        process: process from :func:`start_worker`.
+        log: log of the run.
+        report: callback for every progress line of the worker.
     """
     assert process.stdout is not None
     assert process.stdin is not None
@@ -164,7 +164,7 @@ def follow(process: subprocess.Popen[str], log: Path, report: Callable[[dict[str
         try:
             report(json.loads(line))
         except json.JSONDecodeError:
-            # Something printed past the protocol; it belongs to the log.
+            # Other output belongs to the log.
             with log.open("a", encoding="utf-8") as file:
                 file.write(line)
     code = process.wait()
@@ -173,7 +173,7 @@ def follow(process: subprocess.Popen[str], log: Path, report: Callable[[dict[str
 
 
 def log_of(output: Path, run: Run) -> Path:
-    """Return the log of a run's worker."""
+    """Return the path of a run's log."""
     return run_folder(output, *run) / "log.txt"
 
 
@@ -183,19 +183,19 @@ def tail_of(log: Path) -> str:
 
 
 def cuda_devices() -> list[str]:
-    """Return the CUDA devices that this process sees, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    """Return the CUDA devices visible to this process, named as in ``CUDA_VISIBLE_DEVICES``."""
     count = torch.cuda.device_count()
     named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return named[:count] if named else [str(index) for index in range(count)]
 
 
 def least_taken(devices: Sequence[str], taken: Sequence[str | None]) -> str | None:
-    """Return the device with the fewest runs; None if there are not several, and so no choice."""
+    """Return the device with the fewest runs, or None if there are fewer than two devices."""
     return min(devices, key=lambda device: taken.count(device)) if len(devices) > 1 else None
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may run on: a scheduler may allot fewer than the machine has."""
+    """Return the number of cores available to this process, which a scheduler may limit."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Comparisons of classifiers of images: trained at one resolution, tested at others."""
+"""Comparisons of image classifiers: trained at one resolution, tested at others."""
 
 from attention_priors.lab.study.images.pictures import Pictures, load_pictures
 from attention_priors.lab.study.images.recipe import ImageRecipe

@@ -1,4 +1,4 @@
-"""Training rows of images, drawn and changed by a seed and the row's number alone."""
+"""Training rows of images, which depend only on a seed and the row's index."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from attention_priors.lab.study.images.recipe import Augmentation, ImageTraining
 
 
 class PictureRows(Dataset[dict[str, Any]]):
-    """Row ``i`` is the image that a permutation of its epoch puts there, cut to the training size.
+    """Training images in a random order per epoch, cropped to the training size.
 
     Args:
-        pictures: what to draw from.
+        pictures: training images.
         size: rows and columns, in pixels.
-        num_rows: how many.
-        seed: of the permutations and the cuts.
-        augmentation: of which the cut and RandAugment are for each image by itself.
+        num_rows: number of rows.
+        seed: seed of the permutations and crops.
+        augmentation: settings, of which this class applies the crop and RandAugment to single images.
     """
 
     def __init__(self, pictures: Labelled, size: int, num_rows: int, seed: int, augmentation: Augmentation) -> None:
@@ -46,13 +46,13 @@ class PictureRows(Dataset[dict[str, Any]]):
         with _seeded(row_seed(self._seed, index)):
             image = resized(image, self._size) if self._crop is None else self._cut(image)
             if self._change is not None:
-                # Some of its changes are of colours.
+                # RandAugment needs colour channels.
                 changed = self._change(image.expand(1, 3, -1, -1) if len(image) == 1 else image[None])[0]
                 image = changed.mean(0, keepdim=True) if len(image) == 1 else changed
         return {"row": index, "image": image, "label": label}
 
     def _cut(self, image: Tensor) -> Tensor:
-        """Return the cut that kornia draws, smoothed where it is scaled down, as test images are."""
+        """Return kornia's random crop, antialiased when downscaled, like test images."""
         assert self._crop is not None
         corners = self._crop.forward_parameters(image[None].shape)["src"][0].long()
         (left, top), (right, bottom) = corners[0].tolist(), corners[2].tolist()
@@ -60,26 +60,26 @@ class PictureRows(Dataset[dict[str, Any]]):
 
 
 class Collate:
-    """Makes a batch of rows: changed as a recipe says, from -1 to 1, with the shares of the classes.
+    """Collate function for rows: augments images, scales them to ``[-1, 1]``, and makes soft labels.
 
-    The draws depend on the seed and on the rows of the batch alone.
+    The draws depend only on the seed and the rows of the batch.
 
     Args:
-        settings: of the training.
-        classes: how many there are.
-        seed: of what is drawn.
+        settings: training settings.
+        classes: number of classes.
+        seed: seed of the draws.
     """
 
     def __init__(self, settings: ImageTrainingSettings, classes: int, seed: int) -> None:
         self._smoothing, self._classes = settings.label_smoothing, classes
-        # Rows are cut with numbers drawn from the seed's own: what is drawn for a batch has nothing to do with them.
+        # Crops of rows use the seed itself; a derived seed makes the draws of batches independent of them.
         self._seed = row_seed(seed, -1)
         self._changes = _changes(settings.augmentation)
         mixes = ((mixup, settings.augmentation.mixup), (cutmix, settings.augmentation.cutmix))
         self._mixes = [partial(mix, parameter=parameter) for mix, parameter in mixes if parameter is not None]
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """``pixel_values``, ``(B, C, rows, columns)``, and ``labels``, ``(B, classes)``."""
+        """Return ``pixel_values``, ``(B, C, rows, columns)``, and ``labels``, ``(B, classes)``."""
         images = torch.stack([row["image"] for row in rows])
         labels = torch.tensor([row["label"] for row in rows])
         with _seeded(row_seed(self._seed, rows[0]["row"])):
@@ -93,7 +93,7 @@ class Collate:
 
 
 def normalised(images: Tensor) -> Tensor:
-    """Scale images from ``[0, 1]`` to ``[-1, 1]``, as models read them."""
+    """Scale images from ``[0, 1]`` to ``[-1, 1]``, the input range of models."""
     return images * 2 - 1
 
 
@@ -109,17 +109,17 @@ def _changes(settings: Augmentation) -> list[Any]:
     return changes
 
 
-# kornia's mixup draws uniform weights, one for each image, and its cutmix keeps pieces inside the image. Both papers
-# draw one weight for the batch from a beta distribution, and cutmix lets pieces be cut off at the edge.
+# kornia's mixup draws a uniform weight per image, and its cutmix keeps patches inside the image. Both papers draw one
+# weight per batch from a beta distribution, and cutmix patches may be clipped at the edge.
 
 
 def mixup(images: Tensor, shares: Tensor, parameter: float) -> tuple[Tensor, Tensor]:
-    """Fade each image and its classes' shares into another image of the batch (Zhang et al. 2018).
+    """Blend each image and its soft label with another image of the batch (Zhang et al. 2018).
 
     Args:
         images: ``(B, C, rows, columns)``.
-        shares: ``(B, classes)``.
-        parameter: ``a`` of the ``Beta(a, a)`` that the weight of the first image is drawn from, one for the batch.
+        shares: Soft labels ``(B, classes)``.
+        parameter: ``a`` of the ``Beta(a, a)`` distribution of the first image's weight, drawn once per batch.
     """
     weight = torch.distributions.Beta(parameter, parameter).sample()
     other = torch.randperm(len(images))
@@ -127,12 +127,12 @@ def mixup(images: Tensor, shares: Tensor, parameter: float) -> tuple[Tensor, Ten
 
 
 def cutmix(images: Tensor, shares: Tensor, parameter: float) -> tuple[Tensor, Tensor]:
-    """Replace a piece of each image by that of another, with the classes' shares by area (Yun et al. 2019).
+    """Replace a patch of each image by that of another, and mix their soft labels by area (Yun et al. 2019).
 
     Args:
         images: ``(B, C, rows, columns)``.
-        shares: ``(B, classes)``.
-        parameter: ``a`` of the ``Beta(a, a)`` that the share of the area that stays is drawn from, one for the batch.
+        shares: Soft labels ``(B, classes)``.
+        parameter: ``a`` of the ``Beta(a, a)`` distribution of the first image's area, drawn once per batch.
     """
     weight = float(torch.distributions.Beta(parameter, parameter).sample())
     other, sides = torch.randperm(len(images)), torch.tensor(images.shape[2:])
@@ -150,14 +150,14 @@ def _kornia() -> Any:
     try:
         import kornia.augmentation
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("images are changed by kornia: pip install 'attention-priors[images]'") from error
+        raise ModuleNotFoundError("augmentation needs kornia: pip install 'attention-priors[images]'") from error
     return kornia.augmentation
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Draw PyTorch's numbers on the CPU from a seed; afterwards its generator is as before."""
+    """Seed PyTorch's CPU generator inside a context and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
-        # Of the CPU alone: torch.manual_seed would seed the generators of all devices.
+        # Seed the CPU alone: torch.manual_seed would seed the generators of all devices.
         torch.default_generator.manual_seed(seed)
         yield

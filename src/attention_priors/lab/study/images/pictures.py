@@ -1,4 +1,4 @@
-"""Images with classes: what classifiers are trained on and tested on."""
+"""Labelled training and test images."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from attention_priors.lab.study.images.recipe import HubPictures, PictureSetting
 from attention_priors.models.vision import PriorVisionConfig
 
 DIGITS_HELD_OUT = 500
-"""Of scikit-learn's 1797."""
+"""Number of test images among scikit-learn's 1797."""
 
 
 class Labelled(Protocol):
-    """Images in an order that is always the same."""
+    """Labelled images in a fixed order."""
 
     def __len__(self) -> int:
-        """How many."""
+        """Return the number of images."""
         ...
 
     def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
-        """An image, ``(C, rows, columns)`` from 0 to 1, and its class."""
+        """Return an image, ``(C, rows, columns)`` from 0 to 1, and its class."""
         ...
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Two parts of a set of images."""
+    """Image data set with a training and a test part."""
 
     name: str
     fingerprint: str
-    """What tells it from others of its name."""
+    """Hash that identifies the images."""
     train: Labelled
     test: Labelled
     classes: tuple[str, ...]
@@ -46,11 +46,11 @@ class Pictures:
 
 
 def load_pictures(settings: PictureSettings) -> Pictures:
-    """Load what a recipe names.
+    """Load the images of a recipe.
 
     Raises:
-        ValueError: it cannot be loaded, or has no such fields.
-        ModuleNotFoundError: scikit-learn or ``datasets`` is needed for it, and is not installed.
+        ValueError: the data set cannot be loaded, or a field is missing.
+        ModuleNotFoundError: scikit-learn or ``datasets`` is required but not installed.
     """
     if settings.dataset is not None:
         return _from_hub(settings.dataset)
@@ -58,23 +58,23 @@ def load_pictures(settings: PictureSettings) -> Pictures:
 
 
 def resized(image: Tensor, size: int, interpolation: str = "bilinear") -> Tensor:
-    """An image ``(C, rows, columns)`` scaled until its shorter side has ``size`` pixels, and the middle of that.
+    """Scale an image ``(C, rows, columns)`` until its shorter side has ``size`` pixels, and crop the centre.
 
-    Smaller ones are smoothed first, so that they show what the larger one shows.
+    Downscaling is antialiased.
     """
     rows, columns = image.shape[1:]
     if rows == columns == size:
         return image
-    # The longer side is rounded down, as image processors of transformers do it.
+    # Round the longer side down, like the image processors of transformers.
     shape = (rows * size // min(rows, columns), columns * size // min(rows, columns))
     top, left = (shape[0] - size) // 2, (shape[1] - size) // 2
     return scaled(image, shape, interpolation)[:, top : top + size, left : left + size]
 
 
 def processor_for(config: PriorVisionConfig, interpolation: str) -> CLIPImageProcessorPil:
-    """What makes a model's inputs of images of any size, but for rounding as tested images are made.
+    """Return an image processor that prepares inputs like the test images, up to rounding.
 
-    Any of transformers' that scales the shorter side and cuts out the middle would do.
+    Any transformers processor that scales the shorter side and crops the centre would do.
     """
     size, channels = config.sides[0], config.num_channels
     return CLIPImageProcessorPil(
@@ -88,7 +88,7 @@ def processor_for(config: PriorVisionConfig, interpolation: str) -> CLIPImagePro
 
 
 def scaled(image: Tensor, shape: tuple[int, int], interpolation: str = "bilinear") -> Tensor:
-    """An image ``(C, rows, columns)`` with other numbers of rows and columns; smoothed first where they are fewer."""
+    """Scale an image ``(C, rows, columns)`` to another shape, antialiased when downscaling."""
     fewer = shape[0] < image.shape[1] or shape[1] < image.shape[2]
     return interpolate(image[None], size=shape, mode=interpolation, align_corners=False, antialias=fewer)[0].clamp(0, 1)
 
@@ -98,12 +98,12 @@ def _digits() -> Pictures:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "the digits come with scikit-learn: pip install 'attention-priors[images]'"
+            "images.source 'digits' needs scikit-learn: pip install 'attention-priors[images]'"
         ) from error
     found: Any = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = [int(label) for label in found.target]
-    # They are in the order of their writers.
+    # Shuffle, because the digits are ordered by writer.
     order = np.random.RandomState(0).permutation(len(labels)).tolist()
     train, test = order[DIGITS_HELD_OUT:], order[:DIGITS_HELD_OUT]
     digest = hashlib.sha256(images[order].numpy().tobytes() + bytes(labels[index] for index in order))
@@ -112,7 +112,7 @@ def _digits() -> Pictures:
 
 
 GREY = ("1", "L", "LA")
-"""Modes of images that hold no colour."""
+"""Modes of greyscale images."""
 
 
 @dataclass(frozen=True)
@@ -130,27 +130,27 @@ class _HubPart:
         picture = row[self.settings.image]
         if self.settings.channels is None and self.channels == 1 and picture.mode not in GREY:
             raise ValueError(
-                f"{self._place(index)}, is of mode {picture.mode!r}, and the first one of training is grey: give "
-                "images.dataset.channels, 3 for all in colour, 1 for all in grey"
+                f"{self._place(index)}, has mode {picture.mode!r}, but the first training image is grey: set "
+                "images.dataset.channels to 3 for colour or 1 for grey"
             )
         picture = picture.convert("L" if self.channels == 1 else "RGB")
         pixels = torch.from_numpy(np.array(picture, dtype=np.float32)).reshape(*picture.size[::-1], self.channels)
         return pixels.movedim(-1, 0) / 255, int(row[self.settings.label])
 
     def row(self, index: int) -> dict[str, Any]:
-        """Return an image of 8 bits a channel, decoded, with its class."""
+        """Return a decoded image with 8 bits per channel and its class."""
         name = self.settings.image
         try:
             row = self.rows[index]
         except Exception as error:
-            # What is raised depends on the format, and on what is wrong.
+            # The type of the error depends on the image format.
             from datasets import Image
 
             file = self.rows.cast_column(name, Image(decode=False))[index][name]["path"]
             raise ValueError(f"{self._place(index)} ({file}), cannot be read: {error}") from error
         mode = row[name].mode
         if mode.startswith(("I", "F")):
-            raise ValueError(f"{self._place(index)}, is of mode {mode!r}: expected 8 bits a channel")
+            raise ValueError(f"{self._place(index)}, has mode {mode!r}: expected 8 bits per channel")
         return row
 
     def _place(self, index: int) -> str:
@@ -158,7 +158,7 @@ class _HubPart:
 
 
 def _from_hub(settings: HubPictures) -> Pictures:
-    # It takes more than a second to import.
+    # Imported here, because the import takes more than a second.
     from datasets import ClassLabel, Image, load_dataset
 
     parts: list[_HubPart] = []
@@ -168,7 +168,7 @@ def _from_hub(settings: HubPictures) -> Pictures:
             which = settings.model_dump(include={"name", "data_dir", "revision"})
             part = load_dataset(settings.path, split=split, **which)
         except Exception as error:
-            # What is raised, and whether it names the dataset, depends on what is wrong.
+            # Errors have many types, and may not name the dataset.
             raise ValueError(f"images.dataset: {settings.path!r}, {split!r}, cannot be loaded: {error}") from error
         for key, name, kind in (("image", settings.image, Image), ("label", settings.label, ClassLabel)):
             if not isinstance(part.features.get(name), kind):
@@ -180,7 +180,7 @@ def _from_hub(settings: HubPictures) -> Pictures:
         if without != 0:
             raise ValueError(
                 f"images.dataset: {settings.path!r}, {split!r}, has images without a class ({without}): expected 0 to "
-                f"{len(part.features[settings.label].names) - 1}; name another split"
+                f"{len(part.features[settings.label].names) - 1}; choose another split"
             )
         first = _HubPart(part, split, settings, channels).row(0)
         if settings.channels is None and not parts:

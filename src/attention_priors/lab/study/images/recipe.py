@@ -1,4 +1,4 @@
-"""Recipes of comparisons of classifiers of images, checked before any work is done."""
+"""Recipe of a comparison of image classifiers, validated before any work."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class HubPictures(Strict):
-    """Images and their classes from Hugging Face's ``datasets``."""
+    """Labelled images from Hugging Face's ``datasets``."""
 
     path: str = Field(min_length=1)
-    """A name on the Hub (``uoft-cs/cifar10``, ``ILSVRC/imagenet-1k``), or ``imagefolder`` for local files."""
+    """Name on the Hub (``uoft-cs/cifar10``, ``ILSVRC/imagenet-1k``), or ``imagefolder`` for local files."""
     name: str | None = None
     data_dir: str | None = None
     revision: str | None = None
     train: str = "train"
-    """The split to train on; ``train[:1000]`` is a part of it."""
+    """Training split; ``train[:1000]`` selects a part."""
     test: str = "test"
     image: str = "image"
-    """The field that holds the image."""
+    """Field of the image."""
     label: str = "label"
-    """The field that holds the class."""
+    """Field of the class."""
     channels: Literal[1, 3] | None = None
-    """Grey or colour; None: as the first image of training is, and a colour image among grey ones is an error."""
+    """Grey (1) or colour (3). None takes the mode of the first training image; a colour image among grey ones is then
+    an error."""
 
 
 class PictureSettings(Strict):
-    """What is classified: exactly one of these."""
+    """Source of the images; exactly one field must be set."""
 
     source: Literal["digits"] | None = None
-    """``digits``: scikit-learn's 1797 handwritten digits of 8 x 8 pixels, 500 of them held out; no network."""
+    """``digits`` selects scikit-learn's 1797 handwritten digits of 8 x 8 pixels, 500 of them held out; needs no
+    network."""
     dataset: HubPictures | None = None
 
     @model_validator(mode="after")
@@ -48,7 +50,7 @@ class PictureSettings(Strict):
 
 
 class VisionSizes(Strict):
-    """A :class:`PriorVisionConfig`, but for how positions come in."""
+    """Fields of :class:`PriorVisionConfig` without positional settings."""
 
     image_size: int = Field(gt=0)
     """Rows and columns of the training images, in pixels."""
@@ -63,27 +65,27 @@ class VisionSizes(Strict):
 
 
 class Augmentation(Strict):
-    """How training images are changed; by kornia."""
+    """Augmentation of training images by kornia."""
 
     shift: Share = 0.0
-    """Up to this share of the side, in both directions."""
+    """Largest shift as a share of the side, in both directions."""
     zoom: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (1.0, 1.0)
-    """Smallest and largest factor."""
+    """Smallest and largest zoom factor."""
     moved: Share = 1.0
-    """Chance that an image is shifted and zoomed. One that is has been resampled, and is smoother than it was: below 1,
-    a model has seen images as they are, too."""
+    """Probability of shift and zoom. Both resample and smooth an image, so a value below 1 also shows images at full
+    sharpness."""
     crop: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] | None = None
-    """Cut out a piece of this share of the area, at least and at most, and scale it to the training size."""
+    """Smallest and largest share of the area in a random crop, which is scaled to the training size."""
     flip: Share = 0.0
-    """Chance of a mirror image."""
+    """Probability of a horizontal flip."""
     rand_augment: tuple[Annotated[int, Field(gt=0)], Annotated[int, Field(gt=0, lt=30)]] | None = None
-    """Number and strength of RandAugment's changes, drawn for each image."""
+    """Number and strength of RandAugment's operations per image."""
     mixup: float | None = Field(default=None, gt=0)
-    """Parameter of the Beta distribution that two images' shares are drawn from."""
+    """Parameter of the Beta distribution of mixup's weights."""
     cutmix: float | None = Field(default=None, gt=0)
-    """Likewise, of their areas. Of both, one is drawn for each batch."""
+    """Parameter of the Beta distribution of cutmix's areas. With both set, each batch uses one of the two at random."""
     erase: Share = 0.0
-    """Chance that a piece is blanked."""
+    """Probability of random erasing."""
 
     @model_validator(mode="after")
     def _rising(self) -> Augmentation:
@@ -95,7 +97,7 @@ class Augmentation(Strict):
 
 
 class ImageTrainingSettings(OptimizationSettings):
-    """How a classifier is trained."""
+    """Training settings of a classifier."""
 
     steps: int = Field(gt=0)
     batch_size: int = Field(gt=0)
@@ -105,25 +107,25 @@ class ImageTrainingSettings(OptimizationSettings):
     @model_validator(mode="after")
     def _warm(self) -> ImageTrainingSettings:
         if self.warmup_steps >= self.steps:
-            raise ValueError(f"warmup_steps={self.warmup_steps} must be less than the {self.steps} steps there are")
+            raise ValueError(f"warmup_steps={self.warmup_steps} must be less than the {self.steps} training steps")
         return self
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole training."""
+        """Number of training steps."""
         return self.steps
 
     @property
     def rows_per_step(self) -> int:
-        """Images of one step."""
+        """Number of images per step."""
         return self.batch_size
 
 
 class ImageEvaluation(Strict):
-    """What is measured: the share of test images that are classified right."""
+    """Evaluation settings; the metric is accuracy on the test images."""
 
     sizes: tuple[Annotated[int, Field(gt=0)], ...] = Field(min_length=1)
-    """Rows and columns that test images are scaled to, in pixels."""
+    """Rows and columns of the scaled test images, in pixels."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     batch_size: int = Field(default=64, gt=0)
 
@@ -136,7 +138,7 @@ class ImageEvaluation(Strict):
 
 
 class VisionScheme(Strict):
-    """One way to put positions into the model, as :class:`PriorVisionConfig` takes it."""
+    """Positional scheme of a model, with fields of :class:`PriorVisionConfig`."""
 
     prior: dict[str, Any] | list[dict[str, Any] | str] | str | None = None
     share_prior: bool = False
@@ -144,15 +146,15 @@ class VisionScheme(Strict):
     position_table: bool = False
     position_units: Literal["patch", "image"] = "patch"
     training: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the training that differ for this scheme, key by key."""
+    """Training settings that differ for this scheme."""
 
     def positions(self) -> dict[str, Any]:
-        """What goes into the config."""
+        """Return the arguments of the config."""
         return self.model_dump(exclude={"training"})
 
 
 class ImageRecipe(Strict):
-    """A comparison of classifiers: every scheme is trained on the same images, and tested on the same, seed by seed."""
+    """Comparison of classifiers: for each seed, all schemes train and are tested on the same images."""
 
     plugins: Plugins = ()
     name: str = Field(min_length=1)
@@ -165,7 +167,7 @@ class ImageRecipe(Strict):
     seeds: Seeds = (0,)
     threads_per_run: int = Field(default=1, gt=0)
     processes: int | None = Field(default=None, gt=0)
-    """Runs at a time at most, however many cores there are."""
+    """Largest number of runs at a time, regardless of the number of cores."""
     schemes: Annotated[dict[str, VisionScheme], OwnFolders] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -177,16 +179,16 @@ class ImageRecipe(Strict):
         for size in self.evaluation.sizes:
             if size % self.model.patch_size:
                 raise ValueError(
-                    f"evaluation.sizes must be whole patches of {self.model.patch_size} pixels, got "
+                    f"evaluation.sizes must be multiples of the patch size, {self.model.patch_size} pixels, got "
                     f"{list(self.evaluation.sizes)}"
                 )
         return self
 
     def training_of(self, scheme: str) -> ImageTrainingSettings:
-        """The training settings of one scheme."""
+        """Return the training settings of one scheme."""
         return varied(self.training, self.schemes[scheme].training, f"schemes.{scheme}.training")
 
     def config_of(self, scheme: str, *, channels: int, classes: int) -> PriorVisionConfig:
-        """The model of one scheme."""
+        """Return the model config of one scheme."""
         sizes = self.model.model_dump() | {"num_channels": channels, "num_labels": classes}
         return PriorVisionConfig(**sizes, **self.schemes[scheme].positions())

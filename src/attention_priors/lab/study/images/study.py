@@ -1,4 +1,4 @@
-"""Comparisons of classifiers of images: trained at one resolution, tested at several.
+"""Comparisons of image classifiers: trained at one resolution, tested at several.
 
 Every finished step of a run is on disk.
 """
@@ -31,21 +31,21 @@ SOFTWARE = ("attention-priors", "torch", "transformers", "accelerate", "kornia")
 STAGES = {"train": 0.8, "test": 0.2}
 
 FLOOR = -100.0
-"""Log-priors are kept no lower than this many nats: less is nothing."""
+"""Smallest log-prior of a map, relative to its maximum, in nats."""
 
 
 class ImageStudy:
-    """An :class:`ImageRecipe` with its images.
+    """:class:`ImageRecipe` with its images.
 
     Args:
         recipe: Recipe of the comparison.
 
     Raises:
-        RecipeError: The images cannot be loaded.
+        RecipeError: the images cannot be loaded.
     """
 
     left_out: str | None = None
-    """Files that are not used, for the user; all are used."""
+    """Message about unused files; always None."""
 
     def __init__(self, recipe: ImageRecipe) -> None:
         self.recipe = recipe
@@ -55,10 +55,10 @@ class ImageStudy:
             raise RecipeError(str(error)) from error
 
     def check(self) -> None:
-        """Make a batch of each training.
+        """Check each scheme's training by making a batch.
 
         Raises:
-            RecipeError: Something that the recipe asks for cannot be made.
+            RecipeError: a batch cannot be made.
         """
         for name in self.recipe.schemes:
             settings = self.recipe.training_of(name)
@@ -70,7 +70,7 @@ class ImageStudy:
                 raise RecipeError(f"schemes.{name}.training: {error}") from error
 
     def identities(self, output: Path, scheme: str, seed: int) -> dict[Path, dict[str, Any]]:
-        """Return what determines a run, as the content of its ``identity.json``."""
+        """Return the content of the run's ``identity.json``: everything that determines the run."""
         recipe = self.recipe
         found = {
             "images": recipe.images.model_dump(mode="json"),
@@ -89,17 +89,17 @@ class ImageStudy:
         return (run_folder(output, scheme, seed) / "done.json").exists()
 
     def stages(self, scheme: str) -> dict[str, float]:
-        """Return the stages, training and testing, and roughly the share of its time that each takes."""
+        """Return the stages with their approximate shares of the time."""
         return dict(STAGES)
 
     def execute(self, output: Path, scheme: str, seed: int, progress: Progress) -> None:
-        """Train and test from where the run stopped.
+        """Train and test, resuming an interrupted run.
 
         Args:
             output: Folder of the comparison.
             scheme: Name of the scheme.
-            seed: Seed of the initial weights, the order of images and their changes.
-            progress: Called with every step.
+            seed: Seed of the initial weights, the order of images and their augmentation.
+            progress: Callback for every step.
         """
         folder, total = run_folder(output, scheme, seed), self.recipe.training_of(scheme).total_steps
         if not (folder / "model").exists():
@@ -128,12 +128,12 @@ class ImageStudy:
             software=SOFTWARE,
             collate=Collate(settings, len(pictures.classes), seed),
             running=RunningSettings(**recipe.running.model_dump()),
-            shuffle=False,  # the rows are in the order that the seed gives them
+            shuffle=False,  # the seed already determines the order of rows
             trainer_class=SealedTrainer,
         )
 
     def _test(self, folder: Path, progress: Progress) -> None:
-        """Write how many images are right at each size as soon as it is known."""
+        """Measure accuracy at each size, and write each result as soon as it is known."""
         path, settings = folder / "accuracy.json", self.recipe.evaluation
         rows: list[dict[str, int]] = read_json(path) if path.exists() else []
         model: Any = for_evaluation(PriorVisionForImageClassification.from_pretrained(folder / "model"))
@@ -160,7 +160,7 @@ class ImageStudy:
         write_json(folder / "done.json", environment(SOFTWARE))
 
     def collect(self, output: Path, runs: Sequence[tuple[str, int]], wall_seconds: float) -> list[dict[str, Any]]:
-        """Return the rows that :mod:`attention_priors.lab.results` describes."""
+        """Return the rows described in :mod:`attention_priors.lab.results`."""
         found: list[ModelResults] = []
         for scheme, seed in runs:
             folder = run_folder(output, scheme, seed)
@@ -195,11 +195,12 @@ def _scaled_batch(rows: Sequence[tuple[Tensor, int]], size: int, interpolation: 
 
 @torch.no_grad()
 def prior_maps(model: PriorVisionForImageClassification) -> list[dict[str, Any]]:
-    """What the prior of each head says around the middle of the training grid (GOAT, Figure 5b).
+    """Return each head's prior around the centre of the training grid (GOAT, Figure 5b).
 
     Returns:
-        ``layer``, ``head`` and ``log_prior``: for each row of patches, the log-prior of its keys for the patch in the
-        middle, less the largest, in nats, at least ``FLOOR``. Layers that share a prior are one, layer 0.
+        ``layer``, ``head`` and ``log_prior``. For each row of patches, ``log_prior`` lists the log-priors of its keys
+        for the central patch, relative to the largest, in nats, at least ``FLOOR``. Layers that share a prior count as
+        layer 0.
     """
     rows, columns = model.config.grid
     positions = grid_positions(rows, columns, device=model.device)
