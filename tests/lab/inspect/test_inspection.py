@@ -470,10 +470,10 @@ def test_the_page_says_why_these_heads_have_maps(
         write_inspection(found, tmp_path / "page.html")
         return words((tmp_path / "page.html").read_text(encoding="utf-8"))
 
-    most = "3 of the heads that look at the pass key most"
+    most = "3 of the heads with most weight on the pass key"
     whys = [shown["why"] for shown in findings["GPT-2"]["passkey"]["maps"]]
     assert whys == ["most"] * 3 + ["least"] * 3  # all of its heads are of one kind
-    assert f"The maps, in this order: {most} and 3 of the heads that look at it least." in words(page_of("GPT-2"))
+    assert f"Maps, in order: {most} and 3 of the heads with least weight on the pass key." in words(page_of("GPT-2"))
     found = findings["some heads"]
     needle = {(row["layer"], row["head"]): row["needle"] for row in found["passkey"]["heads"]}
     chosen: dict[str, list[float]] = {}
@@ -482,14 +482,16 @@ def test_the_page_says_why_these_heads_have_maps(
     assert [*chosen] == ["most", "kind", "least"]
     assert min(chosen["most"]) >= max(needle.values())
     assert max(chosen["least"]) <= min(needle.values())
-    assert "of other kinds of heads (of each kind, the one that looks at it most)" in words(page_of("some heads"))
+    assert "of heads with other roles (for each role, the head with most weight on the pass key)" in words(
+        page_of("some heads")
+    )
     plan = InspectionPlan(length=64, text=TEXT, text_tokens=16, heads=((1, 0), (0, 2)))
     found = inspect_model(load_inspected(folders["GPT-2"]), plan)
     assert [(shown["layer"], shown["head"]) for shown in found["passkey"]["maps"]] == [(1, 0), (0, 2)]
-    assert "The maps, in this order: 2 of heads that were named." in page(found)
+    assert "Maps, in order: 2 of the requested heads." in page(found)
     for shown in found["passkey"]["maps"]:
         del shown["why"]  # as it was before that was noted
-    assert "in this order" not in page(found)
+    assert "Maps, in order" not in page(found)
 
 
 def test_models_without_priors_are_not_said_to_have_some(findings: dict[str, dict[str, Any]]) -> None:
@@ -519,7 +521,7 @@ def test_a_mask_of_the_models_own_is_seen_for_what_it_is(tokenizer: Any, tmp_pat
     sees = [line[2] for line in tables["layers"].lines]
     assert sees == ["what precedes, within a mask of the model's own"] * 3 + ["what precedes"]
     for name in ("reach", "heads"):
-        assert "In 3 of 4 layers a mask of the model's own may hide more than this says" in tables[name].caption
+        assert "In 3 of 4 layers, the model's own mask may hide further keys" in tables[name].caption
     for layer in found["layers"]:
         del layer["own_mask"]  # as it was before that was noted
     tables = inspection_tables(found)
@@ -536,7 +538,7 @@ def test_layers_that_see_one_key_leave_the_rest_to_be_looked_at(tokenizer: Any, 
     assert "in layer 0, model.layers.0.self_attn, no query of the text sees two keys" in found["text"]["reason"]
     assert len(found["priors"]) == len(found["passkey"]["heads"]) == 8
     write_inspection(found, tmp_path / "page.html")
-    assert "Not looked at: in layer 0" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "Not measured: in layer 0" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_a_page_of_another_format_is_refused(findings: dict[str, dict[str, Any]], tmp_path: Path) -> None:
@@ -552,7 +554,7 @@ def test_without_a_tokenizer_only_the_priors_are_described(tmp_path: Path) -> No
     for part in ("text", "passkey"):
         assert "no tokenizer" in found[part]["reason"]
     write_inspection(found, tmp_path / "page.html")
-    assert "Not looked at" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "Not measured" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_a_tokenizer_that_does_not_end_texts_is_as_none(tokenizer: Any, tmp_path: Path) -> None:
@@ -639,13 +641,13 @@ def test_curves_of_keys_that_follow_are_drawn_where_they_are_others(
 
 def test_the_page_says_what_it_shows(findings: dict[str, dict[str, Any]], page_of: Callable[[str], str]) -> None:
     pages = {name: Page(page_of(name)).text for name in ("ours", "linear", "GPT-2")}
-    scaled = ("The curves are the priors as they were learned", "multiplied by the logit scale as in attention")
+    scaled = ("The curves show the priors as learned", "multiplied by the logit scale as in attention")
     assert all((words in pages["ours"], words in pages["GPT-2"]) == (True, False) for words in scaled)
     assert "γ" in pages["ours"]
     for name, page in pages.items():
-        assert "on the first key, and e times as much as on the second" in " ".join(page.split())
+        assert "at least e times the share of the second key" in " ".join(page.split())
         assert ("Case i: neither" in page) == (name == "linear")
-        assert re.search(r"it named .* of .*, each after the right ones before it;", inspection_summary(findings[name]))
+        assert re.search(r"the model predicted .* of .*, each from the true ones before it\.", inspection_summary(findings[name]))
 
 
 def test_gaussians_within_sums_are_in_the_scatter(tokenizer: Any, tmp_path: Path) -> None:
@@ -743,10 +745,10 @@ def test_a_short_table_is_read_to_its_end_where_nothing_else_is_asked_for(folder
 
 
 def test_models_without_priors_are_not_said_to_decide_by_them(findings: dict[str, dict[str, Any]]) -> None:
-    assert "the content decides where attention lies (which knows of places by itself: a learned table), as there is " \
-        "no prior;" in inspection_summary(findings["GPT-2"])  # fmt: skip
-    assert "mean over heads, the content the rest" in inspection_summary(findings["ours"])
-    assert "the content (which knows of places by itself: rotary) the rest" in inspection_summary(
+    assert "the content (with its own positions: a learned table) determines all attention, as there is " \
+        "no prior." in inspection_summary(findings["GPT-2"])  # fmt: skip
+    assert "mean over heads, and the content the rest" in inspection_summary(findings["ours"])
+    assert "the content (with its own positions: rotary) the rest" in inspection_summary(
         findings["goat on Llama"]
     )
 

@@ -376,7 +376,7 @@ def test_schemes_of_several_lengths_have_what_they_were_asked():
 
 def test_the_heads_of_a_scheme_are_explained_and_counted(rows):
     shown = heads(rows.results()["prior"].query("scheme == 'BAM'"))
-    assert shown.header[:6] == ["seed", "layer", "head", "in words", "scale α, tokens", "shape β"]
+    assert shown.header[:6] == ["seed", "layer", "head", "role", "scale α, tokens", "shape β"]
     assert shown.caption == "16 heads, generalized gaussian: 8 retrieval (β < 0), 6 local (β > 0) and 2 uniform"
     assert [line[4] for line in shown.lines if line[3] == "uniform"] == ["–", "–"]
     assert len({tuple(line[:3]) for line in shown.lines}) == 16

@@ -206,13 +206,13 @@ def test_tables_and_report_have_all_of_it(rows, tmp_path, undrawn):
     assert "\\begin{tabular}{llrr}" in tables["copying.tex"]
     assert "| GOAT | 0 | 2 |" in tables["prior_mass.md"]
     for words in (
-        "Copying the first token, or the one before",
+        "Copy-mixture task",
         'alt="Loss above the optimum in the copy-mixture task against length: GOAT, GOAT, extended to 24: longer and',
-        "Signal against sink",
+        "Attention sink",
         'alt="Weight of the first token against the range of the content logits: ',
-        "Where the priors look",
-        "Summands of each head&#39;s log-prior, against distance or key: GOAT.",
-        "Weights that each head&#39;s prior gives alone: GOAT, extended to 24: longer.",
+        "Mass of the priors",
+        "Terms of each head&#39;s log-prior, against distance or key: GOAT.",
+        "Attention weights of each head&#39;s prior alone: GOAT, extended to 24: longer.",
     ):
         assert words in page
 

@@ -44,7 +44,7 @@ def test_schemes_are_compared_on_a_genome(genome: Path, tmp_path: Path):
     # Bases that are next to even, and a model that has learned next to nothing.
     assert (results["perplexity"].nll < 2 * math.log(4)).all()
     page = write_report(results, folder).read_text(encoding="utf-8")
-    assert "How genomes go on" in page
+    assert "Genome continuations" in page
     assert "Bits per base" in page
     assert "Perplexity" not in page
     table = (folder / "tables" / "completions.md").read_text(encoding="utf-8")

@@ -105,7 +105,7 @@ def test_what_is_shown(compared: tuple[Path, Results], tmp_path: Path) -> None:
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "prior_maps_07.png").write_bytes(b"of a scheme that there was")
     text = write_report(results, tmp_path).read_text()
-    assert "At other resolutions than in training" in text
+    assert "Accuracy at other resolutions" in text
     assert "http" not in text.replace("http-equiv", "")
     names = {path.name for path in (tmp_path / "figures").iterdir()}
     assert names == {"accuracy_by_size.png", "prior_maps_02.png"}

@@ -1,8 +1,8 @@
 """Figures, tables and pages of results.
 
 ``attention-priors report`` reads the rows of a study (:class:`attention_priors.lab.results.Results`) and calls
-:func:`write_report`, in ``pages/study.py``. Where a page says ``<!-- table: NAME -->`` it puts the table of that name:
-:func:`~attention_priors.lab.report.tables.tables` makes it. Figures come likewise from ``figures``.
+:func:`write_report` in ``pages/study.py``. Each mark ``<!-- table: NAME -->`` on a page receives the table of this name
+from :func:`~attention_priors.lab.report.tables.tables`. Figures come from ``figures`` in the same way.
 """
 
 from attention_priors.lab.report.evaluation import evaluation_results, evaluation_tables, write_evaluation_figures

@@ -1,4 +1,4 @@
-"""Which schemes stand together: those that differ along one axis alone, and those of a recipe's panels."""
+"""Groups of schemes to compare: schemes that differ along one axis, and the panels of a recipe."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from attention_priors.lab.results import Results
 
 _SWEPT = "scheme"
-"""The axis that names the scheme that a sweep varied, or the model that was extended."""
+"""Axis of the scheme that a sweep varied, or of the model that was extended."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Schemes that are compared with each other.
+    """Group of schemes to compare with each other.
 
     Attributes:
-        axis: The axis along which they differ, or the title of a panel.
-        values: What each scheme is called here; numbers rise, other values are in display order.
-        elsewhere: Where the schemes stand on the axes on which other comparisons of this axis stand elsewhere.
-        base: The scheme around which a sweep varied one axis at a time, if it is among them.
+        axis: Axis along which the schemes differ, or title of a panel.
+        values: Label of each scheme. Numbers are in rising order, other values in display order.
+        elsewhere: Values on other axes, to distinguish comparisons along the same axis. Empty if there is only one.
+        base: Scheme around which a sweep varied one axis at a time, if it belongs to the group.
     """
 
     axis: str
@@ -32,13 +32,13 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """``init``, or ``init (size=64)``."""
+        """Title such as ``init`` or ``init (size=64)``."""
         stands = ", ".join(f"{axis}={value}" for axis, value in self.elsewhere.items())
         return f"{self.axis} ({stands})" if stands else self.axis
 
 
 def comparisons(results: Results, axis: str | None = None) -> list[Comparison]:
-    """Return every comparison of two schemes or more, along one axis or along all."""
+    """Return every comparison of at least two schemes, along one axis or along all."""
     entries = [entry for entry in results.schemes if entry.get("axes")]
     axes = dict.fromkeys(name for entry in entries for name in entry["axes"] if axis in (None, name))
     return [one for name in axes for one in _along(entries, name)]
@@ -65,9 +65,9 @@ def _along(entries: list[Mapping[str, Any]], axis: str) -> list[Comparison]:
 
 
 def panels(results: Results) -> list[Comparison]:
-    """Return the panels of a recipe, which names schemes by patterns.
+    """Return the panels of a recipe, which selects schemes by patterns.
 
-    Where all extended models of a panel were one scheme before, they are called by the way of their extension.
+    If all extended models of a panel come from one scheme, their labels are the names of their extensions.
     """
     entries = {entry["scheme"]: entry for entry in results.schemes}
     found = []
@@ -84,19 +84,19 @@ def panels(results: Results) -> list[Comparison]:
 
 
 def overview(results: Results) -> list[str]:
-    """Return the schemes that no sweep made, and those around which a sweep varied one axis at a time.
+    """Return the schemes outside sweeps, and the base schemes of sweeps that vary one axis at a time.
 
-    The others are shown where they are compared: one figure of a whole sweep could not be read.
+    All other schemes appear in comparisons, because a figure of a whole sweep would be unreadable.
     """
     return [e["scheme"] for e in results.schemes if _SWEPT not in e.get("axes", {}) or _is_base(e)]
 
 
 def _others(entry: Mapping[str, Any], axis: str) -> tuple[Any, ...]:
-    # Before its extension, a model is as comparable as one that will not be extended.
+    # A model before its extension is comparable with models that are never extended.
     stands = entry["axes"].items() - {("extension", "before")}
     return tuple(sorted((other, value) for other, value in stands if other != axis))
 
 
 def _is_base(entry: Mapping[str, Any]) -> bool:
-    # Axes that a recipe's author wrote have no such scheme, and no base.
+    # Axes written by the author of a recipe have no base.
     return _SWEPT in entry["axes"] and entry["axes"][_SWEPT] in (entry["scheme"], entry.get("extended_from"))

@@ -1,4 +1,4 @@
-"""What ``attention-priors evaluate`` found in one model, in the tables and figures that comparisons have."""
+"""Tables and figures of ``attention-priors evaluate``, in the form of those of comparisons."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from attention_priors.lab.tasks import gc_correlation, gc_trajectory
 from attention_priors.lab.tasks.completion import GC_WINDOW
 
 _FILES = "accuracy_by_length|heatmap_.+|perplexity_by_position|genome_completion"
-"""Regular expression of the figures' names, without the ending."""
+"""Regular expression of the figures' file names, without the extension."""
 _HEADS = 8
-"""Heads of a table: those that give most at any length."""
+"""Number of heads in a table, those with the largest weights at any length."""
 
 
 def evaluation_results(summary: Summary, model: str) -> Results:
-    """Return an evaluation as the results of one scheme: the model.
+    """Return an evaluation as the results of a study with the model as its only scheme.
 
     Args:
-        summary: What :func:`~attention_priors.lab.evaluate.evaluate` returned.
+        summary: Summary from :func:`~attention_priors.lab.evaluate.evaluate`.
         model: Name of the model.
     """
     recipe = {"name": model, "tokenizer": NUCLEOTIDES if summary.of_bases else None}
@@ -51,7 +51,7 @@ def evaluation_results(summary: Summary, model: str) -> Results:
 
 
 def evaluation_tables(results: Results) -> list[Table]:
-    """Return a table for each kind of result that an evaluation has."""
+    """Return a table for each kind of result of an evaluation."""
     tokens, times = answer_tokens(results).without("scheme"), timing(results).without("scheme")
     tokens = replace(tokens, caption=wording("evaluated_tokens"), header=["task", *tokens.header[1:]])
     times = replace(times, caption=wording("evaluated_times"), header=["pass", *times.header[1:]])
@@ -108,7 +108,7 @@ def _completions(results: Results) -> Table:
 
 
 def _weights(results: Results) -> Table:
-    """The heads that give the pass key most at any length."""
+    """Return the table of the heads with most weight on the pass key at any length."""
     rows = results["needle_weight"]
     most = rows.groupby(["layer", "head"]).weight.max().sort_values(ascending=False, kind="stable").index[:_HEADS]
     lines = []
@@ -121,15 +121,15 @@ def _weights(results: Results) -> Table:
 
 
 def write_evaluation_figures(summary: Summary, results: Results, folder: Path) -> list[Path]:
-    """Write every figure that there is data for as a PNG file; remove those that an earlier call left.
+    """Write every figure with data as a PNG file, and remove outdated figures of earlier calls.
 
     Args:
-        summary: What :func:`~attention_priors.lab.evaluate.evaluate` returned.
-        results: The same as :func:`evaluation_results` returns it.
-        folder: Where to; made if it is not there.
+        summary: Summary from :func:`~attention_priors.lab.evaluate.evaluate`.
+        results: Results from :func:`evaluation_results`.
+        folder: Target folder; created if missing.
 
     Returns:
-        The files.
+        Paths of the files.
     """
     drawn = {name: figure for name, figure in _figures(summary, results) if figure is not None}
     return write_pngs(((name, png(figure)) for name, figure in drawn.items()), folder, _FILES)
@@ -153,14 +153,14 @@ def _figures(summary: Summary, results: Results) -> Iterator[tuple[str, Figure |
 
 
 def _by_line(rows: Frame, lines: Any, draw: Callable[[Frame], layout.Draw]) -> Figure | None:
-    """Draw a line for each of some names, which stand where schemes do."""
+    """Draw one line per name, with the names in place of schemes."""
     names = [*lines.unique()]
     rows = rows.assign(scheme=pd.Categorical(lines, categories=names, ordered=True))
     return layout.figure_of_lines({name: look(index) for index, name in enumerate(names)}, draw(rows))
 
 
 def genome_completion(piece: Continuation) -> Figure:
-    """Draw how a piece of a genome goes on: GC trajectories, and which bases are the true ones (GOAT, Figure 4c)."""
+    """Draw continuations of a genome: GC trajectories, and which bases match the truth (GOAT, Figure 4c)."""
     figure = blank(3.2 + 0.2 * len(piece.found))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 0.2 * len(piece.found)))
     tidy(upper)

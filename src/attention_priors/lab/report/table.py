@@ -1,4 +1,4 @@
-"""A table, and its forms: Markdown, LaTeX and a terminal's. Pages have an HTML form in ``templates/parts.html``."""
+"""Table with its Markdown, LaTeX and terminal forms; ``templates/parts.html`` has the HTML form for pages."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ABSENT = "–"
 
 
 class Cell(NamedTuple):
-    """A number as it is written.
+    """Formatted number.
 
     Attributes:
         text: The number.
         interval: Its interval, or another note in small print.
-        best: Whether it is the best of its column.
+        best: Whether the number is the best of its column.
     """
 
     text: str
@@ -35,7 +35,7 @@ class Cell(NamedTuple):
 
     @classmethod
     def of(cls, estimate: Iterable[float], written: Callable[[float], str]) -> Cell:
-        """Write a mean and the two ends of its interval, which are nan where there is none."""
+        """Format a mean and the ends of its interval, which are nan without an interval."""
         mean, low, high = estimate
         if not math.isfinite(mean):
             return cls(ABSENT)
@@ -43,7 +43,7 @@ class Cell(NamedTuple):
 
     @classmethod
     def of_share(cls, estimate: Iterable[float], mark: str = "", best: bool = False) -> Cell:
-        """Write a share from 0 to 1 in percent, its interval cut to 0 to 100."""
+        """Format a share from 0 to 1 in percent, with its interval clipped to 0–100."""
         mean, low, high = estimate
         interval = "" if math.isnan(low) else f"[{100 * max(low, 0.0):.0f}, {100 * min(high, 1.0):.0f}]"
         return cls(percent(mean) + mark, interval, best)
@@ -57,11 +57,11 @@ class Table:
     """Rows of cells with a caption.
 
     Attributes:
-        name: Name of its file, without the ending.
-        caption: What it shows, and what every number and mark in it means.
-        header: One heading for each column; a line break in it is kept where there is room for one.
-        lines: Each has a cell for each column.
-        words: How many columns, from the first, hold words; the others hold numbers.
+        name: Name of the file, without the extension.
+        caption: Caption that defines every number and mark in the table.
+        header: One heading per column. Line breaks are kept where the form allows.
+        lines: One cell per column in each line.
+        words: Number of leading columns that hold words. The others hold numbers.
     """
 
     name: str
@@ -80,22 +80,22 @@ class Table:
         lines: Iterable[tuple[Line, Mapping[Any, Cell | str]]],
         words: int | None = None,
     ) -> Table:
-        """Return a table of lines that know the columns of their cells; a dash stands where a line has no cell.
+        """Return a table from lines whose cells are keyed by column; missing cells become dashes.
 
         Args:
-            name: As for a table.
-            caption: As for a table.
+            name: see the attribute.
+            caption: see the attribute.
             first: Headings of the first columns.
-            columns: The heading of each further column.
-            lines: The first cells of each line, and its further cells by column.
-            words: As for a table; by default all first columns hold words.
+            columns: Heading of each further column.
+            lines: Leading cells of each line. Further cells are keyed by column.
+            words: see the attribute; by default all first columns hold words.
         """
         whole = [[*lead, *(cells.get(column, ABSENT) for column in columns)] for lead, cells in lines]
         return cls(name, caption, [*first, *columns.values()], whole, len(first) if words is None else words)
 
     @property
     def merged(self) -> list[list[Cell | str]]:
-        """Lines without the first words that they share with the line above."""
+        """Lines without leading words that repeat the line above."""
         merged, above = [], [None] * self.words
         for line in self.lines:
             same = next((column for column in range(self.words) if line[column] != above[column]), self.words)
@@ -104,20 +104,20 @@ class Table:
         return merged
 
     def without(self, *headings: str) -> Table:
-        """Return the table without some columns of words."""
+        """Return the table without the columns of these headings."""
         kept = [column for column, heading in enumerate(self.header) if heading not in headings]
         pick = lambda line: [line[column] for column in kept]  # noqa: E731
         words = sum(column < self.words for column in kept)
         return Table(self.name, self.caption, pick(self.header), [pick(line) for line in self.lines], words)
 
     def markdown(self) -> str:
-        """Write Markdown, the caption above the table."""
+        """Return the table as Markdown, with the caption above."""
         alignment = ["---" if column < self.words else "---:" for column in range(len(self.header))]
         lines = [_markdown(self.header), alignment, *map(_markdown, self.merged)]
         return f"{_markdown([self.caption])[0]}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
     def latex(self) -> str:
-        """Write LaTeX, which needs the package booktabs and no other."""
+        """Return the table as LaTeX, which needs only the package booktabs."""
         size = "footnotesize" if len(self.header) <= 8 else "scriptsize"
         content = [[_latex(cell) for cell in line] for line in self.merged]
         table = pd.DataFrame(content, columns=[_latex(heading) for heading in self.header]).style.hide(axis="index")
@@ -130,14 +130,14 @@ class Table:
         return "% Needs \\usepackage{booktabs} in the preamble.\n" + written.replace("\\begin{tabular}", small)
 
     def terminal(self, *, intervals: bool = True) -> TerminalTable:
-        """Return the form that rich prints.
+        """Return the table for printing with rich.
 
         Args:
-            intervals: Whether cells are printed with their intervals.
+            intervals: Whether to print intervals.
         """
         table = TerminalTable(title=Text(self.caption), title_justify="left", title_style="")
         for column, heading in enumerate(self.header):
-            # A number that is cut off would be another number.
+            # Fold: truncated digits would give a wrong number.
             table.add_column(Text(heading), justify="left" if column < self.words else "right", overflow="fold")
         for line in self.merged:
             cells = (cell if isinstance(cell, Cell) else Cell(cell) for cell in line)
@@ -150,7 +150,7 @@ def _markdown(line: Line) -> list[str]:
 
 
 _BRACED = {ord(character): f"{{{character}}}" for character in "[]*"}
-"""After the end of a line, LaTeX would take these for the argument of that end."""
+"""Characters that LaTeX would read as an argument of the preceding line end."""
 
 _ENCODER = UnicodeToLatexEncoder(
     conversion_rules=[

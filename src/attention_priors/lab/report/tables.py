@@ -1,4 +1,4 @@
-"""The tables of a study: what its models retrieve and lose, what became of their priors, and how they were made."""
+"""Tables of a study: retrieval, losses, priors, and the training of its models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attention_priors.lab.report.wording import decimals, duration, listing, mul
 from attention_priors.lab.results import Frame, Results
 
 _POSITIONS = 6
-"""Ranges of positions in a table; the figures have all."""
+"""Largest number of position ranges in a table; figures show all."""
 
 _HEADINGS = {
     "alpha": "scale α, tokens", "beta": "shape β", "mu": "location μ, tokens", "amplitude": "amplitude, nats",
@@ -35,7 +35,7 @@ _thousandths = "{:.3f}".format
 
 
 def tables(results: Results) -> dict[str, Table]:
-    """Return every table of a study by name; those that there is no data for have no lines."""
+    """Return every table of a study by name; tables without data have no lines."""
     makers = (
         accuracy, passkey, perplexity, copying, retrieval, answer_tokens, plan_losses, completions, needle_weights,
         timing, axes, extension, head_counts, prior_mass, prior_reach, training, runs,
@@ -44,14 +44,14 @@ def tables(results: Results) -> dict[str, Table]:
 
 
 def write_tables(made: dict[str, Table], folder: Path) -> list[Path]:
-    """Write tables as Markdown and as LaTeX, and remove the files of those that there is no data for any more.
+    """Write tables as Markdown and LaTeX, and remove the files of tables without data.
 
     Args:
-        made: What :func:`tables` returned.
-        folder: Where to; made if there is something to write.
+        made: Tables from :func:`tables`.
+        folder: Target folder; created if needed.
 
     Returns:
-        The files.
+        Paths of the files.
     """
     written = []
     for name, table in made.items():
@@ -66,20 +66,20 @@ def write_tables(made: dict[str, Table], folder: Path) -> list[Path]:
 
 
 def columns_of(values: Iterable[Any]) -> dict[Any, str]:
-    """Return the heading of the column of each length or size, rising."""
+    """Return the column heading of each length or size, in rising order."""
     return {value: str(value) for value in sorted({*values})}
 
 
 def percents(found: dict[Any, Any]) -> dict[Any, Cell]:
-    """Write shares in percent with one decimal, their intervals cut to 0 to 100."""
+    """Format shares in percent with one decimal, with intervals clipped to 0–100."""
     return {key: Cell.of([100 * end for end in cut_to_share(one)], _tenths) for key, one in found.items()}
 
 
-# ---- what schemes retrieve, and the attention that goes there
+# ---- retrieval, and attention to the answer
 
 
 def share_lines(rows: Frame) -> dict[str, list[tuple[str, dict[int, Cell]]]]:
-    """Return each scheme's shares by length: over all texts and, where there are several seeds, over seeds."""
+    """Return each scheme's shares by length: over all texts and, with several seeds, over seeds."""
     pooled = estimates.shares_by_length(rows)
     lines: dict[str, list[tuple[str, dict[int, Cell]]]] = {}
     for name, own in by_scheme(estimates.shares(rows, "scheme", "length", "seed")):
@@ -97,19 +97,19 @@ def _mark(cell: Any) -> str:
 
 
 def _share(cell: Any, best: bool = False) -> Cell:
-    """Write a row of :func:`~attention_priors.lab.report.estimates.shares_by_length`."""
+    """Format a row of :func:`~attention_priors.lab.report.estimates.shares_by_length`."""
     return Cell.of_share((cell.share, cell.low, cell.high), _mark(cell), best)
 
 
 def passkey(results: Results) -> Table:
-    """Shares of the recipe's own pass keys, by length."""
+    """Return the retrieved shares of the recipe's own pass keys, by length."""
     rows = own_passkeys(results)
     lines = [([name, kind], cells) for name, own in share_lines(rows).items() for kind, cells in own]
     return Table.across("passkey", wording("passkey"), ["scheme", "over"], columns_of(rows.length), lines)
 
 
 def passkey_overview(results: Results) -> Table:
-    """Shares of the recipe's own pass keys for a terminal and the top of a page: a line per scheme, the best bold."""
+    """Return one line of passkey shares per scheme, with the best in bold, for a terminal or the top of a page."""
     cells, trained = estimates.shares_by_length(own_passkeys(results)), results.context_lengths
     best, columns, lines = estimates.best_shares(cells), columns_of(cells.length), []
     for name in results.names if len(cells) else ():
@@ -122,7 +122,7 @@ def passkey_overview(results: Results) -> Table:
 
 
 def retrieval(results: Results) -> Table:
-    """Scores of the tasks of each plan that retrieve, by length."""
+    """Return the scores of each plan's retrieval tasks, by length."""
     rows = results["retrieval"].dropna(subset="plan")
     lines = [
         ([title, name, kind], cells)
@@ -135,7 +135,7 @@ def retrieval(results: Results) -> Table:
 
 
 def answer_tokens(results: Results) -> Table:
-    """Which tokens of the answers come out right, in the tasks that have one right answer."""
+    """Return which tokens of the answers are right, for tasks with one right answer."""
     rows = results["retrieval"].dropna(subset="token_accuracy")
     rows = rows.assign(tokens_right=[right if isinstance(right, list) else [] for right in rows.tokens_right])
     places = range(1, 1 + max(map(len, rows.tokens_right), default=0))
@@ -150,18 +150,18 @@ def answer_tokens(results: Results) -> Table:
 
 
 def _tokens(rows: Frame) -> dict[Any, Cell]:
-    """Return the cells of one scheme at one length: all tokens of the answers together, and each place."""
+    """Return the cells of one scheme at one length: all answer tokens together, and each place."""
     seeds = [np.average(own.token_accuracy, weights=own.trials) for _, own in rows.groupby("seed")]
     cells: dict[Any, Cell] = {"all": Cell.of_share(over_seeds(seeds))}
     trials = int(rows.trials.sum())
-    # A place that some texts do not have is left out.
+    # Places that some texts lack are left out.
     for place, counts in enumerate(zip(*rows.tokens_right, strict=False), start=1):
         cells[place] = Cell.of_share((sum(counts) / trials, *wilson_interval(sum(counts), trials)))
     return cells
 
 
 def needle_weights(results: Results) -> Table:
-    """How much of the attention the pass key gets, by length."""
+    """Return the attention on the pass key, by length."""
     rows = results["needle_weight"]
     lines = [
         ([str(plan), name], percents(over(own, "length", "weight")))
@@ -176,14 +176,14 @@ def needle_weights(results: Results) -> Table:
 
 
 class Losses:
-    """Losses by position as cells in their measure.
+    """Losses by position, formatted in their measure.
 
     Attributes:
         rows: Perplexity rows.
-        measure: What is made of the losses.
-        beyond: Ranges of positions beyond the shortest training length; of many, some.
+        measure: Measure of the losses.
+        beyond: Ranges of positions beyond the shortest training length. At most six, evenly chosen.
         straddles: Whether a range is neither within the shortest training length nor beyond it.
-        documents: Number of documents, such as "7", or "4 or 7" where models read different numbers; empty if unknown.
+        documents: Number of documents, such as "7", or "4 or 7" if models read different numbers. Empty if unknown.
     """
 
     def __init__(self, results: Results, rows: Frame) -> None:
@@ -197,27 +197,27 @@ class Losses:
         self.documents = " or ".join(f"{count:.0f}" for count in sorted(self.rows.documents.dropna().unique()))
 
     def at(self, scheme: str, position: float) -> Cell:
-        """Write a scheme's loss in one range of positions."""
+        """Format a scheme's loss in one range of positions."""
         return self.cell(self.rows[(self.rows.scheme == scheme) & (self.rows.position == position)])
 
     def within_training(self, scheme: str) -> Cell:
-        """Write a scheme's loss over the ranges of positions that end within its training length."""
+        """Format a scheme's loss over the ranges of positions that end within its training length."""
         rows, length = self.rows[self.rows.scheme == scheme], self._results.context_length(scheme)
         return self.cell(rows[[estimates.end_of_range(position) < length for position in rows.position]])
 
     def cell(self, rows: Frame) -> Cell:
-        """Write the loss of some rows of a scheme."""
+        """Format the loss of some rows of a scheme."""
         losses = estimates.mean_losses(rows)
         return Cell.of(self.measure.estimate(losses), self.measure.written) if losses else Cell(ABSENT)
 
 
 def own_losses(results: Results) -> Losses:
-    """Return the losses on the recipe's own texts."""
+    """Return the losses on the recipe's own texts, without those of named plans."""
     return Losses(results, results["perplexity"][results["perplexity"].plan.isna()])
 
 
 def perplexity(results: Results) -> Table:
-    """Losses within the training length and beyond."""
+    """Return losses within the training length and beyond."""
     losses = own_losses(results)
     lines = [
         [name, str(own.seed.nunique()), losses.within_training(name), *(losses.at(name, p) for p in losses.beyond)]
@@ -229,7 +229,7 @@ def perplexity(results: Results) -> Table:
 
 
 def plan_losses(results: Results) -> Table:
-    """Losses on the texts of each plan."""
+    """Return losses on the texts of each plan."""
     lines = []
     for title, rows in estimates.by_text(results["perplexity"]):
         losses = Losses(results, rows)
@@ -243,7 +243,7 @@ def plan_losses(results: Results) -> Table:
 
 
 def copying(results: Results) -> Table:
-    """Losses in the copy-mixture task, by length of the row."""
+    """Return losses in the copy-mixture task, by row length."""
     rows, written = results["copying"], partial(decimals, digits=3)
     columns, lines = columns_of(rows.length), []
     for kind, words in KINDS.items():
@@ -259,7 +259,7 @@ def copying(results: Results) -> Table:
 
 
 def completions(results: Results) -> Table:
-    """How the genomes of each plan go on."""
+    """Return the scores of each plan's genome continuations."""
     lines = []
     for (plan, length), rows in results["completion"].groupby(["plan", "length"], sort=False):
         for name, own in by_scheme(rows):
@@ -272,11 +272,11 @@ def completions(results: Results) -> Table:
     return Table("completions", wording("completions"), header, lines, words=2)
 
 
-# ---- what the heads' priors became
+# ---- learned priors of the heads
 
 
 def heads(rows: Frame) -> Table:
-    """Every head of one scheme.
+    """Return every head of one scheme.
 
     Args:
         rows: Prior rows of the scheme, at least one.
@@ -290,9 +290,9 @@ def heads(rows: Frame) -> Table:
         shown["prior"] = rows.prior.str.replace("_", " ")
     if any(roles):
         called = estimates.ROLES
-        shown["in words"] = [called.get(found or "", "") for found in roles]
+        shown["role"] = [called.get(found or "", "") for found in roles]
         words += f": {listing([f'{roles.count(name)} {word}' for name, word in called.items() if name in roles])}"
-    # Another prior may have an alpha too, of another meaning.
+    # Parameters of other priors, such as alpha, have other meanings.
     explained = _HEADINGS if kinds == [estimates.GAUSSIAN] else {}
     for name in dict.fromkeys(name for own in rows.parameters for name in own):
         shown[explained.get(name, name)] = [_value(own.get(name)) for own in rows.parameters]
@@ -304,7 +304,7 @@ def _value(value: float | list[float] | None) -> str:
 
 
 def head_counts(results: Results) -> Table:
-    """How many heads are local, and how many retrieve."""
+    """Return the number of local and retrieval heads of each scheme."""
     gaussian, scales = estimates.gaussian_heads(results["prior"]), results["logit_scale"].dropna(subset="s")
     lines = []
     for name in results.names:
@@ -317,27 +317,27 @@ def head_counts(results: Results) -> Table:
 
 
 def prior_mass(results: Results) -> Table:
-    """Where the prior alone looks, by layer."""
+    """Return the mass of the prior alone on selected keys, by layer."""
     rows, places = results["prior_mass"], ["first", "previous", "itself"]
     lines = []
     for name, own in by_scheme(rows):
         layers = own.groupby("layer")
-        # Which layer takes which part may be another one with each seed.
+        # Different seeds may give a role to different layers.
         parts = [*layers, ("any", own)] if len(layers) > 1 else [*layers]
         for layer, part in parts:
             largest = part.groupby("seed")[places].max()
             cells = [Cell.of_share(over_seeds([*largest[place]])) for place in places]
             lines.append([name, str(layer), str(own.seed.nunique()), *cells])
-    # Earlier results do not say so, and have no scale in them.
+    # Older results lack this column, and their masses exclude the scale.
     words = wording("prior_mass", scaled=rows.scaled.eq(True).any())
     return Table("prior_mass", words, ["scheme", "layer", "seeds", *places], lines, words=2)
 
 
 def prior_reach(results: Results) -> Table:
-    """How many heads look near and far, and go on to do so as texts grow."""
+    """Return the number of near-sighted and far-sighted heads, and how many remain so in longer texts."""
     found, lines = estimates.halves(results), []
     for name, own in found.items():
-        # Runs that were measured when the recipe asked for shorter texts do not know of longer ones.
+        # Runs measured under a recipe with shorter texts lack the longer lengths.
         measured = set.intersection(*map(set, own))
         for called in ("near-sighted", "far-sighted"):
             trained = [half for half in own if estimates.sight(half) == called]
@@ -348,11 +348,11 @@ def prior_reach(results: Results) -> Table:
     return Table.across("prior_reach", about, first, columns, lines, words=2)
 
 
-# ---- how models were made, what they cost, and what each axis and extension comes to
+# ---- training, cost, axes and extensions
 
 
 def training(results: Results) -> Table:
-    """How the models of each scheme were made."""
+    """Return the training of each scheme's models."""
     of_images, lines = results.of_images, []
     for entry in results.schemes:
         name, runs = entry["scheme"], results["run"][results["run"].scheme == entry["scheme"]]
@@ -373,7 +373,7 @@ def training(results: Results) -> Table:
 
 
 def runs(results: Results) -> Table:
-    """What became of each run."""
+    """Return the final loss, times and stop of each run."""
     lines = []
     for row in results["run"].itertuples():
         times = duration(row.train_seconds), duration(row.evaluate_seconds)
@@ -384,12 +384,12 @@ def runs(results: Results) -> Table:
 
 
 def timing(results: Results) -> Table:
-    """Time and memory of a pass, by plan and length."""
+    """Return time and memory of a pass, by plan and length."""
     lines = []
     for (plan, length, kind), rows in results["timing"].groupby(["plan", "length", "pass"], sort=False):
         title = f"{plan}: {kind}, {length} tokens".removeprefix(": ")
         for name, own in by_scheme(rows):
-            # Each seed has as many passes: their variance is that within the seeds, and that between them.
+            # Seeds have equally many passes, so the total variance is that within seeds plus that between seeds.
             variance = (own.std_ms**2).mean() + own.mean_ms.var(ddof=0)
             spread = "" if math.isnan(variance) else f"± {quantity(math.sqrt(variance))}"
             memory = Cell.of((own.peak_bytes.max() / 2**20, math.nan, math.nan), "{:.0f}".format)
@@ -401,7 +401,7 @@ def timing(results: Results) -> Table:
 
 
 def axes(results: Results) -> Table:
-    """What schemes reach that differ along one axis alone."""
+    """Return the results of schemes that differ along one axis alone."""
     rows, losses, lines = own_passkeys(results), own_losses(results), []
     shares, lengths, measure = share_lines(rows), columns_of(rows.length), losses.measure
     farthest = _farthest(losses)
@@ -418,22 +418,22 @@ def axes(results: Results) -> Table:
 
 
 def _farthest(losses: Losses) -> dict[Any, str]:
-    """Return the column of the farthest range of positions, if there is one."""
+    """Return the column of the farthest range of positions, if any."""
     return {position: f"{losses.measure.name}\nat {position:.0f}" for position in losses.beyond[-1:]}
 
 
 def extension(results: Results) -> Table:
-    """Each extended context before and after."""
+    """Return losses and shares before and after each context extension."""
     rows, losses = own_passkeys(results), own_losses(results)
     shares, lengths, farthest = share_lines(rows), columns_of(rows.length), _farthest(losses)
     entries = {entry["scheme"]: entry for entry in results.schemes}
-    # The ways in which one model was extended to one length stand together.
+    # Group the extensions of one model to the same length.
     together: dict[tuple[str, int], dict[str, Frame]] = defaultdict(dict)
     for name, made in by_scheme(results["extension"]):
         together[entries[name]["extended_from"], made["to"].iloc[0]][name] = made
     lines = []
     for (first, reached), ways in together.items():
-        # Of every seed with which the model was extended in some way.
+        # Include every seed with at least one extension.
         before = pd.concat([*ways.values()]).drop_duplicates("seed", keep="last")
         trained = before["from"].iloc[0]
         places = [first, f"{trained} → {reached}", *[""] * len(ways)]
@@ -451,7 +451,7 @@ def extension(results: Results) -> Table:
 
 
 def accuracy(results: Results) -> Table:
-    """Share of images classified right, by size."""
+    """Return the share of correctly classified images, by size."""
     rows = results["accuracy"]
     rows = rows.assign(share=rows.correct / rows.trials)
     lines = [([name], percents(over(own, "size", "share"))) for name, own in by_scheme(rows)]

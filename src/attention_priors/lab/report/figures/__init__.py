@@ -1,4 +1,4 @@
-"""The figures of a study: which there are, what they are called, and what is said about them."""
+"""Figures of a study, with their file names and alternative texts."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ FILES = (
     "losses|needle-weights|prior_curves|prior_terms|prior_logits|prior_weights|prior_reach|sink_mass|"
     "(longest|passkey|perplexity|theta|logit_scales)_by_axis|theta_scatter|logit_scale_histogram)([_-].*)?"
 )
-"""Regular expression of the files' names, without the ending."""
+"""Regular expression of the figures' file names, without the extension."""
 
 Draw = Callable[..., Figure | None]
 
 
 @dataclass(frozen=True)
 class Illustration:
-    """A figure and its words.
+    """Figure with its alternative text.
 
     Attributes:
-        kind: What it shows: ``"passkey_heatmap"``, ...
-        scheme: The scheme it is about; None where it is about all.
-        stem: Its file's name, without the ending.
-        alt: What it shows, for those who cannot see it.
-        draw: Draws it; returns None where there is nothing to show.
+        kind: Kind of the figure, such as ``"passkey_heatmap"``.
+        scheme: Scheme of the figure. None for figures of all schemes.
+        stem: File name without the extension.
+        alt: Alternative text.
+        draw: Function that draws the figure. It returns None without data.
     """
 
     kind: str
@@ -49,10 +49,10 @@ class Illustration:
 
 
 def illustrations(results: Results) -> Iterator[Illustration]:
-    """Return every figure that results may have data for, in the order of the report; none is drawn yet."""
+    """Yield every figure for which results may have data, in the order of the report, without drawing it."""
     used: set[str] = set()
     for one in _illustrations(results):
-        # Plans may differ only in what a file name cannot hold, which for some systems is case: the later has a number.
+        # File names of plans may coincide, on some systems because case is ignored. Later duplicates get a number.
         numbered = (f"{one.stem}-{number}" for number in itertools.count(2))
         stem = next(name for name in itertools.chain([one.stem], numbered) if name.casefold() not in used)
         used.add(stem.casefold())
@@ -60,15 +60,15 @@ def illustrations(results: Results) -> Iterator[Illustration]:
 
 
 def write_pngs(drawings: Iterable[tuple[str, bytes]], folder: Path, names: str = FILES) -> list[Path]:
-    """Write drawings as PNG files, and remove the files that an earlier call left and this one does not draw.
+    """Write drawings as PNG files, and remove outdated files of earlier calls.
 
     Args:
-        drawings: Name of each file, without the ending, and its content.
-        folder: Where to; made if there is something to write.
-        names: Regular expression of the names that the caller gives. Other files may be someone else's, and stay.
+        drawings: Name of each file, without the extension, and its content.
+        folder: Target folder; created if there is a file to write.
+        names: Regular expression of the caller's file names. Other files are never removed.
 
     Returns:
-        The files, in the order of the drawings.
+        Paths of the files, in the order of the drawings.
     """
     written = []
     for name, content in drawings:
@@ -93,7 +93,7 @@ def _illustrations(results: Results) -> Iterator[Illustration]:
         for place, name in enumerate(results.names, start=1):
             own = [frame[frame.scheme == name] for frame in frames]
             if len(own[0]):
-                # The place keeps the names of schemes apart that differ only in what a file name cannot hold.
+                # The number distinguishes schemes whose names differ only in characters that file names cannot hold.
                 file = f"{stem or kind}_{place:02d}_{_plain(name)}"
                 yield Illustration(kind, name, file, wording(kind, scheme=name, **words), partial(draw, *own, name))
 
@@ -132,7 +132,7 @@ def _illustrations(results: Results) -> Iterator[Illustration]:
     yield whole("prior_reach", heads.prior_reach, results["prior_reach"], "prior_reach_figure")
     yield whole("sink_mass", curves.sink_mass, results["sink_mass"])
     axes = [one.axis for one in comparisons(results)]
-    # All axes in one figure, or a figure for each axis where one has several comparisons.
+    # One figure for all axes, or one per axis if an axis has several comparisons.
     for place, axis in enumerate(dict.fromkeys(axes if len({*axes}) < len(axes) else [None][: len(axes)]), start=1):
         compared = comparisons(results, axis)
         along = {"along": "each axis" if axis is None else f"the axis {axis}", "losses": losses}
@@ -150,5 +150,5 @@ def _illustrations(results: Results) -> Iterator[Illustration]:
 
 
 def _plain(name: str) -> str:
-    # Of a sweep's long names the beginning: a file's name has 255 bytes at most.
+    # Truncate the long names of a sweep, because a file name has at most 255 bytes.
     return re.sub(r"[^A-Za-z0-9.]+", "-", name)[:100].strip("-.")

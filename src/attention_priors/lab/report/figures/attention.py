@@ -1,4 +1,4 @@
-"""Maps of what the layers and heads of one model look at."""
+"""Attention maps of one model, by layer and head."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from attention_priors.lab.report.figures.scales import set_ticks
 from attention_priors.lab.report.figures.style import blank, label
 
 _MOST_PIXELS = 430
-"""Of an attention map's side: the largest of neighbouring weights stands for them, so that single columns stay lit."""
+"""Largest side of an attention map in pixels. Each pixel shows the maximum of its weights, so that single columns stay
+visible."""
 
 _MOST_LABELS = (22, 32)
-"""Of tokens, that have room along a map's side and its foot."""
+"""Largest number of token labels along the side and the bottom of a map."""
 
 _PARTS = {"instruction": "instruction", "needle": "pass key", "filler": "filler", "question": "question"}
 
 
 def layer_maps(found: Mapping[str, Any]) -> Figure | None:
-    """Draw layers against heads: how much the prior decides, and what the first token and the pass key get.
+    """Draw layers against heads: share of the prior, and weight on the first token and on the pass key.
 
     Args:
-        found: As :func:`attention_priors.lab.inspect.inspect_model` returns it.
+        found: Dictionary from :func:`attention_priors.lab.inspect.inspect_model`.
     """
     rows, asked = found["text"].get("heads"), found["passkey"].get("heads")
     if rows is None:
@@ -52,16 +53,16 @@ def layer_maps(found: Mapping[str, Any]) -> Figure | None:
 
 
 def attention_map(passkey: Mapping[str, Any], shown: Mapping[str, Any], title: str) -> Figure:
-    """Draw the weights of one head over the prompt, and those that the question gives to the pass key.
+    """Draw the weights of one head over the prompt, and from the question to the pass key.
 
     Args:
-        passkey: What an inspection found on the pass-key prompt.
+        passkey: Passkey part of an inspection.
         shown: One of its maps.
         title: Title of the figure.
     """
     weights = np.asarray(shown["weights"], dtype=np.float32)
-    figure = blank(3.9, 8.4)  # for the pass key's tokens to have room beside each other
-    closer, whole = figure.subplots(1, 2, width_ratios=(1.35, 1))  # a narrow window shows what stands first
+    figure = blank(3.9, 8.4)  # wide enough for the pass key's tokens side by side
+    closer, whole = figure.subplots(1, 2, width_ratios=(1.35, 1))  # a narrow window shows the left part
     look: dict[str, Any] = {"cmap": "magma", "norm": PowerNorm(0.4, 0, 1), "interpolation": "nearest"}
     pooled, side = _pooled(weights)
     whole.imshow(pooled, extent=(0, side, side, 0), **look)
@@ -79,7 +80,7 @@ def attention_map(passkey: Mapping[str, Any], shown: Mapping[str, Any], title: s
     sides = ((closer.yaxis, "question", _MOST_LABELS[0]), (closer.xaxis, "needle", _MOST_LABELS[1]))
     for axis, part, most in sides:
         tokens = passkey[f"{part}_tokens"]
-        # Where they are many, as with a tokenizer of characters, some are named.
+        # If there are many tokens, as with a character tokenizer, only some are labelled.
         named = range(0, len(tokens), math.ceil(len(tokens) / most))
         axis.set_ticks(named, [label(tokens[place]) for place in named], fontsize=7)
     closer.tick_params(axis="x", rotation=90)
@@ -91,7 +92,7 @@ def attention_map(passkey: Mapping[str, Any], shown: Mapping[str, Any], title: s
 
 
 def _pooled(weights: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return a map small enough to be shown, and how many tokens its side stands for."""
+    """Return a map of displayable size, and the number of tokens along its side."""
     block = math.ceil(len(weights) / _MOST_PIXELS)
     size = math.ceil(len(weights) / block)
     padded = np.zeros((size * block, size * block), np.float32)

@@ -1,4 +1,4 @@
-"""Curves of schemes with their intervals: scores, losses, attention and accuracies."""
+"""Curves of schemes with intervals: scores, losses, attention and accuracies."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from attention_priors.lab.report.wording import listing, multiple, quantity, rou
 from attention_priors.lab.results import Frame, Results
 
 PERPLEXITY_RANGE = 10.0
-"""The axis of losses ends at this many times the lowest perplexity, so that failures do not squash the rest."""
+"""Upper end of the loss axis as a multiple of the lowest perplexity, so that failures do not squash other curves."""
 
 MOST_BANDS = 6
-"""Of more schemes than these the bands would hide each other."""
+"""Largest number of schemes with bands; bands of more schemes would hide each other."""
 
 _PERCENT = (-4, 104)
 _BREAK = {False: " ", True: "\n"}
-"""Before a remark on an axis, by whether it is a panel's."""
+"""Separator before a note on an axis, by whether the axis belongs to a panel."""
 _LARGEST_SIGNAL = 256.0
-"""Nats. Where more of them stand against a prior, it has long lost."""
+"""End of the signal axis in nats; beyond it the prior has no influence."""
 _NARROWEST = 0.01
-"""Nats of an axis of excess losses."""
+"""Smallest range of an axis of excess losses, in nats."""
 _ACCURACIES = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 
 
 def _curve(axes: Axes, points: Frame, look: Look, name: str, band: bool = True, gid: str | None = None) -> None:
-    """Draw a mean, with a band for its interval."""
+    """Draw a mean with a band for its interval."""
     options: dict[str, Any] = look._asdict() | {"markersize": 4.5, "linewidth": 1.8, "zorder": 3}
     axes.plot(points.x, points["mean"], label=label(name), gid=gid, **options)
     if band and points.low.notna().any():
@@ -51,8 +51,8 @@ def _curve(axes: Axes, points: Frame, look: Look, name: str, band: bool = True, 
 
 
 def _bars(axes: Axes, points: Frame, look: Look, name: str, hollow: bool = False) -> None:
-    """Draw a mean, with bars for its interval."""
-    # A mean at an end of its interval may stand beyond it by a rounding error.
+    """Draw a mean with bars for its interval."""
+    # Rounding may put a mean slightly outside its interval.
     bars = np.maximum(0, np.nan_to_num([points["mean"] - points.low, points.high - points["mean"]]))
     axes.errorbar(
         points.x, points["mean"], yerr=bars, color=look.color, marker=look.marker, markersize=6,
@@ -62,7 +62,7 @@ def _bars(axes: Axes, points: Frame, look: Look, name: str, hollow: bool = False
 
 
 def _seed(axes: Axes, x: Iterable[float], y: Iterable[float], look: Look, gid: str) -> None:
-    """Draw one seed as a thin line."""
+    """Draw a seed as a thin line."""
     axes.plot([*x], [*y], color=look.color, linestyle=look.linestyle, linewidth=0.7, alpha=0.5, gid=gid)
 
 
@@ -71,7 +71,7 @@ def _several_seeds(rows: Frame, names: Collection[str]) -> bool:
 
 
 def _trained(results: Results | None, shown: Looks) -> dict[int, str]:
-    """Return training lengths and colours: a scheme's own where each length is of one scheme, and there are several."""
+    """Return training lengths with colours; if every scheme has its own length, the schemes' colours."""
     if results is None:
         return {}
     found = {results.context_length(name): one.color for name, one in shown.items()}
@@ -88,14 +88,14 @@ def scores_by_length(
     measure: str = "pass keys retrieved",
     compared: Sequence[Comparison] | None = None,
 ) -> Figure | None:
-    """Draw shares against length, with 95 % Wilson intervals; thin lines are single seeds.
+    """Draw shares against length, with 95 % Wilson intervals and thin lines for single seeds.
 
     Args:
-        results: Results that have the rows.
+        results: Results that contain the rows.
         rows: Retrieval rows of one task.
         title: Title of the figure.
         measure: Name of the shares.
-        compared: What is compared, as :func:`~attention_priors.lab.report.figures.layout.figure_of` takes it.
+        compared: see :func:`~attention_priors.lab.report.figures.layout.figure_of`.
     """
     draw = draw_scores(rows, estimates.stopped(results, rows), measure, results)
     return layout.figure_of(results, schemes_in(rows), draw, title, compared)
@@ -104,13 +104,13 @@ def scores_by_length(
 def draw_scores(rows: Frame, stops: Collection[tuple[str, int]], measure: str, results: Results | None = None) -> Draw:
     """Return a function that draws shares against length.
 
-    Points are moved sideways a little, so that intervals do not hide each other.
+    Points are shifted sideways slightly, so that intervals do not hide each other.
 
     Args:
-        rows: Retrieval rows; ``scheme`` names the lines.
-        stops: Lines and seeds that end with a cross, as they were not asked for longer texts.
+        rows: Retrieval rows. The column ``scheme`` names the lines.
+        stops: Lines and seeds that end with a cross. Their evaluation stopped before the longest texts.
         measure: Name of the shares.
-        results: Results that know the training lengths; None if there are none to show.
+        results: Results with training lengths. None draws no training lengths.
     """
 
     def draw(axes: Axes, shown: Looks, panel: bool) -> list[Artist]:
@@ -121,7 +121,7 @@ def draw_scores(rows: Frame, stops: Collection[tuple[str, int]], measure: str, r
             points = cells[cells.scheme == name]
             points = points.assign(x=nudge * points.length, mean=points.share)
             points[["mean", "low", "high"]] *= 100
-            # A length that some seeds alone were evaluated at does not continue the line of them all.
+            # A length evaluated with only some seeds does not continue the line of all seeds.
             for complete, own in points.groupby("complete", sort=False):
                 _bars(axes, own, look, name if complete else f"{name}, without stopped seeds", hollow=not complete)
             of_seeds = estimates.shares(rows[rows.scheme == name], "seed", "length")
@@ -156,13 +156,14 @@ def losses_by_position(
 ) -> Figure | None:
     """Draw perplexity, or bits per base, against position.
 
-    A band is Student's 95 % interval over seeds. Of more than :data:`MOST_BANDS` schemes each seed is a thin line.
+    Bands are Student's 95 % intervals over seeds. With more than :data:`MOST_BANDS` schemes, each seed is a thin line
+    instead.
 
     Args:
-        results: Results that have the rows.
+        results: Results that contain the rows.
         rows: Perplexity rows of one task and length.
         title: Title of the figure.
-        compared: What is compared, as :func:`~attention_priors.lab.report.figures.layout.figure_of` takes it.
+        compared: see :func:`~attention_priors.lab.report.figures.layout.figure_of`.
     """
     measure = estimates.loss_measure(results)
     found = {name: measure.by_position(own) for name, own in by_scheme(rows)}
@@ -174,9 +175,9 @@ def draw_losses(rows: Frame, measure: LossMeasure, results: Results | None = Non
     """Return a function that draws losses against position.
 
     Args:
-        rows: Perplexity rows; ``scheme`` names the lines, each of which has a finite loss.
-        measure: What is made of the losses.
-        results: Results that know the training lengths; None if there are none to show.
+        rows: Perplexity rows. The column ``scheme`` names the lines, each with a finite loss.
+        measure: Measure of the losses.
+        results: Results with training lengths. None draws no training lengths.
     """
 
     def draw(axes: Axes, shown: Looks, panel: bool) -> list[Artist]:
@@ -207,7 +208,7 @@ def draw_losses(rows: Frame, measure: LossMeasure, results: Results | None = Non
 
 
 def _loss_axis(axes: Axes, measure: LossMeasure, means: Any) -> float:
-    """Set the limits of an axis of losses; return where it ends if some are larger."""
+    """Set the limits of a loss axis, and return the cut above which losses lie beyond the axis."""
     lowest, highest = means.min(), means.max()
     if measure.logarithmic:
         cut = PERPLEXITY_RANGE * lowest
@@ -222,7 +223,7 @@ def _loss_axis(axes: Axes, measure: LossMeasure, means: Any) -> float:
 
 
 def copying_by_length(results: Results) -> Figure | None:
-    """Draw the loss above the optimum against the rows' length, of all tokens and of each kind."""
+    """Draw the loss above the optimum against row length, for all tokens and for each kind."""
     rows = results["copying"]
     shown = layout.overview_looks(results, schemes_in(rows))
     if not shown:
@@ -235,7 +236,7 @@ def copying_by_length(results: Results) -> Figure | None:
         curves = {name: estimates.points(estimates.excess_losses(rows[rows.scheme == name], kind)) for name in shown}
         for name, points in curves.items():
             _curve(axes, points, shown[name], name, gid=f"copying:{kind}:{name}")
-        # The bands of two seeds would squash everything else.
+        # Ignore bands: those of two seeds would squash all curves.
         means = [0.0, *pd.concat([*curves.values()])["mean"].dropna()]
         margin = 0.08 * (max(means) - min(means)) or _NARROWEST
         axes.set_ylim(min(means) - margin, max(means) + margin)
@@ -253,7 +254,7 @@ def copying_by_length(results: Results) -> Figure | None:
 
 
 def needle_weight_by_length(results: Results, plan: str) -> Figure | None:
-    """Draw the weight that the leading head gives to the pass key: the mean over seeds, and single seeds thin."""
+    """Draw the leading head's weight on the pass key: mean over seeds, and thin lines for single seeds."""
     rows = results["needle_weight"]
     rows = estimates.leading_heads(rows[rows.plan == plan])
 
@@ -278,9 +279,9 @@ def needle_weight_by_length(results: Results, plan: str) -> Figure | None:
 def sink_mass(results: Results) -> Figure | None:
     """Draw the first token's attention weight against the signal, as in GOAT's Figure 2c.
 
-    Of each seed, the head that gives the first token most where the signal is weakest: layers take parts as they like,
-    and means over all heads would say little of any. A point is one factor on the content logits, its signal and weight
-    are means over seeds; the band is Student's 95 % interval of the weight.
+    For each seed, the figure shows the head with the largest weight at the weakest signal, because roles differ between
+    layers and a mean over heads would be uninformative. Each point is one factor on the content logits, with signal and
+    weight as means over seeds. The band is Student's 95 % interval of the weight.
     """
     rows = estimates.leading_heads(results["sink_mass"], "factor", "mass")
 
@@ -315,9 +316,10 @@ _RING: dict[str, Any] = {"marker": "o", "markersize": 10, "mfc": "none", "color"
 
 
 def accuracy_by_size(results: Results) -> Figure | None:
-    """Draw the share of test images that are classified right against their size (GOAT, Figure 5a).
+    """Draw test accuracy against image size (GOAT, Figure 5a).
 
-    On a logit scale, where 97 % and 99 % can be told apart beside 20 %; 0 and 100 % are drawn half an image from there.
+    The logit scale separates 97 % from 99 % as well as it shows 20 %. Accuracies of 0 and 100 % are drawn half an image
+    from these ends.
     """
     rows = results["accuracy"]
     rows = rows.assign(share=rows.correct / rows.trials)

@@ -1,4 +1,4 @@
-"""What the heads' priors became: curves, maps, shapes, scales and how far they look."""
+"""Learned priors of the heads: curves, maps, shapes, scales and reach."""
 
 from __future__ import annotations
 
@@ -27,32 +27,31 @@ from attention_priors.lab.results import Frame, Results
 
 _OVER = {"distance": "distance d between query and key, tokens", "key": "position j of the key, tokens"}
 _LARGEST_MAP = 64
-"""Queries and keys of a map of weights; more would be smaller than a dot."""
+"""Number of queries and keys in a map of weights; cells of larger maps would be smaller than a dot."""
 _LOWEST = -8.0
-"""Nats of a map of an image's prior; what is below weighs less than a thousandth."""
+"""Lower end, in nats, of a map of an image's prior; lower values weigh less than a thousandth."""
 _NARROWEST = 0.5
-"""Of an axis of θα. Heads that never moved would otherwise be spread over billionths."""
+"""Smallest range of a θα axis, so that rounding errors of heads that never moved are not magnified."""
 _SIGHTS: dict[str, dict[str, Any]] = {
     "near-sighted": {"color": COLOURS[0]}, "between": {"color": "#999999", "linestyle": "--"},
     "far-sighted": {"color": COLOURS[1]},
 }  # fmt: skip
 _TITLE = 78
-"""Characters of titles that fit beside each other."""
+"""Number of title characters that fit across the figure."""
 
 
 # ---- curves
 
 
 def prior_curves(rows: Frame, scheme: str) -> Figure | None:
-    """Draw each head's log-prior against distance, below its maximum: one panel per layer (and seed).
+    """Draw each head's log-prior against distance, below its maximum, with one panel per layer (and seed).
 
-    A constant added to a head's log-prior changes no attention weight, so each head is measured from its own
-    maximum. A thin line is for keys that follow the query, where their prior is another one. Panels that would all be
-    the same, as for a prior that is not learned, are drawn once.
+    Each head is drawn relative to its maximum, because a constant changes no attention weight. Thin lines show keys
+    after the query where their prior differs. Identical panels, as of a prior without training, are drawn once.
 
     Args:
         rows: Prior rows of one scheme.
-        scheme: Its name.
+        scheme: Name of the scheme.
     """
     if not len(rows):
         return None
@@ -65,13 +64,13 @@ def prior_curves(rows: Frame, scheme: str) -> Figure | None:
 
 
 def prior_terms(rows: Frame, scheme: str) -> Figure | None:
-    """Draw the summands of each head's log-prior, as in GOAT's Figure 1 (a, b): a line per layer (and seed).
+    """Draw the terms of each head's log-prior, as in GOAT's Figure 1 (a, b): one line of panels per layer (and seed).
 
-    For sums alone: :func:`prior_curves` shows other priors whole.
+    Only sums have this figure; :func:`prior_curves` shows other priors.
 
     Args:
-        rows: Rows of the scheme's summands.
-        scheme: Its name.
+        rows: Term rows of one scheme.
+        scheme: Name of the scheme.
     """
     terms = [*rows.groupby(["prior", "over"], sort=False).groups]
     if len(terms) < 2:
@@ -85,7 +84,7 @@ def prior_terms(rows: Frame, scheme: str) -> Figure | None:
 
 
 def _curves(panels: Mapping[str, Frame], scheme: str, columns: int, words: Sequence[str], height: float) -> Figure:
-    """Draw a panel of heads for each title; words of the x axes stand below the last panel of each column."""
+    """Draw a panel of heads for each title, with x labels below the last panel of each column."""
     heads = sorted({head for own in panels.values() for head in own["head"]})
     figure, grid = panel_grid(len(panels), columns, height, base=1.2, sharex="col", sharey=True)
     for place, (axes, (title, own)) in enumerate(zip(grid, panels.items(), strict=True)):
@@ -109,7 +108,7 @@ def _curves(panels: Mapping[str, Frame], scheme: str, columns: int, words: Seque
 
 
 def keys_ahead_differ(rows: Frame) -> bool:
-    """Whether a head has another prior for keys that follow the query."""
+    """Whether a head has a different prior for keys after the query."""
     return any(_ahead(row) != row.log_prior for row in rows.rename(columns={"log_prior_ahead": "ahead"}).itertuples())
 
 
@@ -118,7 +117,7 @@ def _ahead(row: Any) -> list[float]:
 
 
 def _shape(rows: Frame) -> str:
-    """Return what makes two panels look the same."""
+    """Return a key that is equal for panels that look the same."""
     return json.dumps(sorted([row.head, row.places, row.log_prior, _ahead(row)] for row in rows.itertuples()))
 
 
@@ -127,8 +126,8 @@ def _place(rows: Frame, seed: int, layer: int) -> str:
 
 
 def _shade(index: int, count: int) -> dict[str, Any]:
-    """Return a head's look: heads have a scale of their own, as the schemes' colours mean schemes."""
-    colour = colormaps["viridis"](0.85 * index / max(count - 1, 1))  # its last part is lost on white
+    """Return the look of a head; heads use a colour scale of their own, because the palette denotes schemes."""
+    colour = colormaps["viridis"](0.85 * index / max(count - 1, 1))  # the end of the scale is invisible on white
     return {"color": colour, "linestyle": ("-", "--", "-.")[index % 3], "linewidth": 1.6}
 
 
@@ -136,15 +135,15 @@ def _shade(index: int, count: int) -> dict[str, Any]:
 
 
 def prior_weights(terms: Frame, masses: Frame, scheme: str) -> Figure | None:
-    """Draw the weights that each head's prior alone gives, as in GOAT's Figures 1 (d) and 3 (b, right): a map per head.
+    """Draw a map per head of the weights of its prior alone, as in GOAT's Figures 1 (d) and 3 (b, right).
 
-    Of the first seed. Maps are made of the summands, so there are none of schemes whose prior is not made of what
-    depends on the distance and what depends on the key, nor of those that have no summands as a few numbers say it all.
+    The figure shows the first seed. Maps are built from terms over the distance or the key, so schemes with other terms
+    or without term rows have none.
 
     Args:
-        terms: Rows of the scheme's summands.
-        masses: Rows of its priors' masses.
-        scheme: Its name.
+        terms: Term rows of the scheme.
+        masses: Mass rows of the scheme.
+        scheme: Name of the scheme.
     """
     look = {"cmap": "Blues", "norm": PowerNorm(0.5, 0, 1)}
     maps = {place: causal_weights(summands) for place, summands in _first_seed(terms).groupby(["layer", "head"])}
@@ -154,12 +153,12 @@ def prior_weights(terms: Frame, masses: Frame, scheme: str) -> Figure | None:
 
 
 def prior_logits(terms: Frame, masses: Frame, scheme: str) -> Figure | None:
-    """Draw each head's log-prior before the causal mask, as in GOAT's Figures 1 (c) and 3 (b, left): a map per head.
+    """Draw a map per head of its log-prior before the causal mask, as in GOAT's Figures 1 (c) and 3 (b, left).
 
-    The mean of each row is taken away, which changes no weight. The dashed line is the causal mask's: what is above it
-    is never seen. Arguments are as for :func:`prior_weights`.
+    The mean of each row is subtracted, which changes no weight. The dashed line is the causal mask; keys above it are
+    never seen. Arguments are those of :func:`prior_weights`.
     """
-    # Results of before these were kept have none.
+    # Older results lack log-priors of keys after the query.
     if not all(row.over == "key" or isinstance(row.ahead, list) for row in terms.itertuples()):
         return None
     maps = {place: _row_centred(summands) for place, summands in _first_seed(terms).groupby(["layer", "head"])}
@@ -174,11 +173,11 @@ def prior_logits(terms: Frame, masses: Frame, scheme: str) -> Figure | None:
 
 
 def prior_maps(rows: Frame, scheme: str) -> Figure | None:
-    """Draw what the prior of each head says around the middle patch of the training grid (GOAT, Figure 5b).
+    """Draw each head's prior around the central patch of the training grid (GOAT, Figure 5b).
 
     Args:
-        rows: Prior maps of one scheme, of which the first seed is shown.
-        scheme: Its name.
+        rows: Prior maps of one scheme; the first seed is shown.
+        scheme: Name of the scheme.
     """
     maps = {(row.layer, row.head): np.array(row.log_prior) for row in _first_seed(rows).itertuples()}
     figure = _maps(maps, {}, scheme, {"cmap": "viridis", "vmin": _LOWEST, "vmax": 0}, "nats below the most likely")
@@ -198,13 +197,13 @@ def _maps(
     words: str,
     ticks: Sequence[float] | None = None,
 ) -> Figure | None:
-    """Draw a map for each layer and head, with a bar for its colours; return None where there are none."""
+    """Draw a map for each layer and head with a colour bar; return None without maps."""
     if not maps:
         return None
     layers, heads = (sorted({*places}) for places in zip(*maps, strict=True))
     columns = min(len(heads), 4)
     lines = math.ceil(len(heads) / columns)
-    # Maps are square, each with a title of up to three lines.
+    # Each map is square and has a title of up to three lines.
     figure = blank(0.9 + (0.4 + 0.4 * bool(notes) + 4.2 / max(columns, 2)) * lines * len(layers))
     grid: Any = figure.subplots(lines * len(layers), columns, sharex=True, sharey=True, squeeze=False)
     image: Any = None
@@ -233,7 +232,7 @@ def _first_seed(rows: Frame) -> Frame:
 
 
 def _masses(masses: Frame) -> dict[tuple[int, int], str]:
-    """Return where each head's prior looks, in words."""
+    """Return a note for each head with its prior's mass on the first and the previous key."""
     return {
         (row.layer, row.head): f"\nfirst {percent(row.first)} %,\nprevious {percent(row.previous)} %"
         for row in _first_seed(masses).itertuples()
@@ -241,9 +240,9 @@ def _masses(masses: Frame) -> dict[tuple[int, int], str]:
 
 
 def _log_prior(summands: Frame) -> np.ndarray:
-    """Return the sum of some curves as it is applied, ``(query, key)`` in nats; ``-inf`` where it hides the key.
+    """Return the sum of the terms as attention applies it, ``(query, key)`` in nats; ``-inf`` for hidden keys.
 
-    For keys ahead of the query it means something only where the summands say what it is there.
+    Entries for keys after the query are meaningful only if the terms define them.
     """
     size = min(_LARGEST_MAP, *(_contiguous(places) for places in summands.places))
     query, key = np.indices((size, size))
@@ -255,13 +254,13 @@ def _log_prior(summands: Frame) -> np.ndarray:
     total = np.where(np.isnan(total), -np.inf, total)
     scale = summands.scale.iloc[0]
     if isinstance(scale, list):
-        # Not what is hidden: 0 · ∞ is no number.
+        # Skip hidden keys: 0 · ∞ is nan.
         np.multiply(total, np.array(scale[:size])[:, None], out=total, where=~np.isneginf(total))
     return total
 
 
 def causal_weights(summands: Frame) -> np.ndarray:
-    """Return the causal probabilities of a prior that is the sum of some curves; nan for keys in the future."""
+    """Return the causal attention weights of a prior that is a sum of terms; nan for future keys."""
     total = _log_prior(summands)
     past = np.tri(len(total), dtype=bool)
     total = np.where(past, total, -np.inf)
@@ -270,14 +269,14 @@ def causal_weights(summands: Frame) -> np.ndarray:
 
 
 def _row_centred(summands: Frame) -> np.ndarray:
-    """Return the log-prior less the mean of its row, before any causal mask; nan where it hides the key."""
+    """Return the log-prior minus the mean of its row, before any causal mask; nan for hidden keys."""
     total = _log_prior(summands)
     total = np.where(np.isneginf(total), np.nan, total)
     return total - np.nanmean(total, axis=1, keepdims=True)
 
 
 def _contiguous(places: Sequence[int]) -> int:
-    """Return how many places from 0 there are without a gap."""
+    """Return the number of consecutive places from 0."""
     return next((index for index, place in enumerate(places) if place != index), len(places))
 
 
@@ -285,11 +284,11 @@ def _contiguous(places: Sequence[int]) -> int:
 
 
 def thetas(results: Results, compared: Sequence[Comparison] | None = None) -> Figure | None:
-    """Draw where the heads of the Generalized Gaussian priors ended: shape β against θα, over BAM's clusters.
+    """Draw shape β against θα of the trained Generalized Gaussian heads, over BAM's clusters.
 
     Args:
-        results: A study's results.
-        compared: What is compared, as :func:`~attention_priors.lab.report.figures.layout.figure_of` takes it.
+        results: Results of a study.
+        compared: see :func:`~attention_priors.lab.report.figures.layout.figure_of`.
     """
     heads = gaussian_heads(results["prior"])
     layers = sorted(heads.layer.unique())
@@ -307,7 +306,7 @@ def thetas(results: Results, compared: Sequence[Comparison] | None = None) -> Fi
         axes.axhline(0, color=GREY, linewidth=0.8, zorder=1)
         dot: dict[str, Any] = {"linestyle": "none", "markersize": 6.5, "alpha": 0.75, "markeredgecolor": "white",
                                "markeredgewidth": 0.5, "zorder": 3}  # fmt: skip
-        # The layers of one scheme alone, as markers tell several schemes apart.
+        # Markers denote layers if there is one scheme, else schemes.
         markers = {n: MARKERS[index % len(MARKERS)] for index, n in enumerate(layers if len(shown) == 1 else [])}
         for head in own.itertuples():
             one = shown[head.scheme]
@@ -328,11 +327,11 @@ def thetas(results: Results, compared: Sequence[Comparison] | None = None) -> Fi
 
 
 def logit_scales(results: Results, compared: Sequence[Comparison] | None = None) -> Figure | None:
-    """Draw which share of heads has which logit scale s.
+    """Draw the distribution of logit scales s over heads.
 
     Args:
-        results: A study's results.
-        compared: What is compared, as :func:`~attention_priors.lab.report.figures.layout.figure_of` takes it.
+        results: Results of a study.
+        compared: see :func:`~attention_priors.lab.report.figures.layout.figure_of`.
     """
     values = {name: own.s.to_numpy() for name, own in by_scheme(results["logit_scale"].dropna(subset="s"))}
 
@@ -358,13 +357,13 @@ def logit_scales(results: Results, compared: Sequence[Comparison] | None = None)
 
 
 def prior_reach(results: Results) -> Figure | None:
-    """Draw the distance that holds half of each head's prior, against the length of the text: a panel per scheme."""
+    """Draw the distance that holds half of each head's prior against text length, with one panel per scheme."""
     found = halves(results)
     shown = [name for name in overview(results) if name in found]
     if not shown:
         return None
     lengths = sorted({length for own in found.values() for half in own for length in half})
-    columns = 2 if len(shown) == 4 else min(3, len(shown))  # none left alone in a line
+    columns = 2 if len(shown) == 4 else min(3, len(shown))  # no panel alone in a line
     figure, grid = panel_grid(len(shown), columns, 2.0, base=0.8, sharex=True, sharey=True)
     powers = [2.0**k for k in range(40) if NEAR < 2**k <= lengths[-1] / 2]
     for place, (axes, name) in enumerate(zip(grid, shown, strict=True)):
@@ -380,7 +379,7 @@ def prior_reach(results: Results) -> Figure | None:
         scales.set_ticks(axes.yaxis, [0, NEAR, *scales.thin(powers, 4)])
         axes.axhline(NEAR, color=GREY, linewidth=0.6, zorder=1)
         axes.tick_params(labelsize=7.5)
-        if place + columns >= len(shown):  # nothing below it
+        if place + columns >= len(shown):  # no panel below
             axes.set_xlabel("length of the text, tokens", fontsize=8)
             axes.tick_params(labelbottom=True)
     figure.supylabel("distance that holds half of the prior, tokens", fontsize=9.5)

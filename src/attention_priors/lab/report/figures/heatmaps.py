@@ -1,4 +1,4 @@
-"""Shares at each depth and length, and what values along axes come to at the longest length."""
+"""Shares by depth and length, and shares of axis values at the longest length."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ from attention_priors.lab.results import Frame
 _MOST_DEPTHS = 20
 _BANDS = 10
 _CHARACTERS_PER_INCH = 8.5
-"""Of a bold title."""
+"""Width of a bold title."""
 _NOT_EVALUATED: dict[str, Any] = {"facecolor": "#e6e6e6", "edgecolor": "#b5b5b5", "hatch": "////", "linewidth": 0}
 _LINE_HEIGHT = 0.2
-"""Inches."""
+"""Height of a line in inches."""
 _SEEDS_APART = 0.2
-"""Of a line's height, around its middle: seeds of the same share stay apart."""
+"""Vertical offset of seeds as a share of a line's height, so that equal shares stay visible."""
 
 
 def depth_rows(measured: Sequence[Collection[float]]) -> tuple[list[str], dict[float, int]]:
-    """Return the names of a heatmap's rows, and the row of each depth.
+    """Return the row labels of a heatmap, and the row of each depth.
 
-    Each depth has a row where all texts have the same few. Where there are more than 20, or others here than there, as
-    where a task draws them, the rows are tenths of the text.
+    Each depth has its own row if all texts share the same depths, at most 20. Otherwise, for example if a task draws
+    its depths, each row covers a tenth of the text.
 
     Args:
-        measured: The depths, from 0 to 1, of the texts that one model was asked about at one length.
+        measured: Depths, from 0 to 1, of one model's texts at each length.
     """
     depths = sorted({depth for found in measured for depth in found})
     if len(depths) <= _MOST_DEPTHS and all(len({*found}) == len(depths) for found in measured):
         return [f"{100 * depth:.0f}" for depth in depths], {depth: row for row, depth in enumerate(depths)}
     step = 100 // _BANDS
     names = [f"{start}–{start + step}" for start in range(0, 100, step)]
-    # Rounded first: a depth that was computed may be a hair below the tenth that it is.
+    # Round first: a computed depth may be slightly below the exact tenth.
     return names, {depth: min(int(round(_BANDS * depth, 6)), _BANDS - 1) for depth in depths}
 
 
 def depth_heatmap(rows: Frame, scheme: str, title: str, trained: int | None = None) -> Figure | None:
-    """Draw the share at each depth and length in percent, pooled over seeds; means stand at the edges.
+    """Draw the share at each depth and length in percent, pooled over seeds, with means at the edges.
 
-    A mean over lengths is there if every seed was asked at all of them: the mean of the shorter ones alone would
+    Means over lengths are shown only if every seed was evaluated at all lengths. A mean of shorter lengths would
     flatter a scheme that stopped.
 
     Args:
-        rows: Retrieval rows of one task, of all schemes, so that their heatmaps can be laid side by side.
-        scheme: The scheme to draw.
+        rows: Retrieval rows of one task. Rows of all schemes give their heatmaps the same axes.
+        scheme: Scheme to draw.
         title: Title of the figure.
-        trained: Training length in tokens; None if there is none to show.
+        trained: Training length in tokens; None for no line.
     """
     rows = rows[rows.depth.notna()]
     if not len(rows[rows.scheme == scheme]):
@@ -79,7 +79,7 @@ def depth_heatmap(rows: Frame, scheme: str, title: str, trained: int | None = No
     if (seeds_at == own.seed.nunique()).all():
         table[:-1, -1] = _table(shares(own, "row").assign(length=0), len(depths), [0]).ravel()
 
-    # Cells keep their size whatever their number.
+    # Cells have a constant size.
     width = max(3.4, 1.2 + 0.4 * len(table.T))
     title_lines = textwrap.wrap(label(title), round(_CHARACTERS_PER_INCH * width))
     figure, axes = start(width=width, height=1.4 + 0.21 * len(table) + 0.17 * (len(title_lines) - 1))
@@ -93,7 +93,7 @@ def depth_heatmap(rows: Frame, scheme: str, title: str, trained: int | None = No
         elif j < len(lengths):
             cell.update(_NOT_EVALUATED | {"gid": "not evaluated"})
             axes.add_patch(cell)
-        elif i < len(depths):  # every mean but the corner where means meet
+        elif i < len(depths):  # means, except the corner where they meet
             _write(axes, columns[j], lines[i], ABSENT, "black")
     keys: list[Artist] = []
     if trained is not None:
@@ -104,7 +104,7 @@ def depth_heatmap(rows: Frame, scheme: str, title: str, trained: int | None = No
     axes.set_xlim(0, columns[-1] + 0.5)
     axes.set_ylim(lines[-1] + 0.5, 0)
     axes.set_xticks(columns, [*(f"{length}†" if length in partly else str(length) for length in lengths), "mean"])
-    # Five digits are wider than a cell.
+    # Numbers of five digits are wider than a cell.
     axes.tick_params(axis="x", labelsize=8, rotation=90 if lengths[-1] > 9999 else 0)
     axes.set_yticks(lines, [*depths, "mean"], fontsize=8)
     axes.set_xlabel("context length, tokens")
@@ -123,13 +123,13 @@ def depth_heatmap(rows: Frame, scheme: str, title: str, trained: int | None = No
 
 
 def _table(cells: Frame, lines: int, lengths: Sequence[int]) -> np.ndarray:
-    """Return shares by row and length; nan where there is none."""
+    """Return shares by row and length; nan where missing."""
     table = cells.pivot(index="row", columns="length", values="share")
     return table.reindex(index=range(lines), columns=lengths).to_numpy()
 
 
 def _middles(count: int) -> list[float]:
-    """Return the middles of cells side by side, the last set apart by a third of a cell."""
+    """Return the centres of adjacent cells, with a gap of a third of a cell before the last."""
     return [*(index + 0.5 for index in range(count - 1)), count - 1 + 5 / 6]
 
 
@@ -138,12 +138,12 @@ def _write(axes: Axes, x: float, y: float, text: str, colour: str) -> None:
 
 
 def longest_by_axis(compared: Sequence[Comparison], rows: Frame) -> Figure | None:
-    """Draw the share of texts right at the longest length: a line of the chart for each value of each comparison.
+    """Draw the share of right answers at the longest length, with one line per value of each comparison.
 
-    Of many values along one axis this shows what curves hide behind each other.
+    This figure separates values whose curves overlap.
 
     Args:
-        compared: What is compared.
+        compared: Comparisons to draw.
         rows: Retrieval rows of one task.
     """
     shown = [(one, [name for name in one.values if name in {*rows.scheme}]) for one in compared]
@@ -195,7 +195,7 @@ def _draw_share(axes: Axes, cell: Any, line: int, color: str) -> dict[str, Artis
 
 
 def _draw_seeds(axes: Axes, rows: Frame, scheme: str, longest: int, line: int) -> dict[str, Artist]:
-    """Draw a tick for each seed that was evaluated at the longest length, and a cross for each that was not."""
+    """Draw a tick for each seed evaluated at the longest length, and a cross for each seed that stopped before."""
     of_seeds = shares(rows, "seed", "length").groupby("seed").last()
     keys: dict[str, Artist] = {}
     for cell, nudge in zip(of_seeds.itertuples(), np.linspace(-_SEEDS_APART, _SEEDS_APART, len(of_seeds)), strict=True):

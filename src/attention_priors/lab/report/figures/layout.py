@@ -1,4 +1,4 @@
-"""Schemes on one pair of axes, or in panels of those that are compared, each with its legend."""
+"""Schemes on one pair of axes or in panels of comparisons, with legends."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from attention_priors.lab.report.figures.style import Look, blank, label, look, 
 from attention_priors.lab.results import Results
 
 Looks = Mapping[str, Look]
-"""The schemes that are drawn, in order, and how."""
+"""Schemes to draw, in order, with their look."""
 
 Draw = Callable[[Axes, Looks, bool], list[Artist]]
-"""Draws schemes on axes, which may be those of a panel; returns keys of the legend beside those of the schemes."""
+"""Function that draws schemes on axes, which may be a panel's, and returns additional legend entries."""
 
 Key = Callable[[Look, str], Artist]
-"""Makes a scheme's key of the legend."""
+"""Function that makes the legend entry of a scheme."""
 
 _LONG_NAME = 18
-"""Characters."""
+"""Number of characters above which a name counts as long."""
 _LEGEND_LINE = 0.17
-"""Inches."""
+"""Height of a legend line in inches."""
 _KEY_WIDTH, _CHARACTER_WIDTH = 0.5, 0.072
-"""Inches, of a legend's keys and characters."""
+"""Width of a legend key and of a character, in inches."""
 
 
 def line_key(look: Look, name: str) -> Line2D:
-    """Return the key of a curve."""
+    """Return the legend entry of a curve."""
     return Line2D([], [], **look._asdict(), label=label(name), linewidth=1.8)
 
 
 def training_key() -> Line2D:
-    """Return the key of the line at a training length."""
+    """Return the legend entry of the training-length line."""
     return Line2D([], [], color="#444444", linestyle=(0, (5, 3)), linewidth=1, label="training length")
 
 
@@ -52,18 +52,18 @@ def figure_of(
     compared: Sequence[Comparison] | None = None,
     key: Key = line_key,
 ) -> Figure | None:
-    """Draw schemes in panels where they are compared, or the schemes of the overview on one pair of axes.
+    """Draw schemes in panels of comparisons, or the schemes of the overview on one pair of axes.
 
     Args:
-        results: Results that have the schemes.
-        schemes: The schemes that there is something to draw of.
+        results: Results that contain the schemes.
+        schemes: Schemes with data.
         draw: Draws schemes on axes.
         title: Title of the figure.
-        compared: What is compared, a panel for each two schemes or more; by default the recipe's panels.
-        key: Makes the schemes' keys of the legends.
+        compared: Comparisons with one panel each if at least two schemes have data. By default the recipe's panels.
+        key: Makes the legend entry of a scheme.
 
     Returns:
-        None where there is nothing to draw.
+        Figure, or None without data.
     """
     least = 1 if compared is None else 2
     shown = [(one, [name for name in one.values if name in schemes]) for one in compared or panels(results)]
@@ -78,13 +78,13 @@ def figure_of(
 
 
 def overview_looks(results: Results, schemes: Collection[str]) -> dict[str, Look]:
-    """Return the looks of those of some schemes that the overview shows."""
+    """Return the looks of those schemes that the overview shows."""
     look_of = looks(results)
     return {name: look_of[name] for name in overview(results) if name in schemes}
 
 
 def figure_of_lines(shown: Looks, draw: Draw, columns: int = 3, key: Key = line_key) -> Figure | None:
-    """Draw lines on one pair of axes; return None where there are none."""
+    """Draw lines on one pair of axes; return None without lines."""
     if not shown:
         return None
     figure, axes = start(4.5)
@@ -94,7 +94,7 @@ def figure_of_lines(shown: Looks, draw: Draw, columns: int = 3, key: Key = line_
 
 
 def legend_below(figure: Figure, keys: Sequence[Artist], columns: int = 3) -> None:
-    """Put a legend under the axes, which keep their height; where names are long it has fewer columns."""
+    """Put a legend below the axes, without shrinking them; long names reduce the number of columns."""
     widest = max(len(str(key.get_label())) for key in keys)
     columns = max(1, min(columns, int(figure.get_figwidth() / (_KEY_WIDTH + _CHARACTER_WIDTH * widest))))
     figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(keys) / columns))
@@ -103,14 +103,14 @@ def legend_below(figure: Figure, keys: Sequence[Artist], columns: int = 3) -> No
 
 
 def panel_grid(count: int, columns: int, height: float, base: float, **options: Any) -> tuple[Figure, list[Axes]]:
-    """Return a figure with some panels, a few in a line.
+    """Return a figure with a grid of panels.
 
     Args:
-        count: How many panels there are.
-        columns: How many stand in a line.
+        count: Number of panels.
+        columns: Number of panels in a line.
         height: Height of a line in inches.
         base: Height of everything else in inches.
-        options: As for ``Figure.subplots``.
+        options: Keyword arguments of ``Figure.subplots``.
     """
     lines = math.ceil(count / columns)
     figure = blank(base + height * lines)
@@ -121,7 +121,7 @@ def panel_grid(count: int, columns: int, height: float, base: float, **options: 
 
 
 def _in_panels(shown: Sequence[tuple[Comparison, list[str]]], draw: Draw, key: Key) -> Figure:
-    """Draw a panel for each comparison, two in a line."""
+    """Draw one panel per comparison, two in a line."""
     columns = min(2, len(shown))
     legend = max(math.ceil((len(names) + 2) / _beside(one, columns)) for one, names in shown)
     figure, grid = panel_grid(len(shown), columns, 2.6 + _LEGEND_LINE * legend, base=0.2)
@@ -142,5 +142,5 @@ def _in_panels(shown: Sequence[tuple[Comparison, list[str]]], draw: Draw, key: K
 
 
 def _beside(comparison: Comparison, columns: int) -> int:
-    """Return how many names fit beside each other: two short ones under a panel half as wide as the figure."""
+    """Return the number of legend columns: two for short names below a half-width panel."""
     return (1 if max(map(len, comparison.values.values())) > _LONG_NAME else 2) * (1 if columns == 2 else 2)

@@ -1,4 +1,4 @@
-"""Axes in tokens, in nats and of losses, with ticks in plain numbers."""
+"""Axes of tokens, nats and losses, with ticks in plain numbers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from attention_priors.lab.report.figures.style import tidy
 from attention_priors.lab.report.wording import multiple
 
 DEPTH_OF_CUT = 30.0
-"""Log-priors are drawn down to this many nats below their maximum: e^-30 is no weight at all."""
+"""Depth in nats below the maximum at which log-priors are cut; e^-30 is a negligible weight."""
 
 _LARGEST_LOG_TICK = 30
 _MOST_LOG_TICKS = 15
 
 
 def thin(ticks: Sequence[float], at_most: int) -> list[float]:
-    """Keep ticks far enough apart on a log axis for ``at_most`` labels; the first always stays."""
+    """Select ticks of a log axis with room for ``at_most`` labels, including the first."""
     apart = math.log2(ticks[-1] / ticks[0]) / at_most if len(ticks) > 1 else 0
     kept = list(ticks[:1])
     for tick in ticks:
@@ -32,19 +32,19 @@ def thin(ticks: Sequence[float], at_most: int) -> list[float]:
 
 
 def powers_of_two(low: float, high: float) -> list[float]:
-    """Return the powers of two in a range, and those a little beyond its ends."""
+    """Return the powers of two in a range, with a small margin."""
     return [2.0**k for k in range(_LARGEST_LOG_TICK) if low / 1.15 <= 2.0**k <= high * 1.15]
 
 
 def set_ticks(axis: Axis, ticks: Iterable[float], written: Callable[[float], str] = "{:.0f}".format) -> None:
-    """Set the ticks of an axis and how they are written, and no others."""
+    """Set the ticks of an axis and their format, and remove all others."""
     axis.set_major_locator(FixedLocator([*ticks]))
     axis.set_major_formatter(FuncFormatter(lambda value, _: written(value).replace("-", "−")))
     axis.set_minor_locator(NullLocator())
 
 
 def log_token_axis(axes: Axes, ticks: Sequence[float], first: float, last: float, at_most: int) -> None:
-    """Show tokens on a log2 axis that begins and ends a little beyond what it shows."""
+    """Show tokens on a log2 axis with a margin at both ends."""
     axes.set_xscale("log", base=2)
     axes.set_xlim(first / 1.25, last * 1.25)
     set_ticks(axes.xaxis, thin(ticks, at_most))
@@ -56,11 +56,11 @@ def token_axis(
     """Show tokens on a log2 axis, with a line at each training length.
 
     Args:
-        axes: Where.
-        ticks: Possible ticks, rising.
-        ends: First and last place that is drawn.
-        trained: Training lengths with the colours of their lines. Multiples of a single one stand above the axes.
-        panel: Whether these are the axes of one panel of several, which have less room.
+        axes: Axes to configure.
+        ticks: Candidate ticks, in rising order.
+        ends: First and last position in the data.
+        trained: Training lengths with line colours. A single one adds an axis of multiples on top.
+        panel: Whether the axes belong to one of several panels, which have less room.
     """
     at_most = 6 if panel else 9
     log_token_axis(axes, ticks, min(*ends, *trained), max(*ends, *trained), at_most)
@@ -80,7 +80,7 @@ def token_axis(
 
 
 def plain_log_ticks(axes: Axes) -> None:
-    """Tick a log axis at 1, 2, 5, 10, ...; at powers of 10 where it spans more, evenly where it spans less."""
+    """Set ticks of a log axis at 1, 2, 5, 10, ...; at powers of 10 for wide ranges, evenly spaced for narrow ones."""
     low, high = axes.get_ylim()
     powers = [10.0**k for k in range(-1, math.floor(math.log10(high)) + 1)]
     ticks = [tick for power in powers for digit in (1, 2, 5) if low <= (tick := digit * power) <= high]
@@ -92,17 +92,17 @@ def plain_log_ticks(axes: Axes) -> None:
 
 
 def below_maximum(log_prior: Sequence[float | None]) -> np.ndarray:
-    """Return a log-prior less its maximum, not below the cut; nan where there is none."""
+    """Return a log-prior relative to its maximum, cut from below; nan where undefined."""
     curve = np.array(log_prior, dtype=float)
     return curve if np.isnan(curve).all() else np.maximum(curve - np.nanmax(curve), -DEPTH_OF_CUT)
 
 
 def prior_axes(axes: Axes, farthest: int) -> None:
-    """Show tokens across and nats below the maximum up, both linear up to 1 and then logarithmic.
+    """Show tokens horizontally and nats below the maximum vertically, both linear up to 1 and logarithmic beyond.
 
     Args:
-        axes: Where.
-        farthest: The last place that is drawn.
+        axes: Axes to configure.
+        farthest: Last position in the data.
     """
     tidy(axes)
     axes.set_xscale("symlog", base=2, linthresh=1, linscale=0.6)
@@ -116,7 +116,7 @@ def prior_axes(axes: Axes, farthest: int) -> None:
 
 
 def nudges(count: int, lengths: Sequence[int]) -> list[float]:
-    """Return a factor close to 1 for each line: together they fill under half of the closest two lengths' distance."""
+    """Return a factor close to 1 for each line; together they span under half of the smallest gap between lengths."""
     gaps = np.diff(np.log2(lengths))
     step = min(0.07, 0.4 * float(gaps.min()) / count) if gaps.size else 0.0
     return [2 ** ((index - (count - 1) / 2) * step) for index in range(count)]

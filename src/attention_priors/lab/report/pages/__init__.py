@@ -1,4 +1,4 @@
-"""Pages that hold everything they show, and pages that someone writes about results."""
+"""Rendering of self-contained HTML pages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from attention_priors.lab.report.wording import duration, moment, quantity
 
 
 def render(template: str, **content: Any) -> str:
-    """Fill one of the templates.
+    """Render a template.
 
     Raises:
-        jinja2.UndefinedError: The template names something that ``content`` lacks.
+        jinja2.UndefinedError: the template uses a name that ``content`` lacks.
     """
     loader = PackageLoader("attention_priors.lab.report.pages")
     options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
@@ -27,19 +27,19 @@ def render(template: str, **content: Any) -> str:
 
 
 def write_explorer(path: Path) -> None:
-    """Write the page on which people drag the parameters of priors as one HTML file without a network or a server.
+    """Write an interactive page for exploring priors as one HTML file that needs no network or server.
 
-    It has about 5 MB: nearly all of them are plotly's code, which draws.
+    The file has about 5 MB, almost all of which is plotly's code.
 
     Args:
-        path: The file; its folder is made if it is not there.
+        path: Target file; its folder is created if missing.
     """
-    from plotly.offline import get_plotlyjs  # takes long to import, and no other page needs it
+    from plotly.offline import get_plotlyjs  # slow import that no other page needs
 
     page = render("explorer.html", lengths=REACH_LENGTHS, plotly=get_plotlyjs())
     write_bytes(Path(path), page.encode())
 
 
 def embedded_figure(drawing: bytes, alt: str) -> dict[str, Any]:
-    """Return a PNG file for the macro ``picture``: as data, and in words."""
+    """Return an embedded PNG file with its alternative text, for the macro ``picture``."""
     return {"source": f"data:image/png;base64,{base64.b64encode(drawing).decode()}", "alt": alt}

@@ -1,4 +1,4 @@
-"""The page of ``attention-priors inspect``: what the heads of one model do."""
+"""Page of ``attention-priors inspect``: the heads of one model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attention_priors.lab.results import FORMAT, INSPECTION_FORMAT, Results
 Found = Mapping[str, Any]
 
 _MOST_HEADS = 48
-"""In a table that stands open."""
+"""Largest number of heads in a table that is shown unfolded."""
 _FIRST = {"pass key, %": "needle", "prior's share, %": "position_share"}
 _LAST = {"s": "s", "γ": "inverse_temperature", "agreement, nats": "agreement", "mean distance, tokens": "distance"}
 _HEADINGS = {"beta": "β", "mu": "μ", "theta_alpha": "θα"}
@@ -33,17 +33,17 @@ _SUMMANDS = {
 
 
 def write_inspection(found: Found, path: Path) -> None:
-    """Write what was found in a model as one HTML file that needs no other file and no network.
+    """Write an inspection as one HTML file that needs no other file and no network.
 
     Args:
-        found: As :func:`attention_priors.lab.inspect.inspect_model` returns it.
-        path: The file; its folder is made if it is not there.
+        found: Dictionary from :func:`attention_priors.lab.inspect.inspect_model`.
+        path: Target file; its folder is created if missing.
 
     Raises:
-        ValueError: ``found`` is of an unknown format.
+        ValueError: ``found`` has an unknown format.
     """
     if (got := found.get("format")) != INSPECTION_FORMAT:
-        raise ValueError(f"found['format'] must be {INSPECTION_FORMAT}, the only one this version reads; it is {got!r}")
+        raise ValueError(f"found['format'] must be {INSPECTION_FORMAT}, the format of this version; it is {got!r}")
     results = inspection_results(found)
     chosen = Counter(shown.get("why") for shown in found["passkey"].get("maps", ()))
     page = render(
@@ -56,7 +56,7 @@ def write_inspection(found: Found, path: Path) -> None:
 
 
 def inspection_results(found: Found) -> Results:
-    """Return an inspection as the results of one scheme, whose priors figures can show."""
+    """Return an inspection as the results of a study with one scheme, for figures of priors."""
     own = {"scheme": found["title"], "seed": 0}
     kinds = {"priors": "prior", "prior_terms": "prior_term", "logit_scales": "logit_scale"}
     rows = [{"row": kind, **row, **own} for section, kind in kinds.items() for row in found[section]]
@@ -66,7 +66,7 @@ def inspection_results(found: Found) -> Results:
 
 
 def inspection_summary(found: Found) -> str:
-    """Say what was found, in a few sentences."""
+    """Summarize an inspection in a few sentences."""
     texts, asked = found["text"].get("heads"), found["passkey"].get("heads")
     roles = Counter(row["role"] for row in found["priors"])
     return wording(
@@ -88,10 +88,10 @@ def _prior_is_scaled(found: Found) -> bool:
 def _figures(found: Found, results: Results) -> dict[str, list[dict[str, Any]]]:
     drawings = {
         "curves": (drawn.prior_curves(results["prior"], found["title"]), "Log-prior of each head against distance"),
-        "terms": (drawn.prior_terms(results["prior_term"], found["title"]), "Summands of each head's log-prior"),
+        "terms": (drawn.prior_terms(results["prior_term"], found["title"]), "Terms of each head's log-prior"),
         "thetas": (drawn.thetas(results), "Shape β against θα of every Generalized Gaussian head"),
         "scales": (drawn.logit_scales(results), "Histogram of the heads' logit scales s"),
-        "text": (layer_maps(found), "Maps of layers and heads: what decides where attention lies on the text"),
+        "text": (layer_maps(found), "Maps of layers and heads: prior's share and weights on a text"),
     }
     shown = {kind: [embedded_figure(png(figure), f"{alt}.")] for kind, (figure, alt) in drawings.items() if figure}
     figures: dict[str, list[dict[str, Any]]] = defaultdict(list, shown)
@@ -109,23 +109,23 @@ def _figures(found: Found, results: Results) -> dict[str, list[dict[str, Any]]]:
 
 
 def inspection_tables(found: Found) -> dict[str, Table]:
-    """Return every table that there is data for, by name."""
+    """Return every table with data, by name."""
     made = [_heads(found), _reach(found), _additive(found), _layers(found)]
     return {table.name: table for table in made if table.lines}
 
 
 def _heads(found: Found) -> Table:
-    """Each head: in words, in parameters, and by what it does on the texts."""
+    """Return the table of heads: role, parameters, and attention on the texts."""
     asked = [{key: row[key] for key in ("layer", "head", "needle")} for row in found["passkey"].get("heads", ())]
     columns = ["layer", "head", "role", "prior", "parameters", "reach_at_length"]
     heads = pd.DataFrame(found["priors"], columns=columns).set_index(["layer", "head"])
     for rows in (found["text"].get("heads"), asked, found["logit_scales"]):
         heads = heads.join(pd.DataFrame(rows).set_index(["layer", "head"])) if rows else heads
-    shown: dict[str, Any] = {"head": [f"{layer}.{head}" for layer, head in heads.index], "in words": heads.role}
+    shown: dict[str, Any] = {"head": [f"{layer}.{head}" for layer, head in heads.index], "role": heads.role}
     if heads.prior.nunique() > 1:
         shown["prior"] = heads.prior.str.replace("_", " ")
     words = len(shown)
-    # What says most stands first: wide tables are cut off on the right.
+    # Put the most important columns first, because wide tables are cut off on the right.
     shown |= {heading: heads[name].map(percent) for heading, name in _FIRST.items() if name in heads}
     shown["90 % within, tokens"] = [str(reach[1]) for reach in heads.reach_at_length]
     for name in _parameters(heads.parameters):
@@ -144,7 +144,7 @@ def _heads(found: Found) -> Table:
 
 
 def _parameters(rows: Any) -> Iterator[str]:
-    """Return the names of all parameters, but for those that say the same of a Generalized Gaussian in other words."""
+    """Return the names of all parameters, without redundant ones of a Generalized Gaussian."""
     names = dict.fromkeys(name for own in rows for name in own)
     leads = [name.removesuffix("theta_alpha") for name in names if name.endswith("theta_alpha")]
     same = {lead + other for lead in leads for other in ("alpha", "amplitude", "theta_beta")}
@@ -152,19 +152,19 @@ def _parameters(rows: Any) -> Iterator[str]:
 
 
 def _reach(found: Found) -> Table:
-    """How far each head looks back, by the length of the text."""
+    """Return the table of each head's reach, by text length."""
     sizes = [*found["priors"][0]["reach"]]
     lines = [
         [_head(row), row["role"], *(" · ".join(map(str, row["reach"][size])) for size in sizes)]
         for row in found["priors"]
     ]
     about = wording("inspected_reach", found=found, scaled=_prior_is_scaled(found))
-    header = ["head", "in words", *(f"{int(size):,}".replace(",", " ") for size in sizes)]
+    header = ["head", "role", *(f"{int(size):,}".replace(",", " ") for size in sizes)]
     return Table("reach", about, header, lines, words=2)
 
 
 def _additive(found: Found) -> Table:
-    """The summands of the logits of additive positions; no lines where there are none."""
+    """Return the table of the logit terms of additive positions; without lines if there are none."""
     linear, lines, header = "threshold" in found["additive"], [], ["head", *_SUMMANDS.values()]
     for row in found["additive"].get("heads", ()):
         audit = [row["case"], quantity(row["slope"]), percent(row["skewed"]), percent(row["drowned"])] if linear else []
@@ -175,13 +175,13 @@ def _additive(found: Found) -> Table:
 
 
 def _layers(found: Found) -> Table:
-    """The modules that compute attention."""
+    """Return the table of the modules that compute attention."""
     lines = []
     for number, layer in enumerate(found["layers"]):
-        sees = "what precedes" if layer["causal"] else "everything"
-        sees += ", within a mask of the model's own" if layer.get("own_mask") else ""
+        sees = "preceding tokens" if layer["causal"] else "all tokens"
+        sees += ", within the model's own mask" if layer.get("own_mask") else ""
         prior = "yes" if layer["has_prior"] else "uniform"
         beside = ", ".join(layer.get("beside", [])) or "–"
         lines.append([str(number), layer["name"], sees, prior, beside, str(layer["heads"])])
-    header = ["layer", "module", "sees", "prior", "beside it", "heads"]
+    header = ["layer", "module", "sees", "prior", "also applied", "heads"]
     return Table("layers", wording("inspected_layers"), header, lines, words=5)

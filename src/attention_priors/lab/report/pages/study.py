@@ -1,4 +1,4 @@
-"""A study redrawn: its report, or the tables and figures of the page that someone wrote about it."""
+"""Report of a study, or the tables and figures of a hand-written page about it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from attention_priors.lab.report.wording import percent, wording
 from attention_priors.lab.results import Frame, Results
 
 PAGE = "README.md"
-"""File of a page that someone wrote about results, in their folder."""
+"""File name of a hand-written page about results."""
 
 HOLDS = 0.95
-"""A scheme holds at a length if it retrieves at least this share of the pass keys there."""
+"""Smallest share of retrieved pass keys at which a scheme holds a length."""
 
 _TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _MARK = re.compile(r"<!-- (table: [\w-]+|end of table) -->")
@@ -34,10 +34,10 @@ _FIGURE = re.compile(r"\(figures/([^()/]+)\.png\)")
 
 
 class MissingDataError(ValueError):
-    """A page shows tables or figures that its results have no data for.
+    """Error for a page with tables or figures for which its results have no data.
 
     Attributes:
-        page: The page.
+        page: Path of the page.
     """
 
     def __init__(self, page: Path, names: Iterable[str]) -> None:
@@ -46,23 +46,23 @@ class MissingDataError(ValueError):
 
 
 def write_report(results: Results, folder: Path) -> Path:
-    """Draw the figures and tables of a study anew.
+    """Redraw the figures and tables of a study.
 
-    Where someone wrote a page that shows tables or figures of it, ``README.md``, these are made anew and nothing else.
-    A table stands between the lines ``<!-- table: NAME -->`` and ``<!-- end of table -->``, a figure is an image
-    ``figures/NAME.png``. In other folders everything that there is data for goes to ``tables``, ``figures`` and
-    ``report.html``, which needs no other file and no network.
+    If the folder has a hand-written page ``README.md`` with tables or figures of the study, only these are updated. A
+    table is enclosed by the lines ``<!-- table: NAME -->`` and ``<!-- end of table -->``. A figure is an image
+    ``figures/NAME.png``. Otherwise, everything with data is written to ``tables``, ``figures`` and ``report.html``,
+    which needs no other file and no network.
 
     Args:
-        results: The study's results.
-        folder: The study's folder.
+        results: Results of the study.
+        folder: Folder of the study.
 
     Returns:
-        The page.
+        Path of the page.
 
     Raises:
-        ValueError: The page has a mark without its other half.
-        MissingDataError: The page has tables or figures that there is no data for; all others were made.
+        ValueError: a mark on the page lacks its counterpart.
+        MissingDataError: the page has tables or figures without data; all others were updated.
     """
     page = folder / PAGE
     text = page.read_text(encoding="utf-8") if page.exists() else ""
@@ -88,7 +88,7 @@ def write_report(results: Results, folder: Path) -> Path:
 
 
 def _refresh(results: Results, page: Path, text: str) -> None:
-    """Make the tables and figures of a page anew; its words stay."""
+    """Update the tables and figures of a page, and leave its text unchanged."""
     if len(_MARK.findall(text)) != 2 * len(_TABLE.findall(text)):
         raise ValueError(f"{page}: each '<!-- table: NAME -->' must be followed by one '<!-- end of table -->'")
     made, shown = tables(results), dict.fromkeys(_FIGURE.findall(text))
@@ -106,18 +106,18 @@ def _refresh(results: Results, page: Path, text: str) -> None:
 
 
 def overview_table(results: Results) -> Table:
-    """Return the table that says most about a study; without lines where there is none."""
+    """Return the most important table of a study; its lines are empty without data."""
     return accuracy(results) if results.of_images else passkey_overview(results)
 
 
 def reach(results: Results) -> list[dict[str, Any]]:
-    """Return how far each scheme that was asked for pass keys holds.
+    """Return the longest length that each scheme with pass keys holds.
 
-    Lengths that only some of its seeds were evaluated at do not count.
+    Lengths at which some seeds were not evaluated do not count.
 
     Returns:
-        ``scheme``, ``length`` (the longest at which it holds; 0 if there is none), and ``dip``: its worst shorter
-        length at which it does not hold, in words; empty if there is none.
+        For each scheme, ``scheme``, ``length`` and ``dip``. ``length`` is the longest length that the scheme holds, or
+        0. ``dip`` describes the worst shorter length that the scheme does not hold, or is empty.
     """
     reached = []
     for name, cells in by_scheme(shares_by_length(own_passkeys(results))):
@@ -130,7 +130,7 @@ def reach(results: Results) -> list[dict[str, Any]]:
 
 
 def summarize(results: Results) -> str:
-    """Say what was compared and how far each scheme holds."""
+    """Summarize the comparison and the length that each scheme holds."""
     if results.of_images:
         return wording("study_of_images")
     measure, texts, reached = loss_measure(results), results["perplexity"], reach(results)

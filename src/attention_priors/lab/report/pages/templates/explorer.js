@@ -1,14 +1,14 @@
 "use strict";
 
-// What the library computes in Python, for one head: log-priors, the weights they give alone, how far those reach.
-// Every family is tested against the library's own class.
+// JavaScript version of the library's log-priors, their weights and their reach, for one head.
+// Tests compare every family with the library's class.
 const explorer = (() => {
-  const EPSILON = 1e-5; // of the Generalized Gaussian, as in the library
+  const EPSILON = 1e-5; // as in the library's Generalized Gaussian
   const REACH_LENGTHS = [10, 12, 14, 16, 18, 20].map((power) => 2 ** power);
   const SHARES = [0.5, 0.9, 0.99];
   const TURN = 2 * Math.PI; // GOAT's shortest period, in tokens
 
-  // A slider: name, words, least, most, step, start; `log` ones hold the power of two.
+  // A slider has name, label, minimum, maximum, step and start; `log` sliders hold the power of two.
   const slider = (name, words, least, most, step, start, log = false) => ({ name, words, least, most, step, start, log });
   const written = (value) => {
     const rounded = Number(value.toPrecision(4));
@@ -32,8 +32,8 @@ const explorer = (() => {
     generalized_gaussian: {
       words: "Generalized Gaussian (BAM)",
       sliders: [
-        slider("theta_alpha", "θα: ln of the penalty one token away from μ", -6, 4, 0.05, 0),
-        slider("beta", "shape β: local above 0, retrieval below", -3, 3, 0.05, -0.5),
+        slider("theta_alpha", "θα: ln of the penalty at one token from μ", -6, 4, 0.05, 0),
+        slider("beta", "shape β: local if positive, retrieval if negative", -3, 3, 0.05, -0.5),
         slider("mu", "location μ, tokens along j − i", -16, 4, 0.5, 0),
       ],
       logPrior: ({ theta_alpha, beta, mu }) => (distance) =>
@@ -55,9 +55,9 @@ const explorer = (() => {
       sliders: [
         slider("c", "c, per token", -10, 4, 0.25, -3, true),
         slider("threshold", "threshold L0, tokens", 0, 14, 0.5, 9, true),
-        slider("fall", "fall from the query to the first key, nats", -10, 10, 0.1, 4),
-        slider("kink", "where the fall changes, as a share of it", 0, 1, 0.01, 0.7),
-        slider("more", "further fall beyond, nats per length", -30, 30, 0.5, 10),
+        slider("fall", "drop from the query to the first key, nats", -10, 10, 0.1, 4),
+        slider("kink", "place of the kink on FIRE's scale of distances, 0 to 1", 0, 1, 0.01, 0.7),
+        slider("more", "additional drop beyond the kink, nats per unit of the scale", -30, 30, 0.5, 10),
       ],
       logPrior: ({ c, threshold, fall, kink, more }) => (distance, key) => {
         const x = Math.log1p(c * Math.abs(distance)) / Math.log1p(c * Math.max(threshold, distance + key));
@@ -70,7 +70,7 @@ const explorer = (() => {
     spectral: {
       words: "Spectral (GOAT)",
       sliders: [
-        slider("base", "base: longest over shortest period", 1, 16, 0.5, 8, true),
+        slider("base", "base: ratio of longest to shortest period", 1, 16, 0.5, 8, true),
         slider("shortest", "shortest period, tokens", 2, 12, 0.1, TURN),
         ...[0, 1, 2, 3].flatMap((r) => [
           slider(`alpha${r}`, `α of frequency ${r}, nats`, -3, 3, 0.05, r === 2 ? 1.5 : 0),
@@ -105,14 +105,14 @@ const explorer = (() => {
       sliders: [
         slider("buckets", "buckets", 4, 64, 2, 32),
         slider("distance", "distance of the last bucket, tokens", 6, 14, 1, 7, true),
-        slider("fall", "fall from bucket to bucket, nats", -1, 1, 0.01, 0.2),
+        slider("fall", "drop per bucket, nats", -1, 1, 0.01, 0.2),
       ],
       logPrior: ({ buckets, distance: last, fall }) => {
         const exact = Math.floor(buckets / 2);
         const spread = Math.log(last / exact);
         return (distance) => {
           const away = Math.max(distance, 0);
-          // In float32, as T5 has it: a distance on a boundary would change its bucket.
+          // In float32 like T5, because rounding decides the bucket of a distance on a boundary.
           const ratio = Math.fround(Math.log(Math.fround(Math.max(away, 1) / exact))) / spread;
           const spaced = exact + Math.trunc(Math.fround(Math.fround(ratio) * (buckets - exact)));
           return -fall * Math.min(away < exact ? away : spaced, buckets - 1);
@@ -126,7 +126,7 @@ const explorer = (() => {
       words: "Clipped offsets (Shaw)",
       sliders: [
         slider("offset", "largest offset, tokens", 1, 64, 1, 16),
-        slider("fall", "fall from offset to offset, nats", -1, 1, 0.01, 0.2),
+        slider("fall", "drop per offset, nats", -1, 1, 0.01, 0.2),
       ],
       logPrior: ({ offset, fall }) => (distance) => -fall * Math.min(Math.abs(distance), offset),
       python: ({ offset, fall }) =>
@@ -135,13 +135,13 @@ const explorer = (() => {
     },
     window: {
       words: "Window",
-      sliders: [slider("size", "keys that are seen, the own among them", 0, 14, 1, 7, true)],
+      sliders: [slider("size", "visible keys, including the own key", 0, 14, 1, 7, true)],
       logPrior: ({ size }) => (distance) => (Math.abs(distance) < size ? 0 : -Infinity),
       python: ({ size }) => `Window(1, ${whole(size)})`,
     },
   };
 
-  // The values of sliders by name, as the formulas take them.
+  // Slider values by name, as arguments of the formulas.
   function values(family, positions) {
     const found = {};
     for (const { name, log } of FAMILIES[family].sliders) found[name] = log ? 2 ** positions[name] : Number(positions[name]);
@@ -172,7 +172,7 @@ const explorer = (() => {
     return found;
   }
 
-  // Share of the weight that a null key with this logit takes, where content is 0.
+  // Share of a null key with this logit, without content.
   function nothing(logPrior, factor, logit) {
     const highest = factor * logPrior.reduce((one, other) => Math.max(one, other), -Infinity);
     let total = 0;
@@ -180,11 +180,11 @@ const explorer = (() => {
     return 1 / (1 + total * Math.exp(highest - logit));
   }
 
-  // The distances within which shares of the prior lie, for each length.
+  // Distances that hold shares of the prior, for each length.
   function reach(family, given, s) {
     return REACH_LENGTHS.map((length) => {
       const mass = weights(logPriors(family, given, length), scale(s, length));
-      // From the farthest key on: small numbers first.
+      // Sum from the farthest key on, so that small numbers come first.
       let beyond = 0;
       const found = SHARES.map(() => 0);
       const settled = SHARES.map(() => false);
@@ -201,7 +201,7 @@ const explorer = (() => {
     });
   }
 
-  // The causal map of a text: the weights of each query, a row each; nothing where the future would be.
+  // Causal attention map: one row of weights per query, null for future keys.
   function map(family, given, s, size) {
     const at = FAMILIES[family].logPrior(given);
     return Array.from({ length: size }, (_, query) => {
@@ -225,12 +225,12 @@ const explorer = (() => {
   return { FAMILIES, REACH_LENGTHS, SHARES, values, scale, logPriors, weights, nothing, reach, map, python };
 })();
 
-// ---- the page
+// ---- page
 
 (() => {
   const MAP = 64;
   const SIDES = ["a", "b"];
-  const CUT = 30; // nats below the highest; less is no weight at all
+  const CUT = 30; // nats below the maximum, where weights are negligible
   const [LEAST_OF_UNIFORM, LEAST] = [1e-4, 1e-12]; // weights
   const START = { a: "generalized_gaussian", b: "laplace" };
   const state = { length: 4096, s: null, logit: null, sides: {} };
@@ -260,13 +260,13 @@ const explorer = (() => {
         tell();
         draw();
       });
-      positions[name] = start; // as it is, where the slider can only come near it
+      positions[name] = start; // exact start, even between two steps of the slider
       tell();
       row.append(label, output, input);
       place.append(row);
     }
     if (!place.childElementCount) {
-      place.append(Object.assign(document.createElement("p"), { className: "note", textContent: "It has no parameters." }));
+      place.append(Object.assign(document.createElement("p"), { className: "note", textContent: "No parameters." }));
     }
   }
 
@@ -282,7 +282,7 @@ const explorer = (() => {
   const colour = (side) => styles.getPropertyValue(`--${side}`).trim();
   const shades = (side) => [0, 0.5, 1].map((share, place) => [share, styles.getPropertyValue(`--${side}-${place}`).trim()]);
 
-  // Of distances that an axis cannot tell apart, those of the lowest and the highest value: what swings is seen to.
+  // Of the distances in one pixel, keep those of the lowest and the highest value, so that oscillations stay visible.
   function sampled(curve, place) {
     const found = [];
     let [low, high] = [0, 0];
@@ -299,7 +299,7 @@ const explorer = (() => {
   const evenly = (length) => (d) => Math.floor((700 * d) / length);
 
   function layout(x, y, more = {}) {
-    // Nothing is dragged on a plot: fingers scroll the page.
+    // No dragging on plots, so that touch scrolls the page.
     const axis = { gridcolor: rule(), zerolinecolor: rule(), linecolor: rule(), automargin: true, fixedrange: true };
     return {
       margin: { l: 56, r: 12, t: 8, b: 44 },
@@ -348,15 +348,15 @@ const explorer = (() => {
       if (logit !== null) shares.push(`${side.toUpperCase()} ${shown(100 * explorer.nothing(logPrior, factor, logit))} %`);
     }
     element("null-value").textContent = logit === null ? "off" : `${shown(logit)}: ${shares.join(", ")} of the weight`;
-    // A logarithmic axis has no place for 0: the query's own key stands at one half.
+    // A logarithmic axis has no 0, so the query's own key is at one half.
     const far = (d) => (d === 0 ? 0.5 : d);
-    lines("log-prior", "distance, tokens (own key at ½)", "nats below the highest", ["log", "linear"], (side) => {
+    lines("log-prior", "distance, tokens (own key at ½)", "nats below the maximum", ["log", "linear"], (side) => {
       const { score, highest } = curves[side];
       const at = sampled(score, byOrders);
       return { x: at.map(far), y: at.map((d) => (score[d] > -Infinity ? Math.max(score[d] - highest, -CUT) : null)) };
     });
     const weight = (mass, at, times, bound) => at.map((d) => (mass[d] > 0 ? Math.max(times * mass[d], bound) : null));
-    lines("mass-log", "distance, tokens (own key at ½)", "weight, times the uniform's", ["log", "log"], (side) => {
+    lines("mass-log", "distance, tokens (own key at ½)", "weight, relative to uniform", ["log", "log"], (side) => {
       const at = sampled(curves[side].mass, byOrders);
       return { x: at.map(far), y: weight(curves[side].mass, at, length, LEAST_OF_UNIFORM) };
     });
@@ -381,7 +381,7 @@ const explorer = (() => {
       Plotly.react(`map-${side}`, [trace], plan, OPTIONS);
     }
     clearTimeout(waiting);
-    waiting = setTimeout(drawReach, 120); // a million keys twelve times: not while a slider moves
+    waiting = setTimeout(drawReach, 120); // slow: a million keys, twelve times; wait until the slider rests
   }
 
   function drawReach() {
