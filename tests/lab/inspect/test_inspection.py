@@ -519,14 +519,14 @@ def test_a_mask_of_the_models_own_is_seen_for_what_it_is(tokenizer: Any, tmp_pat
     assert not any("log_prior_ahead" in row for row in found["priors"])
     tables = inspection_tables(found)
     sees = [line[2] for line in tables["layers"].lines]
-    assert sees == ["what precedes, within a mask of the model's own"] * 3 + ["what precedes"]
+    assert sees == ["preceding tokens, within the model's own mask"] * 3 + ["preceding tokens"]
     for name in ("reach", "heads"):
         assert "In 3 of 4 layers, the model's own mask may hide further keys" in tables[name].caption
     for layer in found["layers"]:
         del layer["own_mask"]  # as it was before that was noted
     tables = inspection_tables(found)
     assert "mask" not in tables["reach"].caption
-    assert {line[2] for line in tables["layers"].lines} == {"what precedes"}
+    assert {line[2] for line in tables["layers"].lines} == {"preceding tokens"}
 
 
 def test_layers_that_see_one_key_leave_the_rest_to_be_looked_at(tokenizer: Any, tmp_path: Path) -> None:
