@@ -93,7 +93,7 @@ def test_a_scheme_inherits_sections_by_key_and_the_rest_whole():
     ("extends", "complaint"),
     [
         ({"ALiBi": "RoPE"}, r"schemes\.ALiBi\.extends: unknown scheme 'RoPE'; the recipe has ALiBi, BAM \+ SSMax"),
-        ({"ALiBi": "ALiBi"}, r"schemes\.ALiBi\.extends: ALiBi extends ALiBi"),
+        ({"ALiBi": "ALiBi"}, r"schemes\.ALiBi\.extends: circular inheritance, ALiBi extends ALiBi"),
         ({"ALiBi": BAM, BAM: "ALiBi"}, r"ALiBi extends BAM \+ SSMax extends ALiBi"),
         ({"ALiBi": 3}, r"schemes\.ALiBi\.extends: unknown scheme 3"),
     ],
@@ -232,7 +232,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "the same value twice": (
         {"axes": {"size": {"model.hidden_size": [16, 16]}}},
-        r"axis 'size' has the value '16' twice",
+        r"axis 'size' has the duplicate value '16'",
     ),
     "a reserved name": (
         {"axes": {"scheme": {"model.hidden_size": [16]}}},

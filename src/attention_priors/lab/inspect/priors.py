@@ -354,7 +354,7 @@ class PriorTermRow(TypedDict):
     ahead: list[float | None] | None
     """Log-prior of keys at these distances after the query, which a causal mask hides. None for terms over the key."""
     scale: list[float] | None
-    """``c`` of the query at each of the places, by which attention multiplies the prior; None for 1."""
+    """Logit scale ``c`` of the query at each place, which multiplies the prior; None for 1."""
 
 
 class PriorMassRow(TypedDict):

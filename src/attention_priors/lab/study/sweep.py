@@ -57,7 +57,7 @@ class Sweep(Strict):
             labels = [value.label for value in _values(settings)]
             twice = [label for label in labels if labels.count(label) > 1]
             if twice:
-                raise ValueError(f"axis {name!r} has the value {twice[0]!r} twice")
+                raise ValueError(f"axis {name!r} has the duplicate value {twice[0]!r}")
         return axes
 
 
@@ -132,7 +132,7 @@ def _inherited(schemes: Mapping[str, Content], name: str) -> Content:
                 f"schemes.{line[-1]}.extends: unknown scheme {parent!r}; the recipe has {', '.join(schemes)}"
             )
         if parent in line:
-            raise ValueError(f"schemes.{name}.extends: {' extends '.join([*line, parent])}")
+            raise ValueError(f"schemes.{name}.extends: circular inheritance, {' extends '.join([*line, parent])}")
         line.append(parent)
     made: Content = {}
     for ancestor in reversed(line):

@@ -127,7 +127,7 @@ class PasskeyTexts:
         if self.joins_digits and decoys:
             raise ValueError(
                 f"decoys={decoys} need a tokenizer that gives every digit its own token, and tokenizer "
-                f"{tokenizer.name_or_path!r} joins digits; a tokenizer that a recipe trains (tokenizer: 2048) does not"
+                f"{tokenizer.name_or_path!r} joins digits; tokenizers trained by a recipe (tokenizer: 2048) do not"
             )
         instruction, self._needle_text, self._question_text = WORDINGS[wording]
         self._tokenizer = tokenizer
@@ -140,8 +140,8 @@ class PasskeyTexts:
             # Some tokenizers encode the space before a number as a separate token.
             if not letters(str(tokenizer.decode(self._question))).endswith(letters(before)):
                 raise ValueError(
-                    f"tokenizer {tokenizer.name_or_path!r} joins a pass key to the words before it: expected tokens of "
-                    f"their own for {before[-20:]!r}"
+                    f"tokenizer {tokenizer.name_or_path!r} joins a pass key to the words before it: expected separate "
+                    f"tokens for {before[-20:]!r}"
                 )
             # A key has at most one token per digit, and one for the space before it.
             self._slack = (digits + 1) * self._needle_text.count("{key}")
@@ -180,7 +180,7 @@ class PasskeyTexts:
         if self.joins_digits:
             raise ValueError(
                 f"tokenizer {self._tokenizer.name_or_path!r} joins digits: expected one token for each, to train "
-                "on pass keys; a tokenizer that a recipe trains (tokenizer: 2048) has them"
+                "on pass keys; tokenizers trained by a recipe (tokenizer: 2048) have separate digits"
             )
         return self.minimum_length + self.digits
 

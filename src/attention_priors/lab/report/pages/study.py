@@ -41,7 +41,7 @@ class MissingDataError(ValueError):
     """
 
     def __init__(self, page: Path, names: Iterable[str]) -> None:
-        super().__init__(f"{page} shows tables or figures that its results have no data for: {', '.join(names)}")
+        super().__init__(f"{page} shows tables or figures, but its results have no data for: {', '.join(names)}")
         self.page = page
 
 
