@@ -74,7 +74,7 @@ def attention_map(passkey: Mapping[str, Any], shown: Mapping[str, Any], title: s
     names = [_PARTS[part] for part in ("needle", "filler", "question")]
     whole.set_xticks(ticks, names, fontsize=7.5)
     whole.set_yticks(ticks, names, fontsize=7.5)
-    whole.set_title("the whole prompt:\nquery below, key across", loc="left", fontsize=8.5)
+    whole.set_title("whole prompt\n(rows: queries, columns: keys)", loc="left", fontsize=8.5)
     question, needle = slice(*passkey["question"]), slice(*passkey["needle"])
     image = closer.imshow(weights[question, needle], aspect="auto", **look)
     sides = ((closer.yaxis, "question", _MOST_LABELS[0]), (closer.xaxis, "needle", _MOST_LABELS[1]))
@@ -84,7 +84,7 @@ def attention_map(passkey: Mapping[str, Any], shown: Mapping[str, Any], title: s
         named = range(0, len(tokens), math.ceil(len(tokens) / most))
         axis.set_ticks(named, [label(tokens[place]) for place in named], fontsize=7)
     closer.tick_params(axis="x", rotation=90)
-    closer.set_title(f"{title}\nhow the question's tokens look at the pass key's", loc="left", fontsize=8.5)
+    closer.set_title(f"{title}\nattention from the question to the pass key", loc="left", fontsize=8.5)
     bar = figure.colorbar(image, ax=[closer, whole], shrink=0.7, ticks=[0, 0.01, 0.1, 0.3, 1])
     bar.set_label("attention weight", fontsize=8)
     bar.ax.tick_params(labelsize=7.5)
