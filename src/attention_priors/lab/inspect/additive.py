@@ -144,8 +144,8 @@ class LinearAudit:
     drowned: Tensor
     """Whether the range of ``i (Q 1)ᵀ K e_j`` over visible keys exceeds that of the content term, ``(..., Lq)``."""
     quadratic_from: Tensor
-    """``|(Q e_i)ᵀ K 1| / |(Q 1)ᵀ K 1|``, ``(..., Lq)``: the query's place from which the second part of the slope,
-    which grows with the place, is the larger. inf if it never is."""
+    """``|(Q e_i)ᵀ K 1| / |(Q 1)ᵀ K 1|``, ``(..., Lq)``: place of the query from which the second part of the slope
+    dominates; inf if it never does. This part grows with the place."""
 
     @property
     def cases(self) -> list[Case]:

@@ -42,7 +42,7 @@ from attention_priors.priors import Prior, Uniform
 
 REACH_SHARES = (0.5, 0.9, 0.99)
 MAPS = 6
-"""Number of attention maps, unless heads are named."""
+"""Default number of attention maps, if no heads are named."""
 LONGEST = 2**24
 """Longest text for which priors are described, in tokens; each head computes a number per token."""
 _READ = 512

@@ -51,8 +51,8 @@ def effective_reach(
         Distances in tokens, int64, ``(len(shares), H)``.
 
     Raises:
-        ValueError: the length is not a positive integer, or a share is out of range. The prior is over a grid or hides
-            every key, or the logit scale has another number of heads.
+        ValueError: the length is not a positive integer, a share is out of range, or the prior is over a grid. Also if
+            the prior hides every key, or the logit scale has another number of heads.
     """
     for share in shares:
         if not 0 < share <= 1:
@@ -85,8 +85,8 @@ def window_for(
         Distances in tokens, int64, ``(H,)``; a ``Window(num_heads, size)`` needs a size of one more.
 
     Raises:
-        ValueError: an argument is out of range, the prior is over a grid or hides every key, or the logit scale has
-            another number of heads.
+        ValueError: an argument is out of range, or the prior is over a grid. Also if the prior hides every key, or the
+            logit scale has another number of heads.
     """
     check_share(tolerance=tolerance)
     if not 0 <= content_range < math.inf:
@@ -108,8 +108,8 @@ def last_prior(prior: Prior, length: int, logit_scale: SSMax | None = None) -> T
     ``length`` visible keys.
 
     Raises:
-        ValueError: the length is not a positive integer, the prior is over a grid or hides every key, or the logit
-            scale has another number of heads.
+        ValueError: the length is not a positive integer, or the prior is over a grid. Also if the prior hides every
+            key, or the logit scale has another number of heads.
     """
     return _last_log_prior(prior, length, logit_scale).softmax(-1)
 
@@ -212,8 +212,8 @@ def head_roles(prior: Prior, length: int, *, logit_scale: SSMax | None = None) -
             ``c K``.
 
     Raises:
-        ValueError: the length is not an integer of at least 2, the prior is over a grid or hides every key, or the
-            logit scale has another number of heads.
+        ValueError: the length is not an integer of at least 2, or the prior is over a grid. Also if the prior hides
+            every key, or the logit scale has another number of heads.
     """
     check_positive_integers(length=length)
     if length < 2:

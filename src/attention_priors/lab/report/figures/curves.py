@@ -279,9 +279,9 @@ def needle_weight_by_length(results: Results, plan: str) -> Figure | None:
 def sink_mass(results: Results) -> Figure | None:
     """Draw the first token's attention weight against the signal, as in GOAT's Figure 2c.
 
-    For each seed, the figure shows the head with the largest weight at the weakest signal, because roles differ between
-    layers and a mean over heads would be uninformative. Each point is one factor on the content logits, with signal and
-    weight as means over seeds. The band is Student's 95 % interval of the weight.
+    For each seed, the figure shows the head with the largest weight at the weakest signal. Roles differ between layers,
+    so a mean over heads would be uninformative. Each point is one factor on the content logits, with signal and weight
+    as means over seeds. The band is Student's 95 % interval of the weight.
     """
     rows = estimates.leading_heads(results["sink_mass"], "factor", "mass")
 
