@@ -119,11 +119,11 @@ def test_gpt_2_as_it_starts_has_little_but_content() -> None:
                    max_position_embeddings=32, word_embed_proj_dim=12, do_layer_norm_before=False),
          "brings its embeddings from a width of 12 to 24 before its first layer"),
         # A normalisation of embeddings, a factor, and a normalisation of the sum are no positions.
-        (BloomConfig(vocab_size=50, hidden_size=24, n_layer=1, n_head=3), "changes its embeddings before its first layer"),
+        (BloomConfig(vocab_size=50, hidden_size=24, n_layer=1, n_head=3), "changes its embeddings before"),
         (GraniteConfig(vocab_size=50, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=3,
-                       num_key_value_heads=3, embedding_multiplier=12.0), "changes its embeddings before its first layer"),
+                       num_key_value_heads=3, embedding_multiplier=12.0), "changes its embeddings before"),
         (BertConfig(vocab_size=50, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=3,
-                    is_decoder=True), "changes its embeddings before its first layer"),
+                    is_decoder=True), "changes its embeddings before"),
     ],
 )  # fmt: skip
 def test_models_that_cannot_be_split_are_refused(config: Any, message: str) -> None:
@@ -134,7 +134,7 @@ def test_models_that_cannot_be_split_are_refused(config: Any, message: str) -> N
 
 def test_the_same_token_throughout_hides_no_normalisation() -> None:
     model = made(BloomConfig(vocab_size=50, hidden_size=24, n_layer=1, n_head=3))
-    with pytest.raises(ValueError, match="changes its embeddings before its first layer"):
+    with pytest.raises(ValueError, match="changes its embeddings before"):
         first_layer_logits(model, torch.full((6,), 49))
 
 

@@ -647,7 +647,9 @@ def test_the_page_says_what_it_shows(findings: dict[str, dict[str, Any]], page_o
     for name, page in pages.items():
         assert "at least e times the share of the second key" in " ".join(page.split())
         assert ("Case i: neither" in page) == (name == "linear")
-        assert re.search(r"the model predicted .* of .*, each from the true ones before it\.", inspection_summary(findings[name]))
+        assert re.search(
+            r"the model predicted .* of .*, each from the true ones before it\.", inspection_summary(findings[name])
+        )
 
 
 def test_gaussians_within_sums_are_in_the_scatter(tokenizer: Any, tmp_path: Path) -> None:
@@ -748,9 +750,7 @@ def test_models_without_priors_are_not_said_to_decide_by_them(findings: dict[str
     assert "the content (with its own positions: a learned table) determines all attention, as there is " \
         "no prior." in inspection_summary(findings["GPT-2"])  # fmt: skip
     assert "mean over heads, and the content the rest" in inspection_summary(findings["ours"])
-    assert "the content (with its own positions: rotary) the rest" in inspection_summary(
-        findings["goat on Llama"]
-    )
+    assert "the content (with its own positions: rotary) the rest" in inspection_summary(findings["goat on Llama"])
 
 
 def test_the_inspection_of_a_namesake_is_not_written_over(
