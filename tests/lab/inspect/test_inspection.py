@@ -769,7 +769,7 @@ def test_the_inspection_of_a_namesake_is_not_written_over(
 
 def test_texts_must_be_text(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="is no text in UTF-8"):
+    with pytest.raises(ValueError, match="is not UTF-8 text"):
         text_to_read(str(tmp_path / "binary"))
     (tmp_path / "genome.fa").write_text(">chr1 x\nACGTNACG\nTT\n>chr2\nGG\n")
     assert text_to_read(str(tmp_path / "genome.fa")) == ("chr1:1-10", "ACGTNACGTT")
