@@ -152,7 +152,7 @@ def test_a_plan_that_changed_needs_the_model(asked: Any, tiny: Any, plans: dict[
 
     shutil.rmtree(run / "model")
     plan = tiny({"evaluation.plans": {"reading": longer["reading"] | {"lengths": [70]}}})
-    with pytest.raises(FileNotFoundError, match=r"model is gone.*remove .*seed-3 to train the model again"):
+    with pytest.raises(FileNotFoundError, match=r"model is missing.*remove .*seed-3 to train the model again"):
         carry_out(plan, folder, only=["ALiBi"])
 
 
