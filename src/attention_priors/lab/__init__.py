@@ -1,1 +1,1 @@
-"""Laboratory: train, evaluate, compare, inspect, draw and time models with positional priors."""
+"""Lab: train, evaluate, compare, inspect, draw and time models with positional priors."""

@@ -62,7 +62,7 @@ def test_outputs_over_grids_are_those_of_the_reference(name: str):
 @pytest.mark.parametrize("name", GRID_WAYS)
 def test_grids_are_squares_that_are_read_at_once(name: str):
     for this in (case("decode", 16), case("forward", 20)):
-        with pytest.raises(CannotRunError, match=r"decode|20 patches are no square"):
+        with pytest.raises(CannotRunError, match=r"decode|20 patches do not form a square grid"):
             WAYS[name].prepare(this, make_inputs(this))
 
 

@@ -1,4 +1,4 @@
-"""``attend()`` beside attention without a prior, the dense formulas and other people's code: time and memory."""
+"""Benchmarks of ``attend()`` against plain attention, dense formulas and other packages: time and memory."""
 
 from attention_priors.lab.bench.figures import write_figures
 from attention_priors.lab.bench.run import BenchRecipe, bench, load_bench_recipe, make_bench_recipe

@@ -1,4 +1,4 @@
-"""Time and memory against length, on logarithmic axes, with fitted powers."""
+"""Log-log figures of time and memory against length, with fitted power laws."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _LIMIT = Look("#000000", "o", "-")
 
 
 def write_figures(results: Results, folder: Path) -> list[Path]:
-    """Draw time and memory of each pass that was measured.
+    """Draw time and memory of each measured pass.
 
     Args:
-        results: what :func:`bench` returns.
-        folder: where the PNG files go.
+        results: Return value of :func:`bench`.
+        folder: Folder for the PNG files.
 
     Returns:
-        The files.
+        Paths of the files.
     """
     written = []
     for passing in PASSES:
@@ -48,8 +48,8 @@ def against_length(results: Results, passing: str, of: str) -> Figure:
     """Draw one quantity of one pass: this library on the left, other ways on the right, the limit in both.
 
     Args:
-        results: what :func:`bench` returns.
-        passing: which pass.
+        results: Return value of :func:`bench`.
+        passing: Name of the pass.
         of: ``time`` or ``memory``.
     """
     points = _points(results, passing, of)
@@ -70,7 +70,7 @@ def against_length(results: Results, passing: str, of: str) -> Figure:
 
 
 def _points(results: Results, passing: str, of: str) -> dict[str, dict[int, float]]:
-    """Return the values above 0 of each way, by length: a logarithmic axis has no 0."""
+    """Return the positive values of each way by length: a logarithmic axis has no 0."""
     points: dict[str, dict[int, float]] = {}
     for row in results["rows"]:
         if row["pass"] == passing and row["status"] == "measured":
@@ -96,19 +96,19 @@ def _panel(
     place = 0
     for way in results["ways"]:
         name = way["name"]
-        # The wider limit belongs to GOAT's lanes, on this library's side.
+        # The wider limit is for GOAT's lanes, so it belongs to this library's panel.
         here = way["kind"] == side or name == "plain" or (way["kind"] == "limit" and side == "ours")
         if name not in tried or not here:
             continue
         style, width, order = _LIMIT, 2.4, 2
         if name != "plain":
-            # Black is the limit's.
+            # Black is reserved for the limit.
             place += look(place).color == _LIMIT.color
             style, width, order = look(place), 1.5, 3
             place += 1
         values = points.get(name, {})
         power = f", L^{fits[name]:.2f}" if name in fits else ""
-        # Without an error, it was memory that it lacked.
+        # A way without an error did not run for lack of memory.
         note = power if values else ": cannot run" if name in erred else ": not run"
         x, y = sorted(values), [values[length] for length in sorted(values)]
         axes.plot(x, y, **style._asdict(), linewidth=width, markersize=5, zorder=order, gid=f"{side}:{name}")

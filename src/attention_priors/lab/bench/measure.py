@@ -1,4 +1,4 @@
-"""Time and peak memory of ways in a case, with their outputs checked against the reference."""
+"""Measurement of time and peak memory, with outputs checked against the reference."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from attention_priors.lab.bench.way import CannotRunError, Case, Prepared, Way, 
 from attention_priors.lab.machine import PeakMemory
 
 SHORTEST = 0.02
-"""Seconds that a measurement lasts at least: as many passes in a row as that takes."""
+"""Minimum duration of a measurement in seconds. Shorter passes are repeated to fill it."""
 MOST_CALLS = 200
 SETTLING = 0.2
-"""Seconds until a process that was started is busy."""
+"""Seconds that a new process needs to become busy."""
 ROWS_CHECKED = 16
-"""Number of rows compared with the reference at the start, in the middle and at the end of the output."""
+"""Number of rows compared with the reference at each of the start, the middle and the end of the output."""
 LARGEST_ERROR = 0.05
-"""Beyond this difference, relative to the largest output, a way computes something else and is not timed."""
+"""Largest accepted difference from the reference, relative to the largest output. A way above it is not timed."""
 PRELOADED = ("x_transformers.x_transformers", "transformers.models.bloom.modeling_bloom", "goat.attention")
-"""Modules of peers that take seconds to import. The fork server passes over modules that are not installed."""
+"""Modules of peers that take seconds to import. The fork server ignores modules that are not installed."""
 SMALL = 64
-"""Length of the pass that loads libraries, so that they are not counted."""
+"""Length of the warm-up pass that loads libraries, so that their memory is not counted."""
 
 
 # ---- time
@@ -43,7 +43,7 @@ SMALL = 64
 
 @dataclass
 class Runner:
-    """One way in one case, warmed up and checked."""
+    """A way in a case, with its number of calls and its error once warmed up."""
 
     case: Case
     prepared: Prepared
@@ -55,41 +55,43 @@ class Runner:
 
     def __post_init__(self) -> None:
         if self.case.backward:
-            # A given gradient: that of a sum is a single number, expanded, which some code takes a slow path for.
+            # A dense random gradient: the gradient of a sum is an expanded scalar, for which some code is slower.
             generator = torch.Generator().manual_seed(self.case.seed + 1)
             gradient = torch.randn(self.prepared.shape, generator=generator)
             self._gradient = gradient.to(self.case.device, self.case.dtype)
 
     def warm_up(self, *, compiled: bool = False) -> None:
-        """Run until nothing is made for the first time, check the output, and choose the number of calls.
+        """Run until compilation and caches are warm, check the output, and choose the number of calls.
 
         Args:
-            compiled: whether the first run compiles, so that its time says nothing.
+            compiled: Whether the first run compiles, so that its time is not representative.
 
         Raises:
-            CannotRunError: the output differs from the reference.
+            CannotRunError: The output differs from the reference.
         """
         with torch.set_grad_enabled(self.case.backward):
             out = self.prepared.run()
         self.error = error_of(self.case, self.prepared, out.detach())
         del out
         if not self.error <= LARGEST_ERROR:
-            raise CannotRunError(f"computes something else: its outputs are off by {self.error:.2g} of the largest")
+            raise CannotRunError(
+                f"outputs differ from the reference by {self.error:.2g} of the largest; expected {LARGEST_ERROR} at most"
+            )
         seconds = self.measure()
         if compiled or seconds < 50 * SHORTEST:
-            # The first backward pass loads and compiles too.
+            # The first backward pass also loads libraries and compiles.
             seconds = self.measure()
         self.calls = min(MOST_CALLS, max(1, math.ceil(SHORTEST / seconds)))
 
     def one_pass(self) -> None:
-        """Run the pass that is timed."""
+        """Run one pass."""
         with torch.set_grad_enabled(self.case.backward):
             out = self.prepared.run()
         if self.case.backward:
             torch.autograd.grad(out, self.prepared.leaves, self._gradient)
 
     def measure(self) -> float:
-        """Return the seconds of a pass, the mean of :attr:`calls` in a row."""
+        """Return the seconds of a pass, averaged over :attr:`calls` consecutive passes."""
         if self.case.device.startswith("cuda"):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
@@ -106,9 +108,9 @@ class Runner:
 
 
 def error_of(case: Case, prepared: Prepared, out: Tensor) -> float:
-    """Return the largest difference of some rows from the reference, relative to the largest output among them."""
+    """Return the largest difference of sampled rows from the reference, relative to their largest output."""
     count = min(ROWS_CHECKED, case.num_queries)
-    # Heads that lie side by side are taken apart.
+    # A flat output `(B, Lq, H Dv)` is split into heads.
     heads_first = out if out.dim() == 4 else out.unflatten(-1, (case.heads, -1)).transpose(1, 2)
     worst = 0.0
     for start in {0, (case.num_queries - count) // 2, case.num_queries - count}:
@@ -124,14 +126,14 @@ def repetitions(
 ) -> Iterator[dict[str, float]]:
     """Measure every way once per repetition.
 
-    The order is drawn anew each time, so that no way always runs in the wake of the same other.
+    Each repetition draws a new order, so that no way always follows the same other way.
 
     Args:
-        measure: measures a way once, in seconds.
-        ways: their names.
-        first: the number of the first repetition; the order depends on it.
-        count: the number after the last one.
-        seed: of the order.
+        measure: Function that measures a way once and returns seconds.
+        ways: Names of the ways.
+        first: Number of the first repetition.
+        count: Number after the last repetition.
+        seed: Seed of the orders, together with the number of the repetition.
 
     Yields:
         Seconds of each way, in the order of the repetition.
@@ -139,7 +141,7 @@ def repetitions(
     for number in range(first, count):
         names = list(ways)
         random.Random(f"{seed}-{number}").shuffle(names)
-        # A collection in the middle would be counted as one way's time.
+        # A garbage collection would count as the time of whichever way it interrupts.
         gc.disable()
         try:
             seconds = {name: measure(name) for name in names}
@@ -150,7 +152,7 @@ def repetitions(
 
 @contextmanager
 def neighbours(number: int) -> Iterator[None]:
-    """Within this block, ``number`` other processes keep a core busy each. They end with this one, however it ends."""
+    """Run ``number`` processes that each keep a core busy, while in this context or until this process ends."""
     busy = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
     processes = [subprocess.Popen([sys.executable, "-I", "-S", "-c", busy]) for _ in range(number)]
     try:
@@ -166,27 +168,27 @@ def neighbours(number: int) -> Iterator[None]:
 
 
 def available(device: str) -> int:
-    """Return the bytes that are free now, on the device or, for the CPU, in the machine."""
+    """Return the free bytes of a CUDA device or, for the CPU, of the machine."""
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(torch.device(device))[0]
     return psutil.virtual_memory().available
 
 
 def can_measure(device: str) -> bool:
-    """Whether peak memory can be known: on CUDA, and on Linux."""
+    """Return whether peak memory can be measured: on CUDA, and on Linux."""
     return PeakMemory.can_measure(torch.device(device))
 
 
 def peak(way: Way, case: Case, threads: int) -> int:
-    """Return the bytes that the first pass takes above its inputs, at its peak, with what is made then and kept.
+    """Return the peak memory of the first pass above its inputs, in bytes, including caches that the pass fills.
 
-    On the CPU: the resident memory of a process of its own, with all that its libraries keep. On CUDA: what PyTorch
-    allocates.
+    On the CPU, this is the resident memory of a separate process, including memory that its libraries keep. On CUDA,
+    this is the memory that PyTorch allocates.
 
     Raises:
-        CannotRunError: the way cannot run the case, or its process is ended for lack of memory.
+        CannotRunError: The way cannot run the case, or its process was killed for lack of memory.
     """
-    # The server has PyTorch loaded and nothing else done; each measurement is a fork of it.
+    # The fork server has imported PyTorch and done no other work. Each measurement runs in a fork of the server.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *PRELOADED])
     ours, theirs = context.Pipe(duplex=False)
@@ -202,7 +204,7 @@ def peak(way: Way, case: Case, threads: int) -> int:
             f"its process ended with exit code {process.exitcode}" + (" (out of memory?)" * (process.exitcode == -9))
         ) from None
     finally:
-        # Alive only where the wait was interrupted.
+        # The process is still alive only if the wait was interrupted.
         process.terminate()
         process.join()
         ours.close()
@@ -212,9 +214,9 @@ def peak(way: Way, case: Case, threads: int) -> int:
 
 
 def _measure(connection: Connection, name: str, case: Case, threads: int) -> None:
-    # Ctrl-C is the parent's; it ends this process.
+    # The parent handles Ctrl-C and terminates this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The compiler's helpers would outlive this process.
+    # The compiler's worker processes would outlive this process.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.set_num_threads(threads)
     try:
@@ -227,7 +229,7 @@ def _peak_here(name: str, case: Case) -> int:
     from attention_priors.lab.bench.ways import WAYS
 
     way = WAYS[name]
-    # What is compiled is compiled for each length by itself, and compiling takes memory of its own.
+    # Compiled ways compile for each length, and compilation takes memory.
     first = case if way.compiled else replace(case, length=min(SMALL, case.length))
     Runner(first, way.prepare(first, make_inputs(first))).one_pass()
     runner = Runner(case, way.prepare(case, make_inputs(case)))

@@ -1,6 +1,6 @@
-"""Other people's implementations, called as their documentation says, without the projections around them.
+"""Implementations in other packages, called as documented, without their projections.
 
-They are imported where they are called: a benchmark shows a package that is not installed as such.
+Each package is imported in the function that calls it, so that a missing package fails its own way alone.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from attention_priors.lab.bench.way import CannotRunError, Case, Inputs, Prepare
 from attention_priors.priors import GeneralizedGaussian, Laplace, Prior, Spectral
 
 FLEX_BLOCK = 128
-"""FlexAttention's own block size."""
+"""FlexAttention's default block size."""
 GOAT_FREQUENCIES = 8
-"""The default of goat-attention, for both of its spectra."""
+"""goat-attention's default number of frequencies, for each of its two spectra."""
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -27,20 +27,20 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def flex_alibi(case: Case) -> tuple[Prior, Callable[[], ScoreMod]]:
-    """Return ALiBi and what makes its score modification: a slope per head."""
+    """Return ALiBi and a function that makes its score modification, with one slope per head."""
     prior = Laplace(case.heads).to(case.device)
     slopes, offset = prior.slope.detach(), case.offset
     return prior, lambda: lambda score, b, h, i, j: score - slopes[h] * (i + offset - j)
 
 
 def flex_gaussian(case: Case) -> tuple[Prior, Callable[[], ScoreMod]]:
-    """Return a learned GGD and what makes its score modification: a table of distances, whose gradient scatters."""
+    """Return a learned GGD and a function that makes its score modification from a table by distance."""
     prior = GeneralizedGaussian(case.heads, init="spread", learn=True).to(case.device)
     distances, offset = torch.arange(case.length, device=case.device), case.offset
 
     def make() -> ScoreMod:
         table = prior.log_prior_at(distances)
-        # Inside a causal block distances below 0 are read too, and then hidden.
+        # A causal block also reads negative distances, which its mask then hides.
         return lambda score, b, h, i, j: score + table[h, (i + offset - j).clamp(min=0)]
 
     return prior, make
@@ -51,7 +51,7 @@ def flex(case: Case, inputs: Inputs, *, make_score: Callable[[Case], tuple[Prior
     from torch.nn.attention.flex_attention import flex_attention
 
     prior, make = make_score(case)
-    # A full graph: beyond the limit of recompilations PyTorch would go on uncompiled, and say nothing.
+    # Without `fullgraph`, PyTorch would silently run uncompiled code after too many recompilations.
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     make_mask = cache(causal_blocks)
 
@@ -66,14 +66,14 @@ def flex(case: Case, inputs: Inputs, *, make_score: Callable[[Case], tuple[Prior
 
 
 def causal_blocks(length: int, device: str) -> Any:
-    """Return FlexAttention's causal block mask, without the L x L matrix that ``create_block_mask`` makes first."""
+    """Return FlexAttention's causal block mask, without the ``L x L`` matrix that ``create_block_mask`` makes."""
     from torch.nn.attention.flex_attention import BlockMask
 
     number = -(-length // FLEX_BLOCK)
     blocks = torch.arange(number, dtype=torch.int32, device=device)
     indices = blocks.view(1, 1, -1, 1).expand(1, 1, number, number).contiguous()
     return BlockMask.from_kv_blocks(
-        # Row i sees a part of block i, and the i blocks before it as a whole.
+        # Row i sees block i in part, and the i blocks before it in full.
         torch.ones_like(blocks).view(1, 1, -1),
         indices,
         blocks.view(1, 1, -1).clone(),
@@ -88,7 +88,7 @@ def causal_blocks(length: int, device: str) -> Any:
 
 
 def x_transformers(case: Case, inputs: Inputs, *, flash: bool) -> Prepared:
-    """Prepare x-transformers' attention with its ALiBi; ``flash`` hands the bias to PyTorch's own attention."""
+    """Prepare x-transformers' attention with its ALiBi; ``flash`` passes the bias to PyTorch's attention."""
     from x_transformers.attend import Attend  # pyright: ignore[reportMissingImports]
     from x_transformers.x_transformers import AlibiPositionalBias  # pyright: ignore[reportMissingImports]
 
@@ -96,7 +96,7 @@ def x_transformers(case: Case, inputs: Inputs, *, flash: bool) -> Prepared:
     alibi = AlibiPositionalBias(case.heads).to(case.device)
 
     def run() -> Tensor:
-        # As its own layers do it. The bias of the longest call so far is kept.
+        # As in the package's layers. `alibi` caches the bias of the longest call.
         bias = alibi(case.num_queries, case.length).to(case.dtype)
         return attention(*inputs, attn_bias=bias)[0]
 
@@ -107,7 +107,7 @@ def x_transformers(case: Case, inputs: Inputs, *, flash: bool) -> Prepared:
 
 
 class _FixedCache:
-    """A cache that holds the new key already, as a static one does."""
+    """KV cache that already holds the new key, like a static cache."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         self.key, self.value = key, value
@@ -117,14 +117,14 @@ class _FixedCache:
 
 
 def bloom(case: Case, inputs: Inputs) -> Prepared:
-    """Prepare BLOOM's attention module, eager (the only one it has), between its projections."""
+    """Prepare BLOOM's attention module without its projections; BLOOM has eager attention only."""
     from transformers import BloomConfig
     from transformers.models.bloom.modeling_bloom import BloomAttention, build_alibi_tensor
 
     width = case.heads * case.head_dim
     module = BloomAttention(BloomConfig(hidden_size=width, n_head=case.heads), layer_idx=0).eval()
     module.query_key_value = module.dense = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
-    # What its fused projection would give: (B, Lq, H, 3, D), flat.
+    # The output of BLOOM's fused projection: (B, Lq, H, 3, D), flattened.
     parts = (inputs.query, inputs.key[:, :, case.offset :], inputs.value[:, :, case.offset :])
     fused = torch.stack([x.detach().transpose(1, 2) for x in parts], dim=3).flatten(2).requires_grad_(case.backward)
     past = _FixedCache(inputs.key, inputs.value) if case.passing == "decode" else None
@@ -132,7 +132,7 @@ def bloom(case: Case, inputs: Inputs) -> Prepared:
 
     @cache
     def bias_and_mask() -> tuple[Tensor, Tensor | None]:
-        # Its model makes them once for all layers.
+        # BLOOM's model makes both once for all layers.
         alibi = build_alibi_tensor(torch.ones(case.batch, case.length, device=case.device), case.heads, case.dtype)
         if case.passing == "decode":
             return alibi, None
@@ -152,16 +152,18 @@ def goat_content(case: Case) -> int:
     """Return the dimensions that goat-attention leaves to content: positions take 2 per frequency, the sink 1.
 
     Raises:
-        CannotRunError: the head dimension has no room for content.
+        CannotRunError: The head dimension has no room for content.
     """
     content = case.head_dim - 2 * GOAT_FREQUENCIES - 1
     if content < 1:
-        raise CannotRunError(f"a head dimension of {case.head_dim} has no room for content beside GOAT's positions")
+        raise CannotRunError(
+            f"head_dim={case.head_dim} leaves no dimension for content; GOAT needs at least {2 * GOAT_FREQUENCIES + 2}"
+        )
     return content
 
 
 def goat(case: Case, inputs: Inputs, *, need_weights: bool) -> Prepared:
-    """Prepare GOAT's package between its projections. Its prior is :class:`Spectral` plus :class:`KeySink`."""
+    """Prepare goat-attention without its projections. Its prior is :class:`Spectral` plus :class:`KeySink`."""
     from goat import GoatAttention  # pyright: ignore[reportMissingImports]
 
     content = goat_content(case)
@@ -175,14 +177,14 @@ def goat(case: Case, inputs: Inputs, *, need_weights: bool) -> Prepared:
         training_seq_len=2048,
     ).to(case.device)
     with torch.no_grad():
-        # Its start is so close to 0 that nobody would see whether these are computed.
+        # Initial values near 0 would be invisible in the check of the output.
         module.lambda_asym.normal_(std=0.02)
         module.sink_bump.fill_(1.0)
         for layer in (module.key_bias.fc1, module.key_bias.fc2):
             layer.weight.normal_(std=0.5)
     for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
         setattr(module, name, nn.Identity())
-    # The fixed weights of its gate are not part of what is learned here.
+    # The gate's weights are not learned here.
     module.prior_gate_scale_raw.requires_grad_(False)
     module.prior_gate_bias.requires_grad_(False)
     query, key, value = (
@@ -206,7 +208,7 @@ def goat(case: Case, inputs: Inputs, *, need_weights: bool) -> Prepared:
 
 @torch.no_grad()
 def goat_key_bias(module: Any, length: int) -> Tensor:
-    """Return ``u(j)`` of the package, ``(H, L)``: its own curve, and the slope and the bump by their formulas."""
+    """Return the package's ``u(j)``, shape ``(H, L)``: the package's curve, plus slope and bump by formula."""
     device = module.sink_gain.device
     features = module._get_abs_feats(length, torch.float32, device)
     curve = module.key_bias(module._augment_abs_features(features, pos_offset=0)).squeeze(-1)
@@ -218,9 +220,9 @@ def goat_key_bias(module: Any, length: int) -> Tensor:
 
 @torch.no_grad()
 def _goat_cache(module: Any, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return the cache of all tokens but the last, as the package keeps it: content, Fourier features and ``u(j)``."""
+    """Return the package's cache of all tokens but the last: content, Fourier features and ``u(j)``."""
     key, value = (x[:, :, :-1].transpose(1, 2).flatten(2) for x in inputs[1:])
-    # One pass over the past, in which only keys and values matter.
+    # One pass over the past. Only its keys and values matter, so one query suffices.
     *_, past = module(
         key[:, :1], key, value, is_causal=True, need_weights=False, use_cache=True, return_present_kv=True
     )

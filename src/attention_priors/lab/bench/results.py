@@ -1,4 +1,4 @@
-"""``results.json``: raw repetitions, medians, growth with length, and the reasons of what could not run."""
+"""``results.json``: raw repetitions, medians, growth with length, and the reasons of missing measurements."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from attention_priors.lab.machine import now
 FORMAT = 1
 IDENTITY = "identity.json"
 LONG = 8192
-"""Growth is fitted from this length on, where there are three such lengths: below, other costs count too."""
+"""Shortest length of a growth fit, if at least three lengths remain. Fixed costs matter below."""
 SMALLEST_PEAK = 2**20
-"""Peaks below this many bytes are a few pages here or there, and no growth is read from them."""
+"""Smallest peak of a growth fit in bytes. Smaller peaks are noise of a few memory pages."""
 
 Row = dict[str, Any]
 
@@ -26,13 +26,18 @@ Row = dict[str, Any]
 def collect(output: Path) -> dict[str, Any]:
     """Combine the measurements of a folder.
 
-    ``rows`` has one entry per pass, length and way: its ``status`` (``measured``, ``cannot run``, ``not run``) and
-    ``reason``, ``seconds`` of every repetition, ``ratios`` to the ``baseline`` in the same repetition, medians and
-    quartiles (``[median, low, high]``), ``calls`` per measurement, ``error`` (largest difference from the float64
-    reference, relative to the largest output) and ``peak_bytes``; ``beside_neighbours`` has ``seconds`` and ratios of
-    the same repetitions beside busy processes, where they were asked for. ``comparisons`` has, for each way that
-    computes the function of a way of this library, how many times as long it takes. ``growth`` has fitted powers of
-    the length.
+    ``rows`` has one entry per pass, length and way, with these fields:
+
+    - ``status``: ``measured``, ``cannot run`` or ``not run``; ``reason`` of the latter two;
+    - ``seconds`` of every repetition, and ``ratios`` to the ``baseline`` in the same repetition;
+    - ``median_seconds`` and ``median_ratio``: ``[median, lower quartile, upper quartile]``;
+    - ``calls`` per measurement;
+    - ``error``: largest difference from the float64 reference, relative to the largest output;
+    - ``peak_bytes``;
+    - ``beside_neighbours``: seconds and ratios beside busy processes, if the recipe asks for neighbours.
+
+    ``comparisons`` has the time ratio of each other way to the way of this library that computes the same function.
+    ``growth`` has the fitted powers of the length.
     """
     records = [read_json(path) for path in (output / "measurements").glob("*.json")]
     records.sort(key=lambda record: (PASSES.index(record["pass"]), record["length"]))
@@ -71,7 +76,7 @@ def _rows(record: Row) -> Iterator[Row]:
 
 
 def _sitting(record: Row, *names: str) -> Row | None:
-    """Return the first sitting with all of these ways in every repetition."""
+    """Return the first sitting that has all of these ways in every repetition; None if there is none."""
     for sitting in record["sittings"]:
         if sitting["rounds"] and all(name in entry for name in names for entry in sitting["rounds"]):
             return sitting
@@ -104,26 +109,26 @@ def _growth(rows: list[Row]) -> Iterator[Row]:
 
 
 def spread(values: Sequence[float]) -> list[float]:
-    """Return the median, the lower and the upper quartile (linear between values)."""
+    """Return the median, the lower and the upper quartile, with linear interpolation."""
     return np.quantile(values, (0.5, 0.25, 0.75)).tolist()
 
 
 def ratios(rounds: Sequence[Mapping[str, float]], way: str, baseline: str) -> list[float]:
-    """Return ``way / baseline`` in each repetition: what disturbs a repetition disturbs both."""
+    """Return ``way / baseline`` in each repetition, because a disturbance affects both ways of a repetition."""
     return [seconds[way] / seconds[baseline] for seconds in rounds]
 
 
 def growth(values: Mapping[int, float]) -> tuple[float, list[int]] | None:
     """Fit the exponent ``p`` of ``value ∝ length^p``, by least squares on the logarithms.
 
-    The fit is over the lengths from 8192 on if there are at least three, else over all. Values of 0 have no logarithm
+    The fit uses lengths of at least 8192 if there are three or more, else all lengths. Values of 0 have no logarithm
     and are left out.
 
     Args:
-        values: by length.
+        values: Value at each length.
 
     Returns:
-        The exponent and the lengths; None where fewer than two lengths are left.
+        The exponent and the fitted lengths; None if fewer than two lengths remain.
     """
     positive = sorted(length for length, value in values.items() if value > 0)
     far = [length for length in positive if length >= LONG]

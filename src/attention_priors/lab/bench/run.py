@@ -1,4 +1,4 @@
-"""A benchmark: every way in every case, interleaved, interruptible, with nothing dropped without a word."""
+"""Interruptible benchmarks: every way in every case, in interleaved repetitions; failures are recorded."""
 
 from __future__ import annotations
 
@@ -29,17 +29,20 @@ from attention_priors.lab.strict_yaml import RecipeError, Strict, explain, read_
 
 GIB = 2**30
 HEADROOM = 0.9
-"""Share of the free memory that may be asked for."""
+"""Share of the free memory that a case may use."""
 SOFTWARE = ("attention-priors", "torch", "triton", "transformers", "x-transformers", "goat-attention")
 CODE = ("attention/**/*.py", "priors/*.py", *(f"lab/bench/{name}.py" for name in ("way", "ways", "peers", "measure")))
-"""Files of this package that decide how long a pass takes, and in how much memory."""
+"""Files of this package that affect the time or the memory of a pass."""
 
 Record = dict[str, Any]
 """Measurements of one pass at one length: ``peaks``, ``failures`` and ``sittings``.
 
-A sitting is a set of ways that were run in turn. It has ``ways`` (calls per measurement and error of each), ``for``
-(the ways without earlier measurements), ``rounds`` (seconds of each way, one entry per repetition) and, if neighbours
-are asked for, ``beside_neighbours`` (the same beside them). Ratios are taken inside a sitting.
+A sitting is a set of ways that are measured in turn; ratios are taken within a sitting. Its fields are:
+
+- ``ways``: calls per measurement and error of each way;
+- ``for``: ways without earlier measurements;
+- ``rounds``: seconds of each way, one entry per repetition;
+- ``beside_neighbours``: seconds of each way beside busy processes, if the recipe asks for neighbours.
 """
 
 
@@ -47,10 +50,10 @@ are asked for, ``beside_neighbours`` (the same beside them). Ratios are taken in
 
 
 class Part(Strict):
-    """Ways, side by side, in every pass and at every length."""
+    """Ways that are compared in every pass and at every length."""
 
     lengths: tuple[Annotated[int, Field(ge=16)], ...] = Field(min_length=1)
-    """Tokens; cached keys in decoding."""
+    """Lengths in tokens; cached keys in decoding."""
     passes: tuple[Pass, ...] = Field(default=PASSES, min_length=1)
     ways: tuple[str, ...] = Field(default=LINE_WAYS, min_length=1)
 
@@ -64,7 +67,7 @@ class Part(Strict):
 
 
 class BenchRecipe(Strict):
-    """A benchmark: parts that share everything but lengths, passes and ways."""
+    """A benchmark: parts with their own lengths, passes and ways, and shared settings."""
 
     name: str = Field(default="bench", min_length=1)
     description: str = ""
@@ -76,7 +79,7 @@ class BenchRecipe(Strict):
     head_dim: int = Field(default=64, gt=0)
     repetitions: int = Field(default=9, gt=0)
     neighbours: int = Field(default=0, ge=0)
-    """Other processes that keep a core busy each: every repetition is measured without them and then beside them."""
+    """Number of processes that each keep a core busy. Every repetition is measured without and then beside them."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     parts: tuple[Part, ...] = Field(min_length=1)
 
@@ -94,7 +97,7 @@ class BenchRecipe(Strict):
         return device
 
     def plan(self) -> dict[tuple[Pass, int], list[str]]:
-        """Return the ways of each pass and length, in the catalogue's order, with the baselines that they need."""
+        """Return the ways of each pass and length, with their baselines, in the order of the catalogue."""
         chosen: dict[tuple[Pass, int], set[str]] = {}
         for part in self.parts:
             for cell in product(part.passes, part.lengths):
@@ -113,17 +116,17 @@ def load_bench_recipe(path: Path) -> BenchRecipe:
     """Read and check a recipe.
 
     Raises:
-        RecipeError: a key or value is impossible; the message names the key, its value and the allowed values.
-        FileNotFoundError: there is no such file.
+        RecipeError: A key or value is invalid; the message names the key, its value and the allowed values.
+        FileNotFoundError: The file does not exist.
     """
     return read_strictly(path, BenchRecipe)
 
 
 def make_bench_recipe(**settings: Any) -> BenchRecipe:
-    """Return a recipe of one part from the options of a command line.
+    """Return a recipe of one part from command-line options.
 
     Raises:
-        RecipeError: as :func:`load_bench_recipe`.
+        RecipeError: An option is invalid; the message names the option, its value and the allowed values.
     """
     part = {key: settings.pop(key) for key in Part.model_fields if key in settings}
     try:
@@ -138,22 +141,22 @@ def make_bench_recipe(**settings: Any) -> BenchRecipe:
 def bench(recipe: BenchRecipe, output: Path, *, memory_limit: float | None = None, console: Console) -> dict[str, Any]:
     """Measure the ways that have no finished measurements, and write ``results.json``.
 
-    Interrupted at any point, the same call goes on from there, from the last repetition. Ways that could not run
-    are tried again.
+    An interrupted benchmark resumes after its last finished repetition when called again. Ways that could not run are
+    tried again.
 
     Args:
-        recipe: the ways, lengths and passes.
-        output: the folder that holds everything.
-        memory_limit: GiB that a case may take; by default nine tenths of what is free.
-        console: where progress is shown.
+        recipe: Ways, lengths and passes.
+        output: Folder of measurements and results.
+        memory_limit: GiB that a case may use; nine tenths of the free memory by default.
+        console: Console that shows progress.
 
     Returns:
-        The results of everything in the folder.
+        The results of all measurements in the folder.
 
     Raises:
-        RecipeError: before any work, if ``output`` holds measurements that were made in another way or is being
-            written by another call.
-        OSError: before any work, if ``output`` cannot be written.
+        RecipeError: Before any work, if ``output`` holds measurements with other settings, versions, machine or code,
+            or if another call is writing to it.
+        OSError: Before any work, if ``output`` cannot be written.
     """
     with sole_writer(writable_folder(output)):
         _check_identity(output, recipe)
@@ -169,9 +172,9 @@ def bench(recipe: BenchRecipe, output: Path, *, memory_limit: float | None = Non
 
 
 def _check_identity(output: Path, recipe: BenchRecipe) -> None:
-    """Record what a folder's measurements are made with, or make sure that it has not changed.
+    """Record the settings, versions, machine and code of a folder's measurements, or check that they are unchanged.
 
-    A package that was not installed before may be now.
+    Packages that were not installed before may be installed now.
     """
     device = torch.device(recipe.device)
     who: dict[str, Any] = {
@@ -204,7 +207,7 @@ def _check_identity(output: Path, recipe: BenchRecipe) -> None:
 
 
 def _code_fingerprint() -> str:
-    """Return a hash of the code that is measured, and measures: two states of it are not mixed."""
+    """Return a hash of the measured and the measuring code, so that measurements of two versions are not mixed."""
     root = Path(attention_priors.__file__).parent
     digest = hashlib.sha256()
     for path in sorted({path for pattern in CODE for path in root.glob(pattern)}):
@@ -223,7 +226,7 @@ class _Bench:
 
     def run(self) -> None:
         plan = self.recipe.plan()
-        # A way in a case: one step for its memory, one to warm it up, one for each repetition.
+        # Progress steps of a way in a case: one for memory, one for the warm-up, one for each repetition.
         each = 2 + self.recipe.repetitions * (2 if self.recipe.neighbours else 1)
         done = 0
         with self.bars:
@@ -235,7 +238,7 @@ class _Bench:
                 self._measure(
                     self.recipe.case(passing, length), names, record, lambda p=path, r=record: write_json(p, r)
                 )
-                # Steps that were not needed are done too.
+                # Skipped steps count as done.
                 done += len(names) * each
                 self.bars.update(self.task, completed=done)
 
@@ -262,7 +265,7 @@ class _Bench:
         self.bars.update(self.task, description=f"{case.passing}, {case.length} tokens: {what}")
 
     def _has_memory(self, case: Case, name: str, record: Record, save: Callable[[], None]) -> bool:
-        """Estimate, then measure, the memory of a way; False, and a reason on record, if it is too much or fails."""
+        """Estimate, then measure, the memory of a way. Return False and record the reason if the way cannot run."""
         way = WAYS[name]
         need, limit = sum(way.need(case)), self._limit(case)
         if need > limit:
@@ -284,7 +287,7 @@ class _Bench:
         """Warm up the ways of a sitting and run the missing repetitions."""
         runners: dict[str, Runner] = {}
         inputs = make_inputs(case)
-        # PyTorch keeps so many compiled versions of a function and no more.
+        # PyTorch limits the number of compiled versions of a function.
         torch.compiler.reset()
         for name in list(sitting["ways"]):
             way = WAYS[name]
@@ -292,7 +295,7 @@ class _Bench:
             try:
                 runner = Runner(case, way.prepare(case, inputs))
                 runner.warm_up(compiled=way.compiled)
-            # Whatever a contender raises is its result.
+            # Any error of a contender is recorded as its result.
             except Exception as error:
                 record["failures"][name] = {"status": "cannot run", "reason": in_short(error)}
                 del sitting["ways"][name]
@@ -305,7 +308,7 @@ class _Bench:
         def seconds_of(name: str) -> float:
             self._say(case, f"{WAYS[name].label}, repetition {len(sitting['rounds']) + 1} of {count}")
             if self.recipe.neighbours:
-                # A way may compute otherwise on a busy machine: from its second pass on.
+                # A way may adapt to a busy machine, which takes effect in its second pass.
                 runners[name].one_pass()
             seconds = runners[name].measure()
             self.bars.advance(self.task)
@@ -324,7 +327,7 @@ class _Bench:
         runners.clear()
         gc.collect()
         if case.device.startswith("cuda"):
-            # The next measurement of memory is another process's.
+            # Another process makes the next measurement of memory.
             torch.cuda.empty_cache()
         save()
 
@@ -332,14 +335,14 @@ class _Bench:
 def sittings(missing: Sequence[str], available: Iterable[str], needs: dict[str, Need], limit: float) -> list[list[str]]:
     """Divide ways among as few sittings as their memory allows, in order.
 
-    Every sitting has the baselines of its ways, and their counterparts in this library where ``available`` has
+    Every sitting includes the baselines of its ways, and their counterparts in this library if ``available`` has
     them, so that both are compared in the same repetitions.
 
     Args:
-        missing: the ways to measure.
-        available: all ways of the case.
-        needs: the memory of each.
-        limit: bytes that one sitting may take.
+        missing: Ways to measure.
+        available: All ways of the case.
+        needs: Memory of each way.
+        limit: Bytes that one sitting may use.
     """
     available = list(available)
     divided: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""The tables of a benchmark, for the terminal and as Markdown."""
+"""Tables of a benchmark, for the terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MIB = 2**20
 
 
 def tables(results: Results) -> Iterator[Table]:
-    """Yield time, memory and comparisons of each pass that was measured.
+    """Yield the tables of each measured pass: time, memory, comparisons.
 
-    Ratios come with their quartiles, and growth with the lengths that it was fitted over.
+    Ratios have their quartiles; growth has its fitted lengths.
 
     Args:
-        results: what :func:`bench` returns.
+        results: Return value of :func:`bench`.
     """
     labels = {way["name"]: way["label"] for way in results["ways"]}
     for passing in PASSES:
@@ -55,7 +55,7 @@ def _by_length(
     before: Mapping[str, Mapping[str, str]] = {},
     **after: Mapping[str, Cell | str],
 ) -> Table:
-    """Arrange cells by way and length, with further columns before and after the lengths."""
+    """Return a table of cells by way and length, with further columns before and after the lengths."""
     found = {(row["way"], row["length"]): cell for row, cell in cells}
     lengths = sorted({length for _, length in found})
     ways = [way for way in labels if any(way == other for other, _ in found)]
@@ -66,14 +66,14 @@ def _by_length(
 
 
 def markdown_tables(results: Results) -> str:
-    """Return all tables of a benchmark as Markdown, with its machine, its failures and the meaning of its rows."""
+    """Return all tables of a benchmark as Markdown, with the machine, the failures and a description of each way."""
     lists = {"What was not measured": failures(results), "What is timed": timed(results)}
     parts = [f"**{title}**\n\n" + "".join(f"- {line}\n" for line in lines) for title, lines in lists.items() if lines]
     return "\n".join([f"{about(results)}\n", *(table.markdown() for table in tables(results)), *parts])
 
 
 def about(results: Results) -> str:
-    """Describe machine, versions, sizes and date in two sentences."""
+    """Describe the machine, versions, sizes and date in two sentences."""
     settings, machine, versions = results["settings"], results["machine"], results["versions"]
     on_gpu = settings["device"].startswith("cuda")
     where = machine["device"] if on_gpu else f"{settings['threads']} threads of {machine['processor']}"
@@ -87,7 +87,7 @@ def about(results: Results) -> str:
 
 
 def failures(results: Results) -> list[str]:
-    """List each reason of a missing measurement, with the cases that it applies to."""
+    """List the reasons of missing measurements, each with its cases."""
     labels = {way["name"]: way["label"] for way in results["ways"]}
     grouped: dict[tuple[str, str, str, str], list[int]] = {}
     for row in results["rows"]:
@@ -101,7 +101,7 @@ def failures(results: Results) -> list[str]:
 
 
 def timed(results: Results) -> list[str]:
-    """Describe what is timed of each way that was tried, and how far its outputs were from the reference."""
+    """Describe the timed code of each tried way, and the largest difference of its outputs from the reference."""
     lines = []
     for way in results["ways"]:
         rows = [row for row in results["rows"] if row["way"] == way["name"]]
@@ -113,7 +113,7 @@ def timed(results: Results) -> list[str]:
 
 
 def time_cell(row: Row) -> Cell:
-    """Write a time as ``12.3 ms · 1.05× (1.03–1.07)``; no ratio for a baseline."""
+    """Format a time as ``12.3 ms · 1.05× (1.03–1.07)``. A baseline has no ratio."""
     text = seconds_text(row["median_seconds"][0])
     if "median_ratio" not in row or row["baseline"] == row["way"]:
         return Cell(text)
@@ -122,7 +122,7 @@ def time_cell(row: Row) -> Cell:
 
 
 def memory_cell(row: Row, peaks: Mapping[tuple[str, int], int | None]) -> str:
-    """Write a peak as ``55 MiB · 1.31×``; no ratio for a baseline, nor to a baseline below 1 MiB."""
+    """Format a peak as ``55 MiB · 1.31×``. A baseline has no ratio, and baselines below 1 MiB give none."""
     peak = row["peak_bytes"]
     if peak is None:
         return ABSENT
@@ -136,7 +136,7 @@ def memory_cell(row: Row, peaks: Mapping[tuple[str, int], int | None]) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Write a time with three significant digits: ``850 µs``, ``12.3 ms``, ``4.57 s``."""
+    """Format a time with three significant digits: ``850 µs``, ``12.3 ms``, ``4.57 s``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= 0.9995 * size:
             return f"{_three(seconds / size)} {unit}"
@@ -144,7 +144,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def _three(value: float) -> str:
-    """Write three significant digits without an exponent."""
+    """Format a number with three significant digits and without an exponent."""
     if value >= 99.95:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
@@ -156,7 +156,7 @@ def _times(spread: Sequence[float]) -> Cell:
 
 
 def _growth(fit: Row | None) -> Cell:
-    """Write a growth as ``L^1.98 (8192–65536)``: the power and the lengths it was fitted over."""
+    """Format growth as ``L^1.98 (8192–65536)``: the power and the range of fitted lengths."""
     if fit is None:
         return Cell(ABSENT)
     return Cell(f"L^{fit['exponent']:.2f}", f"({fit['lengths'][0]}–{fit['lengths'][-1]})")

@@ -1,4 +1,4 @@
-"""The parts of a benchmark: a case, its tensors, and the ways to compute attention in it."""
+"""Building blocks of a benchmark: a case, its tensors, and a way to compute attention."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ PASSES: tuple[Pass, ...] = get_args(Pass)
 PACKAGES = {"x_transformers": "x-transformers", "goat": "goat-attention", "transformers": "transformers"}
 """PyPI name of each package of a peer, by the name of its module."""
 COMPILER_PREFIX = "Developer debug context: raised exception "
-"""Words of torch.compile before an error in the code that it compiles."""
+"""Prefix of torch.compile before the message of an error in the compiled code."""
 LONGEST_REASON = 200
 
 
 class CannotRunError(RuntimeError):
-    """The way cannot run the case; the message says why."""
+    """Error of a way that cannot run a case. The message names the reason."""
 
 
 def in_short(error: BaseException) -> str:
-    """Return the first informative line of an error, 200 characters at most."""
+    """Return the first informative line of an error, at most 200 characters long."""
     if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
         return f"{PACKAGES[error.name]} is not installed"
     inner = str(error).partition(COMPILER_PREFIX)[2]
@@ -71,7 +71,7 @@ class Case:
 
 
 class Inputs(NamedTuple):
-    """Queries ``(B, H, Lq, D)``, keys and values ``(B, H, L, D)``: independent, of unit variance."""
+    """Queries ``(B, H, Lq, D)``, keys and values ``(B, H, L, D)``, independent and of unit variance."""
 
     query: Tensor
     key: Tensor
@@ -79,11 +79,11 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(case: Case, head_dim: int | None = None) -> Inputs:
-    """Draw the tensors of a case from its seed, with gradients where the pass has a backward half.
+    """Draw the tensors of a case from its seed; they require gradients if the pass has a backward half.
 
     Args:
-        case: the case.
-        head_dim: replaces the head dimension of the case.
+        case: Case to draw for.
+        head_dim: Head dimension; that of the case by default.
     """
     generator = torch.Generator().manual_seed(case.seed)
 
@@ -95,16 +95,16 @@ def make_inputs(case: Case, head_dim: int | None = None) -> Inputs:
 
 
 class Prepared(NamedTuple):
-    """A way, ready to run in a case."""
+    """A way that is ready to run in a case."""
 
     run: Callable[[], Tensor]
-    """One forward pass; the output in the way's own layout."""
+    """Function that runs one forward pass and returns the output in the way's own layout."""
     leaves: tuple[Tensor, ...]
     """Tensors whose gradients a backward pass computes."""
     expected: Callable[[slice], Tensor]
-    """Rows of the output by the dense formula in float64, ``(B, H, rows, Dv)``."""
+    """Function that returns output rows by the dense formula in float64, shape ``(B, H, rows, Dv)``."""
     shape: tuple[int, ...]
-    """Shape of the output: ``(B, H, Lq, Dv)`` or, heads side by side, ``(B, Lq, H Dv)``."""
+    """Shape of the output: ``(B, H, Lq, Dv)`` or, with flat heads, ``(B, Lq, H Dv)``."""
 
 
 def prepared(
@@ -122,15 +122,16 @@ def prepared(
     """Combine a forward pass with its leaves, its reference and the shape of its output.
 
     Args:
-        case: the case.
-        inputs: the tensors of the reference.
-        run: the forward pass.
-        prior: the prior of the reference.
-        leaves: by default the inputs and the parameters of ``prior`` and ``logit_scale`` that train.
-        flat: whether ``run`` returns heads side by side, as wide as the heads of the case.
-        positions: of queries and keys; counted from 0 by default.
-        logit_scale: the logit scale of the reference.
-        options: other options of :func:`attend` for the reference.
+        case: Case of the pass.
+        inputs: Tensors of the reference.
+        run: Function that runs the forward pass.
+        prior: Prior of the reference.
+        leaves: Tensors that get gradients. The default is the inputs and the trainable parameters of ``prior`` and
+            ``logit_scale``.
+        flat: Whether ``run`` returns ``(B, Lq, H D)`` instead of ``(B, H, Lq, D)``.
+        positions: Positions of queries and keys; counted from 0 by default.
+        logit_scale: Logit scale of the reference.
+        options: Other options of :func:`attend` for the reference.
     """
     query, key, value = inputs
     keys = torch.arange(case.length, device=case.device) if positions is None else positions
@@ -154,7 +155,7 @@ def prepared(
 
 
 def learned(*modules: nn.Module | None) -> tuple[Tensor, ...]:
-    """Return the parameters of modules that train."""
+    """Return the trainable parameters of modules."""
     return tuple(p for module in modules if module is not None for p in module.parameters() if p.requires_grad)
 
 
@@ -162,14 +163,14 @@ class Need(NamedTuple):
     """Memory in bytes that grows with the square of the length."""
 
     kept: int = 0
-    """Between runs: biases that are made once."""
+    """Bytes held between runs, by biases that are made once."""
     working: int = 0
-    """During a run, above ``kept``."""
+    """Additional bytes during a run."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One contender."""
+    """A way to compute attention: one contender of a benchmark."""
 
     name: str
     """Name in ``--ways`` and recipes."""
@@ -180,24 +181,24 @@ class Way:
     times: str
     """Description of the timed code."""
     baseline: str = "plain"
-    """Name of the way that its times are divided by, repetition by repetition."""
+    """Name of the way whose time in the same repetition is the divisor of this way's time."""
     counterpart: str | None = None
-    """Name of the way of this library that computes the same function."""
+    """Name of this library's way that computes the same function."""
     compiled: bool = False
     """Whether the first run at each length compiles."""
     kept: float = 0.0
-    """Matrices of queries by keys between runs, shared by the batch: biases that are made once."""
+    """Number of query-by-key matrices that are held between runs and shared by the batch."""
     forward: float = 0.0
-    """Further matrices during a forward pass."""
+    """Number of additional matrices during a forward pass."""
     backward: float = 0.0
-    """Further matrices during a forward and backward pass."""
+    """Number of additional matrices during a forward and backward pass."""
     per_sequence: bool = True
     """Whether each sequence of the batch has its own ``forward`` and ``backward`` matrices."""
 
     def need(self, case: Case) -> Need:
-        """Estimate the memory of a case; a single query needs none.
+        """Estimate the memory of a case; zero for a single query.
 
-        The numbers of matrices are measured (see the tests), not derived: they depend on when PyTorch frees memory.
+        The numbers of matrices depend on when PyTorch frees memory. They are measured in the tests, not derived.
         """
         if case.passing == "decode":
             return Need()

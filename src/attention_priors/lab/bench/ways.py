@@ -1,4 +1,4 @@
-"""The contenders: attention without a prior, this library, the dense formulas, and other people's code."""
+"""Contenders of a benchmark: attention without a prior, this library, dense formulas, and other packages."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ from attention_priors.priors import (
 from attention_priors.priors.generalized_gaussian import EPSILON
 
 TOLERANCE = 1e-6
-"""Share of its weight that a query may lose to pruning."""
+"""Share of a query's attention weight that pruning may remove."""
 WINDOW = 1024
-"""Tokens that the window shows."""
+"""Size of the window in tokens."""
 TRAIN_LENGTH = 2048
-"""Length by which the key sink scales its features."""
+"""Training length of the key sink, which scales its features."""
 
 MakePrior = Callable[[int], Prior]
 Bias = tuple[Callable[[], Tensor], Prior]
-"""A function that makes the dense bias in each pass, and the prior of the bias."""
+"""Function that returns the dense bias of a pass, and the prior of the bias."""
 
 
 # ---- positions
 
 
 def _line(case: Case) -> None:
-    """Positions counted from 0, in causal attention."""
+    """Return None: positions count from 0, and attention is causal."""
 
 
 def _grid(case: Case) -> Tensor:
-    """Rows and columns of a square grid of patches, in attention in both directions."""
+    """Return rows and columns of a square grid of patches, for bidirectional attention."""
     side = isqrt(case.length)
     if case.passing == "decode":
-        raise CannotRunError("a grid is read at once: there is nothing to decode")
+        raise CannotRunError("grids have no decode pass; use forward or forward+backward")
     if side * side != case.length:
-        raise CannotRunError(f"{case.length} patches are no square")
+        raise CannotRunError(f"{case.length} patches do not form a square grid")
     return grid_positions(side, side, device=case.device)
 
 
@@ -70,7 +70,7 @@ Place = Callable[[Case], Tensor | None]
 
 def _plain(case: Case, inputs: Inputs, place: Place = _line) -> Prepared:
     positions = place(case)
-    # A single query is the last one and sees every key.
+    # A single query is the last token and sees every key.
     causal = positions is None and case.passing != "decode"
     run = partial(scaled_dot_product_attention, *inputs, is_causal=causal)
     return prepared(case, inputs, run, positions=positions, causal=positions is None)
@@ -80,7 +80,7 @@ def _plain(case: Case, inputs: Inputs, place: Place = _line) -> Prepared:
 
 
 def _local(heads: int) -> Prior:
-    """The steeper half of ALiBi's slopes, each twice."""
+    """Return a prior with the steeper half of ALiBi's slopes, each for two heads."""
     slopes = alibi_slopes(heads).tolist()
     return Laplace(heads, slopes=[slopes[h // 2] for h in range(heads)])
 
@@ -92,7 +92,7 @@ def _gaussian(heads: int) -> GeneralizedGaussian:
 def _goat(heads: int) -> Prior:
     sink = KeySink(heads, TRAIN_LENGTH, init="recency")
     with torch.no_grad():
-        # Both start at 0, where nobody would see whether they are computed.
+        # At their initial value 0, both terms would be invisible in the check of the output.
         sink.gain.fill_(1.0)
         sink.bump.fill_(1.0)
     return Spectral(heads, init="recency") + sink
@@ -109,7 +109,7 @@ def _radial_gaussian(heads: int) -> Prior:
 def _attend(
     make_prior: MakePrior, make_scale: Callable[[int], SSMax] | None = None, *, place: Place = _line, **options: Any
 ) -> Callable[[Case, Inputs], Prepared]:
-    """Return this library's way for a prior and a logit scale; ``options`` are further arguments of ``attend()``."""
+    """Return the function that prepares ``attend()`` for a prior and a logit scale; ``options`` go to ``attend()``."""
 
     def prepare(case: Case, inputs: Inputs) -> Prepared:
         positions = place(case)
@@ -121,7 +121,7 @@ def _attend(
         call = partial(attend, *inputs, prior, causal=causal, query_positions=positions, key_positions=positions)
 
         def run() -> Tensor:
-            if bounds is not None:  # as for a token that was just added
+            if bounds is not None:  # as after a new token
                 bounds.update(inputs.key)
             return call(logit_scale=scale, key_bounds=bounds, **options)
 
@@ -131,7 +131,7 @@ def _attend(
 
 
 def _gates(case: Case, inputs: Inputs, **options: Any) -> Prepared:
-    """Attend with random forget gates: half of the heads at a mean ``ln f`` of -0.1, half at 0."""
+    """Prepare ``attend()`` with random forget gates: a mean ``ln f`` of -0.1 in half of the heads, 0 in the others."""
     generator = torch.Generator().manual_seed(case.seed)
     shape = (len(inputs.query), case.heads, inputs.key.shape[2])
     steps = 0.2 * torch.rand(shape, generator=generator, dtype=torch.float64)
@@ -143,7 +143,7 @@ def _gates(case: Case, inputs: Inputs, **options: Any) -> Prepared:
 
 
 def _goat_inside(case: Case, inputs: Inputs) -> Prepared:
-    """GOAT's prior where its package puts it: inside the head dimension, at the expense of the content."""
+    """Prepare GOAT's prior inside the head dimension, as its package does; content gets fewer dimensions."""
     content = peers.goat_content(case)
     torch.manual_seed(case.seed)
     prior = _goat(case.heads).to(case.device)
@@ -156,14 +156,14 @@ def _goat_inside(case: Case, inputs: Inputs) -> Prepared:
 
 
 def _distance(case: Case) -> tuple[Tensor, Tensor | None]:
-    """Return ``d = i - j`` in float32, which holds these integers exactly, and where it is negative, ``(Lq, L)``."""
+    """Return ``d = i - j`` in float32, which is exact here, and the mask of negative distances, both ``(Lq, L)``."""
     positions = torch.arange(case.length, device=case.device, dtype=torch.float32)
     distance = positions[case.offset :].unsqueeze(-1) - positions
     return distance, None if case.passing == "decode" else distance < 0
 
 
 def _fixed_alibi(case: Case, positions: Tensor | None) -> Bias:
-    """Make ALiBi's bias in the first pass and keep it: its slopes are fixed."""
+    """Return a function that makes ALiBi's bias once, because the slopes are fixed."""
     prior = Laplace(case.heads).to(case.device)
 
     @cache
@@ -177,7 +177,7 @@ def _fixed_alibi(case: Case, positions: Tensor | None) -> Bias:
 
 
 def _learned_gaussian(case: Case, positions: Tensor | None) -> Bias:
-    """Make BAM's bias by its published formula, in float32, in every pass anew: its parameters are learned."""
+    """Return a function that makes BAM's bias by its published formula in float32, in every pass anew."""
     prior = _gaussian(case.heads).to(case.device)
     distance, future = _distance(case)
 
@@ -192,7 +192,7 @@ def _learned_gaussian(case: Case, positions: Tensor | None) -> Bias:
 
 
 def _learned_axial(case: Case, positions: Tensor | None) -> Bias:
-    """Make the whole bias of a grid in every pass anew."""
+    """Return a function that makes the dense bias of a grid in every pass anew."""
     assert positions is not None
     torch.manual_seed(case.seed)
     prior = _axial_gaussian(case.heads).to(case.device)
@@ -200,7 +200,7 @@ def _learned_axial(case: Case, positions: Tensor | None) -> Bias:
 
 
 def _formula(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor) -> Tensor:
-    """``softmax(q kᵀ / sqrt(D) + bias) v``, as published implementations write it."""
+    """Return ``softmax(q kᵀ / sqrt(D) + bias) v``, as published implementations compute it."""
     return (query @ key.mT * query.shape[-1] ** -0.5 + attn_mask).softmax(-1) @ value
 
 
@@ -253,7 +253,7 @@ WAYS: dict[str, Way] = {
     name: Way(name, prepare=_PREPARE[name], **description)
     for name, description in read_yaml(Path(__file__).with_suffix(".yaml")).items()
 }
-"""Every contender, in the order of tables; ``ways.yaml`` describes them."""
+"""All contenders, in the order of tables; ``ways.yaml`` describes them."""
 
 LINE_WAYS = tuple(name for name in WAYS if not name.startswith("grid-"))
-"""Names of the contenders over texts, at any length."""
+"""Names of the contenders on sequences, which run at any length."""
