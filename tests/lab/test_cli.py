@@ -188,7 +188,7 @@ def test_memory_that_does_not_suffice_is_one_message(use_up, capsys):
     with pytest.raises(typer.Exit) as ended, errors():
         use_up()
     assert ended.value.exit_code == 1
-    assert "error: out of memory; expected: less at a time" in " ".join(capsys.readouterr().err.split())
+    assert "error: out of memory; use a smaller chunk or batch" in " ".join(capsys.readouterr().err.split())
 
 
 def test_other_errors_in_our_code_keep_their_traceback():

@@ -43,7 +43,7 @@ def test_a_benchmark_writes_results_tables_and_figures(no_memory, drawn):
             ["--passes", "sideways"],
             "passes.0: Input should be 'forward', 'forward+backward' or 'decode', got 'sideways'",
         ),
-        (["--lengths", "many"], "lengths: 'many' is no number of tokens"),
+        (["--lengths", "many"], "lengths: 'many' is not a number of tokens"),
         (["--lengths", "8"], "lengths.0: Input should be greater than or equal to 16, got 8"),
         (["--lengths", ","], "lengths: "),
         (["--dtype", "int8"], "dtype: Input should be 'float32', 'bfloat16' or 'float16', got 'int8'"),
@@ -52,7 +52,7 @@ def test_a_benchmark_writes_results_tables_and_figures(no_memory, drawn):
         (["--threads", "0"], "threads: Input should be greater than 0"),
         (["--repetitions", "0"], "repetitions: Input should be greater than 0"),
         (["missing.yaml"], "missing.yaml"),
-        (["missing.yaml", "--heads", "3"], "with a recipe, --heads stands in it"),
+        (["missing.yaml", "--heads", "3"], "--heads: not allowed with a recipe; set these values in the recipe"),
     ],
 )
 def test_bad_options_are_one_line_and_no_work(arguments, complaint):

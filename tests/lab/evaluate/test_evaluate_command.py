@@ -80,7 +80,7 @@ def test_the_tasks_are_listed(run):
 def test_there_must_be_a_model(run):
     code, said = run("--lengths", "200")
     assert code == 2
-    assert "expected a saved model" in said
+    assert "name of a saved model" in said
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_there_must_be_a_model(run):
         (["--task", ""], "tasks: at least one task must be given, out of passkey, passkey_8"),
         (["--task", "timing,timing"], "tasks: tasks must be distinct, got timing, timing"),
         (["--lengths", "0"], "lengths.0: Input should be greater than 1, got 0"),
-        (["--lengths", "abc"], "lengths: 'abc' is no number of tokens; expected one such as 4096, 64k or 1m"),
-        (["--lengths", "1q"], "lengths: '1q' is no number of tokens"),
-        (["--lengths", "-5"], "lengths: '-5' is no number of tokens"),
+        (["--lengths", "abc"], "lengths: 'abc' is not a number of tokens; expected a number such as 4096, 64k or 1m"),
+        (["--lengths", "1q"], "lengths: '1q' is not a number of tokens"),
+        (["--lengths", "-5"], "lengths: '-5' is not a number of tokens"),
         (["--lengths", ","], "lengths: at least one length must be given"),
         (
             ["--lengths", "20"],

@@ -688,10 +688,10 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path, monkeypatch: pyte
     ("options", "message"),
     [
         (["--heads", "9.0"], "there is no head 0 of layer 9"),
-        (["--heads", "x"], "'x' is no head"),
+        (["--heads", "x"], "'x' is not a head"),
         (["--length", "1"], "length must be from 2 to 16777216 tokens, got 1"),
         (["--length", "100m"], "length must be from 2 to 16777216 tokens, got 104857600"),
-        (["--length", "x"], "length: 'x' is no number of tokens"),
+        (["--length", "x"], "length: 'x' is not a number of tokens"),
         (["--text", "nowhere.txt"], "nowhere.txt"),
     ],
 )

@@ -264,7 +264,7 @@ def test_an_unknown_seed_changes_nothing(copy, tiny, quiet, tmp_path):
     assert _snapshot(copy) == before
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(json.dumps(changed({"corpus.source": tiny().corpus.source})))
-    for seeds, complaint in (("4", "unknown seed 4; the recipe has 3"), ("x", "seeds: 'x' is no seed; expected numb")):
+    for seeds, complaint in (("4", "unknown seed 4; the recipe has 3"), ("x", "seeds: 'x' is not a seed")):
         result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(copy), "--seeds", seeds])
         assert result.exit_code == 1
         assert complaint in " ".join(result.output.split())

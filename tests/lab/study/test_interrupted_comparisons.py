@@ -67,7 +67,7 @@ def test_ctrl_c_in_training_ends_all_processes_and_loses_nothing(finished, tiny,
     finally:
         process.kill()
     assert process.exitcode == 130, printed.read_text()
-    assert "the same command goes on from here" in " ".join(printed.read_text().split())
+    assert "run the same command to resume" in " ".join(printed.read_text().split())
     assert "Traceback" not in printed.read_text()
     assert not any(worker.is_running() for worker in workers)
     assert not (run / "model").exists()

@@ -75,7 +75,8 @@ class Runner:
         del out
         if not self.error <= LARGEST_ERROR:
             raise CannotRunError(
-                f"outputs differ from the reference by {self.error:.2g} of the largest; expected {LARGEST_ERROR} at most"
+                f"outputs differ from the reference by {self.error:.2g} of the largest; "
+                f"expected at most {LARGEST_ERROR}"
             )
         seconds = self.measure()
         if compiled or seconds < 50 * SHORTEST:

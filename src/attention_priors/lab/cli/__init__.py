@@ -1,4 +1,4 @@
-"""The command line, ``attention-priors``."""
+"""Command line ``attention-priors``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 
 try:
     from attention_priors.lab.cli.commands import app
-except ModuleNotFoundError as error:  # the laboratory is an extra
+except ModuleNotFoundError as error:  # the lab's dependencies are an extra
     if error.name not in ("typer", "rich"):
         raise
-    sys.exit(f"attention-priors: {error.name} is missing; the command needs: pip install 'attention-priors[lab]'")
+    sys.exit(f"attention-priors: {error.name} is not installed; run: pip install 'attention-priors[lab]'")
 
 __all__ = ["app", "main"]
 
@@ -19,6 +19,6 @@ def main() -> None:
     """Run the command line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Results are on the disk when they are shown; that a terminal has no minus sign is no error.
+            # Output that the terminal cannot encode, such as a minus sign, must not fail a finished command.
             stream.reconfigure(errors="backslashreplace")
     app()

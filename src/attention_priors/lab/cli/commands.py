@@ -1,4 +1,4 @@
-"""The commands: each reads its options, calls the library, and says where everything went."""
+"""Commands of ``attention-priors``: each parses its options, calls the library and prints the output paths."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ app = Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable
 
 RecipeOutput = Annotated[
     Path | None,
-    Option(help="Where everything goes; by default runs/ and the recipe's file name, without its ending."),
+    Option(help="Output folder (default: runs/ and the recipe's file name without its extension)."),
 ]
-"""Output folder of a command that reads a recipe."""
+"""Option ``--output`` of commands that read a recipe."""
 
-Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N; CUDA where there is some by default.")]
-"""Where a model is."""
+Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N (default: CUDA if available).")]
+"""Option ``--device`` of commands that run a model."""
 
 
 @app.callback()
@@ -40,7 +40,7 @@ def _root(
     context: Context,
     plugin: Annotated[
         list[str] | None,
-        Option(help="Import this module, which registers priors of your own; may be given more than once."),
+        Option(help="Import a module that registers custom priors. Repeatable."),
     ] = None,
 ) -> None:
     """Attention with positional priors: train short, test long, see what each head learned."""
@@ -55,30 +55,28 @@ def _root(
 @app.command()
 def compare(
     context: Context,
-    recipe: Annotated[Path, Argument(help="A recipe: what to train and what to test.")],
+    recipe: Annotated[Path, Argument(help="Recipe of the comparison.")],
     output: RecipeOutput = None,
     only: Annotated[
         list[str] | None,
-        Option(help="Run this scheme alone, or those of a pattern (BAM*); may be given more than once."),
+        Option(help="Run only this scheme, or the schemes that match a pattern (BAM*). Repeatable."),
     ] = None,
-    seeds: Annotated[
-        list[str] | None, Option(help="Run these seeds alone, with commas between; may be given more than once.")
-    ] = None,
+    seeds: Annotated[list[str] | None, Option(help="Run only these seeds, comma-separated. Repeatable.")] = None,
     processes: Annotated[
-        int | None, Option(min=1, help="Runs at a time; by default as many as there are cores for.")
+        int | None, Option(min=1, help="Number of parallel runs (default: as many as the CPU cores allow).")
     ] = None,
     scheduler: Annotated[
         str | None,
-        Option(help="Address of a Dask scheduler (tcp://login1:8786); its workers share the output folder."),
+        Option(help="Address of a Dask scheduler (tcp://login1:8786) whose workers share the output folder."),
     ] = None,
 ) -> None:
     """Train every scheme of a recipe, test it far past its training length or resolution, and write a report.
 
-    Interrupt it when you like: the same command goes on from there. Several calls may share an output: each run is
-    carried out by one of them.
+    You can interrupt the command; run it again to resume. Several calls may share an output folder and then divide
+    the runs among them.
     """
     console = Console()
-    # The laboratory is imported here: it takes seconds, and --help should not.
+    # The lab is imported here because the import takes seconds, which would delay --help.
     from attention_priors.lab import report as reports
     from attention_priors.lab import study
     from attention_priors.lab.output_folder import sole_writer
@@ -88,7 +86,7 @@ def compare(
     failed: study.RunFailedError | None = None
     with errors():
         asked = study.load_recipe(recipe)
-        # Each run is a process of its own, and reads the recipe.
+        # Each run is a separate process, which imports the plugins of the recipe.
         asked = asked.model_copy(update={"plugins": tuple(dict.fromkeys((*context.obj, *asked.plugins)))})
         try:
             results = study.compare(
@@ -105,7 +103,7 @@ def compare(
     if failed is not None:
         console.print(f"[bold red]error:[/] {escape(str(failed))}", highlight=False, soft_wrap=True)
     if len(results["run"]):
-        # A call that ended meanwhile may have gathered more.
+        # Another call may have written more results in the meantime.
         with errors(), sole_writer(output, wait=math.inf):
             results = Results.read(output)
             try:
@@ -125,11 +123,11 @@ def compare(
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], Argument(help="Folders of comparisons, each with its results.jsonl.gz.")],
+    folders: Annotated[list[Path], Argument(help="Folders of comparisons, each with a results.jsonl.gz.")],
 ) -> None:
-    """Draw the tables, figures and report of comparisons anew, from their results alone.
+    """Rewrite the tables, figures and report of comparisons from their results.
 
-    A folder with a README.md keeps its words: its tables and figures alone are drawn.
+    In a folder with a README.md, only tables and figures are rewritten.
     """
     from attention_priors.lab import report as reports
     from attention_priors.lab.results import Results
@@ -143,16 +141,16 @@ def report(
 
 @app.command()
 def train(
-    recipe: Annotated[Path, Argument(help="A recipe: model, data, tokenizer, optimiser, schedule.")],
+    recipe: Annotated[Path, Argument(help="Recipe: model, data, tokenizer, optimiser, schedule.")],
     output: RecipeOutput = None,
 ) -> None:
-    """Train one model, on one device or, started by torchrun or accelerate launch, on many.
+    """Train a model on one device, or on many if started with torchrun or accelerate launch.
 
-    Interrupt it when you like: the same command goes on from the last checkpoint.
+    You can interrupt the command; run it again to resume from the last checkpoint.
     """
     from attention_priors.lab import train as training
 
-    # Of several processes the first one speaks; errors come from each.
+    # Only the first process prints progress; every process prints its errors.
     console = Console(quiet=not training.is_first_process())
     output = output or Path("runs") / recipe.stem
     quiet_transformers()
@@ -165,15 +163,15 @@ def train(
 
 @app.command()
 def prepare(
-    recipe: Annotated[Path, Argument(help="A recipe of the command train; its tokens are prepared.")],
+    recipe: Annotated[Path, Argument(help="Recipe of the train command.")],
     output: Annotated[
         Path | None,
-        Option(help="Where the tokens go; where train looks for them by default, data in its own output."),
+        Option(help="Folder for the tokens (default: data in train's output folder, where train reads them)."),
     ] = None,
 ) -> None:
-    """Tokenise a recipe's text into memory-mapped files with checksums; what is there is checked, and mended.
+    """Tokenise a recipe's text into memory-mapped files with checksums; check existing files and replace damaged ones.
 
-    Interrupt it when you like: the same command goes on from there.
+    You can interrupt the command; run it again to resume.
     """
     console = Console()
     from attention_priors.lab import train as training
@@ -192,33 +190,35 @@ def prepare(
 
 @app.command()
 def extend(
-    model: Annotated[Path, Argument(help="A saved model, or the folder of its training.")],
-    length: Annotated[str, Option(help="Tokens, or a multiple of what it was trained at.")] = "2x",
-    steps: Annotated[int, Option(min=1, help="Of the optimiser.")] = 256,
+    model: Annotated[Path, Argument(help="Folder of a saved model or of its training run.")],
+    length: Annotated[str, Option(help="Context length in tokens, or a multiple of the training length.")] = "2x",
+    steps: Annotated[int, Option(min=1, help="Number of optimiser steps.")] = 256,
     data: Annotated[
-        Path | None, Option(help="Prepared tokens; those that the model was trained on by default.")
+        Path | None, Option(help="Folder of prepared tokens (default: the model's training tokens).")
     ] = None,
     learning_rate: Annotated[
-        float | None, Option(help="Constant; what the model's own training ended with by default.")
+        float | None, Option(help="Constant learning rate (default: final rate of the model's training).")
     ] = None,
-    tokens_per_step: Annotated[int | None, Option(min=1, help="As in the model's own training by default.")] = None,
+    tokens_per_step: Annotated[
+        int | None, Option(min=1, help="Tokens per optimiser step (default: as in the model's training).")
+    ] = None,
     output: Annotated[
         Path | None,
         Option(
-            help="Where everything goes; by default extended-LENGTH in the folder of the model's training, or "
-            "NAME-extended-LENGTH beside a model without one."
+            help="Output folder (default: extended-LENGTH in the folder of the model's training run, or "
+            "NAME-extended-LENGTH beside a model without a run)."
         ),
     ] = None,
 ) -> None:
-    """Train a saved model a little further at a longer context, and measure the loss before and after.
+    """Train a saved model further at a longer context, and measure the loss before and after.
 
-    Interrupt it when you like: the same command goes on from there.
+    You can interrupt the command; run it again to resume.
     """
     from attention_priors._io import number
     from attention_priors.lab import train as training
 
     console = Console(quiet=not training.is_first_process())
-    if model.name in ("", ".."):  # `.` has neither a name nor a parent
+    if model.name in ("", ".."):  # `.` has no name and no parent
         model = model.resolve()
     output = output or training.default_output(model, length)
     name = model.absolute().parent.name if model.name == "model" else model.name
@@ -244,37 +244,40 @@ def extend(
 def evaluate(
     context: Context,
     model: Annotated[
-        str | None, Argument(help="A saved model: its folder, or its name on the Hugging Face Hub.")
+        str | None, Argument(help="Folder of a saved model, or its name on the Hugging Face Hub.")
     ] = None,
-    task: Annotated[
-        list[str], Option(help="What to measure, with commas between; --task list shows what there is.")
-    ] = ["passkey"],  # noqa: B006
-    lengths: Annotated[list[str], Option(help="Tokens, with commas between; 64k is 65536.")] = ["1k,2k,4k,8k"],  # noqa: B006
-    depths: Annotated[int, Option(min=2, help="Depths, evenly spaced.")] = 20,
-    trials: Annotated[int, Option(min=1, help="Texts per length and depth; continuations of a genome.")] = 1,
+    task: Annotated[list[str], Option(help="Tasks, comma-separated. --task list shows them.")] = ["passkey"],  # noqa: B006
+    lengths: Annotated[list[str], Option(help="Lengths in tokens, comma-separated; 64k is 65536.")] = ["1k,2k,4k,8k"],  # noqa: B006
+    depths: Annotated[int, Option(min=2, help="Number of evenly spaced depths.")] = 20,
+    trials: Annotated[
+        int, Option(min=1, help="Texts per length and depth, or continuations per piece of a genome.")
+    ] = 1,
     corpus: Annotated[
-        str, Option(help="For essays, fillers, perplexity: embedded, a file, a folder, package:NAME, FASTA.")
+        str,
+        Option(
+            help="Corpus of essays, fillers and perplexity: embedded, a text or FASTA file, a folder, or package:NAME."
+        ),
     ] = "embedded",
-    sentences: Annotated[str, Option(help="What splits essays into sentences: regex, or NLTK's punkt.")] = "regex",
-    documents: Annotated[int, Option(min=1, help="For perplexity, at most; pieces of a genome.")] = 8,
-    passes: Annotated[int, Option(min=1, help="Of the timing.")] = 100,
+    sentences: Annotated[str, Option(help="Sentence splitter of essays: regex, or NLTK's punkt.")] = "regex",
+    documents: Annotated[
+        int, Option(min=1, help="Largest number of documents of perplexity, or of pieces of a genome.")
+    ] = 8,
+    passes: Annotated[int, Option(min=1, help="Number of timed passes.")] = 100,
     stop_after_zeros: Annotated[
-        int, Option(min=0, help="Leave out longer texts after so many lengths without a right answer; 0 for no.")
+        int, Option(min=0, help="Skip longer texts after this many lengths without a right answer; 0 never skips.")
     ] = 2,
-    seed: Annotated[int, Option(min=0, help="Of the texts.")] = 0,
-    chunk: Annotated[int, Option(min=1, help="Tokens of one forward pass: it bounds the memory.")] = 1024,
-    batch: Annotated[int, Option(min=1, help="Questions of equal length that are read together.")] = 1,
-    dtype: Annotated[str, Option(help="Of the weights: float32, bfloat16 or float16.")] = "float32",
+    seed: Annotated[int, Option(min=0, help="Seed of the texts.")] = 0,
+    chunk: Annotated[int, Option(min=1, help="Tokens per forward pass; bounds memory.")] = 1024,
+    batch: Annotated[int, Option(min=1, help="Number of texts of equal length per batch.")] = 1,
+    dtype: Annotated[str, Option(help="Precision of the weights: float32, bfloat16 or float16.")] = "float32",
     device: Device = None,
-    output: Annotated[
-        Path | None, Option(help="Where everything goes; runs/evaluate/NAME-OF-THE-MODEL by default.")
-    ] = None,
+    output: Annotated[Path | None, Option(help="Output folder (default: runs/evaluate/NAME-OF-THE-MODEL).")] = None,
 ) -> None:
     """Test a model far past its training length: retrieval, perplexity by position, time.
 
-    For models of ours, models with priors attached, and any causal language model of transformers. Interrupt it when
-    you like: the same command goes on from there, and measures nothing twice. Longer lengths, more trials and other
-    models may share an output.
+    The model may be ours, have attached priors, or be any causal language model of transformers. You can interrupt the
+    command; run it again to resume. Finished measurements are reused, so longer lengths, more trials and other models
+    may share an output folder.
     """
     from pydantic import ValidationError
 
@@ -290,11 +293,11 @@ def evaluate(
             console.print(f"[bold]{name}[/]: {escape(what)}.", highlight=False)
         return
     if model is None:
-        raise BadParameter("expected a saved model: its folder, or its name", param_hint="MODEL")
+        raise BadParameter("expected the folder or the name of a saved model", param_hint="MODEL")
     output = output or Path("runs") / "evaluate" / name_of_model(model)
     quiet_transformers()
     with errors():
-        # Settings of the plan that are options as they stand.
+        # Settings of the plan that equal their options.
         same = ("depths", "trials", "seed", "corpus", "sentences", "documents", "passes")
         asked = {name: context.params[name] for name in same} | {
             "tasks": tasks,
@@ -325,27 +328,25 @@ def evaluate(
 
 @app.command()
 def inspect(
-    model: Annotated[str, Argument(help="A saved model: its folder, or its name on the Hugging Face Hub.")],
+    model: Annotated[str, Argument(help="Folder of a saved model, or its name on the Hugging Face Hub.")],
     text: Annotated[
-        str, Option(help="What it is to read: a file, or embedded for a file of Python's standard library.")
+        str, Option(help="File that the model reads, or embedded for a file of Python's standard library.")
     ] = "embedded",
     tokens: Annotated[
         int | None,
-        Option(min=4, help="How much of it is read; by default 512, or what the model has positions for."),
+        Option(min=4, help="Number of tokens that the model reads (default: 512, or the model's maximum if smaller)."),
     ] = None,
-    length: Annotated[str, Option(help="Tokens of the texts that priors are described for; 4k is 4096.")] = "4k",
+    length: Annotated[str, Option(help="Text length in tokens for the description of priors; 4k is 4096.")] = "4k",
     heads: Annotated[
-        list[str] | None, Option(help="Whose attention maps are shown, as LAYER.HEAD, with commas between.")
+        list[str] | None, Option(help="Heads whose attention maps are shown, as comma-separated LAYER.HEAD.")
     ] = None,
     device: Device = None,
-    output: Annotated[
-        Path | None, Option(help="Where everything goes; runs/inspect/NAME-OF-THE-MODEL by default.")
-    ] = None,
+    output: Annotated[Path | None, Option(help="Output folder (default: runs/inspect/NAME-OF-THE-MODEL).")] = None,
 ) -> None:
-    """Look inside a model: what each head's prior does, and what it explains of the attention.
+    """Describe each head's prior, and measure how much of the head's attention the prior explains.
 
-    Writes one page, inspection.html, and its numbers but for the attention maps, inspection.json. For models of ours,
-    models with priors attached, and those of transformers: decoders, BLOOM, MPT, T5.
+    The output is a page, inspection.html, and its numbers without the attention maps, inspection.json. The model may be
+    ours, have attached priors, or be a decoder, BLOOM, MPT or T5 of transformers.
     """
     from attention_priors._io import writable_folder, write_json
     from attention_priors.hf.loading import load_any_config
@@ -366,7 +367,7 @@ def inspect(
             text_tokens=tokens,
             heads=None if heads is None else tuple(head_of_layer(head) for head in listed(*heads)),
         )
-        load_any_config(model)  # a model that is not there leaves no folder behind
+        load_any_config(model)  # fails before the folder is made if the model does not exist
         writable_folder(output)
         with console.status("Loading the model") as status:
             given = inspection.load_inspected(model, device=device)
@@ -374,7 +375,7 @@ def inspect(
             status.update("Writing the page")
             reports.write_inspection(found, output / "inspection.html")
         for shown in found["passkey"].get("maps", ()):
-            del shown["weights"]  # large, and drawn
+            del shown["weights"]  # large, and on the page already
         write_json(output / "inspection.json", found)
     console.print(escape(reports.inspection_summary(found)))
     written(console, "Page", output / "inspection.html")
@@ -382,11 +383,11 @@ def inspect(
 
 @app.command()
 def explore(
-    output: Annotated[Path, Option(help="The page's file.")] = Path("runs") / "explorer.html",
+    output: Annotated[Path, Option(help="File of the page.")] = Path("runs") / "explorer.html",
 ) -> None:
-    """Write a page on which people drag the parameters of priors: where they look, and the line that makes them.
+    """Write an interactive page: drag a prior's parameters, watch its shape, and copy the Python that makes it.
 
-    It needs no network and no server: open it in a browser.
+    Open the page in a browser. It needs no network and no server.
     """
     from attention_priors.lab.report.pages import write_explorer
 
@@ -399,38 +400,41 @@ def explore(
 def bench(
     context: Context,
     recipe: Annotated[
-        Path | None, Argument(help="A recipe, instead of the options below but --output and --memory-limit.")
+        Path | None, Argument(help="Recipe. It replaces all options except --output and --memory-limit.")
     ] = None,
     lengths: Annotated[
-        list[str] | None, Option(help="Tokens, with commas between; 64k is 65536; 512,1024 by default.")
+        list[str] | None, Option(help="Lengths in tokens, comma-separated; 64k is 65536 (default: 512,1024).")
     ] = None,
     passes: Annotated[
         list[str] | None,
-        Option(help="Of forward, forward+backward, decode; with commas between; all by default."),
+        Option(help="Passes, comma-separated (default: forward,forward+backward,decode)."),
     ] = None,
     ways: Annotated[
-        list[str] | None, Option(help="Contenders, with commas between; all by default. --ways list shows them.")
+        list[str] | None, Option(help="Contenders, comma-separated (default: all). --ways list shows them.")
     ] = None,
-    threads: Annotated[int | None, Option(help="CPU threads; PyTorch's choice by default.")] = None,
-    dtype: Annotated[str | None, Option(help="float32 (default), bfloat16 or float16.")] = None,
-    device: Annotated[str | None, Option(help="cpu (default), cuda or cuda:N.")] = None,
-    batch: Annotated[int | None, Option(help="Sequences; 1 by default.")] = None,
-    heads: Annotated[int | None, Option(help="8 by default.")] = None,
-    head_dim: Annotated[int | None, Option(help="64 by default.")] = None,
-    repetitions: Annotated[int | None, Option(help="3 by default; more for figures to be quoted.")] = None,
+    threads: Annotated[int | None, Option(help="Number of CPU threads (default: PyTorch's number).")] = None,
+    dtype: Annotated[str | None, Option(help="float32, bfloat16 or float16 (default: float32).")] = None,
+    device: Annotated[str | None, Option(help="cpu, cuda or cuda:N (default: cpu).")] = None,
+    batch: Annotated[int | None, Option(help="Batch size (default: 1).")] = None,
+    heads: Annotated[int | None, Option(help="Number of heads (default: 8).")] = None,
+    head_dim: Annotated[int | None, Option(help="Dimension of a head (default: 64).")] = None,
+    repetitions: Annotated[
+        int | None, Option(help="Number of repetitions (default: 3). Use more for published figures.")
+    ] = None,
     neighbours: Annotated[
-        int | None, Option(help="Busy processes, beside which every repetition is measured once more; none by default.")
+        int | None,
+        Option(help="Number of busy processes (default: 0). Every repetition is also measured beside them."),
     ] = None,
-    seed: Annotated[int | None, Option(help="Of inputs and of the order of runs; 0 by default.")] = None,
+    seed: Annotated[int | None, Option(help="Seed of the inputs and of the order of runs (default: 0).")] = None,
     memory_limit: Annotated[
-        float | None, Option(min=0.0, help="GiB that a case may take; nine tenths of what is free by default.")
+        float | None, Option(min=0.0, help="GiB that a case may use (default: nine tenths of the free memory).")
     ] = None,
-    output: Annotated[Path | None, Option(help="Where everything goes; runs/NAME by default.")] = None,
+    output: Annotated[Path | None, Option(help="Output folder (default: runs/NAME).")] = None,
 ) -> None:
-    """Measure time and memory of attend() beside attention without a prior, dense formulas and other packages.
+    """Measure time and memory of attend(), attention without a prior, dense formulas and other packages.
 
-    Interrupt it when you like: the same command goes on from there. More lengths, passes and ways may be added to
-    the same output.
+    You can interrupt the command; run it again to resume. More lengths, passes and ways may be added to an output
+    folder.
     """
     console = Console()
     from attention_priors._io import write_bytes
@@ -440,7 +444,7 @@ def bench(
         for way in benchmark.WAYS.values():
             console.print(f"[bold]{way.name}[/]: {escape(way.label)}. {escape(way.times)}", highlight=False)
         return
-    # All other options are keys of a recipe.
+    # The other options are keys of a recipe.
     apart = ("recipe", "memory_limit", "output")
     given = {name: value for name, value in context.params.items() if name not in apart and value not in (None, ())}
     given |= {name: listed(*given[name]) for name in ("passes", "ways") if name in given}
@@ -450,7 +454,8 @@ def bench(
             plan = benchmark.make_bench_recipe(**{"repetitions": 3} | given)
         elif given:
             raise ValueError(
-                f"with a recipe, {', '.join('--' + name.replace('_', '-') for name in given)} stands in it"
+                f"{', '.join('--' + name.replace('_', '-') for name in given)}: not allowed with a recipe; "
+                "set these values in the recipe"
             )
         else:
             plan = benchmark.load_bench_recipe(recipe)
@@ -470,7 +475,7 @@ def bench(
 def selftest(device: Device = None) -> None:
     """Compare every engine of attend() with the dense formula in float64 on this machine.
 
-    It prints a table for an issue, and ends with 1 if an engine is wrong.
+    The command prints a table for an issue. It exits with code 1 if an engine is wrong.
     """
     from attention_priors.lab.selftest import compare_engines
 

@@ -1,4 +1,4 @@
-"""What people write on the command line, as values; what commands show while they work, and how they end."""
+"""Parsing of option values, progress displays and error messages of the commands."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class TrainingDisplay(Bars):
-    """What a training shows: a bar for tokens and one for steps, and a line for every loss that is logged."""
+    """Progress display of a training run: bars for tokens and steps, and a line for each logged loss."""
 
     def __init__(self, console: Console, name: str, steps: int) -> None:
         super().__init__(console, "{task.fields[done]}")
         self._name, self._steps = name, steps
 
     def observer(self) -> Observer:
-        """Whom a run tells how far it is."""
+        """Return the progress callbacks that update this display."""
         from attention_priors.lab.train import Observer
 
         return Observer(self._message, self._tokens, self._step, self._log)
@@ -47,12 +47,12 @@ class TrainingDisplay(Bars):
 
 
 def written(console: Console, what: str, path: Path) -> None:
-    """Say where something was written, on one line however long."""
+    """Print the path of a written file or folder, on one line."""
     console.print(f"{what}: {escape(str(path))}", soft_wrap=True, highlight=False)
 
 
 def quiet_transformers() -> None:
-    """Its warnings and bars would tear ours apart; what goes wrong comes as an error."""
+    """Silence the warnings and progress bars of transformers, which would break up ours; errors are still raised."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -61,12 +61,15 @@ def quiet_transformers() -> None:
 
 @contextmanager
 def errors(*expected: type[Exception]) -> Iterator[None]:
-    """End the command with one message, and without a traceback, where the cause is not in this code."""
+    """End the command with one message and no traceback if an error of the user or the machine occurs.
+
+    Interrupts, ``ValueError``, ``OSError``, out-of-memory errors and ``expected`` count as such errors.
+    """
     console = Console(stderr=True)
     try:
         yield
     except KeyboardInterrupt:
-        console.print("\nInterrupted. What is done is kept; the same command goes on from here.")
+        console.print("\nInterrupted. Finished work is kept; run the same command to resume.")
         raise typer.Exit(130) from None
     except (ValueError, OSError, *expected) as error:
         _print_error(console, str(error))
@@ -74,13 +77,13 @@ def errors(*expected: type[Exception]) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        _print_error(console, f"out of memory; expected: less at a time (chunk, batch), or shorter texts. {error}")
+        _print_error(console, f"out of memory; use a smaller chunk or batch, or shorter texts. {error}")
         raise typer.Exit(1) from None
 
 
 def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Whether an error says that memory does not suffice: Python's, or PyTorch's of an accelerator or the CPU."""
-    # By name, as PyTorch is not imported here; of the CPU, its allocator has no class of its own.
+    """Return whether an error is an out-of-memory error of Python, or of PyTorch on an accelerator or the CPU."""
+    # PyTorch is not imported here, so its class is compared by name. Its CPU allocator has no error class.
     named = isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
     return named or "not enough memory" in str(error) or "allocate memory" in str(error)
 
@@ -90,29 +93,29 @@ def _print_error(console: Console, message: str) -> None:
 
 
 def head_of_layer(name: str) -> tuple[int, int]:
-    """``3.0`` is the first head of the fourth layer.
+    """Parse a head's name into its layer and its number, both from 0: ``3.0`` is ``(3, 0)``.
 
     Raises:
-        ValueError: it is no such name.
+        ValueError: The name has another form.
     """
     layer, _, head = name.partition(".")
     if not (layer.isdecimal() and head.isdecimal()):
-        raise ValueError(f"heads: {name!r} is no head; expected its layer and its number, both from 0, such as 3.0")
+        raise ValueError(f"heads: {name!r} is not a head; expected LAYER.HEAD, both counted from 0, such as 3.0")
     return int(layer), int(head)
 
 
 def name_of_model(model: str) -> Path:
-    """What stands for a model in a path: where every model's folder is called ``model``, what it was trained as."""
+    """Return a relative path that identifies a model; for a folder called ``model``, the name of its training run."""
     folder = Path(model)
     if not folder.exists():
-        # A repository's; a path that leads nowhere must not become one that does.
+        # The name of a repository. A nonexistent path must not lead outside of the output folder.
         return folder if not folder.is_absolute() and ".." not in folder.parts else Path(folder.name)
     folder = folder.resolve()
     return _name_of_run(folder.parent) if folder.name == "model" else Path(folder.name)
 
 
 def _name_of_run(run: Path) -> Path:
-    """A seed's after its scheme's, an extension's after that of what was extended."""
+    """Return the name of a run, after its scheme if it is a seed, or after the extended run if it is an extension."""
     if run.name.startswith("seed-"):
         return Path(run.parent.name, run.name)
     if run.parent.name == "extended":
@@ -123,28 +126,28 @@ def _name_of_run(run: Path) -> Path:
 
 
 def seed_number(seed: str) -> int:
-    """A seed.
+    """Parse a seed.
 
     Raises:
-        ValueError: the word is no number.
+        ValueError: The word is not a number.
     """
     if not seed.isdecimal():
-        raise ValueError(f"seeds: {seed!r} is no seed; expected numbers with commas between, such as 0,1,2")
+        raise ValueError(f"seeds: {seed!r} is not a seed; expected comma-separated numbers, such as 0,1,2")
     return int(seed)
 
 
 def number_of_tokens(length: str, option: str = "lengths") -> int:
-    """A number of tokens, of an option; ``64k`` is 65536, ``1m`` is 1048576.
+    """Parse the number of tokens of an option; ``64k`` is 65536, ``1m`` is 1048576.
 
     Raises:
-        ValueError: it is none.
+        ValueError: The word has another form.
     """
     number, unit = (length[:-1], length[-1].lower()) if length[-1:].lower() in ("k", "m") else (length, "")
     if not number.isdecimal():
-        raise ValueError(f"{option}: {length!r} is no number of tokens; expected one such as 4096, 64k or 1m")
+        raise ValueError(f"{option}: {length!r} is not a number of tokens; expected a number such as 4096, 64k or 1m")
     return int(number) * {"": 1, "k": 2**10, "m": 2**20}[unit]
 
 
 def listed(*texts: str) -> list[str]:
-    """What stands between commas, in all of the texts: those of an option that may be repeated."""
+    """Split the comma-separated values of an option that may be repeated."""
     return [part.strip() for text in texts for part in text.split(",") if part.strip()]
