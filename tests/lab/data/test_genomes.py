@@ -183,7 +183,7 @@ def test_a_bgzf_file_that_is_cut_between_blocks_is_an_error(fields: bytes, tmp_p
     assert len(blocks) == 5
     for number in range(1, 6):
         path.write_bytes(b"".join(blocks[:number]))
-        with pytest.raises(FastaError, match=r"blocks\.fa\.gz begins as BGZF and ends without its end-of-file block"):
+        with pytest.raises(FastaError, match=r"blocks\.fa\.gz is truncated: it is a BGZF file without an end-of-file block"):
             next(FastaFile(path).contigs())
     # Two whole files are one, with an end in its middle.
     path.write_bytes(b"".join([*blocks, BGZF_END, *bgzf(">third\nACGT\n"), BGZF_END]))

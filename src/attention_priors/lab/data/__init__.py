@@ -1,4 +1,4 @@
-"""Corpora, tokenizers, token shards, and training rows."""
+"""Corpora, tokenizers, token shards and training rows."""
 
 from attention_priors.lab.data.corpora import EMBEDDED, Corpus, load_corpus
 from attention_priors.lab.data.document import END_OF_TEXT, Document

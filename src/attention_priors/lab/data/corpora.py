@@ -1,4 +1,4 @@
-"""Text to train on and to test on: documents, and the split into a training and a held-out part."""
+"""Corpora: documents, split into a training and a held-out part."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ from attention_priors.lab.data.genomes import FastaFile, is_fasta
 
 EMBEDDED = "embedded"
 PACKAGE = "package:"
-"""Prefix of the name of an installed Python package whose files, or one file, are the text."""
+"""Prefix of a source that is an installed Python package, or a file or folder in it."""
 
 _HELD_OUT_FRACTION = 0.05
-# Of few documents of unlike sizes, whole ones may be nearly all of the text, or nearly nothing.
+# Bounds on the held-out share of characters: with few documents of unequal sizes, 5 % of the documents may be nearly
+# all of the text, or nearly nothing.
 _HELD_OUT_LEAST, _HELD_OUT_MOST = 0.01, 0.2
-# Of the text, what is trained on where a document is cut in two.
+# Share of the text that is trained on if a document is cut in two.
 _UNCUT_FRACTION = 0.9
 _CUT_MIN_CHARACTERS = 1000
 _PARAGRAPH_GROUP_CHARACTERS = 2000
 
-# Left out of the standard library: installed packages and tests; `encodings`, whose character tables are
-# near copies of each other and would leak from the training part into the held-out one; `pydoc_data`, whose
-# topics are documents of their own.
+# Folders of the standard library that are not read: installed packages and tests; `encodings`, because its character
+# tables are near copies of each other and would leak into the held-out part; `pydoc_data`, because each of its topics
+# is a separate document.
 _STDLIB_EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
 )
-# Generated for one machine when Python was built there.
+# Files that are generated for one machine when Python is built.
 _STDLIB_EXCLUDED_PREFIXES = ("config-", "_sysconfigdata")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents, split into a part to train on and a part to test on.
+    """Documents, split into a training and a held-out part.
 
     Attributes:
         name: Name in reports.
-        train: Documents to train on, sorted as they were read.
+        train: Training documents, in reading order.
         held_out: Documents that are never trained on.
-        skipped: One line for each file that was not used, as ``"NAME: why"``.
+        skipped: One line for each unused file, as ``"NAME: reason"``.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (64 hex digits) over the names and texts of both parts, in order."""
+        """SHA-256 (64 hex digits) of the names and texts of both parts, in order."""
         digest = hashlib.sha256()
         for part, documents in (("train", self.train), ("held_out", self.held_out)):
             for document in documents:
@@ -65,34 +66,39 @@ class Corpus:
                     digest.update(len(data).to_bytes(8, "big") + data)
         return digest.hexdigest()
 
-    # ---- as a source of documents (sources.Documents)
+    # ---- interface of a source of documents (sources.Documents)
 
     has_held_out_part: ClassVar[bool] = True
 
     @property
     def left_out(self) -> str | None:
-        """Message about files that are not used."""
+        """Message about unused files; None if there is nothing to report."""
         return left_out(self.name, self.skipped)
 
     def identity(self) -> dict[str, Any]:
-        """Return the corpus' name and fingerprint."""
+        """Return the name and fingerprint of the corpus."""
         return {"corpus": self.name, "fingerprint": self.fingerprint}
 
     def read(self, part: str, state: Any = None) -> Iterator[tuple[str, Any]]:
-        """Yield the texts of a part in their order, each with the number of texts up to it."""
+        """Yield the texts of a part in order, each with the number of texts read so far.
+
+        Args:
+            part: ``train`` or ``held_out``.
+            state: Number of texts to skip; 0 by default.
+        """
         documents = self.train if part == "train" else self.held_out
         for index in range(state or 0, len(documents)):
             yield documents[index].text, index + 1
 
 
 def left_out(corpus: str, skipped: Sequence[str]) -> str | None:
-    """Return a message about files that are not used; None if there is nothing to say.
+    """Return a message about unused files; None if there is nothing to report.
 
-    Files of installed packages and the standard library that are no text are not meant to be, and need no message.
+    Unused files of installed packages and of the standard library are not reported, because many are not text.
 
     Args:
-        corpus: name of the corpus.
-        skipped: as :attr:`Corpus.skipped`; the first three are named.
+        corpus: Name of the corpus.
+        skipped: Lines of :attr:`Corpus.skipped`; the message has the first three.
     """
     if not skipped or corpus == EMBEDDED or corpus.startswith(PACKAGE):
         return None
@@ -101,43 +107,42 @@ def left_out(corpus: str, skipped: Sequence[str]) -> str | None:
 
 
 def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Corpus:
-    """Read a corpus and split it, by document, into about 95 % to train on and 5 % held out.
+    """Read a corpus and split its documents: about 95 % for training, 5 % held out.
 
-    The split depends on the documents' names and sizes alone, so it is the same on every run and machine. The held-out
-    part is 5 % of the documents, by a hash of their names, and at least one. A document that would make it more than
-    20 % of the characters is not held out. If the held-out part then has less than 1 % of the characters (one large
-    document and some small ones), the end of the longest document is held out instead. That end has about 10 % of all
-    characters and begins at a line's end if there is one. Of several documents that are all shorter than 1000
-    characters, one is held out whole.
+    The split depends only on the names and sizes of the documents, so it is equal in every run and on every machine.
+    The held-out part is 5 % of the documents, chosen by a hash of their names, and at least one document. Documents
+    that would raise the part above 20 % of the characters are not chosen.
+
+    If the held-out part has less than 1 % of the characters (one large document and some small ones), the end of the
+    longest document is held out instead. This end has about 10 % of all characters and begins after a line end if
+    there is one. If several documents are all shorter than 1000 characters, one whole document is held out.
 
     Args:
         source: One of
 
             - the string ``"embedded"``: the sources of Python's standard library and the reference prose in
-              ``pydoc_data.topics``; needs no network. The text differs between Python versions: record
+              ``pydoc_data.topics``. No network is needed. The text differs between Python versions, so record
               ``Corpus.fingerprint`` with every result.
-            - a folder: every text file below it, but for hidden ones. Files that are binary (a NUL byte, or
-              not UTF-8), blank, or exact copies of an earlier file are listed in ``Corpus.skipped``.
-            - ``"package:NAME"``: the folder of an installed Python package, such as ``package:scipy``: another
-              text that needs no network; or a file or folder in it, ``package:NAME/PATH``. Record the package's
-              version.
-            - a text file in UTF-8: its paragraphs, grouped into documents of 2000 characters or more.
-            - a FASTA file (:class:`~attention_priors.lab.data.FastaFile`), by its name's end: its contigs.
-        max_characters: Size of the training part to keep, in characters; the held-out part is always whole, so
-            that what is tested on does not depend on it. Documents are kept in the order of a hash of their names,
-            so that what is kept is a fair sample; the last is cut to make the size exact. ``None`` keeps
-            everything.
+            - a folder: every text file below it, except hidden files. Files that are binary (a NUL byte, or not
+              UTF-8), blank, or exact copies of an earlier file are listed in ``Corpus.skipped``.
+            - ``"package:NAME"``: the folder of an installed Python package, such as ``package:scipy``, or a file or
+              folder in it, ``package:NAME/PATH``. No network is needed. Record the version of the package.
+            - a text file in UTF-8: its paragraphs, grouped into documents of at least 2000 characters.
+            - a FASTA file (:class:`~attention_priors.lab.data.FastaFile`), recognised by its file name: its contigs.
+        max_characters: Size of the training part in characters; ``None`` keeps all documents. Documents are kept in
+            the order of a hash of their names, so that the kept part is a fair sample. The last kept document is cut
+            to make the size exact. The held-out part does not depend on this argument.
 
     Raises:
         FileNotFoundError: ``source`` does not exist, or is a package that is not installed.
-        ValueError: ``max_characters`` is below 1; the file is empty or binary, or a broken FASTA file; the folder has
-            no text file; or its one document is too short to split.
+        ValueError: ``max_characters`` is below 1; the file is empty, binary, or a broken FASTA file; the folder has
+            no text file; or its only document is too short to split.
     """
     if max_characters is not None and max_characters < 1:
         raise ValueError(f"max_characters must be at least 1, or None for everything; it is {max_characters}")
     name, documents, skipped = read_documents(source)
     if source != EMBEDDED and _place(source)[1].is_file():
-        # Of one text a part is to be held out. Contigs of a FASTA file have no paragraphs, and stay as they are.
+        # A text file is grouped into documents so that some can be held out. Contigs have no paragraphs and stay whole.
         copies: list[str] = []
         documents = tuple(_distinct((part for whole in documents for part in _paragraph_groups(whole)), copies))
         skipped += tuple(copies)
@@ -151,14 +156,14 @@ def read_documents(source: str | Path) -> tuple[str, tuple[Document, ...], tuple
     """Read the documents of a corpus, whole and in order.
 
     Args:
-        source: As for `load_corpus`, except that a text file is one document.
+        source: Source as in :func:`load_corpus`, except that a text file is one document.
 
     Returns:
-        The corpus' name, its documents, and a line for each file that was not used.
+        The name of the corpus, its documents, and one line for each unused file.
 
     Raises:
         FileNotFoundError: ``source`` does not exist, or is a package that is not installed.
-        ValueError: the file is empty or binary, or a broken FASTA file; the folder has no text file.
+        ValueError: The file is empty, binary, or a broken FASTA file; or the folder has no text file.
     """
     skipped: list[str] = []
     if source == EMBEDDED:
@@ -185,21 +190,21 @@ def read_documents(source: str | Path) -> tuple[str, tuple[Document, ...], tuple
 def _embedded_documents(skipped: list[str]) -> Iterator[Document]:
     root = Path(sysconfig.get_path("stdlib")).resolve()
     found = _walk(root, _STDLIB_EXCLUDED_FOLDERS, _STDLIB_EXCLUDED_PREFIXES)
-    # Some systems link files of their own into the standard library's folder.
+    # Some systems link unrelated files into the folder of the standard library.
     sources = [path for path in found if path.suffix == ".py" and path.resolve().is_relative_to(root)]
     yield from _read_files(root, sources, skipped)
-    from pydoc_data.topics import topics  # half a million characters: loaded only when they are wanted
+    from pydoc_data.topics import topics  # half a million characters, so imported on demand
 
     for topic in sorted(topics):
         yield Document(f"pydoc_data.topics/{topic}", topics[topic])
 
 
 def _place(source: str | Path) -> tuple[str, Path]:
-    """Return the name and the path of a file or folder."""
+    """Return the name and the path of a source that is a file or folder."""
     if str(source).startswith(PACKAGE):
         return str(source), _place_in_package(str(source))
     path = Path(source)
-    if source == "" or not path.exists():  # an empty name would be the folder that the program runs in
+    if source == "" or not path.exists():  # an empty path would mean the working directory
         raise FileNotFoundError(
             f"source {str(source)!r} does not exist: expected a folder, a text or FASTA file, {EMBEDDED!r}, or "
             f"'{PACKAGE}NAME' of an installed package"
@@ -209,11 +214,11 @@ def _place(source: str | Path) -> tuple[str, Path]:
 
 def _place_in_package(source: str) -> Path:
     name, _, inner = source.removeprefix(PACKAGE).partition("/")
-    # Of a package within another one, the other would be imported, and run, to find it.
+    # `find_spec` of a subpackage would import, and so run, its parent package.
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     if not folders:
-        raise FileNotFoundError(f"source {source!r}: expected the name of an installed Python package that is a folder")
+        raise FileNotFoundError(f"source {source!r}: {name!r} is not an installed Python package that is a folder")
     path = Path(folders[0], inner)
     if not path.exists():
         raise FileNotFoundError(f"source {source!r}: the package {name!r} has no {inner!r}")
@@ -221,7 +226,7 @@ def _place_in_package(source: str) -> Path:
 
 
 def _walk(root: Path, excluded_folders: Iterable[str] = (), excluded_prefixes: tuple[str, ...] = ()) -> list[Path]:
-    """List the files below `root`, hidden ones left out, sorted by their path relative to it."""
+    """List the files below `root`, except hidden files, sorted by relative path."""
     prefixes = (".", *excluded_prefixes)
     files = []
     for folder, subfolders, names in os.walk(root, onerror=_raise):
@@ -231,15 +236,15 @@ def _walk(root: Path, excluded_folders: Iterable[str] = (), excluded_prefixes: t
 
 
 def _raise(error: OSError) -> None:
-    raise error  # os.walk would pass over a folder that it cannot list
+    raise error  # by default, os.walk silently skips folders that it cannot list
 
 
 def _read_files(root: Path, paths: Iterable[Path], skipped: list[str]) -> Iterator[Document]:
     for path in paths:
-        # A name on the disk may be no text either; escapes can be written anywhere.
+        # File names may hold undecodable bytes, which are escaped so that they can be printed and encoded.
         name = os.fsencode(path.relative_to(root).as_posix()).decode(errors="backslashreplace")
         if is_fasta(path):
-            # Its headers and line ends are no text.
+            # Headers and line ends of FASTA files are not part of the sequence.
             yield from _contigs(path, f"{name}/", skipped)
             continue
         try:
@@ -259,7 +264,7 @@ def _read_text(path: Path) -> str:
     """Read a text file.
 
     Raises:
-        ValueError: the file is not text; the message says why.
+        ValueError: The file is not text; the message names the reason.
     """
     data = path.read_bytes()
     if b"\0" in data:
@@ -274,7 +279,7 @@ def _read_text(path: Path) -> str:
 
 
 def _distinct(documents: Iterable[Document], skipped: list[str]) -> list[Document]:
-    """Drop exact copies, which could put a training text into the held-out part."""
+    """Drop exact copies, because a copy could put a training text into the held-out part."""
     first_with: dict[str, Document] = {}
     for document in documents:
         first = first_with.setdefault(document.text, document)
@@ -288,14 +293,14 @@ def _cut(document: Document, start: int, end: int) -> Document:
 
 
 def _paragraph_groups(document: Document) -> list[Document]:
-    """Cut at blank lines, into pieces of `_PARAGRAPH_GROUP_CHARACTERS` or more that lose no character."""
+    """Cut at blank lines into pieces of at least `_PARAGRAPH_GROUP_CHARACTERS` that keep all characters."""
     cuts = [0]
     for blank in re.finditer(r"\n\s*\n", document.text):
         if blank.end() - cuts[-1] >= _PARAGRAPH_GROUP_CHARACTERS:
             cuts.append(blank.end())
     size = len(document.text)
     if len(cuts) > 1 and size - cuts[-1] < _PARAGRAPH_GROUP_CHARACTERS:
-        cuts.pop()  # too short to stand alone: the last piece goes on to the end
+        cuts.pop()  # a short last piece is merged with the one before
     if len(cuts) == 1:
         return [document]
     return [_cut(document, start, end) for start, end in zip(cuts, [*cuts[1:], size], strict=True)]
@@ -310,14 +315,14 @@ def _characters(documents: Iterable[Document]) -> int:
 
 
 def _split(documents: Sequence[Document]) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
-    """Split into training and held-out documents, neither part empty."""
+    """Split into training and held-out documents; neither part is empty."""
     total = _characters(documents)
     held_out = _held_out(documents, int(_HELD_OUT_MOST * total))
     if _characters(held_out) < _HELD_OUT_LEAST * total:
         longest = max(documents, key=lambda document: len(document.text))
         size = len(longest.text)
         if len(documents) == 1 or size >= _CUT_MIN_CHARACTERS:
-            # The end of the longest document, half of it at most.
+            # Hold out the end of the longest document, at most half of the document.
             kept, rest = _cut_in_two(longest, max(size - (total - int(_UNCUT_FRACTION * total)), size // 2))
             return tuple(kept if document is longest else document for document in documents), (rest,)
         held_out = [min(documents, key=_name_hash)]
@@ -327,7 +332,7 @@ def _split(documents: Sequence[Document]) -> tuple[tuple[Document, ...], tuple[D
 
 
 def _held_out(documents: Sequence[Document], budget: int) -> list[Document]:
-    """Choose a share of the documents that fit, at least one, in the order of their hashes."""
+    """Choose the share of documents to hold out, in hash order; documents over the budget of characters are skipped."""
     threshold = int(_HELD_OUT_FRACTION * 2**64)
     wanted = max(1, sum(int.from_bytes(_name_hash(document)[:8], "big") < threshold for document in documents))
     chosen: list[Document] = []
@@ -339,23 +344,23 @@ def _held_out(documents: Sequence[Document], budget: int) -> list[Document]:
 
 
 def _cut_in_two(document: Document, target: int) -> tuple[Document, Document]:
-    """Cut at the line end that is nearest to `target`, if there is any."""
+    """Cut at the line end nearest to `target`, or at `target` if there is no line end."""
     size = len(document.text)
     if size < _CUT_MIN_CHARACTERS:
         raise ValueError(
             f"source has one document, {document.name!r}, of {size} characters: too short to split into a "
             f"training and a held-out part (expected {_CUT_MIN_CHARACTERS} or more)"
         )
-    first, last = size - len(document.text.lstrip()), len(document.text.rstrip()) - 1  # characters not blank
+    first, last = size - len(document.text.lstrip()), len(document.text.rstrip()) - 1  # first and last non-blank
     line_ends = (line_end.end() for line_end in re.finditer("\n", document.text))
     cuts = [position for position in line_ends if first < position <= last]
-    # A genome is one line.
+    # A contig has no line ends.
     cut = min(cuts, key=lambda position: abs(position - target)) if cuts else target
     return _cut(document, 0, cut), _cut(document, cut, size)
 
 
 def _sample(documents: Sequence[Document], budget: int) -> tuple[Document, ...]:
-    """Documents in hash order, up to exactly `budget` characters in all, put back in their own order."""
+    """Keep documents in hash order, exactly `budget` characters in total, and return them in reading order."""
     kept: dict[str, Document] = {}
     for document in sorted(documents, key=_name_hash):
         if budget == 0:

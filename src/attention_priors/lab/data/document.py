@@ -1,4 +1,4 @@
-"""Named pieces of text, and tokenizers that mark where each ends."""
+"""Named documents, and tokenizers with an end-of-text token."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
-"""Begins, ends and pads sequences."""
+"""Token that begins, ends and pads sequences."""
 
 NO_LENGTH_LIMIT = int(1e30)
-"""transformers' own number for "no limit": it warns of a text longer than the tokenizer's limit, but here the model
-decides what length it reads."""
+"""transformers' value for "no limit". It prevents warnings about long texts: here the model limits the length."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A named piece of text; the name is unique within its corpus."""
+    """A named text; the name is unique within its corpus."""
 
     name: str
     text: str
@@ -30,19 +29,19 @@ def texts_of(documents: Iterable[Document]) -> Iterator[str]:
     """Yield the text of each document.
 
     Raises:
-        ValueError: ``documents`` is a string, or holds something else than `Document`.
+        ValueError: ``documents`` is a string, or has an element that is not a `Document`.
     """
     for document in documents if not isinstance(documents, str) else (documents,):
         if not isinstance(document, Document):
             raise ValueError(
-                f"documents must be documents, such as [Document('name', text)]; got a {type(document).__name__}, "
-                f"{str(document)[:20]!r}"
+                f"documents must hold Document objects, such as Document('name', text); got a "
+                f"{type(document).__name__}, {str(document)[:20]!r}"
             )
         yield document.text
 
 
 def document_tokenizer(backend: Tokenizer) -> PreTrainedTokenizerFast:
-    """Wrap a tokenizer whose one special token, ``<|endoftext|>``, begins, ends and pads sequences."""
+    """Wrap a tokenizer whose only special token, ``<|endoftext|>``, begins, ends and pads sequences."""
     # transformers takes more than a second to import.
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Genomes: FASTA files, plain or compressed, all read once before anything is used, and their tokenizer."""
+"""Genomes: FASTA files, plain or compressed, which are validated in full before use, and their tokenizer."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 
 SUFFIXES = (".fa", ".fasta", ".fas", ".fsa", ".fna", ".ffn", ".frn")
-"""Endings of the names of FASTA files; a compression may follow."""
+"""Extensions of FASTA files; an extension of :data:`COMPRESSIONS` may follow."""
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 
 GAP = 10
-"""Unknown bases in a row that end a contig."""
+"""Number of consecutive unknown bases that end a contig."""
 
 _AMBIGUOUS = "RYSWKMBDHVN"
-"""IUPAC's letters for one of several bases."""
+"""IUPAC's letters for ambiguous bases."""
 
 _UNKNOWN = re.compile(b"N{%d,}" % GAP)
 
 _STREAMS: dict[bytes, Any] = {b"BZh": bz2.BZ2Decompressor, b"\xfd7zXZ\0": lzma.LZMADecompressor}
-"""First bytes of bzip2's and xz's files, and their decompressors."""
+"""First bytes of bzip2 and xz files, and their decompressors."""
 _BLOCK = 2**16
-"""Compressed bytes that are read at a time."""
+"""Number of compressed bytes per read."""
 
 _BGZF_END = bytes.fromhex("1f8b08040000000000ff0600424302001b0003000000000000000000")
 """The empty block that ends a BGZF file (SAM specification, section 4.1.2)."""
@@ -47,30 +47,30 @@ _BGZF_END = bytes.fromhex("1f8b08040000000000ff0600424302001b0003000000000000000
 
 _BASES = dict(zip("ACGTU" + _AMBIGUOUS, "ACGTT" + "N" * len(_AMBIGUOUS), strict=True))
 _BASE_OF = bytes(ord(_BASES.get(chr(byte).upper(), "\0")) for byte in range(256))
-"""For each byte the base that it stands for: A, C, G, T, N, or 0 for none."""
+"""Base of each byte: A, C, G, T, N, or 0 for a byte that is not a base."""
 
 
 class FastaError(ValueError):
-    """A FASTA file is broken. The message names the file, the record and the mistake."""
+    """Error of a broken FASTA file. The message names the file, the record and the mistake."""
 
 
 def is_fasta(path: Path) -> bool:
-    """Whether a file's name is one of a FASTA file, plain or compressed."""
+    """Return whether a file name has an extension of FASTA files, plain or compressed."""
     name = path.name.lower()
     return name.endswith((*SUFFIXES, *(suffix + end for suffix in SUFFIXES for end in COMPRESSIONS)))
 
 
 @dataclass(frozen=True)
 class FastaSummary:
-    """Content of a whole FASTA file."""
+    """Summary of a FASTA file."""
 
     records: tuple[str, ...]
-    """Their names: the header's first word."""
+    """Names of all records, each the first word of a header."""
     contigs: int
     bases: int
-    """Known ones, and unknown ones in runs that are too short to end a contig."""
+    """Number of bases in contigs, including unknown bases in runs that are too short to end a contig."""
     unknown: tuple[str, ...]
-    """Names of records without a known base, which give no contig."""
+    """Names of records without a known base, which have no contig."""
 
     @property
     def left_out(self) -> list[str]:
@@ -79,21 +79,21 @@ class FastaSummary:
 
 
 class FastaFile:
-    """A FASTA file's records as contigs in upper case, each a document of its own.
+    """FASTA file whose contigs are documents in upper case.
 
-    Bases are A, C, G, T and N. Lower case, which marks repeats ("soft-masked"), becomes upper case, U becomes T, and a
-    letter for one of several bases (IUPAC's R, Y, S, W, K, M, B, D, H, V) becomes N. A run of 10 or more N is a gap
-    between contigs that are sequenced: it is left out, and what follows is another document. A contig is named as
-    samtools names a region, ``chr1:10001-177417``, first and last base counted from 1.
+    Bases are A, C, G, T and N. Lower case, which marks repeats ("soft-masked"), becomes upper case. U becomes T, and
+    IUPAC's ambiguous letters (R, Y, S, W, K, M, B, D, H, V) become N. A run of 10 or more N is a gap: it is left out
+    and separates two contigs. Contigs are named like samtools regions, ``chr1:10001-177417``, with the first and the
+    last base counted from 1.
 
-    A file of several compressed parts (``cat a.gz b.gz``) that is cut off exactly between two parts counts as whole,
-    because nothing tells that there were more. bgzip's files have many parts and end with a mark, which is required.
+    Truncation exactly between two parts of a file of several compressed parts (``cat a.gz b.gz``) cannot be detected.
+    For bgzip files it is detected, because their end-of-file block is required.
 
     Args:
-        path: the file, plain or compressed (gzip, also bgzip's BGZF; bzip2, xz, Zstandard).
+        path: Path of the file, plain or compressed (gzip including bgzip's BGZF, bzip2, xz, Zstandard).
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: The file does not exist.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -105,21 +105,21 @@ class FastaFile:
 
     @cached_property
     def sha256(self) -> str:
-        """SHA-256 of the file as it is, compressed or not."""
+        """SHA-256 of the file, without decompression."""
         return checksum(self.path)
 
     def summary(self) -> FastaSummary:
-        """Read all of the file, once, and summarise it.
+        """Read the whole file on the first call, and return its summary.
 
         Raises:
-            FastaError: the file is broken, cut off or empty, or a record has no name, no sequence, another's name, or a
-                character other than nucleotides.
+            FastaError: The file is broken, truncated or empty, or a record has no name, a duplicate name, no sequence,
+                or a character that is not a nucleotide.
         """
         if self._summary is None:
             if _lacks_bgzf_end(self.path):
                 raise FastaError(
-                    f"{self.path} begins as BGZF and ends without its end-of-file block: it is cut off; expected all "
-                    "of what bgzip wrote"
+                    f"{self.path} is truncated: it is a BGZF file without an end-of-file block; expected the complete "
+                    "output of bgzip"
                 )
             names, contigs, bases, unknown = [], 0, 0, []
             for name, sequence in self._records():
@@ -135,10 +135,10 @@ class FastaFile:
         return self._summary
 
     def contigs(self) -> Iterator[tuple[str, Document]]:
-        """Yield the name of each contig's record, and the contig, in the file's order, once all has been read.
+        """Yield the record name and the document of each contig, in the file's order, after validating the file.
 
         Raises:
-            FastaError: as :meth:`summary`.
+            FastaError: The file is broken (see :meth:`summary`).
         """
         self.summary()
         for name, sequence in self._records():
@@ -146,8 +146,8 @@ class FastaFile:
                 yield name, Document(f"{name}:{start + 1}-{end}", sequence[start:end].decode())
 
     def _records(self) -> Iterator[tuple[str, bytes]]:
-        """Yield names and sequences, each sequence of A, C, G, T and N."""
-        # It is needed for genomes alone.
+        """Yield names and sequences; sequences consist of A, C, G, T and N."""
+        # Only genomes need dnaio.
         import dnaio
 
         names: set[str] = set()
@@ -169,7 +169,7 @@ class FastaFile:
         except FastaError:
             raise
         except Exception as error:
-            # The errors of decompressors have no base class in common.
+            # Errors of decompressors have no common base class.
             raise FastaError(f"{self.path} cannot be read further {last}: {error}") from error
         self._check_unchanged()
 
@@ -178,13 +178,13 @@ class FastaFile:
         return status.st_ino, status.st_size, status.st_mtime_ns
 
     def _check_unchanged(self) -> None:
-        """Make sure that the file is the one that was read through: it may be written while it is read again."""
+        """Check that the file is unchanged since this object was made."""
         if self._state_now() != self._state:
-            raise FastaError(f"{self.path} has changed while it was being read; expected a file that nobody writes to")
+            raise FastaError(f"{self.path} has changed while it was being read; expected a file that stays unchanged")
 
 
 def _opened(path: str, mode: Literal["rb"]) -> BinaryIO:
-    """Open a file to read its decompressed bytes."""
+    """Open a file for reading its decompressed bytes."""
     from xopen import xopen
 
     with open(path, "rb") as file:
@@ -196,17 +196,17 @@ def _opened(path: str, mode: Literal["rb"]) -> BinaryIO:
 
 
 class _Streams(io.RawIOBase):
-    """The decompressed bytes of all streams of a bzip2 or xz file, each of which must be whole.
+    """Reader of the decompressed bytes of all streams of a bzip2 or xz file, which raises an error if one is damaged.
 
-    Python's own readers, and so xopen, take anything but a stream after a whole one, or a damaged one, for the file's
-    end.
+    Python's readers, and so xopen, treat a damaged stream or other bytes after a complete stream as the end of the
+    file.
     """
 
     def __init__(self, path: Path, decompressor: Any) -> None:
         self._file = path.open("rb")
         self._new = decompressor
         self._stream = decompressor()
-        # Zeros may follow a stream of xz.
+        # xz allows zero padding after a stream.
         self._padding = b"\0" if decompressor is lzma.LZMADecompressor else b""
 
     def readable(self) -> bool:
@@ -236,7 +236,7 @@ class _Streams(io.RawIOBase):
 
 
 def _lacks_bgzf_end(path: Path) -> bool:
-    """Whether a file is BGZF, gzip in blocks each of which could be the last, and has none that says so."""
+    """Return whether a file is BGZF (blocked gzip) and lacks the block that marks the end of the file."""
     with path.open("rb") as file:
         head = file.read(12)
         has_extra_fields = len(head) == 12 and head.startswith(b"\x1f\x8b") and head[3] & 4
@@ -282,22 +282,22 @@ UNKNOWN_BASE = "N"
 def nucleotide_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of six tokens: ``<|endoftext|>``, A, C, G, T, and N for every other character.
 
-    Lower case is read as upper case, and U as T. ``<|endoftext|>`` begins, ends and pads sequences. Text decodes to
-    itself but for that.
+    Lower case is read as upper case, and U as T. Decoding restores the text except for these replacements.
+    ``<|endoftext|>`` begins, ends and pads sequences.
     """
     return document_tokenizer(_backend())
 
 
 def is_nucleotide_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a tokenizer gives text the tokens that :func:`nucleotide_tokenizer` gives it."""
+    """Return whether a tokenizer gives every text the same tokens as :func:`nucleotide_tokenizer`."""
     backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.get_vocab_size() != _backend().get_vocab_size():
-        return False  # at once: to write down a large tokenizer takes a second
+        return False  # fast path: serialising a large tokenizer takes a second
     return _meaning(backend) == _meaning(_backend())
 
 
 def encode_nucleotides(texts: Sequence[str]) -> list[np.ndarray]:
-    """Return the tokens of ``nucleotide_tokenizer()`` for each text, a hundred times as fast; uint8.
+    """Return the tokens of each text in uint8, as ``nucleotide_tokenizer()`` does but a hundred times as fast.
 
     Chromosomes have hundreds of millions of bases.
     """
@@ -306,11 +306,11 @@ def encode_nucleotides(texts: Sequence[str]) -> list[np.ndarray]:
 
 
 def check_nucleotides(text: str) -> None:
-    """Make sure that a text is bases: half of any other text would be read as N, and the rest as bases that are none.
+    """Check that a text consists of bases, because the tokenizer would read any other text as bases too.
 
     Raises:
-        ValueError: less than half of its first 4096 characters are A, C, G, T, U and N, of either case; or there are
-            FASTA's headers among them, whose letters would be read as bases too, or line ends, which would be N.
+        ValueError: Fewer than half of the first 4096 characters are A, C, G, T, U or N, of either case; or they
+            include a FASTA header, whose letters would be read as bases, or line ends, which would be read as N.
     """
     beginning = text[:4096]
     reads_bases = f"the tokenizer {NUCLEOTIDES!r} reads bases"
@@ -326,8 +326,8 @@ def check_nucleotides(text: str) -> None:
     known = sum(map(beginning.upper().count, "ACGTUN"))
     if known < len(beginning) / 2:
         raise ValueError(
-            f"{reads_bases}; of the text's first {len(beginning)} characters, which begin "
-            f"{beginning[:40]!r}, {100 * known / len(beginning):.0f} % are any: expected a genome, such as a FASTA file"
+            f"{reads_bases}, but only {100 * known / len(beginning):.0f} % of the text's first {len(beginning)} "
+            f"characters are bases; they begin {beginning[:40]!r}: expected a genome, such as a FASTA file"
         )
 
 
@@ -342,7 +342,7 @@ def _backend() -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, UNKNOWN_BASE))
     letters = {**{base.lower(): base for base in BASES}, "u": "T", "U": "T"}
     tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(*pair) for pair in letters.items()])
-    # Any character, line ends too.
+    # One token for each character, including line ends.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([END_OF_TEXT])
@@ -350,6 +350,6 @@ def _backend() -> Tokenizer:
 
 
 def _meaning(tokenizer: Tokenizer) -> dict[str, object]:
-    """Return the parts of a tokenizer that decide the tokens of a text: all but padding and truncation."""
+    """Return the parts of a tokenizer that determine the tokens of a text: all except padding and truncation."""
     content = json.loads(tokenizer.to_str())
     return {part: content[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")}

@@ -1,4 +1,4 @@
-"""Training rows of one length: corpus text, and retrieval texts mixed in at stated ratios."""
+"""Training rows of one length: packed documents, mixed with retrieval texts at given ratios."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from attention_priors.checks import check_positive_integers
 from attention_priors.lab.data.tokenizer import TokenStream
 
 IGNORED_LABEL = -100
-"""Label of a token that has no loss."""
+"""Label of tokens without a loss."""
 
 _ROUNDING = 1e-9
-"""Rounding error of ratios that sum to 1."""
+"""Tolerance for rounding errors in ratios that sum to 1."""
 
 
 class EpochOrder:
-    """Place ``i`` is a function of the seed and ``i`` alone, and each epoch has each of ``count`` things once.
+    """Sequence of shuffled epochs, in which entry ``i`` depends only on the seed and ``i``.
+
+    Each epoch is a permutation of the integers below ``count``.
 
     Args:
-        count: number of things.
-        seed: with the epoch, the seed of each permutation.
+        count: Number of entries per epoch.
+        seed: Seed of the permutations, together with the number of the epoch.
     """
 
     def __init__(self, count: int, seed: int) -> None:
@@ -45,31 +47,31 @@ class EpochOrder:
 
 
 class TrainingMixture(Dataset[dict[str, Tensor]]):
-    """Rows of packed documents for a causal language model.
+    """Dataset of rows of packed documents for a causal language model.
 
-    Row ``i`` is a function of ``seed`` and ``i`` alone, so training can stop and go on at any row, and
-    workers do not change what is read. A row is a random window of the documents; with the stated
-    probabilities it starts with a retrieval text, of a length drawn uniformly, and the window fills the rest.
+    A row is a random window of the documents. With the probabilities in ``retrieval``, the row starts with a retrieval
+    text of uniformly drawn length, and the window fills the rest. Row ``i`` depends only on ``seed`` and ``i``, so
+    training can resume at any row, and the number of workers does not change the rows.
 
-    Each row has, of shape ``(context_length,)``:
+    Each row has these fields of shape ``(context_length,)``:
 
     - ``input_ids`` (int64);
-    - ``labels`` (int64): the same tokens, in the same places (the model shifts them), but -100 for the first
-      token of each document, so that no document is predicted from the one before;
+    - ``labels`` (int64): the input ids, unshifted (the model shifts them), with -100 for the first token of each
+      document, so that no document is predicted from the one before;
     - ``document_ids`` (int64): 0, 1, 2, ... for the documents of the row, each a contiguous run;
-    - ``loss_weights`` (float32): 1 for each label, the share's ``answer_weight`` for the answer tokens of a
-      retrieval text, 0 where the label is -100.
+    - ``loss_weights`` (float32): 0 where the label is -100, the share's ``answer_weight`` for answer tokens of a
+      retrieval text, 1 elsewhere.
 
     Args:
-        stream: Documents to train on, with at least ``context_length`` tokens in all.
-        context_length: Tokens of a row, at least 2.
-        num_rows: Rows of the dataset, at least 1.
-        seed: Selects the rows; any integer.
-        retrieval: The retrieval texts that rows begin with, such as pass keys and needles; their ratios sum to 1
-            at most, and the other rows are documents alone.
+        stream: Training documents with at least ``context_length`` tokens in total.
+        context_length: Number of tokens per row, at least 2.
+        num_rows: Number of rows, at least 1.
+        seed: Seed of the rows; any integer.
+        retrieval: Retrieval texts at the start of rows, such as pass keys and needles. Their ratios sum to at most 1.
+            The remaining rows are documents alone.
 
     Raises:
-        ValueError: an argument is outside the range given above, or no text of some share fits into a row.
+        ValueError: An argument is out of range, or no text of a share fits into a row.
     """
 
     def __init__(
@@ -125,18 +127,19 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
         return None
 
     def _draw_window(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draw a window of the documents: its tokens, and their documents counted from 0."""
+        """Draw a window of the documents; return its tokens and document ids, which count from 0."""
         start = int(torch.randint(len(self._stream) - size + 1, (), generator=generator))
         document_ids = self._stream.document_ids[start : start + size]
         return self._stream.tokens[start : start + size].clone(), document_ids - document_ids[:1]
 
 
 def packed_row(input_ids: Tensor, document_ids: Tensor) -> dict[str, Tensor]:
-    """Return a row of packed documents, with the fields of `TrainingMixture` and every label's weight 1.
+    """Return a row of packed documents with the fields of :class:`TrainingMixture` and weight 1 for every label.
 
     Args:
         input_ids: Tokens, int64, shape ``(L,)``.
-        document_ids: The document of each, a contiguous run; counted from 0 in the row.
+        document_ids: Document of each token, shape ``(L,)``; each document is a contiguous run. The row counts
+            documents from 0.
     """
     labels = input_ids.clone()
     labels[0] = IGNORED_LABEL
@@ -150,23 +153,22 @@ def packed_row(input_ids: Tensor, document_ids: Tensor) -> dict[str, Tensor]:
 
 
 def collate_rows(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack rows of `TrainingMixture` into a batch of tensors of shape ``(len(rows), context_length)``."""
+    """Stack rows of :class:`TrainingMixture` into a batch of tensors of shape ``(len(rows), context_length)``."""
     return {field: torch.stack([row[field] for row in rows]) for field in rows[0]}
 
 
 def row_seed(seed: int, index: int) -> int:
-    """Return a seed for one row: a hash, so that neighbouring rows and seeds have nothing in common."""
+    """Return the seed of one row, a hash, so that neighbouring rows and seeds are uncorrelated."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{index}".encode()).digest()[:8], "big")
 
 
 @dataclass(frozen=True)
 class RetrievalText:
-    """A text that asks for something in it, and the answer.
+    """A prompt with a question about its content, and the answer.
 
     Attributes:
-        tokens: The prompt and the tokens of the answer, int64, shape ``(prompt + answer,)``.
-        answer_start: Index of the answer's first token: the model has read exactly that many tokens when it predicts
-            it.
+        tokens: Tokens of the prompt and of the answer, int64, shape ``(prompt + answer,)``.
+        answer_start: Index of the answer's first token, which is the number of prompt tokens.
     """
 
     tokens: Tensor
@@ -174,17 +176,17 @@ class RetrievalText:
 
     @property
     def prompt(self) -> Tensor:
-        """Tokens that the model reads, shape ``(answer_start,)``."""
+        """Tokens of the prompt, shape ``(answer_start,)``."""
         return self.tokens[: self.answer_start]
 
     @property
     def answer(self) -> Tensor:
-        """Tokens that the model is to write."""
+        """Tokens of the answer."""
         return self.tokens[self.answer_start :]
 
 
 class RetrievalTexts(Protocol):
-    """Makes retrieval texts of one kind, of any length from a shortest one on."""
+    """Generator of retrieval texts of one kind, of any length from :attr:`shortest_text` on."""
 
     @property
     def name(self) -> str:
@@ -193,36 +195,36 @@ class RetrievalTexts(Protocol):
 
     @property
     def shortest_text(self) -> int:
-        """Tokens that have room for a text and its answer.
+        """Length of the shortest text in tokens, including the answer.
 
         Raises:
-            ValueError: its texts cannot be trained on.
+            ValueError: The texts cannot be trained on.
         """
         ...
 
     def draw_text(self, length: int, generator: torch.Generator) -> RetrievalText:
-        """A text that has ``length`` tokens at most, its answer included, and as much haystack as that has room for.
+        """Draw a text with as much haystack as fits into ``length`` tokens, including the answer.
 
         Args:
-            length: At least :attr:`shortest_text`.
-            generator: Everything that is random is drawn from it alone.
+            length: Largest number of tokens, at least :attr:`shortest_text`.
+            generator: Only source of randomness.
         """
         ...
 
 
 @dataclass(frozen=True)
 class RetrievalShare:
-    """Retrieval texts of one kind, as a share of training rows.
+    """Retrieval texts of one kind, as a share of the training rows.
 
     Attributes:
-        texts: What makes them.
-        ratio: Probability that a row begins with one, above 0 and at most 1.
-        minimum_length: The least length in tokens, the answer included, that is drawn for a text; ``None`` for the
-            shortest there is.
+        texts: Generator of the texts.
+        ratio: Probability that a row begins with a text, above 0 and at most 1.
+        minimum_length: Smallest drawn length in tokens, including the answer; ``None`` for the length of the shortest
+            text.
         answer_weight: Loss weight of an answer token, above 0.
 
     Raises:
-        ValueError: a number is outside the range given above.
+        ValueError: A number is out of range.
     """
 
     texts: RetrievalTexts
@@ -241,16 +243,16 @@ class RetrievalShare:
             check_positive_integers(minimum_length=self.minimum_length)
 
     def least_length(self, context_length: int) -> int:
-        """The least length that is drawn for rows of ``context_length`` tokens.
+        """Return the smallest drawn length for rows of ``context_length`` tokens.
 
         Raises:
-            ValueError: no text fits into a row, or ``minimum_length`` is shorter than any text or longer than a row.
+            ValueError: No text fits into a row, or ``minimum_length`` is shorter than any text or longer than a row.
         """
         shortest, name = self.texts.shortest_text, self.texts.name
         if shortest > context_length:
             raise ValueError(
-                f"context_length must be at least {shortest}, what the shortest {name} text and its answer need; it is "
-                f"{context_length}"
+                f"context_length must be at least {shortest}, the length of the shortest {name} text with its answer; "
+                f"it is {context_length}"
             )
         length = shortest if self.minimum_length is None else self.minimum_length
         if not shortest <= length <= context_length:
