@@ -249,7 +249,7 @@ def test_another_tokenizer_beside_the_tokens_is_an_error(prepared, make, tmp_pat
     folder = Path(shutil.copytree(prepared, tmp_path / "tokens"))
     path = folder / "tokenizer" / "tokenizer.json"
     path.write_text(path.read_text().replace('"individual_digits": true', '"individual_digits": false'))
-    with pytest.raises(ShardError, match="is not the tokenizer that the tokens"):
+    with pytest.raises(ShardError, match="is not the tokenizer that made the tokens"):
         prepared_tokenizer(folder)
 
 
@@ -280,7 +280,7 @@ def test_nothing_left_to_train_on_is_an_error(make, tmp_path):
     ("source", "complaint"),
     [
         ({"path": "json", "data_files": "nowhere.jsonl"}, "'json' cannot be loaded"),
-        ({"path": "json", "data_files": "nope*.jsonl"}, r"no file is found with data_files='nope\*\.jsonl'"),
+        ({"path": "json", "data_files": "nope*.jsonl"}, r"no file matches data_files='nope\*\.jsonl'"),
         ({"path": "json", "text": "body"}, "has NoneType under 'body', not text; its fields are id, text"),
         ({"path": "json", "text": "id"}, "has int under 'id', not text"),
         ({"path": "json", "split": "test"}, "'json' cannot be loaded"),
@@ -303,10 +303,10 @@ def test_data_have_one_source(given):
     [
         (
             {"shards": "x", "max_tokens": 5, "held_out_tokens": 1_000_000, "shard_tokens": 7},
-            "prepared already: leave out what changes nothing, got max_tokens=5 and held_out_tokens=1000000 and shard_",
+            "prepared already: remove the settings without an effect, got max_tokens=5 and held_out_tokens=1000000 and shard_",
         ),
-        ({"text": "x", "held_out_tokens": 5}, "a text has a held-out part of its own: .* got held_out_tokens=5"),
-        ({"fasta": {"path": "x", "held_out": ["a"]}, "held_out_tokens": 5}, "fasta.held_out names what is held out"),
+        ({"text": "x", "held_out_tokens": 5}, "the held-out part of a text is fixed: .* got held_out_tokens=5"),
+        ({"fasta": {"path": "x", "held_out": ["a"]}, "held_out_tokens": 5}, "fasta.held_out names the held-out records"),
     ],
 )
 def test_what_would_change_nothing_is_refused(given, complaint):

@@ -1,4 +1,4 @@
-"""Turning documents into token shards, once, so that an interruption costs no more than one shard's work."""
+"""Resumable preparation of token shards from documents; an interruption loses at most one shard's work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_CHARACTERS = 20_000_000
-"""A tokenizer is trained on the first documents with about this many characters."""
+"""Approximate number of characters of the first documents, on which a tokenizer is trained."""
 
 CHARACTERS_PER_BATCH = 2**24
 
@@ -39,14 +39,15 @@ TOKENIZER = "tokenizer"
 
 @dataclass(frozen=True)
 class Preparation:
-    """The tokens that are prepared.
+    """Description of the tokens to prepare.
 
     Args:
-        documents: the texts.
-        tokenizer: entries of a byte-level BPE trained on the documents, or a tokenizer's path or Hugging Face name.
-        held_out_tokens: tokens of the first documents that are held out, if the documents have no held-out part.
-        max_tokens: tokens to train on, at most; None for all. The last document is cut to that.
-        shard_tokens: a file ends with the document that brings it to this number of tokens.
+        documents: Source of the texts.
+        tokenizer: Vocabulary size of a byte-level BPE that is trained on the documents, or the path or Hugging Face
+            name of a tokenizer.
+        held_out_tokens: Number of tokens of the first documents that are held out, if the source has no held-out part.
+        max_tokens: Largest number of training tokens, to which the last document is cut; None for all.
+        shard_tokens: Size of a shard in tokens. The shard ends with the document that reaches this size.
     """
 
     documents: Documents
@@ -56,10 +57,10 @@ class Preparation:
     shard_tokens: int
 
     def identity(self) -> dict[str, Any]:
-        """Describe what determines the tokens, but for the versions of the libraries; None is unknown.
+        """Return all inputs that determine the tokens, except library versions; None stands for an unknown input.
 
         Raises:
-            ValueError: the tokenizer's folder holds none.
+            ValueError: The tokenizer's folder holds no tokenizer.
         """
         fingerprint = None
         if isinstance(self.tokenizer, str) and Path(self.tokenizer).is_dir():
@@ -81,20 +82,20 @@ def prepare(
     on_tokens: Callable[[str, int], None] = lambda part, tokens: None,
     on_message: Callable[[str], None] = lambda message: None,
 ) -> None:
-    """Tokenise documents into ``folder``, going on from its shards; nothing is done if all are there.
+    """Tokenise documents into shards in ``folder``; existing shards are reused.
 
-    Of several processes that are asked to do the same, one does it and the others wait.
+    If several processes call this function with the same folder, one prepares the tokens and the others wait.
 
     Args:
-        preparation: the documents, the tokenizer and the sizes.
-        folder: where the tokens go.
-        repair: compare every file with its checksum first, and replace damaged ones.
-        on_tokens: called with a part's name and the number of its tokens.
-        on_message: called with messages to the user.
+        preparation: Documents, tokenizer and sizes.
+        folder: Folder for the tokens.
+        repair: Whether to check every existing file against its checksum, and replace damaged files.
+        on_tokens: Callback for progress, called with the name of a part and its number of tokens.
+        on_message: Callback for messages to the user.
 
     Raises:
         RecipeError: ``folder`` holds tokens of another preparation.
-        ValueError: the documents or the tokenizer cannot be read, or there is nothing to train on.
+        ValueError: The documents or the tokenizer cannot be read, or no tokens are left to train on.
         OSError: ``folder`` cannot be written.
     """
     has_tokens = lambda: any(folder.glob("*.tokens.npy"))  # noqa: E731
@@ -115,39 +116,42 @@ def prepare(
         if not manifest["parts"]["train"]:
             raise ValueError(
                 f"nothing is left to train on: the documents have {_tokens(manifest, 'held_out')} tokens, and "
-                f"held_out_tokens is {preparation.held_out_tokens}"
+                f"held_out_tokens is {preparation.held_out_tokens}; use more text or a smaller held_out_tokens"
             )
         manifest["complete"] = True
         write_json(folder / MANIFEST, manifest)
 
 
 def prepared_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that tokens were prepared with.
+    """Load the tokenizer of prepared tokens.
 
     Raises:
-        ShardError: it has changed since.
+        ShardError: The tokenizer has changed since the preparation.
     """
     manifest = read_manifest(folder)
     tokenizer = pretrained_tokenizer(folder / TOKENIZER)
     if tokenizer_fingerprint(tokenizer) != manifest["tokenizer_fingerprint"]:
-        raise ShardError(f"{folder / TOKENIZER} is not the tokenizer that the tokens beside it were made with")
+        raise ShardError(
+            f"{folder / TOKENIZER} is not the tokenizer that made the tokens in {folder}; restore it, or prepare the "
+            "tokens in another folder"
+        )
     return tokenizer
 
 
 def _begin(preparation: Preparation, folder: Path) -> dict[str, Any]:
-    """Read the manifest of a folder, or write a new one."""
+    """Read the manifest of a folder, or write a new manifest."""
     wanted = preparation.identity()
     if (folder / MANIFEST).is_file():
         manifest = read_manifest(folder)
         known = manifest["identity"]
-        # A tokenizer or files that are not there any more say nothing against the tokens.
+        # Tokens stay valid when their source files or tokenizer have been removed.
         gone = {key for key in ("tokenizer_fingerprint", "files") if known.get(key) is None or wanted.get(key) is None}
         there, here = ({key: x[key] for key in x if key not in gone} for x in (known, wanted))
         differing = differences(there, here)
         if differing:
             raise RecipeError(
                 f"{folder} holds other tokens; they differ in {'; '.join(differing)}. Use another folder, or delete "
-                "that one"
+                "this folder"
             )
         return manifest
     manifest = {
@@ -164,7 +168,7 @@ def _begin(preparation: Preparation, folder: Path) -> dict[str, Any]:
 
 
 def _drop_damaged(manifest: dict[str, Any], folder: Path, on_message: Callable[[str], None]) -> None:
-    """Forget the first damaged shard and all that follow it: they can be made again from the one before."""
+    """Drop the first damaged shard and all later shards, which are made again from the last intact shard on."""
     for index, part in enumerate(PARTS):
         for number, shard in enumerate(shards_of(manifest, part)):
             try:
@@ -188,7 +192,7 @@ def _tokenizer(preparation: Preparation, folder: Path) -> PreTrainedTokenizerBas
             tokenizer = pretrained_tokenizer(spec)
         with replacing(saved) as unfinished:
             tokenizer.save_pretrained(unfinished)
-    # Always the saved one: details may change when a tokenizer is saved and loaded.
+    # Always use the saved tokenizer, because saving and loading may change details.
     return pretrained_tokenizer(saved)
 
 
@@ -212,7 +216,7 @@ def _prepare_part(
     documents, before, source = preparation.documents, manifest["parts"][part], part
     limit = preparation.max_tokens if part == "train" else preparation.held_out_tokens
     if not documents.has_held_out_part:
-        # The held-out part is the beginning of the documents.
+        # The held-out part is the beginning of the documents; training tokens follow.
         before, source = [entry for name in PARTS for entry in manifest["parts"][name]], "train"
     elif part == "held_out":
         limit = None
@@ -225,7 +229,7 @@ def _prepare_part(
         for (_, after), ids in zip(batch, encode_documents(tokenizer, [text for text, _ in batch]), strict=True):
             if limit is not None and total >= limit:
                 break
-            # The held-out part is whole documents: the rest of the last would be neither held out nor trained on.
+            # Held-out documents are never cut: the rest of a cut document would belong to neither part.
             tokens.append(ids if limit is None or part != "train" else ids[: limit - total])
             total += len(tokens[-1])
             state = after
@@ -240,7 +244,7 @@ def _prepare_part(
 
 
 def _batch(texts: Iterator[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Read the next documents, few enough to be in memory with their tokens."""
+    """Read the next batch of documents, small enough to fit into memory with its tokens."""
     batch: list[tuple[str, Any]] = []
     characters = 0
     while len(batch) < DOCUMENTS_PER_BATCH and characters < CHARACTERS_PER_BATCH and (read := next(texts, None)):

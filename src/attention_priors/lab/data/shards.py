@@ -1,8 +1,10 @@
-"""Tokens on disk: memory-mapped files with checksums, in which documents are kept apart.
+"""Tokens on disk: memory-mapped shards with checksums and document boundaries.
 
-A folder holds, for each of the parts ``train`` and ``held_out``, files ``PART-00000.tokens.npy`` (unsigned integers)
-and ``PART-00000.starts.npy`` (where each document begins), the tokenizer, and ``manifest.json``, which is written last:
-a file that it does not name is not read. ``datasets`` would keep rows, not documents in one sequence, and no checksums.
+A folder holds the tokenizer, ``manifest.json``, and the shards of the parts ``train`` and ``held_out``. A shard has two
+files: ``PART-00000.tokens.npy`` (unsigned integers) and ``PART-00000.starts.npy`` (index of each document's first
+token). The manifest is written last; files that it does not name are not read.
+
+Hugging Face's ``datasets`` stores rows instead of one sequence of documents, and no checksums.
 """
 
 from __future__ import annotations
@@ -26,49 +28,49 @@ FORMAT = 1
 
 
 class ShardError(ValueError):
-    """Prepared tokens are damaged or missing. The message names the file."""
+    """Error of damaged or missing prepared tokens. The message names the file."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens and the file of its documents' beginnings: an entry of the manifest."""
+    """Manifest entry of a file of tokens and the file of its document starts."""
 
     name: str
     tokens: int
     documents: int
     sha256: dict[str, str] = field(default_factory=dict)
-    """Checksums of its two files."""
+    """Checksums of the two files, by kind: ``tokens`` and ``starts``."""
     state: Any = None
     """State of the documents' source after the shard."""
 
     def paths(self, folder: Path) -> dict[str, Path]:
-        """Return its two files."""
+        """Return the paths of the two files, by kind."""
         return {kind: folder / f"{self.name}.{kind}.npy" for kind in ("tokens", "starts")}
 
     def open(self, folder: Path) -> dict[str, np.ndarray]:
-        """Map both files into memory, after comparing their checksums.
+        """Check both files against their checksums and map them into memory.
 
         Raises:
-            ShardError: a file is missing or not what was written.
+            ShardError: A file is missing or damaged.
         """
         arrays = {}
         for kind, path in self.paths(folder).items():
             if not path.is_file():
                 raise ShardError(f"{path} is missing; {_CURE}")
             if checksum(path) != self.sha256[kind]:
-                raise ShardError(f"{path} is corrupt: its checksum is not the one it was written with; {_CURE}")
+                raise ShardError(f"{path} is corrupt: its checksum does not match the manifest; {_CURE}")
             arrays[kind] = np.load(path, mmap_mode="r", allow_pickle=False)
         return arrays
 
 
-_CURE = "attention-priors prepare makes it, and what follows it, anew"
+_CURE = "run attention-priors prepare to make it and the later shards again"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of a folder of prepared tokens.
 
     Raises:
-        ShardError: there is none, or it is of another format.
+        ShardError: The manifest is missing or has another format.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -85,10 +87,10 @@ def shards_of(manifest: dict[str, Any], part: str) -> list[Shard]:
 
 
 class TokenShards:
-    """The tokens of one part, as one long row.
+    """Prepared tokens of one part, as one sequence over all shards.
 
     Args:
-        folder: Prepared tokens.
+        folder: Folder of prepared tokens.
         part: ``train`` or ``held_out``.
 
     Raises:
@@ -111,19 +113,19 @@ class TokenShards:
         return self._starts[-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        # Processes that read ahead map the files themselves.
+        # Worker processes of a DataLoader map the files themselves.
         return self.__dict__ | {"_open": {}}
 
     def window(self, start: int, size: int) -> tuple[Tensor, Tensor]:
-        """Return tokens ``start`` to ``start + size`` and the numbers of their documents, both int64, ``(size,)``.
+        """Return tokens ``start`` to ``start + size`` and their document ids, both int64, shape ``(size,)``.
 
         Raises:
-            ShardError: a file that is needed is damaged or missing.
-            IndexError: the window ends beyond the tokens.
+            ShardError: A file is damaged or missing.
+            IndexError: The window is empty or ends beyond the last token.
         """
         stop = start + size
         if not 0 <= start < stop <= len(self):
-            raise IndexError(f"tokens {start} to {stop} of {len(self)}")
+            raise IndexError(f"window {start} to {stop} is out of range; the part has {len(self)} tokens")
         tokens, documents = [], []
         for index in range(bisect_right(self._starts, start) - 1, bisect_right(self._starts, stop - 1)):
             arrays, first = self._arrays(index), self._starts[index]
@@ -141,21 +143,21 @@ class TokenShards:
 
 
 class PackedRows(Dataset[dict[str, Tensor]]):
-    """Rows of consecutive tokens, cut from prepared ones; the fields are those of :class:`TrainingMixture`.
+    """Dataset of rows of consecutive prepared tokens, with the fields of :class:`TrainingMixture`.
 
-    The tokens are cut into blocks of ``context_length``; what is left over at the end is not read. Row ``i`` is
-    block ``i`` modulo the number of blocks, or, shuffled, the block that a permutation drawn from the seed and the
-    epoch puts there: every block is read once an epoch. So row ``i`` is a function of ``seed`` and ``i`` alone, and
-    neither workers nor processes nor interruptions change what is read.
+    The tokens are cut into blocks of ``context_length``; a remainder at the end is not read. Without a seed, row ``i``
+    is block ``i`` modulo the number of blocks. With a seed, each epoch reads every block once, in an order drawn from
+    the seed and the epoch. Row ``i`` depends only on ``seed`` and ``i``, so workers, processes and interruptions do not
+    change the rows.
 
     Args:
-        tokens: Prepared tokens, ``context_length`` of them at least.
-        context_length: Tokens of a row, at least 2.
-        num_rows: Rows of the dataset; there may be more than blocks. All blocks by default.
-        seed: Selects the permutations; ``None`` for the tokens' own order.
+        tokens: Prepared tokens, at least ``context_length``.
+        context_length: Number of tokens per row, at least 2.
+        num_rows: Number of rows, which may exceed the number of blocks. The default is one row per block.
+        seed: Seed of the shuffled order; ``None`` for the order of the tokens.
 
     Raises:
-        ValueError: an argument is outside the range given above.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -181,7 +183,7 @@ class PackedRows(Dataset[dict[str, Tensor]]):
 
     @property
     def epochs(self) -> float:
-        """Mean number of times that all rows read each block."""
+        """Number of epochs: the number of rows divided by the number of blocks."""
         return self._rows / self.blocks
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Tokenizers, trained on a corpus or loaded from elsewhere, and the tokens of documents."""
+"""Training and loading of tokenizers, and encoding of documents."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ from attention_priors.lab.data.genomes import (
 )
 from attention_priors.lab.output_folder import sole_writer
 
-# transformers takes more than a second to import: each function that needs it imports it.
+# transformers takes more than a second to import, so the functions that use it import it.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 MINIMUM_VOCAB_SIZE = 257  # the 256 bytes and END_OF_TEXT
 
-DOCUMENTS_PER_BATCH = 64  # an encoded document takes far more memory than its token ids, which are kept
+DOCUMENTS_PER_BATCH = 64  # small, because the tokenizer's output takes far more memory than the token ids
 
 
 # ---- training and loading
 
 
 def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer in which every digit is a token of its own.
+    """Train a byte-level BPE tokenizer in which every digit is a separate token.
 
-    Any text can be encoded and decodes to itself. ``<|endoftext|>`` begins, ends and pads sequences. The same
-    documents give the same tokenizer.
+    The tokenizer encodes any text without loss. ``<|endoftext|>`` begins, ends and pads sequences. Training is
+    deterministic.
 
     Args:
-        documents: Text to count pairs in.
+        documents: Training text.
         vocab_size: Number of tokens, at least 257 (the bytes and the special token).
 
     Raises:
-        ValueError: ``vocab_size`` is below 257, or above what the documents have repeated pairs for; or ``documents``
-            holds something else than documents, as a string does.
+        ValueError: ``vocab_size`` is below 257; the documents repeat too few pairs of tokens for it; or ``documents``
+            is a string or has an element that is not a `Document`.
     """
     if vocab_size < MINIMUM_VOCAB_SIZE:
         raise ValueError(
@@ -75,30 +75,30 @@ def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> PreTraine
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
             f"vocab_size is {vocab_size}, but the documents repeat too few pairs of tokens to train more "
-            f"than {tokenizer.get_vocab_size()} tokens: ask for fewer, or give more text"
+            f"than {tokenizer.get_vocab_size()} tokens; use a smaller vocab_size or more text"
         )
     return document_tokenizer(tokenizer)
 
 
 def tokenizer_spec(given: Any) -> Any:
-    """Return the description of a tokenizer in a recipe, with a vocabulary size in quotes as a number."""
+    """Return a recipe's tokenizer setting, with a vocabulary size in quotes converted to a number."""
     return int(given) if isinstance(given, str) and given.isdecimal() else given
 
 
 def load_tokenizer(spec: int | str | Path, corpus: Corpus, cache_dir: str | Path) -> PreTrainedTokenizerBase:
-    """Train a tokenizer on a corpus, or reuse one that was trained before, or load one from elsewhere.
+    """Train a tokenizer on a corpus or reuse it from the cache, or load a pretrained tokenizer.
 
     Args:
-        spec: A vocabulary size (``2048`` or ``"2048"``): train on ``corpus.train``; ``nucleotides``:
-            :func:`nucleotide_tokenizer`. Anything else is a folder or a name on the Hugging Face Hub.
-        corpus: The training text, used when ``spec`` is a vocabulary size.
-        cache_dir: Folder in which trained tokenizers are kept, one for each vocabulary size and corpus; made
-            if it is missing. Several processes may share it.
+        spec: Vocabulary size (``2048`` or ``"2048"``) of a tokenizer trained on ``corpus.train``; ``nucleotides`` for
+            :func:`nucleotide_tokenizer`; otherwise a folder or a name on the Hugging Face Hub.
+        corpus: Training text, used if ``spec`` is a vocabulary size.
+        cache_dir: Folder of trained tokenizers, one for each vocabulary size and corpus; made if missing. Several
+            processes may share it.
 
     Raises:
         OSError: ``spec`` is neither a folder with a tokenizer nor a name that can be loaded.
-        ValueError: the vocabulary size does not suit the corpus (see `train_tokenizer`), or the loaded
-            tokenizer lacks an end-of-text token.
+        ValueError: The vocabulary size does not suit the corpus (see :func:`train_tokenizer`), or the loaded tokenizer
+            has no end-of-text token.
     """
     spec = tokenizer_spec(spec)
     if not isinstance(spec, int):
@@ -106,7 +106,7 @@ def load_tokenizer(spec: int | str | Path, corpus: Corpus, cache_dir: str | Path
     folder = Path(cache_dir, f"tokenizer-{spec}-{corpus.fingerprint[:16]}")
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Of several processes one trains the tokenizer, and the others wait for it.
+        # One process trains the tokenizer, and all others wait.
         with sole_writer(folder.parent, wait=math.inf):
             if not folder.is_dir():
                 tokenizer = train_tokenizer(corpus.train, spec)
@@ -116,14 +116,14 @@ def load_tokenizer(spec: int | str | Path, corpus: Corpus, cache_dir: str | Path
 
 
 def pretrained_tokenizer(spec: str | Path) -> PreTrainedTokenizerBase:
-    """Load any tokenizer that has an end-of-text token.
+    """Load a tokenizer and remove its length limit.
 
     Args:
-        spec: A folder, a name on the Hugging Face Hub, or ``nucleotides``: :func:`nucleotide_tokenizer`.
+        spec: Folder, name on the Hugging Face Hub, or ``nucleotides`` for :func:`nucleotide_tokenizer`.
 
     Raises:
         OSError: ``spec`` is neither a folder with a tokenizer nor a name that can be loaded.
-        ValueError: the tokenizer lacks an end-of-text token.
+        ValueError: The tokenizer has no end-of-text token.
     """
     if spec == NUCLEOTIDES:
         return nucleotide_tokenizer()
@@ -133,14 +133,14 @@ def pretrained_tokenizer(spec: str | Path) -> PreTrainedTokenizerBase:
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(spec))
         except ValueError as error:
-            # Whether it is one depends on what is missing.
+            # transformers raises a ValueError for some missing files and an OSError for others.
             raise OSError(str(error)) from error
     if not tokenizer.encode("a", add_special_tokens=False):
-        # transformers makes an empty one where a model has none.
-        raise OSError(f"tokenizer {str(spec)!r} cannot be loaded: there are no words in it, if there is one at all")
+        # For a model without a tokenizer, transformers makes an empty tokenizer.
+        raise OSError(f"tokenizer {str(spec)!r} cannot be loaded: it is missing or has no entries")
     tokenizer.model_max_length = NO_LENGTH_LIMIT
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"tokenizer {str(spec)!r} has no eos_token: expected one to mark where a document ends")
+        raise ValueError(f"tokenizer {str(spec)!r} has no eos_token: expected a token that ends documents")
     return tokenizer
 
 
@@ -149,11 +149,11 @@ def pretrained_tokenizer(spec: str | Path) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Documents one after another, each ended by an end-of-text token.
+    """Tokens of consecutive documents, each followed by an end-of-text token.
 
     Attributes:
         tokens: Token ids, int64, shape ``(N,)``.
-        document_ids: For each token, the index of its document, int64, shape ``(N,)``; never decreases.
+        document_ids: Index of each token's document, int64, shape ``(N,)``, non-decreasing.
     """
 
     tokens: Tensor
@@ -164,15 +164,15 @@ class TokenStream:
 
 
 def token_stream(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> TokenStream:
-    """Encode documents, without special tokens but for the end-of-text token that follows each.
+    """Encode documents, each followed by the end-of-text token and without other special tokens.
 
     Args:
-        tokenizer: A tokenizer with an end-of-text token, such as `load_tokenizer` returns.
+        tokenizer: Tokenizer with an end-of-text token, for example from :func:`load_tokenizer`.
         documents: At least one document.
 
     Raises:
-        ValueError: ``documents`` is empty or holds something else than documents, or ``tokenizer`` has no end-of-text
-            token or reads bases and these are none.
+        ValueError: ``documents`` is empty or has an element that is not a `Document`; ``tokenizer`` has no end-of-text
+            token; or ``tokenizer`` reads bases and the texts are not bases.
     """
     if not documents:
         raise ValueError("documents is empty: expected at least one document")
@@ -186,16 +186,16 @@ def token_stream(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Documen
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:
-    """Return the tokens of each text, without special tokens but for the end-of-text token that follows.
+    """Return the tokens of each text, followed by the end-of-text token and without other special tokens.
 
-    They are integers of a type with room for each token of the tokenizer, ``(N,)``.
+    The arrays have shape ``(N,)`` and dtype uint16, or uint32 for more than 65536 tokens.
 
     Raises:
-        ValueError: ``tokenizer`` has no end-of-text token, or reads bases and these are none.
+        ValueError: ``tokenizer`` has no end-of-text token, or reads bases and the texts are not bases.
     """
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
-        raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no eos_token: expected one")
+        raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no eos_token: expected a token that ends documents")
     kind = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     if is_nucleotide_tokenizer(tokenizer):
         for text in texts:
@@ -208,11 +208,11 @@ def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -
 
 
 class TextEncoder:
-    """Token ids of a text, without special tokens; twice as fast as a call of the tokenizer if it is a fast one."""
+    """Encoder of texts without special tokens; for fast tokenizers, twice as fast as calling the tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        # A copy: truncation and padding of the original stay as they are.
+        # A copy, so that the settings of the original tokenizer do not change.
         self._backend: Tokenizer | None = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", None))
         if self._backend is not None:
             self._backend.no_truncation()
@@ -225,14 +225,14 @@ class TextEncoder:
         return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
-# ---- what a tokenizer can write
+# ---- abilities of a tokenizer
 
 
 def digit_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Token ids of the digits 0 to 9, of a tokenizer that never joins digits.
+    """Return the token ids of the digits 0 to 9.
 
     Raises:
-        ValueError: the tokenizer joins digits to each other or to what stands before them.
+        ValueError: The tokenizer joins digits to each other or to the text before them.
     """
     ids = _digit_ids(tokenizer)
     if ids is None:
@@ -245,12 +245,12 @@ def digit_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def joins_digits(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer joins digits to each other or to what stands before them."""
+    """Return whether a tokenizer joins digits to each other or to the text before them."""
     return _digit_ids(tokenizer) is None
 
 
 def _digit_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...] | None:
-    # A tokenizer that joins digits joins some pair of them, and this text has every pair.
+    # A tokenizer that joins digits joins some pair of digits; this text has every pair.
     pairs = "".join(first + second for first in string.digits for second in string.digits)
     ids = tokenizer.encode(f" {pairs}", add_special_tokens=False)[-len(pairs) :]
     token_of = dict(zip(pairs, ids, strict=False))
@@ -261,27 +261,27 @@ def _digit_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...] | None:
 
 
 def check_writes(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-    """Make sure that a tokenizer can write a text, but for white space and the case of letters.
+    """Check that a tokenizer can express a text, up to white space and the case of letters.
 
     Raises:
-        ValueError: the tokens of the text are those of another.
+        ValueError: The tokens of the text decode to another text.
     """
     ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     written = str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
     if letters(text) not in letters(written):
         raise ValueError(
-            f"tokenizer {tokenizer.name_or_path!r} cannot write {text!r}: expected one that can; it makes {written!r} "
-            "of it"
+            f"tokenizer {tokenizer.name_or_path!r} cannot write {text!r}: its tokens decode to {written!r}; use "
+            "another tokenizer"
         )
 
 
 def letters(text: str) -> str:
-    """A text without white space and the case of its letters, which some tokenizers do not keep."""
+    """Return a text in lower case without white space, because some tokenizers do not preserve either."""
     return "".join(text.split()).lower()
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 (64 hex digits) of what turns text into tokens; of the vocabulary alone, if it is a slow tokenizer."""
+    """Return the SHA-256 (64 hex digits) of a fast tokenizer, or of the vocabulary of a slow tokenizer."""
     backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
     content = json.dumps(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
     return hashlib.sha256(content.encode()).hexdigest()
