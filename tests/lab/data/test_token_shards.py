@@ -303,10 +303,10 @@ def test_data_have_one_source(given):
     [
         (
             {"shards": "x", "max_tokens": 5, "held_out_tokens": 1_000_000, "shard_tokens": 7},
-            "prepared already: remove the settings without an effect, got max_tokens=5 and held_out_tokens=1000000 and shard_",
+            "prepared already: remove the settings without an effect, got max_tokens=5 and held_out_tokens=1000000",
         ),
         ({"text": "x", "held_out_tokens": 5}, "the held-out part of a text is fixed: .* got held_out_tokens=5"),
-        ({"fasta": {"path": "x", "held_out": ["a"]}, "held_out_tokens": 5}, "fasta.held_out names the held-out records"),
+        ({"fasta": {"path": "x", "held_out": ["a"]}, "held_out_tokens": 5}, "fasta.held_out names the held-out"),
     ],
 )
 def test_what_would_change_nothing_is_refused(given, complaint):

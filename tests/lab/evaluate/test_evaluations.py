@@ -292,7 +292,7 @@ def test_a_task_stops_where_nothing_is_right(subjects: dict[str, Subject], plan:
     observer = Observer(on_message=messages.append)
     stopped = evaluate(subject, plan("passkey", lengths=lengths), tmp_path, observer=observer)
     reason = "nothing right at 2 lengths running (180, 200 tokens)"
-    assert messages == [f"passkey: {reason}; longer texts are left out"]
+    assert messages == [f"passkey: {reason}; longer texts are skipped"]
     assert [(one.length, one.stopped) for one in stopped.accuracies] == [(180, None), (200, reason)]
     stops = [line for line in results(tmp_path) if "stopped_before" in line]
     assert [(line["stopped_before"], line["reason"]) for line in stops] == [(230, reason)]

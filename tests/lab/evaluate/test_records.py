@@ -49,7 +49,7 @@ def test_a_run_is_known_by_all_that_determines_it(path: Path):
 def test_an_id_that_stands_for_another_run_is_refused(path: Path):
     run = Records(path).begin(FIRST)
     path.write_text(json.dumps({"run": run, "identity": {"task": "other"}}) + "\n")
-    with pytest.raises(ValueError, match=rf"run {run} is another one there"):
+    with pytest.raises(ValueError, match=rf"run {run} has the identity"):
         Records(path).begin(FIRST)
 
 
@@ -66,7 +66,7 @@ def test_a_last_line_that_was_cut_off_anywhere_is_taken_away(path: Path):
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"notes of mine", "line 1, is not a line of an evaluation, whole or cut off"),
+        (b"notes of mine", "line 1, is not a complete or cut-off line of an evaluation"),
         (b"notes of mine\n", "line 1, is not JSON"),
         (b'{"run": "a"}\n\xff\xfe\n', "line 2, is not JSON"),
         (b'{"run": "a"}\n\n', "line 2, is not JSON"),

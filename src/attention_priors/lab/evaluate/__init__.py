@@ -1,4 +1,4 @@
-"""Evaluations: every task at every length, one line of a file for each unit, interruptible."""
+"""Resumable evaluations: every task at every length, with one record per text."""
 
 from attention_priors.lab.evaluate.evaluate import Observer, check_plan, evaluate
 from attention_priors.lab.evaluate.records import Records

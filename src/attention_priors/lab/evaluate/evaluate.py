@@ -1,4 +1,4 @@
-"""An evaluation: every task at every length, one line of a file for each unit, interruptible."""
+"""Resumable evaluation of every task at every length, with one record per unit of work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attention_priors.lab.tasks import EvaluationPlan, Setting, Subject, Task, m
 from attention_priors.lab.tasks.timing import SOFTWARE
 
 FORMAT = 2
-"""Version of texts and records; records of another version are not reused."""
+"""Version of texts and records. Records of other versions are not reused."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Observer:
     """Progress callbacks of an evaluation."""
 
     on_work: Callable[[str, float, float], None] = lambda what, done, total: None
-    """Called with the name of a task, its finished work and its total work, in arbitrary units."""
+    """Callback with the name of a task, its finished work and its total work, in arbitrary units."""
     on_message: Callable[[str], None] = lambda message: None
-    """Called with messages for the user."""
+    """Callback with a message to the user."""
 
 
 def evaluate(
@@ -45,33 +45,33 @@ def evaluate(
     batch: int = 1,
     observer: Observer | None = None,
 ) -> Summary:
-    """Measure what ``output`` does not hold yet.
+    """Carry out the measurements of a plan that ``output`` does not hold yet.
 
-    Interrupted at any point, the same call goes on from there. Records are appended to ``results.jsonl``, one line for
-    each text, under a run's ID that stands for all that determines it: model, tokenizer, precision, task, texts. Time,
-    memory and machine go to ``log.jsonl``.
+    An interrupted evaluation resumes when called again. Records are appended to ``results.jsonl``, one line for each
+    text. The run ID of a record is a hash of model, tokenizer, precision, task and texts. Time, memory and machine are
+    logged in ``log.jsonl``.
 
     Args:
         subject: Model and tokenizer.
         plan: Tasks, lengths, depths, trials.
         output: Folder of the records.
-        chunk: Tokens per forward pass. It bounds the memory and, but for rounding, changes nothing.
-        batch: Texts of equal length, with a question or to be continued, that are read together.
+        chunk: Tokens per forward pass. It bounds the memory and changes results only by rounding.
+        batch: Number of texts of equal length that form a batch.
         observer: Progress callbacks.
 
     Returns:
-        Results of the plan for this model, whatever else the file holds.
+        Results of the plan for this model. Other records in the file are ignored.
 
     Raises:
-        ValueError: Before any work, if a text cannot be made or read, ``output`` holds other things, or is being
-            written by another call.
+        ValueError: Before any work, if a text cannot be made or read, ``output`` holds other files under these names,
+            or another call is writing to it.
         OSError: Before any work, if ``output`` cannot be written.
     """
     for name, value in (("chunk", chunk), ("batch", batch)):
         if value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value}")
     observer = observer or Observer()
-    # First, as a tokenizer may change when it is called.
+    # Before any other call, because calling a tokenizer may change it.
     identity = subject.identity()
     tasks = _checked_tasks(Setting(subject, plan, chunk, batch, observer.on_message))
     with sole_writer(writable_folder(output)):
@@ -83,12 +83,15 @@ def evaluate(
 
 
 def check_plan(subject: Subject, plan: EvaluationPlan, *, chunk: int) -> None:
-    """Raise the ValueError that :func:`evaluate` would raise about a plan before any work, if there is one.
+    """Check that :func:`evaluate` can carry out a plan.
 
     Args:
-        subject: Model of the same kind, whatever its weights, and the tokenizer.
+        subject: Model of the same architecture, with any weights, and the tokenizer.
         plan: Plan to check.
         chunk: Tokens per forward pass.
+
+    Raises:
+        ValueError: :func:`evaluate` would raise this error before any work.
     """
     _checked_tasks(Setting(subject, plan, chunk))
 
@@ -101,11 +104,11 @@ def _checked_tasks(setting: Setting) -> list[Task]:
 
 
 class _Session:
-    """One call of :func:`evaluate`, while it writes.
+    """State of one call of :func:`evaluate`.
 
     Attributes:
-        gathered: Records of the plan, earlier and new ones.
-        texts: As :attr:`Summary.texts`.
+        gathered: Earlier and new records of the plan.
+        texts: Hash of the texts of each task (:attr:`Summary.texts`).
     """
 
     def __init__(self, identity: dict[str, Any], plan: EvaluationPlan, output: Path, observer: Observer) -> None:
@@ -115,7 +118,7 @@ class _Session:
         self.texts: dict[str, str] = {}
 
     def carry_out(self, task: Task) -> None:
-        """Measure everything of a task that is not measured yet."""
+        """Carry out the missing measurements of a task."""
         run = self._begin(task)
         groups = {length: [*task.groups(length)] for length in self.plan.lengths}
         total = sum(unit.cost for of_length in groups.values() for group in of_length for unit in group)
@@ -153,13 +156,13 @@ class _Session:
         """Return the ID of the task's run."""
         whole = {"format": FORMAT} | self.identity | {"task": task.name} | task.identity()
         if task.reads_texts:
-            # All but the model's weights: its tokenizer and its kind of tokens determine the texts too.
+            # The hash leaves out the model's weights, but not its tokenizer, which also determines the texts.
             determined = json.dumps({key: value for key, value in whole.items() if key != "model"}, sort_keys=True)
             self.texts[task.name] = hashlib.sha256(determined.encode()).hexdigest()[:16]
         return self.records.begin(whole)
 
     def _given_up(self, right: Sequence[tuple[int, bool]]) -> str | None:
-        """Return why longer texts are left out, after these lengths and whether anything was right; None if not."""
+        """Return the reason to skip longer texts, None to continue; ``right`` has each length and any success there."""
         number = self.plan.stop_after_zeros
         if number is None or len(right) < number or any(some for _, some in right[-number:]):
             return None
@@ -171,11 +174,11 @@ class _Session:
         if not there:
             there = [self.records.append({"run": run, "task": task, "stopped_before": length, "reason": reason})]
         self.gathered.append(there[0])
-        self.observer.on_message(f"{task}: {reason}; longer texts are left out")
+        self.observer.on_message(f"{task}: {reason}; longer texts are skipped")
 
     @contextmanager
     def _logged(self, task: Task, run: str, length: int) -> Iterator[dict[str, Any]]:
-        """Write one line of the log: the cost of the texts of one length. Without a text, none is written."""
+        """Log the cost of the texts of one length as one line; no line is written without texts."""
         setting, model = task.setting, task.subject.model
         line: dict[str, Any] = {"run": run, "task": task.name, "length": length, "texts": 0}
         started, interrupted = time.monotonic(), True

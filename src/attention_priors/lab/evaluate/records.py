@@ -1,4 +1,4 @@
-"""One JSON Lines file that only grows: what was measured, keyed by everything that determines it."""
+"""Append-only JSON Lines file of measurements, keyed by a hash of all inputs that determine them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from attention_priors._io import append_json_line, with_nulls
 Record = dict[str, Any]
 
 _START = b'{"run": "'
-"""How every line begins."""
+"""Prefix of every line."""
 
 
 class Records:
-    """The lines of a file, and more of them.
+    """Append-only file of evaluation records.
 
-    A line is either a *run*, ``{"run": ID, "identity": {...}}``, which says what determines its results, or a result,
-    ``{"run": ID, ...}``. A last line that was cut off by a crash is taken away; a file of anything else is left alone.
+    A line is either a *run*, ``{"run": ID, "identity": {...}}``, whose identity has all inputs that determine the
+    results, or a result, ``{"run": ID, ...}``. A last line that a crash has cut off is removed. Files with any other
+    content are not changed.
 
     Args:
-        path: the file; it need not be there.
+        path: Path of the file, which need not exist.
 
     Raises:
-        ValueError: if a line is none of ours.
+        ValueError: A line is not an evaluation record.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,13 +40,13 @@ class Records:
         return iter(self._lines)
 
     def begin(self, identity: dict[str, Any]) -> str:
-        """The ID of a run; it is written if it is new.
+        """Return the ID of a run, and append the run if it is new.
 
         Args:
-            identity: all that determines its results; plain JSON.
+            identity: All inputs that determine the results, in plain JSON.
 
         Raises:
-            ValueError: the file says that the run of this ID is another.
+            ValueError: The file has another identity under this ID.
         """
         text = json.dumps(identity, sort_keys=True, ensure_ascii=False)
         run = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -53,11 +54,11 @@ class Records:
             self.append({"run": run, "identity": json.loads(text)})
             self._identities[run] = json.loads(text)
         if self._identities[run] != json.loads(text):
-            raise ValueError(f"{self.path}: run {run} is another one there: {self._identities[run]}; here it is {text}")
+            raise ValueError(f"{self.path}: run {run} has the identity {self._identities[run]}; expected {text}")
         return run
 
     def of(self, run: str, **values: Any) -> list[Record]:
-        """The results of a run in which the named values are these."""
+        """Return the results of a run whose fields equal ``values``."""
         return [
             line
             for line in self._lines
@@ -65,7 +66,7 @@ class Records:
         ]
 
     def append(self, record: Record) -> Record:
-        """Write one line, at once, numbers that are not finite as null; what it will be read as."""
+        """Write one line immediately, with null for non-finite numbers, and return the record as it will be read."""
         record = json.loads(json.dumps(with_nulls(record)))
         append_json_line(self.path, record)
         self._lines.append(record)
@@ -84,7 +85,7 @@ class Records:
                 raise ValueError(f"{self.path}, line {number}, is not a line of an evaluation: it has no 'run'")
             lines.append(line)
         if rest and not (rest.startswith(_START) or _START.startswith(rest)):
-            raise ValueError(f"{self.path}, line {len(whole) + 1}, is not a line of an evaluation, whole or cut off")
+            raise ValueError(f"{self.path}, line {len(whole) + 1}, is not a complete or cut-off line of an evaluation")
         if rest:
             os.truncate(self.path, len(content) - len(rest))
         return lines

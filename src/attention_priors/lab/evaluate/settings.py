@@ -1,4 +1,4 @@
-"""Evaluation settings of a recipe: presets of plans, and plans of one's own."""
+"""Evaluation settings of a recipe: presets and custom plans."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from attention_priors.lab.tasks.plan import COPYING, EvaluationPlan, Lengths, ch
 
 
 class PasskeySettings(Strict):
-    """Passkey retrieval: share of texts whose five digits all come out right."""
+    """Passkey retrieval: share of texts whose five digits are all predicted correctly."""
 
     lengths: Lengths
     depths: int = Field(default=20, ge=2)
-    """Depths, evenly spaced from the start of the text to its end."""
+    """Number of depths, evenly spaced from the start of the text to its end."""
     trials: int = Field(default=1, gt=0)
-    """Texts per length and depth."""
+    """Number of texts per length and depth."""
     filler: Literal["corpus", "sentence"] = "corpus"
     stop_after_zeros: int | None = Field(default=2, gt=0)
-    """Leave out longer texts after this many lengths without a right answer; null to go on."""
+    """Number of consecutive lengths without a right answer after which longer texts are skipped; None never skips."""
 
     def plan(self) -> EvaluationPlan:
         """Return the plan of this preset."""
@@ -29,14 +29,14 @@ class PasskeySettings(Strict):
 
 
 class PerplexitySettings(Strict):
-    """Negative log-likelihood against position, over held-out documents of at least ``length`` tokens."""
+    """Negative log-likelihood by position, over held-out documents of at least ``length`` tokens."""
 
     length: int = Field(gt=1)
     documents: int = Field(default=8, gt=0)
     """Number of documents; the first ``length`` tokens of each are read."""
     minimum_documents: int | None = Field(default=None, gt=0)
-    """Smallest number of documents to measure if the corpus has no ``documents`` of them; None for ``documents``.
-    Fewer are an error before any training."""
+    """Smallest accepted number of documents if the corpus has fewer than ``documents``; None for ``documents``.
+    Fewer documents are an error before any training."""
 
     @model_validator(mode="after")
     def _minimum_below_documents(self) -> PerplexitySettings:
@@ -49,11 +49,11 @@ class PerplexitySettings(Strict):
 
 
 class CopyingSettings(Strict):
-    """Loss in the copy-mixture task, by the kind of token and by the length of the row."""
+    """Loss in the copy-mixture task, by kind of token and length of row."""
 
     lengths: Lengths
     tokens: int = Field(default=65536, gt=0)
-    """Number of tokens of the rows of each length; at least one row."""
+    """Total number of tokens of the rows of each length; at least one row is read."""
 
     def plan(self) -> EvaluationPlan:
         """Return the plan of this preset."""
@@ -61,32 +61,32 @@ class CopyingSettings(Strict):
 
 
 class SinkMassSettings(Strict):
-    """Attention on the first token while the content logits grow from zero."""
+    """Attention on the first token as a function of the scale of the content logits."""
 
     length: int = Field(gt=1)
     texts: int = Field(default=16, gt=0)
-    """Held-out texts or rows; the first ``length`` tokens of each are read."""
+    """Number of held-out texts or rows; the first ``length`` tokens of each are read."""
     factors: tuple[Annotated[float, Field(ge=0)], ...] = Field(
         default=(0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0), min_length=1
     )
-    """Factors of the content logits: 0 leaves the prior alone, 1 the model as it is."""
+    """Factors of the content logits: 0 leaves only the prior, 1 is the unchanged model."""
 
 
 class EvaluationSettings(Strict):
-    """Everything that a comparison measures of a model, in chunks over a KV cache so that memory stays bounded."""
+    """Measurements of each model of a comparison. Texts are read in chunks over a KV cache, which bounds the memory."""
 
     passkey: PasskeySettings | None = None
     perplexity: PerplexitySettings | None = None
     copying: CopyingSettings | None = None
     sink_mass: SinkMassSettings | None = None
     plans: dict[str, EvaluationPlan] = Field(default_factory=dict)
-    """Further plans, by any name."""
+    """Custom plans by name."""
     chunk: int = Field(default=512, gt=0)
     """Tokens per forward pass."""
     tolerance: float | None = Field(default=None, ge=0, lt=1)
-    """Leave out keys that weigh no more than this together, which is faster; by default the model's own setting."""
+    """Share of the attention weight that pruning may remove, for speed; None for the model's own setting."""
 
     def all_plans(self) -> list[tuple[str | None, EvaluationPlan]]:
-        """Return the plans of a comparison with their names; None for the presets."""
+        """Return all plans with their names; presets have the name None."""
         presets = (self.passkey, self.perplexity, self.copying)
         return [*((None, preset.plan()) for preset in presets if preset is not None), *self.plans.items()]

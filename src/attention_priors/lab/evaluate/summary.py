@@ -16,29 +16,29 @@ from attention_priors.lab.tasks.copying import CopyingRow
 
 
 class AtDepth(NamedTuple):
-    """How right the answers at one depth were."""
+    """Accuracy of the answers at one depth."""
 
     mean: float
     trials: int
     token_accuracy: float | None
     tokens_right: list[int] | None
-    """How often each of the answer's tokens was predicted right, from the first to the last; None where there is no
-    one right answer, and in results of before this was kept."""
+    """Number of right predictions of each token of the answer, from first to last. None if the answer is not unique,
+    and in old results without these counts."""
 
 
 class AtPosition(NamedTuple):
-    """The loss in a range of positions."""
+    """Loss in a range of positions."""
 
     position: float
     """Geometric middle of the range."""
     nll: float
-    """Mean over the tokens in it."""
+    """Mean negative log-likelihood of the tokens in the range, in nats."""
     tokens: int
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How right the answers at one length were."""
+    """Accuracy of the answers at one length."""
 
     task: str
     length: int
@@ -46,15 +46,15 @@ class Accuracy:
     mean: float
     """Mean score, from 0 to 1."""
     interval: Interval
-    """95 %, Wilson's."""
+    """Wilson's 95 % interval of the mean."""
     token_accuracy: float | None
-    """Share of the answers' tokens predicted right; None where there is no one right answer."""
+    """Share of the answers' tokens that are predicted correctly; None if the answer is not unique."""
     tokens_right: list[int] | None
-    """Number of right tokens at each place of the answer (:attr:`AtDepth.tokens_right`)."""
+    """Number of right predictions of each token of the answer (:attr:`AtDepth.tokens_right`)."""
     by_depth: dict[float, AtDepth]
-    """Empty where a text has no one depth."""
+    """Accuracy at each depth; empty if texts have several depths or none."""
     stopped: str | None
-    """Why no longer texts were tried."""
+    """Reason why longer texts were skipped; None if they were not."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class Loss:
     documents: int
     tokens: int
     nll: float
-    """In nats per token, over all tokens; nan if one of them was not finite."""
+    """Mean over all tokens in nats per token; nan if a loss is not finite."""
     interval: Interval | None
-    """95 %, over documents; None for a single one."""
+    """95 % interval over documents; None for a single document."""
     by_position: list[AtPosition]
 
     @property
     def perplexity(self) -> float:
-        """``exp(nll)``; infinite where that overflows."""
+        """Perplexity ``exp(nll)``; infinity on overflow."""
         try:
             return math.exp(self.nll)
         except OverflowError:
@@ -81,12 +81,12 @@ class Loss:
 
     @property
     def bits(self) -> float:
-        """The loss in bits per token; of nucleotides, per base."""
+        """Loss in bits per token; for nucleotides, in bits per base."""
         return self.nll / math.log(2)
 
 
 class Continuation(NamedTuple):
-    """How one piece of a genome goes on, and how a model goes on with it."""
+    """True continuation of a piece of a genome, and the continuations of a model."""
 
     document: str
     expected: str
@@ -95,22 +95,23 @@ class Continuation(NamedTuple):
 
 @dataclass(frozen=True)
 class Completion:
-    """How a model goes on with pieces of one length of a genome. Intervals are 95 %, over pieces; None for one."""
+    """Continuations of pieces of a genome at one length. Intervals are 95 %, over pieces; None for a single piece."""
 
     length: int
     identity: float
-    """Mean share of bases that are the true ones."""
+    """Mean share of bases that equal the true bases."""
     identity_interval: Interval | None
     chance: float
-    """The identity of bases drawn one by one with each truth's own frequencies."""
+    """Expected identity of independent random bases with the frequencies of each true continuation."""
     gc_correlation: float | None
-    """Mean over continuations of Pearson's r between their GC trajectory and the true one; None where none has one."""
+    """Mean Pearson correlation of the GC trajectories of continuations with the true trajectories; None if undefined
+    for all continuations."""
     gc_correlation_interval: Interval | None
     pieces: tuple[Continuation, ...]
 
 
 class HeadWeight(NamedTuple):
-    """How much of one head's attention what is asked for gets."""
+    """Attention weight of one head on the requested needle."""
 
     length: int
     layer: int
@@ -119,7 +120,7 @@ class HeadWeight(NamedTuple):
     weight: float
     """Mean over texts, from 0 to 1."""
     interval: Interval | None
-    """95 %, over texts; None for a single one."""
+    """95 % interval over texts; None for a single text."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Duration:
 
 @dataclass(frozen=True)
 class Summary:
-    """All results of some runs."""
+    """Summary of the results of runs."""
 
     accuracies: list[Accuracy]
     losses: list[Loss]
@@ -142,14 +143,14 @@ class Summary:
     durations: list[Duration]
     copying: list[CopyingRow] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
-    """For each task that an evaluation has just read texts for, or found them read, a hash of all that determines them:
-    whoever has the same hash has read the same texts. Empty where a file alone was read."""
+    """Hash of all inputs that determine the texts of each task, so that equal hashes mean equal texts. Empty for a
+    summary of a file alone."""
     of_bases: bool = False
-    """Whether the tokens are the bases of genomes. What a file of records says does not tell: False where it alone was
-    read."""
+    """Whether the tokens are the bases of genomes. Records do not store this, so it is False for a summary of a file
+    alone."""
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Return the results as rows of :mod:`attention_priors.lab.results`, which lack plan, scheme and seed."""
+        """Yield the results as rows of :mod:`attention_priors.lab.results`, without plan, scheme and seed."""
         for one in self.accuracies:
             whole = AtDepth(one.mean, one.trials, one.token_accuracy, one.tokens_right)
             for depth, at in (one.by_depth or {None: whole}).items():
@@ -186,10 +187,10 @@ def _ends(interval: Interval | None, low: str, high: str) -> dict[str, float | N
 
 
 def summarize(records: Iterable[Record]) -> Summary:
-    """Put results together: by run, in the order in which they come, and by length.
+    """Summarise records by run, in the order of the records, and by length.
 
     Args:
-        records: lines of a file, some or all (:class:`~attention_priors.lab.evaluate.Records`).
+        records: Some or all lines of a file (:class:`~attention_priors.lab.evaluate.Records`).
     """
     accuracies: list[Accuracy] = []
     losses: list[Loss] = []
@@ -267,8 +268,8 @@ def _loss(lines: Sequence[Record]) -> Loss:
         of_text.append((math.fsum(loss for _, _, loss in _losses_of(line)), size))
     tokens = sum(size for _, size in of_text)
     mean = math.fsum(loss for loss, _ in of_text) / tokens
-    # Of texts of different sizes the mean over tokens is a ratio of sums: these values have it as their mean, and the
-    # spread that matters to it (Cochran, Sampling Techniques, 1977, section 6.4).
+    # For texts of different sizes, the mean over tokens is a ratio of sums. These linearised values have this mean, and
+    # the spread of its ratio estimator (Cochran, Sampling Techniques, 1977, section 6.4).
     values = [mean + (loss - mean * size) * len(lines) / tokens for loss, size in of_text]
     return Loss(
         task=lines[0]["task"],
@@ -285,7 +286,7 @@ def _loss(lines: Sequence[Record]) -> Loss:
 
 
 def _losses_of(line: Record) -> list[tuple[int, int, float]]:
-    """Ranges of positions and the loss in each; nan where it was not finite."""
+    """Return the ranges of positions and the loss in each; nan for non-finite losses."""
     return [(first, last, number(loss)) for first, last, loss in line["losses"]]
 
 
