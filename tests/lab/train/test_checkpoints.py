@@ -67,7 +67,7 @@ def _change(path: Path) -> None:
         ),
         (lambda c: (c / "a.bin").unlink(), "a.bin is missing"),
         (lambda c: _truncate(c / "part" / "b.bin"), "part/b.bin has 6 bytes, not 7"),
-        (lambda c: _change(c / "a.bin"), "a.bin has another checksum than when it was written"),
+        (lambda c: _change(c / "a.bin"), "the checksum of a.bin does not match the manifest"),
     ],
 )
 def test_an_incomplete_checkpoint_is_set_aside_for_the_one_before(tmp_path, damage, complaint):
@@ -164,7 +164,7 @@ def _resume(folder: Path, whole: tuple[Any, Any], seed: int = 99) -> tuple[list[
 
 def test_an_interrupted_training_ends_as_an_uninterrupted_one(interrupted, whole):
     """The sum of losses since the last log, here that of step 4, is in the checkpoint too."""
-    assert _resume(interrupted, whole) == ([5, 6], [f"Going on from {interrupted / 'checkpoint-4'}"])
+    assert _resume(interrupted, whole) == ([5, 6], [f"Resuming from {interrupted / 'checkpoint-4'}"])
     # A finished one gives its weights again.
     assert _resume(interrupted, whole)[0] == []
 
@@ -214,7 +214,7 @@ def test_a_full_disk_ends_the_training_with_the_last_good_state_on_disk(tmp_path
     full = OSError(28, "No space left on device")
     with monkeypatch.context() as patch:
         patch.setattr(PriorTrainer, method, _full_on_the_second(getattr(PriorTrainer, method), full))
-        with pytest.raises(CheckpointError, match=r"step 4 could .*No space left.*last good state is .*-2$"):
+        with pytest.raises(CheckpointError, match=r"step 4 could .*No space left.*last good checkpoint is .*-2$"):
             _train(tiny_decoder(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
     assert what_is_wrong(tmp_path / "checkpoint-2") is None
@@ -230,7 +230,7 @@ def test_files_that_may_not_grow_end_the_training_in_the_same_way(interrupted, w
     assert largest["optimizer.pt"] > 30_000 > largest["model.safetensors"] > 10_000
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"step 6 could not be written .*last good state is .*-4$"):
+        with pytest.raises(CheckpointError, match=r"step 6 could not be written .*last good checkpoint is .*-4$"):
             _train(tiny_decoder(), interrupted)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -255,7 +255,7 @@ class _BadRows(Rows):
 
 def test_a_loss_that_is_not_a_number_ends_the_training_before_it_is_saved(tmp_path, whole):
     # Row 6 is read in step 4, whose end is the next checkpoint.
-    with pytest.raises(FloatingPointError, match=r"loss became nan at step 4; the last good state is .*checkpoint-2"):
+    with pytest.raises(FloatingPointError, match=r"loss became nan at step 4; the last good checkpoint is .*checkpoint-2"):
         train(tiny_decoder(), _BadRows(12, 6), tiny_settings(), tmp_path, seed=5, shuffle=False)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 

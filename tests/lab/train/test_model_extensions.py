@@ -74,14 +74,14 @@ def test_rows_at_a_time_of_an_extension_divide_a_step(finished, tmp_path):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"length": "24"}, "length must be above the 24 tokens that the model was trained at, got 24"),
+        ({"length": "24"}, "length must be above the model's training length, 24 tokens; got 24"),
         ({"length": "twice"}, "length must be a number of tokens or a multiple such as 2x, got 'twice'"),
         (
             {"length": "100000"},
-            "tokens_per_step must be given: the 96 of the model.s own training are no",
+            "tokens_per_step is missing: 96 tokens, the value of the model's training, are not",
         ),
         ({"length": "2x", "tokens_per_step": 50}, "tokens_per_step must be a multiple of the new length, 48; got 50"),
-        ({"length": "9600", "tokens_per_step": 9600}, "holds out [0-9]+ tokens: expected at least one row of the 9600"),
+        ({"length": "9600", "tokens_per_step": 9600}, "held-out tokens: expected at least one row of 9600 tokens"),
         ({"length": "2x", "learning_rate": -1}, "learning_rate must be a finite number above 0, got -1"),
     ],
 )
@@ -116,10 +116,10 @@ def test_what_is_no_model_to_extend(finished, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "recipe.yaml").touch()
     for given, complaint in (
-        ("nowhere", "model: there is no folder .*nowhere"),
+        ("nowhere", "model: folder .*nowhere does not exist"),
         ("recipe.yaml", "recipe.yaml is a file; expected the folder of a saved model"),
-        ("begun", "the training in .*begun has not finished, .* attention-priors train goes on with it"),
-        ("empty", "empty holds no model, it has no config.json"),
+        ("begun", "the training in .*begun has not finished: .* run attention-priors train again"),
+        ("empty", "empty holds no model: it has no config.json"),
     ):
         with pytest.raises(FileNotFoundError, match=complaint):
             extend(tmp_path / given, tmp_path / "long", **options)
@@ -129,7 +129,7 @@ def test_what_is_no_model_to_extend(finished, tmp_path):
 def test_a_recipe_beside_a_model_imports_nothing(finished, tmp_path):
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     write_json(run / "recipe.json", read_json(run / "recipe.json") | {"plugins": ["no_such_module"]})
-    with pytest.raises(ValueError, match="length must be above the 24 tokens"):
+    with pytest.raises(ValueError, match="length must be above the model's training length, 24 tokens"):
         extend(run, tmp_path / "long", length="12", steps=2)
 
 
@@ -143,12 +143,12 @@ def test_a_model_of_unknown_training_needs_data_and_rate(finished, tmp_path):
     loose = tmp_path / "loose" / "model"
     loose.parent.mkdir()
     loose.symlink_to(finished / "model")
-    with pytest.raises(ValueError, match=r"data must be given: .* has no recipe\.json beside it"):
+    with pytest.raises(ValueError, match=r"data is missing: no recipe\.json beside .* names the training data"):
         extend(loose, tmp_path / "long", length="48", steps=2)
-    with pytest.raises(ValueError, match="learning_rate must be given"):
+    with pytest.raises(ValueError, match="learning_rate is missing"):
         extend(loose, tmp_path / "long", length="48", steps=2, data=finished / "data")
     options: dict[str, Any] = {"steps": 2, "data": finished / "data", "learning_rate": 1e-3}
-    with pytest.raises(ValueError, match="length='2x': the model's training length is not known"):
+    with pytest.raises(ValueError, match="length='2x': the model's training length is unknown"):
         extend(loose, tmp_path / "long", length="2x", **options)
     result = extend(loose, tmp_path / "long", length="48", tokens_per_step=96, **options)
     assert result["loss"]["after"].keys() == {"48"}

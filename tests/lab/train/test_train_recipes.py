@@ -50,9 +50,9 @@ def test_a_steps_rows_are_shared_out(rows, at_a_time, processes, expected):
 @pytest.mark.parametrize(
     ("at_a_time", "processes", "complaint"),
     [
-        (3, 1, r"8 rows a step \(96 tokens\) are no multiple of rows_at_a_time=3 on 1 process$"),
-        (4, 4, r"8 rows a step \(96 tokens\) are no multiple of rows_at_a_time=4 on 4 processes"),
-        (None, 3, "8 rows a step cannot be shared out evenly among 3 processes"),
+        (3, 1, r"8 rows a step \(96 tokens\) are not a multiple of rows_at_a_time=3 on 1 process$"),
+        (4, 4, r"8 rows a step \(96 tokens\) are not a multiple of rows_at_a_time=4 on 4 processes"),
+        (None, 3, "8 rows a step cannot be divided evenly among 3 processes"),
     ],
 )
 def test_what_does_not_divide_is_an_error(at_a_time, processes, complaint):

@@ -55,7 +55,7 @@ def test_a_model_that_was_frozen_stays_frozen_in_its_extension(make_recipe, fini
 def test_nothing_attached_that_could_learn_alone(make_recipe, finished, tmp_path):
     data = {"shards": str(finished / "data")}
     model = {"pretrained": str(finished / "model"), "train_only": "attached"}
-    with pytest.raises(ValueError, match=r"model\.train_only: nothing that learns is attached"):
+    with pytest.raises(ValueError, match=r"model\.train_only: no trainable prior or logit scale is attached"):
         run_recipe(make_recipe(model=model, data=data, tokenizer=None), tmp_path / "one")
 
 

@@ -15,7 +15,7 @@ def test_the_commands_prepare_train_and_extend(write_recipe, tmp_path):
     for arguments, said in (
         (["prepare", str(recipe), "--output", str(output / "data")], "Tokens: "),
         (["train", str(recipe), "--output", str(output)], "Model: "),
-        (["train", str(recipe), "--output", str(output)], "is there already"),
+        (["train", str(recipe), "--output", str(output)], "exists already"),
         (["extend", str(output), "--steps", "2"], "tokens: loss "),
     ):
         result = CliRunner().invoke(app, arguments)
@@ -54,7 +54,7 @@ def test_a_mistake_is_one_message(write_recipe, tmp_path):
     recipe = write_recipe(running={"rows_at_a_time": 3})
     result = CliRunner().invoke(app, ["train", str(recipe), "--output", str(tmp_path / "run")])
     assert result.exit_code == 1
-    assert "error: 4 rows a step (96 tokens) are no multiple of rows_at_a_time=3 on 1 process" in result.output
+    assert "error: 4 rows a step (96 tokens) are not a multiple of rows_at_a_time=3 on 1 process" in result.output
     assert not (tmp_path / "run").exists()
 
 

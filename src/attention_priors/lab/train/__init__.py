@@ -1,4 +1,4 @@
-"""Training: one way to describe it, and one to run it, on transformers' ``Trainer``."""
+"""Training recipes, and training runs on transformers' ``Trainer``."""
 
 from attention_priors.lab.train.checkpoints import CheckpointError
 from attention_priors.lab.train.engine import Observer, Trained, Validation, is_first_process, train

@@ -1,8 +1,8 @@
-"""Checkpoints that are complete or absent.
+"""Atomic checkpoints, which are complete or absent.
 
-A checkpoint is written under another name, sealed with a manifest of its files and their checksums, and moved into
-place. A folder without a manifest, or that differs from it, is not used. transformers writes checkpoints in place,
-without checksums, and deletes old ones file by file.
+A checkpoint is written under a temporary name, sealed with a manifest of its files and their checksums, and moved into
+place. A folder that has no manifest, or does not match its manifest, is not used. In contrast, transformers writes
+checkpoints in place and without checksums, and deletes old checkpoints file by file.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _REFUSED = "refused-"
 
 
 class CheckpointError(OSError):
-    """A checkpoint could not be written. The message names the reason and the last checkpoint."""
+    """Error of a checkpoint that could not be written. The message names the reason and the last checkpoint."""
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """List the steps of the checkpoints in ``folder``, rising."""
+    """List the steps of the checkpoints in ``folder``, in ascending order."""
     names = (path.name.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*"))
     return sorted(int(name) for name in names if name.isdecimal())
 
@@ -36,12 +36,12 @@ def checkpoint_folder(folder: Path, step: int) -> Path:
 
 
 def staging_folder(folder: Path) -> Path:
-    """Return the folder of checkpoints that are being written."""
+    """Return the folder of unfinished checkpoints."""
     return folder / STAGING
 
 
 def seal(staged: Path, target: Path) -> None:
-    """Add the manifest to a written checkpoint, and move it into place."""
+    """Add the manifest to a finished checkpoint, and move the checkpoint into place."""
     files = sorted(path for path in staged.rglob("*") if path.is_file())
     entries = {
         path.relative_to(staged).as_posix(): {"bytes": path.stat().st_size, "sha256": checksum(path)} for path in files
@@ -51,7 +51,7 @@ def seal(staged: Path, target: Path) -> None:
 
 
 def move_into_place(staged: Path, target: Path) -> None:
-    """Move a written folder to its name, in place of a folder that has the name; all is on the disk then."""
+    """Flush a finished folder to disk and rename it to ``target``, which replaces an existing folder."""
     for path in (*staged.rglob("*"), staged):
         synchronise(path)
     if target.exists():
@@ -61,7 +61,7 @@ def move_into_place(staged: Path, target: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a folder, so that at no moment half of it has its name."""
+    """Delete a folder after renaming it, so that a partly deleted folder never has the original name."""
     hidden = path.with_name(_DISCARDED + path.name)
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
@@ -69,13 +69,13 @@ def discard(path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Delete the remains of interrupted writing or deleting."""
+    """Delete the remains of interrupted writes and deletions."""
     for path in (staging_folder(folder), *folder.glob(f"{_DISCARDED}*")):
         remove(path)
 
 
 def keep_last(folder: Path, count: int) -> None:
-    """Delete all but the last ``count`` checkpoints."""
+    """Delete all checkpoints except the last ``count``."""
     for step in checkpoint_steps(folder)[:-count]:
         discard(checkpoint_folder(folder, step))
 
@@ -96,16 +96,16 @@ def what_is_wrong(checkpoint: Path) -> str | None:
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, not {size}"
         if checksum(path) != sha256:
-            return f"{name} has another checksum than when it was written"
+            return f"the checksum of {name} does not match the manifest"
     return None
 
 
 def last_complete(folder: Path, on_message: Callable[[str], None] = lambda message: None) -> Path | None:
-    """Return the newest complete checkpoint; newer ones get another name.
+    """Return the newest complete checkpoint, and rename newer, incomplete checkpoints; None if there is none.
 
     Args:
-        folder: of the checkpoints.
-        on_message: called with a message about each refused checkpoint.
+        folder: Folder of the checkpoints.
+        on_message: Callback for a message about each refused checkpoint.
     """
     for step in reversed(checkpoint_steps(folder)):
         checkpoint = checkpoint_folder(folder, step)
@@ -115,5 +115,5 @@ def last_complete(folder: Path, on_message: Callable[[str], None] = lambda messa
         aside = folder / (_REFUSED + checkpoint.name)
         remove(aside)
         checkpoint.rename(aside)
-        on_message(f"{checkpoint} is refused: {problem}. It is now {aside.name}; the one before it is taken")
+        on_message(f"{checkpoint} is refused: {problem}. Renamed to {aside.name}; using the previous checkpoint")
     return None

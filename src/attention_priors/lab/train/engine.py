@@ -1,4 +1,4 @@
-"""One way to run a training, for every command: transformers' ``Trainer``, on one process or many."""
+"""Training loop of all commands: transformers' ``Trainer`` on one or many processes."""
 
 from __future__ import annotations
 
@@ -27,27 +27,31 @@ Rows = Dataset[dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Validation:
-    """Rows whose loss is measured while a model trains."""
+    """Validation rows, whose loss is measured during training."""
 
     rows: Rows
     every: int
-    """Steps from one measurement to the next; the last step always has one."""
+    """Number of steps between measurements. The last step always has a measurement."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The end of a training."""
+    """Trained model and its losses."""
 
     trainer: SealedTrainer
     history: list[dict[str, float]]
-    """``{"step": ..., "loss": ...}``, the loss a mean over the steps since the last entry."""
+    """Training losses as ``{"step": ..., "loss": ...}``, each a mean over the steps since the last entry."""
     validation: list[dict[str, float]]
-    """``{"step": ..., "loss": ...}``, the loss on the validation rows."""
+    """Validation losses as ``{"step": ..., "loss": ...}``."""
 
     def save(self, folder: Path, processor: PreTrainedTokenizerBase | ImageProcessingMixin | None) -> None:
-        """Write the model, and the processor of its inputs if it has one: the whole folder, or nothing.
+        """Save the model and its tokenizer or image processor, atomically.
 
-        Every process calls it, the first one writes.
+        Every process must call this method; the first process writes.
+
+        Args:
+            folder: Folder of the model.
+            processor: Tokenizer or image processor; None to save the model alone.
         """
         unfinished = folder.with_name(f"{folder.name}.unfinished")
         is_first, wait = self.trainer.args.should_save, self.trainer.accelerator.wait_for_everyone
@@ -58,46 +62,46 @@ class Trained:
         if is_first:
             if processor is not None:
                 processor.save_pretrained(unfinished)
-            # The trainer's own note of its arguments is a pickle, which nobody needs.
+            # `Trainer` pickles its arguments into this file, which is not needed to load the model.
             (unfinished / "training_args.bin").unlink(missing_ok=True)
             move_into_place(unfinished, folder)
         wait()
 
 
 def processes() -> int:
-    """Return the number of processes that torchrun or accelerate launch has started; 1 without them."""
+    """Return the number of processes that torchrun or accelerate launch started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first_process() -> bool:
-    """Whether this process writes the files that all share."""
+    """Return whether this process is the first, which writes the shared files."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def check_machinery(settings: OptimizationSettings, running: RunningSettings) -> None:
-    """Make sure that this machine can run a training as it is described.
+    """Check that this machine supports the settings of a training run.
 
     Raises:
-        ValueError: it cannot; the message names the setting.
+        ValueError: A setting is not supported; the message names the setting.
     """
     running.accumulation(settings, processes())
     if running.fsdp is not None:
-        # Priors are sharded apart, by FSDP2 and before accelerate comes: see shard_priors().
+        # shard_priors() shards priors as a separate FSDP2 group, before accelerate shards the model.
         for name, needed in (("version", 2), ("cpu_ram_efficient_loading", False)):
             if running.fsdp.get(name, needed) != needed:
                 raise ValueError(f"running.fsdp: {name} must be {needed}, got {running.fsdp[name]!r}")
         if not torch.cuda.is_available():
             raise ValueError(
-                "running.fsdp needs CUDA devices: on a CPU accelerate would keep whole copies in every process (DDP) "
-                "without a word"
+                "running.fsdp needs CUDA devices; on a CPU, accelerate would silently use DDP, with a full copy of the "
+                "model in every process"
             )
         if processes() == 1:
-            raise ValueError("running.fsdp needs several processes: start them with torchrun or accelerate launch")
+            raise ValueError("running.fsdp needs several processes; start them with torchrun or accelerate launch")
     missing = [name for name in running.report_to if find_spec(name) is None]
     if missing:
         raise ValueError(f"running.report_to: {', '.join(missing)} is not installed; pip install {' '.join(missing)}")
     if settings.precision == "float16" and not torch.cuda.is_available():
-        raise ValueError("training.precision float16 needs a CUDA device; bfloat16 and float32 do not")
+        raise ValueError("training.precision float16 needs a CUDA device; use bfloat16 or float32 on a CPU")
 
 
 def train(
@@ -115,33 +119,33 @@ def train(
     trainer_class: type[SealedTrainer] = PriorTrainer,
     collate: Callable[[Any], Any] = collate_rows,
 ) -> Trained:
-    """Train a model in place; go on from the last complete checkpoint in ``folder`` if there is one.
+    """Train a model in place, from the last complete checkpoint in ``folder`` if there is one.
 
     Args:
-        model: a causal language model that takes ``document_ids``, or ``position_ids`` of packed rows; with another
-            ``trainer_class``, a model that it can train.
-        rows: at least ``settings.total_rows`` rows.
-        settings: :class:`TrainingSettings`; with another ``trainer_class``, other settings of the optimiser.
-        folder: of the checkpoints.
-        seed: of the order of rows and of dropout.
-        running: the machinery.
-        shuffle: whether rows are read in an order drawn from the seed, or in their own.
-        validation: rows whose loss is measured on the way.
-        run_name: name in TensorBoard and Weights & Biases.
-        observer: progress callbacks.
-        trainer_class: knows the loss.
-        collate: makes a batch of rows.
+        model: Causal language model that takes ``document_ids``, or ``position_ids`` of packed rows; with another
+            ``trainer_class``, a model that the class can train.
+        rows: Dataset of at least ``settings.total_rows`` rows.
+        settings: :class:`TrainingSettings`; with another ``trainer_class``, other optimiser settings.
+        folder: Folder of the checkpoints.
+        seed: Seed of the order of rows and of dropout.
+        running: Settings of processes, checkpoints and logging.
+        shuffle: Whether to shuffle the rows with the seed; otherwise they are read in order.
+        validation: Rows whose loss is measured during training.
+        run_name: Name in TensorBoard and Weights & Biases.
+        observer: Progress callbacks.
+        trainer_class: Trainer, which defines the loss.
+        collate: Function that makes a batch from rows.
 
     Raises:
-        ValueError: before any work, if the model, the machine or the sizes do not go together.
-        FloatingPointError: the loss is not finite.
-        CheckpointError: a checkpoint cannot be written.
+        ValueError: Before any work, if the model, the machine and the settings are incompatible.
+        FloatingPointError: The loss is not finite.
+        CheckpointError: A checkpoint cannot be written.
     """
     running, observer = running or RunningSettings(), observer or Observer()
     trainer_class.check_model(model, settings)
     check_machinery(settings, running)
     rows_at_a_time, passes = running.accumulation(settings, processes())
-    # Every parameter that trains has a gradient in every step.
+    # Every trainable parameter has a gradient in every step.
     ddp = {"find_unused_parameters": False} | running.ddp
     options: dict[str, Any] = {f"ddp_{name}": value for name, value in ddp.items()}
     if running.fsdp is not None:
@@ -163,7 +167,7 @@ def train(
         bf16=settings.precision == "bfloat16",
         fp16=settings.precision == "float16",
         activation_checkpointing=running.activation_checkpointing or None,
-        # Otherwise bfloat16 would be refused, and of several processes each would train a model of its own.
+        # Without `use_cpu`, transformers refuses bfloat16, and several processes would train separate models.
         use_cpu=not torch.accelerator.is_available(),
         save_strategy="steps",
         save_steps=settings.checkpoint_steps,
@@ -182,8 +186,8 @@ def train(
     )
     if arguments.n_gpu > 1:
         raise ValueError(
-            f"PyTorch sees {arguments.n_gpu} CUDA devices here, and one process would read that many times the rows of "
-            "a step: start one process for each device (torchrun), or show it one (CUDA_VISIBLE_DEVICES=0)"
+            f"PyTorch sees {arguments.n_gpu} CUDA devices, for which one process would multiply the rows of a step; "
+            "start one process per device (torchrun), or hide the others (CUDA_VISIBLE_DEVICES=0)"
         )
     if running.fsdp is not None:
         shard_priors(model)
@@ -198,11 +202,11 @@ def train(
     )
     if trainer.accelerator.num_processes != processes():
         raise RuntimeError(
-            f"{processes()} processes were started, but accelerate runs {trainer.accelerator.num_processes}: each "
-            "would train alone"
+            f"{processes()} processes were started, but accelerate runs {trainer.accelerator.num_processes}; each "
+            "process would train a separate model"
         )
     trainer.add_callback(StepReport(trainer, observer))
-    # It would print every loss; the observer has them.
+    # The observer reports the losses that this callback would print.
     trainer.remove_callback(PrinterCallback)
     trainer.resume(observer.on_message)
     history = trainer.state.log_history

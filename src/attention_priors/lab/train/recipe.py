@@ -1,4 +1,4 @@
-"""Recipes of ``attention-priors train``, checked before any work is done, and the model that one trains."""
+"""Recipes of ``attention-priors train``, with checks before any work, and the models that they describe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizationSettings(Strict, ABC):
-    """The optimiser and its schedule, whatever is trained."""
+    """Settings of the optimiser and its schedule, for any kind of model."""
 
     optimizer: Literal["adamw", "radam"] = "radam"
     learning_rate: float = Field(gt=0)
@@ -43,48 +43,48 @@ class OptimizationSettings(Strict, ABC):
     gradient_clip: float = Field(default=1.0, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     minimum_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
-    """The cosine schedule ends at this share of the learning rate."""
+    """Final learning rate of the cosine schedule, as a share of ``learning_rate``."""
     prior_learning_rate_multiplier: float = Field(default=1.0, gt=0)
-    """Multiplies the learning rate of every parameter of a prior."""
+    """Multiplier of the learning rate for the parameters of priors."""
     logit_scale_learning_rate_multiplier: float = Field(default=1.0, gt=0)
-    """Multiplies the learning rate of SSMax's ``s``."""
+    """Multiplier of the learning rate for SSMax's ``s``."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of matrix products; weights, priors and the optimiser's moments stay in float32."""
     checkpoint_steps: int = Field(default=200, gt=0)
-    """An interrupted training goes on from the last checkpoint."""
+    """Number of steps between checkpoints, from which interrupted training resumes."""
 
     @property
     @abstractmethod
     def total_steps(self) -> int:
-        """Steps of the whole training."""
+        """Total number of steps."""
 
     @property
     @abstractmethod
     def rows_per_step(self) -> int:
-        """Rows, or other examples, of one step of the optimiser."""
+        """Number of rows, or other examples, per optimiser step."""
 
     @property
     def total_rows(self) -> int:
-        """Rows of the whole training."""
+        """Total number of rows."""
         return self.total_steps * self.rows_per_step
 
     @property
     def step_in_words(self) -> str:
-        """Size of a step, as text."""
+        """Description of the size of a step."""
         return f"{self.rows_per_step} rows a step"
 
 
 class TrainingSettings(OptimizationSettings):
-    """The optimiser, its schedule and the size of a step, which decide the trained weights. Lengths are in tokens."""
+    """Settings of the optimiser, its schedule and the size of a step. Lengths are in tokens."""
 
     context_length: int = Field(gt=1)
     steps: int | None = Field(default=None, gt=0)
     tokens: int | None = Field(default=None, gt=0)
-    """Alternative to ``steps``: as many whole steps as fit into this number of tokens."""
+    """Alternative to ``steps``: total number of tokens, rounded down to whole steps."""
     batch_size: int | None = Field(default=None, gt=0)
-    """Rows of a step, over all processes and accumulated passes."""
+    """Number of rows per step, over all processes and accumulated passes."""
     tokens_per_step: int | None = Field(default=None, gt=0)
-    """Alternative to ``batch_size``; a multiple of ``context_length``."""
+    """Alternative to ``batch_size``: number of tokens per step, a multiple of ``context_length``."""
 
     @model_validator(mode="after")
     def _sizes(self) -> TrainingSettings:
@@ -102,17 +102,17 @@ class TrainingSettings(OptimizationSettings):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of one step of the optimiser."""
+        """Number of rows per optimiser step."""
         return self.batch_size or (self.tokens_per_step or 0) // self.context_length
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of one step of the optimiser."""
+        """Number of tokens per optimiser step."""
         return self.rows_per_step * self.context_length
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole training."""
+        """Total number of steps."""
         return self.steps or (self.tokens or 0) // self.step_tokens
 
     @property
@@ -122,103 +122,104 @@ class TrainingSettings(OptimizationSettings):
 
     @property
     def step_in_words(self) -> str:
-        """Size of a step, as text; also in tokens."""
+        """Description of the size of a step, in rows and tokens."""
         return f"{self.rows_per_step} rows a step ({self.step_tokens} tokens)"
 
 
 class ProcessSettings(Strict):
-    """Settings of a training process that change the result by the order of floating-point sums alone."""
+    """Settings of a training process that change results only through the order of floating-point sums."""
 
     workers: int = Field(default=0, ge=0)
-    """Processes that read rows ahead, for each training process; 0 reads in the training process itself."""
+    """Number of data-loading processes per training process; 0 loads in the training process."""
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: about a third more time, far less memory."""
+    """Whether to recompute activations in the backward pass: about a third more time, far less memory."""
 
 
 class RunningSettings(ProcessSettings):
-    """Machinery of a training, as one process or many."""
+    """Settings of the processes, checkpoints and logs of a training run."""
 
     rows_at_a_time: int | None = Field(default=None, gt=0)
-    """Rows of one forward pass on one device; by default a step's rows, shared out among the processes. Several passes
-    accumulate the rows of a step."""
+    """Number of rows per forward pass on one device. Gradients are accumulated over the passes of a step. By default,
+    each process runs its rows of a step in a single pass."""
     checkpoints_kept: int = Field(default=2, gt=0)
     log_every: int | None = Field(default=None, gt=0)
-    """Steps of the mean of one logged loss; a fiftieth of the training by default."""
+    """Number of steps over which a logged loss is averaged; a fiftieth of the training by default."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     fsdp: dict[str, Any] | None = None
-    """Shard parameters, gradients and moments: ``TrainingArguments.fsdp_config``; ``{}`` for its defaults."""
+    """Value of ``TrainingArguments.fsdp_config``, to shard parameters, gradients and moments; ``{}`` for its
+    defaults."""
     ddp: dict[Literal["find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph"], Any] = Field(
         default_factory=dict
     )
-    """``TrainingArguments.ddp_*``."""
+    """Values of ``TrainingArguments.ddp_*``."""
     ddp_timeout: int = Field(default=1800, gt=0)
-    """Seconds that a process waits for the others."""
+    """Seconds that a process waits for other processes."""
 
     def accumulation(self, settings: OptimizationSettings, processes: int) -> tuple[int, int]:
-        """Return the rows of one forward pass on one device, and the number of passes in a step.
+        """Return the number of rows per forward pass on one device, and the number of passes per step.
 
         Raises:
-            ValueError: a step's rows cannot be shared out evenly.
+            ValueError: The rows of a step cannot be divided evenly.
         """
         rows = settings.rows_per_step
         if self.rows_at_a_time is None and rows % processes:
-            raise ValueError(f"{rows} rows a step cannot be shared out evenly among {processes} processes")
+            raise ValueError(f"{rows} rows a step cannot be divided evenly among {processes} processes")
         at_a_time = self.rows_at_a_time or rows // processes
         passes, rest = divmod(rows, at_a_time * processes)
         if rest:
             raise ValueError(
-                f"{settings.step_in_words} are no multiple of rows_at_a_time={at_a_time} "
+                f"{settings.step_in_words} are not a multiple of rows_at_a_time={at_a_time} "
                 f"on {processes} process{'es' if processes > 1 else ''}"
             )
         return at_a_time, passes
 
 
 class ValidationSettings(Strict):
-    """Measurements on held-out text while a model trains."""
+    """Settings of the validation loss on held-out text during training."""
 
     every: int = Field(default=500, gt=0)
-    """Steps from one measurement to the next; the last step always has one."""
+    """Number of steps between measurements. The last step always has a measurement."""
     tokens: int = Field(default=1_000_000, gt=0)
-    """Number of held-out tokens, at most, from their beginning."""
+    """Largest number of held-out tokens to read, from the first on."""
 
 
 class TrainRecipe(Strict):
-    """One training of one model."""
+    """Recipe of a training run."""
 
     plugins: Plugins = ()
     name: str = Field(min_length=1)
     description: str = ""
     model: ModelSettings
     tokenizer: TokenizerSpec = None
-    """Entries of a byte-level BPE trained on the text, or a tokenizer's path or Hugging Face name; none with
-    ``data.shards``, which have theirs."""
+    """Vocabulary size of a byte-level BPE that is trained on the text, or the path or Hugging Face name of a tokenizer.
+    None with ``data.shards``, which have a tokenizer."""
     data: DataSettings
     training: TrainingSettings
     validation: ValidationSettings | None = None
     running: RunningSettings = RunningSettings()
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Seed of new weights, of the order of rows and of dropout."""
+    """Seed of new weights, the order of rows, and dropout."""
 
     @model_validator(mode="after")
     def _possible(self) -> TrainRecipe:
         if (self.tokenizer is None) != (self.data.shards is not None):
             raise ValueError(
-                f"tokenizer must be given, except with data.shards, which have theirs; got {self.tokenizer!r}"
+                f"tokenizer is required without data.shards and not allowed with them; got {self.tokenizer!r}"
             )
         length, most = self.training.context_length, self.data.max_tokens
         if most is not None and most < length:
             raise ValueError(
-                f"data.max_tokens must be at least training.context_length, {length}, for a single row; it is {most}"
+                f"data.max_tokens must be at least one row, training.context_length={length}; it is {most}"
             )
         return self
 
     def identity(self) -> dict[str, Any]:
-        """Describe what determines the result, but for the versions of libraries and the tokens that a run prepares.
+        """Return all inputs that determine the result, except library versions and the tokens that a run prepares.
 
-        Folders are identified by their content: weights are read in full.
+        Folders are identified by a hash of their content, for which weights are read in full.
 
         Raises:
-            ShardError: the preparation of ``data.shards`` has not finished.
+            ShardError: The preparation of ``data.shards`` has not finished.
         """
         kept = self.model_dump(mode="json", exclude={"plugins", "name", "description", "running"})
         del kept["training"]["checkpoint_steps"]
@@ -232,16 +233,16 @@ class TrainRecipe(Strict):
         return kept | {"fingerprints": fingerprints}
 
     def preparation(self) -> Preparation:
-        """Return the preparation of this recipe's tokens, as ``attention-priors prepare`` makes them.
+        """Return the preparation of this recipe's tokens, as in ``attention-priors prepare``.
 
         Raises:
-            ValueError, FileNotFoundError: there is nothing to prepare, or the text cannot be read.
+            ValueError, FileNotFoundError: The tokens are prepared already, or the text cannot be read.
         """
         data = self.data
         documents = data.documents()
         limit = data.max_tokens
         if data.dataset is not None:
-            # Datasets may be far larger than the part of them that is read.
+            # Only the tokens that training reads are prepared, because a dataset may be far larger.
             limit = limit or self.training.total_rows * self.training.context_length
         assert self.tokenizer is not None
         return Preparation(documents, self.tokenizer, data.held_out_tokens, limit, data.shard_tokens)
@@ -251,21 +252,21 @@ def load_train_recipe(path: Path) -> TrainRecipe:
     """Read and check a recipe.
 
     Raises:
-        RecipeError: the file is not YAML, or a key or value is impossible; the message names the key, its value and
-            the allowed values.
-        FileNotFoundError: there is no such file.
+        RecipeError: The file is not YAML, or a key or value is invalid; the message names the key, its value and the
+            allowed values.
+        FileNotFoundError: The file does not exist.
     """
     return read_strictly(path, TrainRecipe)
 
 
 def files_fingerprint(name: str, patterns: tuple[str, ...]) -> str | None:
-    """Return the SHA-256 (64 hex digits) of some files of a folder; None if there is no such folder.
+    """Return the SHA-256 (64 hex digits) of files in a folder; None if the folder does not exist.
 
-    A model on the Hugging Face Hub has none: its commit changes with every word of its page.
+    Models on the Hugging Face Hub have no fingerprint: their commit changes with every edit of the model card.
 
     Args:
-        name: of the folder.
-        patterns: of the files' names.
+        name: Path of the folder.
+        patterns: Patterns of file names.
     """
     folder = Path(name)
     if not folder.is_dir():
@@ -275,16 +276,16 @@ def files_fingerprint(name: str, patterns: tuple[str, ...]) -> str | None:
 
 
 def tokens_fingerprint(folder: Path) -> str | None:
-    """Return the SHA-256 of prepared tokens and their tokenizer, from the manifest; None if there are none.
+    """Return the SHA-256 of prepared tokens and their tokenizer, from the manifest; None without a manifest.
 
-    Equal tokens have equal fingerprints, whatever versions they were prepared with.
+    Equal tokens have equal fingerprints, also if they were prepared with different library versions.
 
     Raises:
-        ShardError: the preparation has not finished.
+        ShardError: The preparation has not finished.
     """
     if not (folder / MANIFEST).is_file():
         return None
-    TokenShards(folder)  # raises an error if the preparation has not finished
+    TokenShards(folder)  # raises ShardError if the preparation has not finished
     manifest = read_manifest(folder)
     shards = {part: [shard.sha256 for shard in shards_of(manifest, part)] for part in PARTS}
     return _digest([manifest["tokenizer_fingerprint"], shards])
@@ -299,13 +300,13 @@ def _is_none(value: object) -> bool:
 
 
 class PositionSettings(Strict):
-    """Positions in our decoder: fields of :class:`PriorDecoderConfig`."""
+    """Settings of positions in our decoder; fields of :class:`PriorDecoderConfig`."""
 
     prior: dict[str, Any] | list[dict[str, Any] | str] | str | None = None
     share_prior: bool = False
     encoding: dict[str, Any] | str | None = None
     logit_scale: dict[str, Any] | str | None = None
-    # Runs from before these fields keep their identity.
+    # Unset fields are left out of the identity, which keeps that of runs older than these fields.
     null_logit: dict[str, Any] | str | None = Field(default=None, exclude_if=_is_none)
     key_bias: dict[str, Any] | str | None = Field(default=None, exclude_if=_is_none)
     layer_pattern: list[str] | None = Field(default=None, exclude_if=_is_none)
@@ -313,7 +314,7 @@ class PositionSettings(Strict):
 
 
 class DecoderSizes(Strict):
-    """Our decoder, but for its positions and its vocabulary."""
+    """Sizes of our decoder, without positions and vocabulary."""
 
     hidden_size: int = Field(gt=0)
     intermediate_size: int = Field(gt=0)
@@ -330,10 +331,10 @@ class DecoderSettings(DecoderSizes, PositionSettings):
     head_dim: int | None = Field(default=None, gt=0)
     rms_norm_eps: float = Field(default=1e-6, gt=0)
     vocab_size: int | None = Field(default=None, gt=0)
-    """The tokenizer's by default; may be larger, to be a multiple of something."""
+    """Vocabulary size; the tokenizer's by default. May be larger, for example to be a multiple of 64."""
 
     def config(self, *, vocab_size: int, eos_token_id: int | None = None) -> PriorDecoderConfig:
-        """Return the decoder's config for a tokenizer."""
+        """Return the config of the decoder for a tokenizer."""
         special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eos_token_id)
         sizes = self.model_dump(exclude={"vocab_size"})
         return PriorDecoderConfig(vocab_size=self.vocab_size or vocab_size, **special, **sizes)
@@ -354,46 +355,48 @@ class AttachSettings(Strict):
 
 
 class ModelSettings(Strict):
-    """Exactly one of: our decoder, another architecture with new weights, a trained model."""
+    """Model of a recipe: exactly one of ``decoder`` (ours), ``config`` (new weights) and ``pretrained``."""
 
     decoder: DecoderSettings | None = None
     config: str | None = None
-    """A Hugging Face model's folder or name, whose config alone is used."""
+    """Folder or name of a Hugging Face model whose config is used, with new weights."""
     pretrained: str | None = None
-    """A Hugging Face model's folder or name (or a folder of ours), with its weights."""
+    """Folder or name of a model, Hugging Face's or ours, whose weights are used."""
     attach: AttachSettings | None = None
-    """Priors for a model that is not our decoder."""
+    """Priors to attach to a model that is not our decoder."""
     train_only: Literal["attached"] | None = None
-    """Whether all of a trained model learns (None), or its attached priors and logit scales alone."""
+    """``"attached"`` to train only attached priors and logit scales of a pretrained model; None to train the whole
+    model."""
 
     @model_validator(mode="after")
     def _one_model(self) -> ModelSettings:
         check_one_of(self, "decoder", "config", "pretrained")
         if self.decoder is not None:
-            self.decoder.config(vocab_size=1)  # a mistake in a description shows here
+            self.decoder.config(vocab_size=1)  # raises an error for invalid settings
             if self.attach is not None:
-                raise ValueError("attach is for models of other makes; a decoder has its prior under model.decoder")
+                raise ValueError("attach is not allowed with model.decoder; set the prior in model.decoder")
         if self.train_only is not None and self.pretrained is None:
-            raise ValueError("train_only is for a trained model, model.pretrained; new weights would never learn")
+            raise ValueError("train_only needs model.pretrained; new weights would never be trained")
         return self
 
     @property
     def trains_attached_alone(self) -> bool:
-        """Whether the model's own weights stay as they are."""
+        """Whether the model's own weights are frozen."""
         return self.train_only is not None or (self.attach is not None and self.attach.freeze_model)
 
 
 def check_model(settings: ModelSettings, *, length: int, tokenizer_size: int | None = None) -> None:
-    """Make sure, before any work, that :func:`make_model` can make the model, by making it without its weights.
+    """Check, before any work, that :func:`make_model` can make a model, by making it on the meta device.
 
     Args:
-        settings: describe it.
-        length: tokens of the rows that it will read.
-        tokenizer_size: entries of the tokenizer, where they are known already.
+        settings: Description of the model.
+        length: Length of training rows in tokens.
+        tokenizer_size: Number of entries of the tokenizer; None if unknown.
 
     Raises:
-        OSError: its config cannot be loaded.
-        ValueError: nothing can be attached, nothing would learn, or its vocabulary or its positions are too few.
+        OSError: The config cannot be loaded.
+        ValueError: The priors cannot be attached, no parameter would be trained, or the model has too few positions or
+            too small a vocabulary.
     """
     with torch.device("meta"):
         model = _new_model(settings, tokenizer_size or 1)
@@ -401,8 +404,8 @@ def check_model(settings: ModelSettings, *, length: int, tokenizer_size: int | N
         if described is not None:
             if settings.attach is not None:
                 raise ValueError(
-                    f"model.attach: {settings.pretrained} has priors attached already; leave model.attach out, and "
-                    "they are trained further"
+                    f"model.attach: {settings.pretrained} already has attached priors; remove model.attach to train "
+                    "these priors further"
                 )
             delattr(model.config, CONFIG_KEY)
             attach(model, **arguments_of(described, f"the config of {settings.pretrained}"))
@@ -411,11 +414,12 @@ def check_model(settings: ModelSettings, *, length: int, tokenizer_size: int | N
 
 
 def make_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Make the model, in float32; new weights are drawn from torch's generator.
+    """Make a model in float32; new weights are drawn from PyTorch's global generator.
 
     Raises:
-        OSError: the model cannot be loaded.
-        ValueError: its vocabulary is smaller than the tokenizer's, nothing can be attached, or nothing would learn.
+        OSError: The model cannot be loaded.
+        ValueError: The vocabulary is smaller than the tokenizer's, the priors cannot be attached, or no parameter would
+            be trained.
     """
     special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     new = settings.pretrained is None
@@ -425,7 +429,7 @@ def make_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> P
 
 
 def _new_model(settings: ModelSettings, vocab_size: int, **special: Any) -> PreTrainedModel:
-    """Make a model with new weights; ``special`` are the ids of special tokens."""
+    """Make a model with new weights; ``special`` has the ids of special tokens."""
     if settings.decoder is not None:
         eos = special.get("eos_token_id")
         config: PreTrainedConfig = settings.decoder.config(vocab_size=vocab_size, eos_token_id=eos)
@@ -443,18 +447,17 @@ def _new_model(settings: ModelSettings, vocab_size: int, **special: Any) -> PreT
 
 
 def _finish(settings: ModelSettings, model: PreTrainedModel, tokenizer_size: int | None) -> None:
-    """Attach priors, choose the parameters that learn, and check the vocabulary."""
+    """Attach priors, freeze parameters, and check the vocabulary."""
     if settings.attach is not None:
         with errors_at("model.attach"):
             attach(model, **settings.attach.model_dump())
     if settings.train_only is not None:
         model.requires_grad_(False)
         if not train_attached(model):
-            raise ValueError("model.train_only: nothing that learns is attached to the model")
+            raise ValueError("model.train_only: no trainable prior or logit scale is attached to the model")
     embeddings: Any = model.get_input_embeddings()
     size = embeddings.weight.shape[0]
     if size < (tokenizer_size or 0):
         raise ValueError(
-            f"the model's vocabulary has {size} entries, the tokenizer's {tokenizer_size}: expected no more than the "
-            "model's"
+            f"the tokenizer has {tokenizer_size} entries: expected at most {size}, the size of the model's vocabulary"
         )

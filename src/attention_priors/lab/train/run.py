@@ -1,4 +1,4 @@
-"""Carrying out a recipe of ``attention-priors train`` in a folder that holds everything."""
+"""Resumable training runs from a recipe of ``attention-priors train``."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelera
 
 
 def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = None) -> dict[str, Any]:
-    """Train what a recipe describes; interrupted at any point, the same call goes on from there.
+    """Train the model of a recipe. An interrupted run resumes when called again; a finished run is not changed.
 
-    ``output`` then holds ``recipe.json``, ``machine.json`` (versions and machine, a list of all sessions that differ),
-    ``data/`` (tokens, unless the recipe names prepared ones), ``checkpoints/``, ``model/`` (weights, config and
-    tokenizer) and ``training.json`` (losses, parameters, time). A finished run is left as it is.
+    ``output`` then holds ``recipe.json``, ``machine.json`` (versions and machine of each distinct session), ``data/``
+    (tokens, unless the recipe names prepared tokens), ``checkpoints/``, ``model/`` (weights, config and tokenizer) and
+    ``training.json`` (losses, parameters, time).
 
     Args:
-        recipe: the training.
-        output: the folder.
-        observer: progress callbacks.
+        recipe: Recipe of the run.
+        output: Folder of the run.
+        observer: Progress callbacks.
 
     Returns:
-        The content of ``training.json``; a validation loss that is not finite is None.
+        The content of ``training.json``; a non-finite validation loss is None.
 
     Raises:
-        RecipeError: before any work, if ``output`` holds another run or is being written by another call.
-        ShardError: prepared tokens are damaged.
-        ValueError: the parts of the recipe do not go together.
-        FloatingPointError: the loss is not finite.
-        OSError: something cannot be read or written.
+        RecipeError: Before any work, if ``output`` holds another run or another call is writing to it.
+        ShardError: Prepared tokens are damaged.
+        ValueError: Settings of the recipe are incompatible.
+        FloatingPointError: The loss is not finite.
+        OSError: A file cannot be read or written.
     """
     observer = observer if observer is not None and is_first_process() else Observer()
     settings, length = recipe.training, recipe.training.context_length
@@ -64,7 +64,7 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
         if is_first_process() and not (output / IDENTITY).exists():
             write_json(output / IDENTITY, identity)
         if _is_finished(output):
-            observer.on_message(f"{output / 'model'} is there already")
+            observer.on_message(f"{output / 'model'} exists already")
             return read_json(output / "training.json")
         if is_first_process():
             write_json(output / "recipe.json", recipe.model_dump(mode="json", exclude_defaults=True))
@@ -126,7 +126,7 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
         if is_first_process():
             write_json(output / "training.json", results)
         trained.save(output / "model", tokenizer)
-        # Until the model is there, the next call writes training.json anew.
+        # The clock's file is kept until the model is saved, because the next call would write training.json again.
         clock.forget()
         return results
 
@@ -135,7 +135,7 @@ def _identity(recipe: TrainRecipe, output: Path) -> dict[str, Any]:
     """Return the content that ``identity.json`` must have.
 
     Raises:
-        ShardError: the preparation of the tokens has not finished.
+        ShardError: The preparation of the tokens has not finished.
     """
     identity = recipe.identity()
     if not (output / IDENTITY).exists():
@@ -144,17 +144,17 @@ def _identity(recipe: TrainRecipe, output: Path) -> dict[str, Any]:
     for key, here in identity["fingerprints"].items():
         there = known.get("fingerprints", {}).get(key)
         if here is None and _is_finished(output):
-            # Files that a finished run has read may be gone: that says nothing against the run.
+            # A finished run stays valid when its input files have been removed.
             identity["fingerprints"][key] = there
         elif here is not None and here == there:
-            # Files may have moved, and may be named from another folder.
+            # Unchanged files may have moved or may be named by another path.
             section, name = key.split(".")
             identity[section][name] = known[section][name]
     return identity
 
 
 def _tokenizer_size(recipe: TrainRecipe, output: Path) -> int | None:
-    """Return the entries of the tokenizer; None where the tokens are prepared already, or in part."""
+    """Return the number of entries of the tokenizer; None if the run has begun to prepare tokens with it."""
     if recipe.data.shards is not None:
         return len(prepared_tokenizer(Path(recipe.data.shards)))
     if isinstance(recipe.tokenizer, str):
@@ -168,14 +168,14 @@ def _is_finished(output: Path) -> bool:
 
 @contextmanager
 def writing(output: Path) -> Iterator[None]:
-    """Let no other call write to a run's folder meanwhile; the processes of one call count as one writer.
+    """Lock the folder of a run against other calls. The processes of one call share the lock.
 
     Raises:
-        RecipeError: another call is writing to it.
-        OSError: the folder cannot be made, or not be written to.
+        RecipeError: Another call is writing to the folder.
+        OSError: The folder cannot be made or written.
     """
     if is_first_process():
-        # Prepared tokens stay as well, but their manifest says what they are made of: another recipe may read them.
+        # Prepared tokens also stay, but do not count as work: their manifest lets other recipes reuse or refuse them.
         has_work = (output / "checkpoints").exists
         with undone_if_refused(output, (IDENTITY, "recipe.json", "machine.json"), keep=has_work):
             yield
@@ -185,10 +185,13 @@ def writing(output: Path) -> Iterator[None]:
 
 
 def prepare_data(recipe: TrainRecipe, output: Path, observer: Observer, *, repair: bool = False) -> Path:
-    """Prepare a recipe's tokens, if they are not yet, and return their folder.
+    """Prepare a recipe's tokens unless they are prepared already, and return their folder.
 
     Raises:
-        ValueError, OSError: as :func:`prepare` and :meth:`TrainRecipe.preparation`.
+        RecipeError: The folder holds tokens of another preparation.
+        ShardError: The folder in ``data.shards`` holds no prepared tokens.
+        ValueError: The documents or the tokenizer cannot be read, or no tokens are left to train on.
+        OSError: A file cannot be read or written.
     """
     if recipe.data.shards is not None:
         folder = Path(recipe.data.shards)
@@ -200,7 +203,7 @@ def prepare_data(recipe: TrainRecipe, output: Path, observer: Observer, *, repai
 
 
 def machine() -> dict[str, Any]:
-    """Describe the versions and the machine of a computation."""
+    """Return the library versions and a description of this machine."""
     return {
         "versions": versions(SOFTWARE),
         "platform": platform.platform(),
@@ -213,7 +216,7 @@ def machine() -> dict[str, Any]:
 
 
 def _note_machine(path: Path) -> None:
-    """Add this session's versions and machine, unless an earlier session had the same."""
+    """Append this session's versions and machine, unless an earlier session was equal."""
     sessions = read_json(path) if path.exists() else []
     here = machine()
     if here not in sessions:
@@ -221,14 +224,14 @@ def _note_machine(path: Path) -> None:
 
 
 def _count(model: nn.Module, kind: type[nn.Module]) -> int:
-    """Count the numbers in the parts of a kind, fixed ones included."""
+    """Count the parameters in modules of a class, including frozen parameters."""
     parts = (module for module in model.modules() if isinstance(module, kind))
     return sum(parameter.numel() for parameter in {parameter for part in parts for parameter in part.parameters()})
 
 
 @contextmanager
 def _logs_beside(output: Path) -> Iterator[None]:
-    """Let TensorBoard and Weights & Biases write beside the run, unless their variables are set already."""
+    """Direct TensorBoard and Weights & Biases to the run's folder, unless their environment variables are set."""
     places = {"TENSORBOARD_LOGGING_DIR": str(output / "tensorboard"), "WANDB_DIR": str(output)}
     added = {name: place for name, place in places.items() if name not in os.environ}
     os.environ.update(added)

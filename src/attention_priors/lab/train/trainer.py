@@ -1,4 +1,4 @@
-"""transformers' ``Trainer`` with our optimisers, in which priors stand in groups of their own, and our loss."""
+"""transformers' ``Trainer`` with a weighted loss, and optimisers with separate parameter groups for priors."""
 
 from __future__ import annotations
 
@@ -40,33 +40,33 @@ _RUNNING_LOSS = "running_loss.json"
 
 @dataclass(frozen=True)
 class Observer:
-    """Progress callbacks of a run. The first of several processes alone calls them."""
+    """Progress callbacks of a run, called in the first process only."""
 
     on_message: Callable[[str], None] = lambda message: None
-    """Called with messages to the user."""
+    """Callback with a message to the user."""
     on_tokens: Callable[[str, int], None] = lambda part, tokens: None
-    """Called with a part of the data and the number of its prepared tokens."""
+    """Callback with a part of the data and its number of prepared tokens."""
     on_step: Callable[[int], None] = lambda step: None
-    """Called with the number of finished steps."""
+    """Callback with the number of finished steps."""
     on_log: Callable[[Mapping[str, float]], None] = lambda logs: None
-    """Called with logged numbers."""
+    """Callback with logged numbers by name."""
 
 
 def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, total: Tensor | None = None) -> Tensor:
-    """Return the weighted mean of the next tokens' negative log-likelihoods, in nats.
+    """Return the weighted mean negative log-likelihood of the next tokens, in nats.
 
     Args:
-        logits: ``(B, L, vocabulary)``.
-        labels: ``(B, L)``, aligned with the inputs, ``-100`` = ignore.
-        weights: ``(B, L)``, aligned with ``labels``.
-        total: divisor of the sum; the sum of the weights by default.
+        logits: Logits, shape ``(B, L, vocabulary)``.
+        labels: Token ids, shape ``(B, L)``, unshifted; ``-100`` is ignored.
+        weights: Loss weight of each label, shape ``(B, L)``.
+        total: Divisor of the weighted sum; the sum of the weights by default.
     """
     sums, own = loss_sums(logits, labels, weights)
     return sums.sum() / (own.sum().clamp(min=1e-9) if total is None else total)
 
 
 def loss_sums(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weighted losses ``(B * (L-1),)`` and their weights."""
+    """Return the weighted losses and their weights, both of shape ``(B * (L-1),)``."""
     targets, weights = labels[:, 1:].flatten(), weights[:, 1:].flatten()
     losses = cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="none", ignore_index=IGNORED_LABEL)
     weights = weights * (targets != IGNORED_LABEL)
@@ -74,18 +74,18 @@ def loss_sums(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, 
 
 
 def packed_inputs(model: nn.Module, input_ids: Tensor, document_ids: Tensor) -> dict[str, Any]:
-    """Return the arguments of a model for a batch of packed rows.
+    """Return the keyword arguments of a model for a batch of packed rows.
 
-    Our models take ``document_ids``. Others take ``position_ids`` that start again at 0 with each document. Without a
-    cache, transformers' masks read these positions as packing.
+    Our models take ``document_ids``. Other models take ``position_ids`` that restart at 0 with each document; without a
+    cache, transformers derives the mask of packed documents from these positions.
 
     Args:
-        model: a causal language model, not wrapped.
-        input_ids: ``(B, L)``.
-        document_ids: ``(B, L)``.
+        model: Causal language model, not wrapped.
+        input_ids: Token ids, shape ``(B, L)``.
+        document_ids: Document of each token, shape ``(B, L)``.
 
     Raises:
-        ValueError: the model takes neither.
+        ValueError: The model takes neither argument.
     """
     takes = inspect.signature(model.forward).parameters
     inputs = {"input_ids": input_ids, "use_cache": False}
@@ -94,20 +94,20 @@ def packed_inputs(model: nn.Module, input_ids: Tensor, document_ids: Tensor) -> 
     if "position_ids" in takes:
         return inputs | {"position_ids": positions_in_documents(document_ids)}
     raise ValueError(
-        f"{type(model).__name__} takes neither document_ids nor position_ids: packed documents cannot be kept apart"
+        f"{type(model).__name__} takes neither document_ids nor position_ids, so packed documents cannot be separated"
     )
 
 
 @torch.no_grad()
 def check_documents_apart(model: nn.Module) -> None:
-    """Make sure that a packed document does not see the one before it.
+    """Check that packed documents do not attend to earlier documents.
 
     Raises:
-        ValueError: it does in this model, or the model takes no packed documents.
+        ValueError: They do in this model, or the model does not support packed documents.
     """
     device, config = next(model.parameters()).device, getattr(model, "config", None)
     document_ids = torch.tensor([[0] * 4 + [1] * 4], device=device)
-    # The first documents differ in any vocabulary of two tokens at least.
+    # The first documents of the two rows differ in any vocabulary of at least two tokens.
     rows = torch.tensor([[[1, 2, 3, 4, 5, 6, 7, 8]], [[4, 1, 1, 2, 5, 6, 7, 8]]], device=device)
     was_training = model.training
     model.eval()
@@ -120,40 +120,40 @@ def check_documents_apart(model: nn.Module) -> None:
         attention = getattr(config, "_attn_implementation", "unknown")
         raise ValueError(
             f"{type(model).__name__} with attention implementation {attention!r} lets a packed document see the one "
-            "before it: it cannot be trained on packed rows"
+            "before it; use an attention implementation that supports packed rows"
         )
 
 
 class SealedTrainer(Trainer):
-    """A ``Trainer`` with this package's optimiser, whose checkpoints are complete or absent.
+    """A ``Trainer`` with this package's optimisers and atomic checkpoints.
 
     Args:
-        settings: the optimiser and the schedule.
-        checkpoints_kept: older ones are deleted.
-        options: as for ``Trainer``.
+        settings: Settings of the optimiser and the schedule.
+        checkpoints_kept: Number of checkpoints to keep; older checkpoints are deleted.
+        options: Other arguments of ``Trainer``.
     """
 
     def __init__(self, *, settings: OptimizationSettings, checkpoints_kept: int = 2, **options: Any) -> None:
         super().__init__(**options)
-        # A model's own loss is a mean: several passes and processes have the mean of theirs.
+        # A model's own loss is a mean, so the loss of several passes and processes is the mean of their losses.
         self.model_accepts_loss_kwargs = False
         self.settings = settings
         self.checkpoints_kept = checkpoints_kept
         self._folder, self._staging = Path(str(self.args.output_dir)), None
-        # The sum of the steps' losses since the last one that was logged, and the step that was logged.
+        # Sum of losses since the last logged step, and the number of that step.
         self._loss_sum = torch.zeros((), device=self.args.device)
         self._loss_from = 0
 
     @classmethod
     def check_model(cls, model: PreTrainedModel, settings: OptimizationSettings) -> None:
-        """Make sure, before any work, that a model can be trained.
+        """Check, before any work, that this class can train a model.
 
         Raises:
-            ValueError: it cannot.
+            ValueError: The class cannot train the model.
         """
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make our optimiser: ``Trainer`` knows neither RAdam nor groups for priors."""
+        """Make this package's optimiser, because ``Trainer`` has neither RAdam nor parameter groups for priors."""
         if self.optimizer is None:
             assert self.model is not None
             self.optimizer = make_optimizer(self.model if model is None else model, self.settings)
@@ -164,13 +164,13 @@ class SealedTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Train as ``Trainer`` does, and add up the loss."""
+        """Run the step of ``Trainer``, and add its loss to the running sum."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._loss_sum = self._loss_sum + loss
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as ``Trainer`` does, but with a mean loss that counts steps before an interruption too."""
+        """Log with a mean loss that includes the steps before an interruption."""
         if "loss" in logs:
             logs["loss"] = self._mean_over_processes(self._loss_sum) / (self.state.global_step - self._loss_from)
             self._loss_sum, self._loss_from = torch.zeros_like(self._loss_sum), self.state.global_step
@@ -182,10 +182,10 @@ class SealedTrainer(Trainer):
     # ---- checkpoints
 
     def check_loss(self) -> None:
-        """End a training that has diverged, before it can write a checkpoint.
+        """Stop training with a non-finite loss before it writes a checkpoint.
 
         Raises:
-            FloatingPointError: the loss is not finite; the message names the last checkpoint.
+            FloatingPointError: The loss is not finite; the message names the last checkpoint.
         """
         if not bool(self._loss_sum.isfinite()):
             self._diverged(f"the loss became {float(self._loss_sum)}")
@@ -198,22 +198,22 @@ class SealedTrainer(Trainer):
     def _last_good(self) -> str:
         steps = checkpoints.checkpoint_steps(self._folder)
         return (
-            f"the last good state is {checkpoints.checkpoint_folder(self._folder, steps[-1])}"
+            f"the last good checkpoint is {checkpoints.checkpoint_folder(self._folder, steps[-1])}"
             if steps
             else "no checkpoint had been written"
         )
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Return the folder in which checkpoints are written until they are complete."""
+        """Return the staging folder while a checkpoint is written."""
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save as ``Trainer`` does, but elsewhere; then seal the checkpoint and move it into place."""
+        """Save a checkpoint to the staging folder, seal it, and move it into place."""
         assert self.model is not None
         # The part of each parameter that this process holds.
         held = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in self.model.named_parameters()}
         broken = [name for name, part in held.items() if not bool(part.detach().isfinite().all())]
-        # Every process must come to the same end: the others would wait for the one that stops.
+        # All processes must raise together, because the others would wait forever for a process that stops.
         if self._mean_over_processes(torch.tensor(float(bool(broken)), device=self.args.device)):
             self._diverged(f"weights are not finite ({', '.join(broken[:3]) or 'in another process'})")
         running = {"sum": self._mean_over_processes(self._loss_sum), "since_step": self._loss_from}
@@ -232,7 +232,7 @@ class SealedTrainer(Trainer):
                 checkpoints.seal(staged, checkpoints.checkpoint_folder(self._folder, step))
                 staging.rmdir()
                 checkpoints.keep_last(self._folder, self.checkpoints_kept)
-        # For a full disk, libraries raise an OSError, a RuntimeError (torch.save) or their own error (safetensors).
+        # On a full disk, libraries raise an OSError, a RuntimeError (torch.save) or an error class of their own.
         except Exception as error:
             shutil.rmtree(staging, ignore_errors=True)
             raise CheckpointError(
@@ -243,7 +243,7 @@ class SealedTrainer(Trainer):
         self.accelerator.wait_for_everyone()
 
     def resume(self, on_message: Callable[[str], None]) -> None:
-        """Train from the last checkpoint if there is one, else from the start. Incomplete ones get another name."""
+        """Train from the last complete checkpoint, or from the start. Incomplete checkpoints are renamed."""
         if self.args.should_save:
             checkpoints.sweep(self._folder)
             checkpoints.last_complete(self._folder, on_message)
@@ -253,7 +253,7 @@ class SealedTrainer(Trainer):
             self.train()
             return
         checkpoint = checkpoints.checkpoint_folder(self._folder, steps[-1])
-        on_message(f"Going on from {checkpoint}")
+        on_message(f"Resuming from {checkpoint}")
         running = read_json(checkpoint / _RUNNING_LOSS)
         self._loss_sum = torch.tensor(running["sum"], device=self.args.device)
         self._loss_from = running["since_step"]
@@ -261,18 +261,22 @@ class SealedTrainer(Trainer):
 
 
 class PriorTrainer(SealedTrainer):
-    """A ``Trainer`` for packed rows, such as :class:`TrainingMixture` and :class:`PackedRows` give.
+    """A ``Trainer`` for packed rows of :class:`TrainingMixture` or :class:`PackedRows`.
 
-    The loss of a step is the weighted mean over all of its rows, however they are shared out among processes and
-    accumulated passes.
+    The loss of a step is the weighted mean over all of its rows. The mean does not depend on the numbers of processes
+    and accumulated passes.
 
     Args:
-        options: as for :class:`SealedTrainer`.
+        options: Arguments of :class:`SealedTrainer`.
     """
 
     @classmethod
     def check_model(cls, model: PreTrainedModel, settings: OptimizationSettings) -> None:
-        """Make sure that a model has enough positions and keeps packed documents apart."""
+        """Check that a model has enough positions and separates packed documents.
+
+        Raises:
+            ValueError: The model does not.
+        """
         assert isinstance(settings, TrainingSettings)
         check_positions(model, settings.context_length)
         check_documents_apart(model)
@@ -280,14 +284,14 @@ class PriorTrainer(SealedTrainer):
     def __init__(self, **options: Any) -> None:
         super().__init__(compute_metrics=_mean_of_sums, **options)
         self._bare: nn.Module = options["model"]
-        # Our loss is a sum over the whole step's weights: it must not be divided by the passes again.
+        # The loss is already divided by the weights of the whole step, so `Trainer` must not divide by the passes.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """Return a step's batches, and the sum of all of their weights over all processes."""
+        """Return the batches of a step, and the sum of their loss weights over all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         total = torch.zeros((), device=device)
         for batch in batches:
@@ -307,19 +311,19 @@ class PriorTrainer(SealedTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return the weighted loss; in a step of the optimiser, the part of this process and this pass."""
+        """Return the weighted loss; in an optimiser step, the share of this process and pass."""
         logits = self._logits(model, inputs)
         total = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=logits.device)
         loss = weighted_loss(logits, inputs["labels"], inputs["loss_weights"], total)
         if total is not None:
-            # Gradients are averaged over the processes; our parts are to be added up.
+            # Gradients are averaged over processes, but the shares of the loss must be summed.
             loss = loss * self.accelerator.num_processes
         return (loss, {"logits": logits}) if return_outputs else loss
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return each row's weighted sum of losses and its weights: the mean does not depend on the batches."""
+        """Return each row's weighted sum of losses and sum of weights, so that the mean is independent of batching."""
         inputs = self._prepare_inputs(inputs)
         rows = len(inputs["input_ids"])
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -333,11 +337,11 @@ def _mean_of_sums(prediction: EvalPrediction) -> dict[str, float]:
 
 
 class StepReport(TrainerCallback):
-    """Report every step and log, and end a training that has diverged.
+    """Callback that reports every step and log, and stops training with a non-finite loss.
 
     Args:
-        trainer: the trainer.
-        observer: progress callbacks of the run.
+        trainer: Trainer of the run.
+        observer: Progress callbacks of the run.
     """
 
     def __init__(self, trainer: SealedTrainer, observer: Observer) -> None:
@@ -358,16 +362,16 @@ class StepReport(TrainerCallback):
 def parameter_groups(model: nn.Module, settings: OptimizationSettings) -> list[dict[str, Any]]:
     """Return the trainable parameters in four groups: matrices, vectors, priors with null keys, logit scales.
 
-    Weight decay pulls matrices alone. Priors and logit scales have multiples of the learning rate;
-    schedules that scale each group's own rate keep the ratios.
+    Only matrices have weight decay. The learning rates of priors and logit scales are multiplied by their own factors.
+    Schedules that scale the rate of each group keep these ratios.
 
     Args:
-        model: any, with priors anywhere in it.
-        settings: :class:`TrainingSettings`, of which ``learning_rate``, ``weight_decay`` and the multipliers of the
-            learning rate are used.
+        model: Any model, with priors in any of its modules.
+        settings: Settings such as :class:`TrainingSettings`, of which ``learning_rate``, ``weight_decay`` and the two
+            learning-rate multipliers are used.
 
     Returns:
-        For any optimiser of PyTorch: ``params``, ``name``, ``lr`` and ``weight_decay`` of each group.
+        Parameter groups for any PyTorch optimiser, with ``params``, ``name``, ``lr`` and ``weight_decay``.
     """
     special: dict[nn.Parameter, str] = {}
     for module in model.modules():
@@ -394,8 +398,8 @@ def make_optimizer(model: nn.Module, settings: OptimizationSettings) -> torch.op
     """Return AdamW, or RAdam with decoupled weight decay, over :func:`parameter_groups`.
 
     Args:
-        model: any, with priors anywhere in it.
-        settings: as for :func:`parameter_groups`, with ``optimizer``, ``betas`` and ``epsilon``.
+        model: Any model, with priors in any of its modules.
+        settings: Settings of :func:`parameter_groups`, and ``optimizer``, ``betas`` and ``epsilon``.
     """
     groups = parameter_groups(model, settings)
     if settings.optimizer == "radam":
@@ -404,22 +408,22 @@ def make_optimizer(model: nn.Module, settings: OptimizationSettings) -> torch.op
 
 
 def shard_priors(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
-    """Shard all priors and logit scales of a model as one FSDP2 group of their own, in float32.
+    """Shard all priors, null keys and logit scales of a model as a separate FSDP2 group in float32.
 
-    Call it before ``fully_shard`` (or accelerate) shards the rest. ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``
-    would otherwise cast their parameters together with the matrices around them, and where the model itself is in
-    bfloat16, FSDP2 would refuse two dtypes in one group. Gradients are reduced in float32 too.
+    Call this function before ``fully_shard`` (or accelerate) shards the rest of the model. Otherwise,
+    ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)`` would cast these parameters with the matrices around them, and
+    FSDP2 would refuse to mix them with a model in bfloat16. Their gradients are also reduced in float32.
 
-    The group is gathered once, when the forward pass of ``model`` begins, and kept until its backward pass ends. FSDP2
-    would gather parameters only where a module is called, but priors make tables and lanes at any time. They are a few
-    numbers per head.
+    The group is gathered when the forward pass of ``model`` begins, and kept until its backward pass ends. By default,
+    FSDP2 gathers parameters only when their module is called, but priors use them at other times, for tables and
+    lanes. The group has only a few numbers per head.
 
     Args:
-        model: the whole model, as it is called; not itself sharded yet.
-        mesh: as for ``fully_shard``; all processes by default.
+        model: The whole model, not sharded yet.
+        mesh: Device mesh of ``fully_shard``; all processes by default.
 
     Raises:
-        ValueError: ``model``, or a prior, is sharded already.
+        ValueError: ``model`` or a prior is sharded already.
     """
     parts: list[nn.Module] = [module for module in model.modules() if isinstance(module, Prior | NullKey | SSMax)]
     inner = {child for part in parts for child in part.modules() if child is not part}
@@ -433,9 +437,9 @@ def shard_priors(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
     group: Any = parts[0]
 
     def gather(module: nn.Module, inputs: Any) -> None:
-        # A forward pass without a backward pass may leave values from before the last step of the optimiser.
+        # After a forward pass without a backward pass, the gathered values may be older than the last optimiser step.
         group.reshard()
         group.unshard()
 
-    # The hook of fully_shard() for the root comes first, and must have run.
+    # This hook must run after the root's hook of fully_shard().
     model.register_forward_pre_hook(gather)
