@@ -1,4 +1,4 @@
-"""The machine that a measurement is made on, and its clock: versions, processor, memory, time of day, wall time."""
+"""Description of the machine (versions, processor, memory), and measurement of memory and time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from attention_priors._io import read_json, write_json
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Return the versions of Python and of packages; None for one that is not installed."""
+    """Return the versions of Python and of packages; None for a package that is not installed."""
     return {"python": platform.python_version()} | {package: _version(package) for package in packages}
 
 
@@ -31,7 +31,7 @@ def _version(package: str) -> str | None:
 
 
 def processor() -> str:
-    """Return the processor's name; :func:`platform.processor` and psutil do not know it on Linux."""
+    """Return the name of the processor, which :func:`platform.processor` and psutil do not return on Linux."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     name = next((line for line in lines if line.startswith("model name")), "").partition(":")[2].strip()
@@ -39,22 +39,22 @@ def processor() -> str:
 
 
 def memory_bytes() -> int:
-    """Return the size of the machine's memory."""
+    """Return the size of the machine's memory in bytes."""
     return psutil.virtual_memory().total
 
 
 class PeakMemory:
-    """Measure, as a context, the memory at its peak above the memory before.
+    """Context that measures peak memory above the memory at its start.
 
-    On the CPU: the process's resident memory, with all that its libraries keep, on Linux. On CUDA: what PyTorch
-    allocates.
+    On CUDA, this is the memory that PyTorch allocates. On the CPU, this is the resident memory of the process,
+    including memory that its libraries keep; only Linux supports it.
 
     Args:
-        device: where the work is done.
+        device: Device of the work.
     """
 
     bytes: int | None = None
-    """The peak; None where it cannot be known."""
+    """Peak in bytes; None if it cannot be measured."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -62,7 +62,7 @@ class PeakMemory:
 
     @staticmethod
     def can_measure(device: torch.device) -> bool:
-        """Whether peak memory can be known: on CUDA, and on Linux."""
+        """Return whether peak memory can be measured: on CUDA, and on Linux."""
         return device.type == "cuda" or Path("/proc/self/clear_refs").exists()
 
     def __enter__(self) -> PeakMemory:
@@ -71,12 +71,12 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
         elif self.can_measure(self._device):
-            # Free memory goes back to the system, where it is not mistaken for memory in use.
+            # Return freed memory to the system, so that it does not count as memory in use.
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
             if trim is not None:
                 trim(0)
             try:
-                # Linux forgets the peak so far when a 5 is written here; not every container lets a process.
+                # Writing 5 resets the peak on Linux. Some containers forbid it.
                 Path("/proc/self/clear_refs").write_text("5")
             except OSError:
                 return self
@@ -94,27 +94,27 @@ class PeakMemory:
 
 
 def _highest_bytes() -> int:
-    """Return the highest resident memory since the last reset, which neither psutil nor ``getrusage`` tell."""
+    """Return the peak resident memory since the last reset, which neither psutil nor ``getrusage`` reports."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
 MOST_UNCOUNTED = 10.0
-"""Seconds of work, at most, that a killed process leaves uncounted."""
+"""Largest number of seconds that the clock loses when its process is killed."""
 
 
 def now() -> str:
-    """Return the present time as results record it: ISO 8601, UTC, to the second."""
+    """Return the current time in the format of results: ISO 8601, UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 class WallClock:
-    """Adds up the durations of all sessions of some work; a context that covers one session.
+    """Clock that adds up the durations of all sessions of a task. Use it as the context of a session.
 
     Args:
-        path: JSON file that keeps the sum between sessions; None to count this session alone.
-        shared: whether several processes may write the file at the same time. The sum then counts each of their
-            sessions.
+        path: JSON file that keeps the sum between sessions; None to count only this session.
+        shared: Whether several processes may write the file at once. The sum then includes the sessions of all
+            processes.
     """
 
     def __init__(self, path: Path | None, *, shared: bool = False) -> None:
@@ -122,20 +122,20 @@ class WallClock:
         self._shared = shared
         self._sum = self._read()
         self._counted: float | None = None
-        """Moment up to which the running session is in the sum; None outside of a session."""
+        """Time up to which the sum includes the running session; None outside of a session."""
 
     @property
     def seconds(self) -> float:
-        """Sum of all sessions so far."""
+        """Total duration of all sessions so far, in seconds."""
         return self._sum if self._counted is None else self._sum + time.monotonic() - self._counted
 
     def tick(self) -> None:
-        """Keep the sum on disk up to date; to be called often while there is progress."""
+        """Update the sum on disk at most every :data:`MOST_UNCOUNTED` seconds. Call this method often."""
         if self._counted is not None and time.monotonic() - self._counted >= MOST_UNCOUNTED:
             self._count(self._counted)
 
     def forget(self) -> None:
-        """Remove the file: the work is done, and its time has been written down elsewhere."""
+        """Remove the file, once the work is done and its time is recorded elsewhere."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             self._path = None
@@ -150,7 +150,7 @@ class WallClock:
         self._counted = None
 
     def _count(self, since: float) -> None:
-        """Add the time since a moment to the sum."""
+        """Add the time since ``since`` to the sum."""
         self._counted = time.monotonic()
         if self._path is None:
             self._sum += self._counted - since

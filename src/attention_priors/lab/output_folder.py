@@ -1,4 +1,4 @@
-"""Folders that hold a run's results: one call at a time writes to one."""
+"""Output folders: locks, and removal of new files after an error."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _LOCK = ".lock"
 
 
 class FolderInUseError(RecipeError):
-    """Another call is writing to a folder."""
+    """Error of a folder that another call is writing to."""
 
 
 @contextmanager
 def sole_writer(output: Path, *, wait: float = 0.0) -> Iterator[None]:
-    """Let no other call write to a folder meanwhile. A call that holds the folder may take it again.
+    """Lock a folder against other calls. The lock is reentrant.
 
-    The lock ends with the process, however it ends. Processes on several machines exclude each other if the file
-    system that they share supports locks.
+    The lock is released when the process ends, even if it is killed. Processes on several machines exclude each other
+    if their shared file system supports locks.
 
     Args:
-        output: the folder.
-        wait: seconds to wait for another call to end; ``math.inf`` for as long as it takes.
+        output: Folder to lock.
+        wait: Seconds to wait for another call; ``math.inf`` to wait without a limit.
 
     Raises:
-        FolderInUseError: another call is still writing to the folder.
+        FolderInUseError: Another call is still writing to the folder.
     """
     lock = FileLock(output / _LOCK, is_singleton=True)
     try:
         lock.acquire(timeout=-1 if math.isinf(wait) else wait)
     except Timeout as error:
         raise FolderInUseError(
-            f"{output} is being written by another call; wait for it, or use another folder"
+            f"{output} is being written by another call; wait until that call ends, or use another folder"
         ) from error
     try:
         yield
@@ -50,17 +50,17 @@ def sole_writer(output: Path, *, wait: float = 0.0) -> Iterator[None]:
 def undone_if_refused(
     folder: Path, names: Collection[str], *, keep: Callable[[], bool], wait: float = 0.0
 ) -> Iterator[None]:
-    """Write to a folder, alone; remove new files when bad input raises an error, so that another recipe may use it.
+    """Lock a folder, and remove its new files if bad input raises an error, so that another recipe can use the folder.
 
     Args:
-        folder: made if it does not exist. Files that were in it before stay.
-        names: names of the files and folders that may be removed. Files with other names belong to somebody else.
-        keep: whether the folder holds finished work, which stays.
-        wait: as for :func:`sole_writer`.
+        folder: Folder to write to; made if missing. Files from before the call stay.
+        names: Names of files and folders that may be removed. Other files belong to other programs.
+        keep: Function that returns whether the folder holds finished work. If so, no file is removed.
+        wait: Seconds to wait for another call (see :func:`sole_writer`).
 
     Raises:
-        FolderInUseError: as :func:`sole_writer`.
-        OSError: as :func:`writable_folder`.
+        FolderInUseError: Another call is still writing to the folder.
+        OSError: The folder cannot be made or written.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     is_undone = False

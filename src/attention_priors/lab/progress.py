@@ -1,4 +1,4 @@
-"""Progress bars of commands that take long."""
+"""Progress bars of long-running commands."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rich.progress import (
 
 
 class Bars(Progress):
-    """Bars that say how much is done, how long it took and how long it will take.
+    """Progress bars with elapsed and remaining time.
 
     Args:
-        console: where they are shown.
-        done: one text or several that say how much is done, in rich's format.
+        console: Console that shows the bars.
+        done: Columns that describe the finished work, in rich's format.
     """
 
     def __init__(self, console: Console, *done: str) -> None:
@@ -29,14 +29,14 @@ class Bars(Progress):
         self._shown: dict[str, TaskID] = {}
 
     def show(self, key: str, description: str, completed: float, total: float | None, done: str = "") -> None:
-        """Update the bar of a key, which is made when it is shown for the first time.
+        """Update the bar of a key; the first call for the key makes the bar.
 
         Args:
-            key: identifies the bar.
-            description: what it is about.
-            completed: finished work.
-            total: all of the work; None if it is not known.
-            done: text for ``{task.fields[done]}``.
+            key: Key of the bar.
+            description: Label of the bar.
+            completed: Finished work.
+            total: Total work; None if unknown.
+            done: Text for ``{task.fields[done]}``.
         """
         if key not in self._shown:
             self._shown[key] = self.add_task(escape(description), done="")

@@ -1,6 +1,6 @@
-"""Results of a study: one file of rows, written by a comparison and read by tables, figures and pages.
+"""Results of a study: a file of rows, written by comparisons and read by tables, figures and pages.
 
-``results.jsonl.gz`` holds one JSON object a line. Each names its ``row``; numbers that do not exist are null.
+``results.jsonl.gz`` holds one JSON object per line. Its ``row`` is the kind of row. Missing numbers are null.
 
 - ``study`` (first line): ``format``, ``recipe`` and its ``recipe_sha256``, ``versions``, ``machine``, ``seeds``,
   ``created``, ``wall_seconds``, and ``corpus`` or ``images``.
@@ -10,25 +10,26 @@
 - All other rows name ``scheme``, ``seed`` and the fields of :data:`FIELDS`:
 
 ==================  ==================================================================================================
-``run``             a training: seconds, steps, losses; why its own pass keys stopped before the longest text
+``run``             training run: seconds, steps, losses; reason why its preset pass keys stopped before the longest
+                    text
 ``retrieval``       texts of one task, length and depth: ``correct`` is the sum of scores. ``plan`` is null for the
-                    recipe's own pass keys
+                    pass-key preset
 ``perplexity``      mean loss ``nll`` in nats over the ``tokens`` in a range of positions, named by its geometric
-                    middle. ``plan`` is null likewise. A null ``position`` is for whole ``documents``; ``low`` and
-                    ``high`` are then the 95 % interval over them
-``copying``         loss by kind of token, and the losses of the true distribution on the same tokens and expected
-``completion``      share of bases that are the true ones, and r of GC content; each with its interval over pieces
-``needle_weight``   attention of a head on what is asked for; with its interval over texts
-``timing``          milliseconds and bytes of one pass
+                    middle. ``plan`` is null for the preset. A null ``position`` is for whole ``documents``; ``low``
+                    and ``high`` are then the 95 % interval over the documents
+``copying``         loss by kind of token; loss of the true distribution, on these tokens and in expectation
+``completion``      share of bases that equal the true bases, and r of GC content, with intervals over pieces
+``needle_weight``   attention weight of a head on the requested needle, with an interval over texts
+``timing``          milliseconds and bytes of a pass
 ``sink_mass``       weight of the first token at a factor on the content logits, whose range is ``signal``
-``prior``           a head's prior: parameters, and its curve over ``distance`` in nats
-``prior_term``      the same of a summand, over ``places``
+``prior``           prior of a head: parameters, and curve over ``distance`` in nats
+``prior_term``      summand of a prior: curve over ``places`` in nats
 ``prior_mass``      weight that the prior alone gives to three keys
 ``prior_reach``     ``half``: distance that holds half of the prior, by length of the text
-``logit_scale``     a head's ``s``
+``logit_scale``     ``s`` of a head
 ``extension``       ``loss`` before and after the extension of a context, by length
-``accuracy``        images of one ``size`` in pixels
-``prior_map``       a head's log-prior around the middle patch
+``accuracy``        accuracy on images of one ``size`` in pixels
+``prior_map``       log-prior of a head around the middle patch
 ==================  ==================================================================================================
 """
 
@@ -46,10 +47,10 @@ from typing import Any, TypeAlias
 from attention_priors._io import write_bytes
 
 FORMAT = 2
-"""Version of the rows; no other is read."""
+"""Version of the rows. Other versions are not read."""
 
 INSPECTION_FORMAT = 1
-"""Version of what ``attention-priors inspect`` writes; no other is read."""
+"""Version of the files of ``attention-priors inspect``. Other versions are not read."""
 
 FILE = "results.jsonl.gz"
 
@@ -72,12 +73,12 @@ FIELDS = {
     "accuracy": "size correct trials",
     "prior_map": "layer head log_prior",
 }
-"""Fields of each kind of row beside ``scheme`` and ``seed``. A row may lack some: they are then missing numbers."""
+"""Fields of each kind of row, besides ``scheme`` and ``seed``. Fields that a row lacks are missing numbers."""
 
 Row = Mapping[str, Any]
 
 Frame: TypeAlias = Any
-"""A pandas ``DataFrame``, whose own type does not know its columns."""
+"""Pandas ``DataFrame``. The type is ``Any`` because type checkers do not know its columns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,8 +88,8 @@ class Results:
     Attributes:
         study: First row: recipe, versions, machine.
         schemes: One entry per scheme, in display order.
-        frames: All other rows by kind, empty where a study has none. ``scheme`` is a categorical in display order, and
-            a number that does not exist is nan.
+        frames: Data frame of each other kind of row, possibly empty. ``scheme`` is a categorical in display order.
+            Missing numbers are nan.
     """
 
     study: Row
@@ -110,14 +111,14 @@ class Results:
 
     @property
     def context_lengths(self) -> list[int]:
-        """Different lengths in tokens that schemes were last trained at, rising; none of classifiers of images."""
+        """Distinct lengths in tokens of the last training of each scheme, ascending; empty for image classifiers."""
         return [] if self.of_images else sorted({self.context_length(name) for name in self.names})
 
     def context_length(self, scheme: str) -> int:
-        """Return the length in tokens that a scheme was last trained at.
+        """Return the length in tokens of the last training of a scheme.
 
         Raises:
-            ValueError: neither the scheme nor the recipe has a length.
+            ValueError: Neither the scheme nor the recipe has a valid length.
         """
         entry = next(entry for entry in self.schemes if entry["scheme"] == scheme)
         length = entry.get("context_length", self.study["recipe"].get("training", {}).get("context_length"))
@@ -127,10 +128,10 @@ class Results:
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Results:
-        """Sort rows into data frames.
+        """Sort rows into data frames by kind.
 
         Raises:
-            ValueError: the format is not :data:`FORMAT`, or a row is of an unknown kind or scheme.
+            ValueError: The format is not :data:`FORMAT`, or a row has an unknown kind or scheme.
         """
         import pandas as pd
 
@@ -154,7 +155,7 @@ class Results:
         frames = {}
         for kind, found in sorted_rows.items():
             frame = pd.DataFrame(found, columns=["scheme", "seed", *FIELDS[kind].split()])
-            # A column of nulls alone would otherwise hold objects.
+            # Without this conversion, a column of only nulls would have dtype object.
             frame = frame.fillna(math.nan).infer_objects()
             frames[kind] = frame.assign(scheme=pd.Categorical(frame.scheme, categories=names, ordered=True))
         return cls(study, schemes, frames)
@@ -164,25 +165,25 @@ class Results:
         """Read the results of a folder.
 
         Raises:
-            ValueError: as :meth:`of`.
-            FileNotFoundError: the folder has none.
+            ValueError: The format is not :data:`FORMAT`, or a row has an unknown kind or scheme.
+            FileNotFoundError: The folder has no results.
         """
         return cls.of(read_rows(folder))
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """Read the rows of a folder as they were written."""
+    """Read the rows of a folder."""
     with gzip.open(folder / FILE, "rt", encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
 
 def write_rows(folder: Path, rows: Iterable[Row]) -> Path:
-    """Write rows to a folder; the same rows give the same bytes."""
+    """Write rows to a folder and return the path of the file. Equal rows give equal bytes."""
     text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
     write_bytes(folder / FILE, gzip.compress(text.encode(), mtime=0))
     return folder / FILE
 
 
 def recipe_sha256(recipe: Row) -> str:
-    """Return the SHA-256 of a recipe's JSON with sorted keys, 64 hex digits."""
+    """Return the SHA-256 (64 hex digits) of a recipe's JSON with sorted keys."""
     return hashlib.sha256(json.dumps(recipe, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

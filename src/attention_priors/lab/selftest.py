@@ -1,4 +1,4 @@
-"""Every engine of ``attend()`` beside the dense formula on one machine, as a table that can be pasted into an issue."""
+"""Self-test: a table that compares every engine of ``attend()`` with the dense formula, ready for an issue report."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from attention_priors.lab.machine import processor, versions
 from attention_priors.lab.tasks.subject import device_named
 
 ENGINES = ("triton", "toeplitz", "blockwise")
-"""Those that compute all of it: values, log-sum-exps and gradients."""
+"""Engines that compute values, log-sum-exps and gradients."""
 
 
 def compare_engines(device: str | None, write: Callable[[str], None]) -> bool:
-    """Write one row for each engine and variant, as soon as it is known.
+    """Compare engines with the dense formula, and write one table row for each engine and variant.
 
     Args:
-        device: ``cpu``, ``cuda`` or ``cuda:N``; CUDA where there is some by default.
-        write: takes a line of Markdown.
+        device: ``cpu``, ``cuda`` or ``cuda:N``; CUDA if available by default.
+        write: Function that takes a line of Markdown.
 
     Returns:
-        Whether all were within rounding.
+        Whether all errors were within rounding.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: The device does not exist.
     """
     place = device_named(device)
     card = torch.cuda.get_device_name(place) if place.type == "cuda" else processor()
@@ -41,11 +41,11 @@ def compare_engines(device: str | None, write: Callable[[str], None]) -> bool:
             try:
                 found = errors(variant, engine, place)
             except ValueError as refused:
-                if (engine, str(refused)) not in told:  # once
+                if (engine, str(refused)) not in told:  # each reason is shown once
                     write(f"{start}{str(refused).split(': ', 1)[-1]} | | | not here |")
                     told.add((engine, str(refused)))
                 continue
-            except Exception as failed:  # a compiler that fails: the table is there to tell of it
+            except Exception as failed:  # for example an error of a compiler, which the table must report
                 write(f"{start}{in_a_line(failed)} | | | FAILED |")
                 right = False
                 continue
@@ -59,7 +59,7 @@ def compare_engines(device: str | None, write: Callable[[str], None]) -> bool:
 
 
 def _variants(device: torch.device) -> Iterator[Variant]:
-    """All in the dtype that is common on a device, and some in the others: each takes a compiler seconds."""
+    """Yield all variants in the usual dtype of a device, and one in each other dtype, as compilation takes seconds."""
     usual, *others = torch.float32, torch.bfloat16, torch.float16
     if device.type == "cuda":
         usual, others = torch.bfloat16, [torch.float32, torch.float16]

@@ -1,4 +1,4 @@
-"""YAML files that are read strictly: an unknown or a duplicate key is an error."""
+"""Strict reading of YAML files: unknown and duplicate keys are errors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from attention_priors._io import read_json
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be run. The message names the key, its value and what is allowed."""
+    """Error of an invalid recipe. The message names the key, its value and the allowed values."""
 
 
 @contextmanager
 def errors_at(place: str) -> Iterator[None]:
-    """Name the place in a recipe that a ValueError comes from.
+    """Prefix the message of a ValueError with the place in the recipe.
 
     Raises:
-        RecipeError: with the message of the ValueError.
+        RecipeError: A ValueError was raised in this context.
     """
     try:
         yield
@@ -34,37 +34,37 @@ def errors_at(place: str) -> Iterator[None]:
 
 
 class Strict(BaseModel):
-    """Content of a file: its own keys and no others."""
+    """Model of a file's content that forbids unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def import_plugins(modules: Sequence[str]) -> Sequence[str]:
-    """Import the modules that a user names: they register priors.
+    """Import a user's modules, which register priors.
 
     Raises:
-        ValueError: a module cannot be imported.
+        ValueError: A module cannot be imported.
     """
     for module in modules:
         try:
             importlib.import_module(module)
         except Exception as error:
             raise ValueError(
-                f"the plugin {module!r} cannot be imported ({type(error).__name__}: {error}): give the name of a "
-                "module, such as my_priors, whose package is installed or whose folder is on PYTHONPATH"
+                f"the plugin {module!r} cannot be imported ({type(error).__name__}: {error}); expected the name of a "
+                "module, such as my_priors, that is installed or whose folder is on PYTHONPATH"
             ) from error
     return modules
 
 
 Plugins = Annotated[tuple[str, ...], AfterValidator(import_plugins)]
-"""Modules that a recipe imports, first of all its keys: they register the priors that it names."""
+"""Modules that register the priors of a recipe; imported before the other keys are read."""
 
 
 def check_one_of(settings: BaseModel, *names: str) -> None:
-    """Make sure that exactly one of some settings is given.
+    """Check that exactly one of several settings is set.
 
     Raises:
-        ValueError: none is, or several are.
+        ValueError: None or more than one is set.
     """
     given = [name for name in names if getattr(settings, name) is not None]
     if len(given) != 1:
@@ -74,18 +74,18 @@ def check_one_of(settings: BaseModel, *names: str) -> None:
 
 Model = TypeVar("Model", bound=BaseModel)
 _KINDS = ("constrained-int", "constrained-str", "constrained-float", "int", "float", "str", "bool")
-"""Names that pydantic adds to the place of a key with several kinds of values."""
+"""Names that pydantic adds to the location of a key that allows several types."""
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML in which a duplicate key is an error: the first of two schemes would be lost without a word.
+    """YAML loader that raises an error for duplicate keys, which PyYAML would silently drop.
 
-    A key of a mapping that is merged (``<<``) may be set again. ruamel.yaml's safe loader accepts duplicates beside
-    merged keys.
+    Keys of a merged mapping (``<<``) may be set again. ruamel.yaml's safe loader is no alternative, because it accepts
+    duplicates in mappings with merged keys.
     """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Before merged keys are among the others.
+        # Here, merged keys are not yet among the mapping's own keys.
         node = super().compose_mapping_node(anchor)
         names: list[Any] = []
         for key, _ in node.value:
@@ -97,19 +97,19 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return node
 
 
-# As in YAML 1.2; PyYAML reads 1e-3 as a word, and only 1.0e-3 as a number.
+# As in YAML 1.2. PyYAML reads 1.0e-3 as a number, but 1e-3 as a string.
 _UniqueKeyLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
 
 
 def read_strictly(path: Path, model: type[Model]) -> Model:
-    """Read and check a file.
+    """Read and validate a file.
 
     Raises:
-        RecipeError: the file is not YAML, or a key or value is impossible; the message names the key, its value and
-            the allowed values.
-        FileNotFoundError: there is no such file.
+        RecipeError: The file is not YAML, or a key or value is invalid; the message names the key, its value and the
+            allowed values.
+        FileNotFoundError: The file does not exist.
     """
     return validated(read_yaml(path), model, str(path))
 
@@ -118,8 +118,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read the keys and values of a file.
 
     Raises:
-        RecipeError: the file is not YAML, has a duplicate key, or holds something else than keys and values.
-        FileNotFoundError: there is no such file.
+        RecipeError: The file is not YAML, has a duplicate key, or is not a mapping.
+        FileNotFoundError: The file does not exist.
     """
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
@@ -131,11 +131,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def validated(content: Any, model: type[Model], place: str) -> Model:
-    """Check the content of a file, or settings that were combined from arguments.
+    """Validate the content of a file, or settings from other sources.
 
     Raises:
-        RecipeError: a key or value is impossible; the message names the place, the key, its value and the allowed
-            values.
+        RecipeError: A key or value is invalid; the message names the place, the key, its value and the allowed values.
     """
     try:
         return model.model_validate(content)
@@ -144,15 +143,15 @@ def validated(content: Any, model: type[Model], place: str) -> Model:
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """Describe all mistakes of a recipe, one a line."""
+    """Describe all mistakes of a recipe, one per line."""
     lines = []
     mistakes = error.errors()
     places = [mistake["loc"] for mistake in mistakes]
     for mistake in mistakes:
         place = mistake["loc"]
         if mistake["type"] == "too_short" and any(p != place and p[: len(place)] == place for p in places):
-            continue  # pydantic counts what is left once the wrong entries are out
-        # What follows names a kind of value that a key may also have, not a key.
+            continue  # pydantic counts entries after it has dropped invalid entries
+        # Names of types in the location are not keys.
         key = ".".join(str(part) for part in place if part not in _KINDS)
         if mistake["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             allowed = ", ".join(_fields_at(model, mistake["loc"][:-1]))
@@ -172,14 +171,14 @@ def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[
     current: Any = model
     for part in location:
         if isinstance(part, int):
-            continue  # an entry of a list, whose kind is known already
-        # A name of the user's own, such as a scheme's, stands between a mapping and its values.
+            continue  # an index of a list; `_section` has already unwrapped the list
+        # In a mapping, the part is the user's name for an entry, such as a scheme.
         current = _section(current.model_fields[part].annotation if _is_model(current) else get_args(current)[-1])
     return list(current.model_fields) if _is_model(current) else [field.name for field in fields(current)]
 
 
 def _section(annotation: Any) -> Any:
-    """Return the part of an annotation that has keys, a model, a dataclass or a mapping; None if there is none."""
+    """Return the part of an annotation that is a model, a dataclass or a mapping; None if there is none."""
     if _is_model(annotation) or is_dataclass(annotation) or get_origin(annotation) is dict:
         return annotation
     found = (_section(part) for part in get_args(annotation))
@@ -191,7 +190,7 @@ def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
 
 
 def differences(found: Any, wanted: Any, key: str = "") -> list[str]:
-    """List the differences of two plain descriptions, one line for each key; None and a missing key are equal."""
+    """List the differences of two plain descriptions, one line per key; None equals a missing key."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         keys = [*found, *(name for name in wanted if name not in found)]
         return [
@@ -202,23 +201,23 @@ def differences(found: Any, wanted: Any, key: str = "") -> list[str]:
 
 
 def _says_nothing(value: Any) -> bool:
-    """Whether nothing is set in a description."""
+    """Return whether a value is None or a mapping without set values."""
     return value is None or (isinstance(value, dict) and all(map(_says_nothing, value.values())))
 
 
 def check_same_recipe(path: Path, wanted: dict[str, Any]) -> None:
-    """Make sure that a folder is new, or was begun by the same recipe.
+    """Check that a folder is new, or belongs to an equal recipe.
 
     Args:
-        path: the file in it that describes the recipe that began it.
-        wanted: the description of the present recipe; plain JSON.
+        path: File in the folder that describes its recipe.
+        wanted: Description of the current recipe, in plain JSON.
 
     Raises:
-        RecipeError: another recipe began it; the message lists the differences.
+        RecipeError: The folder belongs to another recipe; the message lists the differences.
     """
     differing = differences(read_json(path), wanted) if path.exists() else []
     if differing:
         raise RecipeError(
             f"{path.parent} holds a run of another recipe; it differs in {'; '.join(differing)}. Use another output "
-            "folder, or delete that one"
+            "folder, or delete this folder"
         )
