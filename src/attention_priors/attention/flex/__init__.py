@@ -1,1 +1,1 @@
-"""FlexAttention engine, and score and mask functions for users of FlexAttention."""
+"""FlexAttention backend, and score and mask functions for direct use with FlexAttention."""

@@ -1,4 +1,4 @@
-"""The FlexAttention backend: PyTorch's compiled ``flex_attention`` with a prior's ``score_mod`` and ``mask_mod``."""
+"""FlexAttention backend: PyTorch's compiled ``flex_attention`` with a prior's ``score_mod`` and ``mask_mod``."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from attention_priors.attention.flex.mods import BLOCK, ScoreMod, Scores, Visibi
 from attention_priors.attention.problem import Problem
 
 LEAST_WIDTH = 16
-"""Columns of queries, keys and values that FlexAttention takes at least, but on CPUs."""
+"""Smallest head dimension that FlexAttention supports on accelerators."""
 
 
 def flex(problem: Problem, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Attention by compiled FlexAttention.
+    """Compute attention with compiled FlexAttention.
 
     Returns:
-        Output ``(B, H, Lq, Dv)``, and the log-sum-exp ``(B, H, Lq)`` or, without ``need_lse``, None.
+        Output ``(B, H, Lq, Dv)``, and the log-sum-exp ``(B, H, Lq)``, or None without ``need_lse``.
 
     Raises:
-        RuntimeError: on a CPU, without a C++ compiler.
+        RuntimeError: FlexAttention cannot be compiled on this machine, for example without a C++ compiler on a CPU.
     """
     return _attend_on_cpu(problem) if problem.query.device.type == "cpu" else _attend(problem, need_lse)
 
@@ -35,7 +35,7 @@ def flex(problem: Problem, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
 )
 def _attend_on_cpu(problem: Problem) -> tuple[Tensor, Tensor | None]:
     _check_cpu()
-    with torch.no_grad():  # whether gradients are recorded is compiled for, too
+    with torch.no_grad():  # compiled code depends on the gradient mode
         return _attend(problem, False)
 
 
@@ -57,22 +57,22 @@ def _attend(problem: Problem, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         constant = scores.own[0][:, :, : geometry.num_queries]
         if problem.row_scale is not None and problem.scales_prior:
             constant = constant * problem.row_scale
-        # Where no key is seen there is nothing to add to, and no gradient.
+        # A query that sees no key keeps -inf, without a gradient.
         lse = torch.where(lse == float("-inf"), lse, lse + constant)
     return out, lse
 
 
 def _rounded(length: int, device: torch.device) -> int:
-    """The length that FlexAttention is given.
+    """Return the length to which FlexAttention's inputs are padded.
 
-    On CPUs it is compiled anew for each length, since its code for lengths that vary does not compile there
-    (PyTorch 2.13); so lengths are multiples of a block. A single query has a kernel of its own.
+    On CPUs, FlexAttention is compiled for each length, because its code for dynamic lengths does not compile
+    (PyTorch 2.13). Lengths are therefore rounded up to multiples of a block. A single query has a separate kernel.
     """
     return -(-length // BLOCK) * BLOCK if device.type == "cpu" and length > 1 else length
 
 
 def _check_cpu() -> None:
-    """Raise a RuntimeError if FlexAttention cannot be compiled here. Uncompiled, it is the dense formula."""
+    """Raise a RuntimeError if FlexAttention cannot be compiled on this machine; uncompiled, it is the dense formula."""
     if sys.platform == "darwin" or not torch.cpu._is_avx2_supported():
         raise RuntimeError("backend='flex' needs a CPU with AVX2, and not macOS; use backend='toeplitz'")
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -82,8 +82,8 @@ def _check_cpu() -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise RuntimeError(
-            "backend='flex' compiles FlexAttention, for which PyTorch needs a C++ compiler on CPUs, and found none; "
-            "install g++, or name one in CXX before torch is imported, or use backend='toeplitz'"
+            "backend='flex' compiles FlexAttention, for which PyTorch needs a C++ compiler on CPUs, but found none; "
+            "install g++, or set CXX to a compiler before importing torch, or use backend='toeplitz'"
         ) from error
 
 
@@ -96,7 +96,7 @@ def _attention(
     softmax_scale: float,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    # A function of our own: what is compiled for it does not count against the limit of a caller's flex_attention.
+    # A separate function has its own recompilation limit, so that calls do not use up that of a user's flex_attention.
     if not torch.compiler.is_compiling():
         raise RuntimeError(
             "backend='flex' needs torch.compile, which is switched off: uncompiled, FlexAttention is the dense "
@@ -122,7 +122,7 @@ def _compiled(device: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
 def _run(query: Tensor, *arguments: object) -> tuple[Tensor, Tensor | None]:
     if torch.compiler.is_compiling():
         return _attention(query, *arguments)  # pyright: ignore[reportArgumentType]
-    # At the limit PyTorch would go on uncompiled (or, as here, give up): heads, dtypes and masks are each compiled
-    # for, and on CPUs lengths.
+    # FlexAttention is compiled for each number of heads, dtype and kind of mask, and on CPUs for each length. With
+    # `fullgraph`, PyTorch raises an error at the default recompilation limit.
     with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=10000):
         return _compiled(query.device.type)(query, *arguments)

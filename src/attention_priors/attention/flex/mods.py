@@ -1,7 +1,7 @@
-"""Any prior as FlexAttention's ``score_mod`` and ``mask_mod``.
+"""FlexAttention's ``score_mod`` and ``mask_mod`` for any prior.
 
-``flex_score_mod`` and ``flex_mask_mod`` are for people who call ``torch.nn.attention.flex_attention`` themselves
-and combine a prior with masks of their own. ``backend="flex"`` of ``attend()`` is made of the same parts.
+``flex_score_mod`` and ``flex_mask_mod`` are for direct calls of ``torch.nn.attention.flex_attention``, for example with
+custom masks. ``attend(backend="flex")`` uses the same building blocks.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
-"""Queries, and keys, per block of a block mask, as PyTorch has it."""
+"""Number of queries and of keys per block of a block mask; PyTorch's default."""
 MOST_TOKENS = 2**22
-"""That positions may span: tables are read by arithmetic on positions, and so cover every gap."""
+"""Upper bound on the span of positions in tokens, because tables also cover gaps between positions."""
 FAR = 2**30
-"""Beyond every position, which count from the first one."""
+"""Position beyond all tokens, whose positions count from the first."""
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-# ---- what FlexAttention users compose with
+# ---- public functions
 
 
 def flex_score_mod(
@@ -55,43 +55,44 @@ def flex_score_mod(
     key_padding_mask: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> ScoreMod:
-    """A prior as FlexAttention's ``score_mod``: ``c_i (score + K_ij)``, or ``c_i score + K_ij``.
+    """Return a prior as FlexAttention's ``score_mod``: ``c_i (score + K_ij)``, or ``c_i score + K_ij``.
 
-    It masks nothing (:func:`flex_mask_mod` does) and is right for every pair of a query and a key, so any
-    ``mask_mod`` goes with it. Stationary terms are read from a table of float32 numbers, one per distance and
-    head, which is computed in float64. What depends on the key alone is applied up to a constant per query, for a
-    float32 score could not hold ``slope · j`` at far positions. That leaves the weights as they are and shifts the
+    The function hides no keys (:func:`flex_mask_mod` does) and is valid for every pair of a query and a key, so it
+    combines with any ``mask_mod``. Stationary terms are read from a float32 table by distance and head, which is
+    computed in float64. Terms that depend on the key alone are shifted by a constant per query, because a float32
+    score cannot represent ``slope · j`` at far positions. The shift leaves the weights unchanged, but changes the
     log-sum-exp.
 
-    Make it anew in every training step: the table is a function of the parameters, to which gradients flow,
-    where FlexAttention has a backward pass (not on CPUs).
+    Call this function again in every training step, because the table depends on the parameters. Gradients flow to
+    the parameters where FlexAttention has a backward pass, which is not on CPUs.
 
     Args:
-        prior: or None, if there is a ``logit_scale``.
-        num_queries: ``Lq``.
-        num_keys: ``Lk``.
-        causal: whether you mask keys after the query. It is read by the logit scale, which counts visible
-            keys, and by priors that need it.
+        prior: Prior; None is allowed with a ``logit_scale``.
+        num_queries: Number of queries ``Lq``.
+        num_keys: Number of keys ``Lk``.
+        causal: Whether the mask hides keys after the query. The logit scale, which counts visible keys, and some
+            priors depend on it.
         logit_scale: :class:`SSMax`, or None.
-        visible_keys: ``n``, how many keys each query may see, integers ``(Lq,)``, ``(B, Lq)`` or
-            ``(B, H or 1, Lq)``: for a ``logit_scale`` under a mask of your own. By default counted from
+        visible_keys: Number of visible keys of each query, integers of shape ``(Lq,)``, ``(B, Lq)`` or
+            ``(B, H or 1, Lq)``, for a ``logit_scale`` with a custom mask. By default, the keys are counted from
             ``causal``, documents, padding and positions.
-        query_positions: as in :func:`attend`, like all that follow; those with a batch dimension fix ``B``.
-        key_positions: integers ``(Lk,)`` or ``(B, Lk)``.
-        document_ids: integers ``(B, Lk)``. Positions restart at 0 in each document.
-        key_padding_mask: boolean ``(B, Lk)``, True = ignore.
-        device: of the queries; by default that of the prior's parameters.
+        query_positions: Integers of shape ``(Lq,)`` or ``(B, Lq)``. This and the following arguments are as in
+            :func:`attend`; a batch dimension fixes ``B``.
+        key_positions: Integers of shape ``(Lk,)`` or ``(B, Lk)``.
+        document_ids: Integers of shape ``(B, Lk)``. Positions restart at 0 in each document.
+        key_padding_mask: Boolean, shape ``(B, Lk)``; True is ignored.
+        device: Device of the queries; that of the prior's parameters by default.
 
     Returns:
         ``score_mod(score, b, h, q_idx, kv_idx)`` for ``H = prior.num_heads`` query heads.
 
     Raises:
-        ValueError: if an argument is impossible or does not fit the others.
+        ValueError: An argument is invalid or incompatible with the others.
     """
     modules = {"prior": prior, "logit_scale": logit_scale}
     heads = {name: module.num_heads for name, module in modules.items() if module is not None}
     if not heads:
-        raise ValueError("prior and logit_scale are both None: there is no score to modify")
+        raise ValueError("prior and logit_scale are both None; expected at least one of them")
     if len(set(heads.values())) > 1:
         raise ValueError(f"prior has num_heads={heads['prior']}, but logit_scale has num_heads={heads['logit_scale']}")
     check_in_use(prior, causal=causal, key_positions=key_positions)
@@ -103,7 +104,7 @@ def flex_score_mod(
         visible_keys = check_visible_keys(visible_keys, logit_scale, geometry.heads, num_queries).to(geometry.device)
         batch = len(visible_keys) if geometry.batch == 1 else geometry.batch
         if len(visible_keys) not in (1, batch):
-            raise ValueError(f"visible_keys has a batch of {len(visible_keys)}, and other arguments one of {batch}")
+            raise ValueError(f"visible_keys has batch size {len(visible_keys)}, but other arguments have {batch}")
         geometry = replace(geometry, batch=batch)
     if logit_scale is not None:
         like = torch.empty(0, device=geometry.device)
@@ -123,27 +124,29 @@ def flex_mask_mod(
     key_padding_mask: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> MaskMod:
-    """All that :func:`attend` would hide, as FlexAttention's ``mask_mod``: True = visible.
+    """Return the visibility of keys in :func:`attend` as FlexAttention's ``mask_mod``; True is visible.
 
-    Keys after the query (``causal``), of other documents, padding, and what the prior hides (:class:`Window`).
-    ``and_masks`` and ``or_masks`` of ``torch.nn.attention.flex_attention`` combine it with masks of your own.
+    The mask hides keys after the query (``causal``), keys of other documents, padding, and keys that the prior hides
+    (:class:`Window`). Combine it with custom masks by ``and_masks`` and ``or_masks`` of
+    ``torch.nn.attention.flex_attention``.
 
     Args:
-        prior: or None.
-        num_queries: ``Lq``.
-        num_keys: ``Lk``.
-        causal: whether a query sees only keys at positions up to its own.
-        query_positions: as in :func:`attend`, like all that follow; those with a batch dimension fix ``B``.
-        key_positions: integers ``(Lk,)`` or ``(B, Lk)``.
-        document_ids: integers ``(B, Lk)``.
-        key_padding_mask: boolean ``(B, Lk)``, True = ignore.
-        device: of the queries; by default that of the prior's parameters.
+        prior: Prior, or None.
+        num_queries: Number of queries ``Lq``.
+        num_keys: Number of keys ``Lk``.
+        causal: Whether a query sees only keys at positions up to its own.
+        query_positions: Integers of shape ``(Lq,)`` or ``(B, Lq)``. This and the following arguments are as in
+            :func:`attend`; a batch dimension fixes ``B``.
+        key_positions: Integers of shape ``(Lk,)`` or ``(B, Lk)``.
+        document_ids: Integers of shape ``(B, Lk)``.
+        key_padding_mask: Boolean, shape ``(B, Lk)``; True is ignored.
+        device: Device of the queries; that of the prior's parameters by default.
 
     Returns:
         ``mask_mod(b, h, q_idx, kv_idx)``.
 
     Raises:
-        ValueError: if an argument is impossible or does not fit the others.
+        ValueError: An argument is invalid or incompatible with the others.
     """
     check_in_use(prior, causal=causal, key_positions=key_positions)
     given = (query_positions, key_positions, document_ids, key_padding_mask)
@@ -152,7 +155,7 @@ def flex_mask_mod(
 
 
 def _device(device: torch.device | str | None, *owners: torch.nn.Module | Tensor | None) -> torch.device:
-    """The one asked for, or the first that parameters or tensors are on."""
+    """Return ``device``, or by default that of the first parameter or tensor."""
     if device is not None:
         return torch.device(device)
     tensors = chain.from_iterable(x.parameters() if isinstance(x, torch.nn.Module) else (x,) for x in owners)
@@ -162,7 +165,7 @@ def _device(device: torch.device | str | None, *owners: torch.nn.Module | Tensor
 def _geometry(
     sizes: tuple[int, int, int], device: torch.device, causal: bool, *positions_and_masks: Tensor | None
 ) -> Geometry:
-    """As many batches as the tensors have, on one device."""
+    """Return the geometry, with the batch size of the positions and masks, on one device."""
     heads, num_queries, num_keys = sizes
     for name, length in (("num_queries", num_queries), ("num_keys", num_keys)):
         if not isinstance(length, int) or length < 1:
@@ -188,10 +191,10 @@ def _geometry(
 
 
 def _positions(geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Return the positions of queries and keys, ``(1 or B, L)`` each, int32, from 0.
+    """Return the positions of queries and keys in int32, shape ``(1 or B, L)`` each, counted from 0.
 
     Raises:
-        ValueError: if the caller's positions lie too far apart for a table.
+        ValueError: The caller's positions lie too far apart for a table.
     """
     queries, keys = geometry.query_positions, geometry.key_positions
     start = torch.minimum(queries.amin(), keys.amin())
@@ -200,30 +203,30 @@ def _positions(geometry: Geometry) -> tuple[Tensor, Tensor]:
         if span >= MOST_TOKENS:
             raise ValueError(
                 f"query_positions and key_positions span {span} tokens, or several rows of a grid; FlexAttention's "
-                f"table takes less than {MOST_TOKENS} tokens, or one row; attend() of itself takes any number"
+                f"table takes less than {MOST_TOKENS} tokens, or one row; other backends of attend() have no limit"
             )
     return (queries - start).int(), (keys - start).int()
 
 
 def _distances(geometry: Geometry) -> tuple[int, int]:
-    """The highest distance of any query and key, and how many, falling by one, are enough for all of them."""
-    # Two tokens of different documents may lie either way; a mask hides them, but the table is read there too.
+    """Return the highest distance of a table, and the number of distances, falling by one, that cover all pairs."""
+    # Tokens of different documents may lie at any distance. A mask hides these pairs, but the table is still read.
     length = _blocks(max(geometry.num_queries, geometry.num_keys)) * BLOCK
     if not geometry.has_given_positions:
         return length - 1, 2 * length
     queries, keys = geometry.query_positions, geometry.key_positions
     highest, lowest = int(queries.amax() - keys.amin()), int(queries.amin() - keys.amax())
-    # Few different numbers: each is a shape for which FlexAttention is compiled anew.
+    # Rounding limits the number of shapes, as FlexAttention is compiled for each.
     return highest, max(2 * length, 1 << (highest - lowest).bit_length())
 
 
 def _blocks(length: int) -> int:
-    """How many hold so many slots."""
+    """Return the number of blocks that ``length`` slots fill."""
     return -(-length // BLOCK)
 
 
 def _lengthened(tensor: Tensor, length: int) -> Tensor:
-    """Repeat the last number of the last dimension up to a length."""
+    """Extend the last dimension to ``length`` by repeating its last entry."""
     missing = length - tensor.shape[-1]
     if missing == 0:
         return tensor
@@ -231,15 +234,15 @@ def _lengthened(tensor: Tensor, length: int) -> Tensor:
 
 
 def _in_slots(tensor: Tensor, geometry: Geometry, slots: int) -> Tensor:
-    """Return ``(1 or B, ..., L)`` as ``(B, ..., slots)``, in memory.
+    """Expand ``(1 or B, ..., L)`` to a contiguous ``(B, ..., slots)``.
 
-    FlexAttention is compiled anew for other shapes and strides.
+    A fixed layout avoids recompilation of FlexAttention for other shapes and strides.
     """
     return _lengthened(tensor.expand(geometry.batch, *tensor.shape[1:]), slots).contiguous()
 
 
 def _mask_in_slots(mask: Tensor, geometry: Geometry, num_queries: int, num_keys: int) -> Tensor:
-    """Return an ``attn_mask`` over all slots: a view where queries, heads or texts share it."""
+    """Return an ``attn_mask`` over all slots, as a view where queries, heads or rows of the batch share entries."""
     mask = _lengthened(mask, num_keys)
     if mask.shape[2] > 1:
         mask = _lengthened(mask.mT, num_queries).mT
@@ -251,29 +254,30 @@ def _mask_in_slots(mask: Tensor, geometry: Geometry, num_queries: int, num_keys:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a ``score_mod`` reads.
+    """Tensors that a ``score_mod`` reads.
 
-    The bias is ``table[h, first_i + position_j] + Σ_r phi_r(h, i) psi_r(j) + keys(h, j) - own(h, i)``. The last two
-    are sums of two float32 numbers each: one would round what is far from 0.
+    The bias is ``table[h, first_i + position_j] + Σ_r phi_r(h, i) psi_r(j) + keys(h, j) - own(h, i)``. ``keys`` and
+    ``own`` are sums of two float32 numbers each, because a single number would round values far from 0.
     """
 
     table: Tensor | None
-    """``(H, N)``, of the stationary terms."""
+    """Table of the stationary terms by distance, shape ``(H, N)``."""
     first: Tensor
-    """``(B, Lq)``."""
+    """Index in the table of the distance from each query to position 0, shape ``(B, Lq)``."""
     position: Tensor
-    """``(B, Lk)``."""
+    """Position of each key, shape ``(B, Lk)``."""
     lanes: list[tuple[Tensor, Tensor]]
-    """``phi (B, H, Lq)`` and ``psi (B, Lk)`` of each lane."""
+    """``phi``, shape ``(B, H, Lq)``, and ``psi``, shape ``(B, Lk)``, of each lane."""
     keys: tuple[Tensor, Tensor] | None
-    """What depends on the key alone, ``(B, H, Lk)`` each."""
+    """Terms that depend on the key alone, shape ``(B, H, Lk)`` each."""
     own: tuple[Tensor, Tensor] | None
-    """About the best of it that each query sees, ``(B, H, Lq)`` each: what the scores leave out of the log-prior."""
+    """Approximate maximum of ``keys`` over the visible keys of each query, shape ``(B, H, Lq)`` each. Scores lack this
+    part of the log-prior."""
     row_scale: Tensor | None
-    """``(B, H, Lq)``."""
+    """Factor of each query's scores, shape ``(B, H, Lq)``."""
     scales_prior: bool
     added: Tensor | None
-    """A float ``attn_mask``, ``(B, H, Lq, Lk)``, finite."""
+    """Finite values of a float ``attn_mask``, shape ``(B, H, Lq, Lk)``."""
 
     @classmethod
     def of(
@@ -285,16 +289,16 @@ class Scores:
         key_bias: Tensor | None = None,
         slots: tuple[int, int] | None = None,
     ) -> Scores:
-        """Tables and lanes of a prior. All in float32: that is what FlexAttention's scores are.
+        """Make the tables and lanes of a prior, in float32 like FlexAttention's scores.
 
         Args:
-            prior: or None.
-            geometry: positions and masks.
-            row_scale: what multiplies the scores, ``(1 or B, H, Lq)``, or None.
-            scales_prior: whether it multiplies the log-prior too.
-            key_bias: ``(B, H, Lk)``, or None.
-            slots: numbers of queries and keys that FlexAttention gets: the geometry's own by default, or more. The
-                additional queries have no meaning.
+            prior: Prior, or None.
+            geometry: Positions and masks.
+            row_scale: Factor of each query's scores, shape ``(1 or B, H, Lq)``, or None.
+            scales_prior: Whether ``row_scale`` also multiplies the log-prior.
+            key_bias: Bias of each key, shape ``(B, H, Lk)``, or None.
+            slots: Padded numbers of queries and keys of FlexAttention; those of the geometry by default. Results of
+                padding queries have no meaning.
         """
         num_queries, num_keys = slots or (geometry.num_queries, geometry.num_keys)
         terms = () if prior is None else tuple(prior.terms())
@@ -313,7 +317,7 @@ class Scores:
             own = best if own is None else own + best
         added, mask = None, geometry.attn_mask
         if mask is not None and mask.dtype != torch.bool:
-            # Visibility hides the keys where it is -inf.
+            # `Visibility` hides keys where the mask is -inf.
             finite = mask.float().clamp(min=torch.finfo(torch.float32).min)
             added = _mask_in_slots(finite, geometry, num_queries, num_keys)
         return cls(
@@ -329,10 +333,10 @@ class Scores:
         )
 
     def mod(self) -> ScoreMod:
-        """The ``score_mod``."""
+        """Return the ``score_mod``."""
         table, scale, scales_prior, added = self.table, self.row_scale, self.scales_prior, self.added
         first, position, lanes, keys, own = self.first, self.position, self.lanes, self.keys, self.own
-        # FlexAttention counts batches whether or not what is read here has them.
+        # FlexAttention passes a batch index even if these tensors have batch size 1.
         each = int(len(position) > 1)
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -354,21 +358,21 @@ class Scores:
 
 
 def _lanes(terms: list[Prior], geometry: Geometry) -> list[tuple[Tensor, Tensor]]:
-    """Return ``phi`` and ``psi`` of :class:`Scores`."""
+    """Return ``phi`` and ``psi`` of each lane (see :class:`Scores`)."""
     if not terms:
         return []
     queries, keys = geometry.query_positions, geometry.key_positions
     lanes = join_lanes([checked_lanes(term, queries, keys, torch.float64) for term in terms])
-    # Apart from each other: FlexAttention has no gradient of a tensor that is read at two places.
+    # Separate tensors, because FlexAttention does not support the gradient of a tensor that is read twice.
     phi, psi = (part.float().unbind(-1) for part in lanes)
     return list(zip(phi, psi, strict=True))
 
 
 @torch.no_grad()
 def _own(terms: list[Prior], geometry: Geometry) -> Tensor | None:
-    """About the best that each query sees of terms that depend on the key: at its own position, or at the first key's.
+    """Return the maximum of key terms at each query's position and at the first key, shape ``(1 or B, H, Lq)``.
 
-    ``(1 or B, H, Lq)``; None if there are no terms.
+    This approximates the maximum over the query's visible keys. None without terms.
     """
     first = geometry.key_positions.amin(-1, keepdim=True)
     ends = [table_at(terms, positions) for positions in (geometry.query_positions, first)]
@@ -381,29 +385,32 @@ def _own(terms: list[Prior], geometry: Geometry) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Visibility:
-    """What a ``mask_mod`` reads: query ``i`` sees its segment's keys at positions ``lowest_i`` to ``highest_i``."""
+    """Tensors that a ``mask_mod`` reads.
+
+    Query ``i`` sees the keys of its segment at positions ``lowest_i`` to ``highest_i``.
+    """
 
     lowest: Tensor
-    """``(B, Lq)``."""
+    """Lowest visible position of each query, shape ``(B, Lq)``."""
     highest: Tensor
-    """``(B, Lq)``."""
+    """Highest visible position of each query, shape ``(B, Lq)``."""
     position: Tensor
-    """``(B, Lk)``."""
+    """Position of each key, shape ``(B, Lk)``."""
     query_segment: Tensor
-    """``(B, Lq)``."""
+    """Segment of each query, shape ``(B, Lq)``."""
     key_segment: Tensor
-    """``(B, Lk)``; of padding, one that no query has."""
+    """Segment of each key, shape ``(B, Lk)``; padding has a segment without queries."""
     forbidden: Tensor | None
-    """A boolean ``attn_mask``, or where a float one is ``-inf``, ``(B, H, Lq, Lk)``."""
+    """Boolean ``attn_mask``, or the ``-inf`` entries of a float ``attn_mask``, shape ``(B, H, Lq, Lk)``."""
 
     @classmethod
     def of(cls, prior: Prior | None, geometry: Geometry, slots: tuple[int, int] | None = None) -> Visibility:
-        """Causal mask, documents, padding and what the prior hides.
+        """Combine the causal mask, documents, padding and the visible distances of a prior.
 
         Args:
-            prior: or None.
-            geometry: positions and masks.
-            slots: as for :meth:`Scores.of`. No query sees an additional key.
+            prior: Prior, or None.
+            geometry: Positions and masks.
+            slots: Padded numbers of queries and keys (see :meth:`Scores.of`). No query sees a padding key.
         """
         num_queries, num_keys = slots or (geometry.num_queries, geometry.num_keys)
         queries, keys = _positions(geometry)
@@ -414,7 +421,7 @@ class Visibility:
         distances = torch.arange(top, top - number, -1, device=geometry.device, dtype=torch.int32)
         inside = None if prior is None else prior.visible_at(distances)
         if inside is not None:
-            # What a prior shows is one run of distances. Where it shows none of these, the run is empty.
+            # The visible distances of a prior form one interval, which may be empty.
             farthest = torch.where(inside, distances, -FAR).amax()
             nearest = torch.where(inside, distances, FAR).amin()
             lowest, highest = queries - farthest, torch.minimum(highest, queries - nearest)
@@ -439,7 +446,7 @@ class Visibility:
         )
 
     def mod(self) -> MaskMod:
-        """The ``mask_mod``."""
+        """Return the ``mask_mod``."""
         lowest, highest, position = self.lowest, self.highest, self.position
         query_segment, key_segment, forbidden = self.query_segment, self.key_segment, self.forbidden
         each = int(len(position) > 1)
@@ -454,11 +461,11 @@ class Visibility:
         return mask_mod
 
     def block_mask(self) -> BlockMask:
-        """Which blocks hold visible keys, from the ranges that blocks span, without a mask of single pairs.
+        """Return the block mask, derived from the ranges of each block without a mask of single pairs.
 
-        A block that may hold some is computed, and masked pair by pair unless all are surely visible.
+        Blocks that may have visible pairs are computed. They are masked pair by pair unless all pairs are visible.
         """
-        # Its module brings all of PyTorch's compiler, whose import takes a second.
+        # The module imports PyTorch's compiler, which takes a second.
         from torch.nn.attention.flex_attention import BlockMask
 
         num_queries, num_keys = self.lowest.shape[-1], self.position.shape[-1]
@@ -479,17 +486,17 @@ class Visibility:
 
 
 def _ranges(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and greatest number of each block, ``(B, blocks, 1)``."""
+    """Return the smallest and the largest number of each block, shape ``(B, blocks, 1)``."""
     blocks = _lengthened(tensor, _blocks(tensor.shape[-1]) * BLOCK).unflatten(-1, (-1, BLOCK))
     return blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
 
 
 def _whole(length: int, device: torch.device) -> Tensor:
-    """Which blocks have all of their slots; PyTorch's own block masks count the others as partly masked."""
+    """Return which blocks are full; PyTorch's block masks treat other blocks as partly masked."""
     return torch.arange(1, _blocks(length) + 1, device=device) * BLOCK <= length
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many key blocks each block of queries has, ``(B, 1, n)``, and which, those first, ``(B, 1, n, e)``."""
+    """Return the number of key blocks of each query block, ``(B, 1, n)``, and their indices first, ``(B, 1, n, e)``."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32).unsqueeze(1), order.int().unsqueeze(1)

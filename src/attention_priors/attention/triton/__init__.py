@@ -1,1 +1,1 @@
-"""CUDA engine: fused Triton kernels, forward and backward."""
+"""CUDA backend: fused Triton kernels for the forward and backward pass."""

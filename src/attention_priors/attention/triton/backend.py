@@ -1,11 +1,11 @@
-"""Fused attention on CUDA, forward and backward: what Triton's kernels (``kernels.py``) are given to read.
+"""Fused attention on CUDA, forward and backward: preparation and launch of the Triton kernels in ``kernels.py``.
 
-The kernels read the log-prior of each pair from its head's table, and walk only those blocks that masks that can be
-told by slots leave over. Queries and keys at any positions are computed, with those read in; a common offset between
-slots makes it faster.
+The kernels read the log-prior of each pair from the table of its head. They skip blocks that are hidden by causality,
+windows, contiguous documents or pruning. Arbitrary positions are supported; a constant offset between the slots of
+queries and keys is faster, because the kernels need not load positions.
 
-No number is waited for, unless documents or positions are given. So what float32 does not hold exactly (``exact.py``)
-is always computed by a second run of each kernel, in float64, which ends at once where there is nothing to do.
+Without explicit documents or positions, the host never waits for the device. Rows that need float64 (``exact.py``) are
+therefore always computed by a second launch of each kernel, which returns immediately if there are no such rows.
 """
 
 from __future__ import annotations
@@ -35,27 +35,30 @@ if TYPE_CHECKING:
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 SLOT = BLOCK
-"""Queries and keys per entry of the blocks that pruning keeps."""
+"""Number of queries and of keys per entry of the blocks that pruning keeps."""
 FAR = 2**30 - 1
-"""A distance that no two tokens have: the kernels add two such ones and 1, in 32-bit integers."""
+"""Distance above all distances of tokens. Twice this number plus 1 fits the kernels' 32-bit integers."""
 FEW_QUERIES = 16
-"""So few fit one block: several programs share its keys."""
+"""Largest number of queries for which several programs share the keys of the only block of queries."""
 FEWEST_KEYS = 512
-"""Fewer are not worth a program."""
+"""Smallest number of keys per program."""
 LARGEST_SUM = 2.0**62
-"""Integers that add up to a gradient stay below it, and fit 64 bits."""
+"""Upper bound on the magnitude of integer sums of gradients, so that they fit 64 bits."""
 LARGEST_HEAD_DIM = 256
 MOST_HEADS = 65535
-"""Of all examples together: a CUDA grid has no more rows."""
+"""Largest product of batch size and heads: the limit of a CUDA grid's second dimension."""
 LONGEST_TABLE = 16
-"""Distances per token in a table over the range of given positions, at most: gaps fill it with numbers nobody reads."""
+"""Largest number of table entries per token with explicit positions, whose gaps fill the table with unused entries."""
 
 
 # ---- what is supported
 
 
 def why_not(problem: Problem) -> str | None:
-    """Why the kernels cannot compute this; None if they can. It looks at values only where positions are given."""
+    """Return the reason why the kernels cannot compute a problem; None if they can.
+
+    The function reads values of tensors, which waits for the device, only if the problem has explicit positions.
+    """
     query, geometry = problem.query, problem.geometry
     if not INSTALLED:
         return "triton is not installed"
@@ -72,35 +75,37 @@ def why_not(problem: Problem) -> str | None:
     if query.dtype == torch.float64:
         return "it does not compute float64; use 'toeplitz'"
     if geometry.batch * geometry.heads > MOST_HEADS:
-        return f"batch times heads is at most {MOST_HEADS} there, and here {geometry.batch} times {geometry.heads}"
+        return f"batch times heads must be at most {MOST_HEADS}, got {geometry.batch} times {geometry.heads}"
     if any(Structure.SCALED_DISTANCE in term.structure for term in problem.terms):
         return "it does not compute the network of a scaled distance; use 'toeplitz'"
     if not all(term.structure & (Structure.STATIONARY | Structure.OF_KEYS) for term in problem.terms):
-        return "it does not compute lanes, and a part of the prior has nothing else; use 'lanes' or 'toeplitz'"
+        return "it does not compute lanes, which a term of the prior needs; use 'lanes' or 'toeplitz'"
     if max(widths := (query.shape[-1], problem.value.shape[-1])) > LARGEST_HEAD_DIM:
-        return f"head dimensions are at most {LARGEST_HEAD_DIM} there, and here {widths[0]} and {widths[1]}"
+        return f"head dimensions must be at most {LARGEST_HEAD_DIM}, got {widths[0]} and {widths[1]}"
     if geometry.has_given_positions and not torch.compiler.is_compiling() and not is_captured():
         farthest, nearest = geometry.farthest_and_nearest()
         if max(farthest, -nearest) >= FAR:
             return (
-                f"query_positions and key_positions lie {nearest} to {farthest} tokens apart, and it takes distances "
+                f"query_positions and key_positions lie {nearest} to {farthest} tokens apart, but distances must be "
                 f"below {FAR}; use 'toeplitz'"
             )
         number = _down_to_what_matters(geometry, farthest, nearest)
         if number > LONGEST_TABLE * (geometry.num_queries + geometry.num_keys):
-            return f"positions lie too far apart: a table of {number} distances would be needed; use 'toeplitz'"
+            return f"positions lie too far apart and would need a table of {number} distances; use 'toeplitz'"
     return None
 
 
 def distance_range(geometry: Geometry) -> tuple[int, int]:
-    """The highest distance between a query and a key, and how many there are down to the lowest that matters."""
+    """Return the highest distance of a query and a key, and the number of distances down to the lowest relevant one.
+
+    Under a causal mask, -1 is the lowest relevant distance, because it stands for all distances to later keys.
+    """
     farthest, nearest = geometry.farthest_and_nearest()
     return farthest, _down_to_what_matters(geometry, farthest, nearest)
 
 
 def _down_to_what_matters(geometry: Geometry, farthest: int, nearest: int) -> int:
-    """How many distances there are."""
-    # One distance in the future stands for all of them.
+    # Under a causal mask, the distance -1 stands for all distances to later keys.
     lowest = max(nearest, -1) if geometry.causal else nearest
     return farthest - min(lowest, farthest) + 1
 
@@ -109,18 +114,19 @@ def _down_to_what_matters(geometry: Geometry, farthest: int, nearest: int) -> in
 
 
 class Blocks(NamedTuple):
-    """What one program of a kernel works on at a time."""
+    """Block sizes and launch parameters of a kernel."""
 
     rows: int
-    """Queries."""
+    """Number of queries per block."""
     keys: int
+    """Number of keys per block."""
     warps: int
     stages: int
-    """Blocks that are loaded ahead."""
+    """Number of blocks in the software pipeline of loads."""
 
 
 class Configuration(NamedTuple):
-    """The blocks of all kernels. They divide ``SLOT``, and ``table_grad.keys`` divides ``table_grad.rows``."""
+    """Blocks of all kernels. Their sizes divide ``SLOT``, and ``table_grad.keys`` divides ``table_grad.rows``."""
 
     forward: Blocks
     query_grad: Blocks
@@ -129,10 +135,15 @@ class Configuration(NamedTuple):
 
 
 def configuration(width: int, dtype: torch.dtype, num_queries: int = SLOT) -> Configuration:
-    """Blocks for the wider of the head dimensions, padded, and for some queries.
+    """Return the blocks of all kernels.
 
-    They compile with few or no registers spilled, and with less shared memory than any device has that multiplies
-    bfloat16 (99 KiB). They have not been timed on one.
+    The kernels compile with few or no spilled registers, and with at most 99 KiB of shared memory, which every device
+    with bfloat16 products has. The sizes have not been tuned by timing on a device.
+
+    Args:
+        width: Larger of the two padded head dimensions.
+        dtype: Dtype of the queries, or float32 for the float64 launch.
+        num_queries: Number of queries.
     """
     if dtype == torch.float32:
         blocks = Blocks(16, 16, 8, 1) if width > 128 else Blocks(32, 32, 8 if width > 64 else 4, 1)
@@ -149,7 +160,7 @@ def configuration(width: int, dtype: torch.dtype, num_queries: int = SLOT) -> Co
 
 
 def shares(programs: int, problem: BlockProblem) -> int:
-    """Programs that share the keys of a block of queries: where there are few blocks, a device would stand idle."""
+    """Return the number of programs that share the keys of a block of queries, to occupy the device with few blocks."""
     geometry = problem.geometry
     if geometry.device.type != "cuda" or geometry.num_queries > FEW_QUERIES:
         return 1
@@ -157,33 +168,36 @@ def shares(programs: int, problem: BlockProblem) -> int:
     return max(1, min(2 * processors // programs, geometry.num_keys // FEWEST_KEYS))
 
 
-# ---- what the kernels read
+# ---- arguments of the kernels
 
 
 @dataclass(frozen=True)
 class _Launcher:
-    """Arguments that several kernels share."""
+    """Shared arguments of the kernels, computed when first used."""
 
     content: Content
     problem: BlockProblem
 
     @cached_property
     def regular(self) -> bool:
-        """Whether slots tell positions and documents."""
+        """Whether slots determine positions and documents."""
         return self.problem.geometry.offset is not None
 
     @property
     def offset(self) -> int:
-        """How far queries lie after the keys of their slots; 0 where slots do not tell that."""
+        """Position of each query minus that of the key at its slot; 0 if slots do not determine positions."""
         geometry = self.problem.geometry
         if geometry.causal and geometry.offset is not None:
-            # Where all keys are in the future, it does not matter how far, and a kernel's numbers have 32 bits.
+            # If all keys lie in the future, any such offset is equivalent. The bound keeps it within 32 bits.
             return max(geometry.offset, -geometry.num_queries)
         return geometry.offset or 0
 
     @cached_property
     def own(self) -> Tensor | None:
-        """About the best bias of a key that each query sees, ``(B, H, Lq)`` in float64: its biases are less by it."""
+        """Approximate largest visible key bias of each query, ``(B, H, Lq)`` in float64; None without key biases.
+
+        The kernels subtract this number from the key biases of the query.
+        """
         geometry, key_bias = self.problem.geometry, self.problem.key_bias
         if key_bias is None:
             return None
@@ -191,12 +205,12 @@ class _Launcher:
 
     @cached_property
     def shift(self) -> Tensor | None:
-        """``own`` in the logits, which a row scale multiplies: the kernels' log-sum-exp is less by it."""
+        """Shift of the kernels' log-sum-exp, to be added to it: ``own`` times the row scale if the prior is scaled."""
         row_scale = self.problem.row_scale
         return self.own if self.own is None or row_scale is None else self.own * row_scale
 
     def configuration(self, far: bool) -> Configuration:
-        """Blocks of the first run, or of that for rows that float32 does not hold."""
+        """Return the blocks of the first launch, or of the float64 launch if ``far``."""
         width = max(self.sizes["BLOCK_D"], self.sizes["BLOCK_DV"])
         dtype = torch.float32 if far else self.content.query.dtype
         return configuration(width, dtype, self.problem.geometry.num_queries)
@@ -230,14 +244,14 @@ class _Launcher:
 
     @cached_property
     def masks(self) -> dict[str, Tensor | None]:
-        """Row scales, the range of distances that a window leaves over, and padding."""
+        """Row scales, the range of distances in the window, and padding."""
         inside, row_scale = self.problem.inside, self.content.scale
         reach = None
         if inside is not None:
             places = torch.arange(len(inside), device=inside.device)
             nearest = torch.where(inside, places, -1).amax()
             farthest = torch.where(inside, places, len(inside)).amin()
-            # The visible distances form one interval. If there are none, it is empty.
+            # The visible distances form one interval, which may be empty.
             reach = (self.problem.distances.highest - torch.stack([nearest, farthest])).to(torch.int32)
         return {
             "ROW_SCALE": None if row_scale is None else row_scale.contiguous(),
@@ -247,7 +261,7 @@ class _Launcher:
 
     @cached_property
     def bias(self) -> dict[str, Tensor | None]:
-        """Table and biases of keys: the latter less one of the row, each in two float32 numbers."""
+        """Table in float32, and biases of keys and rows (``own``), each as a sum of two float32 numbers."""
         names, table = ("KEY_HIGH", "KEY_LOW", "OWN_HIGH", "OWN_LOW"), self.problem.table
         of_keys: dict[str, Tensor | None] = dict.fromkeys(names)
         if self.problem.key_bias is not None and self.own is not None:
@@ -258,7 +272,7 @@ class _Launcher:
 
     @cached_property
     def exact_bias(self) -> dict[str, Tensor | None]:
-        """Table and biases of keys in float64, with nothing taken from them."""
+        """Table and key biases in float64, from which nothing is subtracted."""
         table, key_bias = self.problem.table, self.problem.key_bias
         of_keys = None if key_bias is None else key_bias.expand(self.problem.geometry.batch, -1, -1).contiguous()
         rest = dict.fromkeys(("KEY_LOW", "OWN_HIGH", "OWN_LOW"))
@@ -266,15 +280,15 @@ class _Launcher:
 
     @cached_property
     def positions(self) -> dict[str, Tensor | None]:
-        """Positions and documents, where slots do not tell them."""
+        """Positions and documents, or None if slots determine them."""
         geometry = self.problem.geometry
         names = ("QUERY_POSITIONS", "KEY_POSITIONS", "QUERY_DOCUMENTS", "KEY_DOCUMENTS")
         if self.regular:
             return dict.fromkeys(names)
         queries, keys = geometry.query_positions, geometry.key_positions
-        # Only differences matter, and those fit 32 bits ...
+        # Only differences of positions matter. Those of visible pairs fit 32 bits.
         if geometry.causal:
-            # ... but for those of hidden pairs, which a compiled graph has not looked at.
+            # Clamp the differences of hidden pairs, which compiled graphs have not checked, to 32 bits as well.
             keys = keys.minimum(queries.amax(-1, keepdim=True) + 1)
             queries = queries.maximum(keys.amin(-1, keepdim=True) - 1)
         origin = keys.amin(-1, keepdim=True)
@@ -287,7 +301,7 @@ class _Launcher:
         return dict(zip(names, found, strict=True))
 
     def ranges(self, of_keys: bool) -> dict[str, Tensor | None]:
-        """The range of key slots that each query's document has, or the other way round."""
+        """Return the range of key slots of each query's document or, with ``of_keys``, of query slots of each key's."""
         geometry = self.problem.geometry
         if not self.regular or geometry.key_documents is None:
             return {"FIRST": None, "LAST": None}
@@ -298,13 +312,16 @@ class _Launcher:
         return {"FIRST": self._each_batch(first), "LAST": self._each_batch(last)}
 
     def walk(self, of_keys: bool) -> dict[str, Tensor | None]:
-        """Positions, ranges and lists that tell a kernel which keys each query visits, or the other way round."""
+        """Return positions, document ranges and lists of kept blocks, which determine the keys that each query visits.
+
+        With ``of_keys``, they determine the queries that each key visits.
+        """
         counts, slots = (None, None) if self.kept is None else visited(self.kept.mT if of_keys else self.kept)
         return {**self.positions, **self.ranges(of_keys), "COUNTS": counts, "SLOTS": slots}
 
     @cached_property
     def kept(self) -> Tensor | None:
-        """The blocks that pruning keeps, but for those in the future; None for all."""
+        """Blocks that pruning keeps, without blocks of future keys; None for all blocks."""
         kept, geometry = self.problem.kept, self.problem.geometry
         if kept is None or geometry.offset is None or not geometry.causal:
             return kept
@@ -317,7 +334,7 @@ class _Launcher:
         return tensor.to(dtype).expand(self.problem.geometry.batch, -1).contiguous()
 
     def run(self, kernel: Any, grid: tuple[int, ...], size: Blocks, **arguments: Any) -> None:
-        """Start a kernel on the query's device."""
+        """Launch a kernel on the query's device."""
         with torch.cuda.device_of(self.content.query):
             kernel[grid](
                 *self.content[:3],
@@ -332,27 +349,27 @@ class _Launcher:
                 SCALES_PRIOR=self.problem.row_scale is not None,
                 num_warps=size.warps,
                 num_stages=size.stages,
-                # A multiplication and an addition in one, rounded once.
+                # Fuse multiplication and addition, with a single rounding.
                 enable_fp_fusion=True,
             )
 
 
 def _padded(width: int) -> int:
-    """The next power of two; a matrix product takes no fewer than 16 columns."""
+    """Return the next power of two, and at least 16, the smallest width of a matrix product."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def visited(kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Compact lists of the entries that are kept.
+    """Return compact lists of kept entries.
 
     Args:
-        kept: boolean, ``(B, H, n, m)``.
+        kept: Boolean, shape ``(B, H, n, m)``.
 
     Returns:
-        How many entries of each row are kept, ``(B, H, n)``, and which, in order, ``(B, H, n, m)``; what follows
-        them has no meaning. 32-bit integers.
+        The number of kept entries of each row, ``(B, H, n)``, and their indices in ascending order, ``(B, H, n, m)``,
+        followed by unspecified values. Both are int32.
     """
-    # A stable sort keeps the order among equals.
+    # A stable sort keeps the ascending order.
     slots = (~kept).to(torch.int8).argsort(dim=-1, stable=True)
     return kept.sum(-1, dtype=torch.int32).contiguous(), slots.to(torch.int32).contiguous()
 
@@ -361,11 +378,11 @@ def visited(kept: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
-    """Output ``(B, H, Lq, Dv)`` in the content's dtype, and log-sum-exp ``(B, H, Lq)`` in float64.
+    """Return the output ``(B, H, Lq, Dv)`` in the content's dtype, and the log-sum-exp ``(B, H, Lq)`` in float64.
 
     Args:
-        content: queries, keys, values.
-        problem: with a table whose distances fall by one.
+        content: Queries, keys and values.
+        problem: Problem with a table whose distances fall by one.
     """
     from attention_priors.attention.triton.kernels import forward_kernel
 
@@ -392,9 +409,9 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
 
 
 def _merged(lse: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp and output of all shares, from ``(B, H, S, Lq)`` and ``(B, H, S, Lq, Dv)``."""
+    """Merge the log-sum-exps ``(B, H, S, Lq)`` and outputs ``(B, H, S, Lq, Dv)`` of all shares of keys."""
     total = lse.logsumexp(2)
-    # A row that sees nothing has no share: -inf less -inf is NaN.
+    # For a row without visible keys, -inf minus -inf is NaN.
     weights = (lse - total.unsqueeze(2)).exp().nan_to_num(nan=0.0)
     return total, (out * weights.unsqueeze(-1)).sum(2)
 
@@ -411,7 +428,7 @@ def backward(
     grads: tuple[Tensor, Tensor],
     wanted: tuple[bool, ...],
 ) -> Gradients:
-    """Gradients of everything; arguments as for :func:`forward` and :func:`tiles.backward.backward`."""
+    """Return all gradients. Arguments are those of :func:`forward` and :func:`tiles.backward.backward`."""
     from attention_priors.attention.triton import kernels as kernels
 
     launcher, geometry = _launcher(content, problem), problem.geometry
@@ -436,7 +453,7 @@ def backward(
     queries_walk, keys_walk = (launcher.walk(of_keys) for of_keys in (False, True))
 
     def add(lse: Tensor, far: Tensor | None) -> None:
-        """Add the parts of some rows; ``lse`` is infinite for others."""
+        """Add the gradients of the rows with finite ``lse``."""
         sizes = launcher.configuration(far=far is not None)
         heads, some = geometry.batch * geometry.heads, None if far is None else far.amax().view(1)
         launcher.run(
@@ -479,13 +496,16 @@ def backward(
     if integers is not None and units is not None:
         found = found._replace(table=integers / units)
     if scale_grad is not None and problem.row_scale is not None and launcher.own is not None:
-        # The second run's rows had nothing taken from them.
+        # In the float64 launch, nothing was subtracted from the key biases.
         scale_grad.add_((launcher.own * lse_grad).masked_fill(far, 0.0).to(scale_grad.dtype))
     return found
 
 
 def _largest_sum(launcher: _Launcher, out_grad: Tensor, lse_grad: Tensor) -> Tensor:
-    """A bound of every sum of the logits' gradient: a row's weights sum to 1, and a norm bounds what they multiply."""
+    """Return an upper bound on all sums of the logits' gradient.
+
+    The weights of a row sum to 1. Norms bound their factors.
+    """
     norms = torch.linalg.vector_norm(out_grad, dim=-1, dtype=torch.float64)
     longest = torch.linalg.vector_norm(launcher.content.value, dim=-1, dtype=torch.float64).amax()
     of_rows = 2 * (norms * longest + lse_grad.abs())
@@ -494,14 +514,14 @@ def _largest_sum(launcher: _Launcher, out_grad: Tensor, lse_grad: Tensor) -> Ten
 
 
 def _table_grad(launcher: _Launcher, size: Blocks, rows: dict[str, Any], far: Tensor | None) -> Tensor:
-    """The gradient of the table: sums of ``dS`` along diagonals, ``(H, N)``."""
+    """Return the gradient of the table, shape ``(H, N)``: sums of ``dS`` along diagonals."""
     from attention_priors.attention.triton import kernels as kernels
 
     problem = launcher.problem
     geometry, table = problem.geometry, problem.table
     assert geometry.offset is not None
     assert table is not None
-    # A strip holds the tiles whose first key lies so many blocks of keys after their first query.
+    # A strip holds the tiles with equal distance, in blocks of keys, from their first query to their first key.
     below = (geometry.num_queries - 1) // size.rows * size.rows // size.keys
     above = (geometry.num_keys - 1) // size.keys
     if geometry.causal:
@@ -524,12 +544,12 @@ def _table_grad(launcher: _Launcher, size: Blocks, rows: dict[str, Any], far: Te
         **launcher.ranges(of_keys=False),
     )
     parts = parts.unflatten(0, (geometry.batch, geometry.heads)).sum(0)
-    # Block b of a strip lies b blocks lower; neighbouring strips overlap.
+    # Block b of a strip belongs b blocks lower in the total; neighbouring strips overlap.
     reach = per_tile - 1
     total = parts.new_zeros(geometry.heads, strips + reach, size.keys)
     for block in range(per_tile):
         total[:, reach - block : reach - block + strips] += parts[:, :, block]
-    # The place in the table of its first number; places outside of the table belong to no visible pair.
+    # Index in the table of the first number of the total. Indices outside of the table belong to no visible pair.
     first = problem.distances.highest - geometry.offset - (below + reach) * size.keys
     flat = total.flatten(1)
     return pad(flat, (first, problem.distances.number - first - flat.shape[1])).to(table.dtype)

@@ -1,30 +1,32 @@
-"""The kernels of the Triton backend, and nothing else: ``backend.py`` prepares what they read.
+"""Kernels of the Triton backend; ``backend.py`` prepares their arguments.
 
-``i`` is a query's slot, ``j`` a key's; the distance is ``d = position of i - position of j``, and the log-prior of a
-pair stands at place ``highest - d`` of its head's table. ``ROW_SCALE`` multiplies content and log-prior, or the content
-alone. Logits are in nats. A pointer that is None is left out of the compiled kernel. Everything is accumulated in
-float32, and each number is written by one program, or is an integer that several add to: results can be repeated.
+``i`` is the slot of a query, ``j`` the slot of a key. Their distance is ``d = position of i - position of j``. Their
+log-prior is entry ``highest - d`` of the head's table. ``ROW_SCALE`` multiplies content and log-prior, or the content
+alone. Logits are in nats. Arguments that are None are compiled out.
 
-What a pair of blocks needs beside content and table is told by these arguments, the same in every kernel:
+Sums are accumulated in float32. Every number is written by a single program, or is an integer to which programs add
+atomically, so results are deterministic.
+
+All kernels share these arguments for masks and positions:
 
 ``lowest``, ``farthest``, ``REACH``
-    distances that are seen; ``REACH`` holds two numbers that narrow them down (a window).
+    Range of visible distances. ``REACH`` holds two numbers that narrow the range to a window.
 ``FIRST``, ``LAST``
-    the key slots that each query may see, ``(B, Lq)`` (documents that are runs of slots); the other way round in
-    the kernel that walks keys.
+    Range of key slots that each query may see, ``(B, Lq)``, for contiguous documents. In the kernel of keys, the range
+    of query slots that see each key.
 ``QUERY_POSITIONS``, ``KEY_POSITIONS``, ``QUERY_DOCUMENTS``, ``KEY_DOCUMENTS``
-    ``(B, L)``, where slots do not say it all; then ``offset`` has no meaning.
+    Positions and documents, ``(B, L)``, if slots do not determine them. ``offset`` is then unused.
 ``PADDING``
-    ``(B, Lk)``: keys nobody sees.
+    Hidden keys, ``(B, Lk)``.
 ``FAR``
-    ``(B, H, Lq)``: rows whose numbers are too large for float32. With it, a kernel computes those alone, in float64: it
-    writes their rows, and adds to keys' and values'.
+    Rows whose numbers are too large for float32, ``(B, H, Lq)``. With it, a kernel computes only these rows, in
+    float64. It writes the results of queries, and adds to the gradients of keys and values.
 ``COUNTS``, ``SLOTS``
-    how many slots of ``SLOT`` keys (or queries) each slot of queries (or keys) has to visit, ``(B, H, n)``, and which,
-    ``(B, H, n, m)``. Others are left out.
+    Number of slots of ``SLOT`` keys (or queries) that each slot of queries (or keys) visits, ``(B, H, n)``, and the
+    indices of these slots, ``(B, H, n, m)``. Other slots are skipped.
 """
 
-# Triton compiles these functions from their source; to a type checker they are not quite Python.
+# Triton compiles the source of these functions, which a type checker does not accept as Python.
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false, reportOperatorIssue=false
 
@@ -37,18 +39,18 @@ import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""Whether Triton's interpreter runs these kernels, on the CPU."""
+"""Whether Triton's interpreter runs these kernels on the CPU."""
 SIZES = ["num_queries", "num_keys", "offset", "highest", "lowest", "farthest"]
-"""Integers that differ from call to call: no kernel is compiled anew for them."""
+"""Integer arguments on which kernels are not specialised, so that new values do not cause recompilation."""
 
 
-# ---- pieces
+# ---- helpers
 
 
 @triton.jit
 def _dot(a, b):
     if INTERPRETED:
-        # The interpreter would multiply the bits of a bfloat16. Products of two of them are exact in float32.
+        # The interpreter would multiply the bit patterns of bfloat16. Products of two bfloat16 are exact in float32.
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
@@ -56,16 +58,16 @@ def _dot(a, b):
 
 @triton.jit
 def _read(table, entries, visible):
-    """Read log-priors from a table: in float32, straight to where they are used. Without a table they are 0.
+    """Read log-priors from a table, in float32 directly into registers; return 0 without a table.
 
-    ``tl.load`` in a loop would have them copied to shared memory ahead of time, four bytes by four, which takes more
-    instructions than the multiplications they are added to, and more room than keys and values.
+    In a loop, ``tl.load`` would prefetch them into shared memory in pieces of four bytes. That takes more instructions
+    than the matrix product to which they are added, and more memory than keys and values.
     """
     if table is None:
         return 0.0
     else:
         if visible is not None:
-            # A pair that is not seen may have no entry in the table.
+            # A hidden pair may have no entry in the table.
             entries = tl.where(visible, entries, 0)
         places = table + entries
         if INTERPRETED or places.dtype.element_ty != tl.float32:
@@ -79,7 +81,7 @@ def _read(table, entries, visible):
 @triton.jit  # noqa: RET503
 def _load(pointer, places, default=None):
     """Load numbers. Without a pointer, return ``default``, or None if there is no default."""
-    # Triton 3.5 and 3.6 cannot compile ``return None``, nor None in a returned tuple. Without a ``return`` they can.
+    # Triton 3.5 and 3.6 cannot compile ``return None`` or None in a returned tuple, but they accept a missing return.
     if pointer is not None:
         return tl.load(pointer + places)
     elif default is not None:
@@ -88,7 +90,7 @@ def _load(pointer, places, default=None):
 
 @triton.jit
 def _load_rows(pointer, slots, stride, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Some rows of a matrix whose columns lie side by side, zeros after the last column."""
+    """Load rows of a matrix with contiguous columns, padded with zero columns to ``BLOCK_WIDTH``."""
     columns = tl.arange(0, BLOCK_WIDTH)
     places = pointer + slots.to(tl.int64)[:, None] * stride + columns[None, :]
     if WIDTH == BLOCK_WIDTH:
@@ -98,7 +100,7 @@ def _load_rows(pointer, slots, stride, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.cons
 
 @triton.jit
 def _store_rows(pointer, slots, here, numbers, ADD: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Write some rows of a matrix, or add to them; ``here`` says which."""
+    """Store rows of a contiguous matrix or, with ``ADD``, add to them. ``here`` masks the rows."""
     columns = tl.arange(0, BLOCK_WIDTH)
     places = pointer + slots.to(tl.int64)[:, None] * WIDTH + columns[None, :]
     mask = here[:, None] & (columns[None, :] < WIDTH)
@@ -116,21 +118,22 @@ def _reach(lowest, farthest, REACH):
 
 
 class Side(NamedTuple):
-    """Queries or keys of a pair of blocks, as a column or a row of the tile.
+    """Data of a tile's queries (as a column) or keys (as a row).
 
-    If a problem has no documents or no biases, these fields are integer zeros.
+    Without documents or biases in the problem, these fields are integer zeros.
     """
 
     position: Any
     document: Any
     high: Any
-    """A key's bias, or the number that a query takes from all of them: ``high + low``, or ``high`` alone in float64."""
+    """High part of a key's bias, or of the number that a query subtracts from all biases. The full number is
+    ``high + low``, or ``high`` alone in float64."""
     low: Any
 
 
 @triton.jit
 def _side(slots, offset, POSITIONS, DOCUMENTS, HIGH, LOW, batch, both, number):
-    """Load some of ``number`` queries or keys; ``both`` is the head's index among the heads of all examples."""
+    """Load the data of slots, out of ``number`` queries or keys; ``both`` is the flat index of example and head."""
     in_batch, in_head = batch * number + slots, both * number + slots
     position = slots + offset if POSITIONS is None else tl.load(POSITIONS + in_batch)
     document = _load(DOCUMENTS, in_batch, slots * 0)
@@ -139,7 +142,7 @@ def _side(slots, offset, POSITIONS, DOCUMENTS, HIGH, LOW, batch, both, number):
 
 @triton.jit
 def _visible(slots, number, d, lowest, farthest, first, last, queries, keys, padded):
-    """Which pairs see each other; ``slots`` are those of the side that is walked."""
+    """Return the mask of visible pairs; ``slots`` are the slots of the walked side."""
     visible = (slots < number) & (d >= lowest) & (d <= farthest) & (queries.document == keys.document)
     if first is not None:
         visible = visible & (slots >= first) & (slots < last)
@@ -150,7 +153,7 @@ def _visible(slots, number, d, lowest, farthest, first, last, queries, keys, pad
 
 @triton.jit
 def _biased(products, bias, queries, keys, visible, row_scale, softmax_scale, SCALES_PRIOR: tl.constexpr):
-    """Return logits, and the numbers that the row's scale multiplied. ``visible`` is None if all pairs are seen."""
+    """Return logits, and their part that the row scale multiplies. ``visible`` is None if all pairs are visible."""
     scaled = products * softmax_scale
     if keys.low.dtype.is_floating():
         bias += (keys.high - queries.high) + (keys.low - queries.low)
@@ -170,24 +173,25 @@ def _biased(products, bias, queries, keys, visible, row_scale, softmax_scale, SC
 
 @triton.jit
 def _power(nats):
-    """``e`` to the power of it, in float32."""
+    """Return the exponential in float32."""
     return tl.exp2((nats * LOG2_E).to(tl.float32))
 
 
 class Walk(NamedTuple):
-    """Blocks of keys that a block of queries visits, or the other way round: first those without masks, then others.
+    """Blocks of keys that a block of queries visits, or vice versa: first the unmasked blocks, then the masked blocks.
 
-    Blocks are neighbours, and those without masks lie among those with masks; or a list names all of them.
+    The blocks are contiguous, with the unmasked blocks as one run between masked blocks. Alternatively, a list names
+    the blocks, and all of them are masked.
     """
 
     begin: Any
-    """First slot of the first block; or a pointer to the list."""
+    """First slot of the first block, or a pointer to the list."""
     before: Any
-    """Number of blocks with masks that come before those without."""
+    """Number of masked blocks before the unmasked blocks."""
     inner_steps: Any
-    """Number of blocks without masks."""
+    """Number of unmasked blocks."""
     masked_steps: Any
-    """Number of blocks with masks."""
+    """Number of masked blocks."""
 
 
 @triton.jit
@@ -195,9 +199,9 @@ def _walk(
     first_slot, num_own, number, first, last, offset, lowest, farthest, some, both, POSITIONS, COUNTS, SLOTS,
     OWN: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr, MASK_ALL: tl.constexpr,
 ):  # fmt: skip
-    """Plan the walk of a block, ``OWN`` of ``num_own`` queries, over blocks of ``number`` keys.
+    """Plan the walk of a block of ``OWN`` queries, out of ``num_own``, over blocks of ``number`` keys.
 
-    For keys that walk queries, turn the sign of each distance. ``some`` is 0 for a walk of no blocks, else 1.
+    For a block of keys that walks queries, negate all distances. ``some`` is 0 for an empty walk, else 1.
     """
     if SLOTS is not None:
         place = both * tl.cdiv(num_own, SLOT) + first_slot // SLOT
@@ -205,7 +209,7 @@ def _walk(
         return Walk(SLOTS + place * tl.cdiv(number, SLOT), 0, 0, steps)
     else:
         last_slot = tl.minimum(first_slot + OWN, num_own) - 1
-        # Blocks in [some_from, some_to) hold visible pairs, those in [inner_from, inner_to) no others.
+        # Blocks in [some_from, some_to) may hold visible pairs; those in [inner_from, inner_to) hold only visible pairs.
         some_from, some_to = number * 0, number
         if POSITIONS is None:
             some_from = first_slot + offset - farthest
@@ -248,8 +252,11 @@ def forward_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SLOT: tl.constexpr, SCALES_PRIOR: tl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of a block of queries over one of ``S`` shares of what it sees, ``(B, H, S, Lq, ...)``."""
-    # The last queries of a causal problem see the most keys: they go first.
+    """Compute output and log-sum-exp of a block of queries over one of ``S`` shares of its keys.
+
+    Their shapes are ``(B, H, S, Lq, Dv)`` and ``(B, H, S, Lq)``.
+    """
+    # Start with the last queries, which see the most keys under a causal mask.
     first_slot = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     both = tl.program_id(1).to(tl.int64)
@@ -260,7 +267,7 @@ def forward_kernel(
     values = VALUE + batch * value_batch + (head // group).to(tl.int64) * value_head
 
     i = first_slot + tl.arange(0, ROWS)
-    # Rows after the last are copies of it, and are not stored.
+    # Rows after the last query are copies of its row and are not stored.
     row = tl.minimum(i, num_queries - 1)
     queries = QUERY + batch * query_batch + head.to(tl.int64) * query_head
     q = _load_rows(queries, row, query_row, D, BLOCK_D)
@@ -281,7 +288,7 @@ def forward_kernel(
     top = tl.full((ROWS,), float("-inf"), tl.float32 if FAR is None else tl.float64)
     total = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, BLOCK_DV), tl.float32)
-    # Blocks without masks, if there are any, then those with masks.
+    # First the unmasked blocks, if there are any, then the masked blocks.
     for MASKED in tl.static_range(1 if MASK_ALL else 0, 2):
         steps = walk.masked_steps if MASKED else walk.inner_steps
         for step in range(steps * share // shares, steps * (share + 1) // shares):
@@ -298,7 +305,7 @@ def forward_kernel(
             products = _dot(q, tl.trans(k))
             logits, _ = _biased(products, bias, own, their, visible, row_scale, softmax_scale, SCALES_PRIOR)
             new_top = tl.maximum(top, tl.max(logits, 1))
-            # A row that has seen nothing yet: -inf less -inf would be nan.
+            # For a row without a visible key so far, -inf minus -inf would be nan.
             base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
             weights = _power(logits - base[:, None])
             fade = _power(top - base)
@@ -329,12 +336,13 @@ def query_grad_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SLOT: tl.constexpr, SCALES_PRIOR: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of queries and of its row scales; then what the other kernels need to know of its rows.
+    """Compute the gradients of a block of queries and of its row scales, and the row constants of the other kernels.
 
-    ``dS = P (dP - c)`` with ``c = Σ P dP - dlse``. ``CONSTANT`` comes in with an estimate of ``c``, made of the stored
-    outputs, which may be in half precision; the row's own sum of ``dS`` says how wrong it is, and it is corrected for
-    the gradients of the prior. ``LSE`` is infinite for rows that see nothing, or are another run's. ``REST`` becomes
-    what the log-sum-exp lacks, in bits: a float32 of 300 nats is only good to 2e-5, and weights are to sum to 1.
+    The gradient of the logits is ``dS = P (dP - c)`` with ``c = Σ P dP - dlse``. On entry, ``CONSTANT`` is an estimate
+    of ``c`` from the stored outputs, which may be in half precision. The kernel corrects it by the row's sum of ``dS``,
+    for the gradients of the prior. ``LSE`` is infinite for rows without visible keys and rows of the other launch.
+    ``REST`` becomes a correction of the log-sum-exp in bits, so that weights sum to 1: at 300 nats, float32 is accurate
+    to only 2e-5.
     """
     first_slot = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
@@ -396,7 +404,7 @@ def query_grad_kernel(
 
     blind = mass == 0.0
     inverse = tl.where(blind, 0.0, 1.0 / tl.where(blind, 1.0, mass))
-    # The sum of dS is dlse, and what it has over is what the constant lacks.
+    # The sum of dS must be dlse. The excess is the error of the constant.
     lack = tl.where(blind, 0.0, found * inverse - lse_grad)
     tl.store(CONSTANT + both * num_queries + i, constant + lack, mask=here)
     tl.store(REST + both * num_queries + i, tl.where(blind, 0.0, -tl.log2(tl.where(blind, 1.0, mass))), mask=here)
@@ -420,12 +428,13 @@ def key_grad_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SLOT: tl.constexpr, SCALES_PRIOR: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of keys and values, over all query heads that share them.
+    """Compute the gradients of a block of keys and values, over all query heads that share them.
 
-    Where slots do not tell positions, also that of the table: in integers, whose sum is the same in any order;
-    ``UNITS`` of them are 1. ``FAR`` is one number here: whether there are such rows.
+    If slots do not determine positions, the kernel also adds to the gradient of the table. The sums are integers,
+    in units of ``1 / UNITS``, so that they do not depend on the order of programs. ``FAR`` is a single number here:
+    whether any row needs float64.
     """
-    # The first keys of a causal problem are seen by the most queries: they go first as it is.
+    # The first keys, which the most queries see under a causal mask, start first without reordering.
     first_slot = tl.program_id(0) * KEYS
     kv_heads = heads // group
     batch, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
@@ -514,11 +523,11 @@ def table_grad_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SLOT: tl.constexpr, SCALES_PRIOR: tl.constexpr,
 ):  # fmt: skip
-    """The sums of ``dS`` along the diagonals of one strip of tiles, ``PARTS (B · H, strips, ROWS / KEYS + 1, KEYS)``.
+    """Sum ``dS`` along the diagonals of a strip of tiles, into ``PARTS (B · H, strips, ROWS / KEYS + 1, KEYS)``.
 
-    Tiles whose first key lies equally far from their first query hold the same distances, place by place. Their
-    ``dS`` add up in registers, and diagonals are summed once, at the end. The log-prior of all of them is the same too:
-    it is read once.
+    The tiles of a strip have equal distance between first query and first key, so corresponding entries have equal
+    distances and log-priors. The log-priors are read once. The ``dS`` of the tiles are added in registers, and the
+    diagonals are summed once at the end.
     """
     shift = (tl.program_id(0) - strips_below) * KEYS  # first key less first query
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
@@ -531,12 +540,13 @@ def table_grad_kernel(
 
     local_i, local_j = tl.arange(0, ROWS), tl.arange(0, KEYS)
     d = offset - shift + local_i[:, None] - local_j[None, :]
-    # Tiles at the edges hold pairs of tokens that are not there, at distances that are not in the table.
+    # Tiles at the edges hold pairs beyond the sequence, whose distances may be outside of the table.
     entry = highest - d
     in_table = (entry >= 0) & (entry < number)
     bias = tl.load(TABLE + head.to(tl.int64) * table_head + entry, mask=in_table, other=0.0)
 
-    # Tiles whose first query is in [begin, end) hold a key. All sizes are multiples of KEYS: none begins before one.
+    # Tiles whose first query is in [begin, end) hold at least one key. All sizes are multiples of KEYS, so no tile
+    # begins before the first key.
     begin = (tl.maximum(1 - KEYS - shift, 0) + ROWS - 1) // ROWS * ROWS
     end = tl.minimum(num_queries, num_keys - shift)
     if (offset - shift + ROWS - 1 < lowest) | (offset - shift - KEYS + 1 > farthest):
@@ -575,15 +585,15 @@ def table_grad_kernel(
             constant = tl.load(CONSTANT + both * num_queries + row)
             lse_grad = tl.load(LSE_GRAD + both * num_queries + row)
             weights = tl.exp2(((logits - lse[:, None]) * LOG2_E).to(tl.float32) + rest[:, None])
-            # Where a weight is 1 the rest is rounding noise, and what it would be multiplied by may be 1e30: the
-            # derivative of a log-prior that only this pair has.
+            # If a weight is 1, `dP - c` is rounding noise, which may be multiplied by 1e30, the derivative of a
+            # log-prior at a distance that only this pair has. The exact value is dlse.
             logits_grad = tl.where(weights < 1.0, _dot(o, tl.trans(v)) - constant[:, None], lse_grad[:, None])
             logits_grad *= weights
             if SCALES_PRIOR:
                 logits_grad *= row_scale
             grad += logits_grad
 
-    # Turn row i by i places: diagonals become columns, those that ran over the edge one block of columns lower.
+    # Rotate row i by i places. Diagonals become columns; entries that wrap around belong one block of columns lower.
     turned = tl.gather(grad, (local_i[:, None] + local_j[None, :]) % KEYS, axis=1)
     lower = local_i[:, None] // KEYS + (local_i[:, None] % KEYS + local_j[None, :]) // KEYS
     parts = PARTS + (both * tl.num_programs(0) + tl.program_id(0)) * (ROWS + KEYS)
