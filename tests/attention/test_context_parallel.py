@@ -117,9 +117,9 @@ def test_a_mistake_in_one_process_is_an_error_in_all(found: list[dict[str, Any]]
     words = {
         "a place twice": "each place from 0 to 23 must occur once",
         "one has no tokens": "index must have shape (L_r,) with at least one token",
-        "documents missing in one": "document_ids must be given by every process",
+        "documents missing in one": "document_ids must be given by all processes",
         "documents of a wrong shape": "document_ids must have shape",
-        "batches of two sizes": "document_ids must have the same batch",
+        "batches of two sizes": "document_ids must have equal batch sizes",
         "positions with gaps": "positions must rise by one",
         "another head_dim in one": "must be the same in all processes of the group, got (1, 2, 4) in process 0",
         "another batch in one": "query's batch",
@@ -140,8 +140,8 @@ def test_a_mistake_in_one_process_is_an_error_in_all(found: list[dict[str, Any]]
 def test_a_process_that_does_not_call_is_an_error_in_the_others(found: list[dict[str, Any]]) -> None:
     for process in found[:-1]:
         backward, call = process["silence"]["said"]
-        assert "of 4 waited for another one's keys in vain" in backward
-        assert "waited for the others of its group in vain" in call
+        assert "of 4 got no keys from another process" in backward
+        assert "got no answer from another process of its group" in call
         assert process["silence"]["seconds"] < 30
 
 

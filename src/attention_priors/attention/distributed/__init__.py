@@ -1,1 +1,1 @@
-"""Attention over a sequence that is spread over processes."""
+"""Attention over a sequence whose tokens are distributed over processes."""

@@ -1,9 +1,9 @@
-"""Attention over a sequence whose tokens are spread over the processes of a group.
+"""Ring attention over a sequence whose tokens are distributed over the processes of a group.
 
-Keys and values travel around a ring of processes; each process attends with its own queries to one shard of keys at a
-time and merges the results by their log-sum-exps. The backward pass is another ring: each process computes the results
-of a shard anew, finds its share of the gradients, and hands those of keys and values on beside them. So a process
-holds a few shards at any time, and never the whole sequence.
+Keys and values travel around a ring of processes. Each process attends with its own queries to one shard of keys at a
+time, and merges the results by their log-sum-exps. The backward pass is a second ring: each process recomputes the
+results of a shard, adds its part of the gradients, and sends the gradients of keys and values on with the shard. A
+process therefore holds only a few shards at a time.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from attention_priors.priors.base import check_over_line
 
 KEYS_HAVE_GRADIENTS = "whether key or value needs a gradient"
 VANISHING = {torch.float32: -104.0, torch.float64: -746.0}
-"""Nats below which an exponential is 0: such keys add nothing at all."""
+"""Exponents in nats below which an exponential is 0 in each dtype, so that keys can be skipped exactly."""
 GAIN_ROWS = 512
-"""Queries whose outputs are in memory in float64 at a time, in the backward pass."""
+"""Number of queries whose outputs are converted to float64 at a time in the backward pass."""
 
 
 class _Options(TypedDict, total=False):
@@ -91,48 +91,49 @@ def attend_across(
     null_logit: NullKey | Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`attend` over the whole of a sequence, of which each process of a group holds some tokens.
+    """Compute :func:`attend` over a sequence whose tokens are distributed over the processes of a group.
 
-    Every process calls it at the same time with its own tokens and gets their outputs, which are those that
-    :func:`attend` gives for the whole; so are the gradients of ``query``, ``key`` and ``value``, if every process
-    also runs the backward pass. **Parameters of prior and logit scale** are taken to be the same in every process. Each
-    gets the gradient of its own queries' rows alone: what the whole has is the *sum* over the processes, as for any
-    other parameter that a token passes through. (DistributedDataParallel and FSDP take means: multiply the
-    loss by the number of processes.)
+    This is a collective operation: every process calls the function with its own tokens, and gets the outputs of these
+    tokens. Outputs equal those of :func:`attend` over the whole sequence. Gradients of ``query``, ``key`` and ``value``
+    do as well, if every process runs the backward pass.
 
-    Shards that no query of a process may see, because they lie in the future, in other documents or outside of a
-    :class:`Window`, are not computed, and are not sent on where no process needs them any more. So are keys so far
-    away that their weights are 0 in float32, by a bound over norms and log-priors.
+    **Parameters of prior and logit scale** must be equal in all processes. Each process gets the gradient from its own
+    queries, so the gradient over the whole sequence is the *sum* over processes, as for any parameter of a layer.
+    (DistributedDataParallel and FSDP average gradients, so multiply the loss by the number of processes.)
 
-    The backward pass computes the forward pass of each shard once more, and has no derivative itself. Two runs agree
-    bit for bit. Dense masks, dropout and Shaw's vectors have no place here; use :func:`attend`.
+    Shards that no query of a process may see, because of causality, documents or a :class:`Window`, are not computed.
+    They are sent on only while another process needs them. Far keys are skipped if a bound from norms and log-priors
+    shows that their weights are 0 in float32.
+
+    The backward pass recomputes the forward pass of each shard, and cannot be differentiated again. Results are
+    deterministic. Dense masks, dropout and Shaw's vectors are not supported; use :func:`attend`.
 
     Args:
-        query: ``(B, H, L_r, D)``: this process's tokens, in the order of ``sequence``.
-        key: ``(B, Hkv, L_r, D)``.
-        value: ``(B, Hkv, L_r, Dv)``.
-        prior: a log-prior over positions, or None for the uniform one.
-        sequence: where all tokens stand; documents and padding are its.
-        causal: whether a query sees only keys at positions up to its own.
+        query: Queries of this process's tokens, shape ``(B, H, L_r, D)``, in the order of ``sequence``.
+        key: Keys, shape ``(B, Hkv, L_r, D)``.
+        value: Values, shape ``(B, Hkv, L_r, Dv)``.
+        prior: Log-prior over positions; None for the uniform prior.
+        sequence: Places of all tokens, with their documents and padding.
+        causal: Whether a query sees only keys at positions up to its own.
         logit_scale: :class:`SSMax`, which counts the visible keys of the whole sequence, or None.
-        softmax_scale: of the content; ``1/sqrt(D)`` by default.
-        return_lse: also return the log-sum-exp of each query's logits, over all keys. Gradients flow through it.
-        tolerance: as for :func:`attend`: which share of its weight a query may lose, over all shards together.
-        key_bias: as for :func:`attend`, ``(B, H or Hkv, L_r)``: of this process's keys.
-        null_logit: as for :func:`attend`; its gradient is that of this process's queries.
-        backend: as for :func:`attend`.
+        softmax_scale: Scale of the content; ``1/sqrt(D)`` by default.
+        return_lse: Whether to also return the log-sum-exp of each query's logits over all keys. It is differentiable.
+        tolerance: Share of its weight that a query may lose over all shards; see :func:`attend`.
+        key_bias: Bias of this process's keys, shape ``(B, H or Hkv, L_r)``; see :func:`attend`.
+        null_logit: Logit of a null key; see :func:`attend`. Its gradient is that of this process's queries.
+        backend: Backend of :func:`attend`.
 
     Returns:
         Output ``(B, H, L_r, Dv)`` in the query's dtype; with ``return_lse`` also ``(B, H, L_r)`` in float32 (float64
-        for float64 queries). A query that may see no key gets zeros, and ``-inf``.
+        for float64 queries). A query that sees no key gets zeros, and ``-inf``.
 
     Raises:
-        ValueError: in every process, if the arguments of one of them are impossible or do not fit the others'.
-        RuntimeError: if another process does not answer.
+        ValueError: In all processes, if the arguments of a process are invalid or incompatible with those of others.
+        RuntimeError: Another process does not respond.
     """
     compute: Any = _attend_across
     if torch.compiler.is_compiling():
-        # Not as a decorator: that would import the compiler for everyone.
+        # A decorator would import the compiler in every program.
         compute = torch.compiler.disable(compute)
     call = _Call(sequence, prior, causal, logit_scale, softmax_scale, tolerance, backend)
     out, lse = compute(call, query, key, value, key_bias, null_logit)
@@ -141,7 +142,7 @@ def attend_across(
 
 @dataclass(frozen=True)
 class _Call:
-    """Arguments that are the same in every process."""
+    """Arguments that are equal in all processes."""
 
     sequence: ShardedSequence
     prior: Prior | None
@@ -156,7 +157,7 @@ class _Call:
         return [p for part in (self.prior, self.logit_scale) if part is not None for p in part.parameters()]
 
     def options(self) -> Options:
-        """Return the arguments that :func:`make_problem` takes."""
+        """Return the arguments as options of :func:`make_problem`."""
         return {
             "causal": self.causal,
             "logit_scale": self.logit_scale,
@@ -182,11 +183,11 @@ def _attend_across(
         length = sequence.lengths[sequence.rank]
         if query.shape[2] != length or key.shape[2] != length:
             raise ValueError(
-                f"query and key must hold the {length} tokens that sequence says are this process's, got shapes "
+                f"query and key must hold the {length} tokens that sequence assigns to this process, got shapes "
                 f"{tuple(query.shape)} and {tuple(key.shape)}"
             )
         if sequence.batch not in (1, len(query)):
-            raise ValueError(f"sequence is a batch of {sequence.batch}, but query has shape {tuple(query.shape)}")
+            raise ValueError(f"sequence has batch size {sequence.batch}, but query has shape {tuple(query.shape)}")
         trained = torch.is_grad_enabled() and any(x.requires_grad for x in (query, *of_keys, *parameters))
         return {
             "query's batch, heads and head_dim": (*query.shape[:2], query.shape[3]),
@@ -205,7 +206,7 @@ def _attend_across(
     agreed, engines = zip(*sequence.exchange("attend_across", check), strict=True)
     _check_same(agreed)
     if len({*engines}) > 1:
-        # Kernels are wrong on one of the devices, or there are none: all compute alike.
+        # Fused kernels do not work on some device. All processes then use the backend that works everywhere.
         call = replace(call, backend="toeplitz")
     reach = None if prior is None else _reach(prior, sequence.length, query.device)
     ring = _Ring(call, sequence.plan(call.causal, reach), agreed[0][KEYS_HAVE_GRADIENTS])
@@ -225,7 +226,7 @@ def _check_same(every: Sequence[Any]) -> None:
 
 
 def _reach(prior: Prior, length: int, device: torch.device) -> tuple[int, int] | None:
-    """Return the smallest and the largest distance that the prior lets a query see; None if all."""
+    """Return the smallest and the largest distance that the prior leaves visible; None for all distances."""
     distances = torch.arange(1 - length, length, device=device)
     visible = prior.visible_at(distances)
     if visible is None:
@@ -234,38 +235,38 @@ def _reach(prior: Prior, length: int, device: torch.device) -> tuple[int, int] |
     return (int(seen[0]), int(seen[-1])) if len(seen) else (length, -length)
 
 
-# ---- keys on their way
+# ---- communication
 
 
 class _Shard(tuple[Tensor, ...]):
-    """Keys, values and maybe biases ``(B, H or Hkv, L, 1)`` of one process, or their gradients.
+    """Keys, values and optional biases ``(B, H or Hkv, L, 1)`` of one process, or their gradients.
 
-    A shard without tensors stands for keys that this process does not need: sending or receiving it does nothing.
+    A shard without tensors stands for keys that this process does not need. Sending or receiving it does nothing.
     """
 
     __slots__ = ()
 
     def empty(self, length: int) -> _Shard:
-        """Return uninitialised memory for as many tokens of another process."""
+        """Return an uninitialised shard for ``length`` tokens of another process."""
         return _Shard(x.new_empty(*x.shape[:2], length, x.shape[3]) for x in self)
 
     def zeros(self) -> _Shard:
-        """Return gradients of 0, to which others are added."""
+        """Return zeros as gradients of this shard, in the dtype of accumulation."""
         return _Shard(torch.zeros_like(x, dtype=compute_dtype_of(x)) for x in self)
 
     def add(self, other: _Shard) -> None:
-        """Add the numbers of another shard, which may have no tensors, in place."""
+        """Add another shard in place; it may have no tensors."""
         for mine, theirs in zip(self, other, strict=len(other) > 0):
             mine += theirs
 
 
 class _Transfer:
-    """Shards that are being sent and received. Their memory stays in use until :meth:`wait` returns.
+    """Asynchronous sends and receives of shards, whose memory is in use until :meth:`wait` returns.
 
     Args:
-        sequence: the sequence whose processes take part.
-        moves: ``dist.isend`` or ``dist.irecv``, a shard, and the process to which or from which the shard goes.
-        tag: the tag of each shard's first tensor; the others have the tags after it.
+        sequence: Sequence whose processes take part.
+        moves: For each shard, ``dist.isend`` or ``dist.irecv``, the shard, and the rank of the other process.
+        tag: Tag of the first tensor of each shard; the other tensors have the following tags.
     """
 
     def __init__(
@@ -280,50 +281,50 @@ class _Transfer:
         self._works = dist.batch_isend_irecv(self._operations) if self._operations else []
 
     def wait(self) -> None:
-        """Wait until everything has arrived, and the memory of sent shards may be written to."""
+        """Wait until all shards have arrived, and the memory of sent shards can be reused."""
         try:
             for work in self._works:
                 work.wait()
         except RuntimeError as failed:
             sequence = self._sequence
             raise RuntimeError(
-                f"attend_across: process {sequence.rank} of {sequence.size} waited for another one's keys in vain; "
-                "one of them has stopped, or does not run the backward pass"
+                f"attend_across: process {sequence.rank} of {sequence.size} got no keys from another process, which "
+                "has stopped or does not run the backward pass"
             ) from failed
         self._operations, self._works = [], []
 
 
 class _Ring:
-    """One call: what is computed, and how keys go round. Process ``r`` hands on to process ``r + 1``."""
+    """Computation and communication of one call. Process ``r`` sends shards to process ``r + 1``."""
 
     def __init__(self, call: _Call, plan: Plan, keys_have_gradients: bool) -> None:
         self.call, self.sequence, self.plan, self.keys_have_gradients = call, call.sequence, plan, keys_have_gradients
-        # One half for keys that are left out of a piece, one for pieces that are left out.
+        # Half of the tolerance is for keys pruned within pieces, and half is for skipped pieces.
         self.tolerance = call.tolerance / 2
         self.parameters = call.parameters()
         self.computed: list[list[tuple[Piece, Tensor | None]]] = []
-        """Pieces that the forward pass computed, by owner of the keys, each with the blocks that were kept: see
-        :class:`Problem`."""
+        """Pieces that the forward pass computed, by owner of the keys, each with its kept blocks (see
+        :class:`Problem`)."""
 
-    # ---- who has what
+    # ---- routes of shards
 
     def _behind(self, steps: int) -> int:
-        """Return the process that stands ``steps`` before this one in the ring: its keys are here after ``steps``."""
+        """Return the process ``steps`` before this process in the ring, whose keys arrive after ``steps`` steps."""
         return (self.sequence.rank - steps) % self.sequence.size
 
     def _hand_on(
         self, shard: _Shard, own: _Shard, step: int, *, come_home: bool = False
     ) -> tuple[_Transfer, _Shard, _Shard]:
-        """Send the shard of this step to the next process, if that one or a later one reads its keys.
+        """Send the shard of this step to the next process, if the next or a later process reads its keys.
 
         Args:
-            shard: keys, or their gradients.
-            own: this process's shard, which has the shapes and dtypes of the shards to receive, but for the length.
-            step: how many steps the shard has gone.
-            come_home: whether the last process that reads the keys sends the shard to their owner, as gradients are.
+            shard: Keys and values, or their gradients.
+            own: Shard of this process, which has the shapes (except for the length) and dtypes of received shards.
+            step: Number of steps that the shard has travelled.
+            come_home: Whether the last reader of the keys sends the shard back to the owner, as for gradients.
 
         Returns:
-            The transfer; the shard of the next step; and, if it comes home now, the shard of this process's own keys.
+            The transfer, the shard of the next step, and the shard of this process's own keys if it returns now.
         """
         lengths, hops, rank = self.sequence.lengths, self.plan.hops, self.sequence.rank
         owner, following = self._behind(step), self._behind(step + 1)
@@ -339,7 +340,7 @@ class _Ring:
         return _Transfer(self.sequence, moves, tag=3 if come_home else 0), received, returned
 
     def _go_round(self, own: _Shard) -> Iterator[tuple[int, _Shard]]:
-        """Yield the owner and the keys of each step, while those of the next one are on their way."""
+        """Yield the owner and the keys of each step, while the keys of the next step are in transfer."""
         shard = own
         for step in range(self.sequence.size):
             transfer, following, _ = self._hand_on(shard, own, step)
@@ -347,10 +348,10 @@ class _Ring:
             transfer.wait()
             shard = following
 
-    # ---- one piece
+    # ---- computation of a piece
 
     def _problem(self, query: Tensor, shard: _Shard, owner: int, piece: Piece) -> Problem:
-        """Return the problem of a piece, whose queries and keys are already cut out."""
+        """Return the problem of a piece from the queries and keys of that piece."""
         sequence, (key, value, *biases) = self.sequence, shard
         options: Options = {
             **self.call.options(),
@@ -361,7 +362,7 @@ class _Ring:
         }
         if self.call.logit_scale is not None:
             counts = _cut_rows(sequence.visible_keys(self.call.causal), piece.batches, piece.rows)
-            # The scale of a query that sees no key does not matter, but 0 is refused.
+            # Queries without visible keys may have any scale, but SSMax refuses a count of 0.
             options["visible_keys"] = counts.clamp(min=1)
         return make_problem(query, key, value, self.call.prior, **options)
 
@@ -372,13 +373,13 @@ class _Ring:
 
     @torch.no_grad()
     def _looks_at(self, problem: Problem, lse: Tensor) -> Problem | None:
-        """Leave out keys that add nothing, or less than ``tolerance``, to queries with this log-sum-exp.
+        """Prune blocks of keys whose weight is 0, or below ``tolerance``, given the queries' log-sum-exp so far.
 
-        A block of keys weighs at most ``Σ_j exp(c (‖q‖ ‖k_j‖ softmax_scale + K_ij) - lse)``, with the largest norms and
-        log-prior of its queries and keys.
+        The weight of a block is at most ``Σ_j exp(c (‖q‖ ‖k_j‖ softmax_scale + K_ij) - lse)``, with the largest norms
+        and log-prior of its queries and keys.
 
         Returns:
-            The problem that is left, or None if no key is.
+            The problem of the remaining keys, or None if no key remains.
         """
         prior, geometry, scale = problem.prior, problem.geometry, problem.row_scale
         offset = geometry.offset
@@ -402,7 +403,7 @@ class _Ring:
                 low, high = products.amin(0), products.amax(0)
         longest = longest.repeat_interleave(geometry.heads // problem.key.shape[1], dim=1)
         bound = content.unsqueeze(-1) * longest.unsqueeze(-2) + high + math.log(geometry.num_keys)
-        # A bound or a log-sum-exp that is NaN rules nothing out.
+        # Keep blocks whose bound or log-sum-exp is NaN.
         kept = ~(bound - _by_block(lse, math.inf).amin(-1, keepdim=True) <= limit)
         if not bool(kept.any()):
             return None
@@ -413,7 +414,7 @@ class _Ring:
 
     @torch.no_grad()
     def forward(self, query: Tensor, own: _Shard) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp, in float64."""
+        """Return the output and the log-sum-exp in float64."""
         sequence = self.sequence
         out = query.new_zeros(*query.shape[:3], own[1].shape[3], dtype=torch.float64)
         lse = query.new_full(query.shape[:3], -math.inf, dtype=torch.float64)
@@ -428,7 +429,7 @@ class _Ring:
                     continue
                 self.computed[owner].append((piece, looked_at.kept))
                 _merge(out_rows, lse_rows, *self._solve(looked_at))
-                if isinstance(piece.rows, Tensor):  # else they are views
+                if isinstance(piece.rows, Tensor):  # slices are views, which are updated in place
                     out[piece.batches, :, piece.rows] = out_rows
                     lse[piece.batches, :, piece.rows] = lse_rows
         return out, lse
@@ -436,18 +437,18 @@ class _Ring:
     def backward(
         self, query: Tensor, own: _Shard, results: tuple[Tensor, ...], grads: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of queries, of keys and what belongs to them, and of parameters.
+        """Return the gradients of queries, of the tensors of this process's shard, and of parameters.
 
         Args:
-            query: and
-            own: as for :meth:`forward`.
-            results: the output as it was returned, what rounding took from it, and the log-sum-exp.
-            grads: the gradients of output and log-sum-exp.
+            query: Queries of this process.
+            own: Shard of this process.
+            results: Returned output, its rounding error, and log-sum-exp.
+            grads: Gradients of the output and of the log-sum-exp.
         """
         if any(now is not then for now, then in zip(self.call.parameters(), self.parameters, strict=True)):
             raise RuntimeError(
-                "attend_across: the parameters of prior or logit_scale were replaced between the forward and the "
-                "backward pass; so its gradients cannot be computed"
+                "attend_across: parameters of prior or logit_scale were replaced between the forward and the backward "
+                "pass, so gradients cannot be computed"
             )
         query_grad, own_grad = torch.zeros_like(query, dtype=compute_dtype_of(query)), own.zeros()
         parameter_grads = {p: torch.zeros_like(p, dtype=torch.float64) for p in self.parameters if p.requires_grad}
@@ -477,19 +478,19 @@ class _Ring:
         into: tuple[Tensor, ...],
         parameter_grads: dict[nn.Parameter, Tensor],
     ) -> None:
-        """Add a piece's part of all gradients.
+        """Add the gradients of a piece.
 
         With shares ``w = exp(lse_piece - lse)``, ``out = Σ w out_piece`` over the pieces. So the gradient of
-        ``out_piece`` is ``w dout``, and that of ``lse_piece`` is ``w (<dout, out_piece - out> + dlse)``.
+        ``out_piece`` is ``w dout``, and the gradient of ``lse_piece`` is ``w (<dout, out_piece - out> + dlse)``.
 
         Args:
-            given: queries, and the keys of the owner with what belongs to them.
-            owner: the process that owns the keys.
-            piece: which queries and keys.
-            kept: the blocks that the forward pass kept.
-            results_and_grads: as for :meth:`backward`, one after the other.
-            into: the gradients of ``given``, to which the piece's are added.
-            parameter_grads: the gradients of the parameters that are trained.
+            given: Queries of this process and tensors of the owner's shard.
+            owner: Process that owns the keys.
+            piece: Queries and keys of the piece.
+            kept: Blocks that the forward pass kept.
+            results_and_grads: ``results`` and ``grads`` of :meth:`backward`, concatenated.
+            into: Gradients of ``given``, which are updated in place.
+            parameter_grads: Gradients of the trained parameters, which are updated in place.
         """
         places = (piece.rows, *(piece.keys for _ in given[1:]))
         with torch.enable_grad():
@@ -500,7 +501,7 @@ class _Ring:
             problem = self._problem(leaves[0], _Shard(leaves[1:]), owner, piece)
             part_out, part_lse = self._solve(replace(problem, kept=kept))
         out, rest, lse, out_grad, lse_grad = (_cut_rows(x, piece.batches, piece.rows) for x in results_and_grads)
-        # Where a query sees no key of the piece, or none at all, it has no share.
+        # A query without visible keys in the piece has share 0.
         share = (part_lse.detach() - lse).exp().masked_fill(torch.isneginf(part_lse), 0.0)
         gain = _gain(out_grad, part_out.detach(), out, rest)
         cotangents = (
@@ -517,12 +518,12 @@ class _Ring:
 
 
 def _extremes(prior: Prior, geometry: Geometry, offset: int) -> tuple[Tensor, Tensor]:
-    """Return the lowest and highest log-prior between blocks of queries and of keys, ``(H, ⌈Lq / B⌉, ⌈Lk / B⌉)``."""
+    """Return the lowest and highest log-prior of each pair of query and key blocks, ``(H, ⌈Lq / B⌉, ⌈Lk / B⌉)``."""
     queries, keys = (-(-number // BLOCK) for number in (geometry.num_queries, geometry.num_keys))
-    # Blocks lie as far apart as their first tokens, give or take a block.
+    # The distances of two blocks differ from that of their first tokens by less than a block.
     lowest = offset - BLOCK * (keys - 1) - (BLOCK - 1)
     distances = torch.arange(lowest, lowest + BLOCK * (queries + keys) - 1, device=geometry.device)
-    # Where the last blocks are not full, no token is at the outermost distances.
+    # Partly filled last blocks have no tokens at the outermost distances.
     distances = distances.clamp(offset - (geometry.num_keys - 1), geometry.num_queries - 1 + offset)
     low, high = prior.log_prior_at(distances, torch.float64).unfold(1, 2 * BLOCK - 1, BLOCK).aminmax(dim=-1)
     blocks = torch.arange(max(queries, keys), device=geometry.device)
@@ -531,26 +532,26 @@ def _extremes(prior: Prior, geometry: Geometry, offset: int) -> tuple[Tensor, Te
 
 
 def _by_block(numbers: Tensor, padding: float) -> Tensor:
-    """Cut ``(..., L)`` into blocks, ``(..., ⌈L / B⌉, B)``."""
+    """Split ``(..., L)`` into padded blocks, ``(..., ⌈L / B⌉, B)``."""
     return nn.functional.pad(numbers, (0, -numbers.shape[-1] % BLOCK), value=padding).unflatten(-1, (-1, BLOCK))
 
 
 def _cut_rows(tensor: Tensor, batches: slice, rows: slice | Tensor) -> Tensor:
-    """Return some rows of ``(B, H, L, ...)`` or ``(1 or B, 1, L)``, or of positions ``(1 or B, L)``."""
+    """Select examples and rows of ``(B, H, L, ...)``, ``(1 or B, 1, L)`` or ``(1 or B, L)``."""
     part = tensor[batches] if len(tensor) > 1 else tensor
     return part[:, rows] if tensor.dim() == 2 else part[:, :, rows]
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add the result over other keys in place: each output weighs as much as its exponentials sum to."""
-    # Where neither sees a key, the difference is nan, and either output is 0.
+    """Merge the result over further keys in place, with the sums of exponentials as weights of the outputs."""
+    # If neither result has visible keys, the difference is nan, and both outputs are 0.
     weight = torch.sigmoid((part_lse - lse).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf))
     out.lerp_(part.double(), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
 def _gain(out_grad: Tensor, part: Tensor, out: Tensor, rest: Tensor) -> Tensor:
-    """Return ``<dout, out_piece - out>`` in float64, computed for some rows at a time."""
+    """Return ``<dout, out_piece - out>`` in float64, computed in chunks of rows to save memory."""
     blocks = zip(*(x.split(GAIN_ROWS, dim=2) for x in (out_grad, part, out, rest)), strict=True)
     return torch.cat([torch.linalg.vecdot(g.double(), p.double() - o - r) for g, p, o, r in blocks], dim=2)
 
@@ -558,12 +559,12 @@ def _gain(out_grad: Tensor, part: Tensor, out: Tensor, rest: Tensor) -> Tensor:
 class _Across(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ring: _Ring, query: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
-        """``given`` are the tensors of this process's :class:`_Shard`, then the ring's parameters."""
+        """Run the ring; ``given`` has the tensors of this process's :class:`_Shard`, then the ring's parameters."""
         ctx.ring, ctx.number = ring, len(given) - len(ring.parameters)
         whole, lse = ring.forward(query, _Shard(x.contiguous() for x in given[: ctx.number]))
         out = whole.to(query.dtype)
-        # The gradients of the pieces' log-sum-exps add up to 0 in each row, and a prior with a slope multiplies what is
-        # left of that by the row's position: so what is subtracted there must not be rounded.
+        # The gradients of the pieces' log-sum-exps cancel in each row. A prior with a slope multiplies their rounding
+        # error by the position, so the output that is subtracted in them must not be rounded.
         rest = (whole - out).to(compute_dtype_of(query))
         ctx.save_for_backward(out, rest, lse, query, *given)
         return out, lse.to(compute_dtype_of(query))

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each process of a group holds, and which of them may see each other."""
+"""Distribution of the tokens of a sequence over processes, and the plan of which shards each process reads."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ Layout = Literal["zigzag", "contiguous"]
 
 
 def shard_index(length: int, rank: int, size: int, layout: Layout = "zigzag") -> Tensor:
-    """Return the places in a sequence of the tokens that one process of several holds, rising.
+    """Return the places of one process's tokens in a sequence, in ascending order.
 
-    ``contiguous``: the sequence is cut into ``size`` runs, and process ``r`` holds run ``r``. Under a causal mask the
-    last process then has ``2 size - 1`` times the first one's work, and all wait for it. ``zigzag``: it is cut into
-    ``2 size`` runs, and process ``r`` holds runs ``r`` and ``2 size - 1 - r``: all have the same work.
+    ``contiguous`` cuts the sequence into ``size`` runs; process ``r`` holds run ``r``. Under a causal mask, the last
+    process then has ``2 size - 1`` times the work of the first process, and all processes wait for it. ``zigzag`` cuts
+    the sequence into ``2 size`` runs; process ``r`` holds runs ``r`` and ``2 size - 1 - r``, which balances the work.
 
     Args:
-        length: of the sequence, in tokens; at least one per run. Runs differ in length by one token at most.
-        rank: of the process in its group.
-        size: of the group.
+        length: Length of the sequence in tokens, at least one per run. Lengths of runs differ by at most one token.
+        rank: Rank of the process in its group.
+        size: Number of processes in the group.
         layout: ``zigzag`` for causal attention, ``contiguous`` for bidirectional attention and windows.
 
     Returns:
-        int64 ``(L_r,)``.
+        Places, int64, shape ``(L_r,)``.
+
+    Raises:
+        ValueError: An argument is out of range.
     """
     check_positive_integers(length=length, size=size)
     check_choice("layout", layout, get_args(Layout))
@@ -47,7 +50,7 @@ def shard_index(length: int, rank: int, size: int, layout: Layout = "zigzag") ->
 
 
 class Run(NamedTuple):
-    """Tokens that follow each other, in the sequence and in the shard of the process that holds them."""
+    """Tokens that are consecutive both in the sequence and in the shard of a process."""
 
     start: int
     """Slot of the first token in the shard."""
@@ -55,13 +58,13 @@ class Run(NamedTuple):
     """Place of the first token in the sequence."""
     length: int
     documents: list[set[int]]
-    """Documents of the tokens, for each example of the batch."""
+    """Documents of the tokens in each example of the batch."""
     visible_documents: list[set[int]]
-    """Documents of the tokens that are no padding, for each example of the batch."""
+    """Documents of the non-padding tokens in each example of the batch."""
 
     @property
     def last(self) -> int:
-        """One past the last token's place."""
+        """Place after that of the last token."""
         return self.first + self.length
 
     @property
@@ -71,48 +74,48 @@ class Run(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Queries and keys for one call of attention: apart from ``own``, documents hide none of the keys."""
+    """Queries and keys of one call of attention. Documents hide no keys, except if ``own`` is true."""
 
     batches: slice
     rows: slice | Tensor
-    """Slots of queries in the shard of the process that reads."""
+    """Slots of the queries in the reader's shard."""
     keys: slice | Tensor
-    """Slots of keys in the shard of the process that owns them."""
+    """Slots of the keys in the owner's shard."""
     own: bool = False
     """Whether queries and keys are the same tokens."""
 
 
 class Plan(NamedTuple):
-    """What one process computes, and how far each shard travels."""
+    """Computations of one process, and travel distances of all shards."""
 
     pieces: list[list[Piece]]
-    """For each owner of keys."""
+    """Pieces of each owner of keys."""
     hops: list[int]
-    """To how many of the processes after its owner each shard is handed on."""
+    """Number of processes after its owner to which each shard travels."""
 
 
 class ShardedSequence:
-    """A batch of sequences whose tokens are spread over the processes of a group: what attention needs to know of all.
+    """Places, documents and padding of a batch of sequences whose tokens are distributed over processes.
 
-    To make one is a collective operation: every process of the group does it at the same time. It can then serve all
-    layers of a model, forward and backward. Every process keeps the positions, documents and padding of all tokens,
-    17 bytes per token at most; queries, keys and values stay where they are.
+    The constructor is a collective operation, which all processes of the group must call. An instance can serve all
+    layers of a model, forward and backward. Every process stores the positions, documents and padding of all tokens,
+    at most 17 bytes per token. Queries, keys and values stay in their processes.
 
     Args:
-        index: integers ``(L_r,)``: at which place of the whole sequence each token of this process stands. Over all
-            processes, each place from 0 on occurs once. Each run of consecutive places is a call of attention of its
-            own: see :func:`shard_index` for layouts with one or two.
-        group: the process group; None for all processes.
-        document_ids: integers ``(B, L_r)``: packed documents do not see each other. Those that are runs of tokens
-            cost nothing; tokens of interleaved ones are picked out one document at a time.
-        key_padding_mask: boolean ``(B, L_r)``, True = ignore.
-        positions: integers ``(L_r,)`` or ``(B, L_r)``, for priors that look at more than distances, and for
-            encodings: by default the place in the sequence, or in the document. They must rise by one from token to
-            token of a document.
+        index: Place of each token of this process in the whole sequence, integers of shape ``(L_r,)``. Over all
+            processes, each place from 0 on occurs once. Each run of consecutive places is a separate call of
+            attention; layouts of :func:`shard_index` have one or two runs.
+        group: Process group; None for all processes.
+        document_ids: Document of each token, integers of shape ``(B, L_r)``. Packed documents do not see each other.
+            Contiguous documents add no cost; tokens of interleaved documents are gathered document by document.
+        key_padding_mask: Boolean, shape ``(B, L_r)``; True is ignored.
+        positions: Integers of shape ``(L_r,)`` or ``(B, L_r)``, for encodings and for priors that depend on more than
+            distances. The default is the place in the sequence, or in the document. Positions must rise by one from
+            token to token of a document.
 
     Raises:
-        ValueError: in every process, if the arguments of one of them are impossible or do not fit the others'.
-        RuntimeError: if torch.distributed is not initialised, or another process does not answer.
+        ValueError: In all processes, if the arguments of a process are invalid or incompatible with those of others.
+        RuntimeError: torch.distributed is not initialised, or another process does not respond.
     """
 
     length: int
@@ -129,7 +132,7 @@ class ShardedSequence:
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
-                "torch.distributed is not initialised: start with torchrun and call torch.distributed."
+                "torch.distributed is not initialised; start the program with torchrun and call torch.distributed."
                 "init_process_group() first"
             )
         self.group = group
@@ -155,13 +158,13 @@ class ShardedSequence:
         batches = {len(x) for x in whole.values() if x is not None and len(x) > 1}
         if len(batches) > 1:
             raise ValueError(
-                f"document_ids, key_padding_mask and positions are of batches of different sizes, {batches}"
+                f"document_ids, key_padding_mask and positions must have equal batch sizes, got {batches}"
             )
         self.batch = batches.pop() if batches else 1
-        """Size of the batch of documents, padding and positions: 1 if there are none, or all examples share them."""
+        """Batch size of documents, padding and positions; 1 if all examples share them or there are none."""
         documents, padding = whole["document_ids"], whole["key_padding_mask"]
         self._has_documents = documents is not None
-        # Without documents, all tokens are in one.
+        # Without documents, all tokens belong to document 0.
         self._documents = torch.zeros(1, self.length, dtype=torch.int64) if documents is None else documents
         self._padding = (
             torch.zeros(1, self.length, dtype=torch.bool) if padding is None or not padding.any() else padding
@@ -173,24 +176,26 @@ class ShardedSequence:
         self._visible_keys: dict[bool, Tensor] = {}
 
     def exchange(self, what: str, check: Callable[[], Any]) -> list[Any]:
-        """Return what ``check()`` returns in each process of the group; a collective operation.
+        """Return the results of ``check()`` in all processes of the group. This is a collective operation.
+
+        An error of this process's ``check`` is raised unchanged.
 
         Raises:
-            ValueError: in every process, if ``check`` raises one in any of them, or anything else in another one.
-            RuntimeError: if another process does not answer.
+            ValueError: ``check`` raised an error in another process.
+            RuntimeError: Another process does not respond.
         """
         mine, error = {}, None
         try:
             mine = check()
-        except Exception as refused:  # of any kind: the others must not wait for this process
+        except Exception as refused:  # any error, because the other processes must not wait for this process
             error = refused
         every: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(every, (mine, None if error is None else str(error)), group=self.group)
         except RuntimeError as failed:
             raise RuntimeError(
-                f"{what}: process {self.rank} of {self.size} waited for the others of its group in vain; one of them "
-                "has stopped, or did not make the same call"
+                f"{what}: process {self.rank} of {self.size} got no answer from another process of its group, which "
+                "has stopped or did not make the same call"
             ) from failed
         if error is not None:
             raise error
@@ -199,7 +204,7 @@ class ShardedSequence:
                 raise ValueError(f"{what}: process {rank} of the group refused its arguments: {message}")
         return [found for found, _ in every]
 
-    # ---- what is known of all tokens
+    # ---- data of all tokens
 
     def _whole_positions(self, given: Tensor | None) -> Tensor:
         """Return the position of each place, ``(1 or B, N)``."""
@@ -209,11 +214,11 @@ class ShardedSequence:
         order = documents.argsort(dim=-1, stable=True)
         rises, starts = positions.gather(1, order).diff() == 1, documents.gather(1, order).diff() != 0
         if not bool((rises | starts).all()):
-            raise ValueError("positions must rise by one from token to token of a sequence, or of each document")
+            raise ValueError("positions must rise by one from token to token of the sequence, or of each document")
         return given
 
     def _find_runs(self, places: Tensor) -> list[Run]:
-        """Cut the places of one process into runs."""
+        """Split the places of one process into runs."""
         cuts = (places.diff() != 1).nonzero().flatten() + 1
         runs = []
         for start, run in zip([0, *cuts.tolist()], places.tensor_split(cuts), strict=True):
@@ -226,18 +231,19 @@ class ShardedSequence:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Positions of this process's tokens, ``(1 or B, L_r)``."""
+        """Positions of this process's tokens, shape ``(1 or B, L_r)``."""
         return self._positions[:, self._places[self.rank]].to(self.device)
 
     def keys_of(self, owner: int, piece: Piece, batch: int) -> Options:
-        """Return the arguments of :func:`attend` that say where a piece's keys stand and which of them are hidden.
+        """Return the arguments of :func:`attend` for the positions, documents and padding of a piece's keys.
 
-        Documents are given only for queries' own keys (no others are hidden by them), and padding only if there is any.
+        Documents are None unless queries and keys are the same tokens, because they hide no keys of other pieces.
+        Padding is None if the piece has no padding.
 
         Args:
-            owner: the process that owns the keys.
-            piece: the piece.
-            batch: how many examples the queries of the piece have.
+            owner: Process that owns the keys.
+            piece: Queries and keys.
+            batch: Number of examples in the piece.
         """
 
         def cut(whole: Tensor) -> Tensor:
@@ -252,10 +258,10 @@ class ShardedSequence:
         }
 
     def visible_keys(self, causal: bool) -> Tensor:
-        """Count the keys of the whole sequence that each query of this process may see, ``(1 or B, 1, L_r)``."""
+        """Return each query's number of visible keys in the whole sequence, shape ``(1 or B, 1, L_r)``."""
         if causal not in self._visible_keys:
             documents, padding = torch.broadcast_tensors(self._documents, self._padding)
-            # Interleaved documents one after another: the keys of each query are then a run.
+            # Sort interleaved documents, so that the visible keys of each query are contiguous.
             order = documents.argsort(dim=-1, stable=True)
             documents = documents.gather(1, order)
             geometry = Geometry(
@@ -273,14 +279,14 @@ class ShardedSequence:
             self._visible_keys[causal] = counts[:, None, self._places[self.rank]].to(self.device)
         return self._visible_keys[causal]
 
-    # ---- who reads whose keys
+    # ---- plans
 
     def plan(self, causal: bool, reach: tuple[int, int] | None) -> Plan:
-        """Return what to compute.
+        """Return the pieces that this process computes, and the travel distances of all shards.
 
         Args:
-            causal: whether a query sees only keys at places up to its own.
-            reach: the smallest and the largest distance that the prior lets a query see; None for all.
+            causal: Whether a query sees only keys at places up to its own.
+            reach: Smallest and largest distance that the prior leaves visible; None for all distances.
         """
         if (causal, reach) in self._plans:
             return self._plans[causal, reach]
@@ -294,7 +300,7 @@ class ShardedSequence:
             [piece for queries, keys in pairs(self.rank, owner) for piece in self._pieces(queries, keys)]
             for owner in range(self.size)
         ]
-        # Queries' own keys first: beside them others may turn out to weigh nothing.
+        # Own keys first: their log-sum-exp may show that other keys have no weight.
         pieces[self.rank].sort(key=lambda piece: not piece.own)
         farthest_first = range(self.size - 1, 0, -1)
         hops = [
@@ -305,12 +311,12 @@ class ShardedSequence:
         return plan
 
     def _may_see(self, queries: Run, keys: Run, causal: bool, reach: tuple[int, int] | None) -> bool:
-        """Return whether in some example a query may see a key that is no padding."""
+        """Return whether a query may see a non-padding key in any example."""
         nearest, farthest = queries.first - (keys.last - 1), queries.last - 1 - keys.first
         if causal and farthest < 0:
             return False
         if self._is_interleaved:
-            # Within a document tokens are nearer to each other than their places are, but in the same order.
+            # Positions within an interleaved document are closer than places, but have the order of places.
             nearest, farthest = min(nearest, 1), max(farthest, -1)
         if reach is not None and (nearest > reach[1] or farthest < reach[0]):
             return False
@@ -319,7 +325,7 @@ class ShardedSequence:
 
     @cached_property
     def _is_interleaved(self) -> bool:
-        """Whether some document is no run of places."""
+        """Whether any document is not contiguous."""
         return self._has_documents and any(len(ids.unique_consecutive()) > len(ids.unique()) for ids in self._documents)
 
     def _pieces(self, queries: Run, keys: Run) -> list[Piece]:
@@ -331,7 +337,7 @@ class ShardedSequence:
             [(_slots(ids, document, queries), _slots(ids, document, keys)) for document in sorted(here & there)]
             for ids, here, there in examples
         ]
-        # Tensors of slots are compared with nothing: they are never the same for all.
+        # Only slices can be compared; tensors of slots always get a piece per example.
         are_runs = all(len(parts) == 1 and all(isinstance(x, slice) for x in parts[0]) for parts in found)
         if are_runs and all(parts == found[0] for parts in found):
             return [Piece(everyone, *found[0][0])]
@@ -340,24 +346,24 @@ class ShardedSequence:
 
 
 def _slots(ids: Tensor, document: int, run: Run) -> slice | Tensor:
-    """Return the slots of a document's tokens in a run: a slice if they follow each other."""
+    """Return the slots of a document's tokens in a run, as a slice if they are contiguous."""
     slots = (ids[run.first : run.last] == document).nonzero().flatten() + run.start
     first, last = int(slots[0]), int(slots[-1]) + 1
     return slice(first, last) if last - first == len(slots) else slots
 
 
 def _join(parts: list[Tensor | None], order: Tensor, name: str) -> Tensor | None:
-    """Put shards together in the order of places, ``(1 or B, N)``."""
+    """Join shards in the order of places, shape ``(1 or B, N)``; None if no process has a tensor."""
     given = [x for x in parts if x is not None]
     if not given:
         return None
     if len(given) < len(parts):
         without = [rank for rank, x in enumerate(parts) if x is None]
-        raise ValueError(f"{name} must be given by every process of the group or by none, and is not by {without}")
+        raise ValueError(f"{name} must be given by all processes of the group or by none; missing in {without}")
     shards = [x if x.dim() == 2 else x.unsqueeze(0) for x in given]
     batches = [len(x) for x in shards]
     if len(set(batches)) > 1:
-        raise ValueError(f"{name} must have the same batch in every process of the group, got {batches}")
+        raise ValueError(f"{name} must have equal batch sizes in all processes of the group, got {batches}")
     joined = torch.cat(shards, dim=1)
     whole = torch.empty_like(joined)
     whole[:, order] = joined
@@ -375,7 +381,7 @@ def _check(index: Tensor, given: Mapping[str, Tensor | None]) -> None:
         if not isinstance(tensor, Tensor) or tensor.shape[-1:] != index.shape or tensor.dim() not in dimensions:
             got = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
             raise ValueError(
-                f"{name} must have shape (B, {len(index)}), a number for each of the process's tokens, got {got}"
+                f"{name} must have shape (B, {len(index)}), with a number for each token of the process, got {got}"
             )
         if name != "key_padding_mask":
             check_positions(name, tensor)

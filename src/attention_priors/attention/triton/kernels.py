@@ -209,7 +209,7 @@ def _walk(
         return Walk(SLOTS + place * tl.cdiv(number, SLOT), 0, 0, steps)
     else:
         last_slot = tl.minimum(first_slot + OWN, num_own) - 1
-        # Blocks in [some_from, some_to) may hold visible pairs; those in [inner_from, inner_to) hold only visible pairs.
+        # Blocks in [some_from, some_to) may hold visible pairs; those in [inner_from, inner_to) hold no hidden pairs.
         some_from, some_to = number * 0, number
         if POSITIONS is None:
             some_from = first_slot + offset - farthest
