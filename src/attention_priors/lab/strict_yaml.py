@@ -80,7 +80,7 @@ _KINDS = ("constrained-int", "constrained-str", "constrained-float", "int", "flo
 class _UniqueKeyLoader(yaml.SafeLoader):
     """YAML loader that raises an error for duplicate keys, which PyYAML would silently drop.
 
-    Keys of a merged mapping (``<<``) may be set again. ruamel.yaml's safe loader is no alternative, because it accepts
+    Keys of a merged mapping (``<<``) may be set again. ruamel.yaml's safe loader is not used, because it accepts
     duplicates in mappings with merged keys.
     """
 

@@ -1,7 +1,7 @@
 """Ring attention over a sequence whose tokens are distributed over the processes of a group.
 
 Keys and values travel around a ring of processes. Each process attends with its own queries to one shard of keys at a
-time, and merges the results by their log-sum-exps. The backward pass is a second ring: each process recomputes the
+time, and merges the results by their log-sum-exps. The backward pass is a second ring. Each process recomputes the
 results of a shard, adds its part of the gradients, and sends the gradients of keys and values on with the shard. A
 process therefore holds only a few shards at a time.
 """
@@ -98,8 +98,8 @@ def attend_across(
     do as well, if every process runs the backward pass.
 
     **Parameters of prior and logit scale** must be equal in all processes. Each process gets the gradient from its own
-    queries, so the gradient over the whole sequence is the *sum* over processes, as for any parameter of a layer.
-    (DistributedDataParallel and FSDP average gradients, so multiply the loss by the number of processes.)
+    queries. The gradient over the whole sequence is the *sum* over processes, as for any parameter of a layer.
+    DistributedDataParallel and FSDP average gradients, so multiply the loss by the number of processes.
 
     Shards that no query of a process may see, because of causality, documents or a :class:`Window`, are not computed.
     They are sent on only while another process needs them. Far keys are skipped if a bound from norms and log-priors
@@ -128,7 +128,7 @@ def attend_across(
         for float64 queries). A query that sees no key gets zeros, and ``-inf``.
 
     Raises:
-        ValueError: In all processes, if the arguments of a process are invalid or incompatible with those of others.
+        ValueError: The arguments of a process are invalid, or differ between processes. All processes raise an error.
         RuntimeError: Another process does not respond.
     """
     compute: Any = _attend_across
@@ -520,7 +520,7 @@ class _Ring:
 def _extremes(prior: Prior, geometry: Geometry, offset: int) -> tuple[Tensor, Tensor]:
     """Return the lowest and highest log-prior of each pair of query and key blocks, ``(H, ⌈Lq / B⌉, ⌈Lk / B⌉)``."""
     queries, keys = (-(-number // BLOCK) for number in (geometry.num_queries, geometry.num_keys))
-    # The distances of two blocks differ from that of their first tokens by less than a block.
+    # Distances between tokens of two blocks differ from the distance of their first tokens by less than a block.
     lowest = offset - BLOCK * (keys - 1) - (BLOCK - 1)
     distances = torch.arange(lowest, lowest + BLOCK * (queries + keys) - 1, device=geometry.device)
     # Partly filled last blocks have no tokens at the outermost distances.

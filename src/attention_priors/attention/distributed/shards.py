@@ -64,7 +64,7 @@ class Run(NamedTuple):
 
     @property
     def last(self) -> int:
-        """Place after that of the last token."""
+        """Place after the last token."""
         return self.first + self.length
 
     @property
@@ -82,7 +82,7 @@ class Piece(NamedTuple):
     keys: slice | Tensor
     """Slots of the keys in the owner's shard."""
     own: bool = False
-    """Whether queries and keys are the same tokens."""
+    """Whether queries and keys belong to the same tokens."""
 
 
 class Plan(NamedTuple):
@@ -114,7 +114,8 @@ class ShardedSequence:
             token to token of a document.
 
     Raises:
-        ValueError: In all processes, if the arguments of a process are invalid or incompatible with those of others.
+        ValueError: The arguments of a process are invalid or incompatible with other processes. All processes raise an
+            error.
         RuntimeError: torch.distributed is not initialised, or another process does not respond.
     """
 
@@ -237,7 +238,7 @@ class ShardedSequence:
     def keys_of(self, owner: int, piece: Piece, batch: int) -> Options:
         """Return the arguments of :func:`attend` for the positions, documents and padding of a piece's keys.
 
-        Documents are None unless queries and keys are the same tokens, because they hide no keys of other pieces.
+        Documents are None unless ``piece.own``, because documents hide no keys of other pieces.
         Padding is None if the piece has no padding.
 
         Args:

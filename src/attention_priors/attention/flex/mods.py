@@ -57,7 +57,7 @@ def flex_score_mod(
 ) -> ScoreMod:
     """Return a prior as FlexAttention's ``score_mod``: ``c_i (score + K_ij)``, or ``c_i score + K_ij``.
 
-    The function hides no keys (:func:`flex_mask_mod` does) and is valid for every pair of a query and a key, so it
+    The function hides no keys; :func:`flex_mask_mod` does. It is valid for every pair of a query and a key, so it
     combines with any ``mask_mod``. Stationary terms are read from a float32 table by distance and head, which is
     computed in float64. Terms that depend on the key alone are shifted by a constant per query, because a float32
     score cannot represent ``slope · j`` at far positions. The shift leaves the weights unchanged, but changes the
@@ -74,8 +74,8 @@ def flex_score_mod(
             priors depend on it.
         logit_scale: :class:`SSMax`, or None.
         visible_keys: Number of visible keys of each query, integers of shape ``(Lq,)``, ``(B, Lq)`` or
-            ``(B, H or 1, Lq)``, for a ``logit_scale`` with a custom mask. By default, the keys are counted from
-            ``causal``, documents, padding and positions.
+            ``(B, H or 1, Lq)``. Pass this for a ``logit_scale`` with a custom mask. By default, the keys are counted
+            from ``causal``, documents, padding and positions.
         query_positions: Integers of shape ``(Lq,)`` or ``(B, Lq)``. This and the following arguments are as in
             :func:`attend`; a batch dimension fixes ``B``.
         key_positions: Integers of shape ``(Lk,)`` or ``(B, Lk)``.
@@ -155,7 +155,7 @@ def flex_mask_mod(
 
 
 def _device(device: torch.device | str | None, *owners: torch.nn.Module | Tensor | None) -> torch.device:
-    """Return ``device``, or by default that of the first parameter or tensor."""
+    """Return ``device``, or by default the device of the first parameter or tensor."""
     if device is not None:
         return torch.device(device)
     tensors = chain.from_iterable(x.parameters() if isinstance(x, torch.nn.Module) else (x,) for x in owners)
@@ -297,8 +297,8 @@ class Scores:
             row_scale: Factor of each query's scores, shape ``(1 or B, H, Lq)``, or None.
             scales_prior: Whether ``row_scale`` also multiplies the log-prior.
             key_bias: Bias of each key, shape ``(B, H, Lk)``, or None.
-            slots: Padded numbers of queries and keys of FlexAttention; those of the geometry by default. Results of
-                padding queries have no meaning.
+            slots: Padded numbers of queries and keys of FlexAttention; no padding by default. Results of padding
+                queries have no meaning.
         """
         num_queries, num_keys = slots or (geometry.num_queries, geometry.num_keys)
         terms = () if prior is None else tuple(prior.terms())

@@ -51,7 +51,7 @@ LONGEST_TABLE = 16
 """Largest number of table entries per token with explicit positions, whose gaps fill the table with unused entries."""
 
 
-# ---- what is supported
+# ---- supported problems
 
 
 def why_not(problem: Problem) -> str | None:
@@ -96,16 +96,16 @@ def why_not(problem: Problem) -> str | None:
 
 
 def distance_range(geometry: Geometry) -> tuple[int, int]:
-    """Return the highest distance of a query and a key, and the number of distances down to the lowest relevant one.
+    """Return the highest distance of a query and a key, and the number of distances in the table.
 
-    Under a causal mask, -1 is the lowest relevant distance, because it stands for all distances to later keys.
+    Under a causal mask, the table ends at distance -1, whose entry serves all later keys.
     """
     farthest, nearest = geometry.farthest_and_nearest()
     return farthest, _down_to_what_matters(geometry, farthest, nearest)
 
 
 def _down_to_what_matters(geometry: Geometry, farthest: int, nearest: int) -> int:
-    # Under a causal mask, the distance -1 stands for all distances to later keys.
+    # Under a causal mask, the entry of distance -1 serves all later keys.
     lowest = max(nearest, -1) if geometry.causal else nearest
     return farthest - min(lowest, farthest) + 1
 
@@ -185,7 +185,7 @@ class _Launcher:
 
     @property
     def offset(self) -> int:
-        """Position of each query minus that of the key at its slot; 0 if slots do not determine positions."""
+        """Position of each query minus the position of the key at its slot; 0 if slots do not determine positions."""
         geometry = self.problem.geometry
         if geometry.causal and geometry.offset is not None:
             # If all keys lie in the future, any such offset is equivalent. The bound keeps it within 32 bits.
@@ -286,7 +286,7 @@ class _Launcher:
         if self.regular:
             return dict.fromkeys(names)
         queries, keys = geometry.query_positions, geometry.key_positions
-        # Only differences of positions matter. Those of visible pairs fit 32 bits.
+        # Only differences of positions matter. For visible pairs, they fit 32 bits.
         if geometry.causal:
             # Clamp the differences of hidden pairs, which compiled graphs have not checked, to 32 bits as well.
             keys = keys.minimum(queries.amax(-1, keepdim=True) + 1)

@@ -80,7 +80,7 @@ def _read(table, entries, visible):
 
 @triton.jit  # noqa: RET503
 def _load(pointer, places, default=None):
-    """Load numbers. Without a pointer, return ``default``, or None if there is no default."""
+    """Load numbers; without a pointer, return ``default``, or None without a default."""
     # Triton 3.5 and 3.6 cannot compile ``return None`` or None in a returned tuple, but they accept a missing return.
     if pointer is not None:
         return tl.load(pointer + places)
@@ -209,7 +209,7 @@ def _walk(
         return Walk(SLOTS + place * tl.cdiv(number, SLOT), 0, 0, steps)
     else:
         last_slot = tl.minimum(first_slot + OWN, num_own) - 1
-        # Blocks in [some_from, some_to) may hold visible pairs; those in [inner_from, inner_to) hold no hidden pairs.
+        # Blocks in [some_from, some_to) may hold visible pairs. Blocks in [inner_from, inner_to) hold no hidden pairs.
         some_from, some_to = number * 0, number
         if POSITIONS is None:
             some_from = first_slot + offset - farthest

@@ -127,7 +127,7 @@ def repetitions(
 ) -> Iterator[dict[str, float]]:
     """Measure every way once per repetition.
 
-    Each repetition draws a new order, so that no way always follows the same other way.
+    Each repetition draws a new order, so that no two ways always run one after the other.
 
     Args:
         measure: Function that measures a way once and returns seconds.

@@ -29,14 +29,14 @@ def collect(output: Path) -> dict[str, Any]:
     ``rows`` has one entry per pass, length and way, with these fields:
 
     - ``status``: ``measured``, ``cannot run`` or ``not run``; ``reason`` of the latter two;
-    - ``seconds`` of every repetition, and ``ratios`` to the ``baseline`` in the same repetition;
+    - ``seconds`` of every repetition, and ``ratios`` to the ``baseline`` within each repetition;
     - ``median_seconds`` and ``median_ratio``: ``[median, lower quartile, upper quartile]``;
     - ``calls`` per measurement;
     - ``error``: largest difference from the float64 reference, relative to the largest output;
     - ``peak_bytes``;
     - ``beside_neighbours``: seconds and ratios beside busy processes, if the recipe asks for neighbours.
 
-    ``comparisons`` has the time ratio of each other way to the way of this library that computes the same function.
+    ``comparisons`` has the time ratio of each other package to this library's way that computes an equal function.
     ``growth`` has the fitted powers of the length.
     """
     records = [read_json(path) for path in (output / "measurements").glob("*.json")]

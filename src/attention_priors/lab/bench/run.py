@@ -336,7 +336,7 @@ def sittings(missing: Sequence[str], available: Iterable[str], needs: dict[str, 
     """Divide ways among as few sittings as their memory allows, in order.
 
     Every sitting includes the baselines of its ways, and their counterparts in this library if ``available`` has
-    them, so that both are compared in the same repetitions.
+    them. Each way is therefore compared within repetitions.
 
     Args:
         missing: Ways to measure.

@@ -83,7 +83,7 @@ def make_inputs(case: Case, head_dim: int | None = None) -> Inputs:
 
     Args:
         case: Case to draw for.
-        head_dim: Head dimension; that of the case by default.
+        head_dim: Head dimension; ``case.head_dim`` by default.
     """
     generator = torch.Generator().manual_seed(case.seed)
 
@@ -181,9 +181,9 @@ class Way:
     times: str
     """Description of the timed code."""
     baseline: str = "plain"
-    """Name of the way whose time in the same repetition is the divisor of this way's time."""
+    """Name of the way by whose time this way's time is divided in each repetition."""
     counterpart: str | None = None
-    """Name of this library's way that computes the same function."""
+    """Name of this library's way that computes an equal function."""
     compiled: bool = False
     """Whether the first run at each length compiles."""
     kept: float = 0.0

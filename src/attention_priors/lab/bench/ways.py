@@ -177,7 +177,7 @@ def _fixed_alibi(case: Case, positions: Tensor | None) -> Bias:
 
 
 def _learned_gaussian(case: Case, positions: Tensor | None) -> Bias:
-    """Return a function that makes BAM's bias by its published formula in float32, in every pass anew."""
+    """Return a function that makes BAM's bias in every pass, by its published formula in float32."""
     prior = _gaussian(case.heads).to(case.device)
     distance, future = _distance(case)
 
@@ -192,7 +192,7 @@ def _learned_gaussian(case: Case, positions: Tensor | None) -> Bias:
 
 
 def _learned_axial(case: Case, positions: Tensor | None) -> Bias:
-    """Return a function that makes the dense bias of a grid in every pass anew."""
+    """Return a function that makes the dense bias of a grid in every pass."""
     assert positions is not None
     torch.manual_seed(case.seed)
     prior = _axial_gaussian(case.heads).to(case.device)

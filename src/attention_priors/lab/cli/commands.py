@@ -275,9 +275,9 @@ def evaluate(
 ) -> None:
     """Test a model far past its training length: retrieval, perplexity by position, time.
 
-    The model may be ours, have attached priors, or be any causal language model of transformers. You can interrupt the
-    command; run it again to resume. Finished measurements are reused, so longer lengths, more trials and other models
-    may share an output folder.
+    The model may be one of this package, a model with attached priors, or any causal language model of transformers.
+    You can interrupt the command; run it again to resume. Finished measurements are reused, so longer lengths, more
+    trials and other models may share an output folder.
     """
     from pydantic import ValidationError
 
@@ -346,7 +346,7 @@ def inspect(
     """Describe each head's prior, and measure how much of the head's attention the prior explains.
 
     The output is a page, inspection.html, and its numbers without the attention maps, inspection.json. The model may be
-    ours, have attached priors, or be a decoder, BLOOM, MPT or T5 of transformers.
+    one of this package, a model with attached priors, or a decoder, BLOOM, MPT or T5 of transformers.
     """
     from attention_priors._io import writable_folder, write_json
     from attention_priors.hf.loading import load_any_config

@@ -52,7 +52,7 @@ def written(console: Console, what: str, path: Path) -> None:
 
 
 def quiet_transformers() -> None:
-    """Silence the warnings and progress bars of transformers, which would break up ours; errors are still raised."""
+    """Silence the warnings and progress bars of transformers, which would break up the displays of commands."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

@@ -113,9 +113,9 @@ def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Cor
     The held-out part is 5 % of the documents, chosen by a hash of their names, and at least one document. Documents
     that would raise the part above 20 % of the characters are not chosen.
 
-    If the held-out part has less than 1 % of the characters (one large document and some small ones), the end of the
-    longest document is held out instead. This end has about 10 % of all characters and begins after a line end if
-    there is one. If several documents are all shorter than 1000 characters, one whole document is held out.
+    If the held-out part has less than 1 % of the characters, as with a single large document, the end of the longest
+    document is held out instead. This end has about 10 % of all characters and begins after a line end if possible.
+    If several documents are all shorter than 1000 characters, one whole document is held out.
 
     Args:
         source: One of
@@ -135,8 +135,8 @@ def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Cor
 
     Raises:
         FileNotFoundError: ``source`` does not exist, or is a package that is not installed.
-        ValueError: ``max_characters`` is below 1; the file is empty, binary, or a broken FASTA file; the folder has
-            no text file; or its only document is too short to split.
+        ValueError: ``max_characters`` is below 1. Or the file is empty, binary, or a broken FASTA file. Or the folder
+            has no text file, or a single document that is too short to split.
     """
     if max_characters is not None and max_characters < 1:
         raise ValueError(f"max_characters must be at least 1, or None for everything; it is {max_characters}")
@@ -344,7 +344,7 @@ def _held_out(documents: Sequence[Document], budget: int) -> list[Document]:
 
 
 def _cut_in_two(document: Document, target: int) -> tuple[Document, Document]:
-    """Cut at the line end nearest to `target`, or at `target` if there is no line end."""
+    """Cut at the line end nearest to `target`, or at `target` in a text of a single line."""
     size = len(document.text)
     if size < _CUT_MIN_CHARACTERS:
         raise ValueError(

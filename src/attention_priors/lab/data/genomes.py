@@ -112,8 +112,8 @@ class FastaFile:
         """Read the whole file on the first call, and return its summary.
 
         Raises:
-            FastaError: The file is broken, truncated or empty, or a record has no name, a duplicate name, no sequence,
-                or a character that is not a nucleotide.
+            FastaError: The file is broken, truncated or empty; or a record lacks a name or a sequence, has a duplicate
+                name, or has a character that is not a nucleotide.
         """
         if self._summary is None:
             if _lacks_bgzf_end(self.path):
@@ -309,8 +309,8 @@ def check_nucleotides(text: str) -> None:
     """Check that a text consists of bases, because the tokenizer would read any other text as bases too.
 
     Raises:
-        ValueError: Fewer than half of the first 4096 characters are A, C, G, T, U or N, of either case; or they
-            include a FASTA header, whose letters would be read as bases, or line ends, which would be read as N.
+        ValueError: Fewer than half of the first 4096 characters are A, C, G, T, U or N, of either case. Or these
+            characters include a FASTA header or line ends, which would be read as bases.
     """
     beginning = text[:4096]
     reads_bases = f"the tokenizer {NUCLEOTIDES!r} reads bases"

@@ -56,8 +56,8 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
     Each row has these fields of shape ``(context_length,)``:
 
     - ``input_ids`` (int64);
-    - ``labels`` (int64): the input ids, unshifted (the model shifts them), with -100 for the first token of each
-      document, so that no document is predicted from the one before;
+    - ``labels`` (int64): the input ids, unshifted, because the model shifts them. The first token of each document has
+      -100, so that no document is predicted from the document before;
     - ``document_ids`` (int64): 0, 1, 2, ... for the documents of the row, each a contiguous run;
     - ``loss_weights`` (float32): 0 where the label is -100, the share's ``answer_weight`` for answer tokens of a
       retrieval text, 1 elsewhere.

@@ -84,7 +84,7 @@ def prepare(
 ) -> None:
     """Tokenise documents into shards in ``folder``; existing shards are reused.
 
-    If several processes call this function with the same folder, one prepares the tokens and the others wait.
+    If several processes call this function with one folder, the first prepares the tokens and the others wait.
 
     Args:
         preparation: Documents, tokenizer and sizes.

@@ -53,8 +53,8 @@ def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> PreTraine
         vocab_size: Number of tokens, at least 257 (the bytes and the special token).
 
     Raises:
-        ValueError: ``vocab_size`` is below 257; the documents repeat too few pairs of tokens for it; or ``documents``
-            is a string or has an element that is not a `Document`.
+        ValueError: ``vocab_size`` is below 257, or the documents repeat too few pairs of tokens for this size. Or
+            ``documents`` is a string, or has an element that is not a `Document`.
     """
     if vocab_size < MINIMUM_VOCAB_SIZE:
         raise ValueError(

@@ -101,7 +101,7 @@ def what_is_wrong(checkpoint: Path) -> str | None:
 
 
 def last_complete(folder: Path, on_message: Callable[[str], None] = lambda message: None) -> Path | None:
-    """Return the newest complete checkpoint, and rename newer, incomplete checkpoints; None if there is none.
+    """Return the newest complete checkpoint, or None, and rename newer, incomplete checkpoints.
 
     Args:
         folder: Folder of the checkpoints.

@@ -55,7 +55,7 @@ def extend(
         steps: Number of optimiser steps.
         data: Folder of prepared tokens; the model's training tokens by default.
         learning_rate: Constant learning rate; the final rate of the model's training by default.
-        tokens_per_step: Tokens per optimiser step; the default is that of the model's training.
+        tokens_per_step: Tokens per optimiser step; the value of the model's training by default.
         test_tokens: Number of held-out tokens on which the losses are measured.
         observer: Progress callbacks.
 

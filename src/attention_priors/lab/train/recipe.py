@@ -306,7 +306,7 @@ class PositionSettings(Strict):
     share_prior: bool = False
     encoding: dict[str, Any] | str | None = None
     logit_scale: dict[str, Any] | str | None = None
-    # Unset fields are left out of the identity, which keeps that of runs older than these fields.
+    # Unset fields are left out of the identity, so that runs from before these fields keep their identity.
     null_logit: dict[str, Any] | str | None = Field(default=None, exclude_if=_is_none)
     key_bias: dict[str, Any] | str | None = Field(default=None, exclude_if=_is_none)
     layer_pattern: list[str] | None = Field(default=None, exclude_if=_is_none)

@@ -34,9 +34,14 @@ SOFTWARE = ("attention-priors", "torch", "transformers", "tokenizers", "accelera
 def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = None) -> dict[str, Any]:
     """Train the model of a recipe. An interrupted run resumes when called again; a finished run is not changed.
 
-    ``output`` then holds ``recipe.json``, ``machine.json`` (versions and machine of each distinct session), ``data/``
-    (tokens, unless the recipe names prepared tokens), ``checkpoints/``, ``model/`` (weights, config and tokenizer) and
-    ``training.json`` (losses, parameters, time).
+    ``output`` then holds these files and folders:
+
+    - ``recipe.json``;
+    - ``machine.json``: versions and machine of each distinct session;
+    - ``data/``: tokens, unless the recipe names prepared tokens;
+    - ``checkpoints/``;
+    - ``model/``: weights, config and tokenizer;
+    - ``training.json``: losses, numbers of parameters, time.
 
     Args:
         recipe: Recipe of the run.
