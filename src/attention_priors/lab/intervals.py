@@ -71,7 +71,7 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 def over_seeds(values: Sequence[float]) -> Estimate:
     """Return the mean of one value per seed, with Student's 95 % interval.
 
-    The interval covers the mean over all possible seeds if the values are normally distributed.
+    The interval is for the mean over all possible seeds, and assumes normally distributed values.
 
     Raises:
         ValueError: ``values`` is empty.

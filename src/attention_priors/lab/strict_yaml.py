@@ -69,7 +69,7 @@ def check_one_of(settings: BaseModel, *names: str) -> None:
     given = [name for name in names if getattr(settings, name) is not None]
     if len(given) != 1:
         listed = f"{', '.join(names[:-1])} and {names[-1]}"
-        raise ValueError(f"give one of {listed}, got {' and '.join(given) or 'none'}")
+        raise ValueError(f"set exactly one of {listed}; got {' and '.join(given) or 'none'}")
 
 
 Model = TypeVar("Model", bound=BaseModel)

@@ -483,7 +483,7 @@ def test_images_whose_classes_are_hidden_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"images": {}}, "give one of source and dataset, got none"),
+        ({"images": {}}, "set exactly one of source and dataset; got none"),
         ({"evaluation": {"sizes": [8, 9]}}, "multiples of the patch size, 2 pixels"),
         ({"evaluation": {"sizes": [16, 8]}}, "sizes must rise"),
         ({"schemes": {"a": {"prior": "laplace"}}}, "schemes.a: "),

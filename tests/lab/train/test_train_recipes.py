@@ -25,9 +25,9 @@ def test_steps_and_rows_follow_from_tokens():
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"tokens": 100}, "give one of steps and tokens, got steps and tokens"),
-        ({"steps": None}, "give one of steps and tokens, got none"),
-        ({"tokens_per_step": 12}, "give one of batch_size and tokens_per_step, got batch_size and tokens_per_step"),
+        ({"tokens": 100}, "set exactly one of steps and tokens; got steps and tokens"),
+        ({"steps": None}, "set exactly one of steps and tokens; got none"),
+        ({"tokens_per_step": 12}, "set exactly one of batch_size and tokens_per_step; got batch_size and"),
         ({"batch_size": None, "tokens_per_step": 50}, "tokens_per_step=50 must be a multiple of context_length=12"),
         ({"steps": None, "tokens": 23}, "tokens=23 must be at least one step, 24 tokens"),
         ({"warmup_steps": 6}, "warmup_steps=6 must be less than the 6 steps"),

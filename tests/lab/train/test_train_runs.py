@@ -248,7 +248,7 @@ def recipe_decoder(make_recipe: Callable[..., TrainRecipe]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"model": {}}, "give one of decoder, config and pretrained, got none"),
+        ({"model": {}}, "set exactly one of decoder, config and pretrained; got none"),
         ({"model": {"config": "a", "pretrained": "b"}}, "got config and pretrained"),
         ({"model": {"decoder": LLAMA, "attach": {"prior": "laplace"}}}, "attach is not allowed with model.decoder"),
         ({"model": {"decoder": {"hidden_size": 8}}}, "intermediate_size"),

@@ -153,7 +153,7 @@ class ShardedSequence:
         if not torch.equal(order.sort().values, torch.arange(self.length)):
             raise ValueError(
                 f"index: over all {self.size} processes, each place from 0 to {self.length - 1} must occur once; they "
-                f"hold {order.unique().numel()} different ones, from {int(order.min())} to {int(order.max())}"
+                f"hold {order.unique().numel()} distinct places, from {int(order.min())} to {int(order.max())}"
             )
         whole = {name: _join([found[name] for found in every], order, name) for name in given}
         batches = {len(x) for x in whole.values() if x is not None and len(x) > 1}
@@ -360,7 +360,7 @@ def _join(parts: list[Tensor | None], order: Tensor, name: str) -> Tensor | None
         return None
     if len(given) < len(parts):
         without = [rank for rank, x in enumerate(parts) if x is None]
-        raise ValueError(f"{name} must be given by all processes of the group or by none; missing in {without}")
+        raise ValueError(f"{name} must be given by all processes of the group or by none; missing in ranks {without}")
     shards = [x if x.dim() == 2 else x.unsqueeze(0) for x in given]
     batches = [len(x) for x in shards]
     if len(set(batches)) > 1:

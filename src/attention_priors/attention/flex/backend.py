@@ -74,7 +74,7 @@ def _rounded(length: int, device: torch.device) -> int:
 def _check_cpu() -> None:
     """Raise a RuntimeError if FlexAttention cannot be compiled on this machine; uncompiled, it is the dense formula."""
     if sys.platform == "darwin" or not torch.cpu._is_avx2_supported():
-        raise RuntimeError("backend='flex' needs a CPU with AVX2, and not macOS; use backend='toeplitz'")
+        raise RuntimeError("backend='flex' needs a CPU with AVX2 and does not support macOS; use backend='toeplitz'")
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

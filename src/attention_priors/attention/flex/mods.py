@@ -203,7 +203,7 @@ def _positions(geometry: Geometry) -> tuple[Tensor, Tensor]:
         if span >= MOST_TOKENS:
             raise ValueError(
                 f"query_positions and key_positions span {span} tokens, or several rows of a grid; FlexAttention's "
-                f"table takes less than {MOST_TOKENS} tokens, or one row; other backends of attend() have no limit"
+                f"table takes less than {MOST_TOKENS} tokens, or one row; use attend() with its default backend"
             )
     return (queries - start).int(), (keys - start).int()
 
