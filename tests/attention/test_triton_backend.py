@@ -196,9 +196,7 @@ def test_far_apart_is_refused_and_right_where_it_is_compiled(name: str, device: 
         )
 
     for causal in (True, False):
-        with pytest.raises(
-            ValueError, match=r"backend='triton'.*tokens apart, but distances must be below 1073741823"
-        ):
+        with pytest.raises(ValueError, match=r"backend='triton'.*tokens apart, but distances must be below 1073741823"):
             call("triton", causal)
     torch._dynamo.reset()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")

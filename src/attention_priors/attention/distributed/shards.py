@@ -158,9 +158,7 @@ class ShardedSequence:
         whole = {name: _join([found[name] for found in every], order, name) for name in given}
         batches = {len(x) for x in whole.values() if x is not None and len(x) > 1}
         if len(batches) > 1:
-            raise ValueError(
-                f"document_ids, key_padding_mask and positions must have equal batch sizes, got {batches}"
-            )
+            raise ValueError(f"document_ids, key_padding_mask and positions must have equal batch sizes, got {batches}")
         self.batch = batches.pop() if batches else 1
         """Batch size of documents, padding and positions; 1 if all examples share them or there are none."""
         documents, padding = whole["document_ids"], whole["key_padding_mask"]

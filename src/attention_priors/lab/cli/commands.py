@@ -243,9 +243,7 @@ def extend(
 @app.command()
 def evaluate(
     context: Context,
-    model: Annotated[
-        str | None, Argument(help="Folder of a saved model, or its name on the Hugging Face Hub.")
-    ] = None,
+    model: Annotated[str | None, Argument(help="Folder of a saved model, or its name on the Hugging Face Hub.")] = None,
     task: Annotated[list[str], Option(help="Tasks, comma-separated. --task list shows them.")] = ["passkey"],  # noqa: B006
     lengths: Annotated[list[str], Option(help="Lengths in tokens, comma-separated; 64k is 65536.")] = ["1k,2k,4k,8k"],  # noqa: B006
     depths: Annotated[int, Option(min=2, help="Number of evenly spaced depths.")] = 20,
