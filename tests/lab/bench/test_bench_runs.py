@@ -206,7 +206,7 @@ def test_peak_memory_is_that_of_the_pass_alone():
     estimate = sum(WAYS["formula-alibi"].need(this))
     assert abs(dense - estimate) < 0.2 * estimate
     # What a contender raises there comes back in words.
-    with pytest.raises(CannotRunError, match="no room for content"):
+    with pytest.raises(CannotRunError, match="leaves no dimension for content"):
         measure.peak(WAYS["attend-goat-inside"], case(head_dim=16), 1)
 
 

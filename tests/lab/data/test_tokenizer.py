@@ -197,7 +197,7 @@ def test_a_tokenizer_that_joins_digits_is_loaded(corpus: Corpus, tmp_path: Path)
 @pytest.mark.parametrize("strings", ["some text", ["some text"]])
 def test_strings_are_not_taken_for_documents(tokenizer: PreTrainedTokenizerFast, strings: Any):
     for refused in (lambda: train_tokenizer(strings, 300), lambda: token_stream(tokenizer, strings)):
-        with pytest.raises(ValueError, match=r"must be documents, such as .*; got a str, 'some te"):
+        with pytest.raises(ValueError, match=r"must hold Document objects, such as .*; got a str, 'some te"):
             refused()
 
 
