@@ -95,7 +95,7 @@ def test_numbers_that_json_has_not_can_be_made_null():
 
 def test_json_that_is_cut_off_is_named(tmp_path):
     (tmp_path / "cut.json").write_text('{"a": ')
-    with pytest.raises(ValueError, match=r"cut\.json is not a whole JSON file"):
+    with pytest.raises(ValueError, match=r"cut\.json is not valid JSON"):
         read_json(tmp_path / "cut.json")
 
 

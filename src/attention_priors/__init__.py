@@ -1,4 +1,7 @@
-"""Attention with positional priors: one catalogue of log-priors, one ``attend()``."""
+"""Attention with positional priors.
+
+:func:`attend` computes attention with a log-prior over positions from the catalogue of priors.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ __all__ += families.__all__
 
 
 def __getattr__(name: str) -> Any:
-    # It needs transformers, which this package does not, and which takes seconds to import.
+    # attach imports transformers, which is optional and takes seconds to import.
     if name == "attach":
         from attention_priors.hf import attach
 

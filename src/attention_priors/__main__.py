@@ -1,4 +1,7 @@
-"""``python -m attention_priors``, and ``torchrun -m attention_priors train RECIPE.yaml`` for several processes."""
+"""Command line: ``python -m attention_priors``.
+
+``torchrun -m attention_priors train RECIPE.yaml`` starts several processes.
+"""
 
 from attention_priors.lab.cli import main
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes of files and folders, and JSON without NaN."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from typing import Any
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside ``path`` for a file or a folder, which is moved into place unless an error occurs.
+    """Yield a temporary path beside ``path``; on success, move the file or folder written there to ``path``.
 
-    Processes and threads that write the same file at the same time have names of their own: the last one is left.
+    Concurrent writers have separate temporary paths, and the last one to finish wins. After an error, ``path`` is
+    unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name may be as long as names can be.
+    # Shorten the name: a name of the longest length allowed leaves no room for the suffix.
     temporary = path.with_name(f".{path.name[:32]}.{os.getpid()}.{secrets.token_hex(8)}.tmp")
     try:
         yield temporary
@@ -35,7 +36,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link or a folder with all that is in it, if it is there."""
+    """Delete a file, a link or a folder with its contents, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -43,30 +44,30 @@ def remove(path: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Delete the temporary files that killed processes left in a folder; no process may be writing to it."""
+    """Delete the temporary files that killed processes left in a folder. No process may be writing to the folder."""
     for path in folder.glob(".*.tmp"):
         if re.fullmatch(r"\..+\.\d+\.[0-9a-f]{16}\.tmp", path.name):
             remove(path)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write to a temporary name beside ``path`` and move it into place."""
+    """Write ``content`` to ``path`` atomically."""
     with replacing(path) as temporary:
         temporary.write_bytes(content)
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON; a number that is not finite is an error, since JSON has none (:func:`with_nulls`)."""
+    """Write JSON atomically. Non-finite numbers raise an error; replace them by :func:`with_nulls` first."""
     text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     write_bytes(path, text.encode())
 
 
 def append_json_line(path: Path, content: Any) -> None:
-    """Append one line of JSON and flush it to the disk, so that a process that is killed later loses no earlier line.
+    """Append one line of JSON and flush it to disk, so that a killed process loses no earlier line.
 
     Args:
-        path: the file; it and its folder are made if they are not there.
-        content: plain JSON, without numbers that are not finite (:func:`with_nulls`).
+        path: the file. The file and its folder are created if they do not exist.
+        content: plain JSON without non-finite numbers (see :func:`with_nulls`).
     """
     line = json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,9 +78,9 @@ def append_json_line(path: Path, content: Any) -> None:
 
 
 def with_nulls(content: Any) -> Any:
-    """Return a copy with None, JSON's null, in the place of every number that is not finite.
+    """Return a copy of ``content`` with every non-finite number replaced by None (JSON ``null``).
 
-    For what was measured, such as a loss that has overflowed: that is a result too.
+    Use it for measurements, where a loss that overflowed is a result too.
     """
     if isinstance(content, float):
         return content if math.isfinite(content) else None
@@ -89,7 +90,7 @@ def with_nulls(content: Any) -> Any:
 
 
 def number(value: float | None) -> float:
-    """A number that :func:`with_nulls` may have replaced; nan where it has."""
+    """Return ``value``, or NaN where :func:`with_nulls` replaced it by None."""
     return math.nan if value is None else float(value)
 
 
@@ -97,17 +98,17 @@ def read_json(path: Path) -> Any:
     """Read JSON.
 
     Raises:
-        ValueError: the file is not whole; it says which.
+        ValueError: the file is not valid JSON. The message names the file.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not a whole JSON file: {error}") from error
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
 def synchronise(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk: a machine that stops then loses nothing of it."""
-    # Only POSIX opens folders.
+    """Wait until a file, or the list of names in a folder, is on disk, so that it survives a crash of the machine."""
+    # Only POSIX can open folders.
     if path.is_dir() and os.name != "posix":
         return
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -118,7 +119,7 @@ def synchronise(path: Path) -> None:
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file, 64 hex digits."""
+    """Return the SHA-256 of a file as 64 hex digits."""
     with path.open("rb") as file:
         digest = hashlib.sha256()
         while block := file.read(1 << 20):
@@ -127,10 +128,10 @@ def checksum(path: Path) -> str:
 
 
 def writable_folder(path: Path) -> Path:
-    """Make a folder and make sure that files can be written to it.
+    """Create a folder and check that files can be written to it.
 
     Raises:
-        OSError: naming the folder, if they cannot.
+        OSError: the folder cannot be created or written to. The message names the folder.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)

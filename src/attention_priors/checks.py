@@ -1,4 +1,4 @@
-"""Checks of constructor arguments; each error names the argument, what it was and what was expected."""
+"""Checks of constructor arguments. Each error names the argument, its value and the expected value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_positive_integers(**values: Any) -> None:
 def check_above(bound: float, **values: Any) -> None:
     """Raise a ValueError unless every value is a finite number above ``bound``.
 
-    YAML reads ``1e4`` as a string; it is refused here, by name, rather than wherever it is first used.
+    Strings are rejected too: YAML reads ``1e4`` as a string.
     """
     for name, value in values.items():
         if not _is_finite(value) or not value > bound:
@@ -25,7 +25,7 @@ def check_above(bound: float, **values: Any) -> None:
 
 
 def check_at_least(bound: float, **values: Any) -> None:
-    """Raise a ValueError unless every value is a finite number, ``bound`` or above."""
+    """Raise a ValueError unless every value is a finite number of at least ``bound``."""
     for name, value in values.items():
         if not _is_finite(value) or not value >= bound:
             raise ValueError(f"{name} must be a finite number of at least {bound:g}, got {value!r}")
@@ -36,14 +36,14 @@ def _is_finite(value: Any) -> bool:
 
 
 def check_share(**values: Any) -> None:
-    """Raise a ValueError unless every value is a number from 0 to below 1."""
+    """Raise a ValueError unless every value is a number in [0, 1)."""
     for name, value in values.items():
         if not isinstance(value, int | float) or not 0 <= value < 1:
             raise ValueError(f"{name} must be in [0, 1), got {value!r}")
 
 
 def check_booleans(**values: Any) -> None:
-    """Raise a ValueError unless every value is True or False: ``"no"``, as YAML has it in quotes, counts as true."""
+    """Raise a ValueError unless every value is True or False. A quoted ``"no"`` from YAML is a string."""
     for name, value in values.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False, got {value!r}")

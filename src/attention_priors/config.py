@@ -1,4 +1,4 @@
-"""Plain descriptions: how a prior, an encoding or a logit scale goes into a config and comes back."""
+"""Configs of priors, encodings and logit scales: plain dictionaries from which the objects can be rebuilt."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 Part = TypeVar("Part", bound="Described")
 
 FORMAT = 2
-"""Version of the format of configs and adapters. In format 1 layers could not differ, and configs had no number."""
+"""Version of the format of configs and adapters. Format 1 had no per-layer settings and no version number."""
 
 
 def check_format(found: Any, place: str | Path) -> None:
-    """Raise a ValueError unless ``found`` is the number of a format that this version reads.
+    """Raise a ValueError unless this version of the library reads format ``found``.
 
     Args:
-        found: number in a file, 1 for a config without a number.
+        found: format number in a file; 1 for a config without a number.
         place: file or object that holds the number, for the error message.
     """
     is_number = isinstance(found, int) and not isinstance(found, bool)
@@ -30,42 +30,42 @@ def check_format(found: Any, place: str | Path) -> None:
 
 
 class Described:
-    """Something whose constructor arguments, kept under their own names, say all there is to build it anew."""
+    """Object that can be rebuilt from its constructor arguments, which it keeps as attributes of the same names."""
 
     name: str
     """Name in configs and recipes."""
 
     def to_config(self) -> dict[str, Any]:
-        """A plain (JSON-ready) description: ``{"name": ..., <constructor arguments>}``.
+        """Return a JSON-ready description: ``{"name": ..., <constructor arguments>}``.
 
-        It holds what the constructor was given, not what has been learned since.
+        The description holds the constructor's arguments, not learned weights.
         """
-        # Of __init__, and not of the class: FSDP2 puts a class with a __new__ of its own in front of it.
+        # The signature of __init__, not of the class: FSDP2 inserts a subclass that has its own __new__.
         arguments = list(inspect.signature(type(self).__init__).parameters)[1:]
         return {"name": self.name} | {argument: _plain(getattr(self, argument)) for argument in arguments}
 
     def extra_repr(self) -> str:
-        """The constructor's arguments, as :class:`torch.nn.Module` prints them."""
+        """Return the constructor's arguments, as :class:`torch.nn.Module` prints them."""
         return ", ".join(f"{key}={value!r}" for key, value in self.to_config().items() if key != "name")
 
 
 def check_can_be_built(kind: str, catalogue: Mapping[str, type[Part]], part: Part, *, cure: str) -> None:
-    """Raise a ValueError unless :func:`build` makes a part of the same class from its description.
+    """Raise a ValueError unless :func:`build` rebuilds a part of the same class from its description.
 
     Args:
-        kind: what it is, for the error message: "prior", "encoding", ...
-        catalogue: the classes by name.
-        part: to be described, as in a saved model's config.
-        cure: what makes a class known, for the error message.
+        kind: kind of part. The error message names it: "prior", "encoding", ...
+        catalogue: classes by name.
+        part: the part that a config will describe.
+        cure: how to register a class, for the error message.
     """
-    # FSDP2 puts a class of torch's in front of the part's own.
+    # Skip the subclass that FSDP2 inserts.
     own = next(cls for cls in type(part).__mro__ if not cls.__module__.startswith("torch."))
     known = catalogue.get(part.name)
     if known is not own:
-        holds = f"names {known.__name__} {part.name!r}" if known else f"has no {part.name!r}"
+        holds = f"{part.name!r} is {known.__name__}" if known else f"there is no {part.name!r}"
         raise ValueError(
-            f"the {kind} {own.__name__} cannot be saved: loading makes it from its name, and the catalogue of {kind}s "
-            f"{holds}. Give the class a name of its own and {cure}, where it is saved and where it is loaded"
+            f"cannot save the {kind} {own.__name__}: loading looks up its name in the catalogue of {kind}s, where "
+            f"{holds}. Give the class a unique name and {cure}, both when saving and when loading"
         )
 
 
@@ -76,18 +76,19 @@ def _plain(value: Any) -> Any:
 def build(
     kind: str, catalogue: Mapping[str, type[Part]], config: Mapping[str, Any] | str, *, cure: str = "", **known: Any
 ) -> Part:
-    """Build what a description describes.
+    """Build a part from its description.
 
     Args:
-        kind: what it is, for error messages: "prior", "encoding", ...
-        catalogue: the classes by name.
+        kind: kind of part. Error messages name it: "prior", "encoding", ...
+        catalogue: classes by name.
         config: ``{"name": ..., <constructor arguments>}``, or a bare name.
-        cure: what makes an unknown name known, for the error message.
-        known: arguments that follow from the surroundings (``num_heads``, ``head_dim``). They are passed to
-            constructors that take them and need not be in ``config``; where they are, they must agree.
+        cure: how to register a class. The error message for an unknown name ends with it.
+        known: arguments that the caller knows (``num_heads``, ``head_dim``), for constructors that take them.
+            ``config`` may omit them; if ``config`` states them, both values must agree.
 
     Raises:
-        ValueError: naming the key, its value and what is allowed.
+        ValueError: unknown name or argument, missing argument, or invalid value. The message names the key, its value
+            and the expected values.
     """
     article = "an" if kind[0] in "aeiou" else "a"
     if isinstance(config, str):
@@ -99,15 +100,16 @@ def build(
     arguments = dict(config)
     name = arguments.pop("name")
     if not isinstance(name, str) or name not in catalogue:
-        raise ValueError("; ".join(filter(None, [f"unknown {kind} {name!r}; known are {', '.join(catalogue)}", cure])))
+        message = f"unknown {kind} {name!r}; expected one of {', '.join(catalogue)}"
+        raise ValueError("; ".join(filter(None, [message, cure])))
     parameters = inspect.signature(catalogue[name]).parameters
     for argument in arguments:
         if argument not in parameters:
-            raise ValueError(f"{kind} {name!r} has no argument {argument!r}; it has {', '.join(parameters)}")
+            raise ValueError(f"{kind} {name!r} has no argument {argument!r}; expected one of {', '.join(parameters)}")
     for argument, value in known.items():
         if argument in parameters and arguments.setdefault(argument, value) != value:
             raise ValueError(
-                f"{kind} {name!r} states {argument}={arguments[argument]!r}, but it is used with {value!r}"
+                f"{kind} {name!r} has {argument}={arguments[argument]!r}, but the model has {argument}={value!r}"
             )
     for argument, parameter in parameters.items():
         if parameter.default is parameter.empty and argument not in arguments:

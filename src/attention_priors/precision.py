@@ -1,4 +1,4 @@
-"""Which dtype is computed in, parameters that stay in float32 in a model that is cast, and numbers that can be read."""
+"""Compute dtypes, modules whose parameters stay in float32, and checks for tracing, capture and autocast."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ import torch
 from torch import Tensor, nn
 
 NEAR = 400.0
-"""Nats from 0 up to which float32 is exact to 1e-4: log-prior, logit and what they are made of are each rounded."""
+"""Largest magnitude, in nats, at which float32 is exact to 1e-4. Log-prior, logit and their terms are each rounded."""
 
 
 def compute_dtype_of(query: Tensor) -> torch.dtype:
-    """The dtype of biases, logits and log-sum-exps: float64 for float64 queries, else float32."""
+    """Return the dtype of biases, logits and log-sum-exps: float64 for float64 queries, else float32."""
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 class KeepsFloat32(nn.Module):
-    """A module whose parameters follow ``.to(device)``, are made in float32 and stay in it.
+    """Module whose parameters are created in float32 and stay in float32 on every device.
 
-    ``.to(dtype)``, ``.half()``, ``.double()`` and ``load_state_dict(assign=True)`` do not change their dtype: at a
-    position of 100 000, bfloat16 cannot tell neighbours apart.
+    ``.to(device)`` moves the parameters. ``.to(dtype)``, ``.half()``, ``.double()`` and
+    ``load_state_dict(assign=True)`` do not change their dtype. At position 100 000, bfloat16 cannot tell neighbours
+    apart.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -39,7 +40,7 @@ class KeepsFloat32(nn.Module):
         return super()._apply(keep_dtype, recurse)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any) -> None:
-        # Modules inside this one (KeySink's mlp) load next, from the same state dict.
+        # Submodules, such as KeySink's mlp, load afterwards from the same state dict.
         for name, parameter in self.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
             if name in state_dict and state_dict[name].dtype != parameter.dtype:
                 state_dict[name] = state_dict[name].detach().to(parameter.dtype)
@@ -47,7 +48,7 @@ class KeepsFloat32(nn.Module):
 
 
 def _in_float32(construct: Callable[..., None]) -> Callable[..., None]:
-    """Let a constructor make float32 also within a model that is made in another dtype."""
+    """Wrap a constructor so that it creates float32 parameters whatever the default dtype is."""
 
     @wraps(construct)
     def constructed(*args: Any, **kwargs: Any) -> None:
@@ -62,19 +63,23 @@ def _in_float32(construct: Callable[..., None]) -> Callable[..., None]:
 
 
 def is_traced() -> bool:
-    """Whether tensors may have no values: while compiling, and among FakeTensors."""
+    """Return whether tensors may have no values: during compilation and with FakeTensors."""
     if torch.compiler.is_compiling():
         return True
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def is_captured() -> bool:
-    """Whether a CUDA graph is being captured: then no number can be looked at."""
+    """Return whether a CUDA graph is being captured, during which no value can be read."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def can_be_read(tensor: Tensor) -> bool:
-    """Whether a check may read the tensor's numbers: no device is waited for, and nothing traces or transforms it."""
+    """Return whether a check may read the tensor's values.
+
+    Only plain CPU tensors can be read without waiting for a device, outside of compilation, dispatch modes and
+    transforms.
+    """
     return (
         not torch.compiler.is_compiling()
         and type(tensor) is Tensor
@@ -85,11 +90,11 @@ def can_be_read(tensor: Tensor) -> bool:
 
 
 def is_in_autocast(device: str) -> bool:
-    """Whether the caller is, for this type of device."""
+    """Return whether autocast is enabled for a device type."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """A context in which the precision of every step is what the code says."""
-    # To enter one is a tenth of a decoding step, and most callers are in none.
+    """Return a context that disables autocast for a device type."""
+    # Entering an autocast context takes a tenth of a decoding step, so enter it only if autocast is enabled.
     return torch.autocast(device, enabled=False) if is_in_autocast(device) else nullcontext()

@@ -214,7 +214,7 @@ def test_documents_and_padding_go_where_the_queries_are() -> None:
 @pytest.mark.usefixtures("alone")
 def test_a_prior_on_grids_is_not_for_a_sequence() -> None:
     x = torch.zeros(1, 2, 6, 4)
-    with pytest.raises(ValueError, match=r"one over a line, got 'spectral_2d'"):
+    with pytest.raises(ValueError, match=r"must be over a line, got 'spectral_2d'"):
         attend_across(x, x, x, Spectral2d(2), sequence=ShardedSequence(shard_index(6, 0, 1)), causal=False)
 
 

@@ -244,7 +244,7 @@ def test_scores_are_right_under_masks_of_ones_own() -> None:
 @pytest.mark.parametrize("function", [flex_score_mod, flex_mask_mod])
 def test_grids_of_several_rows_are_refused(function: Any) -> None:
     prior = Axial(2, "laplace", "laplace")
-    with pytest.raises(ValueError, match="key_positions must say where on the grid each key stands"):
+    with pytest.raises(ValueError, match="is over a grid and needs key_positions"):
         function(prior, 12, 12, causal=False)
     places = grid_positions(3, 4)
     with pytest.raises(ValueError, match="or several rows of a grid; FlexAttention's table takes less than"):

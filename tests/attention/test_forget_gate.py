@@ -122,7 +122,7 @@ def test_descriptions() -> None:
     assert gate.to_config() == {"name": "cable", "num_heads": HEADS, "width": WIDTH, "init": [0.5, 1.0]}
     assert gate.bias.tolist() == [0.5, 1.0]
     assert key_bias_from_config(None, HEADS, WIDTH) is None
-    with pytest.raises(ValueError, match="unknown key bias 'gate'; known are forget_gate, cable"):
+    with pytest.raises(ValueError, match="unknown key bias 'gate'; expected one of forget_gate, cable"):
         key_bias_from_config("gate", HEADS, WIDTH)
 
 

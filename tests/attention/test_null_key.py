@@ -168,7 +168,7 @@ X = torch.randn(1, 2, 3, 4)
         (lambda: apply_null(X, torch.zeros(1, 2, 4), torch.zeros(2)), "lse must have shape"),
         (lambda: NullKey(2, init=torch.inf), "init must be a finite number, got inf"),
         (lambda: NullKey(0), "num_heads must be a positive integer, got 0"),
-        (lambda: PriorAttention(4, 2, add_zero_attn=True, null_key=NullKey(2)), "give one of them"),
+        (lambda: PriorAttention(4, 2, add_zero_attn=True, null_key=NullKey(2)), "mutually exclusive"),
         (lambda: PriorAttention(4, 2, null_key=NullKey(1)), "null_key has num_heads=1, expected 2"),
     ],
 )

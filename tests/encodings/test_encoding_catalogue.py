@@ -138,11 +138,11 @@ def test_unknown_name_is_an_error_that_lists_the_known():
 
 
 def test_wrong_arguments_are_errors_that_name_them():
-    with pytest.raises(ValueError, match="'linear' has no argument 'head_dim'; it has width"):
+    with pytest.raises(ValueError, match="'linear' has no argument 'head_dim'; expected one of width"):
         encoding_from_config({"name": "linear", "head_dim": 8})
     with pytest.raises(ValueError, match="'learned' needs the argument 'max_length'"):
         encoding_from_config("learned", width=8)
-    with pytest.raises(ValueError, match="head_dim=4, but it is used with 8"):
+    with pytest.raises(ValueError, match="head_dim=4, but the model has head_dim=8"):
         encoding_from_config({"name": "rotary", "head_dim": 4}, head_dim=8)
     with pytest.raises(ValueError, match="description of an encoding needs a name, one of sinusoidal"):
         encoding_from_config({"head_dim": 4})

@@ -26,7 +26,7 @@ def test_learned_table_starts_like_gpt2():
 
 @pytest.mark.parametrize("position", [5, 6, 4096])
 def test_position_past_the_learned_table_is_an_error_that_names_both(position: int):
-    with pytest.raises(ValueError, match=rf"position {position} lies past .* 5 positions.*max_length"):
+    with pytest.raises(ValueError, match=rf"position {position} is past the end .* 5 positions.*max_length"):
         LearnedTable(3, 5)(torch.tensor([0, position, 1]))
 
 

@@ -145,13 +145,13 @@ def test_tensors_without_numbers_leave_nothing_behind(arguments: dict[str, Any])
         ({"base_multiplier": 0.0}, "base_multiplier must be a finite number above 0, got 0.0"),
         ({"scaling": "linear", "factor": 0.5}, "factor must be at least 1, got 0.5"),
         ({"scaling": "linear", "factor": math.nan}, "factor must be a finite number above 0, got nan"),
-        ({"factor": 2.0}, "factor=2.0 has no meaning without a scaling"),
+        ({"factor": 2.0}, "factor=2.0 needs a scaling"),
         ({"head_dim": 2, "scaling": "ntk", "factor": 2.0}, "scaling='ntk' needs head_dim of at least 4"),
-        ({"scaling": "yarn", "factor": 2.0}, "original_length .* got None"),
-        ({"original_length": 64}, "original_length .* got 64"),
+        ({"scaling": "yarn", "factor": 2.0}, "original_length .* got original_length=None"),
+        ({"original_length": 64}, "original_length .* got original_length=64"),
         (
             {"scaling": "linear", "factor": 2.0, "original_length": 64},
-            "original_length .* got 64 with 'linear'",
+            "original_length .* got original_length=64 with scaling='linear'",
         ),
     ],
 )

@@ -109,7 +109,7 @@ def test_a_recipe_that_is_missing_is_named(fail, tmp_path):
 
 def test_a_mistake_in_a_recipe_is_named_before_anything_is_written(fail, tmp_path):
     message = fail("small.yaml", schemes={"ALiBi": {"prior": "laplac"}})
-    assert "small.yaml: schemes.ALiBi: unknown prior 'laplac'; known are uniform, laplace" in message
+    assert "small.yaml: schemes.ALiBi: unknown prior 'laplac'; expected one of uniform, laplace" in message
     assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
 
 

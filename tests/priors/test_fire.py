@@ -120,5 +120,5 @@ def test_mistakes() -> None:
         Fire(2, init={"c": -1.0})
     with pytest.raises(ValueError, match=r"init\['threshold'\] must be at least 1, got 0\.5"):
         Fire(2, init={"threshold": 0.5})
-    with pytest.raises(ValueError, match=r"init\['outer'\] must be finite numbers of shape \(2, 33\)"):
+    with pytest.raises(ValueError, match=r"init\['outer'\] must be finite numbers that broadcast to shape \(2, 33\)"):
         Fire(2, init={"outer": [1.0, 2.0]})

@@ -148,14 +148,20 @@ def test_a_sink_is_the_same_for_every_query_and_lifts_what_stands_outside() -> N
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Axial(2, {"name": "window", "size": 3}), "rows: unknown prior 'window'; known are uniform, laplace"),
+        (
+            lambda: Axial(2, {"name": "window", "size": 3}),
+            "rows: unknown prior 'window'; expected one of uniform, laplace",
+        ),
         (lambda: Axial(2, "laplace", {"name": "laplace", "slope": 1}), "columns: .*no argument 'slope'"),
         (lambda: Axial(2, Laplace(3)), "rows has num_heads=3, expected 2"),
-        (lambda: Radial(2, "spectral"), "prior: unknown prior 'spectral'; known are laplace, generalized_gaussian"),
-        (lambda: Radial(2, {"name": "generalized_gaussian", "init": "neighbours"}), "μ = 0 throughout"),
-        (lambda: Radial(2, {"name": "generalized_gaussian", "learn": ["mu"]}), "μ = 0 throughout"),
+        (
+            lambda: Radial(2, "spectral"),
+            "prior: unknown prior 'spectral'; expected one of laplace, generalized_gaussian",
+        ),
+        (lambda: Radial(2, {"name": "generalized_gaussian", "init": "neighbours"}), "μ = 0 in all heads"),
+        (lambda: Radial(2, {"name": "generalized_gaussian", "learn": ["mu"]}), "μ = 0 in all heads"),
         (lambda: KeySink2d(2, 0, 3), "rows must be a positive integer"),
-        (lambda: KeySink2d(2, 3, 3, init={"slope": 1.0}), "on a grid there is no slope"),
+        (lambda: KeySink2d(2, 3, 3, init={"slope": 1.0}), "init must not set 'slope' on a grid"),
     ],
 )
 def test_mistakes_are_named(make: Any, message: str) -> None:
@@ -164,5 +170,5 @@ def test_mistakes_are_named(make: Any, message: str) -> None:
 
 
 def test_a_prior_on_a_grid_and_one_over_a_line_have_no_sum() -> None:
-    with pytest.raises(ValueError, match=r"Axial \(on a grid\), Laplace \(over a line\)"):
+    with pytest.raises(ValueError, match=r"Axial \(over a grid\), Laplace \(over a line\)"):
         _ = Axial(2, "laplace") + Laplace(2)

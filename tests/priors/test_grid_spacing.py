@@ -114,12 +114,15 @@ def test_a_patch_weighs_as_much_as_its_area() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: at_spacing(Laplace(2), 2, 0.5, 0.5), "prior must be one on grids, got laplace"),
+        (lambda: at_spacing(Laplace(2), 2, 0.5, 0.5), "prior must be over a grid, got 'laplace'"),
         (
             lambda: at_spacing(Axial(2, "uniform", {"name": "relative_buckets", "bidirectional": True}), 2, 0.5, 0.5),
-            "columns: relative_buckets means nothing between whole patches",
+            "columns: relative_buckets is defined at whole patches only",
         ),
-        (lambda: at_spacing(Axial(2, "clipped_offsets"), 2, 0.5, 0.5), "rows: clipped_offsets means nothing"),
+        (
+            lambda: at_spacing(Axial(2, "clipped_offsets"), 2, 0.5, 0.5),
+            "rows: clipped_offsets is defined at whole patches",
+        ),
         (lambda: Axial(2, "laplace").spaced(0.0, 1.0), "rows must be a finite number above 0, got 0.0"),
         (lambda: PatchArea(2, -1.0), "area must be a finite number above 0"),
     ],
@@ -141,7 +144,7 @@ def test_a_prior_at_another_spacing_has_no_description() -> None:
 def test_what_is_spaced_already_is_not_spaced_again() -> None:
     prior = randomise(Spectral2d(2, 3))
     spaced = at_spacing(prior, 2, 0.5, 0.5)
-    with pytest.raises(ValueError, match="prior must be at the spacing that it is stated in, got Spectral2d"):
+    with pytest.raises(ValueError, match="prior must be at its own spacing, got Spectral2d"):
         at_spacing(spaced, 2, 0.5, 0.5)
-    with pytest.raises(ValueError, match="prior must be at the spacing that it is stated in, got PatchArea"):
+    with pytest.raises(ValueError, match="prior must be at its own spacing, got PatchArea"):
         at_spacing(PatchArea(2, 0.25), 2, 0.5, 0.5)

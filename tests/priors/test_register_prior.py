@@ -150,18 +150,18 @@ class _NoReset(Uniform):
     [
         (nn.Linear, r"takes a subclass of Prior, got <class '.*Linear'>"),
         (Cosine(2, 3.0), r"takes a subclass of Prior, got Cosine\("),
-        (_OwnName, r"_OwnName cannot be registered: it needs a name of its own.*got None"),
+        (_OwnName, r"_OwnName cannot be registered: it needs its own name.*got None"),
         (_Anonymous, r"name = 'my_prior'; got 'two words'"),
         (_Taken, r"the name 'laplace' is taken by attention_priors\.priors\.laplace\.Laplace"),
         (_Sum, r"the name 'sum' is taken by attention_priors\.priors\.sum\.Sum"),
         (_Formless, r"it needs a structure, such as structure = Structure\.STATIONARY"),
-        (_HeadsSecond, r"num_heads must be the first argument of its constructor, got \['size', 'num_heads'\]"),
-        (_Anything, r"must name every argument, without \*args and \*\*kwargs"),
+        (_HeadsSecond, r"its constructor must take num_heads first, got \['size', 'num_heads'\]"),
+        (_Anything, r"must not have \*args or \*\*kwargs"),
         (_Needy, r"also needs size: define the classmethod examples\(num_heads\)"),
-        (_Forgetful, r"must keep the argument 'size' as an attribute"),
+        (_Forgetful, r"must keep the argument 'size' as the attribute"),
         (_NotPlain, r"must be plain data .*torch\.float32"),
-        (_Doubling, r"its description \{.*'size': 6\} makes a prior with another one, \{.*'size': 12\}"),
-        (_NoReset, r"reset_parameters\(\) must give every parameter and buffer its value; it leaves out \['slope'\]"),
+        (_Doubling, r"its description \{.*'size': 6\} has another description, \{.*'size': 12\}"),
+        (_NoReset, r"reset_parameters\(\) must set every parameter and buffer; it does not set \['slope'\]"),
     ],
 )
 def test_what_cannot_be_registered(prior: Any, message: str) -> None:
@@ -198,7 +198,7 @@ def test_an_installed_prior_is_imported_when_its_name_is_read(site: Path) -> Non
     (site / "flat_prior.py").write_text(SOURCE.format(name="flat"))
     install(site, "flat", "flat = flat_prior:Flat\nother = no_such_module:Other")
     assert {"flat", "other"} <= set(CATALOGUE)
-    with pytest.raises(ValueError, match=r"unknown prior 'flatt'; known are .*, flat, other;"):
+    with pytest.raises(ValueError, match=r"unknown prior 'flatt'; expected one of .*, flat, other;"):
         prior_from_config("flatt", 2)
     prior_from_config("uniform", 2)
     assert "flat_prior" not in sys.modules
@@ -212,7 +212,7 @@ def test_an_installed_prior_is_imported_when_its_name_is_read(site: Path) -> Non
 def test_an_entry_point_has_the_priors_name(site: Path) -> None:
     (site / "flat_prior.py").write_text(SOURCE.format(name="level"))
     install(site, "flat", "flat = flat_prior:Flat")
-    with pytest.raises(ValueError, match=r"flat_prior:Flat \(package flat\) has no prior 'flat', but <class"):
+    with pytest.raises(ValueError, match=r"flat_prior:Flat \(package flat\) is <class .*, not a prior named 'flat'"):
         prior_from_config("flat", 2)
 
 

@@ -73,8 +73,8 @@ def test_a_sink_with_a_slope_learns_it_and_needs_a_causal_mask() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: GeneralizedGaussian(2, init={"theta_beta": 1.0}), "init may give theta_alpha.*got theta_beta"),
-        (lambda: GeneralizedGaussian(2, init={}), r"init may give theta_alpha.*got \{\}"),
+        (lambda: GeneralizedGaussian(2, init={"theta_beta": 1.0}), "init must be one of .*theta_alpha.*got theta_beta"),
+        (lambda: GeneralizedGaussian(2, init={}), r"init must be one of .*theta_alpha.*got \{\}"),
         (lambda: GeneralizedGaussian(2, init={"beta": [1.0, 2.0, 3.0]}), r"init\['beta'\] must be .* shape \(2,\)"),
         (lambda: GeneralizedGaussian(2, init={"beta": "steep"}), r"init\['beta'\] must .*'steep'"),
         (lambda: GeneralizedGaussian(2, init={"beta": math.nan}), r"init\['beta'\] must be finite"),

@@ -25,7 +25,7 @@ def test_log_prior_is_the_sum_of_the_parts(left: str, right: str):
     a = randomise(make(left, SAMPLES[left][-1]), 1)
     b = randomise(make(right, SAMPLES[right][-1]), 2)
     if {a.over_grid, b.over_grid} == {True, False}:
-        with pytest.raises(ValueError, match="all be over a line or all on a grid"):
+        with pytest.raises(ValueError, match="all be over a line or all over a grid"):
             _ = a + b
         return
     found = (a + b).log_prior(POSITIONS, POSITIONS, torch.float64)
@@ -104,7 +104,7 @@ def test_natural_parameters_are_named_after_their_part():
 
 
 def test_heads_that_differ_are_an_error_that_names_the_priors():
-    with pytest.raises(ValueError, match=r"same num_heads, got Laplace\(2\), Spectral\(3\)"):
+    with pytest.raises(ValueError, match=r"equal num_heads, got Laplace\(2\), Spectral\(3\)"):
         _ = Laplace(2) + Spectral(3)
 
 
@@ -132,7 +132,7 @@ def test_log_prior_hides_what_any_part_hides():
 def test_every_part_is_checked():
     prior: Prior = Laplace(2) + KeySink(2, 8, init="recency")
     prior.check(causal=True)
-    with pytest.raises(ValueError, match="KeySink has a slope"):
+    with pytest.raises(ValueError, match="KeySink with a slope"):
         prior.check(causal=False)
 
 

@@ -1,4 +1,4 @@
-"""Encodings: position that enters embeddings, queries, keys or values."""
+"""Encodings: positions that enter embeddings, queries, keys or values."""
 
 from attention_priors.encodings.additive import LearnedTable, LinearToy, Sinusoidal
 from attention_priors.encodings.base import AdditiveEncoding, Encoding

@@ -1,4 +1,4 @@
-"""Positions that are added to embeddings: sinusoidal, learned, and a toy that adds the position itself."""
+"""Encodings added to embeddings: sinusoidal, learned, and a toy that adds the position itself."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from attention_priors.encodings.base import AdditiveEncoding
 
 
 class Sinusoidal(AdditiveEncoding):
-    """``p_i = [sin(i ω_0), cos(i ω_0), sin(i ω_1), ...]`` with ``ω_r = base^(-2r / width)``.
+    """Sines and cosines of the position: ``p_i = [sin(i ω_0), cos(i ω_0), sin(i ω_1), ...]``.
+
+    ``ω_r = base^(-2r / width)`` in radians per token.
 
     Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.5.
 
     Args:
-        width: of the embeddings; even.
+        width: width of the embeddings, even.
         base: ratio of the longest to the shortest period.
     """
 
@@ -30,18 +32,21 @@ class Sinusoidal(AdditiveEncoding):
         self.base = float(base)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """``(..., L, width)``; phases in float64, since float32 loses them at far positions."""
+        """Return the encoding of each position, ``(..., L, width)``.
+
+        Phases are computed in float64, because float32 loses them at far positions.
+        """
         exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device=positions.device) / self.width
         phase = positions.double().unsqueeze(-1) * self.base**-exponents
         return torch.stack([phase.sin(), phase.cos()], dim=-1).flatten(-2).float()
 
 
 class LearnedTable(AdditiveEncoding):
-    """A learned vector per position, ``p_i = table[i]``, as in GPT-2 and BERT.
+    """Learned vector per position, ``p_i = table[i]``, as in GPT-2 and BERT.
 
     Args:
-        width: of the embeddings.
-        max_length: number of positions in the table; a position beyond it is an error.
+        width: width of the embeddings.
+        max_length: number of positions in the table; a position beyond it raises an error.
     """
 
     name = "learned"
@@ -55,35 +60,35 @@ class LearnedTable(AdditiveEncoding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start anew: N(0, 0.02²), as GPT-2."""
+        """Reset the table to N(0, 0.02²), as GPT-2 does."""
         with torch.no_grad():
             self.table.normal_(std=0.02)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """``(..., L, width)``.
+        """Return the vector of each position, ``(..., L, width)``.
 
         Raises:
-            ValueError: at a position that the table does not have.
+            ValueError: a position is past the end of the table.
         """
-        # What is compiled does not look at values; there the indexing below fails.
+        # Compiled code cannot read values; there the indexing below raises an error.
         looks = positions.numel() and not torch.compiler.is_compiling()
         if looks and int(positions.max()) >= self.max_length:
             raise ValueError(
-                f"position {int(positions.max())} lies past the learned table's {self.max_length} positions; a "
-                "learned table cannot extrapolate: use a longer max_length in training, or a prior"
+                f"position {int(positions.max())} is past the end of the learned table of {self.max_length} positions; "
+                "train with a longer max_length, or use a prior instead"
             )
-        # Positions before 0 are left padding, which nothing attends to.
+        # Negative positions are left padding, which no query attends to.
         return self.table[positions.clamp(min=0)]
 
 
 class LinearToy(AdditiveEncoding):
-    """``p_i = i · 1``: the position, added to every coordinate.
+    """Position added to every coordinate: ``p_i = i · 1``.
 
-    A toy whose logits split into four terms that can be read: content, a drift linear in ``j``, a term
-    linear in ``i``, and ``i·j``. It shows why such an encoding cannot extrapolate.
+    The logits of this toy split into four readable terms: content, a drift linear in ``j``, a term linear in ``i``, and
+    ``i·j``. The terms show why such an encoding cannot extrapolate.
 
     Args:
-        width: of the embeddings.
+        width: width of the embeddings.
     """
 
     name = "linear"
@@ -94,5 +99,5 @@ class LinearToy(AdditiveEncoding):
         self.width = width
 
     def forward(self, positions: Tensor) -> Tensor:
-        """``(..., L, width)``."""
+        """Return the encoding of each position, ``(..., L, width)``."""
         return positions.to(torch.float32).unsqueeze(-1).expand(*positions.shape, self.width)

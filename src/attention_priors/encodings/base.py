@@ -1,7 +1,7 @@
-"""Base classes of encodings: position that enters embeddings, queries, keys or values.
+"""Base classes of encodings: positions that enter embeddings, queries, keys or values.
 
-A prior adds to the logit. An encoding changes the vectors from which the logit's content part is made, so
-content and position are entangled in it; the two compose.
+A prior adds to the logit. An encoding changes the vectors of the content score, and so mixes content and position.
+Priors and encodings can be combined.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from attention_priors.config import Described
 
 
 class Encoding(Described, nn.Module):
-    """An encoding of positions. The three kinds below enter a model at three different places."""
+    """Encoding of positions. Additive, rotary and relative encodings enter a model at different places."""
 
 
 class AdditiveEncoding(Encoding, ABC):
-    """Added to the token embeddings, once, before the first layer."""
+    """Encoding added to the token embeddings, before the first layer."""
 
     @abstractmethod
     def forward(self, positions: Tensor) -> Tensor:
-        """The vectors to add.
+        """Return the vectors to add.
 
         Args:
             positions: integers ``(..., L)``, in tokens.
 
         Returns:
-            ``(..., L, width)``, floating point.
+            Floating-point vectors, ``(..., L, width)``.
         """

@@ -1,4 +1,4 @@
-"""The catalogue: every encoding by its name. A new encoding is one new file and one line here."""
+"""Catalogue of encodings by name. A new encoding is a new file and a new line here."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ENCODINGS: dict[str, type[Encoding]] = {
 
 
 def encoding_from_config(config: Mapping[str, Any] | str | None, **known: Any) -> Encoding | None:
-    """Build an encoding from its plain description; None gives None.
+    """Build an encoding from its plain description; return None for None.
 
     Args:
         config: ``{"name": ..., <constructor arguments>}``, a bare name, or None.
-        known: ``width`` of the embeddings and ``head_dim``, for the encodings that take them.
+        known: ``width`` of the embeddings and ``head_dim``, for encodings that take them.
 
     Raises:
-        ValueError: if the name or an argument is unknown, or a value is impossible; it says what is allowed.
+        ValueError: unknown name or argument, or invalid value. The message lists the valid ones.
     """
     return None if config is None else build("encoding", ENCODINGS, config, **known)

@@ -1,4 +1,4 @@
-"""Rotary positions (RoPE) and the ways to stretch them."""
+"""Rotary positions (RoPE) and their scalings for longer contexts."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from attention_priors.encodings.base import Encoding
 
 
 class Rotary(Encoding):
-    """RoPE: rotate pairs of query and key coordinates by ``i · ω_r``, so that ``q·k`` depends on ``i - j``.
+    """RoPE: rotation of pairs of query and key coordinates by ``i · ω_r``, so that ``q·k`` depends on ``i - j``.
 
     ``ω_r = base^(-2r / head_dim)``; coordinates ``r`` and ``r + head_dim/2`` form a pair, as in Llama.
 
     Source: Su et al., "RoFormer" (2021); frequencies and scalings are those of transformers.
 
     Args:
-        head_dim: ``D``, even.
+        head_dim: width of a head, ``D``, even.
         base: ratio of the longest to the shortest period, before scaling.
-        scaling: None, ``linear`` (position interpolation: all frequencies divided by ``factor``), ``ntk``
-            (NTK-aware: the base multiplied by ``factor^(D/(D-2))``) or ``yarn``.
-        factor: how many times the original length the scaling is to reach.
-        original_length: the training length in tokens; YaRN needs it.
-        base_multiplier: multiplies the base; for use after training, together with SSMax (BAM used 50 to
-            100).
+        scaling: None, ``linear``, ``ntk`` or ``yarn``. ``linear`` (position interpolation) divides all frequencies by
+            ``factor``. ``ntk`` (NTK-aware) multiplies the base by ``factor^(D/(D-2))``.
+        factor: ratio of the target length to the original length. At least 1.
+        original_length: training length in tokens; for YaRN, which requires it.
+        base_multiplier: factor on the base, for use after training with SSMax (BAM used 50 to 100).
     """
 
     name = "rotary"
@@ -49,12 +48,13 @@ class Rotary(Encoding):
         if not factor >= 1:
             raise ValueError(f"factor must be at least 1, got {factor!r}")
         if scaling is None and factor != 1:
-            raise ValueError(f"factor={factor!r} has no meaning without a scaling")
+            raise ValueError(f"factor={factor!r} needs a scaling, one of {', '.join(self.scalings)}")
         if scaling == "ntk" and head_dim < 4:
             raise ValueError(f"scaling='ntk' needs head_dim of at least 4, got {head_dim}")
         if (scaling == "yarn") != (original_length is not None):
             raise ValueError(
-                f"original_length is for scaling='yarn', which needs it; got {original_length!r} with {scaling!r}"
+                "original_length is required for scaling='yarn' and must be None otherwise; got "
+                f"original_length={original_length!r} with scaling={scaling!r}"
             )
         if original_length is not None:
             check_positive_integers(original_length=original_length)
@@ -67,11 +67,10 @@ class Rotary(Encoding):
         self._frequencies: tuple[Tensor, float] | None = None
 
     def frequencies(self) -> tuple[Tensor, float]:
-        """``ω`` in radians per token, ``(D/2,)`` in float32, and YaRN's factor on cosines and sines.
+        """Return ``ω`` in radians per token, ``(D/2,)`` in float32, and YaRN's factor on cosines and sines.
 
-        Computed at first use and not in the constructor: models may be built without memory ("meta"). Not kept where
-        a mode of PyTorch's dispatcher may make tensors without numbers (FakeTensorMode), and kept ones not mixed with
-        those.
+        Frequencies are computed at first use, because the constructor may run on the meta device. Under a dispatch mode
+        such as FakeTensorMode, frequencies are computed anew: cached tensors and fake tensors must not mix.
         """
         if torch._C._len_torch_dispatch_stack() > 0:
             return self._frequencies_on_cpu()
@@ -79,7 +78,7 @@ class Rotary(Encoding):
             self._frequencies = self._frequencies_on_cpu()
         return self._frequencies
 
-    # What torch.compiler.assume_constant_result does, without its import of the compiler, which takes a second.
+    # The effect of torch.compiler.assume_constant_result, whose import of the compiler takes a second.
     frequencies._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def _frequencies_on_cpu(self) -> tuple[Tensor, float]:
@@ -91,7 +90,7 @@ class Rotary(Encoding):
         if self.scaling is None:
             exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
             return 1.0 / base**exponents, 1.0
-        # transformers is imported here so that the core needs torch alone.
+        # Import transformers lazily: the core requires torch alone.
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -117,11 +116,11 @@ class Rotary(Encoding):
         """Rotate queries or keys.
 
         Args:
-            x: ``(B, H, L, D)``.
+            x: queries or keys, ``(B, H, L, D)``.
             positions: integers ``(L,)`` or ``(B, L)``, in tokens.
 
         Returns:
-            ``x`` rotated, in its own dtype; phases are computed in float64.
+            ``x`` rotated, in the dtype of ``x``. Phases are computed in float64.
         """
         if x.shape[-1] != self.head_dim:
             raise ValueError(f"x must have head dimension {self.head_dim}, got shape {tuple(x.shape)}")

@@ -10,17 +10,17 @@ from attention_priors.encodings.base import Encoding
 
 
 class ShawVectors(Encoding):
-    """A learned vector per clipped offset, added to keys and values as query ``i`` sees them.
+    """Learned vector per clipped offset, added to the keys and values that query ``i`` sees.
 
-    ``content_ij = q_i · (k_j + a^K_c) · softmax_scale`` and ``o_i = Σ_j p_ij (v_j + a^V_c)`` with
-    ``c = clip(j - i, -k, k)``. The content match itself depends on position, so this is no log-prior; pass
-    it to :func:`attention_priors.attend` as ``relative``. All heads share the vectors.
+    ``content_ij = q_i · (k_j + a^K_c) · softmax_scale`` and ``o_i = Σ_j p_ij (v_j + a^V_c)`` with ``c = clip(j - i, -k,
+    k)``. The content match itself depends on position, so this encoding is not a log-prior. Pass it to
+    :func:`attention_priors.attend` as ``relative``. All heads share the vectors.
 
     Source: Shaw, Uszkoreit and Vaswani (NAACL 2018), equations 3 to 5.
 
     Args:
-        head_dim: of queries, keys and values.
-        max_offset: ``k`` in tokens.
+        head_dim: width of queries, keys and values.
+        max_offset: largest offset ``k`` in tokens.
         values: whether values have vectors too.
     """
 
@@ -38,12 +38,12 @@ class ShawVectors(Encoding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start anew: N(0, 0.02²)."""
+        """Reset the vectors to N(0, 0.02²)."""
         with torch.no_grad():
             self.key_vectors.normal_(std=0.02)
             if self.value_vectors is not None:
                 self.value_vectors.normal_(std=0.02)
 
     def index(self, distance: Tensor) -> Tensor:
-        """Which vector belongs to each distance ``d = i - j``."""
+        """Return the index of the vector of each distance ``d = i - j``."""
         return (-distance).clamp(-self.max_offset, self.max_offset) + self.max_offset

@@ -1,4 +1,4 @@
-"""Log-priors over positions: what each prior is, with no say in how attention is computed."""
+"""Log-priors over positions. Priors do not depend on how attention is computed."""
 
 from attention_priors.priors import families
 from attention_priors.priors.base import Lanes, Prior, Structure

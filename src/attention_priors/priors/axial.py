@@ -1,4 +1,4 @@
-"""Priors on grids: one over rows and one over columns, or one over the distance between places."""
+"""Priors on grids: one prior per axis, or one prior over Euclidean distance."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Description = Mapping[str, Any] | str | Prior
 
 
 class Axial(OnGrid):
-    """A prior over rows times one over columns: ``K(i, j) = K_rows(r_i - r_j) + K_columns(c_i - c_j)``.
+    """Sum of a prior over rows and one over columns: ``K(i, j) = K_rows(r_i - r_j) + K_columns(c_i - c_j)``.
 
-    Positions are those of :func:`grid_positions`. What stands outside of the grid (a class token) has log-prior 0 to
-    and from the grid, and that of distance 0 to what stands there too, itself included, as every patch to itself.
+    Positions are those of :func:`grid_positions`. A token outside the grid, such as a class token, has log-prior 0 to
+    and from every patch. Among outside tokens, including a token to itself, the log-prior is that of distance 0.
 
     Source: GOAT, for images, with :class:`Spectral` on both axes; any stationary prior will do.
 
     Args:
-        num_heads: ``H``.
-        rows: the prior over rows: a description, or a prior with as many heads.
-        columns: the prior over columns; None for another like that over rows.
+        num_heads: number of heads, ``H``.
+        rows: the prior over rows: a description, or a prior with ``num_heads`` heads.
+        columns: the prior over columns; None for a second prior with the description of ``rows``.
     """
 
     name = "axial"
@@ -42,7 +42,7 @@ class Axial(OnGrid):
         prior.name: prior
         for prior in (Uniform, Laplace, GeneralizedGaussian, Spectral, RelativeBuckets, ClippedOffsets)
     }
-    """Priors that an axis may have. Distances have a sign there: buckets need ``bidirectional=True``."""
+    """Priors that an axis may have. Distances on an axis have a sign, so buckets need ``bidirectional=True``."""
 
     def __init__(self, num_heads: int, rows: Description, columns: Description | None = None) -> None:
         super().__init__(num_heads)
@@ -53,7 +53,7 @@ class Axial(OnGrid):
 
     @classmethod
     def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return one family on both axes, two families, and GOAT's."""
+        """Return one family on both axes, two different families, and GOAT's prior."""
         series = Spectral(num_heads, 3, base=100.0, shortest_period=4.5)
         return (
             cls(num_heads, GeneralizedGaussian(num_heads)),
@@ -63,23 +63,23 @@ class Axial(OnGrid):
 
     @property
     def rows(self) -> dict[str, Any]:
-        """The description of the prior over rows."""
+        """Description of the prior over rows."""
         return _without_heads(self.over_rows)
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The description of the prior over columns."""
+        """Description of the prior over columns."""
         return _without_heads(self.over_columns)
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``K`` at each difference of positions, ``(H, *distance.shape)``."""
+        """Return ``K`` at each difference of positions, ``(H, *distance.shape)``."""
         apart = self._apart(distance)
         both = self.over_rows.log_prior_at(apart.row, torch.float64)
         both = both + self.over_columns.log_prior_at(apart.column, torch.float64)
         return both.masked_fill(apart.outside, 0.0).to(dtype)
 
     def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
-        """Features of rows, features of columns, and one of the place outside, for itself."""
+        """Return the row features, the column features, and one feature for pairs of outside tokens."""
         if Structure.FACTORED not in self.structure:
             return super().lanes(query_positions, key_positions, dtype=dtype)
         queries, keys = self._stands(query_positions), self._stands(key_positions)
@@ -94,24 +94,28 @@ class Axial(OnGrid):
         return Lanes(torch.cat([query, own], -1), torch.cat([key, keys.outside.to(dtype).unsqueeze(-1)], -1))
 
     def spaced(self, rows: float, columns: float) -> OnGrid:
-        """Return the prior on another spacing (:meth:`OnGrid.spaced`); not with buckets or offsets."""
+        """Return the prior on another spacing (see :meth:`OnGrid.spaced`).
+
+        Raises:
+            ValueError: an axis has buckets or clipped offsets, which are defined at whole patches only.
+        """
         for axis, part in (("rows", self.over_rows), ("columns", self.over_columns)):
             if isinstance(part, RelativeBuckets | ClippedOffsets):
-                raise ValueError(f"{axis}: {part.name} means nothing between whole patches: expected a prior that does")
+                raise ValueError(f"{axis}: {part.name} is defined at whole patches only; use another prior")
         return super().spaced(rows, columns)
 
     def check(self, *, causal: bool) -> None:
-        """Raise a ValueError where a prior of an axis does not fit how it is used."""
+        """Raise a ValueError if the prior of an axis cannot be used without a causal mask."""
         for part in (self.over_rows, self.over_columns):
             part.check(causal=False)
 
     def reset_parameters(self) -> None:
-        """Start both axes anew."""
+        """Reset the parameters of both axes."""
         for part in (self.over_rows, self.over_columns):
             part.reset_parameters()
 
     def natural_parameters(self) -> dict[str, Tensor]:
-        """Values of both axes' parameters, named by axis and parameter: ``rows.beta``."""
+        """Return the parameters of both axes, named by axis and parameter: ``rows.beta``."""
         return {
             f"{axis}.{name}": value
             for axis, part in (("rows", self.over_rows), ("columns", self.over_columns))
@@ -125,11 +129,11 @@ class Spectral2d(Axial):
     Source: GOAT, equation 12 on both axes.
 
     Args:
-        num_heads: ``H``.
-        num_frequencies: ``R`` on each axis.
+        num_heads: number of heads, ``H``.
+        num_frequencies: number of frequencies on each axis, ``R``. Each has two weights per head.
         base: ratio of the longest to the shortest period.
-        shortest_period: in patches, 2 at least.
-        init: as for :class:`Spectral`, on both axes.
+        shortest_period: shortest period in patches, at least 2. The default is GOAT's, one radian per patch.
+        init: initialisation of both axes, as for :class:`Spectral`.
         learn: which of ``alpha``, ``beta`` train, on both axes.
     """
 
@@ -153,22 +157,22 @@ class Spectral2d(Axial):
 
     @classmethod
     def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return GOAT's frequencies, and a few of shorter periods."""
+        """Return GOAT's frequencies, and a few frequencies of shorter periods."""
         return cls(num_heads), cls(num_heads, 3, base=30.0, shortest_period=2.5, init="recency", learn="beta")
 
 
 class Radial(OnGrid):
-    """A prior over the distance between places on a grid: ``K(i, j) = K(√((r_i - r_j)² + (c_i - c_j)²))``.
+    """Prior over Euclidean distance on a grid: ``K(i, j) = K(√((r_i - r_j)² + (c_i - c_j)²))``.
 
-    Rows and columns then count alike, and every direction. Positions are those of :func:`grid_positions`; what stands
-    outside of the grid is as in :class:`Axial`.
+    All directions count alike. Positions are those of :func:`grid_positions`. Tokens outside the grid are treated as in
+    :class:`Axial`.
 
     Source: this library.
 
     Args:
-        num_heads: ``H``.
-        prior: over the distance, in patches: ``laplace`` or ``generalized_gaussian``, whose location μ must be 0, as a
-            distance has no sign.
+        num_heads: number of heads, ``H``.
+        prior: the prior over distance in patches, ``laplace`` or ``generalized_gaussian``. The location μ must be 0,
+            because a Euclidean distance has no sign.
     """
 
     name = "radial"
@@ -179,32 +183,32 @@ class Radial(OnGrid):
         super().__init__(num_heads)
         self.over_distance = _part("prior", prior, num_heads, self.over)
         if isinstance(self.over_distance, GeneralizedGaussian):
-            there = self.over_distance.theta_mu.device.type != "meta"  # models may be built without memory
+            there = self.over_distance.theta_mu.device.type != "meta"  # parameters have no values on "meta"
             if "mu" in self.over_distance.learn or (there and bool(self.over_distance.theta_mu.any())):
-                raise ValueError(f"prior must have μ = 0 throughout, got {self.over_distance!r}")
+                raise ValueError(f"prior must have fixed μ = 0 in all heads, got {self.over_distance!r}")
 
     @classmethod
     def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return one of each family."""
+        """Return one prior of each family."""
         return cls(num_heads, Laplace(num_heads, learn=True)), cls(num_heads, GeneralizedGaussian(num_heads))
 
     @property
     def prior(self) -> dict[str, Any]:
-        """The description of the prior over the distance."""
+        """Description of the prior over distance."""
         return _without_heads(self.over_distance)
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``K`` at each difference of positions, ``(H, *distance.shape)``."""
+        """Return ``K`` at each difference of positions, ``(H, *distance.shape)``."""
         apart = self._apart(distance)
         straight = torch.hypot(apart.row.double(), apart.column.double())
         return self.over_distance.log_prior_at(straight, torch.float64).masked_fill(apart.outside, 0.0).to(dtype)
 
     def reset_parameters(self) -> None:
-        """Start anew."""
+        """Reset the parameters of the prior over distance."""
         self.over_distance.reset_parameters()
 
     def natural_parameters(self) -> dict[str, Tensor]:
-        """Values of the parameters of the prior over the distance."""
+        """Return the parameters of the prior over distance."""
         return self.over_distance.natural_parameters()
 
 

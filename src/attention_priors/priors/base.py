@@ -1,4 +1,4 @@
-"""The base class of priors: a log-prior, its structure, and a description of itself."""
+"""Base class of priors, and checks of the results of custom priors."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ if TYPE_CHECKING:
     from attention_priors.priors.sum import Sum
 
 LOG_PRIOR_FLOOR = -1e30
-"""Log-priors are finite: anything below this many nats is raised to it.
+"""Smallest log-prior in nats; smaller values are raised to this floor, so that log-priors are finite.
 
-float32 ends near -3.4e38; the floor leaves room for the logit scale that multiplies the log-prior.
+float32 ends near -3.4e38. The floor leaves room for the logit scale that multiplies the log-prior.
 """
 
 
 class Structure(enum.Flag):
-    """How a log-prior ``K(i, j)`` depends on the two positions; it decides how attention is computed.
+    """Dependence of a log-prior ``K(i, j)`` on the two positions. The structure decides how attention is computed.
 
-    ``STATIONARY``: ``K`` depends on the distance ``d = i - j`` alone, so one table of ``Lq + Lk - 1``
-    numbers per head holds all of it. ``OF_KEYS``: ``K`` depends on the key alone, one number per key and head.
-    ``FACTORED``: ``K(i, j) = <phi(i), psi(j)>`` with a few features, so it rides along in the query-key product
-    ("lanes"). ``SCALED_DISTANCE``: ``K(i, j) = f_h(u(i) · ψ(d))``, a small ReLU network of a number per distance that
-    each query scales.
+    - ``STATIONARY``: ``K`` depends on the distance ``d = i - j`` alone. One table of ``Lq + Lk - 1`` numbers per head
+      holds it.
+    - ``OF_KEYS``: ``K`` depends on the key alone. One number per key and head holds it.
+    - ``FACTORED``: ``K(i, j) = <phi(i), psi(j)>`` with a few features, called *lanes*. Queries and keys are extended by
+      them.
+    - ``SCALED_DISTANCE``: ``K(i, j) = f_h(u(i) · ψ(d))``, a small ReLU network of a transformed distance that each
+      query scales.
     """
 
     STATIONARY = enum.auto()
@@ -41,39 +43,39 @@ class Structure(enum.Flag):
 
 
 class Lanes(NamedTuple):
-    """A factored log-prior: ``K(i, j) = sum_r query[h, i, r] * key[j, r]``.
+    """Features of a factored log-prior: ``K(i, j) = sum_r query[h, i, r] * key[j, r]``.
 
-    All that differs between heads stands on the query side, so that heads may share keys (GQA).
+    Only the query features depend on the head, so that heads may share keys (GQA).
     """
 
     query: Tensor
-    """``(..., H, Lq, R)``."""
+    """Query features, ``(..., H, Lq, R)``."""
     key: Tensor
-    """``(..., Lk, R)``."""
+    """Key features, ``(..., Lk, R)``."""
 
 
 def join_lanes(parts: Sequence[Lanes]) -> Lanes:
-    """The lanes of several priors side by side: those of their sum."""
+    """Return the lanes of the sum of several priors: their features, concatenated."""
     return Lanes(torch.cat([part.query for part in parts], dim=-1), torch.cat([part.key for part in parts], dim=-1))
 
 
 class ScaledDistance(NamedTuple):
-    """A log-prior ``K(i, j) = f_h(u(i) · ψ(i - j))``, where ``f`` is a ReLU network with one hidden layer.
+    """Log-prior ``K(i, j) = f_h(u(i) · ψ(i - j))``, where ``f_h`` is a ReLU network with one hidden layer.
 
-    ``f_h(x) = b_h + Σ_k a_hk max(0, w_k x + v_k)``: heads share the hidden units.
+    ``f_h(x) = b_h + Σ_k a_hk max(0, w_k x + v_k)``; all heads share the hidden units.
     """
 
     row: Tensor
-    """``u(i)``, ``(..., Lq)``."""
+    """Scale of each query, ``u(i)``, ``(..., Lq)``."""
     distance: Tensor
-    """``ψ`` of each distance, like the distances."""
+    """``ψ`` of each distance, in the shape of the distances."""
     hidden: Tensor
-    """``w`` and ``v``, ``(2, W)``."""
+    """Weights ``w`` and constants ``v`` of the hidden units, ``(2, W)``."""
     outer: Tensor
-    """``a``, and ``b`` in the last column, ``(H, W + 1)``."""
+    """Output weights ``a``, and ``b`` in the last column, ``(H, W + 1)``."""
 
     def log_prior(self) -> Tensor:
-        """Return ``K`` of every pair, ``(H, ..., Lq, Lk)``, where ``distance`` is ``(..., Lq, Lk)``."""
+        """Return ``K`` of every pair, ``(H, ..., Lq, Lk)``, for ``distance`` of shape ``(..., Lq, Lk)``."""
         scaled = self.row.unsqueeze(-1) * self.distance
         weight, constant = (per_head(numbers, scaled) for numbers in self.hidden)
         units = torch.relu(weight * scaled + constant)
@@ -81,36 +83,40 @@ class ScaledDistance(NamedTuple):
 
 
 class Prior(Described, KeepsFloat32):
-    """A log-prior ``K(i, j)`` per head over query position ``i`` and key position ``j``, in nats.
+    """Log-prior ``K(i, j)`` per head, for query position ``i`` and key position ``j``, in nats.
 
-    ``K`` is unnormalised and is added to the content score: ``p_ij ∝ exp(content_ij) · exp(K_ij)``.
-    Positions are integers in tokens; the distance is ``d = i - j``, so the past is ``d >= 0``.
+    ``K`` is unnormalised and added to the content score: ``p_ij ∝ exp(content_ij) · exp(K_ij)``. Positions are integers
+    in tokens. The distance is ``d = i - j``, so past keys have ``d >= 0``.
 
-    A subclass defines the method of its structure: :meth:`log_prior_at` if it is stationary, :meth:`log_prior_of_key`
-    if it depends on the key alone, :meth:`lanes` if it is factored, :meth:`scaled_distance` if it is a network of a
-    scaled distance. One that hides keys altogether also defines :meth:`visible_at`.
-    Constructors take ``num_heads`` first, and every constructor argument becomes a part of the prior's description
-    (:meth:`to_config`).
-    :func:`register_prior` gives a class of your own a name in configs, recipes and saved models.
+    A subclass sets ``structure`` and defines the matching method.
 
-    Parameters stay in float32 whatever dtype the model is cast to.
+    - :meth:`log_prior_at` if the prior is stationary.
+    - :meth:`log_prior_of_key` if the prior depends on the key alone.
+    - :meth:`lanes` if the prior is factored. The result is a pair of feature tensors.
+    - :meth:`scaled_distance` if the prior is a network of a scaled distance.
 
-    *Kept tables.* Between calls without gradients, :func:`attend` keeps the table of a prior. It makes a new table
-    after any change of a parameter, a buffer or an attribute, of the prior or a submodule. Attributes are compared by
-    value: numbers, strings, tensors, and tuples, lists, sets and dicts of them. A prior with an attribute of another
-    kind (an array, a function, an object) gets a new table in every call. Global variables, class attributes and random
-    numbers must not change a prior's numbers: :func:`attend` does not see such a change.
+    A prior that hides keys also defines :meth:`visible_at`. Constructors take ``num_heads`` first, and every
+    constructor argument is part of the description (:meth:`to_config`). :func:`register_prior` gives a custom class a
+    name in configs, recipes and saved models.
 
-    *Checks.* :func:`attend` raises a ValueError if :meth:`log_prior_at` or :meth:`lanes` of a prior of your own returns
-    another shape than documented or, with finite parameters, a number that is not finite. Finite numbers are checked
-    on the CPU in eager mode alone: elsewhere a check would wait for the device.
+    Parameters stay in float32 when the model is cast to another dtype.
+
+    *Cached tables.* Between calls without gradients, :func:`attend` caches the table of a prior. The cache is
+    invalidated when a parameter, a buffer or an attribute of the prior or a submodule changes. Attributes are compared
+    by value: numbers, strings, tensors, and tuples, lists, sets and dicts of them. A prior with an attribute of another
+    kind (an array, a function, an object) gets a new table in every call. A prior's values must not depend on global
+    variables, class attributes or random numbers: :func:`attend` does not detect their changes.
+
+    *Checks.* :func:`attend` raises a ValueError if :meth:`log_prior_at` or :meth:`lanes` of a custom prior returns a
+    wrong shape. Non-finite values raise a ValueError too, if all parameters are finite. Values are checked on the CPU
+    in eager mode only; elsewhere a check would synchronise with the device.
     """
 
     structure: Structure
     over_grid: bool | None = False
-    """Whether positions are rows and columns (``grid.py``) rather than places in a line; None where it is all one."""
+    """Whether positions are rows and columns (``grid.py``) or places on a line; None if the prior fits both."""
     learnable: ClassVar[tuple[str, ...]] = ()
-    """The names that ``learn=`` may hold."""
+    """Names that ``learn=`` may contain."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -120,82 +126,85 @@ class Prior(Described, KeepsFloat32):
 
     @classmethod
     def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return priors of this class that together use every argument of its constructor, the plainest first.
+        """Return priors of this class that together use every constructor argument, the plainest first.
 
-        Tests and checks try them. A class defines this method if its constructor has more arguments.
+        Tests use these examples. A class with further constructor arguments must define this method.
         """
         return (cls(num_heads),)
 
     # ---- the mathematics
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The log-prior of stationary priors.
+        """Return the log-prior of a stationary prior.
 
         Args:
             distance: integers ``d = i - j`` in tokens, any shape.
-            dtype: of the result; the computation itself is in float64, because powers and phases of large
-                distances lose their meaning in float32.
+            dtype: dtype of the result. Compute in float64: powers and phases of large distances lose precision in
+                float32.
 
         Returns:
-            ``(H, *distance.shape)``, finite, in nats, at every distance: also at ``d < 0``, which a causal mask hides.
+            Log-prior in nats, ``(H, *distance.shape)``. It is finite at every distance, also at ``d < 0``, which a
+                causal mask hides.
         """
-        raise TypeError(f"{type(self).__name__} is not stationary: it has no table over distances")
+        raise TypeError(f"{type(self).__name__} is not stationary and has no log_prior_at")
 
     def log_prior_of_key(self, key_positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The log-prior of priors that depend on the key alone.
+        """Return the log-prior of a prior that depends on the key alone.
 
         Args:
             key_positions: integers, any shape.
-            dtype: of the result.
+            dtype: dtype of the result.
 
         Returns:
-            ``(H, *key_positions.shape)``, finite, in nats.
+            Finite log-prior in nats, ``(H, *key_positions.shape)``.
         """
-        raise TypeError(f"{type(self).__name__} depends on more than the key")
+        raise TypeError(f"{type(self).__name__} does not depend on the key alone and has no log_prior_of_key")
 
     def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
-        """The features of factored priors.
+        """Return the features of a factored prior.
 
         Args:
             query_positions: integers ``(..., Lq)``.
             key_positions: integers ``(..., Lk)``.
-            dtype: of the query and key features.
+            dtype: dtype of the features.
 
         Returns:
-            Finite features, of the shapes that :class:`Lanes` states.
+            Finite features, in the shapes of :class:`Lanes`.
         """
-        raise TypeError(f"{type(self).__name__} is not factored: it has no lanes")
+        raise TypeError(f"{type(self).__name__} is not factored and has no lanes")
 
     def scaled_distance(self, query_positions: Tensor, distance: Tensor) -> ScaledDistance:
-        """Return the log-prior of priors of a scaled distance, in float64.
+        """Return the network of a prior of a scaled distance, in float64.
 
         Args:
             query_positions: integers ``(..., Lq)``.
             distance: integers ``d = i - j`` in tokens, any shape.
         """
-        raise TypeError(f"{type(self).__name__} is not a network of a scaled distance")
+        raise TypeError(f"{type(self).__name__} is not a network of a scaled distance and has no scaled_distance")
 
     def visible_at(self, distance: Tensor) -> Tensor | None:
-        """Which distances the prior lets a query see at all: a boolean like ``distance``; None means all.
+        """Return which distances a query may see, a boolean tensor like ``distance``, or None for all.
 
-        A mask is kept apart from the log-prior because a logit scale must not multiply an infinity.
+        The mask is separate from the log-prior because a logit scale must not multiply an infinity.
         """
         return None
 
     def check(self, *, causal: bool) -> None:
-        """Raise a ValueError if this prior has no meaning with (or without) a causal mask."""
+        """Raise a ValueError if this prior cannot be used with (or without) a causal mask."""
 
     def terms(self) -> Iterator[Prior]:
-        """The priors whose sum this one is: itself, unless it is a :class:`Sum`."""
+        """Yield the summands of a :class:`Sum`; any other prior yields itself."""
         yield self
 
     def log_prior(self, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The whole log-prior, for people and tests: ``(..., H, Lq, Lk)`` in nats, ``-inf`` where hidden.
+        """Return the log-prior of every pair, ``(..., H, Lq, Lk)`` in nats, ``-inf`` where the prior hides a key.
+
+        Use it for inspection and tests: the matrix is dense.
 
         Args:
             query_positions: integers ``(..., Lq)``.
             key_positions: integers ``(..., Lk)``.
-            dtype: of the result.
+            dtype: dtype of the result.
         """
         bias, visible = self.bias_and_visibility(query_positions, key_positions, dtype)
         return bias if visible is None else bias.masked_fill(~visible.unsqueeze(-3), float("-inf"))
@@ -203,9 +212,9 @@ class Prior(Described, KeepsFloat32):
     def bias_and_visibility(
         self, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor | None]:
-        """The finite log-prior ``(..., H, Lq, Lk)`` and, apart from it, what is visible ``(..., Lq, Lk)``.
+        """Return the finite log-prior ``(..., H, Lq, Lk)`` and the visibility mask ``(..., Lq, Lk)``.
 
-        It is computed in float64 and rounded once.
+        The mask is None if the prior hides no key. The log-prior is computed in float64 and rounded once.
         """
         check_positions("query_positions", query_positions)
         check_positions("key_positions", key_positions)
@@ -231,21 +240,21 @@ class Prior(Described, KeepsFloat32):
     # ---- parameters
 
     def reset_parameters(self) -> None:
-        """Put every parameter back to the named initialisation.
+        """Reset every parameter to its initial value.
 
-        A prior with parameters or buffers defines this method: transformers makes models without memory, and fills them
-        by it.
+        A prior with parameters or buffers must define this method: transformers builds models on the meta device and
+        calls it to fill them.
         """
 
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
-        """The parameters in the terms of the literature, each ``(H,)`` or ``(H, ...)``, detached."""
+        """Return the parameters in the units of the literature, each ``(H,)`` or ``(H, ...)``, detached."""
         return {}
 
     def _set_learned(self, learn: bool | str | Collection[str], **attributes: str) -> None:
-        """Let only the named parameters train. ``learn`` is True (all), False (none) or a choice of names.
+        """Make only the parameters in ``learn`` trainable: True (all), False (none), or a name or collection of names.
 
-        ``attributes`` says which attribute holds what ``learn`` calls by each name.
+        ``attributes`` maps each name in ``learn`` to the attribute that holds the parameter.
         """
         if isinstance(learn, bool):
             chosen = tuple(self.learnable) if learn else ()
@@ -263,14 +272,14 @@ class Prior(Described, KeepsFloat32):
         self.freeze_what_is_fixed()
 
     def freeze_what_is_fixed(self) -> None:
-        """Let exactly the parameters in ``learn`` train. Needed where loading a checkpoint made new ones."""
+        """Make exactly the parameters in ``learn`` trainable, where loading a checkpoint created new parameters."""
         for name, attribute in self._attributes.items():
             getattr(self, attribute).requires_grad_(name in self.learn)
 
     # ---- composition
 
     def __add__(self, other: Prior) -> Sum:
-        """The product of two priors: their log-priors add."""
+        """Return the product of two priors, whose log-priors add."""
         from attention_priors.priors.sum import Sum
 
         if not isinstance(other, Prior):
@@ -279,11 +288,13 @@ class Prior(Described, KeepsFloat32):
 
 
 def checked_log_prior(term: Prior, at: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``term.log_prior_at(at)``, or ``log_prior_of_key`` where it depends on the key alone, cast to ``dtype``.
+    """Return the log-prior of a stationary or key-only prior, cast to ``dtype``.
+
+    Calls ``term.log_prior_at(at)``, or ``term.log_prior_of_key(at)`` if the prior depends on the key alone.
 
     Raises:
-        ValueError: for a prior on another device than ``at``, another shape than ``(H, *at.shape)``, and
-            numbers that are not finite although the prior's parameters are (on the CPU in eager mode).
+        ValueError: the prior is not on the device of ``at``, or the result is not ``(H, *at.shape)``. On the CPU in
+            eager mode, also if a value is not finite although all parameters are.
     """
     stationary = Structure.STATIONARY in term.structure
     try:
@@ -300,8 +311,8 @@ def checked_log_prior(term: Prior, at: Tensor, dtype: torch.dtype) -> Tensor:
         index = (~table.isfinite()).nonzero()[0].tolist()
         raise ValueError(
             f"{type(term).__name__}.{name} returned {float(table[tuple(index)])} at {place} "
-            f"{int(at[tuple(index[1:])])}; a log-prior must be finite everywhere, also where a causal mask hides: hide "
-            "keys by visible_at instead"
+            f"{int(at[tuple(index[1:])])}; a log-prior must be finite at every position, including those that a "
+            "causal mask hides; to hide keys, define visible_at"
         )
     return table.to(dtype)
 
@@ -310,7 +321,7 @@ def checked_lanes(term: Prior, query_positions: Tensor, key_positions: Tensor, d
     """Return ``term.lanes(query_positions, key_positions)``.
 
     Raises:
-        ValueError: as :func:`checked_log_prior`, for the shapes that :class:`Lanes` states.
+        ValueError: as :func:`checked_log_prior`, for the shapes of :class:`Lanes`.
     """
     try:
         lanes = term.lanes(query_positions, key_positions, dtype=dtype)
@@ -334,7 +345,7 @@ def checked_scaled_distance(term: Prior, query_positions: Tensor, distance: Tens
     """Return ``term.scaled_distance(query_positions, distance)``.
 
     Raises:
-        ValueError: for a prior on another device, and other shapes than :class:`ScaledDistance` states.
+        ValueError: the prior is on another device, or a shape differs from :class:`ScaledDistance`.
     """
     try:
         network = term.scaled_distance(query_positions, distance)
@@ -350,13 +361,13 @@ def checked_scaled_distance(term: Prior, query_positions: Tensor, distance: Tens
 
 
 def _is_of_this_package(term: Prior) -> bool:
-    # Tests show that these have the right shapes and finite numbers; a check would be 4 % of a short call.
+    # Tests cover the shapes and values of the library's own priors; a check would take 4 % of a short call.
     return type(term).__module__.startswith("attention_priors.priors.")
 
 
 def _check_device(term: Prior, device: torch.device) -> None:
     for tensor in (*term.parameters(), *term.buffers()):
-        if tensor.device != device and tensor.dim() > 0:  # a number may stay on the CPU
+        if tensor.device != device and tensor.dim() > 0:  # scalars may stay on the CPU
             raise ValueError(
                 f"prior {type(term).__name__} is on {tensor.device}, but query and key are on {device}; "
                 f"call prior.to({str(device)!r})"
@@ -371,21 +382,21 @@ def _of_shape(shape: tuple[int, ...], returned: object, term: Prior, what: str) 
 
 
 def _is_finite(numbers: Tensor) -> bool:
-    """Whether all numbers are finite; True where they cannot be read."""
+    """Return whether all values are finite, or True if they cannot be read."""
     if not can_be_read(numbers) or math.isfinite(float(numbers.detach().sum())):
         return True
-    # Finite numbers may have a sum that overflows.
+    # The sum of finite numbers may overflow.
     return bool(numbers.isfinite().all())
 
 
 def _has_finite_parameters(term: Prior) -> bool:
-    # Parameters that are NaN come from a training that diverged, not from a mistake in the prior's code.
+    # NaN in parameters comes from diverged training, not from the prior's code.
     return all(bool(x.isfinite().all()) for x in (*term.parameters(), *term.buffers()))
 
 
 @torch.no_grad()
 def unset_after_reset(module: nn.Module) -> list[str]:
-    """Call ``reset_parameters()``, if the module has it, and return the parameters and buffers that it leaves out."""
+    """Call ``reset_parameters()``, if defined, and return the names of parameters and buffers that it does not set."""
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     for tensor in tensors.values():
         if tensor.is_floating_point():
@@ -395,26 +406,27 @@ def unset_after_reset(module: nn.Module) -> list[str]:
 
 
 def check_over_line(prior: Prior | None) -> None:
-    """Raise a ValueError where a prior is over a grid, but positions stand in a line, as those of texts do."""
+    """Raise a ValueError if a prior is over a grid: tokens of a sequence have no rows and columns."""
     for term in () if prior is None else prior.terms():
         if term.over_grid:
             raise ValueError(
-                f"prior must be one over a line, got {term.name!r}, which is one on grids: a text has positions on a "
-                "line, not rows and columns"
+                f"prior must be over a line, got {term.name!r}, which is over a grid: tokens of a sequence have no "
+                "rows and columns"
             )
 
 
 def check_on_grid(prior: Prior | None) -> None:
-    """Raise a ValueError where a prior is over a line, but positions are rows and columns, as those of patches are."""
+    """Raise a ValueError if a prior is over a line: patches have rows and columns."""
     for term in () if prior is None else prior.terms():
         if term.over_grid is False:
-            raise ValueError(f"prior must be one on grids (axial, spectral_2d, radial, key_sink_2d), got {term.name!r}")
+            raise ValueError(f"prior must be over a grid (axial, spectral_2d, radial, key_sink_2d), got {term.name!r}")
 
 
 def check_in_use(prior: Prior | None, *, causal: bool, key_positions: Tensor | None) -> tuple[Prior, ...]:
-    """Return the terms of a prior; raise a ValueError where it does not fit how it is used.
+    """Return the terms of a prior after checking how it is used.
 
-    As :meth:`Prior.check` has it; and where it is over a grid, and nobody says which row and column each key stands at.
+    Raises:
+        ValueError: :meth:`Prior.check` fails, or the prior is over a grid and ``key_positions`` is None.
     """
     if prior is None:
         return ()
@@ -423,14 +435,14 @@ def check_in_use(prior: Prior | None, *, causal: bool, key_positions: Tensor | N
     for term in terms:
         if term.over_grid and key_positions is None:
             raise ValueError(
-                f"key_positions must say where on the grid each key stands (as grid_positions does), for prior is "
-                f"{term.name!r}, one on grids; got None"
+                f"prior {term.name!r} is over a grid and needs key_positions, the row and column of each key "
+                "(see grid_positions); got None"
             )
     return terms
 
 
 def check_positions(name: str, positions: Tensor) -> None:
-    """Positions are integer tensors with at least one dimension."""
+    """Raise a ValueError unless ``positions`` is an integer tensor with at least one dimension."""
     if not isinstance(positions, Tensor) or positions.dim() < 1:
         raise ValueError(f"{name} must be a tensor of integers (..., L), got {positions!r}")
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
@@ -446,16 +458,16 @@ Init: TypeAlias = "str | Mapping[str, Any]"
 
 
 def checked_init(init: Init, names: Sequence[str], **shapes: tuple[int, ...]) -> str | dict[str, Any]:
-    """Check an ``init`` and return it as a name, or as plain lists of numbers by parameter.
+    """Check ``init`` and return it as a name, or as plain lists of numbers by parameter.
 
     Args:
-        init: one of the names, or a mapping from some of the parameters to a number for all heads or to what expands to
-            its shape.
-        names: which ones there are.
-        shapes: of the parameters that may be given, ``(H, ...)``.
+        init: one of ``names``, or a mapping from parameters to numbers. A scalar sets all heads; a list must broadcast
+            to the parameter's shape.
+        names: valid names.
+        shapes: shape ``(H, ...)`` of each parameter that a mapping may set.
 
     Raises:
-        ValueError: the name or a parameter is unknown, or a value is no finite number, or does not fit.
+        ValueError: unknown name or parameter, or a value that is not finite or does not broadcast.
     """
     if not isinstance(init, Mapping):
         check_choice("init", init, names)
@@ -463,7 +475,7 @@ def checked_init(init: Init, names: Sequence[str], **shapes: tuple[int, ...]) ->
     unknown = [*(init.keys() - shapes.keys())]
     if unknown or not init:
         got = ", ".join(map(str, unknown)) or "{}"
-        raise ValueError(f"init may give {', '.join(shapes)}, or be one of {', '.join(names)}; got {got}")
+        raise ValueError(f"init must be one of {', '.join(names)}, or a mapping of {', '.join(shapes)}; got {got}")
     plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in init.items()}
     for name in plain:
         started(plain, name, shapes[name])
@@ -471,7 +483,7 @@ def checked_init(init: Init, names: Sequence[str], **shapes: tuple[int, ...]) ->
 
 
 def started(init: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Tensor:
-    """The start of one parameter, float32 on the CPU; zeros where it is not given.
+    """Return the initial value of one parameter, float32 on the CPU; zeros if ``init`` does not set it.
 
     Raises:
         ValueError: as :func:`checked_init`.
@@ -483,5 +495,5 @@ def started(init: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Tenso
     except (TypeError, ValueError, RuntimeError):
         whole = None
     if whole is None or not bool(torch.isfinite(whole).all()):
-        raise ValueError(f"init[{name!r}] must be finite numbers of shape {shape}, or one for all; got {given!r}")
+        raise ValueError(f"init[{name!r}] must be finite numbers that broadcast to shape {shape}, got {given!r}")
     return whole

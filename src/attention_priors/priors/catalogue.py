@@ -1,4 +1,4 @@
-"""The catalogue: every prior by its name, of the library (``families.py`` lists them) and of its users."""
+"""Catalogue of prior classes by name: the library's (``families.py``), registered ones and installed packages' own."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from attention_priors.priors.base import Prior, unset_after_reset
 from attention_priors.priors.sum import Sum
 
 ENTRY_POINTS = "attention_priors.priors"
-"""Entry point group in which an installed package names its priors: the prior's name, and where its class is."""
+"""Entry point group of an installed package's priors. An entry point maps the prior's name to its class."""
 
 HOW_TO_REGISTER = (
-    "a prior of your own becomes known when the module that calls register_prior is imported: by an import, by "
+    "a custom prior is registered when the module that calls register_prior is imported: by an import, by "
     "attention-priors --plugin MODULE, by plugins: [MODULE] in a recipe, or by installing a package with an entry "
     f"point {ENTRY_POINTS!r}"
 )
@@ -28,9 +28,9 @@ AnyPrior = TypeVar("AnyPrior", bound=Prior)
 
 
 class Catalogue(Mapping[str, type[Prior]]):
-    """Prior classes by name: those of the library, registered ones, and those of installed packages.
+    """Mapping from names to prior classes: the library's, registered ones, and those of installed packages.
 
-    An installed package names its priors as entry points. Its module is imported when the prior is looked up.
+    An installed package declares its priors as entry points. Its module is imported when the prior is looked up.
     """
 
     def __init__(self, classes: Iterable[type[Prior]]) -> None:
@@ -52,21 +52,23 @@ CATALOGUE = Catalogue(getattr(families, name) for name in families.__all__)
 
 
 def register_prior(prior: type[AnyPrior]) -> type[AnyPrior]:
-    """Give a prior class a name in configs, recipes, saved models and commands. Use it as a decorator.
+    """Register a prior class by its ``name`` for configs, recipes, saved models and commands. Use it as a decorator.
 
-    Every process that reads the name must import the module first: ``attention-priors --plugin MODULE``, ``plugins:``
-    in a recipe, or an entry point ``attention_priors.priors`` of an installed package, named as the prior.
+    Every process that reads the name must first import the module: by ``attention-priors --plugin MODULE``, by
+    ``plugins:`` in a recipe, or by an installed package. A package declares an entry point of group
+    ``attention_priors.priors`` with the prior's name.
 
     Args:
         prior: a subclass of :class:`Prior` with a ``name`` of its own. Its constructor takes ``num_heads`` first and
-            keeps every argument as an attribute, so that :meth:`Prior.to_config` describes it. It defines
-            ``reset_parameters`` if it has parameters, and ``examples`` if it needs more than ``num_heads``.
+            keeps every argument as an attribute, so that :meth:`Prior.to_config` can describe the prior. A class with
+            parameters defines ``reset_parameters``; a class that requires more arguments than ``num_heads`` defines
+            ``examples``.
 
     Returns:
-        The class. Registering a class again, as a notebook does that runs a cell twice, replaces the former one.
+        The class. Registering a class again replaces the former class, for notebook cells that run twice.
 
     Raises:
-        ValueError: the class lacks one of these; the message says which.
+        ValueError: the class does not meet a requirement. The message says which.
     """
     if not (isinstance(prior, type) and issubclass(prior, Prior)):
         raise ValueError(f"register_prior takes a subclass of Prior, got {prior!r}")
@@ -77,10 +79,10 @@ def register_prior(prior: type[AnyPrior]) -> type[AnyPrior]:
 
 
 def _problems(prior: type[Prior]) -> Iterator[str]:
-    """Yield reasons why a class cannot be made again from its description; later checks rely on earlier ones."""
+    """Yield reasons why a class cannot be rebuilt from its description. Later checks rely on earlier ones."""
     name = vars(prior).get("name")
     if not isinstance(name, str) or not name.isidentifier():
-        yield f"it needs a name of its own, a class attribute such as name = 'my_prior'; got {name!r}"
+        yield f"it needs its own name, a class attribute such as name = 'my_prior'; got {name!r}"
     known = CATALOGUE.registered.get(str(name), Sum if name == Sum.name else prior)
     if (known.__module__, known.__qualname__) != (prior.__module__, prior.__qualname__):
         yield f"the name {name!r} is taken by {known.__module__}.{known.__qualname__}"
@@ -88,9 +90,9 @@ def _problems(prior: type[Prior]) -> Iterator[str]:
         yield "it needs a structure, such as structure = Structure.STATIONARY"
     arguments = list(inspect.signature(prior.__init__).parameters.values())[1:]
     if not arguments or arguments[0].name != "num_heads":
-        yield f"num_heads must be the first argument of its constructor, got {[each.name for each in arguments]}"
+        yield f"its constructor must take num_heads first, got {[each.name for each in arguments]}"
     if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in arguments):
-        yield "its constructor must name every argument, without *args and **kwargs"
+        yield "its constructor must not have *args or **kwargs: name every argument"
     needed = [each.name for each in arguments[1:] if each.default is each.empty]
     if needed and prior.examples.__func__ is Prior.examples.__func__:  # pyright: ignore[reportFunctionMemberAccess]
         yield f"its constructor also needs {', '.join(needed)}: define the classmethod examples(num_heads)"
@@ -98,7 +100,7 @@ def _problems(prior: type[Prior]) -> Iterator[str]:
         for example in prior.examples(2):
             for each in arguments:
                 if not hasattr(example, each.name):
-                    yield f"it must keep the argument {each.name!r} as an attribute of that name"
+                    yield f"it must keep the argument {each.name!r} as the attribute {each.name!r}"
             config = example.to_config()
             try:
                 plain = json.loads(json.dumps(config))
@@ -107,16 +109,16 @@ def _problems(prior: type[Prior]) -> Iterator[str]:
                 return
             again = build("prior", {prior.name: prior}, plain).to_config()
             if json.loads(json.dumps(again)) != plain:
-                yield f"its description {plain} makes a prior with another one, {again}"
+                yield f"the prior built from its description {plain} has another description, {again}"
             if unset := unset_after_reset(example):
-                yield f"reset_parameters() must give every parameter and buffer its value; it leaves out {unset}"
+                yield f"reset_parameters() must set every parameter and buffer; it does not set {unset}"
 
 
 def _register_installed(name: str) -> None:
-    """Register the prior of this name of an installed package, if there is one.
+    """Register the prior of this name from an installed package, if any.
 
     Raises:
-        ValueError: the class cannot be imported or registered, has another name, or two packages have the name.
+        ValueError: the class cannot be imported or registered, has another name, or two packages declare the name.
     """
     found = [*entry_points(group=ENTRY_POINTS, name=name)]
     if not found:
@@ -129,7 +131,7 @@ def _register_installed(name: str) -> None:
     except Exception as error:
         raise ValueError(f"the prior {name!r} cannot be imported from {place}: {error}") from error
     if getattr(prior, "name", None) != name:
-        raise ValueError(f"{place} has no prior {name!r}, but {prior!r}: an entry point must have the prior's name")
+        raise ValueError(f"{place} is {prior!r}, not a prior named {name!r}: name the entry point as the prior")
     register_prior(prior)
 
 
@@ -140,21 +142,21 @@ def _place(entry: EntryPoint) -> str:
 def prior_from_config(
     config: Mapping[str, Any] | Sequence[Mapping[str, Any] | str] | str, num_heads: int | None = None
 ) -> Prior:
-    """Build a prior from its plain description.
+    """Build a prior from its description.
 
     Args:
-        config: ``{"name": ..., <constructor arguments>}`` as :meth:`Prior.to_config` gives it, a bare
-            name, or a list of these (their sum).
-        num_heads: used where the description does not state ``num_heads``; must agree where it does.
+        config: ``{"name": ..., <constructor arguments>}`` as :meth:`Prior.to_config` returns it, a bare name, or a list
+            of descriptions for their sum.
+        num_heads: number of heads if ``config`` does not state it. Where ``config`` states it, both must agree.
 
     Raises:
-        ValueError: if the name or an argument is unknown, or a value is impossible; it says what is allowed.
+        ValueError: unknown name or argument, or invalid value. The message lists the valid ones.
     """
     if isinstance(config, Sequence) and not isinstance(config, str):
         return Sum([prior_from_config(part, num_heads) for part in config])
     if isinstance(config, Mapping) and config.get("name") == Sum.name:
         if set(config) != {"name", "priors"}:
-            raise ValueError(f"a sum's description holds 'name' and 'priors' alone, got {sorted(config)}")
+            raise ValueError(f"the description of a sum must have the keys 'name' and 'priors', got {sorted(config)}")
         if not isinstance(config["priors"], Sequence) or isinstance(config["priors"], str):
             raise ValueError(f"priors must be a list of descriptions, got {config['priors']!r}")
         return Sum([prior_from_config(part, num_heads) for part in config["priors"]])

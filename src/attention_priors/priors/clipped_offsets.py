@@ -12,18 +12,18 @@ from attention_priors.priors.base import Init, Prior, Structure, checked_init, s
 
 
 class ClippedOffsets(Prior):
-    """A learned scalar per offset, clipped at ``±k``: ``K(i, j) = b_h[clip(j - i, -k, k)]``, in nats.
+    """Learned scalar per offset, clipped at ``±k``: ``K(i, j) = b_h[clip(j - i, -k, k)]``, in nats.
 
-    The scalar form of Shaw's relative positions; its vector form is the encoding :class:`ShawVectors`.
+    This is the scalar form of Shaw's relative positions. The vector form is the encoding :class:`ShawVectors`.
 
-    Source: Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative Position Representations" (NAACL
-    2018), section 3.2.
+    Source: Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative Position Representations" (NAACL 2018), section
+    3.2.
 
     Args:
-        num_heads: ``H``.
-        max_offset: ``k`` in tokens; there are ``2k + 1`` scalars per head, ordered from ``j - i = -k`` up.
-        init: ``uniform`` (zeros) or ``normal`` (N(0, 0.02²)); or the numbers, ``{"bias": ...}``:
-            ``(2 max_offset + 1,)`` for all heads or ``(H, 2 max_offset + 1)``.
+        num_heads: number of heads, ``H``.
+        max_offset: largest offset ``k`` in tokens. Each head has ``2k + 1`` scalars, ordered from ``j - i = -k`` up.
+        init: ``uniform`` (zeros), ``normal`` (N(0, 0.02²)), or numbers, ``{"bias": ...}``. Shape
+            ``(2 max_offset + 1,)`` for all heads, or ``(H, 2 max_offset + 1)``.
         learn: whether the scalars train.
     """
 
@@ -49,11 +49,11 @@ class ClippedOffsets(Prior):
 
     @classmethod
     def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return Shaw's offsets, and a few."""
+        """Return a prior with Shaw's default offset, and one with fewer offsets."""
         return cls(num_heads), cls(num_heads, max_offset=4, init="normal", learn=False)
 
     def reset_parameters(self) -> None:
-        """Start anew from ``init``."""
+        """Reset the scalars to ``init``."""
         with torch.no_grad():
             if not isinstance(self.init, str):
                 self.bias.copy_(started(self.init, "bias", tuple(self.bias.shape)))
@@ -62,10 +62,10 @@ class ClippedOffsets(Prior):
 
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
-        """``bias`` in nats, ``(H, 2 max_offset + 1)``."""
+        """Return ``bias`` in nats, ``(H, 2 max_offset + 1)``."""
         return {"bias": self.bias.clone()}
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``K`` at each distance ``d = i - j``, ``(H, *distance.shape)``."""
+        """Return ``K`` at each distance ``d = i - j``, ``(H, *distance.shape)``."""
         offset = (-distance).clamp(-self.max_offset, self.max_offset) + self.max_offset
         return self.bias.to(dtype)[:, offset]

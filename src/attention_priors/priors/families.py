@@ -1,6 +1,6 @@
-"""Every prior of the library. A new prior is one file beside this one and one line here.
+"""All priors of the library. A new prior is a new file in this folder and a new line here.
 
-The order is that of the catalogue's page.
+The documentation lists the priors in this order.
 """
 # ruff: isort: skip_file
 

@@ -1,4 +1,4 @@
-"""FIRE's network of a distance that is interpolated into the length of the text."""
+"""FIRE: a learned function of the distance relative to the query's position."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ from attention_priors.checks import check_positive_integers
 from attention_priors.priors.base import Init, Prior, ScaledDistance, Structure, checked_init, started
 
 STARTS = {"c": 0.1, "threshold": 512.0}
-"""Where ``c`` and ``L0`` start in FIRE's paper."""
+"""Initial ``c`` and ``L0`` in FIRE's paper."""
 LARGEST_LOGARITHM = 100.0
-"""Size up to which a logarithm of a parameter counts: beyond, numbers leave the range of float64."""
+"""Bound on the logarithm of a parameter; larger values would leave the range of float64."""
 
 
 class Fire(Prior):
-    """A ReLU network of interpolated distance: ``K(i, j) = f_h(ψ(|i - j|) / ψ(max(L0, i)))``, ``ψ(x) = ln(1 + c x)``.
+    """ReLU network of interpolated distance: ``K(i, j) = f_h(ψ(|i - j|) / ψ(max(L0, i)))``, ``ψ(x) = ln(1 + c x)``.
 
-    ``f_h(x) = b_h + Σ_k a_hk max(0, w_k x + v_k)``, in nats; heads share the hidden units, ``c > 0`` and the threshold
-    ``L0 ≥ 1`` in tokens. Up to the threshold ``K`` depends on the distance alone. Beyond, all distances that a causal
-    query sees lie between 0 and 1 for the network, however long the text is. The query's place ``i`` counts from the
-    start of the text, which is of use under a causal mask; keys after the query are as far as those before it.
+    ``f_h(x) = b_h + Σ_k a_hk max(0, w_k x + v_k)``, in nats. Heads share the hidden units, ``c > 0`` and the threshold
+    ``L0 ≥ 1`` in tokens. For queries up to the threshold, ``K`` depends on the distance alone. For later queries, the
+    network's input for past keys lies between 0 and 1 at any length of context.
+
+    The query's position ``i`` counts from the start of the sequence, so use a causal mask. ``K`` treats keys after the
+    query as keys at the same distance before it.
 
     Source: FIRE (Li et al., "Functional Interpolation for Relative Positions Improves Long Context Transformers", ICLR
     2024) and the code printed there.
 
     Args:
-        num_heads: ``H``.
-        hidden_size: ``W``, hidden units.
-        init: where the parameters start: ``sampled`` (``c`` 0.1, ``L0`` 512, and the network as PyTorch starts linear
-            layers, as in the paper), or numbers, ``{"c": 0.1, "threshold": 512.0, "hidden": ..., "outer": ...}``. There
-            ``hidden`` holds ``w`` and ``v``, ``(2, W)``, and ``outer`` holds ``a`` and, in its last column, ``b``,
-            ``(H, W + 1)``. What is missing starts as sampled.
+        num_heads: number of heads, ``H``.
+        hidden_size: number of hidden units, ``W``.
+        init: ``sampled`` (``c`` 0.1, ``L0`` 512, and PyTorch's initialisation of linear layers, as in the paper), or
+            numbers, ``{"c": 0.1, "threshold": 512.0, "hidden": ..., "outer": ...}``. ``hidden`` holds ``w`` and ``v``,
+            ``(2, W)``. ``outer`` holds ``a`` and, in its last column, ``b``, ``(H, W + 1)``. Missing parameters start
+            as in ``sampled``.
         learn: which of ``hidden``, ``outer``, ``c``, ``threshold`` train, the last two as logarithms.
     """
 
@@ -68,12 +70,12 @@ class Fire(Prior):
 
     @classmethod
     def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return the paper's prior, and a small network whose threshold is short."""
+        """Return the paper's prior, and a small network with a short threshold."""
         start = {"c": 1.0, "threshold": 4.0}
         return cls(num_heads), cls(num_heads, hidden_size=5, init=start, learn=("hidden", "outer"))
 
     def reset_parameters(self) -> None:
-        """Start anew from ``init``."""
+        """Reset the parameters to ``init``."""
         given = STARTS if isinstance(self.init, str) else STARTS | self.init
         with torch.no_grad():
             for name, bound in (("hidden", 1.0), ("outer", self.hidden_size**-0.5)):
@@ -85,12 +87,12 @@ class Fire(Prior):
 
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
-        """``c`` (per token) and ``threshold`` (tokens), each the same in all heads."""
+        """Return ``c`` (per token) and ``threshold`` (tokens), each expanded to ``(H,)``."""
         numbers = {"c": self.log_c, "threshold": self.log_threshold}
         return {name: logarithm.exp().expand(self.num_heads).clone() for name, logarithm in numbers.items()}
 
     def scaled_distance(self, query_positions: Tensor, distance: Tensor) -> ScaledDistance:
-        """``u(i) = 1 / ψ(max(L0, i))``, and ``ψ`` of each distance."""
+        """Return the network, with ``u(i) = 1 / ψ(max(L0, i))`` and ``ψ`` of each distance."""
         c = self.log_c.double().clamp(-LARGEST_LOGARITHM, LARGEST_LOGARITHM).exp()
         threshold = self.log_threshold.double().clamp(0.0, LARGEST_LOGARITHM).exp()
         length = torch.maximum(query_positions.double(), threshold)

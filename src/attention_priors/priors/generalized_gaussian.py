@@ -15,52 +15,57 @@ from attention_priors.priors.base import LOG_PRIOR_FLOOR, Init, Prior, Structure
 from attention_priors.priors.laplace import alibi_slopes
 
 EPSILON = 1e-5
-"""Added to the distance, so that β < 0 is finite at d = 0 (BAM, Appendix C)."""
+"""Constant added to the distance, so that ``K`` with β < 0 is finite at d = 0 (BAM, Appendix C)."""
 
 LARGEST_GRADIENT = 1e38
-"""Gradients end here, just below what float32 holds."""
+"""Bound on gradients, just below the largest float32."""
 
 LARGEST_EXPONENT = math.log(-LOG_PRIOR_FLOOR)
-"""``ln(-K)`` ends here, where ``K`` is the lowest log-prior there is."""
+"""Bound on ``ln(-K)``, at which ``K`` reaches the log-prior floor."""
 
 FEW_DISTANCES = 2**10
-"""Up to so many, what a gradient takes again from the forward pass is kept: it costs more time than memory."""
+"""Number of distances up to which the forward pass keeps intermediate values for the backward pass.
+
+Recomputing them for so short a table costs more in time than it saves in memory.
+"""
 
 MINIMUM_SHAPE = 0.05
-"""With ``keep_sign``, no head comes nearer to β = 0 than this."""
+"""Smallest ``|β|`` of any head with ``keep_sign``."""
 
 
 class GeneralizedGaussian(Prior):
     """BAM's prior: ``K(i, j) = -e^θα · ( |(j - i) - 2 sinh θμ| + ε )^θβ``, ε = 1e-5, in nats.
 
-    In its own terms a Generalized Gaussian with shape ``β = θβ``, scale ``α = e^(-θα/θβ)`` (tokens) and
-    location ``μ = 2 sinh θμ`` (tokens along ``j - i``; ``μ > 0`` moves the peak beyond a causal mask).
-    ``β = 1, μ = 0, α = 1/m`` is ALiBi and ``β = 2`` a Gaussian; ``0 < β < 1`` has a heavier tail than
-    ALiBi; ``β < 0`` lies outside the distribution proper: it suppresses the neighbourhood and leaves far
-    keys untouched, a *retrieval head*. At ``β = 0`` the prior is uniform, and ``α`` is undefined (nan).
+    In BAM's terms this is a Generalized Gaussian with shape ``β = θβ``, scale ``α = e^(-θα/θβ)`` (tokens) and location
+    ``μ = 2 sinh θμ`` (tokens along ``j - i``). ``μ > 0`` moves the peak beyond a causal mask.
+
+    - ``β = 1, μ = 0, α = 1/m`` is ALiBi, and ``β = 2`` a Gaussian.
+    - ``0 < β < 1`` has a heavier tail than ALiBi.
+    - ``β < 0`` is not a proper distribution. A *retrieval head* with ``β < 0`` suppresses near keys and leaves far keys
+      unchanged.
+    - ``β = 0`` is the uniform prior; ``α`` is undefined (nan).
 
     Source: BAM, section 2.3, section 2.4 and Appendix C.
 
     Args:
-        num_heads: ``H``.
-        init: where the parameters start.
-            ``uniform``: θα = θβ = 0, the paper's best; θα gets no gradient until θβ has moved.
-            ``laplace``: ALiBi, θβ = 1 and e^θα = its slopes.
-            ``linear``: θβ from 0 to 1 over the heads, θα = 0.
-            ``spread``: θβ from -0.5 to 1 over the heads, θα = 0.
-            ``roles``: the first half of the heads retrieve (θβ = -0.5, θα = 0), the others are local
-            (θβ = 1, slopes from 1/2 to 1/16).
-            ``neighbours``: the first half of the heads retrieve, as in ``roles``; the others look at the first,
-            the second, the third, ... token before the query (θβ = 1, θα = 0, μ = -1, -2, -3, ...).
-            ``sampled``: θα, θβ ~ N(0, 1).
-            θμ starts at 0 in all others. ``spread``, ``roles`` and ``neighbours`` are this library's.
-            A mapping gives the numbers: ``{"theta_alpha": 0.0, "beta": [-0.5, 1.0], "mu": [0.0, -1.0]}``, one for all
-            heads or one for each; what is missing is 0.
+        num_heads: number of heads, ``H``.
+        init: initial parameters, a name or numbers. θμ starts at 0 unless stated.
+            - ``uniform``: the paper's best, ``θα = θβ = 0``. The parameter θα gets no gradient until θβ has moved.
+            - ``laplace``: ALiBi. ``θβ = 1``, and ``e^θα`` are ALiBi's slopes.
+            - ``linear``: θβ from 0 to 1 over the heads, θα = 0.
+            - ``spread``: θβ from -0.5 to 1 over the heads, θα = 0. Added by this library.
+            - ``roles``: the first half of the heads retrieve (θβ = -0.5, θα = 0). The others are local (θβ = 1, slopes
+              from 1/2 to 1/16). Added by this library.
+            - ``neighbours``: the first half of the heads retrieve, as in ``roles``. The others look at the first,
+              second, third, ... token before the query (θβ = 1, θα = 0, μ = -1, -2, -3, ...). Added by this library.
+            - ``sampled``: θα, θβ ~ N(0, 1).
+            - A mapping such as ``{"theta_alpha": 0.0, "beta": [-0.5, 1.0], "mu": [0.0, -1.0]}``: one number for all
+              heads, or one per head. Missing parameters are 0.
         learn: which of ``alpha``, ``beta``, ``mu`` train (θα, θβ, θμ).
-        keep_sign: whether each head keeps the sign of the β it starts with. The trained coordinate θ is
-            then mapped to ``β = ±(softplus(2θ)/2 + 0.05)``, so a retrieval head stays one and BAM's
-            Theorem 4 holds for it throughout training. Needs an ``init`` of definite signs; a head that
-            ``spread`` puts on β = 0 becomes local, at β = 0.06.
+        keep_sign: whether each head keeps the sign of its initial β. The trained θ then maps to
+            ``β = ±(softplus(2θ)/2 + 0.05)``. A retrieval head stays a retrieval head, and BAM's Theorem 4 holds for it
+            throughout training. ``init`` must give every head a definite sign. A head that ``spread`` puts on ``β = 0``
+            becomes local, with ``β = 0.06``.
     """
 
     name = "generalized_gaussian"
@@ -68,7 +73,7 @@ class GeneralizedGaussian(Prior):
     learnable = ("alpha", "beta", "mu")
     inits = ("uniform", "laplace", "linear", "spread", "roles", "neighbours", "sampled")
     signed_inits = ("laplace", "spread", "roles", "neighbours")
-    """Names of ``init`` whose heads all start with a β of a definite sign."""
+    """Names of ``init`` that start every head with a definite sign of β."""
 
     def __init__(
         self,
@@ -82,8 +87,8 @@ class GeneralizedGaussian(Prior):
         check_booleans(keep_sign=keep_sign)
         if keep_sign and not self._starts_signed():
             raise ValueError(
-                f"keep_sign=True needs an init whose heads all have a definite sign of β at a distance from "
-                f"0 ({', '.join(self.signed_inits)}, or numbers beyond ±{MINIMUM_SHAPE}); got init={init!r}"
+                "keep_sign=True needs an init that gives every head a β of definite sign "
+                f"({', '.join(self.signed_inits)}, or numbers beyond ±{MINIMUM_SHAPE}); got init={init!r}"
             )
         self.keep_sign = keep_sign
         self.theta_alpha = nn.Parameter(torch.empty(num_heads))
@@ -107,7 +112,7 @@ class GeneralizedGaussian(Prior):
         return bool((started(self.init, "beta", (self.num_heads,)).abs() > MINIMUM_SHAPE).all())
 
     def _initial(self) -> tuple[Tensor, Tensor, Tensor]:
-        """θα, β and μ at the start, each ``(H,)``, on the CPU: models may be built without memory ("meta")."""
+        """Return the initial θα, β and μ, each ``(H,)``, on the CPU: parameters on "meta" have no values."""
         heads = self.num_heads
         options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
         zero = torch.zeros(heads, **options)
@@ -135,10 +140,10 @@ class GeneralizedGaussian(Prior):
         return zero, zero, zero
 
     def reset_parameters(self) -> None:
-        """Start anew from ``init``."""
+        """Reset the parameters to ``init``."""
         theta_alpha, beta, mu = self._initial()
         if self.keep_sign:
-            # Away from 0 so that the map below can be inverted; `spread` may pass close to it.
+            # The inverse of the softplus needs a size above 0; `spread` may start a head close to β = 0.
             size = (beta.abs() - MINIMUM_SHAPE).clamp(min=0.01)
             theta_beta = torch.log(torch.expm1(2 * size.double())) / 2
         else:
@@ -150,7 +155,7 @@ class GeneralizedGaussian(Prior):
 
     @property
     def beta(self) -> Tensor:
-        """The shape β, ``(H,)``."""
+        """Shape β, ``(H,)``."""
         if not self.keep_sign:
             return self.theta_beta
         sign = torch.where(self._initial()[1] < 0, -1.0, 1.0).to(self.theta_beta.device)
@@ -158,43 +163,46 @@ class GeneralizedGaussian(Prior):
 
     @property
     def alpha(self) -> Tensor:
-        """The scale α in tokens, ``(H,)``; nan where β = 0."""
+        """Scale α in tokens, ``(H,)``; nan where β = 0."""
         beta = self.beta
         return torch.where(beta == 0, torch.nan, torch.exp(-self.theta_alpha / beta))
 
     @property
     def amplitude(self) -> Tensor:
-        """``e^θα``, ``(H,)``: the penalty at a distance of one token, in nats. Defined for every β."""
+        """Penalty at a distance of one token, ``e^θα`` in nats, ``(H,)``. It is defined for every β."""
         return self.theta_alpha.exp()
 
     @property
     def mu(self) -> Tensor:
-        """The location μ in tokens along ``j - i``, ``(H,)``."""
+        """Location μ in tokens along ``j - i``, ``(H,)``."""
         return 2 * torch.sinh(self.theta_mu)
 
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
-        """``alpha`` (tokens), ``beta``, ``mu`` (tokens), ``amplitude`` (nats), ``theta_alpha`` (its logarithm)."""
+        """Return ``alpha`` and ``mu`` (tokens), ``beta``, ``amplitude`` (nats) and ``theta_alpha``, its logarithm."""
         return {
             "alpha": self.alpha,
-            "beta": self.beta.clone(),  # it may be the parameter itself
+            "beta": self.beta.clone(),  # without keep_sign, the parameter itself
             "mu": self.mu,
             "amplitude": self.amplitude,
             "theta_alpha": self.theta_alpha.clone(),
         }
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``K`` at each distance ``d = i - j``, ``(H, *distance.shape)``."""
+        """Return ``K`` at each distance ``d = i - j``, ``(H, *distance.shape)``."""
         function = _Eager
         if torch.compiler.is_compiling():
-            function = _LogPrior  # Dynamo compiles no function that has a forward-mode derivative
+            function = _LogPrior  # Dynamo cannot compile a function with jvp
         elif torch._C._are_functorch_transforms_active():
             function = _WithTangents
         return function.apply(self.theta_alpha, self.beta, self.theta_mu, distance).to(dtype)
 
 
 def _log_prior(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor) -> Tensor:
-    """``K`` in float64. Autograd, step by step through it, would take longer than a short context's attention."""
+    """Return ``K`` in float64.
+
+    Custom gradients are faster: autograd would take longer than a short context's attention.
+    """
     return _power(_steps(theta_alpha, beta, theta_mu, distance)[0])
 
 
@@ -215,10 +223,10 @@ def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
 def _sums(
     gradient: Tensor, given: Sequence[Tensor], steps: tuple[Tensor, ...], wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the parameters that are wanted, and none of the distances."""
+    """Return the gradients of the parameters in ``wanted``, and None for the distances."""
     largest, found = _constants()[2], []
     for parameter, slope, want in zip(given, _slopes(given, steps), wanted, strict=False):
-        # Within ε of the peak the slope towards θμ is K / ε, which float32 need not hold.
+        # Within ε of the peak the derivative by θμ is K / ε, which may overflow float32.
         total = (gradient * slope()).flatten(1).sum(1).clamp(-largest, largest) if want else None
         found.append(None if total is None else total.to(parameter.dtype))
     return *found, None
@@ -241,7 +249,7 @@ class _WithTangents(_LogPrior):
 
 
 class _Eager(torch.autograd.Function):
-    """The same as PyTorch calls it fastest: a ``setup_context`` has it bind arguments by name."""
+    """``_WithTangents`` without ``setup_context``, whose binding of arguments by name is slow in eager mode."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -253,7 +261,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         given = ctx.saved_tensors
-        # Second derivatives flow through the steps.
+        # Second derivatives need the intermediate values recomputed with gradients.
         steps = None if torch.is_grad_enabled() else ctx.steps
         return _sums(gradients[0], given, steps or _steps(*given), ctx.needs_input_grad)
 
@@ -261,16 +269,16 @@ class _Eager(torch.autograd.Function):
 
 
 def _constants() -> tuple[float, float, float]:
-    """The smallest distance, and the largest exponent and gradient."""
+    """Return the constant ε, and the bounds on exponent and gradient."""
     return EPSILON, LARGEST_EXPONENT, LARGEST_GRADIENT
 
 
-# Of a float that has a name Dynamo makes an input, which graphs of several layers cannot share.
+# Dynamo turns a global float into a graph input, and graphs of several layers could not be shared.
 _constants._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _steps(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``ln(-K)``, ``j - i - μ``, and the logarithm of its size, ``(H, *distance.shape)`` in float64."""
+    """Return ``ln(-K)``, ``j - i - μ`` and the logarithm of its magnitude, each ``(H, *distance.shape)`` in float64."""
     # sinh overflows near 710; 2 sinh 30 is already beyond any context.
     mu = 2 * torch.sinh(per_head(theta_mu.double().clamp(-30, 30), distance))
     apart = -mu - distance
@@ -281,7 +289,10 @@ def _steps(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor
 
 
 def _slopes(given: Sequence[Tensor], steps: tuple[Tensor, ...]) -> tuple[Callable[[], Tensor], ...]:
-    """What computes the derivatives of ``K`` by θα, β and θμ; they are 0 where the floor of log-priors holds."""
+    """Return functions that compute the derivatives of ``K`` by θα, β and θμ.
+
+    The derivatives are 0 where ``K`` is at the log-prior floor.
+    """
     (_, beta, theta_mu, distance), (exponent, apart, logarithm) = given, steps
     log_prior = torch.where(exponent <= _constants()[1], -exponent.exp(), 0.0)
 

@@ -1,9 +1,9 @@
-"""Positions on a grid: patches of images by row and column, and tokens that stand outside.
+"""Positions on a grid: patches of images by row and column, and tokens outside the grid.
 
-One integer says where a token stands, ``row · 2^24 + column``, so that whatever takes positions takes these, and the
-difference of two says how many rows and columns lie between them. Tokens that stand outside (a class token, registers)
-are all at one place, far from every grid. Priors on grids can be read on finer and
-coarser grids than the one that they were trained on.
+One integer, ``row · 2^24 + column``, encodes a patch's position, so every function that takes positions takes grid
+positions. The difference of two positions encodes the differences of rows and of columns. Tokens outside the grid (a
+class token, registers) share one position, far from every grid. :func:`at_spacing` evaluates a prior on finer or
+coarser grids than its training grid.
 """
 
 from __future__ import annotations
@@ -20,33 +20,35 @@ from attention_priors.priors.base import Prior, Structure
 from attention_priors.priors.sum import Sum
 
 ROW = 2**24
-"""From one row to the next."""
+"""Difference of positions between adjacent rows."""
 LARGEST_SIDE = ROW // 4
-"""Rows and columns of a grid, at most: differences must tell rows from columns."""
+"""Largest number of rows or columns, so that differences of positions stay unambiguous."""
 OUTSIDE = 2**56
-"""From the place outside to the grid."""
+"""Distance of the outside position from the grid."""
 
 
 class Places(NamedTuple):
-    """Rows and columns, or differences of them, and which stand outside of the grid; all of one shape."""
+    """Rows and columns, or differences of them, and a mask of tokens outside the grid; all of one shape."""
 
     row: Tensor
     column: Tensor
     outside: Tensor
-    """Where rows and columns mean nothing."""
+    """True where a token is outside the grid, and ``row`` and ``column`` are meaningless."""
 
 
 def grid_positions(rows: int, columns: int, *, outside: int = 0, device: torch.device | str | None = None) -> Tensor:
-    """The positions of a grid, row by row, as ``query_positions`` and ``key_positions`` of :func:`attend`.
+    """Return the positions of a grid in row-major order, as :func:`attend` takes them.
+
+    Pass the result as ``query_positions`` and ``key_positions``.
 
     Args:
-        rows: of the grid; and
-        columns: at most 2^22 each.
-        outside: how many tokens come first that stand outside of it: class tokens, registers.
-        device: of the result.
+        rows: number of rows, at most 2^22.
+        columns: number of columns, at most 2^22.
+        outside: number of tokens outside the grid, such as class tokens and registers. They come first.
+        device: device of the result.
 
     Returns:
-        int64, ``(outside + rows · columns,)``.
+        int64 positions, ``(outside + rows · columns,)``.
 
     Raises:
         ValueError: a number is out of range.
@@ -61,12 +63,12 @@ def grid_positions(rows: int, columns: int, *, outside: int = 0, device: torch.d
 
 
 def raster(rows: int, columns: int, device: torch.device | str | None = None) -> Tensor:
-    """Rows and columns from 0, row by row, int64 ``(rows · columns,)``; as positions, or as differences of them."""
+    """Return the positions of a grid in row-major order, int64 ``(rows · columns,)``, or their differences from 0."""
     return (torch.arange(rows, device=device).unsqueeze(1) * ROW + torch.arange(columns, device=device)).flatten()
 
 
 def places_of(positions: Tensor) -> Places:
-    """Where positions are, or how far apart two are whose difference this is."""
+    """Decode positions, or differences of positions, into rows and columns."""
     outside = positions.abs() >= OUTSIDE // 2
     inside = positions.masked_fill(outside, 0)
     column = (inside + ROW // 2) % ROW - ROW // 2
@@ -74,22 +76,22 @@ def places_of(positions: Tensor) -> Places:
 
 
 class OnGrid(Prior):
-    """A prior whose positions are rows and columns (:func:`grid_positions`)."""
+    """Prior over rows and columns (see :func:`grid_positions`)."""
 
     over_grid = True
     spacing: tuple[float, float] = (1.0, 1.0)
-    """From a row to the next and from a column to the next, in the patches that the prior is stated in."""
+    """Distance between adjacent rows and between adjacent columns, in the prior's own patches."""
 
     def spaced(self, rows: float, columns: float) -> OnGrid:
-        """Return the same prior, with the same parameters, on a grid of another spacing.
+        """Return this prior, with shared parameters, on a grid of another spacing.
 
         Args:
-            rows: from a row to the next, in the patches that this prior is stated in: 1/2 where an image is cut into
-                twice as many rows as in training.
-            columns: likewise.
+            rows: distance between adjacent rows in this prior's patches: 1/2 for an image with twice as many rows as in
+                training.
+            columns: distance between adjacent columns in this prior's patches.
 
         Raises:
-            ValueError: a number is not positive, or this prior means nothing between whole patches.
+            ValueError: a number is not positive, or this prior is defined at whole patches only.
         """
         check_above(0, rows=rows, columns=columns)
         other = copy.copy(self)
@@ -100,29 +102,30 @@ class OnGrid(Prior):
         """Return the plain description of the prior.
 
         Raises:
-            ValueError: this is a prior at another spacing than it is stated in, which no description has.
+            ValueError: the prior is at another spacing, which a description cannot express.
         """
         if self.spacing != (1.0, 1.0):
-            raise ValueError(f"a prior at spacing {self.spacing} has no description: describe the one it was made of")
+            raise ValueError(f"a prior at spacing {self.spacing} has no description; describe the original prior")
         return super().to_config()
 
     def extra_repr(self) -> str:
-        """The constructor's arguments, and the spacing if it is another."""
+        """Return the constructor's arguments, or the spacing if it differs from 1."""
         if self.spacing == (1.0, 1.0):
             return super().extra_repr()
         return f"spacing={self.spacing}"
 
     def _apart(self, distance: Tensor) -> Places:
-        """Rows and columns between places, in the prior's patches."""
+        """Return the differences of rows and columns in the prior's patches."""
         apart = places_of(distance)
         if self.spacing == (1.0, 1.0):
             return apart
         return Places(apart.row.double() * self.spacing[0], apart.column.double() * self.spacing[1], apart.outside)
 
     def _stands(self, positions: Tensor) -> Places:
-        """Rows and columns of places; 0 for what stands outside.
+        """Return the rows and columns of positions; 0 for tokens outside the grid.
 
-        Patches of any size share the image: its corner stays where it is, and not the first patch's middle.
+        Patches of any size cover one image, so the image's corner is the fixed point, not the middle of the first
+        patch.
         """
         stands = places_of(positions)
         if self.spacing == (1.0, 1.0):
@@ -133,14 +136,14 @@ class OnGrid(Prior):
 
 
 class PatchArea(OnGrid):
-    """Weight of a patch by its area: ``K(i, j) = ln(area)`` for keys ``j`` on the grid, and 0 for keys outside of it.
+    """Weight of a patch by its area: ``K(i, j) = ln(area)`` for keys ``j`` on the grid, and 0 for keys outside.
 
-    Twice as many rows and columns put four patches where one was. They share its weight if each has a quarter of it; a
-    class token would else be outweighed by their number.
+    Twice as many rows and columns put four patches in the place of one. With a quarter of the area each, the four
+    patches share its weight; otherwise their number would outweigh a class token.
 
     Args:
-        num_heads: ``H``.
-        area: of a patch; 1 is that of a patch in training.
+        num_heads: number of heads, ``H``.
+        area: area of a patch; 1 is the area of a training patch.
     """
 
     name = "patch_area"
@@ -152,34 +155,35 @@ class PatchArea(OnGrid):
         self.area = float(area)
 
     def log_prior_of_key(self, key_positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``ln(area)`` on the grid, ``(H, *key_positions.shape)``."""
+        """Return ``ln(area)`` on the grid and 0 outside, ``(H, *key_positions.shape)``."""
         inside = (~places_of(key_positions).outside).to(dtype) * math.log(self.area)
         return inside.expand(self.num_heads, *inside.shape)
 
 
 def at_spacing(prior: Prior | None, num_heads: int, rows: float, columns: float) -> Prior:
-    """A model's prior at another resolution than in training: distances as before, patches by their area.
+    """Return a prior for another resolution than in training.
 
-    Attention over the patches is then the mean over the image that it was in training, taken at more or fewer places.
-    That holds without a logit scale, which would multiply the areas too.
+    Distances stay in patches of training, and patches are weighted by their area. Attention over patches then
+    approximates the mean over the image that the model learned, sampled at more or fewer places. With a logit scale
+    this does not hold, because the scale multiplies the areas too.
 
     Args:
-        prior: a sum of priors on grids, or None for none.
-        num_heads: ``H``.
-        rows: from a row to the next, in the patches of training.
-        columns: likewise.
+        prior: a sum of priors over grids, or None.
+        num_heads: number of heads, ``H``.
+        rows: distance between adjacent rows, in patches of training.
+        columns: distance between adjacent columns, in patches of training.
 
     Raises:
-        ValueError: as :meth:`OnGrid.spaced`, or ``prior`` is over a line, or at another spacing than it is stated in.
+        ValueError: as :meth:`OnGrid.spaced`; or ``prior`` is over a line, or already at another spacing.
     """
     terms: list[Prior] = []
     for term in () if prior is None else prior.terms():
         if isinstance(term, PatchArea) or (isinstance(term, OnGrid) and term.spacing != (1.0, 1.0)):
-            raise ValueError(f"prior must be at the spacing that it is stated in, got {term!r}: give the one it is of")
+            raise ValueError(f"prior must be at its own spacing, got {term!r}; pass the original prior")
         if isinstance(term, OnGrid):
             terms.append(term.spaced(rows, columns))
         elif term.over_grid is None:
             terms.append(term)
         else:
-            raise ValueError(f"prior must be one on grids, got {term.name}")
+            raise ValueError(f"prior must be over a grid, got {term.name!r}")
     return Sum([*terms, PatchArea(num_heads, rows * columns)])

@@ -1,4 +1,4 @@
-"""The two priors of KERPLE."""
+"""KERPLE's logarithmic and power priors."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from attention_priors.checks import check_choice
 from attention_priors.priors.base import LOG_PRIOR_FLOOR, Init, Prior, Structure, checked_init, per_head, started
 
 LEAST = 0.01
-"""The smallest ``r1`` and ``r2`` that a sampled start may have, as in KERPLE's code."""
+"""Smallest ``r1`` and ``r2`` of a sampled start, as in KERPLE's code."""
 
 
 class Kerple(Prior):
-    """KERPLE's logarithm or power of distance: ``K(i, j) = -r1 ln(1 + r2 |i - j|)`` or ``-r1 |i - j|^r2``, in nats.
+    """Logarithm or power of distance: ``K(i, j) = -r1 ln(1 + r2 |i - j|)`` or ``-r1 |i - j|^r2``, in nats.
 
-    ``r1 > 0``; ``r2 > 0``, and at most 2 in the power form: then both are conditionally positive definite kernels.
-    The power form at ``r2 = 1`` is ALiBi. It is BAM's Generalized Gaussian with the location at 0, ``r1 = e^θα`` and
-    ``r2 = θβ`` between 0 and 2, but for BAM's ε.
+    ``r1 > 0`` and ``r2 > 0``, with ``r2`` at most 2 in the power form, so both forms are conditionally positive
+    definite kernels. The power form with ``r2 = 1`` is ALiBi. Except for BAM's ε, the power form is BAM's Generalized
+    Gaussian with location 0, ``r1 = e^θα`` and ``r2 = θβ`` between 0 and 2.
 
     Source: KERPLE (Chi, Fan, Ramadge and Rudnicky 2022), section 4: the logarithmic and the power variant.
 
     Args:
-        num_heads: ``H``.
+        num_heads: number of heads, ``H``.
         form: ``logarithmic`` or ``power``.
-        init: where ``r1`` and ``r2`` start: ``sampled``, as in KERPLE's code (the logarithmic ``r1`` from 0 to 2 and
-            ``r2`` from 0 to 1, evenly; in the power form the other way round), or numbers, ``{"r1": 1.0, "r2": 0.5}``.
-        learn: which of ``r1``, ``r2`` train, in coordinates that keep them in their range: ``ln r1``, and ``ln r2``, in
-            the power form ``ln(r2 / (2 - r2))``.
+        init: ``sampled``, as in KERPLE's code, or numbers, ``{"r1": 1.0, "r2": 0.5}``. ``sampled`` draws uniformly:
+            ``r1`` from 0 to 2 and ``r2`` from 0 to 1 in the logarithmic form, and vice versa in the power form.
+        learn: which of ``r1``, ``r2`` train. The trained coordinates keep both in range: ``ln r1``, and ``ln r2`` in
+            the logarithmic form or ``ln(r2 / (2 - r2))`` in the power form.
     """
 
     name = "kerple"
@@ -63,11 +63,11 @@ class Kerple(Prior):
 
     @classmethod
     def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return both forms, one of them fixed."""
+        """Return both forms, the power form fixed."""
         return cls(num_heads), cls(num_heads, form="power", init={"r1": 0.5, "r2": 0.7}, learn=False)
 
     def reset_parameters(self) -> None:
-        """Start anew from ``init``."""
+        """Reset the parameters to ``init``."""
         shape = (self.num_heads,)
         if isinstance(self.init, str):
             r1, r2 = (torch.rand(shape, device="cpu") for _ in range(2))
@@ -81,28 +81,28 @@ class Kerple(Prior):
 
     @property
     def r1(self) -> Tensor:
-        """``r1``, ``(H,)``."""
+        """Amplitude ``r1``, ``(H,)``."""
         return self.log_r1.exp()
 
     @property
     def r2(self) -> Tensor:
-        """``r2``, ``(H,)``."""
+        """Rate or exponent ``r2``, ``(H,)``."""
         return self.theta_r2.exp() if self.form == "logarithmic" else 2 * self.theta_r2.sigmoid()
 
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
-        """``r1`` (nats) and ``r2`` (per token, or an exponent)."""
+        """Return ``r1`` (nats) and ``r2`` (per token, or an exponent)."""
         return {"r1": self.r1, "r2": self.r2}
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``K`` at each distance ``d = i - j``, ``(H, *distance.shape)``."""
+        """Return ``K`` at each distance ``d = i - j``, ``(H, *distance.shape)``."""
         apart, most = distance.abs().double(), math.log(-LOG_PRIOR_FLOOR)
         log_r1, theta = (per_head(x.double(), distance) for x in (self.log_r1, self.theta_r2))
         if self.form == "logarithmic":
-            # ln(1 + r2 d) = softplus(ln r2 + ln d): no product overflows, and ln 0 is no trouble. ONNX Runtime has no
-            # softplus in float64.
+            # ln(1 + r2 d) = softplus(ln r2 + ln d) cannot overflow and is exact at d = 0. ONNX Runtime has no softplus
+            # in float64.
             growth = torch.logaddexp(theta + apart.log(), torch.zeros_like(theta))
             return (-log_r1.clamp(max=most).exp() * growth).clamp(min=LOG_PRIOR_FLOOR).to(dtype)
-        # 0 to the power of r2 has a gradient that is no number.
+        # The gradient of 0 to the power of r2 is NaN.
         exponent = log_r1 + 2 * theta.sigmoid() * apart.clamp(min=1).log()
         return (-exponent.clamp(max=most).exp() * (apart > 0)).to(dtype)

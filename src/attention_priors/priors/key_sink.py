@@ -1,4 +1,4 @@
-"""GOAT's key-only prior: an explicit attention sink, on lines and on grids."""
+"""GOAT's key-only prior, an explicit attention sink, on lines and on grids."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ from attention_priors.priors.spectral import angular_frequencies
 
 
 class KeySink(Prior):
-    """A default that does not depend on the query: ``K(i, j) = slope · j + gain · MLP(j) + bump · 1[j = 0]``, in nats.
+    """Bias of each key, independent of the query: ``K(i, j) = slope · j + gain · MLP(j) + bump · 1[j = 0]``, in nats.
 
-    The MLP reads ``[sin ω_m j, cos ω_m j, j / T, ln(1 + j) / ln(1 + T)]``, with ``T`` the training length and ``ω_m``
-    geometric, as in :class:`Spectral`. All heads share one small MLP (one hidden layer); slope, gain and bump are per
-    head. A linear slope is a recency prior only under a causal mask (GOAT, Proposition F.6), so with a slope
-    bidirectional use is an error.
+    The MLP reads ``[sin ω_m j, cos ω_m j, j / T, ln(1 + j) / ln(1 + T)]``, with ``T`` the training length and geometric
+    ``ω_m`` as in :class:`Spectral`. All heads share one MLP with one hidden layer. Slope, gain and bump are per head. A
+    linear slope is a recency prior only under a causal mask (GOAT, Proposition F.6), so bidirectional attention with a
+    slope raises an error.
 
     Source: GOAT, section 4 ("Explicit sink parameterization"), equation 19, Theorem 4.
 
     Args:
-        num_heads: ``H``.
-        train_length: ``T`` in tokens.
-        num_frequencies: how many ``ω_m``.
-        hidden_size: width of the MLP.
-        base: ratio of the longest to the shortest period.
-        init: ``uniform`` (gain and bump 0, no slope) or ``recency`` (the same with ALiBi's slopes); or the
-            numbers, ``{"slope": 0.1, "bump": [2.0, 0.0]}``, one for all heads or one for each, 0 if missing.
-        learn: which of ``slope``, ``gain``, ``bump``, ``mlp`` train; None for all that ``init`` has.
-        activation: of the MLP's hidden layer: ``gelu``, or ``silu`` as in the authors' package.
+        num_heads: number of heads, ``H``.
+        train_length: training length ``T`` in tokens.
+        num_frequencies: number of frequencies ``ω_m``. Each adds a sine and a cosine.
+        hidden_size: width of the MLP's hidden layer.
+        base: ratio of the longest to the shortest period. Periods are geometric.
+        init: ``uniform`` (gain, bump and slope 0), ``recency`` (gain and bump 0, ALiBi's slopes), or numbers,
+            ``{"slope": 0.1, "bump": [2.0, 0.0]}``. A mapping holds one number for all heads or one per head; missing
+            parameters are 0.
+        learn: which of ``slope``, ``gain``, ``bump``, ``mlp`` train; None for all that ``init`` has. ``uniform`` has no
+            slope.
+        activation: ``gelu``, or ``silu`` as in the authors' package.
     """
 
     name = "key_sink"
@@ -68,7 +70,7 @@ class KeySink(Prior):
         self.activation = activation
         if learn is None:
             learn = self.learnable if self._starts_with_slope else ("gain", "bump", "mlp")
-        if "slope" in self.learnable:  # not on grids
+        if "slope" in self.learnable:  # KeySink2d has none
             self.slope = nn.Parameter(torch.empty(num_heads))
         self.gain = nn.Parameter(torch.empty(num_heads))
         self.bump = nn.Parameter(torch.empty(num_heads))
@@ -82,7 +84,7 @@ class KeySink(Prior):
 
     @classmethod
     def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return a sink, and one with slopes."""
+        """Return a sink, and a sink with slopes."""
         sizes = {"num_frequencies": 3, "hidden_size": 5, "base": 77.0}
         return (
             cls(num_heads, 64),
@@ -91,7 +93,7 @@ class KeySink(Prior):
 
     @property
     def has_slope(self) -> bool:
-        """Whether ``u`` has a linear part."""
+        """Whether ``K`` has a linear slope, fixed or trained."""
         return self._starts_with_slope or "slope" in self.learn
 
     @property
@@ -99,15 +101,15 @@ class KeySink(Prior):
         return self.init == "recency" if isinstance(self.init, str) else "slope" in self.init
 
     def check(self, *, causal: bool) -> None:
-        """A slope is a recency prior under a causal mask only."""
+        """Raise a ValueError for a slope without a causal mask."""
         if self.has_slope and not causal:
             raise ValueError(
-                "KeySink has a slope, which prefers the last key of the sequence rather than a near one when "
-                "attention is bidirectional; use init='uniform' without 'slope' in learn, or causal=True"
+                "KeySink with a slope needs a causal mask: in bidirectional attention the slope prefers the last key "
+                "of the sequence, not near keys; use causal=True, or init='uniform' without 'slope' in learn"
             )
 
     def reset_parameters(self) -> None:
-        """Start anew from ``init``."""
+        """Reset the parameters to ``init``, and draw the MLP's weights anew."""
         with torch.no_grad():
             self.gain.zero_()
             given = {} if isinstance(self.init, str) else self.init
@@ -121,37 +123,38 @@ class KeySink(Prior):
 
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
-        """``slope`` (nats per token), ``gain`` and ``bump`` (nats)."""
+        """Return ``slope`` (nats per token), ``gain`` and ``bump`` (nats)."""
         return {"slope": self.slope.clone(), "gain": self.gain.clone(), "bump": self.bump.clone()}
 
     def _number_of_features(self) -> int:
         return 2 * self.num_frequencies + 2
 
     def _features(self, positions: Tensor) -> Tensor:
-        """What the MLP reads, ``(..., F)`` in float64."""
+        """Return the MLP's input, ``(..., F)`` in float64."""
         position = positions.double().unsqueeze(-1)
         phase = position * angular_frequencies(self.num_frequencies, self.base, positions.device)
-        # Positions before the first token are padding, which no query sees: any finite number will do.
+        # Negative positions are padding, which no query sees; any finite value is fine.
         logarithm = position.clamp(min=0).log1p() / math.log1p(self.train_length)
         return torch.cat([phase.sin(), phase.cos(), position / self.train_length, logarithm], -1)
 
     def _shared_curve(self, positions: Tensor) -> Tensor:
-        """The MLP's output, like ``positions``, in float64: features grow with position, and hidden units cancel out.
+        """Return the MLP's output at each position, in the shape of ``positions``, in float64.
 
-        It ignores autocast: bfloat16 would blur far positions.
+        Features grow with position and hidden units cancel, so precision matters. Autocast is disabled: bfloat16 would
+        blur far positions.
         """
         first, activation, last = self.mlp
-        # Whatever stands in for such a layer computes something else from its weight, if it has one.
+        # A replaced layer (quantised, LoRA) does not compute x @ weight.T + bias.
         if type(first) is not nn.Linear or type(last) is not nn.Linear:
             raise TypeError(
                 f"KeySink's mlp has layers of {type(first).__module__}.{type(first).__qualname__}, expected "
-                "torch.nn.Linear: leave priors out of what quantises linear layers or gives them LoRA matrices "
+                "torch.nn.Linear: exclude priors from quantisation and from LoRA "
                 "(PEFT: LoraConfig(exclude_modules=r'.*prior.*'))"
             )
         with without_autocast(positions.device.type):
             hidden = nn.functional.linear(self._features(positions), first.weight.double(), first.bias.double())
             if torch.compiler.is_exporting() and isinstance(activation, nn.GELU):
-                # ONNX Runtime has no erf in float64: a hidden unit is off by 1e-7.
+                # ONNX Runtime has no erf in float64; the error of a hidden unit is 1e-7.
                 active = hidden * (0.5 + 0.5 * torch.erf((hidden / math.sqrt(2)).float()).double())
             else:
                 active = activation(hidden)
@@ -159,31 +162,32 @@ class KeySink(Prior):
         return out.squeeze(-1)
 
     def log_prior_of_key(self, key_positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``K`` of each key, ``(H, *key_positions.shape)``."""
+        """Return ``K`` of each key, ``(H, *key_positions.shape)``."""
         slope, gain, bump = (per_head(x.double(), key_positions) for x in (self.slope, self.gain, self.bump))
         curve = gain * self._shared_curve(key_positions) + bump * (key_positions == 0)
         return (curve + slope * key_positions).to(dtype)
 
 
 class KeySink2d(OnGrid, KeySink):
-    """A default on a grid, whatever the query: ``K(i, j) = gain · MLP(r, c) + bump · 1[j stands outside]``, in nats.
+    """Bias of each key on a grid: ``K(i, j) = gain · MLP(r, c) + bump · 1[j stands outside]``, in nats.
 
-    The MLP reads ``[sin ω_m r, cos ω_m r, sin ω_m c, cos ω_m c, r / R, c / C]``,
-    with ``R`` and ``C`` the rows and columns of the training grids. What stands outside (a class token) is where an
-    image's sink is; its ``r`` and ``c`` are 0.
+    The MLP reads ``[sin ω_m r, cos ω_m r, sin ω_m c, cos ω_m c, r / R, c / C]``, with ``R`` and ``C`` the rows and
+    columns of the training grids. A token outside the grid (a class token) is an image's sink; its ``r`` and ``c`` are
+    0.
 
     Source: GOAT, section 4, for images, where its key bias is on too.
 
     Args:
-        num_heads: ``H``.
-        rows: ``R``, in patches.
-        columns: ``C``, in patches.
-        num_frequencies: how many ``ω_m`` on each axis.
-        hidden_size: width of the MLP.
+        num_heads: number of heads, ``H``.
+        rows: rows of the training grids, ``R``, in patches.
+        columns: columns of the training grids, ``C``, in patches.
+        num_frequencies: number of frequencies ``ω_m`` on each axis. Each adds a sine and a cosine.
+        hidden_size: width of the MLP's hidden layer.
         base: ratio of the longest to the shortest period.
-        init: ``uniform`` (gain and bump 0), or the numbers, ``{"bump": 2.0}``.
+        init: ``uniform`` (gain and bump 0), or numbers, ``{"bump": 2.0}``. A mapping holds one number for all heads or
+            one per head.
         learn: which of ``gain``, ``bump``, ``mlp`` train.
-        activation: of the MLP's hidden layer: ``gelu`` or ``silu``.
+        activation: activation of the MLP's hidden layer, ``gelu`` or ``silu``.
     """
 
     name = "key_sink_2d"
@@ -204,13 +208,13 @@ class KeySink2d(OnGrid, KeySink):
     ) -> None:
         check_positive_integers(rows=rows, columns=columns)
         if not isinstance(init, str) and "slope" in init:
-            raise ValueError(f"init: on a grid there is no slope; got {dict(init)!r}")
+            raise ValueError(f"init must not set 'slope' on a grid, got {dict(init)!r}")
         super().__init__(num_heads, max(rows, columns), num_frequencies, hidden_size, base, init, learn, activation)
         self.rows, self.columns = rows, columns
 
     @classmethod
     def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return a sink on a rectangle, and a bump for what stands outside."""
+        """Return a sink on a rectangle, and a bump for tokens outside the grid."""
         sizes = {"num_frequencies": 2, "hidden_size": 5, "base": 20.0}
         return (
             cls(num_heads, 4, 6),
@@ -232,10 +236,10 @@ class KeySink2d(OnGrid, KeySink):
 
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
-        """``gain`` and ``bump`` (nats)."""
+        """Return ``gain`` and ``bump`` (nats)."""
         return {"gain": self.gain.clone(), "bump": self.bump.clone()}
 
     def log_prior_of_key(self, key_positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``K`` of each key, ``(H, *key_positions.shape)``."""
+        """Return ``K`` of each key, ``(H, *key_positions.shape)``."""
         gain, bump = (per_head(x.double(), key_positions) for x in (self.gain, self.bump))
         return (gain * self._shared_curve(key_positions) + bump * places_of(key_positions).outside).to(dtype)

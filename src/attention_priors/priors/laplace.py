@@ -14,17 +14,17 @@ from attention_priors.priors.base import LOG_PRIOR_FLOOR, Prior, Structure, per_
 
 
 class Laplace(Prior):
-    """A linear penalty on distance: ``K(i, j) = -m_h · |i - j|``, slope ``m_h > 0`` in nats per token.
+    """Linear penalty on distance: ``K(i, j) = -m_h · |i - j|``, slope ``m_h > 0`` in nats per token.
 
-    With ALiBi's slopes, fixed, this is ALiBi. Under a causal mask it is factored: ``-m (i - j)`` and ``m · j`` differ
-    by a constant per query (GOAT, Proposition F.6).
+    With ALiBi's fixed slopes, this prior is ALiBi. Under a causal mask the prior is factored: ``-m (i - j)`` and ``m ·
+    j`` differ by a constant per query (GOAT, Proposition F.6).
 
     Source: ALiBi (Press, Smith and Lewis 2022); BAM, Lemma 2.
 
     Args:
-        num_heads: ``H``.
-        slopes: ``m_h``, ``H`` positive numbers; None for ALiBi's.
-        learn: whether the slopes train (in the log domain, so that they stay positive).
+        num_heads: number of heads, ``H``.
+        slopes: slopes ``m_h``, ``H`` positive numbers; None for ALiBi's slopes.
+        learn: whether the slopes train (as logarithms, so that they stay positive).
     """
 
     name = "laplace"
@@ -51,29 +51,28 @@ class Laplace(Prior):
 
     @classmethod
     def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return ALiBi, and slopes of several sizes that train."""
+        """Return ALiBi, and a prior with trained slopes of several magnitudes."""
         return cls(num_heads), cls(num_heads, slopes=torch.logspace(0.3, -3, num_heads).tolist(), learn=True)
 
     @classmethod
     def from_mean_distance(
         cls, mean: float | Sequence[float], length: int, *, learn: bool | str | Collection[str] = False
     ) -> Laplace:
-        """The least committal recency prior whose mean distance is given.
+        """Return the maximum-entropy recency prior with a given mean distance.
 
-        Among all distributions over the distances ``0..L-1`` with a given mean, the one of maximum entropy
-        is exponential, ``q(d) ∝ exp(-λ d)``, with the rate ``λ`` that solves
-        ``mean = 1/(e^λ - 1) - L/(e^(λL) - 1)``. The right side falls strictly with ``λ``.
+        Among all distributions over the distances ``0..L-1`` with a given mean, the exponential one has maximum
+        entropy: ``q(d) ∝ exp(-λ d)``. The rate ``λ`` solves ``mean = 1/(e^λ - 1) - L/(e^(λL) - 1)``. The right side
+        falls strictly with ``λ``.
 
         Source: GOAT, Theorem 3 (Appendix F.3).
 
         Args:
-            mean: the mean distance in tokens, one number per head (or one for a single head).
-            length: ``L``, the number of distances, at least 2.
+            mean: mean distance in tokens, one number per head, or one number for a single head.
+            length: number of distances, ``L``, at least 2.
             learn: as in the constructor.
 
         Raises:
-            ValueError: if a mean is not in ``(0, (L - 1) / 2)``. From the middle on the solution has
-                ``λ <= 0`` and prefers far keys: that is no recency prior.
+            ValueError: a mean is not in ``(0, (L - 1) / 2)``. Larger means need ``λ <= 0``, which prefers far keys.
         """
         means = _numbers("mean", mean if isinstance(mean, Sequence) else [mean])
         if not means:
@@ -83,11 +82,11 @@ class Laplace(Prior):
 
     @property
     def slope(self) -> Tensor:
-        """``m``, ``(H,)``, in nats per token."""
+        """Slope ``m``, ``(H,)``, in nats per token."""
         return self.log_slope.exp()
 
     def reset_parameters(self) -> None:
-        """The given slopes, or ALiBi's."""
+        """Reset the slopes to ``slopes``, or to ALiBi's."""
         slopes = (
             alibi_slopes(self.num_heads)
             if self.slopes is None
@@ -98,19 +97,19 @@ class Laplace(Prior):
 
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
-        """``slope``, in nats per token."""
+        """Return ``slope``, in nats per token."""
         return {"slope": self.slope}
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``-m |d|``, ``(H, *distance.shape)``."""
+        """Return ``-m |d|``, ``(H, *distance.shape)``."""
         # In the log domain neither the product nor its gradient can overflow; log 0 = -inf makes d = 0 exact.
         exponent = per_head(self.log_slope.double(), distance) + distance.abs().double().log()
         return (-exponent.clamp(max=math.log(-LOG_PRIOR_FLOOR)).exp()).to(dtype)
 
 
 def _numbers(name: str, given: Any) -> tuple[float, ...]:
-    """The numbers of a list, an array or a tensor. A string is none of these, although it has digits to go through."""
-    # Elements too: YAML reads 1e-3 as a string.
+    """Return the numbers of a list, an array or a tensor. Strings raise an error, although ``list("12")`` works."""
+    # Elements may be strings too: YAML reads 1e-3 as a string.
     words = str | bytes | bool | Mapping
     try:
         values: list[Any] = list(given)
@@ -118,7 +117,7 @@ def _numbers(name: str, given: Any) -> tuple[float, ...]:
     except (TypeError, ValueError, RuntimeError):
         numbers = None
     if numbers is None:
-        raise ValueError(f"{name} must hold numbers, as [0.5, 0.25] does, got {given!r}")
+        raise ValueError(f"{name} must be numbers such as [0.5, 0.25], got {given!r}")
     return numbers
 
 
@@ -128,16 +127,16 @@ def _max_entropy_rate(mean: float, length: int) -> float:
     middle = (length - 1) / 2
     if not 0 < mean < middle:
         raise ValueError(
-            f"mean={mean!r} must lie strictly between 0 and (length - 1) / 2 = {middle}: from there on the "
-            "maximum-entropy distribution no longer prefers near keys, so it is no recency prior"
+            f"mean={mean!r} must be between 0 and (length - 1) / 2 = {middle}, exclusive: a larger mean does not "
+            "prefer near keys and is not a recency prior"
         )
 
     def mean_at(rate: float) -> float:
-        # Both terms have a pole at 0 that cancels; expm1 keeps the difference exact enough to bisect, and
-        # very small rates use the series around the middle: mean(λ) ≈ (L-1)/2 - λ (L² - 1)/12.
+        # Both terms have a pole at 0, and the poles cancel. expm1 keeps the difference precise enough to bisect.
+        # Very small rates use the series around the middle: mean(λ) ≈ (L-1)/2 - λ (L² - 1)/12.
         if rate * length < 1e-4:
             return middle - rate * (length**2 - 1) / 12
-        # expm1 overflows beyond 700, where what it is the divisor of is 0.
+        # expm1 overflows beyond 700, where the quotient is 0.
         head = 1 / math.expm1(rate) if rate < 700 else 0.0
         return head - (length / math.expm1(rate * length) if rate * length < 700 else 0.0)
 
@@ -154,10 +153,10 @@ def _max_entropy_rate(mean: float, length: int) -> float:
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """ALiBi's slope per head, ``(H,)`` in float64 on the CPU, in nats per token.
+    """Return ALiBi's slope per head, ``(H,)`` in float64 on the CPU, in nats per token.
 
-    For ``H`` a power of two: ``m_h = 2^(-8 (h + 1) / H)``. Otherwise, with ``P`` the largest power of two
-    below ``H``: the slopes of ``P`` heads, then every other slope of ``2P`` heads until there are ``H``.
+    For ``H`` a power of two, ``m_h = 2^(-8 (h + 1) / H)``. Otherwise let ``P`` be the largest power of two below ``H``:
+    the slopes of ``P`` heads come first. Every other slope of ``2P`` heads follows, until there are ``H`` slopes.
 
     Source: Press, Smith and Lewis, "Train Short, Test Long" (ICLR 2022), section 3 and its published code.
     """

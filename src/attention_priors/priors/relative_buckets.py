@@ -13,22 +13,22 @@ from attention_priors.priors.base import Init, Prior, Structure, checked_init, s
 
 
 class RelativeBuckets(Prior):
-    """A learned scalar per bucket of distance: ``K(i, j) = b_h[bucket(i - j)]``, in nats.
+    """Learned scalar per bucket of distance: ``K(i, j) = b_h[bucket(i - j)]``, in nats.
 
-    Buckets are exact for small distances, then spaced logarithmically up to ``max_distance``; everything
-    farther shares the last one. One-directional (causal): ``N/2`` exact buckets, and all keys after the
-    query share bucket 0. Bidirectional: each direction has half of the buckets.
+    Buckets are exact for small distances, then spaced logarithmically up to ``max_distance``; all larger distances
+    share the last bucket. One-directional (causal) buckets: ``N/2`` are exact, and all keys after the query share
+    bucket 0. Bidirectional buckets: each direction has half of the buckets.
 
-    Source: Raffel et al., "Exploring the Limits of Transfer Learning" (JMLR 2020), section 2.1 and the
-    published code, whose float32 logarithm decides the boundaries.
+    Source: Raffel et al., "Exploring the Limits of Transfer Learning" (JMLR 2020), section 2.1 and the published code,
+    whose float32 logarithm decides the boundaries.
 
     Args:
-        num_heads: ``H``.
-        num_buckets: ``N``, all directions together.
-        max_distance: the distance in tokens from which the last bucket begins, at the latest.
-        bidirectional: whether keys after the query have buckets of their own.
-        init: ``uniform`` (zeros) or ``normal`` (N(0, 1/512), T5-small's start, whose width is 512);
-            or the numbers, ``{"bias": ...}``: ``(num_buckets,)`` for all heads or ``(H, num_buckets)``.
+        num_heads: number of heads, ``H``.
+        num_buckets: number of buckets ``N``, of all directions together. Each has one scalar per head.
+        max_distance: distance in tokens from which the last bucket begins, at the latest.
+        bidirectional: whether keys after the query have buckets of their own. Use True without a causal mask.
+        init: ``uniform`` (zeros), ``normal`` (N(0, 1/512), T5-small's start, whose width is 512), or numbers,
+            ``{"bias": ...}``. Shape ``(num_buckets,)`` for all heads, or ``(H, num_buckets)``.
         learn: whether the scalars train.
     """
 
@@ -55,8 +55,7 @@ class RelativeBuckets(Prior):
         exact = num_buckets // (4 if bidirectional else 2)
         if not isinstance(max_distance, int) or max_distance <= exact:
             raise ValueError(
-                f"max_distance must be an integer above the {exact} distances that have a bucket of their "
-                f"own, got {max_distance!r}"
+                f"max_distance must be an integer above {exact}, the number of exact buckets, got {max_distance!r}"
             )
         self.num_buckets = num_buckets
         self.max_distance = max_distance
@@ -68,11 +67,11 @@ class RelativeBuckets(Prior):
 
     @classmethod
     def examples(cls, num_heads: int) -> tuple[Prior, ...]:
-        """Return T5's buckets of one direction, and a few of both."""
+        """Return T5's one-directional buckets, and a few bidirectional ones."""
         return cls(num_heads), cls(num_heads, 12, max_distance=40, bidirectional=True, init="normal", learn=False)
 
     def reset_parameters(self) -> None:
-        """Start anew from ``init``."""
+        """Reset the scalars to ``init``."""
         with torch.no_grad():
             if not isinstance(self.init, str):
                 self.bias.copy_(started(self.init, "bias", tuple(self.bias.shape)))
@@ -81,11 +80,11 @@ class RelativeBuckets(Prior):
 
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
-        """``bias`` in nats, ``(H, num_buckets)``."""
+        """Return ``bias`` in nats, ``(H, num_buckets)``."""
         return {"bias": self.bias.clone()}
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """The bucket of each distance ``d = i - j``, an integer in ``0..num_buckets - 1``."""
+        """Return the bucket of each distance ``d = i - j``, an integer in ``0..num_buckets - 1``."""
         buckets = self.num_buckets
         first = torch.zeros_like(distance)
         if self.bidirectional:
@@ -95,12 +94,12 @@ class RelativeBuckets(Prior):
         else:
             magnitude = distance.clamp(min=0)
         exact = buckets // 2
-        # T5 takes this logarithm in float32; in float64 a distance on a boundary could change its bucket.
+        # T5 computes this logarithm in float32; float64 could move a distance on a boundary to another bucket.
         ratio = torch.log(magnitude.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
         spaced = (exact + (ratio * (buckets - exact)).to(distance.dtype)).clamp(max=buckets - 1)
         return first + torch.where(magnitude < exact, magnitude, spaced)
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``K`` at each distance, ``(H, *distance.shape)``."""
-        # Their gradients are sums over many distances: in the wanted precision.
+        """Return ``K`` at each distance, ``(H, *distance.shape)``."""
+        # Cast before indexing: the scalars' gradients are sums over many distances, computed in this dtype.
         return self.bias.to(dtype)[:, self.bucket(distance)]

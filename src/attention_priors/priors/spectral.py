@@ -1,4 +1,4 @@
-"""GOAT's spectral prior, which Sandwich is a case of."""
+"""GOAT's spectral prior, of which Sandwich is a special case."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from attention_priors.priors.base import Init, Lanes, Prior, Structure, checked_
 
 
 class Spectral(Prior):
-    """A trigonometric sum over the distance: ``K(i, j) = Σ_r α_r cos(ω_r d) + β_r sin(ω_r d)``.
+    """Trigonometric sum over the distance: ``K(i, j) = Σ_r α_r cos(ω_r d) + β_r sin(ω_r d)``.
 
     ``d = i - j`` in tokens, ``ω_r = (2π / shortest_period) · base^(-r / max(R-1, 1))`` in radians per token,
-    ``r = 0..R-1``; ``α_r`` is the symmetric and ``β_r`` the antisymmetric weight, in nats and of any sign. The longest
-    period, ``base · shortest_period`` tokens, bounds how far the prior means anything. Both stationary and factored:
-    ``2R`` lanes.
+    ``r = 0..R-1``. ``α_r`` is the symmetric and ``β_r`` the antisymmetric weight, in nats and of any sign. Beyond the
+    longest period, ``base · shortest_period`` tokens, the prior is not meaningful. The prior is both stationary and
+    factored, with ``2R`` lanes.
 
     *Sandwich* is this prior with fixed, equal cosines: ``K = H / 8h · Σ_k cos(d · 10000^(-k/R))`` in head ``h`` of
-    ``1..H``, with ``k = 1..R``. Its paper writes ``d̄`` for ``2R``, and takes ``R = 64``. In Python:
-    ``Spectral(H, R, 10000 ** (1 - 1 / R), 2 * pi * 10000 ** (1 / R), init="sandwich", learn=False)``.
+    ``1..H``, with ``k = 1..R``. Its paper writes ``d̄`` for ``2R`` and uses ``R = 64``. In Python: ``Spectral(H, R,
+    10000 ** (1 - 1 / R), 2 * pi * 10000 ** (1 / R), init="sandwich", learn=False)``.
 
     Source: GOAT, equations 12 to 18, Appendix B and Proposition F.5; Sandwich (Chi, Fan, Rudnicky and Ramadge 2023).
 
     Args:
-        num_heads: ``H``.
-        num_frequencies: ``R``.
+        num_heads: number of heads, ``H``.
+        num_frequencies: number of frequencies, ``R``. Each has two weights per head.
         base: ratio of the longest to the shortest period.
-        shortest_period: in tokens, 2 at least, as shorter ones look the same as longer ones; GOAT's by default, of one
-            radian per token. Where the data has a period, such as the three bases of a codon, the series should too.
-        init: ``uniform`` (all weights 0); ``recency`` (small α ~ N(0, 0.02²) that break the symmetry
-            between heads; GOAT pairs it with ALiBi's slopes, here :class:`KeySink` or :class:`Laplace`); ``sandwich``
-            (α = H / 8h in head h of 1..H, all frequencies alike, and β = 0);
-            or the numbers, ``{"alpha": ..., "beta": ...}``: ``(R,)`` for all heads or ``(H, R)``, 0 if missing.
+        shortest_period: shortest period in tokens, at least 2, because shorter periods alias to longer ones. The
+            default is GOAT's, one radian per token. For data with a period, such as codons, choose
+            a series that contains the period.
+        init: ``uniform`` (zeros), ``recency`` (small α ~ N(0, 0.02²)), ``sandwich`` (α = H / 8h in head h of 1..H, β =
+            0), or numbers, ``{"alpha": ..., "beta": ...}``. ``recency`` breaks the symmetry between heads; GOAT pairs
+            it with ALiBi's slopes, here :class:`KeySink` or :class:`Laplace`. Numbers have shape ``(R,)`` for all heads
+            or ``(H, R)``; missing parameters are 0.
         learn: which of ``alpha``, ``beta`` train.
     """
 
@@ -73,7 +74,7 @@ class Spectral(Prior):
         return cls(num_heads), cls(num_heads, 5, base=500.0, shortest_period=3.0, init="recency", learn="beta")
 
     def reset_parameters(self) -> None:
-        """Start anew from ``init``."""
+        """Reset the weights to ``init``."""
         with torch.no_grad():
             if not isinstance(self.init, str):
                 for name in ("alpha", "beta"):
@@ -89,7 +90,7 @@ class Spectral(Prior):
 
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
-        """``alpha`` and ``beta`` in nats, each ``(H, R)``."""
+        """Return ``alpha`` and ``beta`` in nats, each ``(H, R)``."""
         return {"alpha": self.alpha.clone(), "beta": self.beta.clone()}
 
     def _phases(self, positions: Tensor) -> Tensor:
@@ -97,13 +98,13 @@ class Spectral(Prior):
         return 2 * math.pi / self.shortest_period * geometric * positions.double().unsqueeze(-1)
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``K`` at each distance, ``(H, *distance.shape)``."""
+        """Return ``K`` at each distance, ``(H, *distance.shape)``."""
         phase = self._phases(distance)
         bias = phase.cos() @ self.alpha.double().T + phase.sin() @ self.beta.double().T
         return bias.movedim(-1, 0).to(dtype)
 
     def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
-        """``2R`` lanes: ``[α cos ωi + β sin ωi, α sin ωi - β cos ωi]`` against ``[cos ωj, sin ωj]``."""
+        """Return ``2R`` lanes: ``[α cos ωi + β sin ωi, α sin ωi - β cos ωi]`` against ``[cos ωj, sin ωj]``."""
         query_phase, key_phase = self._phases(query_positions).unsqueeze(-3), self._phases(key_positions)
         alpha, beta = self.alpha.double().unsqueeze(-2), self.beta.double().unsqueeze(-2)
         cos, sin = query_phase.cos(), query_phase.sin()
@@ -113,6 +114,6 @@ class Spectral(Prior):
 
 
 def angular_frequencies(count: int, base: float, device: torch.device) -> Tensor:
-    """``ω_r = base^(-r / max(R-1, 1))`` in radians per token, ``(R,)`` in float64."""
+    """Return ``ω_r = base^(-r / max(R-1, 1))`` in radians per token, ``(R,)`` in float64."""
     exponents = torch.arange(count, dtype=torch.float64, device=device) / max(count - 1, 1)
     return torch.pow(torch.tensor(base, dtype=torch.float64, device=device), -exponents)

@@ -13,10 +13,10 @@ from attention_priors.priors.base import Lanes, Prior, Structure, join_lanes
 
 
 class Sum(Prior):
-    """The product of several priors, made by ``a + b``: their log-priors add.
+    """Product of several priors, made by ``a + b``: their log-priors add.
 
     Args:
-        priors: at least one prior; all with the same ``num_heads``, and all over a line or all on a grid.
+        priors: at least one prior, all with equal ``num_heads``, and all over a line or all over a grid.
     """
 
     name = "sum"
@@ -29,13 +29,13 @@ class Sum(Prior):
         heads = {prior.num_heads for prior in priors}
         if len(heads) > 1:
             raise ValueError(
-                "priors that are added must have the same num_heads, got "
+                "added priors must have equal num_heads, got "
                 + ", ".join(f"{type(prior).__name__}({prior.num_heads})" for prior in priors)
             )
         placed = [term for prior in priors for term in prior.terms() if term.over_grid is not None]
         if len({term.over_grid for term in placed}) > 1:
-            got = (f"{type(term).__name__} ({'on a grid' if term.over_grid else 'over a line'})" for term in placed)
-            raise ValueError(f"priors that are added must all be over a line or all on a grid, got {', '.join(got)}")
+            got = (f"{type(term).__name__} (over a {'grid' if term.over_grid else 'line'})" for term in placed)
+            raise ValueError(f"added priors must all be over a line or all over a grid, got {', '.join(got)}")
         super().__init__(heads.pop())
         self.priors = nn.ModuleList(priors)
         structure = Structure.STATIONARY | Structure.OF_KEYS | Structure.FACTORED
@@ -44,7 +44,7 @@ class Sum(Prior):
         self.structure = structure
 
     def terms(self) -> Iterator[Prior]:
-        """The summands."""
+        """Yield the summands."""
         for prior in self.priors:
             assert isinstance(prior, Prior)
             yield from prior.terms()
@@ -55,21 +55,21 @@ class Sum(Prior):
             term.check(causal=causal)
 
     def log_prior_at(self, distance: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The sum of the summands' log-priors; an error if one of them is not stationary."""
+        """Return the sum of the log-priors; raise a TypeError if a summand is not stationary."""
         first, *others = (term.log_prior_at(distance, *args, **kwargs) for term in self.terms())
         return sum(others, first)
 
     def log_prior_of_key(self, key_positions: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The sum of the summands' log-priors; an error if one of them depends on more than the key."""
+        """Return the sum of the log-priors; raise a TypeError if a summand depends on more than the key."""
         first, *others = (term.log_prior_of_key(key_positions, *args, **kwargs) for term in self.terms())
         return sum(others, first)
 
     def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
-        """The summands' lanes side by side; an error if one of them is not factored."""
+        """Return the lanes of all summands, concatenated; raise a TypeError if a summand is not factored."""
         return join_lanes([term.lanes(query_positions, key_positions, dtype=dtype) for term in self.terms()])
 
     def visible_at(self, distance: Tensor) -> Tensor | None:
-        """Return whether every summand lets a query see a key at each distance; None if all do everywhere."""
+        """Return which distances every summand lets a query see, or None if no summand hides a key."""
         visible = None
         for term in self.terms():
             seen = term.visible_at(distance)
@@ -83,9 +83,9 @@ class Sum(Prior):
             term.reset_parameters()
 
     def natural_parameters(self) -> dict[str, Tensor]:
-        """Each summand's parameters, their names led by the summand's: ``laplace.slope``.
+        """Return the parameters of all summands, with the summand's name as a prefix: ``laplace.slope``.
 
-        Further summands of the same kind are numbered: ``laplace_2.slope``.
+        Further summands of one kind are numbered: ``laplace_2.slope``.
         """
         parameters, seen = dict[str, Tensor](), Counter[str]()
         for term in self.terms():
@@ -95,9 +95,9 @@ class Sum(Prior):
         return parameters
 
     def to_config(self) -> dict[str, Any]:
-        """``{"name": "sum", "priors": [...]}``."""
+        """Return ``{"name": "sum", "priors": [...]}``."""
         return {"name": self.name, "priors": [term.to_config() for term in self.terms()]}
 
     def extra_repr(self) -> str:
-        """Nothing: the summands print themselves."""
+        """Return an empty string: the summands print themselves."""
         return ""

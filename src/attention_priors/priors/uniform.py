@@ -9,14 +9,14 @@ from attention_priors.priors.base import Lanes, Prior, Structure
 
 
 class Uniform(Prior):
-    """Every visible position is as likely as any other: ``K(i, j) = 0``.
+    """Equal log-prior of every visible key: ``K(i, j) = 0``.
 
-    This is attention without a positional prior; under a causal mask the prior is uniform over ``0..i``.
+    This is attention without a positional prior. Under a causal mask the prior is uniform over ``0..i``.
 
     Source: NoPE (Kazemnejad et al. 2023); BAM, Lemma 1.
 
     Args:
-        num_heads: ``H``.
+        num_heads: number of heads, ``H``.
     """
 
     name = "uniform"
@@ -27,11 +27,11 @@ class Uniform(Prior):
         super().__init__(num_heads)
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Zeros, ``(H, *distance.shape)``."""
+        """Return zeros, ``(H, *distance.shape)``."""
         return torch.zeros(self.num_heads, *distance.shape, dtype=dtype, device=distance.device)
 
     def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
-        """No lanes at all: ``R = 0``."""
+        """Return empty lanes, ``R = 0``."""
         *leading, number = query_positions.shape
         empty = torch.zeros(0, dtype=dtype, device=query_positions.device)
         return Lanes(empty.new_zeros(*leading, self.num_heads, number, 0), empty.new_zeros(*key_positions.shape, 0))

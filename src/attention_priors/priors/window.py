@@ -1,4 +1,4 @@
-"""Local attention as a prior."""
+"""Sliding-window attention as a prior."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from attention_priors.priors.base import Prior, Structure
 class Window(Prior):
     """Local attention: ``K(i, j) = 0`` where ``|i - j| < size``, ``-inf`` elsewhere.
 
-    ``size`` counts the query's own position, as ``sliding_window`` does in transformers: under a causal
-    mask a query sees itself and the ``size - 1`` keys before it. The window is a mask: a logit scale does
-    not multiply it, and it does not reduce the number of visible keys that SSMax counts.
+    ``size`` counts the query's own position, as ``sliding_window`` does in transformers: under a causal mask a query
+    sees itself and the ``size - 1`` keys before it. The window is a mask, so a logit scale does not multiply it. The
+    window does not reduce the number of visible keys that SSMax counts.
 
     Source: Beltagy, Peters and Cohan, "Longformer: The Long-Document Transformer" (2020), section 3.1.
 
     Args:
-        num_heads: ``H``.
-        size: in tokens.
+        num_heads: number of heads, ``H``.
+        size: size of the window in tokens, the query's own included.
     """
 
     name = "window"
@@ -37,9 +37,9 @@ class Window(Prior):
         return (cls(num_heads, 4),)
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Zeros: what the window hides is in :meth:`visible_at`."""
+        """Return zeros: :meth:`visible_at` hides the keys outside the window."""
         return torch.zeros(self.num_heads, *distance.shape, dtype=dtype, device=distance.device)
 
     def visible_at(self, distance: Tensor) -> Tensor:
-        """``|d| < size``."""
+        """Return ``|d| < size``."""
         return distance.abs() < self.size

@@ -223,5 +223,5 @@ def test_summands_of_some_heads_are_0_on_the_others():
 def test_priors_over_grids_have_no_curve_over_distance() -> None:
     layers: list[nn.Module] = [nn.ModuleList([Axial(2, "laplace")])]
     for read in (lambda: prior_rows(layers, length=9), lambda: prior_term_rows(layers, length=9)):
-        with pytest.raises(ValueError, match="prior must be one over a line, got 'axial'"):
+        with pytest.raises(ValueError, match="prior must be over a line, got 'axial'"):
             read()

@@ -44,7 +44,7 @@ def test_a_sink_is_as_far_as_the_text_is_long() -> None:
 
 
 def test_reach_is_of_priors_over_a_line_and_whole_lengths() -> None:
-    with pytest.raises(ValueError, match="prior must be one over a line, got 'axial'"):
+    with pytest.raises(ValueError, match="prior must be over a line, got 'axial'"):
         effective_reach(Axial(1, "laplace"), 64)
     for length in (100.0, 0, True):
         with pytest.raises(ValueError, match=f"^length must be a positive integer, got {length}"):

@@ -66,7 +66,7 @@ def test_a_role_needs_two_keys() -> None:
 
 
 def test_roles_are_of_priors_over_a_line() -> None:
-    with pytest.raises(ValueError, match="prior must be one over a line, got 'axial'"):
+    with pytest.raises(ValueError, match="prior must be over a line, got 'axial'"):
         head_roles(Axial(1, "laplace"), 64)
     with pytest.raises(ValueError, match=r"length must be a positive integer, got 100\.0"):
         head_roles(Uniform(1), 100.0)  # pyright: ignore[reportArgumentType]

@@ -100,7 +100,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "string for a number in a prior": (
         {"schemes.ALiBi.prior": {"name": "laplace", "slopes": 5}},
-        ["schemes.ALiBi: slopes must hold numbers, as [0.5, 0.25] does, got 5"],
+        ["schemes.ALiBi: slopes must be numbers such as [0.5, 0.25], got 5"],
     ),
     "a number with a unit": (
         {"schemes.ALiBi.encoding": {"name": "rotary", "base": "10k"}},
@@ -163,23 +163,23 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "unknown prior": (
         {"schemes.ALiBi.prior": "alibi"},
-        [f"schemes.ALiBi: unknown prior 'alibi'; known are {PRIORS}"],
+        [f"schemes.ALiBi: unknown prior 'alibi'; expected one of {PRIORS}"],
     ),
     "unknown prior in a sum": (
         {"schemes.ALiBi.prior": [{"name": "laplace"}, {"name": "cauchy"}]},
-        ["schemes.ALiBi: unknown prior 'cauchy'; known are"],
+        ["schemes.ALiBi: unknown prior 'cauchy'; expected one of"],
     ),
     "unknown encoding": (
         {"schemes.ALiBi.encoding": "rope"},
-        ["schemes.ALiBi: unknown encoding 'rope'; known are sinusoidal, learned, rotary, shaw, linear"],
+        ["schemes.ALiBi: unknown encoding 'rope'; expected one of sinusoidal, learned, rotary, shaw, linear"],
     ),
     "unknown logit scale": (
         {"schemes.ALiBi.logit_scale": "max"},
-        ["schemes.ALiBi: unknown logit scale 'max'; known are ssmax"],
+        ["schemes.ALiBi: unknown logit scale 'max'; expected one of ssmax"],
     ),
     "unknown argument of a prior": (
         {"schemes.ALiBi.prior": {"name": "laplace", "slope": 1}},
-        ["schemes.ALiBi: prior 'laplace' has no argument 'slope'; it has num_heads, slopes, learn"],
+        ["schemes.ALiBi: prior 'laplace' has no argument 'slope'; expected one of num_heads, slopes, learn"],
     ),
     "missing argument of a prior": (
         {"schemes.ALiBi.prior": "window"},
