@@ -37,7 +37,7 @@ def made(name: str) -> PriorEncoderForMaskedLM:
 
 def test_commands_for_decoders_say_what_it_is(tmp_path: Path) -> None:
     made("bam").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"is an encoder \(prior_encoder\): expected a causal language model"):
+    with pytest.raises(ValueError, match=r"must be a causal language model, .*; got an encoder \(prior_encoder\)"):
         load_model(tmp_path)
 
 
@@ -95,25 +95,28 @@ def test_attentions_and_hidden_states() -> None:
 
 
 def test_mistakes_are_named() -> None:
-    with pytest.raises(ValueError, match="encoding must be one that is added or rotary in an encoder"):
+    with pytest.raises(ValueError, match="encoding must be additive or rotary in an encoder"):
         PriorEncoderConfig(**SMALL, encoding={"name": "shaw", "max_offset": 4})
     grids: list[Any] = [{"name": "axial", "rows": "laplace"}, ["uniform", "spectral_2d"]]
     for prior in grids:
-        with pytest.raises(ValueError, match=r"prior must be one over a line, got '(axial|spectral_2d)'"):
+        with pytest.raises(ValueError, match=r"prior must be over a line, got '(axial|spectral_2d)'"):
             PriorEncoderConfig(**SMALL, prior=prior)
     with pytest.raises(ValueError, match="slope"):
         PriorEncoderConfig(**SMALL, prior={"name": "key_sink", "train_length": 8, "init": "recency"})
     with pytest.raises(ValueError, match="share_prior must be True or False, got 'no'"):
         PriorEncoderConfig(**SMALL, share_prior="no")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="give either input_ids or inputs_embeds"):
+    with pytest.raises(ValueError, match="pass exactly one of input_ids and inputs_embeds"):
         made("none")()
     for options, words in (
-        ({"attention_mask": torch.ones(2, 5)}, r"attention_mask must have shape \(2, 6\), as the tokens, got \(2, 5\)"),
-        ({"document_ids": torch.zeros(2, 7)}, r"document_ids must have shape \(2, 6\)"),
-        ({"position_ids": torch.arange(5)}, r"position_ids must have shape \(2, 6\) or \(6,\)"),
+        (
+            {"attention_mask": torch.ones(2, 5)},
+            r"attention_mask must have the shape of the tokens, \(2, 6\), got \(2, 5\)",
+        ),
+        ({"document_ids": torch.zeros(2, 7)}, r"document_ids must have the shape of the tokens, \(2, 6\)"),
+        ({"position_ids": torch.arange(5)}, r"position_ids must have the shape of the tokens, \(2, 6\) or \(6,\)"),
         ({"position_ids": torch.rand(6)}, "position_ids"),
         ({"labels": TEXT[:, 1:]}, r"labels must have shape \(2, 6\), got \(2, 5\)"),
-        ({"token_type_ids": TEXT}, "token_type_ids is no argument of the encoder"),
+        ({"token_type_ids": TEXT}, "the encoder does not take the argument token_type_ids"),
     ):
         with pytest.raises(ValueError, match=words):
             made("none")(TEXT, **options)

@@ -56,16 +56,16 @@ def test_a_config_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"layer_pattern": ["a"]}, "layer_pattern names the kinds that layer_kinds describes"),
-        ({"layer_kinds": {"a": {}}}, "layer_pattern names the kinds that layer_kinds describes"),
+        ({"layer_pattern": ["a"]}, "layer_pattern and layer_kinds must be set together"),
+        ({"layer_kinds": {"a": {}}}, "layer_pattern and layer_kinds must be set together"),
         ({"layer_pattern": "a", "layer_kinds": {"a": {}}}, "layer_pattern must be a list"),
         ({"layer_pattern": [], "layer_kinds": {}}, "layer_pattern must be a list"),
-        ({"layer_pattern": ["a", "b"], "layer_kinds": {"a": {}}}, "must name every kind in layer_kinds"),
-        ({"layer_pattern": ["a"], "layer_kinds": {"a": {}, "b": {}}}, "must name every kind in layer_kinds"),
+        ({"layer_pattern": ["a", "b"], "layer_kinds": {"a": {}}}, "must name exactly the kinds in layer_kinds"),
+        ({"layer_pattern": ["a"], "layer_kinds": {"a": {}, "b": {}}}, "must name exactly the kinds in layer_kinds"),
         ({"layer_pattern": ["a"], "layer_kinds": {"a": {"size": 3}}}, r"layer_kinds\['a'\] may describe prior, "),
         ({"layer_pattern": ["a"], "layer_kinds": {"a": "laplace"}}, r"layer_kinds\['a'\] may describe prior, "),
         ({"layer_pattern": ["a"], "layer_kinds": {"a": {"prior": "alibi"}}}, "unknown prior 'alibi'"),
-        ({"layer_pattern": ["a"], "layer_kinds": {"a": {"encoding": "sinusoidal"}}}, "is added to embeddings"),
+        ({"layer_pattern": ["a"], "layer_kinds": {"a": {"encoding": "sinusoidal"}}}, "is added to the embeddings"),
         (
             {
                 "prior": "laplace",
@@ -73,7 +73,7 @@ def test_a_config_comes_back(tmp_path: Path) -> None:
                 "layer_pattern": ["a"],
                 "layer_kinds": {"a": {"prior": "laplace"}},
             },
-            "share_prior: all layers share one prior",
+            "share_prior=True, but layer_kinds",
         ),
     ],
 )

@@ -159,16 +159,16 @@ def test_it_is_saved_and_loaded_as_any_model(tmp_path):
 
 def test_what_does_not_fit_is_named():
     model = _trained(encoding="rotary")
-    with pytest.raises(ValueError, match=r"changes: 'hidden_size' is not about positions; it must be one of prior"):
+    with pytest.raises(ValueError, match=r"changes must set only prior, .*; got 'hidden_size'"):
         with_positions(model, {"hidden_size": 64})
     with pytest.raises(ValueError, match="unknown encoding 'rope'"):
         with_positions(model, {"encoding": "rope"})
     model.config.intermediate_size += 1
     with pytest.raises(
-        ValueError, match=r"6 of its weights do not fit .*mlp\.down_proj\.weight \(torch.float32 \(32, 48\), now"
+        ValueError, match=r"6 weights of model do not fit .*mlp\.down_proj\.weight \(torch.float32 \(32, 48\), now"
     ):
         with_positions(model, {"encoding": None})
     model.config.intermediate_size -= 1
     model.model.register_parameter("extra", torch.nn.Parameter(torch.zeros(1)))
-    with pytest.raises(ValueError, match=r"1 of its weights .*: model\.extra \(torch.float32 \(1,\), now missing\)"):
+    with pytest.raises(ValueError, match=r"1 weights of model .*: model\.extra \(torch.float32 \(1,\), now missing\)"):
         with_positions(model, {"encoding": None})

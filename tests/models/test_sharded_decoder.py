@@ -39,7 +39,7 @@ def test_what_a_sharded_sequence_has_no_place_for(found: list[dict[str, Any]]) -
     for process in found:
         said = process["refusals"]
         assert "Shaw's vectors" in said["shaw"]
-        assert "labels cannot be given with a sequence" in said["labels"]
-        assert "logits_to_keep cannot be given with a sequence" in said["logits_to_keep"]
+        assert "labels is not supported with a sequence" in said["labels"]
+        assert "logits_to_keep is not supported with a sequence" in said["logits_to_keep"]
         assert "past_key_values" in said["cache"]
         assert "attention_mask" in said["mask"]

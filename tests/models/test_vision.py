@@ -192,20 +192,20 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     pixels = images(3, 2, 16, 16)
     with pytest.raises(ValueError, match=r"labels must have shape \(3,\) or \(3, 5\), got \(2,\)"):
         model(pixels, labels=torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="bool_masked_pos is no argument of the vision transformer"):
+    with pytest.raises(ValueError, match="the vision transformer does not take the argument bool_masked_pos"):
         model(pixels, bool_masked_pos=torch.ones(3, 16))
 
 
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (torch.tensor([0, 5, 1]), r"labels must be classes from 0 to 4, or -100 for none; got 5"),
+        (torch.tensor([0, 5, 1]), r"labels must be classes from 0 to 4, or -100 to ignore; got 5"),
         (torch.tensor([0, -1, 1]), r"got -1"),
-        (torch.tensor([0.0, 1.0, 2.0]), r"labels of shape \(3,\) must be classes, integers; got torch.float32"),
+        (torch.tensor([0.0, 1.0, 2.0]), r"labels of shape \(3,\) must be integer classes, got torch.float32"),
         (torch.tensor([True, False, True]), r"got torch.bool"),
         (
             torch.ones(3, 5, dtype=torch.int64),
-            r"labels of shape \(3, 5\) must be shares of classes, floats; got torch.int64",
+            r"labels of shape \(3, 5\) must be floating-point probabilities, got torch.int64",
         ),
     ],
 )
@@ -236,7 +236,7 @@ def test_stochastic_depth_keeps_the_mean() -> None:
     ("options", "message"),
     [
         ({"image_size": 15}, "image_size=15 must be a multiple of patch_size=4"),
-        ({"image_size": [16]}, r"image_size must be one number, or rows and columns, got \[16\]"),
+        ({"image_size": [16]}, r"image_size must be one number, or rows and columns; got \[16\]"),
         ({"image_size": "16"}, "image_size must be a positive integer, got '16'"),
         ({"image_size": 16.0}, r"image_size must be a positive integer, got 16\.0"),
         ({"position_table": "no"}, "position_table must be True or False, got 'no'"),
@@ -247,7 +247,7 @@ def test_stochastic_depth_keeps_the_mean() -> None:
         ({"drop_path": 1.0}, r"drop_path must be in \[0, 1\), got 1.0"),
         ({"prior": {"name": "axial", "rows": "window"}}, "rows: unknown prior 'window'"),
         ({"prior": {"name": "key_sink", "train_length": 8, "init": "recency"}}, "slope"),
-        ({"prior": "laplace"}, r"prior must be one on grids \(axial, .*\), got 'laplace'"),
+        ({"prior": "laplace"}, r"prior must be over a grid \(axial, .*\), got 'laplace'"),
     ],
 )
 def test_mistakes_in_a_config_are_named(options: dict[str, Any], message: str) -> None:
@@ -259,10 +259,14 @@ def test_mistakes_in_a_config_are_named(options: dict[str, Any], message: str) -
     ("pixels", "sizes", "message"),
     [
         (images(1, 3, 16, 16), None, r"pixel_values must have shape \(B, 2, rows, columns\)"),
-        (images(1, 2, 16, 15), None, "pixel_values must be whole patches of 4 pixels"),
+        (images(1, 2, 16, 15), None, "pixel_values must be positive multiples of patch_size=4"),
         (images(2, 2, 16, 16), torch.tensor([[16, 16]]), r"image_sizes must have shape \(2, 2\)"),
-        (images(1, 2, 16, 16), torch.tensor([[16, 20]]), r"image_sizes must be whole patches .* at most \(16, 16\)"),
-        (images(1, 2, 16, 16), torch.tensor([[16, 6]]), "image_sizes must be whole patches"),
+        (
+            images(1, 2, 16, 16),
+            torch.tensor([[16, 20]]),
+            r"image_sizes must be positive multiples .* at most \(16, 16\)",
+        ),
+        (images(1, 2, 16, 16), torch.tensor([[16, 6]]), "image_sizes must be positive multiples"),
     ],
 )
 def test_mistakes_in_images_are_named(pixels: torch.Tensor, sizes: torch.Tensor | None, message: str) -> None:
@@ -306,10 +310,10 @@ def test_in_units_of_the_image_nothing_changes_at_the_training_resolution() -> N
 def test_units_that_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"position_units must be one of patch, image"):
         made(position_units="pixel")
-    with pytest.raises(ValueError, match="rows: clipped_offsets means nothing between whole patches"):
+    with pytest.raises(ValueError, match="rows: clipped_offsets is defined at whole patches only"):
         made(prior={"name": "axial", "rows": "clipped_offsets"}, position_units="image")
     with pytest.raises(ValueError, match="logit_scale='ssmax' needs position_units='patch'"):
         made(logit_scale="ssmax", position_units="image")
     model = made(**KINDS["axial"], position_units="image")
-    with pytest.raises(ValueError, match="image_sizes need position_units='patch'"):
+    with pytest.raises(ValueError, match="image_sizes needs position_units='patch'"):
         model(images(2, 2, 16, 16), image_sizes=torch.tensor([[16, 16], [8, 8]]))

@@ -1,4 +1,4 @@
-"""Models: a drop-in attention layer (torch alone); a decoder, an encoder, a vision transformer (transformers)."""
+"""Models: a drop-in attention layer (torch only), and a decoder, an encoder and a vision transformer (transformers)."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ _FILES = {"PriorDecoder": "decoder", "PriorEncoder": "encoder", "PriorVision": "
 
 
 def __getattr__(name: str) -> Any:
-    """Import a model when it is first asked for: it needs transformers, PriorAttention does not."""
+    """Import a model lazily: the models need transformers, ``PriorAttention`` does not."""
     file = next((file for start, file in _FILES.items() if name.startswith(start)), None)
     if name in __all__ and file is not None:
         return getattr(import_module(f"attention_priors.models.{file}"), name)

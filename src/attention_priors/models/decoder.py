@@ -1,8 +1,8 @@
-"""A Llama-style decoder language model whose attention has a prior.
+"""Llama-style decoder language model whose attention has a prior.
 
-RMSNorm before each part, SwiGLU, no biases, grouped-query attention; position comes from a prior, an
-encoding, both or neither. A transformers ``PreTrainedModel``: ``generate``, ``save_pretrained`` and
-``from_pretrained`` (safetensors), ``Trainer``. Importing this module registers it with ``AutoConfig``,
+The architecture has RMSNorm before each part, SwiGLU, no biases and grouped-query attention. Positions enter by a
+prior, an encoding, both or neither. The classes are transformers models: ``generate``, ``save_pretrained`` and
+``from_pretrained`` (safetensors), and ``Trainer`` work. Importing this module registers the model with ``AutoConfig``,
 ``AutoModel`` and ``AutoModelForCausalLM``.
 """
 
@@ -44,45 +44,44 @@ from attention_priors.priors.base import check_over_line
 logger = get_logger(__name__)
 
 LAYER_PARTS = ("prior", "encoding", "logit_scale", "null_logit", "key_bias")
-"""Parts that may differ between layers: names of config fields, and of the modules that attention layers build from
-them."""
+"""Parts that may differ between layers: names of config fields, and of the attention modules built from them."""
 
 
 class PriorDecoderConfig(PriorConfig):
     """Configuration of a decoder.
 
-    ``prior``, ``encoding``, ``logit_scale``, ``null_logit`` and ``key_bias`` are plain descriptions, as their
-    ``to_config()`` gives them (``num_heads``, ``head_dim`` and ``width`` need not be stated): for instance
-    ``prior={"name": "generalized_gaussian", "init": "uniform"}``, ``encoding="rotary"``,
+    ``prior``, ``encoding``, ``logit_scale``, ``null_logit`` and ``key_bias`` are plain descriptions, as ``to_config()``
+    returns them. ``num_heads``, ``head_dim`` and ``width`` may be omitted. Examples are
+    ``prior={"name": "generalized_gaussian", "init": "uniform"}``, ``encoding="rotary"`` and
     ``logit_scale={"name": "ssmax", "init": 1.0}``. A list of priors is their sum.
 
     Layers may differ. ``layer_pattern`` names the kind of each layer and repeats; ``layer_kinds`` describes each kind:
-    ``layer_pattern=["local", "local", "local", "global"]``,
-    ``layer_kinds={"local": {"encoding": "rotary", "prior": {"name": "window", "size": 512}}, "global": {}}``. A kind
-    inherits the parts that it does not describe from the config.
+    ``layer_pattern=["local", "local", "local", "global"]``, ``layer_kinds={"local": {"encoding": "rotary", "prior":
+    {"name": "window", "size": 512}}, "global": {}}``. A kind inherits the parts that it does not describe from the
+    config.
 
     Args:
         vocab_size: number of tokens.
         hidden_size: width of the residual stream.
         intermediate_size: width of the SwiGLU layers.
         num_hidden_layers: number of layers.
-        num_attention_heads: query heads.
-        num_key_value_heads: key and value heads; ``num_attention_heads`` by default.
-        head_dim: ``hidden_size / num_attention_heads`` by default.
-        rms_norm_eps: of the norms.
+        num_attention_heads: number of query heads.
+        num_key_value_heads: number of key and value heads. ``num_attention_heads`` by default.
+        head_dim: width of a head. ``hidden_size / num_attention_heads`` by default.
+        rms_norm_eps: epsilon of the norms.
         initializer_range: standard deviation of the initial weights.
-        tie_word_embeddings: whether the output layer is the embedding's transpose.
-        prior: description of the log-prior, or None.
-        share_prior: whether all layers share one prior (T5); otherwise each layer has its own (BAM).
+        tie_word_embeddings: whether the output layer is the transpose of the embedding.
+        prior: description of the log-prior. None for no prior.
+        share_prior: whether all layers share one prior (T5). Otherwise each layer has its own (BAM).
         encoding: description of an encoding, or None.
-        logit_scale: description of a logit scale, or None. It is learned per layer.
-        null_logit: description of a :class:`NullKey`, or None. It is learned per layer.
-        key_bias: description of a :class:`ForgetGate` or :class:`Cable`, or None. It is learned per layer.
-        layer_pattern: names of kinds, repeated over the layers; None if all layers are alike.
-        layer_kinds: description of each kind, by name.
-        tolerance: as for :func:`attend`: which share of its weight a query may lose, so that keys which provably weigh
-            less need not be read. 0, the default, is exact. Where there is one query, in generation, all keys are read:
-            to find out which are needed would take longer.
+        logit_scale: description of a logit scale, or None. Each layer learns its own.
+        null_logit: description of a :class:`NullKey`, or None. Each layer learns its own.
+        key_bias: description of a :class:`ForgetGate` or :class:`Cable`, or None. Each layer learns its own.
+        layer_pattern: kind names, repeated over the layers. None if all layers are alike.
+        layer_kinds: description of each kind by name.
+        tolerance: share of its attention weight that a query may lose, as for :func:`attend`. Keys that provably weigh
+            less are not read. The default, 0, is exact. In generation, with one query, all keys are read, because
+            finding the needed ones would take longer.
     """
 
     model_type = "prior_decoder"
@@ -132,16 +131,16 @@ class PriorDecoderConfig(PriorConfig):
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
                     f"hidden_size={self.hidden_size} must be a multiple of "
-                    f"num_attention_heads={self.num_attention_heads}, unless head_dim is given"
+                    f"num_attention_heads={self.num_attention_heads}, or head_dim must be set"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
         check_positive_integers(head_dim=self.head_dim)
         check_share(tolerance=self.tolerance)
         check_layer_kinds(self.layer_pattern, self.layer_kinds, LAYER_PARTS)
         if self.share_prior and any("prior" in kind for kind in (self.layer_kinds or {}).values()):
-            raise ValueError("share_prior: all layers share one prior, and layer_kinds describes another one")
+            raise ValueError("share_prior=True, but layer_kinds describes further priors; remove one of them")
         super().__post_init__(**kwargs)
-        # Build all parts once, without memory, so that a mistake shows here and not after loading weights.
+        # Build all parts once on the meta device, so that a mistake raises here and not after loading weights.
         for kind in [self, *(self._with(kind) for kind in (self.layer_kinds or {}).values())]:
             with torch.device("meta"):
                 check_over_line(kind.make_prior())
@@ -151,8 +150,8 @@ class PriorDecoderConfig(PriorConfig):
                 kind.make_key_bias()
             if isinstance(encoding, AdditiveEncoding) and kind.encoding is not self.encoding:
                 raise ValueError(
-                    f"layer_kinds: the encoding {encoding.name!r} is added to embeddings, which all layers share; "
-                    "describe it as the config's encoding"
+                    f"layer_kinds: the encoding {encoding.name!r} is added to the embeddings, which all layers share; "
+                    "set encoding on the config instead"
                 )
 
     def _with(self, parts: Mapping[str, Any]) -> PriorDecoderConfig:
@@ -162,31 +161,31 @@ class PriorDecoderConfig(PriorConfig):
         return layer
 
     def of_layer(self, index: int) -> PriorDecoderConfig:
-        """Return the config of a decoder all of whose layers are of this layer's kind."""
+        """Return the config of a decoder whose layers are all of this layer's kind."""
         return self._with(kind_of_layer(self.layer_pattern, self.layer_kinds, index))
 
     @property
     def layer_types(self) -> list[str]:
-        """Cache types of transformers. Layers with a gate also cache its running sum."""
+        """Cache type of each layer, as named by transformers. Layers with a gate also cache the gate's running sum."""
         gated = [self.of_layer(index).key_bias is not None for index in range(self.num_hidden_layers)]
         return ["indexed_attention" if gate else "full_attention" for gate in gated]
 
     def make_encoding(self) -> Encoding | None:
-        """The encoding that is described."""
+        """Build the encoding from its description."""
         assert self.head_dim is not None
         return encoding_from_config(self.encoding, width=self.hidden_size, head_dim=self.head_dim)
 
     def make_null_logit(self) -> NullKey | None:
-        """Build the null key."""
+        """Build the null key from its description."""
         return null_key_from_config(self.null_logit, self.num_attention_heads)
 
     def make_key_bias(self) -> ForgetGate | None:
-        """Build the gate."""
+        """Build the gate from its description."""
         return key_bias_from_config(self.key_bias, self.num_attention_heads, self.hidden_size)
 
 
 class DecoderAttention(nn.Module):
-    """Projections around :func:`attend`."""
+    """Causal attention layer: projections around :func:`attend`."""
 
     def __init__(self, config: PriorDecoderConfig, layer_index: int) -> None:
         super().__init__()
@@ -219,9 +218,9 @@ class DecoderAttention(nn.Module):
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """``(B, L, hidden_size)`` to the same, for the tokens in ``last`` alone: the others are keys only.
+        """Return the output ``(B, Lq, hidden_size)`` of the queries in ``last``; other tokens are keys only.
 
-        And the weights ``(B, H, L, num_keys)``, if they are asked for.
+        The second result is the weights ``(B, H, Lq, num_keys)`` with ``output_attentions``, else None.
         """
         query, key, value = (
             projection(tokens).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -232,18 +231,18 @@ class DecoderAttention(nn.Module):
             key = self.encoding(key, positions)
         if isinstance(keys, ShardedSequence) and self.key_bias is not None:
             raise ValueError(
-                "sequence: gates sum over tokens, which are spread over processes; give attend_across a key_bias"
+                "a model with gates cannot take a sequence; compute key_bias over all processes and call attend_across"
             )
         key_bias = None if isinstance(keys, ShardedSequence) else self._key_bias(hidden, keys, past_key_values)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_index)
         prior = self.prior if shared_prior is None else shared_prior
         relative = self.encoding if isinstance(self.encoding, ShawVectors) else None
-        # An exported program leaves out nothing; to compare its number of queries would fix it.
+        # Export ignores the tolerance: comparing the number of queries would make the dimension static.
         tolerance = 0.0 if torch.compiler.is_exporting() or query.shape[-2] == 1 else self.tolerance
         if isinstance(keys, ShardedSequence):
             if relative is not None:
-                raise ValueError("sequence: Shaw's vectors are not computed over tokens that are spread over processes")
+                raise ValueError("a model with Shaw's vectors cannot take a sequence")
             out = attend_across(
                 query,
                 key,
@@ -272,34 +271,32 @@ class DecoderAttention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(-2)), weights
 
     def _key_bias(self, hidden: Tensor, keys: Keys, cache: Cache | None) -> Tensor | None:
-        """Return the gate's bias of every key, ``(B, H, num_keys)``; the cache holds the running sum."""
+        """Return the gate's bias of every key, ``(B, H, num_keys)``. The cache holds the running sum."""
         if self.key_bias is None:
             return None
         layer: Any = None if cache is None or len(cache) <= self.layer_index else cache.layers[self.layer_index]
         if cache is not None and not hasattr(layer, "update_indexer"):
-            raise ValueError(
-                "past_key_values has no place for the gates' sums; pass one that was made with config=model.config"
-            )
+            raise ValueError("past_key_values cannot hold the gates' sums; create the cache with config=model.config")
         if keys.forbidden is not None:
             raise ValueError(
-                "attention_mask has 4 dimensions, and gates sum over all tokens, hidden or not; state padding by an "
-                "attention_mask of 2 dimensions, and documents by document_ids"
+                "a model with gates cannot take a 4-D attention_mask: gates sum over all tokens, hidden or not; use a "
+                "2-D attention_mask for padding, and document_ids for documents"
             )
         documents, kept, before = keys.of_queries(keys.documents), getattr(layer, "indexer_keys", None), None
         if kept is not None:
             if getattr(cache, "offloading", False):
-                # The layer may still be on its way from the host; Cache.update waits in the same way.
+                # Prefetching of this layer from the host may be in progress; Cache.update waits in this way too.
                 stream: Any = getattr(cache, "prefetch_stream")  # noqa: B009
                 torch.cuda.default_stream(hidden.device).wait_stream(stream)
             past = keys.query_offset
             if documents is None:
-                # The sums before the first token are 0.
+                # The sum before the first token is 0.
                 sums = pad(kept, (0, 0, 1, 0))
                 before = sums.index_select(1, past.view(1)) if isinstance(past, Tensor) else sums[:, past : past + 1]
                 before = before.transpose(1, 2)
             else:
                 assert keys.documents is not None
-                # A static cache has empty slots at its end, and documents may cover them or not.
+                # A static cache ends in empty slots, which document_ids may or may not cover.
                 slots = torch.arange(min(kept.shape[1], keys.documents.shape[1]), device=kept.device)
                 so_far = keys.documents[:, : len(slots)].masked_fill(slots >= past, torch.iinfo(torch.int64).max)
                 before = last_of_documents(kept[:, : len(slots)].transpose(1, 2), so_far, documents)
@@ -310,7 +307,7 @@ class DecoderAttention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """``W_down (silu(W_gate x) ⊙ W_up x)``."""
+    """SwiGLU layer: ``W_down (silu(W_gate x) ⊙ W_up x)``."""
 
     def __init__(self, width: int, intermediate_size: int) -> None:
         super().__init__()
@@ -319,7 +316,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, width, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``(B, L, hidden_size)`` to the same."""
+        """Map ``(B, L, hidden_size)`` to ``(B, L, hidden_size)``."""
         return self.down_proj(silu(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
@@ -344,7 +341,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
     ) -> Tensor:
-        """``(B, L, hidden_size)`` to the same, for the tokens in ``last`` alone."""
+        """Return the hidden states ``(B, Lq, hidden_size)`` of the tokens in ``last``."""
         attended, _ = self.self_attn(
             self.input_layernorm(hidden),
             positions,
@@ -359,7 +356,7 @@ class DecoderLayer(GradientCheckpointingLayer):
 
 
 class PriorDecoderPreTrainedModel(PriorPreTrainedModel):
-    """Settings of transformers that all classes of the decoder share."""
+    """Base class of the decoder's models, with settings for transformers."""
 
     config: PriorDecoderConfig
     config_class = PriorDecoderConfig
@@ -376,12 +373,12 @@ class PriorDecoderPreTrainedModel(PriorPreTrainedModel):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor | None:
-        """``generate`` would make a dense mask for a static cache; the model wants the padding mask itself."""
+        """Return the padding mask unchanged, where ``generate`` would build a dense mask for a static cache."""
         return attention_mask
 
 
 class PriorDecoderModel(PriorDecoderPreTrainedModel):
-    """The decoder without its output layer."""
+    """Decoder without its output layer."""
 
     def __init__(self, config: PriorDecoderConfig) -> None:
         super().__init__(config)
@@ -409,31 +406,32 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
         states_to_keep: int = 0,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states of the new tokens; arguments as in :meth:`PriorDecoderForCausalLM.forward`.
+        """Return the hidden states of the new tokens. Arguments are those of :meth:`PriorDecoderForCausalLM.forward`.
 
-        With ``states_to_keep``, only the last so many of them (0 = all): the last layer, which no other reads,
-        then computes no more than those and what the cache keeps.
+        ``states_to_keep`` limits the result to the last hidden states (0 = all). The last layer then computes these
+        states and the cache only.
         """
         if kwargs.get("is_causal") is False:
-            raise ValueError("is_causal=False: the decoder is causal; PriorEncoderModel sees in both directions")
-        advice = "packed documents are told by document_ids or position_ids"
+            raise ValueError("is_causal must not be False: the decoder is causal; use PriorEncoderModel instead")
+        advice = "mark packed documents by document_ids or position_ids"
         refuse_unknown(kwargs, "the decoder", "is_causal", "num_items_in_batch", advice=advice)
         hidden = embedded(self.embed_tokens, input_ids, inputs_embeds)
         if past_key_values is not None and not isinstance(past_key_values, Cache):
             raise ValueError(
-                f"past_key_values must be a transformers Cache, as DynamicCache, got {type(past_key_values).__name__}"
+                "past_key_values must be a transformers Cache such as DynamicCache, got "
+                f"{type(past_key_values).__name__}"
             )
         output_attentions = bool(kwargs.get("output_attentions", self.config.output_attentions))
         if sequence is not None and (output_attentions or states_to_keep):
             name = "output_attentions" if output_attentions else "logits_to_keep"
-            raise ValueError(f"{name} cannot be given with a sequence: each process has a share of its tokens")
+            raise ValueError(f"{name} is not supported with a sequence, whose tokens are spread over processes")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and sequence is None
         if self.gradient_checkpointing and self.training and (use_cache or past_key_values is not None):
             if past_key_values is not None and past_key_values.get_seq_length():
                 raise ValueError("past_key_values must be empty or None in training with gradient checkpointing")
             logger.warning_once(
-                "gradient checkpointing recomputes layers, which would fill a cache twice: use_cache=False"
+                "use_cache=True does not work with gradient checkpointing, which recomputes layers: use_cache=False"
             )
             use_cache, past_key_values = False, None
         if use_cache and past_key_values is None:
@@ -446,13 +444,13 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
             keys = sequence
         else:
             raise ValueError(
-                "sequence holds positions, documents and padding itself, and has no cache: give it without "
-                "attention_mask, position_ids, document_ids, past_key_values and use_cache"
+                "sequence already holds positions, documents and padding, and has no cache; remove attention_mask, "
+                "position_ids, document_ids, past_key_values and use_cache"
             )
         positions = keys.positions.to(hidden.device)
         if self.encoding is not None:
             hidden = hidden + self.encoding(positions).to(hidden.dtype)
-        # generate's early exit makes a draft model of the first layers by lowering that number.
+        # Early exit of generate() makes a draft model of the first layers by lowering num_hidden_layers.
         layers = self.layers[: self.config.num_hidden_layers]
         for layer in layers:
             last = slice(-states_to_keep if layer is layers[-1] and states_to_keep else None, None)
@@ -471,7 +469,7 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
 
 
 class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
-    """The decoder as a language model."""
+    """Decoder with a language modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
@@ -497,37 +495,35 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
         sequence: ShardedSequence | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits of the next tokens.
+        """Return the logits of the next tokens.
 
         Args:
             input_ids: new tokens, ``(B, L)``.
             attention_mask: ``(B, past + L)``, 1 for tokens and 0 for padding. Or a 4-D mask
-                ``(B or 1, H or 1, L, past + L)``, boolean (True = may see) or added to the logits, that hides more than
-                the causal mask does; it is dense.
-            position_ids: ``(B, past + L)``: where tokens stand, if they do not follow each other; for tokens after a
-                cache the positions of those before belong to it, since a prior needs them. Where positions do
-                not rise, a new document begins, as in batches that transformers packs. By default tokens are counted
-                from the first that is not padding.
-            past_key_values: a cache of the tokens before.
-            inputs_embeds: ``(B, L, hidden_size)`` in place of ``input_ids``.
-            labels: ``(B, L)``, aligned with ``input_ids``, -100 = ignore; gives a mean loss in nats per token.
-            use_cache: whether to return a cache; by default only outside of training.
-            logits_to_keep: compute only the last so many logits (0 = all), or those at these indices.
-            document_ids: ``(B, past + L)``: packed documents do not see each other.
-            sequence: says that the tokens are this process's share of longer sequences, spread over a group of
-                processes, all of which call at the same time. Documents and padding are the sequence's. For a loss
-                give ``shift_labels``, the next token of each one, and ``num_items_in_batch`` in place of ``labels``:
-                the token after a shard's last one is in another shard, and the loss is this process's part of the
-                whole mean.
-            kwargs: ``output_hidden_states``, ``output_attentions`` (by the dense formula: memory grows with
-                ``L · (past + L)``), ``return_dict``, and ``num_items_in_batch`` and ``shift_labels`` for the loss.
+                ``(B or 1, H or 1, L, past + L)`` in addition to the causal mask, boolean (True = may see) or added to
+                the logits. A 4-D mask is dense.
+            position_ids: positions of all tokens, ``(B, past + L)``, cached ones included, because a prior needs them.
+                By default positions count from the first token that is not padding. Where positions do not rise, a new
+                document begins, as in batches that transformers packs.
+            past_key_values: cache of the previous tokens.
+            inputs_embeds: embeddings instead of ``input_ids``. ``(B, L, hidden_size)``.
+            labels: ``(B, L)``, aligned with ``input_ids``, -100 = ignore. The loss is the mean in nats per token.
+            use_cache: whether to return a cache. By default True in eval mode only.
+            logits_to_keep: number of last logits to compute (0 = all), or indices of the logits to compute.
+            document_ids: ``(B, past + L)``. Packed documents do not see each other.
+            sequence: shards of longer sequences over a group of processes, which must all call at the same time.
+                Documents and padding belong to the sequence. For a loss, pass ``shift_labels``, the next token of each
+                token, and ``num_items_in_batch`` instead of ``labels``: the token after a shard's last token is in
+                another shard. The loss is this process's part of the mean.
+            kwargs: ``output_hidden_states``, ``output_attentions`` (dense: memory grows with ``L · (past + L)``),
+                ``return_dict``, and ``num_items_in_batch`` and ``shift_labels`` for the loss.
 
         Raises:
-            ValueError: if an argument is impossible or does not fit the others; it says which and why.
+            ValueError: an argument is invalid or conflicts with another. The message says which and why.
         """
         for_loss = {name: kwargs.pop(name) for name in ("num_items_in_batch", "shift_labels") if name in kwargs}
         if sequence is not None and labels is not None:
-            raise ValueError("labels cannot be given with a sequence; give shift_labels and num_items_in_batch")
+            raise ValueError("labels is not supported with a sequence; pass shift_labels and num_items_in_batch")
         recorded = any(
             kwargs.get(name, getattr(self.config, name)) for name in ("output_hidden_states", "output_attentions")
         )
@@ -551,7 +547,8 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
         if labels is not None or for_loss.get("shift_labels") is not None:
             if labels is not None and labels.shape != logits.shape[:2]:
                 raise ValueError(
-                    f"labels must fit the tokens with logits, {tuple(logits.shape[:2])}, got {tuple(labels.shape)}"
+                    f"labels must have the shape of the tokens with logits, {tuple(logits.shape[:2])}, got "
+                    f"{tuple(labels.shape)}"
                 )
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **for_loss)
         return CausalLMOutputWithPast(
@@ -565,7 +562,7 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
     # ---- generate
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> None:
-        """None: the model finds positions itself, so that those it is given are always the user's."""
+        """Do nothing: the model computes default positions, so that ``position_ids`` always come from the user."""
 
     def prepare_inputs_for_generation(
         self,
@@ -577,7 +574,7 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Prepare a step as transformers does, with positions and documents of all tokens so far."""
+        """Prepare a generation step as transformers does, with positions and documents of all tokens so far."""
         whole = {name: kwargs.pop(name, None) for name in ("position_ids", "document_ids")}
         inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids,
@@ -590,7 +587,7 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
         )
         documents = whole["document_ids"]
         if documents is not None:
-            # What is generated or drafted goes on with the last document; a prompt may come in chunks.
+            # Generated and drafted tokens belong to the last document. A prompt may come in chunks.
             new = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
             length = new.shape[1] + (0 if past_key_values is None else int(past_key_values.get_seq_length()))
             more = documents[:, -1:].expand(-1, max(0, length - documents.shape[1]))
@@ -598,12 +595,8 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
         return inputs | {name: value for name, value in whole.items() if value is not None}
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Not available: it pages keys and values for attention functions of transformers' own, which know no prior.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError("continuous batching is not available for this model; use generate() with a batch")
+        """Raise NotImplementedError: continuous batching runs transformers' attention functions, without priors."""
+        raise NotImplementedError("continuous batching is not supported for this model; use generate() with a batch")
 
 
 AutoConfig.register(PriorDecoderConfig.model_type, PriorDecoderConfig)

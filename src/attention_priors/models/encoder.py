@@ -1,7 +1,7 @@
-"""A bidirectional transformer whose attention has a prior: layers for images and texts, and a masked language model.
+"""Bidirectional transformer whose attention has a prior: layers for images and texts, and a masked language model.
 
-RMSNorm before each part, SwiGLU, no biases. Importing this module registers the language model with ``AutoConfig``,
-``AutoModel`` and ``AutoModelForMaskedLM``.
+The architecture has RMSNorm before each part, SwiGLU and no biases. Importing this module registers the language model
+with ``AutoConfig``, ``AutoModel`` and ``AutoModelForMaskedLM``.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from attention_priors.priors.base import check_over_line, check_positions
 
 
 class StackConfig(PriorConfig):
-    """Configuration of a stack of bidirectional layers; descriptions as in :class:`PriorDecoderConfig`.
+    """Configuration of a stack of bidirectional layers. Descriptions are those of :class:`PriorDecoderConfig`.
 
     Args:
         hidden_size: width of the residual stream.
         intermediate_size: width of the SwiGLU layers.
         num_hidden_layers: number of layers.
-        num_attention_heads: heads; they divide ``hidden_size``.
-        rms_norm_eps: of the norms.
+        num_attention_heads: number of heads. It must divide ``hidden_size``.
+        rms_norm_eps: epsilon of the norms.
         initializer_range: standard deviation of the initial weights.
-        attention_dropout: probability with which attention weights are dropped in training.
-        drop_path: probability with which a layer of the last is left out for an example in training; it rises
-            linearly from 0 at the first.
+        attention_dropout: dropout probability of attention weights.
+        drop_path: probability of skipping the last layer for an example in training. Probabilities rise linearly from 0
+            at the first layer.
         prior: description of the log-prior, or None.
         share_prior: whether all layers share one prior.
         logit_scale: description of a logit scale, or None.
@@ -67,7 +67,7 @@ class StackConfig(PriorConfig):
             )
         check_share(attention_dropout=self.attention_dropout, drop_path=self.drop_path)
         super().__post_init__(**kwargs)
-        # Build all parts once, without memory, so that a mistake shows here and not after loading weights.
+        # Build all parts once on the meta device, so that a mistake raises here and not after loading weights.
         with torch.device("meta"):
             prior = self.make_prior()
             self.make_logit_scale()
@@ -81,21 +81,23 @@ class StackConfig(PriorConfig):
 
 
 class EncoderPlaces(NamedTuple):
-    """Where tokens or patches stand, and who sees whom."""
+    """Positions of tokens or patches, padding and documents."""
 
     positions: Tensor | None = None
-    """``(L,)`` or ``(B, L)``, as :func:`attend` takes them; None where one follows the other."""
+    """Positions for :func:`attend`, ``(L,)`` or ``(B, L)``; None for consecutive positions."""
     key_padding_mask: Tensor | None = None
-    """``(B, L)``, True where there is padding."""
+    """Padding mask, ``(B, L)``, True for padding."""
     document_ids: Tensor | None = None
-    """``(B, L)``, integers: packed documents do not see each other."""
+    """Integers ``(B, L)``; packed documents do not see each other."""
     spacing: tuple[float, float] | None = None
-    """Of the rows and columns of a grid, in patches of training (:func:`at_spacing`); None on a line, and where it is
-    as in training."""
+    """Distances between adjacent rows and columns of a grid, in training patches (see :func:`at_spacing`).
+
+    None on a line, and for the spacing of training.
+    """
 
 
 class EncoderAttention(nn.Module):
-    """Projections around :func:`attend`, in both directions."""
+    """Bidirectional attention layer: projections around :func:`attend`."""
 
     def __init__(self, config: StackConfig, rotary: Rotary | None) -> None:
         super().__init__()
@@ -114,7 +116,7 @@ class EncoderAttention(nn.Module):
         shared_prior: Prior | None,
         output_attentions: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """``(B, L, hidden_size)`` to the same, and the weights ``(B, H, L, L)``, if they are asked for."""
+        """Return the output ``(B, L, hidden_size)``, and the weights ``(B, H, L, L)`` or None."""
         query, key, value = (
             projection(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -162,13 +164,16 @@ class EncoderLayer(GradientCheckpointingLayer):
         shared_prior: Prior | None = None,
         output_attentions: bool = False,
     ) -> Tensor:
-        """``(B, L, hidden_size)`` to the same."""
+        """Map ``(B, L, hidden_size)`` to ``(B, L, hidden_size)``."""
         attended, _ = self.self_attn(self.input_layernorm(hidden), places, shared_prior, output_attentions)
         hidden = hidden + self._kept(attended)
         return hidden + self._kept(self.mlp(self.post_attention_layernorm(hidden)))
 
     def _kept(self, branch: Tensor) -> Tensor:
-        """Stochastic depth (Huang et al. 2016): 0 for some examples, larger for the others."""
+        """Apply stochastic depth (Huang et al.
+
+        2016): zero the branch for random examples and rescale it for the others.
+        """
         if not self.training or self.drop_path == 0:
             return branch
         kept = torch.rand(len(branch), 1, 1, device=branch.device) >= self.drop_path
@@ -180,7 +185,7 @@ class EncoderStack(nn.Module):
 
     Args:
         config: sizes, prior and logit scale.
-        rotary: makes a rotary encoding for each layer; None for none.
+        rotary: function that returns a rotary encoding for a layer, or None.
     """
 
     def __init__(self, config: StackConfig, rotary: Any = None) -> None:
@@ -199,19 +204,19 @@ class EncoderStack(nn.Module):
         places: EncoderPlaces,
         output_attentions: bool,
     ) -> Tensor:
-        """``(B, L, hidden_size)`` to the same; with ``output_attentions`` the weights are computed, to be recorded."""
+        """Map ``(B, L, hidden_size)`` to ``(B, L, hidden_size)``; ``output_attentions`` also computes the weights."""
         for layer in self.layers:
             hidden = layer(hidden, places, self.prior, output_attentions)
         return self.norm(hidden)
 
 
 class PriorEncoderConfig(StackConfig):
-    """Configuration of a bidirectional language model, beside the fields of :class:`StackConfig`.
+    """Configuration of a bidirectional language model, in addition to :class:`StackConfig`.
 
     Args:
-        vocab_size: number of tokens.
-        tie_word_embeddings: whether the output layer is the embedding's transpose.
-        encoding: description of an encoding that is added or rotates, or None.
+        vocab_size: number of tokens in the vocabulary.
+        tie_word_embeddings: whether the output layer is the transpose of the embedding.
+        encoding: description of an additive or rotary encoding, or None.
     """
 
     model_type = "prior_encoder"
@@ -236,19 +241,19 @@ class PriorEncoderConfig(StackConfig):
             self.make_encoding()
 
     def make_encoding(self) -> Encoding | None:
-        """The encoding that is described.
+        """Build the encoding from its description.
 
         Raises:
-            ValueError: it is neither added nor rotates.
+            ValueError: the encoding is neither additive nor rotary.
         """
         encoding = encoding_from_config(self.encoding, width=self.hidden_size, head_dim=self.head_dim)
         if encoding is not None and not isinstance(encoding, AdditiveEncoding | Rotary):
-            raise ValueError(f"encoding must be one that is added or rotary in an encoder, got {self.encoding!r}")
+            raise ValueError(f"encoding must be additive or rotary in an encoder, got {self.encoding!r}")
         return encoding
 
 
 class PriorEncoderPreTrainedModel(PriorPreTrainedModel):
-    """Settings of transformers that all classes of the encoder share."""
+    """Base class of the encoder's models, with settings for transformers."""
 
     config: PriorEncoderConfig
     config_class = PriorEncoderConfig
@@ -259,7 +264,7 @@ class PriorEncoderPreTrainedModel(PriorPreTrainedModel):
 
 
 class PriorEncoderModel(PriorEncoderPreTrainedModel):
-    """The encoder without its output layer."""
+    """Encoder without its output layer."""
 
     def __init__(self, config: PriorEncoderConfig) -> None:
         super().__init__(config)
@@ -273,7 +278,7 @@ class PriorEncoderModel(PriorEncoderPreTrainedModel):
         self._is_absolute = self.encoding is not None or any(
             Structure.STATIONARY not in term.structure for term in terms
         )
-        """Whether it matters where a text begins, and not only how far its tokens stand from each other."""
+        """Whether the result depends on absolute positions, and not only on distances."""
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -288,41 +293,41 @@ class PriorEncoderModel(PriorEncoderPreTrainedModel):
         document_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
-        """Hidden states of all tokens.
+        """Return the hidden states of all tokens.
 
         Args:
             input_ids: tokens, ``(B, L)``.
-            attention_mask: ``(B, L)``, 1 where there is a token and 0 where there is padding.
-            position_ids: ``(B, L)`` or ``(L,)``; by default tokens stand one after another, in each text from its first
-                token that is no padding, in each document from 0. Tokens at equal positions see each other: where texts
-                share a row, ``document_ids`` parts them, and positions that start anew alone do not, as they do in a
-                decoder.
+            attention_mask: ``(B, L)``, 1 for tokens and 0 for padding.
+            position_ids: ``(B, L)`` or ``(L,)``. By default positions count from a row's first token that is not
+                padding, or from 0 in each document. Unlike in a decoder, positions that start anew do not separate
+                documents; use ``document_ids``.
             inputs_embeds: ``(B, L, hidden_size)``, instead of ``input_ids``.
-            document_ids: ``(B, L)``, integers: packed documents do not see each other.
+            document_ids: integers ``(B, L)``. Packed documents do not see each other.
             kwargs: ``output_attentions`` and ``output_hidden_states``.
 
         Raises:
-            ValueError: an argument is unknown or does not fit the others; it says which and why.
+            ValueError: an argument is unknown or conflicts with another. The message says which and why.
         """
         refuse_unknown(kwargs, "the encoder")
         hidden = embedded(self.embed_tokens, input_ids, inputs_embeds)
         fits = tuple(hidden.shape[:2])
         for name, given in (("attention_mask", attention_mask), ("document_ids", document_ids)):
             if given is not None and tuple(given.shape) != fits:
-                raise ValueError(f"{name} must have shape {fits}, as the tokens, got {tuple(given.shape)}")
+                raise ValueError(f"{name} must have the shape of the tokens, {fits}, got {tuple(given.shape)}")
         if position_ids is not None:
             check_positions("position_ids", position_ids)
             if tuple(position_ids.shape) not in (fits, fits[1:]):
                 raise ValueError(
-                    f"position_ids must have shape {fits} or {fits[1:]}, as the tokens, got {tuple(position_ids.shape)}"
+                    f"position_ids must have the shape of the tokens, {fits} or {fits[1:]}, got "
+                    f"{tuple(position_ids.shape)}"
                 )
         elif document_ids is not None:
             position_ids = positions_in_documents(document_ids)
         elif attention_mask is not None and self._is_absolute:
             first_token = (attention_mask != 0).int().argmax(-1, keepdim=True)
-            # What is compiled does not look at values.
+            # Compiled code cannot read values.
             if torch.compiler.is_compiling() or bool(first_token.any()):
-                # Padding before a text does not matter, and a table has no places below 0.
+                # Positions of left padding do not matter, and a table has no negative positions.
                 position_ids = (torch.arange(fits[1], device=hidden.device) - first_token).clamp(min=0)
         if self.encoding is not None:
             positions = torch.arange(fits[1], device=hidden.device) if position_ids is None else position_ids
@@ -333,7 +338,7 @@ class PriorEncoderModel(PriorEncoderPreTrainedModel):
 
 
 class PriorEncoderForMaskedLM(PriorEncoderPreTrainedModel):
-    """The encoder as a masked language model."""
+    """Encoder with a masked language modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
@@ -355,20 +360,21 @@ class PriorEncoderForMaskedLM(PriorEncoderPreTrainedModel):
         document_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
-        """Logits of every token; arguments as in :meth:`PriorEncoderModel.forward`.
+        """Return the logits of every token. Arguments not listed here are those of :meth:`PriorEncoderModel.forward`.
 
         Args:
-            input_ids: and
-            attention_mask: and
-            position_ids: and
-            inputs_embeds: as there.
-            labels: ``(B, L)``: the tokens that were there, -100 where none is asked for; the loss is their mean.
-            document_ids: as there.
-            kwargs: as there; and ``num_items_in_batch``, by which the loss's sum is divided in place of the number of
-                labels.
+            input_ids: see :meth:`PriorEncoderModel.forward`.
+            attention_mask: see :meth:`PriorEncoderModel.forward`.
+            position_ids: see :meth:`PriorEncoderModel.forward`.
+            inputs_embeds: see :meth:`PriorEncoderModel.forward`.
+            labels: original tokens, ``(B, L)``, -100 where a token is not predicted. The loss is the mean over
+                predicted tokens.
+            document_ids: see :meth:`PriorEncoderModel.forward`.
+            kwargs: options of :meth:`PriorEncoderModel.forward`. ``num_items_in_batch`` replaces the number of labels
+                as the divisor of the loss.
 
         Raises:
-            ValueError: as there.
+            ValueError: as :meth:`PriorEncoderModel.forward`, or ``labels`` has a wrong shape.
         """
         items = kwargs.pop("num_items_in_batch", None)
         found = self.model(input_ids, attention_mask, position_ids, inputs_embeds, document_ids=document_ids, **kwargs)

@@ -15,27 +15,26 @@ from attention_priors.priors import Prior
 
 
 class PriorAttention(nn.Module):
-    """Multi-head attention with a prior over positions; called as :class:`torch.nn.MultiheadAttention` is.
+    """Multi-head attention with a prior over positions, with the interface of :class:`torch.nn.MultiheadAttention`.
 
-    Its parameters have the names and shapes of that class, so a state dict of one loads into the other (as
-    far as there are ``num_kv_heads == num_heads`` and no prior).
+    Parameters have the names and shapes of ``nn.MultiheadAttention``. Without a prior and with
+    ``num_kv_heads == num_heads``, state dicts of the two classes are interchangeable.
 
     Args:
         embed_dim: width of queries and of the output.
-        num_heads: ``H``; divides ``embed_dim``.
-        dropout: probability with which attention weights are dropped in training.
+        num_heads: number of heads ``H``. It must divide ``embed_dim``.
+        dropout: dropout probability of attention weights in training.
         bias: whether the projections have biases.
-        kdim: width of keys; ``embed_dim`` by default.
-        vdim: width of values; ``embed_dim`` by default.
+        kdim: width of keys. ``embed_dim`` by default.
+        vdim: width of values. ``embed_dim`` by default.
         batch_first: whether inputs are ``(B, L, width)`` rather than ``(L, B, width)``.
-        device: of the parameters.
-        dtype: of the projections. A prior's parameters are float32 whatever it is.
-        prior: a log-prior over positions, or None for the uniform one.
+        device: device of the parameters.
+        dtype: dtype of the projections. Parameters of a prior are always float32.
+        prior: log-prior over positions. None for the uniform prior.
         logit_scale: :class:`SSMax`, or None.
-        num_kv_heads: key and value heads (GQA), ``num_heads`` by default.
-        add_zero_attn: whether beside the keys stands one more, of zeros: a null key of logit 0. The weights that are
-            returned are those of the keys alone.
-        null_key: :class:`NullKey`, which has a logit per head, or None.
+        num_kv_heads: number of key and value heads (GQA). Equals ``num_heads`` by default.
+        add_zero_attn: whether to append a zero key and value, a null key of logit 0. Returned weights exclude it.
+        null_key: :class:`NullKey` with a logit per head, or None.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class PriorAttention(nn.Module):
         check_share(dropout=dropout)
         check_modules(prior, logit_scale)
         if add_zero_attn and null_key is not None:
-            raise ValueError("add_zero_attn is a null_key of logit 0; give one of them")
+            raise ValueError("add_zero_attn and null_key are mutually exclusive: both add a null key")
         for name, module in (("prior", prior), ("logit_scale", logit_scale), ("null_key", null_key)):
             if module is not None and module.num_heads != num_heads:
                 raise ValueError(f"{name} has num_heads={module.num_heads}, expected {num_heads}")
@@ -97,11 +96,11 @@ class PriorAttention(nn.Module):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        # PyTorch's layers ask for it: a fast path of theirs reads a MultiheadAttention's weights, and knows no priors.
+        # PyTorch's TransformerEncoderLayer has a fast path that ignores priors; False disables it.
         return False
 
     def reset_parameters(self) -> None:
-        """Start the projections anew, as ``nn.MultiheadAttention`` does. The prior keeps its parameters."""
+        """Reset the projections as ``nn.MultiheadAttention`` does. The prior keeps its parameters."""
         for name, parameter in self.named_parameters(recurse=False):
             if name.endswith("weight"):
                 nn.init.xavier_uniform_(parameter)
@@ -125,30 +124,32 @@ class PriorAttention(nn.Module):
         document_ids: Tensor | None = None,
         key_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
+        """Compute attention.
 
         Args:
-            query: ``(B, Lq, embed_dim)`` if ``batch_first``, else ``(Lq, B, embed_dim)``; ``(Lq, embed_dim)`` for
-                a single sequence.
-            key: likewise, ``Lk`` long and ``kdim`` wide.
-            value: likewise, ``vdim`` wide.
-            key_padding_mask: ``(B, Lk)`` (or ``(Lk,)``), boolean, True = ignore; or floating point, added.
-            need_weights: whether to return the attention weights. They are a dense matrix; without them
-                memory is linear in length.
-            attn_mask: ``(Lq, Lk)`` or ``(B · num_heads, Lq, Lk)``, boolean, True = forbidden; or floating
-                point, added.
+            query: queries. ``(B, Lq, embed_dim)`` if ``batch_first``, else ``(Lq, B, embed_dim)``; ``(Lq, embed_dim)``
+                for a single sequence.
+            key: keys in the layout of ``query``. ``(B, Lk, kdim)`` if ``batch_first``.
+            value: values in the layout of ``query``. ``(B, Lk, vdim)`` if ``batch_first``.
+            key_padding_mask: ``(B, Lk)`` or ``(Lk,)``. A boolean mask is True for keys to ignore; a floating-point mask
+                is added to the logits.
+            need_weights: whether to return the attention weights, a dense matrix. Without them memory is linear in
+                length.
+            attn_mask: ``(Lq, Lk)`` or ``(B · num_heads, Lq, Lk)``. A boolean mask is True where attention is forbidden;
+                a floating-point mask is added. A 2-D mask applies to all heads.
             average_attn_weights: whether the returned weights are averaged over heads.
-            is_causal: whether a query sees only keys at positions up to its own. Unlike in
-                ``nn.MultiheadAttention`` it is no hint about ``attn_mask``, and needs none.
-            query_positions: as in :func:`attend`. In cross-attention a prior over distances needs both: without them
-                queries are taken for the last of the keys.
+            is_causal: whether a query sees only keys at positions up to its own. Unlike the hint of
+                ``nn.MultiheadAttention``, this flag masks without ``attn_mask``.
+            query_positions: as in :func:`attend`. Cross-attention with a prior over distances needs both kinds of
+                positions. By default queries are aligned with the last keys.
             key_positions: as in :func:`attend`.
             document_ids: as in :func:`attend`.
-            key_bias: as in :func:`attend`, ``(B, num_heads, Lk)``; in a batch of its own for a single sequence too.
+            key_bias: bias of each key as in :func:`attend`. ``(B, num_heads, Lk)``; a single sequence also needs the
+                batch dimension.
 
         Returns:
-            Output, shaped as ``query``, and the weights ``(B, Lq, Lk)``, ``(B, num_heads, Lq, Lk)`` if not
-            averaged, or None. Weights are those before dropout.
+            Output in the shape of ``query``, and the weights before dropout. Weights have shape ``(B, Lq, Lk)``, or
+                ``(B, num_heads, Lq, Lk)`` if not averaged, or are None.
         """
         single = query.dim() == 2
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
@@ -160,7 +161,7 @@ class PriorAttention(nn.Module):
             ("value", value, self.vdim),
         ):
             if tensor.shape[-1] != width:
-                raise ValueError(f"{name} must be {width} wide, got shape {tuple(tensor.shape)}")
+                raise ValueError(f"{name} must have width {width}, got shape {tuple(tensor.shape)}")
         if single:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
@@ -206,7 +207,7 @@ class PriorAttention(nn.Module):
         return out if self.batch_first else out.transpose(0, 1), weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``(B, H, Lq, D)``, keys and values ``(B, Hkv, Lk, D)``."""
+        """Return queries ``(B, H, Lq, D)``, and keys and values ``(B, Hkv, Lk, D)``."""
         kv_dim = self.head_dim * self.num_kv_heads
         sizes = [self.embed_dim, kv_dim, kv_dim]
         if self._same_widths:

@@ -1,4 +1,4 @@
-"""Layers of several kinds: a pattern of names, and a description of each kind."""
+"""Per-layer settings: a repeating pattern of layer kinds, and a description of each kind."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 
 def check_layer_kinds(pattern: Any, kinds: Any, parts: Sequence[str]) -> None:
-    """Raise a ValueError unless both are None, or the pattern names every kind and each describes some of the parts.
+    """Raise a ValueError unless both are None, or the pattern names every kind and each kind describes known parts.
 
     Args:
-        pattern: ``layer_pattern``, names of kinds.
-        kinds: ``layer_kinds``, the descriptions by name.
+        pattern: ``layer_pattern``, a list of kind names.
+        kinds: ``layer_kinds``, the description of each kind by name.
         parts: names that a description may contain.
     """
     if (pattern is None) != (kinds is None):
         raise ValueError(
-            f"layer_pattern names the kinds that layer_kinds describes; got layer_pattern={pattern!r} and "
+            f"layer_pattern and layer_kinds must be set together; got layer_pattern={pattern!r} and "
             f"layer_kinds={kinds!r}"
         )
     if pattern is None:
@@ -24,9 +24,7 @@ def check_layer_kinds(pattern: Any, kinds: Any, parts: Sequence[str]) -> None:
     if not isinstance(pattern, list | tuple) or not pattern or not isinstance(kinds, Mapping):
         raise ValueError(f"layer_pattern must be a list, layer_kinds a mapping, got {pattern!r} and {kinds!r}")
     if {*pattern} != {*kinds}:
-        raise ValueError(
-            f"layer_pattern must name every kind in layer_kinds, {[*kinds]}, and no other, got {pattern!r}"
-        )
+        raise ValueError(f"layer_pattern must name exactly the kinds in layer_kinds, {[*kinds]}; got {pattern!r}")
     for name, kind in kinds.items():
         if not isinstance(kind, Mapping) or not {*kind} <= {*parts}:
             raise ValueError(f"layer_kinds[{name!r}] may describe {', '.join(parts)}; got {kind!r}")

@@ -1,13 +1,14 @@
-"""Offsets, positions, padding and masks of transformers, in the form that :func:`attend` takes.
+"""Offsets, positions, padding and masks of transformers, converted to arguments of :func:`attend`.
 
-Transformers states them in three ways, and :class:`Keys` is the result of each:
+The library receives masks in three ways. :class:`Keys` is the result of each.
 
-- A call of our own decoder has ``attention_mask``, ``position_ids``, ``document_ids`` and a cache
-  (:func:`keys_of_call`).
-- A mask function of transformers gets every offset and rule once per forward pass; attention layers get its result
-  alone. So our mask function returns a tensor without memory that knows the :class:`Keys` (:class:`KeysMask`).
-- BLOOM and MPT hand masks of four dimensions to their layers unchanged. Padding travels in such a mask
-  (:func:`layer_mask`, :func:`keys_of_layer`).
+- This package's decoder calls :func:`keys_of_call`. It passes ``attention_mask``, ``position_ids``, ``document_ids``
+  and a cache.
+- Other models call a mask function once per forward pass, with every offset and rule. Attention layers receive its
+  result alone. So this package's mask function returns a tensor without memory that holds the :class:`Keys`
+  (:class:`KeysMask`).
+- BLOOM and MPT pass 4-D masks to their layers unchanged. Padding travels in such a mask (:func:`layer_mask`,
+  :func:`keys_of_layer`).
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from attention_priors.priors.base import check_positions
 
 @dataclass(frozen=True)
 class Keys:
-    """Where the queries and keys of one forward pass stand, and which keys a query may see.
+    """Positions of the queries and keys of one forward pass, and which keys each query may see.
 
-    A *slot* counts all tokens of a row from 0, padding included. A cache may have dropped the first slots, and a static
-    one has empty slots after the last token. Offsets are tensors in compiled code with a static cache, else numbers.
+    A *slot* is an index among all tokens of a row, padding included. A cache may have dropped the first slots. A static
+    cache has empty slots after the last token. Offsets are tensors in compiled code with a static cache, else integers.
     """
 
     device: torch.device
@@ -43,24 +44,24 @@ class Keys:
     """Slot of the first query."""
     num_queries: int
     num_keys: int
-    """Slots of keys, filled or not."""
+    """Number of key slots, empty ones included."""
     key_offset: int | Tensor = 0
-    """Slot of the first key: above 0 where a cache has dropped the ones before."""
+    """Slot of the first key; above 0 if a cache has dropped earlier keys."""
     causal: bool = True
     window: int | None = None
-    """Number of last slots that are visible, the query's own included; None for all."""
+    """Size of the sliding window in slots, the query's own included; None for no window."""
     documents: Tensor | None = None
-    """Numbers of packed documents, ``(B, num_keys)``, which do not see each other."""
+    """Document ids ``(B, num_keys)``; packed documents do not see each other."""
     padding: Tensor | None = None
-    """``(B, num_keys)``, True = padding; None without any."""
+    """Padding mask ``(B, num_keys)``, True for padding; None without padding."""
     start: int | Tensor = 0
-    """Slot of the first real token, from which positions count; ``(B, 1)`` where there is padding."""
+    """Slot of the first real token, where positions start; ``(B, 1)`` with padding."""
     forbidden: Tensor | None = None
-    """Mask of queries and keys: the ``attn_mask`` of :func:`attend`."""
+    """Mask of queries and keys, as the ``attn_mask`` of :func:`attend`."""
     query_positions: Tensor | None = None
-    """``(1 or B, num_queries)``; None: counted from ``start``, or in each document."""
+    """Positions ``(1 or B, num_queries)``; None to count from ``start``, or within each document."""
     key_positions: Tensor | None = None
-    """``(1 or B, num_keys)``; None: counted likewise."""
+    """Positions ``(1 or B, num_keys)``; None to count from ``start``, or within each document."""
 
     @property
     def positions(self) -> Tensor:
@@ -85,24 +86,24 @@ class Keys:
 
     @property
     def end(self) -> int | None:
-        """Number of keys up to the last query's slot; None if compiled code cannot know."""
+        """Number of keys up to the last query's slot; None in compiled code with a static cache."""
         if isinstance(self.query_offset, Tensor) or isinstance(self.key_offset, Tensor):
             return None
         return self.query_offset + self.num_queries - self.key_offset
 
     @property
     def in_use(self) -> int:
-        """Number of keys that are not the empty slots of a static cache, where that is known."""
+        """Number of keys without the empty slots of a static cache, if known, else ``num_keys``."""
         return self.num_keys if self.end is None or not self.causal else min(self.num_keys, self.end)
 
     def trim(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values in use."""
+        """Return the keys and values without the empty slots of a static cache."""
         return key[:, :, : self.in_use], value[:, :, : self.in_use]
 
     def options(self, prior: Prior | None) -> dict[str, Any]:
-        """Return what :func:`attend` takes beside the prior and trimmed keys; None for what it finds itself.
+        """Return the arguments of :func:`attend` for trimmed keys; None for values that :func:`attend` computes itself.
 
-        Padding shifts all positions of a row alike, which a prior over distances does not see. Without a prior and a
+        Padding shifts all positions of a row alike, which does not change a prior over distances. Without a prior and a
         causal mask, positions do not matter.
         """
         number = self.in_use
@@ -121,7 +122,7 @@ class Keys:
         }
 
     def of_queries(self, of_keys: Tensor | None) -> Tensor | None:
-        """Return the entries of the queries' own slots, ``(B, num_queries)``, from one entry per key."""
+        """Select the queries' slots, ``(B, num_queries)``, from a tensor with one entry per key."""
         if of_keys is None:
             return None
         first = self.query_offset - self.key_offset
@@ -130,7 +131,7 @@ class Keys:
         return of_keys[:, first : first + self.num_queries]
 
     def tokens_in_window(self) -> Tensor | None:
-        """Count the slots of each query's window that are no padding, ``(B, 1, num_queries)``; None if all are."""
+        """Count the non-padding tokens in each query's window, ``(B, 1, num_queries)``; None without padding."""
         if self.padding is None:
             return None
         assert self.window is not None
@@ -140,7 +141,7 @@ class Keys:
         return (until.gather(1, next(ends)) - until.gather(1, next(ends))).unsqueeze(1)
 
     def last(self, number: int) -> Keys:
-        """Return the same of the last queries alone."""
+        """Return the :class:`Keys` of the last ``number`` queries."""
         if number == self.num_queries:
             return self
         forbidden, positions = self.forbidden, self.query_positions
@@ -153,7 +154,7 @@ class Keys:
         )
 
     def to(self, device: torch.device | str | int) -> Keys:
-        """Return the same on another device: accelerate asks for it where a model is spread over several."""
+        """Move all tensors to a device. accelerate calls this method when a model is spread over devices."""
         device = torch.device(device)
         if device == self.device:
             return self
@@ -162,24 +163,27 @@ class Keys:
 
 
 def is_absolute(prior: Prior | None) -> bool:
-    """Whether a prior depends on more than distances."""
+    """Return whether a prior depends on more than distances."""
     return prior is not None and any(Structure.STATIONARY not in term.structure for term in prior.terms())
 
 
 def past_tokens(cache: Cache | None, layer: int | None = 0) -> int | Tensor:
-    """Return how many tokens a cache holds now; a tensor where compiled code has a static one."""
+    """Return the number of cached tokens; a tensor in compiled code with a static cache."""
     return 0 if cache is None else _now(cache.get_seq_length(layer or 0))
 
 
 def _now(offset: int | Tensor) -> int | Tensor:
-    """Return an offset as it is now, for a static cache counts on in its tensor. Compiled code looks at no values."""
+    """Return the current value of an offset, which a static cache will increment in place.
+
+    The result is a copy in compiled code, which cannot read values.
+    """
     if not isinstance(offset, Tensor):
         return offset
     return offset.clone() if torch.compiler.is_compiling() else int(offset)
 
 
 def _is_whole(tokens: Tensor) -> bool:
-    """Whether no slot is padding; False in compiled code, which looks at no values."""
+    """Return whether no slot is padding; False in compiled code, which cannot read values."""
     return not torch.compiler.is_compiling() and bool(tokens.all())
 
 
@@ -187,7 +191,7 @@ def _padding(tokens: Tensor, key_offset: int | Tensor, num_keys: int) -> tuple[T
     """Return which keys are padding, and each row's first token: ``padding`` and ``start`` of :class:`Keys`.
 
     Args:
-        tokens: ``(B, slots)``, False = padding; slots missing at the end are padding.
+        tokens: ``(B, slots)``, False for padding. Slots missing at the end are padding.
         key_offset: slot of the first key.
         num_keys: number of keys.
     """
@@ -202,9 +206,10 @@ def first_token(tokens: Tensor) -> Tensor:
 
 
 def forbidden_by(mask: Tensor) -> Tensor:
-    """Return :func:`attend`'s ``attn_mask`` for a mask of transformers: boolean (True = visible), or added to logits.
+    """Convert a mask of transformers to an ``attn_mask`` of :func:`attend`.
 
-    transformers writes the least finite number where it means -inf.
+    A boolean mask of transformers is True where visible; a floating-point mask is added to the logits. transformers
+    uses the smallest finite number in place of -inf.
     """
     if mask.dtype == torch.bool:
         return ~mask
@@ -212,19 +217,22 @@ def forbidden_by(mask: Tensor) -> Tensor:
 
 
 def hides(forbidden: Tensor) -> Tensor:
-    """Return where an ``attn_mask`` of :func:`attend`, boolean or added, lets nothing be seen."""
+    """Return where an ``attn_mask`` of :func:`attend`, boolean or added, hides a key."""
     return forbidden if forbidden.dtype == torch.bool else torch.isneginf(forbidden)
 
 
 def sees_the_future(forbidden: Tensor, keys: Keys) -> bool:
-    """Whether a mask shows a query a key at a later position; False in compiled code, which looks at no values."""
+    """Return whether a mask lets a query see a key at a later position.
+
+    Returns False in compiled code, which cannot read values.
+    """
     if torch.compiler.is_compiling():
         return False
     later = keys.positions_of_keys[:, None, None, :] > keys.positions[:, None, :, None]
     return bool((later & ~hides(forbidden)).any())
 
 
-# ---- a call of our decoder
+# ---- calls of this package's decoder
 
 
 def keys_of_call(
@@ -237,23 +245,23 @@ def keys_of_call(
     document_ids: Tensor | None = None,
     cache: Cache | None = None,
 ) -> Keys:
-    """Return the keys of a decoder's call: all tokens so far, of which the queries are the last ``length``.
+    """Return the keys of a decoder's call: all tokens so far, of which the last ``length`` are queries.
 
     Args:
-        batch: ``B``.
-        length: ``L``, the number of new tokens.
-        device: of the tokens.
-        attention_mask: ``(B, num_keys)``, 1 for tokens and 0 for padding; or ``(B or 1, H or 1, L, num_keys)``,
-            boolean (True = may see) or added to the logits, which hides more than the causal mask does.
-        position_ids: ``(B or 1, num_keys)``, integers; without a cache these are all new tokens. They rise within a
-            document: where they do not, a new one begins (as in a batch that transformers packed), unless
-            ``document_ids`` or a 4-D mask say who sees whom. Those of padding do not matter. Beside a cache
-            ``(B or 1, L)`` is enough if it is what the model would count itself.
-        document_ids: ``(B, num_keys)``, integers.
-        cache: of the tokens before.
+        batch: batch size, ``B``.
+        length: number of new tokens, ``L``.
+        device: device of the tokens.
+        attention_mask: ``(B, num_keys)``, 1 for tokens and 0 for padding. Or ``(B or 1, H or 1, L, num_keys)``, boolean
+            (True = may see) or added to the logits, in addition to the causal mask.
+        position_ids: integers ``(B or 1, num_keys)``. Beside a cache, ``(B or 1, L)`` is enough if the positions equal
+            the default ones. Positions rise within a document: a new document begins where they do not (as in a batch
+            that transformers packed), unless ``document_ids`` or a 4-D mask separate documents. Positions of padding
+            are ignored.
+        document_ids: integers ``(B, num_keys)``.
+        cache: cache of the previous tokens.
 
     Raises:
-        ValueError: naming the argument, its shape, and what was expected.
+        ValueError: an argument has a wrong shape or value. The message names it, and what was expected.
     """
     past = past_tokens(cache)
     slots = length if cache is None else cache.get_mask_sizes(length, 0)[0]
@@ -277,7 +285,7 @@ def keys_of_call(
         keys = replace(keys, forbidden=forbidden_by(attention_mask[..., :num_keys]))
     elif attention_mask is not None:
         shape = tuple(attention_mask.shape)
-        # A static cache has room after the last token, and a mask may cover it.
+        # A mask may cover the empty slots of a static cache.
         fewest = 0 if keys.end is None else num_keys
         if len(shape) != 2 or shape[0] != batch or not fewest <= shape[1] <= slots:
             raise ValueError(
@@ -292,8 +300,8 @@ def keys_of_call(
         keys = _with_positions(keys, position_ids, batch)
     if keys.forbidden is not None and sees_the_future(keys.forbidden, keys):
         raise ValueError(
-            "a 4-D attention_mask must not let a token see one at a later position: the decoder is causal "
-            "(position_ids say where tokens stand)"
+            "a 4-D attention_mask must not let a token see a later position: the decoder is causal (positions are "
+            "those of position_ids)"
         )
     return keys
 
@@ -307,7 +315,7 @@ def _with_positions(keys: Keys, position_ids: Tensor, batch: int) -> Keys:
     )
     if not fits or shape[0] not in (1, batch):
         raise ValueError(
-            f"position_ids must have shape ({batch}, {num_keys}), a position for each token so far, got {shape}"
+            f"position_ids must have shape ({batch}, {num_keys}), one position per token so far, got {shape}"
         )
     if shape[1] == length < num_keys:
         _require_own_positions(keys, position_ids, batch)
@@ -315,7 +323,7 @@ def _with_positions(keys: Keys, position_ids: Tensor, batch: int) -> Keys:
     own, new = keys.positions_of_keys, position_ids.to(torch.int64)
     given = new.expand(batch, -1)
     if shape[1] < num_keys:
-        # Empty slots of a static cache stand after all tokens, where no query sees them.
+        # Empty slots of a static cache get positions after all tokens, where no query sees them.
         after = given.amax(-1, keepdim=True) + 1 + torch.arange(num_keys - shape[1], device=given.device)
         given = torch.cat([given, after], -1)
     real = None if keys.padding is None else ~keys.padding
@@ -333,7 +341,7 @@ def _with_positions(keys: Keys, position_ids: Tensor, batch: int) -> Keys:
 
 
 def _with_documents(keys: Keys, given: Tensor, real: Tensor | None) -> Keys:
-    """Begin a new document wherever a token's position is not beyond that of the token before it."""
+    """Begin a new document wherever a token's position is not above the previous token's."""
     looks = not torch.compiler.is_compiling()
     if real is None:
         falls = pad(given[:, 1:] <= given[:, :-1], (1, 0))
@@ -344,25 +352,25 @@ def _with_documents(keys: Keys, given: Tensor, real: Tensor | None) -> Keys:
     if keys.documents is not None:
         same = pad(keys.documents[:, 1:] == keys.documents[:, :-1], (1, 0))
         if looks and bool((falls & same).any()):
-            raise ValueError("position_ids must rise within each of the documents that document_ids name")
+            raise ValueError("position_ids must rise within each document of document_ids")
         return keys
     if looks and not bool(falls.any()):
         return keys
     documents = falls.long().cumsum(-1)
     if looks and bool((positions_in_documents(documents) == given).all()):
-        # attend() finds them itself, which is faster.
+        # attend() computes default positions faster.
         return replace(keys, documents=documents, query_positions=None, key_positions=None)
     return replace(keys, documents=documents)
 
 
 def _require_own_positions(keys: Keys, position_ids: Tensor, batch: int) -> None:
-    """Refuse positions of the new tokens alone unless they follow from what is known of the tokens before."""
+    """Raise a ValueError unless positions of the new tokens alone equal the model's default positions."""
     same = position_ids == keys.positions
     if keys.padding is not None and keys.end is not None:
         same = same | keys.padding[:, -keys.num_queries :]
     message = (
-        f"position_ids {tuple(position_ids.shape)} are those of new tokens beside a cache, and not those that the "
-        f"model counts itself: a prior needs those of all tokens so far, shape ({batch}, {keys.num_keys})"
+        f"position_ids {tuple(position_ids.shape)} covers new tokens only, and differs from the default positions: "
+        f"with a cache, pass the positions of all tokens so far, shape ({batch}, {keys.num_keys})"
     )
     if torch.compiler.is_compiling():
         torch._assert_async(same.all(), message)  # pyright: ignore[reportPrivateImportUsage]
@@ -370,20 +378,20 @@ def _require_own_positions(keys: Keys, position_ids: Tensor, batch: int) -> None
         raise ValueError(message)
 
 
-# ---- masks that layers are handed
+# ---- masks of layers
 
 
 def layer_mask(attention_mask: Tensor | None, embeddings: Tensor) -> Tensor:
-    """Return the padding mask in a form that models of transformers hand to their layers as it is.
+    """Return the padding mask in a form that transformers models pass to their layers unchanged.
 
-    They make a dense mask of queries and keys, unless they are given one of four dimensions.
+    The models expand any other mask to a dense matrix of queries and keys.
 
     Args:
-        attention_mask: ``(B, L)``, not 0 for tokens; or None; or of four dimensions, which stays what it is.
-        embeddings: token ids or embeddings ``(B, ...)``, for the batch and the device.
+        attention_mask: ``(B, L)``, non-zero for tokens; or None; or a 4-D mask, which is returned unchanged.
+        embeddings: token ids or embeddings ``(B, ...)``, for the batch size and the device.
 
     Returns:
-        Boolean ``(B, 1, 1, L)``, True for tokens; ``(1, 1, 1, 0)`` without padding.
+        Boolean mask ``(B, 1, 1, L)``, True for tokens; ``(1, 1, 1, 0)`` without padding.
     """
     device = embeddings.device
     if attention_mask is None:
@@ -404,18 +412,18 @@ def layer_mask(attention_mask: Tensor | None, embeddings: Tensor) -> Tensor:
 def keys_of_layer(
     mask: Tensor, query: Tensor, key: Tensor, past: int | Tensor, *, positions: Tensor | None = None
 ) -> Keys:
-    """Return the keys of one layer, of what its model hands down.
+    """Return the keys of one layer, from the mask that its model passes to it.
 
     Args:
-        mask: from :func:`layer_mask`, of all tokens so far; or a mask of queries and keys ``(B, 1 or H, L, Lk)``,
-            boolean (True = visible) or added to the logits.
-        query: ``(B, H, L, D)``.
-        key: ``(B, H, Lk, D)``, with those of the cache.
-        past: how many tokens there were before.
-        positions: ``(B, tokens so far)``; by default slots, which any prior over distances takes as well.
+        mask: mask from :func:`layer_mask`, of all tokens so far. Or a mask ``(B, 1 or H, L, Lk)``, boolean (True =
+            visible) or added to the logits.
+        query: queries. ``(B, H, L, D)``.
+        key: keys, cached ones included. ``(B, H, Lk, D)``.
+        past: number of previous tokens.
+        positions: ``(B, tokens so far)``. By default slots, which are equivalent for any prior over distances.
 
     Raises:
-        ValueError: the mask is one of fewer tokens than there are keys.
+        ValueError: the mask covers fewer tokens than there are keys.
     """
     batch, length, device = len(query), query.shape[2], query.device
     num_keys = key.shape[2] if isinstance(past, Tensor) else past + length
@@ -425,7 +433,7 @@ def keys_of_layer(
     elif mask.shape[-1]:
         if keys.end is not None and mask.shape[-1] < num_keys:
             raise ValueError(
-                f"attention_mask covers {mask.shape[-1]} tokens; with those in the cache there are {num_keys}"
+                f"attention_mask covers {mask.shape[-1]} tokens, expected {num_keys} with those in the cache"
             )
         padding, start = _padding(mask[:, 0, 0].expand(batch, -1), 0, num_keys)
         keys = replace(keys, padding=padding, start=start)
@@ -436,13 +444,13 @@ def keys_of_layer(
     return replace(keys, query_positions=positions[:, slots], key_positions=positions)
 
 
-# ---- masks that transformers' mask functions make
+# ---- masks of transformers' mask functions
 
 
 def _read(mask_function: Callable[..., Tensor]) -> dict[str, Any] | None:
-    """Return what a mask function of transformers stands for, as fields of :class:`Keys`; None if it is not known here.
+    """Return the rules of a mask function of transformers as fields of :class:`Keys`; None for an unknown function.
 
-    The function itself and the variables that it closes over tell.
+    The function's name and closure variables identify the rules.
     """
     if mask_function is causal_mask_function:
         return {"causal": True}
@@ -457,7 +465,7 @@ def _read(mask_function: Callable[..., Tensor]) -> dict[str, Any] | None:
     if maker == "packed_sequence_mask_function":
         return {"documents": known["packed_sequence_mask"]}
     if maker == "remap_positions_for_packed_sequence":
-        # Within a sequence, positions differ as slots do.
+        # Within a sequence, differences of positions equal differences of slots.
         return _read(known["mask_function"])
     if maker != "and_masks":
         return None
@@ -472,24 +480,24 @@ def _read(mask_function: Callable[..., Tensor]) -> dict[str, Any] | None:
 
 
 class KeysMask(Tensor):
-    """A mask ``(B, 1, Lq, Lk)`` without memory that knows its :class:`Keys`.
+    """Mask ``(B, 1, Lq, Lk)`` without memory that holds its :class:`Keys`.
 
-    Functions that compute with the mask get the dense matrix instead.
+    Operations that read the mask's values get the dense matrix instead.
     """
 
     _keys: Keys
     is_dense: bool
-    """Whether the matrix alone says what is visible."""
+    """Whether only the dense matrix describes the mask."""
     arguments: Mapping[str, Any]
-    """Arguments of transformers' own mask function."""
+    """Arguments of transformers' mask function."""
     notes: dict[str | bool, Any]
-    """Matrices made so far, and checks done, in this forward pass."""
+    """Matrices and results of checks, cached for this forward pass."""
 
     @classmethod
     def of(
         cls, keys: Keys, arguments: Mapping[str, Any], is_dense: bool, notes: dict[str | bool, Any] | None = None
     ) -> KeysMask:
-        """Return the mask of these keys."""
+        """Return a mask that holds ``keys``."""
         one = torch.zeros(1, dtype=torch.bool, device=keys.device)
         mask = one.expand(arguments["batch_size"], 1, keys.num_queries, keys.num_keys).as_subclass(cls)
         mask._keys, mask.arguments, mask.is_dense = keys, arguments, is_dense
@@ -498,7 +506,7 @@ class KeysMask(Tensor):
 
     @property
     def keys(self) -> Keys:
-        """Keys, with a matrix where nothing less says what is visible."""
+        """Keys, with the dense matrix as ``forbidden`` if only the matrix describes the mask."""
         if not self.is_dense:
             return self._keys
         matrix = self.matrix(skip=False)
@@ -509,7 +517,7 @@ class KeysMask(Tensor):
         """Return the boolean mask ``(B, 1, Lq, Lk)``, True = visible, that transformers makes for SDPA.
 
         Args:
-            skip: whether it may be None where SDPA's causal flag says the same.
+            skip: whether the result may be None if SDPA's causal flag is equivalent.
         """
         if skip not in self.notes:
             skips = {} if skip else {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -521,7 +529,7 @@ class KeysMask(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Keep the keys where the result has the same values; compute with the matrix elsewhere."""
+        """Keep the :class:`Keys` if an operation does not change values; otherwise compute with the dense matrix."""
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in ("__get__", "__set__") or func in _ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
@@ -546,7 +554,7 @@ class KeysMask(Tensor):
 
 
 _SAME = frozenset({Tensor.detach, Tensor.contiguous, Tensor.clone, Tensor.requires_grad_})
-"""Functions whose result has the same values."""
+"""Functions that return the mask's values unchanged."""
 _ABOUT = frozenset(
     {
         Tensor.size,
@@ -561,11 +569,11 @@ _ABOUT = frozenset(
         Tensor.__len__,
     }
 )
-"""Functions that need no value of the matrix."""
+"""Functions that do not read the mask's values."""
 
 
 def _last_rows(index: Any, shape: Sequence[int]) -> int | None:
-    """Return how many of the last rows an index such as ``[:, :, -8:, :]`` takes; None for any other index."""
+    """Return the number of last rows that an index such as ``[:, :, -8:, :]`` selects; None for any other index."""
     if not isinstance(index, tuple) or len(index) not in (3, 4) or any(not isinstance(each, slice) for each in index):
         return None
     rows, taken = shape[2], [each.indices(size) for each, size in zip(index, shape, strict=False)]
@@ -584,9 +592,12 @@ def _matrix_of(value: Any) -> Any:
 
 
 def keys_mask(batch_size: int, device: torch.device | str = "cpu", **arguments: Any) -> KeysMask:
-    """Return a mask that remembers the arguments of transformers' mask functions: the function to register."""
+    """Return a mask that holds the arguments of transformers' mask functions.
+
+    Register this function with transformers.
+    """
     device = torch.device(device)
-    # The matrix may be made after a static cache has counted on.
+    # A static cache may increment its offset before the matrix is computed.
     offsets = {name: _now(arguments.get(name, 0)) for name in ("q_offset", "kv_offset")}
     arguments = arguments | {"batch_size": batch_size, "device": device} | offsets
     known = None if arguments.get("use_vmap") else _read(arguments.get("mask_function", causal_mask_function))
@@ -596,7 +607,7 @@ def keys_mask(batch_size: int, device: torch.device | str = "cpu", **arguments: 
         options["padding"], options["start"] = _padding(mask.to(torch.bool), offsets["kv_offset"], number)
     keys = Keys(device, offsets["q_offset"], arguments["q_length"], number, offsets["kv_offset"], **options)
     if torch.compiler.is_exporting():
-        # Tensors that are traced have no subclasses. The matrix stands in, and an attribute of it says what it means.
+        # Export cannot trace tensor subclasses. Use the dense matrix, with the keys as an attribute.
         whole: dict[str, Any] = arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         matrix: Any = sdpa_mask(**whole)
         matrix._keys = None if known is None else keys

@@ -1,4 +1,4 @@
-"""Shared by the models of this package: configurations, settings of transformers, checks of inputs."""
+"""Base classes of configs and models, and checks of their inputs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from attention_priors.priors.base import unset_after_reset
 
 
 def check_can_be_loaded(module: nn.Module, wrappers: tuple[type[Prior], ...] = (Sum,)) -> None:
-    """Raise a ValueError if loading cannot make one of the priors and logit scales in ``module`` from its name.
+    """Raise a ValueError if loading could not rebuild a prior or logit scale in ``module`` from its name.
 
     Args:
-        module: a model, or a part of one.
-        wrappers: priors that are described by the priors inside them.
+        module: a model, or a part of a model.
+        wrappers: prior classes that are described by the priors inside them.
     """
     if isinstance(module, Prior) and not isinstance(module, wrappers):
         check_can_be_built("prior", CATALOGUE, module, cure="register it with attention_priors.register_prior")
@@ -39,21 +39,21 @@ def check_can_be_loaded(module: nn.Module, wrappers: tuple[type[Prior], ...] = (
 
 
 class PriorPreTrainedModel(PreTrainedModel):
-    """A transformers model whose attention goes through :func:`attend`."""
+    """Base class of transformers models whose attention is computed by :func:`attend`."""
 
     supports_gradient_checkpointing = True
-    # Attention goes through attend(), which chooses its own kernels: there is nothing to choose between.
+    # attend() chooses its own kernels; there is no attn_implementation to choose.
     _supports_sdpa = False
     _supports_flash_attn = False
     _supports_flex_attn = False
     _supports_attention_backend = False
-    _supports_context_parallel = False  # it shards what goes into PyTorch's SDPA, which knows no priors
-    # Positions beyond a few hundred do not fit a half-precision parameter.
+    _supports_context_parallel = False  # it shards the inputs of PyTorch's SDPA, which has no priors
+    # Half precision cannot represent positions beyond a few hundred exactly.
     _keep_in_fp32_modules_strict = ["prior", "logit_scale", "null_logit"]  # noqa: RUF012
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load as transformers does, and keep fixed what a prior does not learn: loading makes new parameters."""
+        """Load a model as transformers does. Parameters that a prior does not learn stay frozen."""
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for module in model.modules():
@@ -62,17 +62,17 @@ class PriorPreTrainedModel(PreTrainedModel):
         return loaded
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save as transformers does.
+        """Save a model as transformers does.
 
         Raises:
-            ValueError: if loading could not make a prior or a logit scale of the model from its name.
+            ValueError: loading could not rebuild a prior or logit scale of the model from its name.
         """
         check_can_be_loaded(self)
         super().save_pretrained(*args, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Nothing is left to do, and no source is to be copied: what is saved names this package's classes."""
+        """Do nothing: saved models already name this package's classes, so no source needs to be copied."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -86,13 +86,13 @@ class PriorPreTrainedModel(PreTrainedModel):
             tensors[name].copy_(value)
         if empty:
             raise NotImplementedError(
-                f"{type(module).__name__}.reset_parameters() must give every parameter and buffer its initial value; "
-                f"it leaves out {', '.join(empty)}. transformers makes models without memory, so values set in "
-                "__init__ are lost: set them in reset_parameters() and call it in __init__"
+                f"{type(module).__name__}.reset_parameters() must set every parameter and buffer; it does not set "
+                f"{', '.join(empty)}. transformers builds models on the meta device, so values set in __init__ are "
+                "lost: set them in reset_parameters() and call reset_parameters() in __init__"
             )
 
 
-_SOURCE = '''"""Where ``trust_remote_code=True`` finds the classes of this model: in attention-priors."""
+_SOURCE = '''"""Classes of this model for ``trust_remote_code=True``, from the package attention-priors."""
 
 from {module} import {names}
 
@@ -101,21 +101,21 @@ __all__ = [{quoted}]
 
 
 class PriorConfig(PreTrainedConfig):
-    """The description of a model whose attention has a prior: plain data, from which its parts are made.
+    """Base class of configs of models with priors.
 
-    Beside ``config.json`` goes a module of three lines, so that ``trust_remote_code=True`` finds the classes of a saved
-    model in this package; without it, they are found by those who have imported the model's module.
+    Saving writes a short module beside ``config.json``, through which ``trust_remote_code=True`` finds the model's
+    classes in this package. Without ``trust_remote_code``, import the model's module before loading.
     """
 
     auto_classes: ClassVar[dict[str, str]] = {}
-    """The classes of the model, by the Auto class that finds them."""
+    """Names of the model's classes, by Auto class."""
 
     num_attention_heads: int = 1
     prior: dict[str, Any] | list[dict[str, Any]] | str | None = None
     share_prior: bool = False
     logit_scale: dict[str, Any] | str | None = None
     attention_priors_format: int | None = None
-    """Version of the config's format in the file that it comes from; afterwards this version's."""
+    """Format version of the file that the config was read from; after initialisation, the current version."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_format(1 if self.attention_priors_format is None else self.attention_priors_format, "the model's config")
@@ -124,20 +124,20 @@ class PriorConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def make_prior(self) -> Prior | None:
-        """The prior that is described."""
+        """Build the prior from its description."""
         return None if self.prior is None else prior_from_config(self.prior, self.num_attention_heads)
 
     def make_logit_scale(self) -> SSMax | None:
-        """The logit scale that is described."""
+        """Build the logit scale from its description."""
         return logit_scale_from_config(self.logit_scale, self.num_attention_heads)
 
     def to_dict(self) -> dict[str, Any]:
-        """Write transformers' description, and where programs that have not imported this package find the classes."""
+        """Return transformers' description, with an ``auto_map`` to the module that imports the model's classes."""
         found = {auto: f"{self._auto_module()}.{name}" for auto, name in self.auto_classes.items()}
         return super().to_dict() | {"auto_map": found}
 
     def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
-        """Save as transformers does, with the module that ``auto_map`` names beside it."""
+        """Save the config as transformers does, and beside it the module that ``auto_map`` names."""
         names = sorted(self.auto_classes.values())
         quoted = ", ".join(f'"{name}"' for name in names)
         source = _SOURCE.format(module=type(self).__module__, names=", ".join(names), quoted=quoted)
@@ -146,7 +146,7 @@ class PriorConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing is left to do, and no source is to be copied: what is saved names this package's classes."""
+        """Do nothing: saved configs already name this package's classes, so no source needs to be copied."""
 
     def _auto_module(self) -> str:
         return f"modeling_{self.model_type}"
@@ -156,29 +156,29 @@ _RECORDED = ("output_attentions", "output_hidden_states")
 
 
 def refuse_unknown(options: dict[str, Any], model: str, *known: str, advice: str = "") -> None:
-    """Raise a ValueError for an argument that would be ignored, and so change the meaning of a call.
+    """Raise a ValueError for an unknown argument, which would otherwise be ignored.
 
-    Callers hand on, as None, arguments that were not given to them: PEFT, pipelines. Those are let through.
+    Unknown arguments that are None are accepted, because PEFT and pipelines pass unset arguments as None.
 
     Args:
-        options: what a model was called with beyond its own arguments.
-        model: its name in the message.
-        known: what is expected beside ``output_attentions`` and ``output_hidden_states``.
+        options: keyword arguments beyond the model's own.
+        model: the model's name in the message.
+        known: names accepted in addition to ``output_attentions`` and ``output_hidden_states``.
         advice: what to do instead.
     """
     for name, value in options.items():
         if name not in (*_RECORDED, *known) and value is not None:
-            raise ValueError(f"{name} is no argument of {model}{advice and '; ' + advice}")
+            raise ValueError(f"{model} does not take the argument {name}{advice and '; ' + advice}")
 
 
 def embedded(table: nn.Embedding, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    """The vectors of the tokens, ``(B, L, width)``, from their numbers or as they are given.
+    """Return token embeddings ``(B, L, width)``, looked up from ``input_ids`` or equal to ``inputs_embeds``.
 
     Raises:
-        ValueError: both or neither are given, or the shape is another.
+        ValueError: both or neither are given, or the shape is wrong.
     """
     if (input_ids is None) == (inputs_embeds is None):
-        raise ValueError("give either input_ids or inputs_embeds, not both and not neither")
+        raise ValueError("pass exactly one of input_ids and inputs_embeds")
     hidden = table(input_ids) if inputs_embeds is None else inputs_embeds
     if hidden.dim() != 3:
         raise ValueError(
@@ -189,10 +189,10 @@ def embedded(table: nn.Embedding, input_ids: Tensor | None, inputs_embeds: Tenso
 
 
 def beside(tensor: Tensor, *used: nn.Module | None) -> ExitStack:
-    """Have the parameters of modules on a tensor's device for a while.
+    """Return a context in which the parameters of ``used`` are on the device of ``tensor``.
 
-    accelerate sees to it itself for what is called. The parameters of a prior are read without a call of ``forward``,
-    and layers on several devices may share one. Gradients find their way back to the parameters.
+    accelerate moves the parameters of modules that are called. The parameters of a prior are read without a call of
+    ``forward``, and layers on several devices may share a prior. Gradients flow back to the original parameters.
     """
     stack = ExitStack()
     for root in used:
@@ -211,7 +211,7 @@ def _on_device(module: nn.Module, device: torch.device) -> Iterator[None]:
             with align_module_device(module, device):
                 yield
             return
-    # As torch.func.functional_call does it: the parameters themselves stay what they are, and their optimiser's.
+    # As in torch.func.functional_call: the optimizer keeps the original parameters.
     own = dict(module._parameters)
     try:
         for name, parameter in own.items():

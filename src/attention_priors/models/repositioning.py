@@ -1,4 +1,4 @@
-"""A trained decoder with other positions: RoPE scaled or dropped, a prior attached, all other weights kept."""
+"""Changing the positions of a trained decoder: scale or drop RoPE, or add a prior, and keep all other weights."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from attention_priors.models.decoder import LAYER_PARTS, PriorDecoderConfig, Pri
 
 
 def with_positions(model: PriorDecoderForCausalLM, changes: Mapping[str, Any]) -> PriorDecoderForCausalLM:
-    """Return the same decoder with other parts for positions.
+    """Return a copy of a decoder with other priors, encodings or logit scales.
 
-    A part whose description changes is made anew, as in a new model: what was learned in the old one is dropped, what
-    the new one learns is initialised, drawn from torch's generator where it is random. A shared prior that each layer
-    is to have for itself, or the reverse, is a change of the prior. Every other weight is copied.
+    A part whose description changes is initialised as in a new model, and its learned parameters are discarded. Random
+    initial values come from torch's generator. Switching ``share_prior`` counts as a change of the prior. All other
+    weights are copied.
 
-    With ``{"encoding": None}`` rotary positions are dropped (DroPE); with ``{"encoding": None, "prior": {"name":
-    "generalized_gaussian", "init": "uniform"}, "logit_scale": "residual_ssmax"}`` the model computes the same as with
-    them dropped, until it is trained.
+    ``{"encoding": None}`` drops rotary positions (DroPE). ``{"encoding": None, "prior": {"name":
+    "generalized_gaussian", "init": "uniform"}, "logit_scale": "residual_ssmax"}`` adds a prior and a logit scale, which
+    change no output before training.
 
     Source: Gelberg et al., "Extending the Context of Pretrained LLMs by Dropping Their Positional Embeddings" (2025),
-    for dropping; what is new is trained by whoever calls this.
+    for dropping. Training the new parts is up to the caller.
 
     Args:
-        model: is left as it is.
+        model: the trained decoder, which is not modified.
         changes: new values for ``prior``, ``share_prior``, ``encoding``, ``logit_scale``, ``null_logit``, ``key_bias``,
-            ``layer_pattern`` and ``layer_kinds`` of its :class:`PriorDecoderConfig`; what is not named stays. Where a
-            part changes in one layer, it is made anew in all.
+            ``layer_pattern`` and ``layer_kinds`` of :class:`PriorDecoderConfig`. Other values stay. A part that changes
+            in one layer is initialised anew in all layers.
 
     Returns:
-        A new model on the same device, in the same dtype (priors and logit scales in float32) and mode.
+        A new model on the same device and in the same dtype and mode. Priors and logit scales are in float32.
 
     Raises:
-        ValueError: a change is of something else, or describes nothing that there is; or the two models' other weights
-            do not match, and it names them.
+        ValueError: a change names another setting or is invalid; or the other weights of the two models do not match.
+            The message names the weights.
     """
     allowed = (*LAYER_PARTS, "share_prior", "layer_pattern", "layer_kinds")
     for key in changes:
         if key not in allowed:
-            raise ValueError(f"changes: {key!r} is not about positions; it must be one of {', '.join(allowed)}")
+            raise ValueError(f"changes must set only {', '.join(allowed)}; got {key!r}")
     config = PriorDecoderConfig.from_dict(model.config.to_dict() | dict(copy.deepcopy(changes)))
     changed = {part for part in LAYER_PARTS if _described(model.config, part) != _described(config, part)}
     made = PriorDecoderForCausalLM(config).to(device=model.device, dtype=model.dtype)  # pyright: ignore[reportCallIssue]
@@ -55,22 +55,22 @@ def with_positions(model: PriorDecoderForCausalLM, changes: Mapping[str, Any]) -
 
 
 def _described(config: PriorDecoderConfig, part: str) -> Any:
-    """Return the full description of a part of each layer, however it was written; None for none."""
+    """Return the full description of a part in each layer, and whether the layers share it."""
     layers = [getattr(config.of_layer(index), f"make_{part}")() for index in range(config.num_hidden_layers)]
     described = [None if made is None else made.to_config() for made in layers]
     return described, config.share_prior and part == "prior" and layers[0] is not None
 
 
 def _part_of(name: str) -> str | None:
-    """The part of the positions that a weight belongs to; None for the model's other weights."""
+    """Return the positional part that a weight belongs to; None for the model's other weights."""
     return next((part for part in LAYER_PARTS if part in name.split(".")), None)
 
 
 def _kept(model: nn.Module, made: nn.Module, changed: set[str]) -> dict[str, Tensor]:
-    """The weights of all that does not change.
+    """Return the weights of all unchanged parts.
 
     Raises:
-        ValueError: one of them is not in the other model, or of another shape there.
+        ValueError: a weight is missing from one model, or differs in shape.
     """
     there, here = (
         {name: weight for name, weight in one.state_dict().items() if _part_of(name) not in changed}
@@ -79,7 +79,7 @@ def _kept(model: nn.Module, made: nn.Module, changed: set[str]) -> dict[str, Ten
     different = [name for name in sorted({*there, *here}) if _shape(there.get(name)) != _shape(here.get(name))]
     if different:
         found = "; ".join(f"{name} ({_shape(there.get(name))}, now {_shape(here.get(name))})" for name in different[:3])
-        raise ValueError(f"model: {len(different)} of its weights do not fit the model with other positions: {found}")
+        raise ValueError(f"{len(different)} weights of model do not fit the model with new positions: {found}")
     return there
 
 

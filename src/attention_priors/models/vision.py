@@ -1,8 +1,8 @@
-"""A vision transformer whose attention has a prior over the grid of patches.
+"""Vision transformer whose attention has a prior over the grid of patches.
 
-Patches, a class token, and the layers of :mod:`attention_priors.models.encoder`; positions come from a prior, from a
-table that is added (the baseline of ViT), from both or neither. Images may have any size that is whole patches, also
-other ones than in training. Importing this module registers it with ``AutoConfig``, ``AutoModel`` and
+The model consists of patches, a class token, and the layers of :mod:`attention_priors.models.encoder`. Positions enter
+by a prior, by an additive table (the baseline of ViT), by both or neither. Images may have any size in whole patches,
+also sizes not seen in training. Importing this module registers the model with ``AutoConfig``, ``AutoModel`` and
 ``AutoModelForImageClassification``.
 """
 
@@ -29,22 +29,23 @@ UNITS = ("patch", "image")
 
 
 class PriorVisionConfig(StackConfig):
-    """Configuration of a vision transformer, beside the fields of :class:`StackConfig`.
+    """Configuration of a vision transformer, in addition to :class:`StackConfig`.
 
-    Its ``prior`` is one for grids: ``{"name": "axial", "rows": "generalized_gaussian"}``, ``"spectral_2d"``,
-    ``{"name": "radial", "prior": "laplace"}``, also with ``{"name": "key_sink_2d", "rows": 14, "columns": 14}``.
+    ``prior`` must be over a grid: ``{"name": "axial", "rows": "generalized_gaussian"}``, ``"spectral_2d"`` or
+    ``{"name": "radial", "prior": "laplace"}``, each also in a sum with
+    ``{"name": "key_sink_2d", "rows": 14, "columns": 14}``.
 
     Args:
-        image_size: rows and columns of the training images, in pixels; a number for square ones. Only a position table
-            is made for it.
-        patch_size: side of a patch, in pixels.
-        num_channels: of the images.
-        position_table: whether a learned vector is added for each place, as in ViT; to images of other sizes the
-            table is interpolated, to each of a batch on its own.
-        position_units: what the prior's distances are counted in: ``patch``, from one patch to the next at any
-            resolution, or ``image``, patches of the training grid, so that the same parts of an image are as far apart
-            at every resolution and a patch weighs as much as its area (:func:`at_spacing`); without a logit scale.
-        pooling: what is classified: ``class``, a token that stands outside of the grid, or ``mean`` of the patches.
+        image_size: rows and columns of the training images in pixels, or one number for square images. The position
+            table and ``position_units="image"`` depend on it.
+        patch_size: side of a patch in pixels.
+        num_channels: number of image channels.
+        position_table: whether to add a learned vector per place, as in ViT. For images of other sizes the table is
+            interpolated, separately for each image of a batch.
+        position_units: unit of the prior's distances. ``patch`` counts patches at any resolution. ``image`` counts
+            patches of the training grid, so that distances within an image do not depend on the resolution, and weights
+            patches by area (:func:`at_spacing`). ``image`` does not work with a logit scale.
+        pooling: input of the classifier. ``class`` is a class token outside the grid, ``mean`` the mean of the patches.
     """
 
     model_type = "prior_vision"
@@ -66,7 +67,7 @@ class PriorVisionConfig(StackConfig):
         check_positive_integers(patch_size=self.patch_size, num_channels=self.num_channels)
         check_booleans(position_table=self.position_table)
         if isinstance(self.image_size, list | tuple) and len(self.image_size) != 2:
-            raise ValueError(f"image_size must be one number, or rows and columns, got {self.image_size!r}")
+            raise ValueError(f"image_size must be one number, or rows and columns; got {self.image_size!r}")
         check_choice("pooling", self.pooling, POOLINGS)
         check_choice("position_units", self.position_units, UNITS)
         with torch.device("meta"):
@@ -75,11 +76,11 @@ class PriorVisionConfig(StackConfig):
         if self.position_units == "image":
             if self.logit_scale is not None:
                 raise ValueError(
-                    f"logit_scale={self.logit_scale!r} needs position_units='patch': it grows with the number of "
-                    "patches, and would multiply their areas too"
+                    f"logit_scale={self.logit_scale!r} needs position_units='patch': with position_units='image' a "
+                    "logit scale would multiply the areas of patches too"
                 )
             with torch.device("meta"):
-                at_spacing(self.make_prior(), self.num_attention_heads, 0.5, 0.5)  # some mean nothing between patches
+                at_spacing(self.make_prior(), self.num_attention_heads, 0.5, 0.5)  # raises for whole-patch priors
         for side in self.sides:
             check_positive_integers(image_size=side)
             if side % self.patch_size:
@@ -97,13 +98,13 @@ class PriorVisionConfig(StackConfig):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of their patches."""
+        """Rows and columns of the training images, in patches."""
         rows, columns = self.sides
         return rows // self.patch_size, columns // self.patch_size
 
 
 class PatchEmbedding(nn.Module):
-    """A vector for each patch, for the class token, and, if there is a table, for each place."""
+    """Embedding of patches, with the class token and the position table if configured."""
 
     def __init__(self, config: PriorVisionConfig) -> None:
         super().__init__()
@@ -116,17 +117,17 @@ class PatchEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start the class token and the table anew: N(0, std²)."""
+        """Reset the class token and the table to N(0, std²)."""
         for parameter in (self.class_token, self.table):
             if parameter is not None:
                 nn.init.normal_(parameter, std=self.std)
 
     def forward(self, pixel_values: Tensor, image_sizes: Tensor | None = None) -> tuple[Tensor, tuple[int, int]]:
-        """``(B, C, rows, columns)`` to ``(B, L, hidden_size)``, and the rows and columns of patches.
+        """Return the embeddings ``(B, L, hidden_size)`` of images, and the number of rows and columns of patches.
 
         Args:
-            pixel_values: and
-            image_sizes: as in :meth:`PriorVisionModel.forward`; the table is interpolated to each image alone.
+            pixel_values: images, ``(B, C, rows, columns)``.
+            image_sizes: as in :meth:`PriorVisionModel.forward`. The table is interpolated separately for each image.
         """
         if pixel_values.dim() != 4 or pixel_values.shape[1] != self.projection.in_channels:
             raise ValueError(
@@ -136,7 +137,7 @@ class PatchEmbedding(nn.Module):
         for side in pixel_values.shape[2:]:
             if side % self.patch_size or not side:
                 raise ValueError(
-                    f"pixel_values must be whole patches of {self.patch_size} pixels on both sides, got "
+                    f"both sides of pixel_values must be positive multiples of patch_size={self.patch_size}, got "
                     f"{tuple(pixel_values.shape[2:])}"
                 )
         grid = (pixel_values.shape[2] // self.patch_size, pixel_values.shape[3] // self.patch_size)
@@ -155,16 +156,16 @@ class PatchEmbedding(nn.Module):
         if tuple(image_sizes.shape) != (batch, 2):
             raise ValueError(f"image_sizes must have shape ({batch}, 2), got {tuple(image_sizes.shape)}")
         if torch.compiler.is_compiling():
-            return  # what is compiled does not look at values
+            return  # compiled code cannot read values
         room = torch.tensor(grid, device=image_sizes.device) * size
         if bool((image_sizes % size != 0).any() | (image_sizes < 1).any() | (image_sizes > room).any()):
             raise ValueError(
-                f"image_sizes must be whole patches of {size} pixels, at most {tuple(room.tolist())}, got "
+                f"image_sizes must be positive multiples of patch_size={size}, at most {tuple(room.tolist())}, got "
                 f"{image_sizes.tolist()}"
             )
 
     def _tables_of(self, image_sizes: Tensor, grid: tuple[int, int]) -> Tensor:
-        """``(B, hidden_size, rows, columns)``: to each image the table of its own grid, and 0 to its padding."""
+        """Return each image's interpolated table, padded with zeros, ``(B, hidden_size, rows, columns)``."""
         own_grids, of_image = (image_sizes // self.patch_size).long().unique(dim=0, return_inverse=True)
         tables = [
             nn.functional.pad(self._table_of((rows, columns)), (0, grid[1] - columns, 0, grid[0] - rows))
@@ -176,13 +177,13 @@ class PatchEmbedding(nn.Module):
         assert self.table is not None
         if tuple(self.table.shape[1:]) == grid:
             return self.table
-        # As ViT's authors fine-tune at another resolution (Dosovitskiy et al. 2021, section 3.2).
+        # ViT is fine-tuned at another resolution in this way (Dosovitskiy et al. 2021, section 3.2).
         wanted = interpolate(self.table[None].float(), size=grid, mode="bicubic", align_corners=False)[0]
         return wanted.to(self.table.dtype)
 
 
 class PriorVisionPreTrainedModel(PriorPreTrainedModel):
-    """Settings of transformers that all classes of the vision transformer share."""
+    """Base class of the vision transformer's models, with settings for transformers."""
 
     config: PriorVisionConfig
     config_class = PriorVisionConfig
@@ -200,7 +201,7 @@ class PriorVisionPreTrainedModel(PriorPreTrainedModel):
 
 
 class PriorVisionModel(PriorVisionPreTrainedModel):
-    """The vision transformer without its output layer."""
+    """Vision transformer without its output layer."""
 
     def __init__(self, config: PriorVisionConfig) -> None:
         super().__init__(config)
@@ -213,12 +214,14 @@ class PriorVisionModel(PriorVisionPreTrainedModel):
     def forward(
         self, pixel_values: Tensor, image_sizes: Tensor | None = None, **kwargs: Any
     ) -> BaseModelOutputWithPooling:
-        """Hidden states of the class token, if there is one, and all patches, row by row; and what they pool to.
+        """Return the hidden states of all tokens, and the pooled state.
+
+        The class token, if any, comes first, then the patches in row-major order.
 
         Args:
-            pixel_values: ``(B, C, rows, columns)``, whole patches on both sides.
-            image_sizes: rows and columns of each image in pixels, ``(B, 2)``, whole patches too: what lies to the right
-                and below is padding. None if images fill ``pixel_values``.
+            pixel_values: images ``(B, C, rows, columns)``, whole patches on both sides.
+            image_sizes: rows and columns of each image in pixels, ``(B, 2)``, whole patches. Pixels to the right of and
+                below an image are padding. None if all images fill ``pixel_values``.
             kwargs: ``output_attentions`` and ``output_hidden_states``.
         """
         refuse_unknown(kwargs, "the vision transformer")
@@ -239,19 +242,19 @@ class PriorVisionModel(PriorVisionPreTrainedModel):
         return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)
 
     def _spacing(self, grid: tuple[int, int], are_padded: bool) -> tuple[float, float] | None:
-        """From one row and column to the next, in patches of the training grid; None where they are counted as such."""
+        """Return the distances between adjacent rows and columns in training patches; None for the training spacing."""
         if self.config.position_units == "patch":
             return None
         if are_padded:
             raise ValueError(
-                "image_sizes need position_units='patch': in units of the image, images of several sizes have "
-                "distances of their own"
+                "image_sizes needs position_units='patch': with position_units='image', each image of a batch would "
+                "need distances of its own"
             )
         trained = self.config.grid
         return None if grid == trained else (trained[0] / grid[0], trained[1] / grid[1])
 
     def _padding(self, image_sizes: Tensor, grid: tuple[int, int], outside: int) -> Tensor:
-        """``(B, L)``, True where a patch is none of its image."""
+        """Return the padding mask ``(B, L)``, True for patches outside their image."""
         rows, columns = (torch.arange(side, device=image_sizes.device) for side in grid)
         sizes = image_sizes // self.config.patch_size
         inside = (rows < sizes[:, :1]).unsqueeze(2) & (columns < sizes[:, 1:]).unsqueeze(1)
@@ -259,7 +262,7 @@ class PriorVisionModel(PriorVisionPreTrainedModel):
 
 
 class PriorVisionForImageClassification(PriorVisionPreTrainedModel):
-    """The vision transformer as a classifier."""
+    """Vision transformer with a classification head."""
 
     def __init__(self, config: PriorVisionConfig) -> None:
         super().__init__(config)
@@ -276,18 +279,17 @@ class PriorVisionForImageClassification(PriorVisionPreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> ImageClassifierOutput:
-        """Logits of the classes.
+        """Return the logits of the classes.
 
         Args:
-            pixel_values: and
+            pixel_values: as in :meth:`PriorVisionModel.forward`.
             image_sizes: as in :meth:`PriorVisionModel.forward`.
-            labels: the class of each image, ``(B,)``; or the share of each class, ``(B, num_labels)``, as Mixup and
-                CutMix make it.
-            kwargs: ``output_attentions``, ``output_hidden_states``; and ``num_items_in_batch``, how many entries all
-                labels of a step have: the loss is then this batch's part of the mean.
+            labels: class of each image, ``(B,)``. Or probabilities ``(B, num_labels)``, as from Mixup and CutMix.
+            kwargs: ``output_attentions``, ``output_hidden_states`` and ``num_items_in_batch``. ``num_items_in_batch``
+                is the number of label entries of a whole step; the loss is then this batch's part of the mean.
 
         Raises:
-            ValueError: an argument is unknown or does not fit the others; it says which and why.
+            ValueError: an argument is unknown or conflicts with another. The message says which and why.
         """
         items = kwargs.pop("num_items_in_batch", None)
         found = self.model(pixel_values, image_sizes, **kwargs)
@@ -296,8 +298,7 @@ class PriorVisionForImageClassification(PriorVisionPreTrainedModel):
         if labels is not None:
             if self.config.problem_type not in (None, "single_label_classification"):
                 raise ValueError(
-                    f"problem_type must be 'single_label_classification' or None, got {self.config.problem_type!r}: "
-                    "the loss is that of one class for each image"
+                    f"problem_type must be 'single_label_classification' or None, got {self.config.problem_type!r}"
                 )
             if tuple(labels.shape) not in (tuple(logits.shape[:1]), tuple(logits.shape)):
                 raise ValueError(
@@ -311,27 +312,27 @@ class PriorVisionForImageClassification(PriorVisionPreTrainedModel):
 
 
 def _checked(labels: Tensor, logits: Tensor) -> Tensor:
-    """Labels as the loss takes them."""
+    """Check labels and return them as the loss takes them."""
     classes, shape = logits.shape[-1], tuple(labels.shape)
     if labels.dim() == 2:
         if not labels.is_floating_point():
-            raise ValueError(f"labels of shape {shape} must be shares of classes, floats; got {labels.dtype}")
+            raise ValueError(f"labels of shape {shape} must be floating-point probabilities, got {labels.dtype}")
         return labels
     if labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ValueError(f"labels of shape {shape} must be classes, integers; got {labels.dtype}")
-    # Values of an accelerator are not waited for, and what is compiled does not look at any.
+        raise ValueError(f"labels of shape {shape} must be integer classes, got {labels.dtype}")
+    # Reading values would synchronise with an accelerator, and compiled code cannot read them.
     if labels.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = [label for label in labels.tolist() if not 0 <= label < classes and label != -100]
         if wrong:
-            raise ValueError(f"labels must be classes from 0 to {classes - 1}, or -100 for none; got {wrong[0]}")
+            raise ValueError(f"labels must be classes from 0 to {classes - 1}, or -100 to ignore; got {wrong[0]}")
     return labels.long()
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, items: Tensor | int | None) -> Tensor:
-    """The mean over the images; with ``items``, over those of all batches of a step."""
+    """Return the mean loss over the images, or over the images of all batches of a step with ``items``."""
     if items is None:
         return cross_entropy(logits, labels)
-    # What is counted are entries of the labels: an image has one, or one for each class.
+    # items counts entries of the labels: one per image, or one per class and image.
     images = items if labels.dim() == 1 else items / labels.shape[1]
     return cross_entropy(logits, labels, reduction="sum") / images
 
