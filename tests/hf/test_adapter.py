@@ -194,10 +194,10 @@ def test_pushed_to_the_hub(tmp_path: Path) -> None:
 
 def test_nothing_attached(tmp_path: Path) -> None:
     model = tiny("llama")
-    with pytest.raises(ValueError, match="no priors attached"):
+    with pytest.raises(ValueError, match="no attached priors"):
         save_adapter(model, tmp_path)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="no priors attached"):
+    with pytest.raises(ValueError, match="no attached priors"):
         push_adapter_to_hub(model, "me/priors")
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="'attached_priors'"):
@@ -213,7 +213,9 @@ def test_another_model(tmp_path: Path) -> None:
         tiny("llama", num_hidden_layers=3),
         tiny("llama", num_attention_heads=2),
     ):
-        with pytest.raises(ValueError, match=r"for a model of 2 layers; this LlamaForCausalLM has|has shape|num_heads"):
+        with pytest.raises(
+            ValueError, match=r"for a base model with 2 layers; this LlamaForCausalLM has|has shape|num_heads"
+        ):
             load_adapter(other, tmp_path)
         assert not attached_priors(other), "half attached"
         assert logits(other).shape == (2, 20, 64)
@@ -222,7 +224,7 @@ def test_another_model(tmp_path: Path) -> None:
 def test_another_kind_of_model_of_the_same_sizes(tmp_path: Path) -> None:
     save_adapter(changed("llama", "described"), tmp_path)
     other = tiny("gpt2")
-    with pytest.raises(ValueError, match=r"a model of the type 'llama' \(LlamaForCausalLM\), not 'gpt2' \(GPT2LMHead"):
+    with pytest.raises(ValueError, match=r"a base model of type 'llama' \(LlamaForCausalLM\), not 'gpt2' \(GPT2LMHead"):
         load_adapter(other, tmp_path)
     assert not attached_priors(other), "half attached"
     assert len(attached_priors(load_adapter(tiny("llama").model, tmp_path))) == 2, "the model without its head"
@@ -234,14 +236,14 @@ MISSING = {"adapter": lambda name: load_adapter(tiny("llama"), name), "model": l
 @pytest.mark.parametrize("what", MISSING)
 @pytest.mark.parametrize("missing", ["./nowhere", "/nowhere", "a/b/c", "nowhere/"])
 def test_a_path_that_is_missing_is_not_looked_for_on_the_hub(what: str, missing: str) -> None:
-    with pytest.raises(FileNotFoundError, match=f"{what} '{missing}': there is no such folder"):
+    with pytest.raises(FileNotFoundError, match=f"{what} '{missing}' does not exist as a folder"):
         MISSING[what](missing)
 
 
 @pytest.mark.parametrize("what", MISSING)
 def test_a_file_in_place_of_a_folder(what: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(FileNotFoundError, match="is a file; expected a folder"):
+    with pytest.raises(FileNotFoundError, match=r"must be a folder .*, got a file"):
         MISSING[what](tmp_path / "model.safetensors")
 
 
@@ -249,7 +251,7 @@ def test_a_file_in_place_of_a_folder(what: str, tmp_path: Path) -> None:
 def test_what_the_hub_does_not_have_either(error: Exception) -> None:
     with (
         mock.patch("attention_priors.hf.adapter.snapshot_download", side_effect=error),
-        pytest.raises(OSError, match="adapter 'nowhere': there is no such folder, and it cannot be fetched"),
+        pytest.raises(OSError, match="adapter 'nowhere' does not exist as a folder and cannot be downloaded"),
     ):
         load_adapter(tiny("llama"), "nowhere")
 
@@ -258,9 +260,9 @@ def test_what_the_hub_does_not_have_either(error: Exception) -> None:
 @pytest.mark.parametrize(
     ("file", "kept", "complaint"),
     [
-        ("model.safetensors", 0.5, "model.safetensors is not a whole safetensors file"),
-        ("model.safetensors", 0, "model.safetensors is not a whole safetensors file"),
-        ("model.safetensors.index.json", 0.5, "model.safetensors.index.json is not a whole JSON file"),
+        ("model.safetensors", 0.5, "model.safetensors is not a valid safetensors file"),
+        ("model.safetensors", 0, "model.safetensors is not a valid safetensors file"),
+        ("model.safetensors.index.json", 0.5, "model.safetensors.index.json is not valid JSON"),
         ("config.json", 0.5, "config.json"),
         ("config.json", None, "config.json"),
     ],
@@ -300,11 +302,11 @@ def test_damaged_files(damage: str, tmp_path: Path) -> None:
     save_adapter(changed("llama", "described"), tmp_path)
     weights, description = tmp_path / WEIGHTS, json.loads((tmp_path / DESCRIPTION).read_text())
     match = {
-        "truncated": "not a whole safetensors file",
+        "truncated": "not a valid safetensors file",
         "another format": "format 99",
-        "missing tensor": "does not hold",
+        "missing tensor": "does not match the attached priors",
         "no description": DESCRIPTION,
-        "half a description": f"{DESCRIPTION} is not a whole JSON file",
+        "half a description": f"{DESCRIPTION} is not valid JSON",
         "a list": f"{DESCRIPTION} has format None",
         "null": f"{DESCRIPTION} has format None",
         "empty": f"{DESCRIPTION}: the description of attached priors must hold",
@@ -349,7 +351,7 @@ def test_a_prior_outside_the_catalogue_is_not_saved(
 ) -> None:
     number = 4 if heads is None else 2
     prior = Steep(number) + GeneralizedGaussian(number) if summed else Steep(number)
-    match = r"the prior Steep cannot be saved: .*has no 'steep'\. .*register it with attention_priors\.register_prior"
+    match = r"cannot save the prior Steep: .*there is no 'steep'\. .*register it with attention_priors\.register_prior"
     with pytest.warns(UserWarning, match=match):
         model: Any = attach(tiny("llama"), prior, heads=heads)
     for found in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

@@ -31,30 +31,28 @@ def test_arguments() -> None:
     model = tiny("llama")
     refused(nn.Linear(2, 2), "PreTrainedModel, got Linear$")
     refused(None, "PreTrainedModel, got NoneType$")
-    refused(
-        nn.DataParallel(tiny("llama")), "got DataParallel: give the LlamaForCausalLM inside it, and wrap that after"
-    )
-    refused(model, "nothing to attach: .* give one of them, such as prior='generalized_gaussian'", prior=None)
-    refused(model, "layers holds 2, but the layers with attention are 0 to 1", layers=[0, 2])
-    refused(model, "layers holds -3", layers=[-3])
+    refused(nn.DataParallel(tiny("llama")), "got DataParallel: pass the LlamaForCausalLM inside it, and wrap it after")
+    refused(model, "nothing to attach: .* set one of them, such as prior='generalized_gaussian'", prior=None)
+    refused(model, "layers contains 2, expected indices of layers with attention: 0 to 1", layers=[0, 2])
+    refused(model, "layers contains -3", layers=[-3])
     refused(model, "layers must hold at least one layer", layers=[])
     for given in (1, "all", ["0"], [0.5], [True]):
-        match = re.escape(f"must be a list of numbers, such as [0, 1], or None for all; got {given!r}")
+        match = re.escape(f"must be a list of integers such as [0, 1], or None for all; got {given!r}")
         refused(model, f"layers {match}", layers=given)
         refused(model, f"heads {match}", heads=given)
-    refused(model, r"heads must be distinct numbers from 0 to 3, got \[4\]", heads=[4])
+    refused(model, r"heads must be distinct integers from 0 to 3, got \[4\]", heads=[4])
     refused(model, "heads must be distinct", heads=[1, 1])
     refused(model, "heads must be distinct", heads=[])
     refused(model, r"layer 0 \(LlamaAttention\): unknown prior 'alibi'", prior="alibi")
-    refused(model, r"layer 0 \(LlamaAttention\): prior has num_heads=8, but there are 4", prior=GeneralizedGaussian(8))
+    refused(model, r"layer 0 \(LlamaAttention\): prior has num_heads=8, expected 4", prior=GeneralizedGaussian(8))
     for name in ("share_prior", "drop_positions", "freeze_model"):
         refused(model, f"{name} must be True or False, got 'no'", **{name: "no"})
-    refused(model, "Window hides keys from all heads", prior=Window(2, 4), heads=[0, 1])
+    refused(model, "for a Window, which hides keys from all heads", prior=Window(2, 4), heads=[0, 1])
     refused(model, "unknown logit scale 'softmax'", logit_scale="softmax")
     attach(model, "laplace")
     with pytest.raises(ValueError, match="detach"):
         attach(model, "laplace")
-    with pytest.raises(ValueError, match="no priors attached"):
+    with pytest.raises(ValueError, match="no attached priors"):
         detach(tiny("llama"))
 
 
@@ -63,7 +61,7 @@ def test_arguments() -> None:
 def test_priors_over_grids(name: str, heads: list[int] | None) -> None:
     needed = {"axial": {"rows": "laplace"}, "radial": {"prior": "laplace"}, "key_sink_2d": {"rows": 4, "columns": 4}}
     prior = {"name": name} | needed.get(name, {})
-    match = rf"layer 0 \(LlamaAttention\): prior must be one over a line, got '{name}', which is one on grids: a text"
+    match = rf"layer 0 \(LlamaAttention\): prior must be over a line, got '{name}', which is over a grid: tokens"
     refused(tiny("llama"), match, prior=prior, heads=heads)
     refused(tiny("llama"), match, prior=["uniform", prior], heads=heads)
     refused(tiny("llama"), match, prior=prior_from_config(prior, 3 if heads else 4), heads=heads)
@@ -136,23 +134,24 @@ def test_a_model_that_has_lost_layers_since_is_detached() -> None:
 
 def test_models_that_bypass_the_interface() -> None:
     bloom = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
-    refused(bloom, r"BloomAttention.*its own bias is computed as a prior by use_priors\(model\)")
+    refused(bloom, r"BloomAttention.*use_priors\(model\) computes its own bias as a prior")
     falcon: Any = hf.FalconConfig(**SIZES)
     refused(hf.FalconForCausalLM(falcon), r"attention modules: FalconAttention\)$")
     ours = PriorDecoderConfig(**SIZES, intermediate_size=48, prior="laplace")
-    refused(PriorDecoderForCausalLM(ours), r"name it in its config, PriorDecoderConfig\(prior=\.\.\.\)")
+    refused(PriorDecoderForCausalLM(ours), r"set its prior in its config instead, PriorDecoderConfig\(prior=\.\.\.\)")
     refused(hf.MambaForCausalLM(hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)), "no attention")
 
 
 def test_models_with_numerics_of_their_own() -> None:
     config: Any = hf.Gemma2Config(**SIZES, intermediate_size=48, num_key_value_heads=2, head_dim=8)
-    refused(hf.Gemma2ForCausalLM(config), r"layer 0 \(Gemma2Attention\): its logits are capped")
+    refused(hf.Gemma2ForCausalLM(config), r"layer 0 \(Gemma2Attention\): attend\(\) does not support capped logits")
     some = tiny("llama")  # as DeepSeek-V4, whose attention compresses keys
     some.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(4))
     refused(
-        some, r"layer 1 \(LlamaAttention\): it has sinks, and of such models .* gpt_oss, granite_swa, mimo_v2_flash"
+        some,
+        r"layer 1 \(LlamaAttention\): sinks are supported for model types gpt_oss, granite_swa, mimo_v2_flash only",
     )
-    refused(some, r"layer 1 \(LlamaAttention\), which layers leaves as it is: it has sinks", layers=[0])
+    refused(some, r"layer 1 \(LlamaAttention\), which is not in layers: sinks are supported", layers=[0])
 
 
 def test_encoders() -> None:
@@ -161,11 +160,11 @@ def test_encoders() -> None:
 
 
 def test_positions_that_cannot_be_dropped() -> None:
-    refused(tiny("gpt2"), "layers must be all", drop_positions=True, layers=[0])
+    refused(tiny("gpt2"), "apply it to all layers", drop_positions=True, layers=[0])
     attach(tiny("gpt2"), "laplace", drop_positions=True, layers=[0, 1])
     attach(tiny("llama"), "laplace", drop_positions=True, layers=[0])
     of_types = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": YARN}
-    refused(tiny("gemma3", rope_parameters=of_types), r"same attention factor.* 1\.0, 1\.138", drop_positions=True)
+    refused(tiny("gemma3", rope_parameters=of_types), r"equal attention factor.* 1\.0, 1\.138", drop_positions=True)
 
 
 def test_a_mask_that_does_not_say_where_queries_stand() -> None:
@@ -176,11 +175,11 @@ def test_a_mask_that_does_not_say_where_queries_stand() -> None:
 
     with pytest.raises(ValueError, match="3 queries and 7 keys"):
         attention_forward(module, query, key, key, None)
-    with pytest.raises(ValueError, match="indices="):
+    with pytest.raises(ValueError, match="passes indices"):
         attention_forward(module, query, key, key, None, indices=torch.zeros(1, 3, 2, dtype=torch.long))
-    with pytest.raises(ValueError, match="softcap="):
+    with pytest.raises(ValueError, match="passes softcap"):
         attention_forward(module, query, key, key, None, softcap=30.0)
-    with pytest.raises(ValueError, match="attention_mask must be"):
+    with pytest.raises(ValueError, match="attention_mask must have shape"):
         attention_forward(module, query, key, key, torch.ones(1, 7))
     assert model(tokens(1, 4)).logits.shape == (1, 4, 64)
 
@@ -199,14 +198,14 @@ def test_a_mask_that_does_not_say_where_a_text_starts() -> None:
     absolute = attach(tiny("llama"), {"name": "key_sink", "train_length": 16})
     torch.testing.assert_close(absolute(ids, attention_mask=seen).logits, absolute(ids).logits, rtol=0, atol=1e-5)
     for mask in (padded, torch.zeros(1, 1, 6, 6).masked_fill(~padded, torch.finfo(torch.float32).min)):
-        with pytest.raises(ValueError, match=r"hides a text's first key from all queries"):
+        with pytest.raises(ValueError, match=r"hides a row's first key from all queries"):
             absolute(ids, attention_mask=mask, position_ids=places)
 
 
 def test_cross_attention_gets_nothing() -> None:
     model = hf.MllamaForCausalLM(hf.MllamaTextConfig(**LLAMA, cross_attention_layers=[1]))
     assert sorted(attached_priors(attach(model, "laplace"))) == [0]
-    refused(hf.MllamaForCausalLM(model.config), "layers with attention are 0", layers=[1])
+    refused(hf.MllamaForCausalLM(model.config), "layers with attention: 0", layers=[1])
 
 
 @pytest.mark.parametrize("layers", [None, [1]])
@@ -219,7 +218,9 @@ def test_another_attention_implementation_does_not_leave_priors_out(family: str,
         assert not torch.equal(attached, plain)
         model.set_attn_implementation("sdpa")
         for call in (lambda: model(ids), lambda: model.base_model(ids), lambda: model.generate(ids, max_new_tokens=2)):
-            with pytest.raises(RuntimeError, match=r"'sdpa'.*leave out.*set_attn_implementation\('attention_priors'\)"):
+            with pytest.raises(
+                RuntimeError, match=r"'sdpa'.*would ignore.*set_attn_implementation\('attention_priors'\)"
+            ):
                 call()
         model.set_attn_implementation("attention_priors")
         assert torch.equal(model(ids).logits, attached)

@@ -148,7 +148,7 @@ def test_priors_that_peft_froze_are_warned_of(targets: list[str], attached: dict
     model: Any = get_peft_model(attach(tiny("llama"), **attached), LoraConfig(target_modules=targets, r=2))
     found = warnings_in_training(model)
     assert "frozen while the model trains" in found[0]
-    assert "call train_attached(model) after it, and before the optimizer is made" in found[0]
+    assert "call train_attached(model) after it, before creating the optimizer" in found[0]
     with torch.no_grad():
         assert not warnings_in_training(model)
     train_attached(model)
@@ -168,16 +168,16 @@ def test_a_frozen_model_is_not_warned_of() -> None:
 
 
 def test_what_peft_does_not_save_is_warned_of(tmp_path: Path) -> None:
-    match = r"PEFT saves its own weights alone.* Call save_adapter\(model, folder\) before model\.save_pretrained"
+    match = r"PEFT does not save attached priors.* Call save_adapter\(model, folder\) before model\.save_pretrained"
     model: Any = get_peft_model(attach(tiny("llama"), **ATTACHED), LoraConfig(target_modules=["q_proj"], r=2))
     train_attached(model)
     with pytest.warns(UserWarning, match=match):
         model.save_pretrained(tmp_path)
     with pytest.raises(
-        FileNotFoundError, match=r"holds no prior_adapter_config\.json, it is PEFT's adapter, without what"
+        FileNotFoundError, match=r"has no prior_adapter_config\.json, so it is an adapter of PEFT, without attached"
     ):
         load_adapter(tiny("llama"), tmp_path)
-    with pytest.raises(ValueError, match=r"holds an adapter \(adapter_config\.json\) and no model: load_model\("):
+    with pytest.raises(ValueError, match=r"holds an adapter \(adapter_config\.json\) without a model; load_model\("):
         load_attached(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -196,7 +196,7 @@ def test_peft_is_not_to_save_attached_modules_itself() -> None:
     lora = LoraConfig(target_modules=["q_proj"], r=2, modules_to_save=["attached_prior"])
     model: Any = get_peft_model(attach(tiny("llama"), **ATTACHED), lora)
     with pytest.raises(
-        RuntimeError, match=r"a ModulesToSaveWrapper holds .*take 'attached_prior' out of PEFT's modules"
+        RuntimeError, match=r"a ModulesToSaveWrapper in place of .*remove 'attached_prior' from PEFT's modules"
     ):
         model(input_ids=IDS)
 
@@ -204,9 +204,7 @@ def test_peft_is_not_to_save_attached_modules_itself() -> None:
 def test_priors_are_attached_to_the_base_of_a_model_of_peft(tmp_path: Path) -> None:
     model: Any = get_peft_model(tiny("llama"), LoraConfig(target_modules=["q_proj"], r=2))
     for call in (lambda: attach(model, **ATTACHED), lambda: detach(model)):
-        with pytest.raises(
-            ValueError, match=r"got PeftModel: give its base model, model\.get_base_model\(\), with which"
-        ):
+        with pytest.raises(ValueError, match=r"got PeftModel: pass model\.get_base_model\(\), which"):
             call()
     with torch.no_grad():
         plain = model(input_ids=IDS).logits
@@ -217,7 +215,7 @@ def test_priors_are_attached_to_the_base_of_a_model_of_peft(tmp_path: Path) -> N
         found = model.eval()(input_ids=IDS).logits
         assert not torch.equal(found, plain)
         assert torch.equal(load_adapter(tiny("llama"), tmp_path)(input_ids=IDS).logits, found)  # LoRA starts as nothing
-        with pytest.raises(ValueError, match="got PeftModel: give its base model"):
+        with pytest.raises(ValueError, match="got PeftModel: pass model"):
             detach(model)
         assert torch.equal(model(input_ids=IDS).logits, found)
         detach(model.get_base_model())
@@ -231,7 +229,7 @@ class SavePriors(TrainerCallback):
         save_adapter(kwargs["model"], Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
 
-@pytest.mark.filterwarnings("ignore:PEFT saves its own weights alone")
+@pytest.mark.filterwarnings("ignore:PEFT does not save attached priors")
 def test_trainer_with_lora_resumes_priors_that_a_callback_saved(tmp_path: Path) -> None:
     def with_lora(model: Any) -> Any:
         torch.manual_seed(0)

@@ -103,7 +103,7 @@ def test_the_tokenizer_goes_with_it(tmp_path: Path) -> None:
     joined = [merge.replace(" ", "") for merge in fields["tokenizer.ggml.merges"]]
     assert len(joined) == 300 - 257
     assert set(joined) <= set(fields["tokenizer.ggml.tokens"])
-    with pytest.raises(ValueError, match="tokenizer has 300 tokens, and the model 400"):
+    with pytest.raises(ValueError, match="tokenizer has 300 tokens, but the model has 400"):
         export_gguf(decoder(vocab_size=400), tmp_path / "other.gguf", tokenizer)
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
@@ -120,6 +120,6 @@ def test_the_tokenizer_goes_with_it(tmp_path: Path) -> None:
     ],
 )
 def test_what_llama_cpp_does_not_compute(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"layer [01] cannot be written as GGUF: {reason}.* export_onnx takes"):
+    with pytest.raises(ValueError, match=rf"layer [01] cannot be exported to GGUF: {reason}.* export_onnx supports"):
         export_gguf(decoder(**changes), tmp_path / "model.gguf")
     assert not list(tmp_path.iterdir())

@@ -94,7 +94,7 @@ def test_from_a_state_dict_alone() -> None:
     ours = load_goat_attention(theirs.state_dict(), causal=True, train_length=20, batch_first=True).eval()
     x = hidden()
     assert difference(theirs(x, x, x, is_causal=True)[0], ours(x, x, x, is_causal=True)[0]) < TOLERANCE
-    with pytest.raises(ValueError, match="train_length is needed"):
+    with pytest.raises(ValueError, match="train_length is required"):
         load_goat_attention(theirs.state_dict(), causal=True)
     time_first = load_goat_attention(theirs.state_dict(), causal=True, train_length=20).eval()
     assert (
@@ -108,7 +108,7 @@ def test_from_a_state_dict_alone() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_without_a_training_length_it_is_exact_at_one_number_of_keys(causal: bool) -> None:
     theirs = goat(training_seq_len=None)
-    with pytest.raises(ValueError, match="train_length is needed"):
+    with pytest.raises(ValueError, match="train_length is required"):
         load_goat_attention(theirs, causal=causal)
     ours = load_goat_attention(theirs, causal=causal, train_length=11)
     for length, equal in ((12, True), (18, False)):

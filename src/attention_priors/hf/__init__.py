@@ -1,4 +1,4 @@
-"""Other people's models and checkpoints: priors in their attention, their weights in our models, and back."""
+"""Integration with Hugging Face: priors in transformers models, and conversion of checkpoints."""
 
 from attention_priors.hf.adapter import load_adapter, load_attached, push_adapter_to_hub, save_adapter
 from attention_priors.hf.alibi import mpt_slopes

@@ -1,4 +1,4 @@
-"""Saving and loading of attached priors: apart from the model as a small adapter, or together with it."""
+"""Saving and loading of attached priors, as a small adapter or together with the model."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ DESCRIPTION = "prior_adapter_config.json"
 WEIGHTS = "prior_adapter.safetensors"
 PEFT_DESCRIPTION = "adapter_config.json"
 SINCE_FORMAT_2 = ("layer_pattern", "layer_kinds")
-"""Arguments of :func:`attach` that the first descriptions lack."""
+"""Arguments of :func:`attach` that descriptions of format 1 lack."""
 TOGETHER = "save both together: model.save_pretrained(OTHER) of the base model with the adapter in it"
-"""Cure for an adapter whose base model is unknown or elsewhere."""
+"""Fix for an adapter whose base model is unknown or missing, for error messages."""
 FOR_FILES = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
-"""Options of ``from_pretrained`` that say where files are."""
+"""Options of ``from_pretrained`` that locate files."""
 
 
 def save_adapter(model: nn.Module, folder: str | Path) -> None:
-    """Write what is attached to a model: a description (JSON) and its parameters (safetensors), a few kilobytes.
+    """Save the priors attached to a model as a description (JSON) and parameters (safetensors), a few kilobytes.
 
-    The model itself is not in it; :func:`load_adapter` takes one.
+    The model itself is not saved; :func:`load_adapter` attaches the adapter to a model.
 
     Args:
-        model: the model :func:`attach` returned, or one around it (PEFT's, DDP's).
-        folder: is made if need be. The names of the files are their own, so that it may be PEFT's folder too.
+        model: a model returned by :func:`attach`, or a wrapper of it (PEFT, DDP).
+        folder: folder for the adapter, created if missing. File names do not clash with PEFT's, so both may share a
+            folder.
 
     Raises:
-        ValueError: if nothing is attached, or loading could not make a prior or a logit scale from its name.
+        ValueError: nothing is attached, or loading could not rebuild a prior or logit scale from its name.
     """
     model, config = _described(model)
     check_attached_can_be_loaded(model)
@@ -58,7 +59,7 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
     }
     folder = Path(folder)
     write_weights(folder / WEIGHTS, tensors)
-    # The description last: where it is, the weights are.
+    # The description is written last: where it exists, the weights are complete.
     write_json(
         folder / DESCRIPTION,
         {
@@ -76,21 +77,21 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
 
 
 def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Model:
-    """Attach what :func:`save_adapter` saved to the model it belongs to.
+    """Attach an adapter of :func:`save_adapter` to its base model.
 
     Args:
-        model: the base model, with nothing attached.
+        model: the base model, without attached priors.
         name_or_path: a folder, or a repository on the Hugging Face Hub.
-        options: for ``snapshot_download``, such as ``revision`` and ``token``.
+        options: options of ``snapshot_download``, such as ``revision`` and ``token``.
 
     Returns:
         The model, changed in place.
 
     Raises:
-        ValueError: if the adapter does not fit the model or was made for another type of model, or its files are
-            damaged or do not fit each other.
+        ValueError: the adapter does not fit the model or was made for another model type, or its files are damaged or
+            inconsistent.
         FileNotFoundError: the folder holds no adapter.
-        OSError: if it cannot be fetched.
+        OSError: the adapter cannot be downloaded.
     """
     folder = Path(name_or_path)
     if not folder.is_dir():
@@ -99,9 +100,9 @@ def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Mode
     for name in (DESCRIPTION, WEIGHTS):
         if not (folder / name).is_file():
             alone = (folder / PEFT_DESCRIPTION).is_file()
-            what = "PEFT's adapter, without what was attached" if alone else "no prior adapter"
+            what = "an adapter of PEFT, without attached priors" if alone else "not an adapter of priors"
             raise FileNotFoundError(
-                f"{name_or_path} holds no {name}, it is {what}: save_adapter(model, folder) writes one"
+                f"{name_or_path} has no {name}, so it is {what}; save_adapter(model, folder) saves attached priors"
             )
     description = read_json(folder / DESCRIPTION)
     check_format(description.get("format") if isinstance(description, dict) else None, folder / DESCRIPTION)
@@ -109,14 +110,13 @@ def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Mode
     made_for = description.get("base_model_type")
     if made_for != model.config.model_type:
         raise ValueError(
-            f"the adapter {name_or_path} was made for a model of the type {made_for!r} "
-            f"({description.get('base_model_class')}), not {model.config.model_type!r} ({type(model).__name__}): its "
-            "numbers mean nothing in another"
+            f"the adapter {name_or_path} is for a base model of type {made_for!r} "
+            f"({description.get('base_model_class')}), not {model.config.model_type!r} ({type(model).__name__})"
         )
-    layers = description.get("base_model_layers")  # not in the first adapters
+    layers = description.get("base_model_layers")  # missing in early adapters
     if layers not in (None, _layers(model)):
         raise ValueError(
-            f"the adapter {name_or_path} was made for a model of {layers} layers; this {type(model).__name__} has "
+            f"the adapter {name_or_path} is for a base model with {layers} layers; this {type(model).__name__} has "
             f"{_layers(model)}"
         )
     tensors = read_weights(folder / WEIGHTS)
@@ -141,16 +141,16 @@ def _layers(model: PreTrainedModel) -> int | None:
 
 
 def push_adapter_to_hub(model: nn.Module, repo_id: str, *, private: bool | None = None, **options: Any) -> str:
-    """Upload what is attached to a model to the Hugging Face Hub; :func:`load_adapter` takes its name.
+    """Upload the priors attached to a model to the Hugging Face Hub. :func:`load_adapter` loads them by ``repo_id``.
 
     Args:
         model: as for :func:`save_adapter`.
-        repo_id: ``user/name``; it is made if need be.
+        repo_id: ``user/name``. The repository is created if missing.
         private: whether a new repository is private.
-        options: for ``HfApi``, such as ``token``.
+        options: options of ``HfApi``, such as ``token``.
 
     Returns:
-        The address of the commit.
+        URL of the commit.
     """
     _described(model)
     check_attached_can_be_loaded(model)
@@ -163,19 +163,18 @@ def push_adapter_to_hub(model: nn.Module, repo_id: str, *, private: bool | None 
 
 
 def load_attached(name_or_path: str | Path, **options: Any) -> PreTrainedModel:
-    """Load a model that ``save_pretrained`` saved with priors attached.
+    """Load a model that ``save_pretrained`` saved with attached priors.
 
-    ``from_pretrained`` alone would leave the priors out, and say so.
+    ``from_pretrained`` would leave out the priors, with a warning.
 
     Args:
         name_or_path: a folder, or a repository on the Hugging Face Hub.
-        options: as for ``from_pretrained``: ``dtype``, ``device_map``, ``revision``, ``subfolder``, ... The priors stay
-            float32.
+        options: options of ``from_pretrained``: ``dtype``, ``device_map``, ``revision``, ``subfolder``, ... Priors stay
+            in float32.
 
     Raises:
-        ValueError: if nothing was attached to the model, the files are damaged or do not hold it, or an option is not
-            supported.
-        OSError: the folder does not exist and cannot be fetched.
+        ValueError: the model has no attached priors, a file is damaged or incomplete, or an option is not supported.
+        OSError: the folder does not exist and the model cannot be downloaded.
     """
     for name in ("variant", "output_loading_info"):
         if options.get(name):
@@ -184,14 +183,14 @@ def load_attached(name_or_path: str | Path, **options: Any) -> PreTrainedModel:
     adapters = [file for file in (DESCRIPTION, PEFT_DESCRIPTION) if (inside / file).is_file()]
     if adapters and not (inside / "config.json").is_file():
         raise ValueError(
-            f"{name_or_path} holds an adapter ({', '.join(adapters)}) and no model: load_model({str(inside)!r}) loads "
-            "both"
+            f"{name_or_path} holds an adapter ({', '.join(adapters)}) without a model; "
+            f"load_model({str(inside)!r}) loads both"
         )
     for_files = {key: options[key] for key in FOR_FILES if key in options}
     with folder_or_repository("model", name_or_path):
         config = AutoConfig.from_pretrained(name_or_path, **for_files)
     if getattr(config, CONFIG_KEY, None) is None:
-        raise ValueError(f"{name_or_path} has no priors attached: its config has no {CONFIG_KEY!r}")
+        raise ValueError(f"{name_or_path} has no attached priors: its config has no {CONFIG_KEY!r}")
     (name,) = config.architectures or ("",)
     model_class = getattr(transformers, name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
@@ -208,23 +207,23 @@ def load_attached(name_or_path: str | Path, **options: Any) -> PreTrainedModel:
 
 
 def _described(model: nn.Module) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return the model of transformers that has priors attached, and its config's description of them."""
+    """Return the transformers model that has attached priors, and their description from its config."""
     for inside in model.modules():
         description = getattr(getattr(inside, "config", None), CONFIG_KEY, None)
         if isinstance(inside, PreTrainedModel) and description is not None and attached_priors(inside):
             return inside, description
-    raise ValueError(f"this {type(model).__name__} has no priors attached: attach(model, prior) attaches some")
+    raise ValueError(f"this {type(model).__name__} has no attached priors; call attach(model, prior) first")
 
 
 def arguments_of(description: Any, place: str | Path) -> dict[str, Any]:
-    """Return the arguments of :func:`attach` that a description of attached priors holds.
+    """Return the arguments of :func:`attach` from a description of attached priors.
 
     Args:
-        description: of this version or an older one.
-        place: file or object that holds it, for the error message.
+        description: description in the format of this version or an older one.
+        place: file or object that holds the description, for the error message.
 
     Raises:
-        ValueError: the description is of a newer version, or is none.
+        ValueError: the description has a newer format, or is not a description.
     """
     known = {"prior", "logit_scale", "layers", "heads", "share_prior", "drop_positions", *SINCE_FORMAT_2}
     if isinstance(description, dict):
@@ -242,11 +241,14 @@ def arguments_of(description: Any, place: str | Path) -> dict[str, Any]:
 def _fill(wanted: dict[str, Tensor], found: dict[str, Tensor], source: str) -> None:
     missing, unknown = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     if missing or unknown:
-        raise ValueError(f"{source} does not hold {missing or 'too little'}; it holds {unknown or 'nothing'} beside")
+        raise ValueError(
+            f"{source} does not match the attached priors: missing {missing or 'nothing'}, unexpected "
+            f"{unknown or 'nothing'}"
+        )
     for name, parameter in wanted.items():
         if parameter.shape != found[name].shape:
             raise ValueError(
-                f"{source}: {name} has shape {tuple(found[name].shape)}, but the model's is {tuple(parameter.shape)}"
+                f"{source}: {name} has shape {tuple(found[name].shape)}, expected {tuple(parameter.shape)}"
             )
     for name, parameter in wanted.items():
         parameter.copy_(found[name])
@@ -254,7 +256,7 @@ def _fill(wanted: dict[str, Tensor], found: dict[str, Tensor], source: str) -> N
 
 @contextmanager
 def _attached_keys_expected(model_class: type[PreTrainedModel]) -> Iterator[None]:
-    """So that transformers does not warn of weights that are loaded next."""
+    """Suppress transformers' warning about attached parameters, which are loaded afterwards."""
     before = model_class.__dict__.get("_keys_to_ignore_on_load_unexpected")
     known = model_class._keys_to_ignore_on_load_unexpected
     model_class._keys_to_ignore_on_load_unexpected = [*(known or ()), rf"\.{re.escape(ATTRIBUTE)}\."]
@@ -268,7 +270,7 @@ def _attached_keys_expected(model_class: type[PreTrainedModel]) -> Iterator[None
 
 
 def _saved_tensors(name_or_path: str | Path, options: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Attached tensors of a checkpoint, sharded or not."""
+    """Yield the attached tensors of a checkpoint, sharded or not."""
     index = cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **options)
     if index is None:
         names = {SAFE_WEIGHTS_NAME}
@@ -283,28 +285,28 @@ def _saved_tensors(name_or_path: str | Path, options: dict[str, Any]) -> Iterato
                     yield key, file.get_tensor(key)
 
 
-# ---- folders that hold an adapter, ours or PEFT's, and no model of their own
+# ---- folders that hold an adapter, this package's or PEFT's, without a model
 
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """A folder of :func:`save_adapter`, of PEFT, or of both; ``config.json`` of a model is not in it."""
+    """Folder with an adapter of :func:`save_adapter`, of PEFT, or of both, and without a model's ``config.json``."""
 
     folder: Path
     base: str
-    """Folder or Hugging Face name of the model that the adapter belongs to, as the adapter's files give it."""
+    """Folder or Hugging Face name of the base model, from the adapter's files."""
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether a tokenizer is beside the adapter."""
+        """Whether the folder also holds a tokenizer."""
         return (self.folder / "tokenizer_config.json").is_file()
 
     def put_on(self, base: PreTrainedModel) -> PreTrainedModel:
-        """Attach our priors to the base model, and merge PEFT's weights into it.
+        """Attach the adapter's priors to the base model, and merge PEFT's weights.
 
         Raises:
-            ValueError: the adapter does not fit the model, PEFT is missing, or its adapter is of a kind that cannot be
-                merged into the model's weights.
+            ValueError: the adapter does not fit the model, PEFT is not installed, or PEFT cannot merge this kind of
+                adapter.
         """
         if (self.folder / DESCRIPTION).is_file():
             load_adapter(base, self.folder)
@@ -312,10 +314,10 @@ class AdapterFolder:
 
 
 def adapter_folder(name: str | Path) -> AdapterFolder | None:
-    """Return the adapter in a folder; None if the folder holds a model, neither, or is none.
+    """Return the adapter in a folder, or None if the folder holds a model, holds no adapter, or does not exist.
 
     Raises:
-        ValueError: the adapter does not name its base model, or two adapters in the folder name different ones.
+        ValueError: the adapter does not name its base model, or the folder's two adapters name different base models.
     """
     folder = Path(name)
     if (folder / "config.json").is_file():
@@ -326,7 +328,7 @@ def adapter_folder(name: str | Path) -> AdapterFolder | None:
     bases = {base for base in found.values() if base}
     if len(bases) != 1:
         named = f"names two base models, {' and '.join(map(repr, sorted(bases)))}" if bases else "names no base model"
-        raise ValueError(f"model {str(name)!r} is an adapter that {named}; {TOGETHER}")
+        raise ValueError(f"the adapter {str(name)!r} {named}; {TOGETHER}")
     return AdapterFolder(folder, bases.pop())
 
 
@@ -339,10 +341,10 @@ def _merged(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     try:
         from peft import PeftModel
     except ModuleNotFoundError as error:
-        raise ValueError(f"model {str(folder)!r} is an adapter of PEFT: pip install peft") from error
+        raise ValueError(f"loading the PEFT adapter {str(folder)!r} needs peft: pip install peft") from error
     wrapped = PeftModel.from_pretrained(base, str(folder))
     merge: Any = getattr(wrapped.base_model, "merge_and_unload", None)
     if merge is None:
         kind = wrapped.active_peft_config.peft_type
-        raise ValueError(f"model {str(folder)!r} is an adapter of the kind {kind}: expected weights that can be merged")
+        raise ValueError(f"PEFT cannot merge the adapter {str(folder)!r} of type {kind} into the model's weights")
     return merge()

@@ -1,7 +1,7 @@
-"""BLOOM and MPT, with :class:`Laplace` in place of their ALiBi.
+"""BLOOM and MPT with :class:`Laplace` instead of their own ALiBi.
 
-Classes are named as those they stand for: models are saved by them. Models whose slopes are their own are saved under a
-name of their own.
+Replacement classes have the names of the classes they replace, because models are saved by class name. Models with
+custom slopes are saved under other names.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from attention_priors.priors import Laplace
 
 
 def mpt_slopes(num_heads: int, alibi_bias_max: float = 8.0) -> list[float]:
-    """MPT's slopes, in nats per token: ``2^(-alibi_bias_max (h + 1) / P)`` with ``P`` the power of two from ``H`` on.
+    """Return MPT's slopes, in nats per token.
 
-    If ``H`` is not that power: every other of these, from the second on, then the others, until there are ``H``.
+    ``2^(-alibi_bias_max (h + 1) / P)``, with ``P`` the smallest power of two that is at least ``H``. If ``H < P``,
+    every other slope comes first, from the second on, then the others, cut to ``H`` slopes.
 
     Source: MosaicML's llm-foundry, ``gen_slopes``.
 
     Args:
-        num_heads: ``H``.
-        alibi_bias_max: the least slope is ``2^-alibi_bias_max``.
+        num_heads: number of heads, ``H``.
+        alibi_bias_max: negative log2 of the smallest slope, ``2^-alibi_bias_max``.
     """
     check_positive_integers(num_heads=num_heads)
     check_above(0, alibi_bias_max=alibi_bias_max)
@@ -41,7 +42,7 @@ def mpt_slopes(num_heads: int, alibi_bias_max: float = 8.0) -> list[float]:
 
 
 class _Model:
-    """Hands the padding mask down instead of a dense one."""
+    """Mixin that passes the padding mask to the layers instead of a dense mask."""
 
     def forward(
         self: Any,
@@ -54,7 +55,7 @@ class _Model:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run transformers' forward, which outputs no attention weights here."""
+        """Run transformers' forward with the padding mask. Attention weights are not available."""
         refuse_attention_weights(self, output_attentions)
         if (input_ids is None) != (inputs_embeds is None):
             if attention_mask is not None and attention_mask.dim() != 2:
@@ -67,13 +68,13 @@ class _Model:
 
 
 class BloomModel(_Model, modeling_bloom.BloomModel):
-    """BLOOM's stack; ``attention_mask`` has two dimensions."""
+    """BLOOM's stack of layers. ``attention_mask`` must be 2-D."""
 
     def _dense_mask(self, mask: Tensor, cache: Cache | None) -> Tensor:
         raise ValueError(f"attention_mask must have shape (batch, length), got {tuple(mask.shape)}")
 
     def build_alibi_tensor(self, attention_mask: Tensor, num_heads: int, dtype: torch.dtype) -> Any:
-        """Each token's place among the tokens that are not padding, ``(B, L)``; None if slots are as far apart."""
+        """Return positions among non-padding tokens, ``(B, L)``, or None if slots give equal differences."""
         tokens = attention_mask[:, 0, 0]
         if tokens.shape[-1] == 0:
             return None
@@ -86,26 +87,26 @@ class BloomModel(_Model, modeling_bloom.BloomModel):
 
 
 class MptModel(_Model, modeling_mpt.MptModel):
-    """MPT's stack."""
+    """MPT's stack of layers."""
 
     def _dense_mask(self, mask: Tensor, cache: Cache | None) -> Tensor:
         if mask.dim() != 4:
             return mask
-        visible = mask == 0  # transformers hides whatever is not 0
+        visible = mask == 0  # transformers hides every key whose mask is not 0
         if sees_the_future(~visible, Keys(mask.device, past_tokens(cache), mask.shape[-2], mask.shape[-1])):
             raise ValueError(
-                "attention_mask lets queries see later keys, where ALiBi as transformers computes it favours the "
-                "last key of the sequence and not the nearest; give a causal mask, or one of shape (batch, length)"
+                "attention_mask lets queries see later keys, where transformers' ALiBi favours the last key of the "
+                "sequence, not the nearest; use a causal mask, or a mask of shape (batch, length)"
             )
         return visible
 
     def build_mpt_alibi_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        """Nothing: the prior takes its place."""
+        """Return None: the prior replaces the bias."""
         return None
 
 
 class BloomAttention(modeling_bloom.BloomAttention):
-    """``attend()`` with :class:`Laplace` between BLOOM's own projections."""
+    """BLOOM's attention layer, computed by ``attend()`` with :class:`Laplace`."""
 
     prior: Laplace
 
@@ -120,7 +121,7 @@ class BloomAttention(modeling_bloom.BloomAttention):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """Run the layer's attention; ``alibi`` and ``attention_mask`` come from :class:`BloomModel`."""
+        """Compute attention. ``alibi`` and ``attention_mask`` come from :class:`BloomModel`."""
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         out = attend_with_cache(
             query,
@@ -133,13 +134,13 @@ class BloomAttention(modeling_bloom.BloomAttention):
             positions=alibi,
             dropout_p=self.attention_dropout.p if self.training else 0.0,
         )
-        # With pretraining_tp and slow_but_exact transformers adds up this product in slices: the same but for rounding.
+        # With pretraining_tp and slow_but_exact, transformers sums this product in slices, which changes rounding only.
         out = self.dense(out.to(hidden_states.dtype))
         return modeling_bloom.dropout_add(out, residual, self.hidden_dropout, self.training), None
 
 
 class MptAttention(modeling_mpt.MptAttention):
-    """``attend()`` with :class:`Laplace` between MPT's own projections."""
+    """MPT's attention layer, computed by ``attend()`` with :class:`Laplace`."""
 
     prior: Laplace
 
@@ -151,7 +152,7 @@ class MptAttention(modeling_mpt.MptAttention):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """Run the layer's attention; ``attention_mask`` comes from :class:`MptModel`."""
+        """Compute attention. ``attention_mask`` comes from :class:`MptModel`."""
         assert attention_mask is not None
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:
@@ -176,18 +177,18 @@ class MptAttention(modeling_mpt.MptAttention):
 REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
     ours.__bases__[-1]: ours for ours in (BloomModel, BloomAttention, MptModel, MptAttention)
 }
-"""Classes of transformers, and the ones that take their places."""
+"""Replacement of each class of transformers."""
 
 
 def put_laplace(model: nn.Module, prior: dict[str, Any]) -> None:
     """Replace the stacks and attention layers of a model.
 
-    Slopes that train are a parameter of each layer, in its state dict. Others are no part of the model's state: it
-    keeps the keys it had, and all layers share one prior until they find it on another device than theirs.
+    Trained slopes are a parameter of each layer, and part of the state dict. Fixed slopes are not: the state dict keeps
+    its keys, and all layers share one prior, which a layer on another device copies.
 
     Args:
-        model: that has them.
-        prior: ``slopes`` and ``learn`` of :class:`Laplace`. Without slopes they are those of transformers.
+        model: model with BLOOM or MPT layers.
+        prior: ``slopes`` and ``learn`` of :class:`Laplace`. Without ``slopes``, those of transformers.
     """
     shared: dict[tuple[bool, int], Laplace] = {}
     for module in [*model.modules()]:
@@ -202,31 +203,31 @@ def put_laplace(model: nn.Module, prior: dict[str, Any]) -> None:
                 module.prior = Laplace(heads, slopes=slopes, learn=prior["learn"]).to(weight.device)
                 continue
             if (of_mpt, heads) not in shared:
-                # On the CPU also while weights have no memory yet: loading does not bring what is no state.
+                # Always on the CPU, not on the meta device: loading would not fill a prior outside the state dict.
                 with torch.device("cpu"):
                     shared[of_mpt, heads] = Laplace(heads, slopes=slopes)
             module.__dict__["prior"] = shared[of_mpt, heads]
 
 
-# ---- models whose slopes are not those of transformers: saved under a name of their own
+# ---- models with custom slopes, which are saved under other names
 
 
 class BloomWithPriorsConfig(BloomConfig):
-    """BLOOM's config, and ``prior``: the :class:`Laplace` of each layer, as its ``to_config()`` describes it."""
+    """BLOOM's config, and ``prior``: the description of each layer's :class:`Laplace`."""
 
     model_type = "bloom_with_priors"
     prior: dict[str, Any] | None = None
 
 
 class MptWithPriorsConfig(MptConfig):
-    """MPT's config, and ``prior``: the :class:`Laplace` of each layer, as its ``to_config()`` describes it."""
+    """MPT's config, and ``prior``: the description of each layer's :class:`Laplace`."""
 
     model_type = "mpt_with_priors"
     prior: dict[str, Any] | None = None
 
 
 class _WithPriors:
-    # Positions beyond a few hundred do not fit a half-precision parameter.
+    # Half precision cannot represent positions beyond a few hundred exactly.
     _keep_in_fp32_modules_strict = ["prior"]  # noqa: RUF012
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -236,13 +237,13 @@ class _WithPriors:
 
 
 class BloomWithPriorsForCausalLM(_WithPriors, BloomForCausalLM):
-    """BLOOM with slopes of its own; :func:`use_priors` makes it, and ``from_pretrained`` loads it."""
+    """BLOOM with custom slopes. :func:`use_priors` creates it, and ``from_pretrained`` loads it."""
 
     config_class = BloomWithPriorsConfig
 
 
 class MptWithPriorsForCausalLM(_WithPriors, MptForCausalLM):
-    """MPT with slopes of its own; :func:`use_priors` makes it, and ``from_pretrained`` loads it."""
+    """MPT with custom slopes. :func:`use_priors` creates it, and ``from_pretrained`` loads it."""
 
     config_class = MptWithPriorsConfig
 
@@ -250,7 +251,7 @@ class MptWithPriorsForCausalLM(_WithPriors, MptForCausalLM):
 WITH_PRIORS: dict[type[nn.Module], type[Any]] = {
     ours.__bases__[-1]: ours for ours in (BloomWithPriorsForCausalLM, MptWithPriorsForCausalLM)
 }
-"""Models, and the classes they have while their slopes are their own."""
+"""Classes of models with custom slopes, by the class of transformers."""
 
 for _model in WITH_PRIORS.values():
     AutoConfig.register(_model.config_class.model_type, _model.config_class)

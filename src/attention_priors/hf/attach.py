@@ -1,4 +1,4 @@
-"""A prior attached to somebody else's model, and taken off again."""
+"""Attaching priors to transformers models, and detaching them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from attention_priors.priors import Prior, Structure, Sum, prior_from_config
 from attention_priors.priors.base import check_over_line
 
 CONFIG_KEY = "attached_priors"
-"""Where a model's config describes what is attached to it."""
+"""Config attribute that describes the attached priors."""
 STATE = "_attached_state"
 LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings")
-"""Names of the tables of learned positions in models."""
+"""Names of modules that hold learned position tables."""
 
 LAYER_PARTS = ("prior", "logit_scale", "drop_positions")
-"""Parts that may differ between kinds of layers."""
+"""Parts that may differ between layer kinds."""
 WITH_SINKS = ("gpt_oss", "granite_swa", "mimo_v2_flash")
-"""Types of models with learned sinks whose attention is otherwise plain: others choose or compress their keys."""
+"""Model types with learned sinks and otherwise plain attention. Other such models select or compress keys."""
 
 PriorLike = Prior | Mapping[str, Any] | Sequence[Mapping[str, Any] | str] | str
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -43,16 +43,17 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 @dataclass
 class _State:
-    """State that is needed to restore the model."""
+    """State for restoring the model."""
 
     implementation: str
     handles: list[RemovableHandle] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
-    """Parameters that learned before and were frozen: of the model, or of positions that were dropped.
+    """Names of parameters that :func:`attach` froze: the model's, or those of dropped positions.
 
-    By name, so that the memory of layers that are taken out, or of weights that FSDP splits, is freed."""
+    Names, not parameters, so that the memory of removed layers, or of weights that FSDP shards, is freed.
+    """
     positions_dropped: bool = False
-    """Whether no layer is left with positions of the model's own."""
+    """Whether every layer's own positions are dropped."""
 
 
 def attach(
@@ -68,40 +69,40 @@ def attach(
     layer_pattern: Sequence[str] | None = None,
     layer_kinds: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Model:
-    """Give the attention of a transformers decoder a prior: it is changed in place.
+    """Attach a prior to the attention of a transformers decoder, in place.
 
-    The layers' logits become ``c_i · (<q_i, k_j> · scaling + K_ij)``, as in :func:`attend`, under the model's own
-    masks: causal, padding, sliding windows, packed sequences. With ``K = 0`` and ``c = 1`` the model computes what it
-    did. Learned sinks of the model's own (GPT-OSS, Granite-SWA, MiMo-V2) stay and train; beside them a constant in
-    ``K`` counts. Everything of transformers goes on working: ``generate``, caches, ``Trainer``, PEFT,
-    ``save_pretrained`` (:func:`load_attached` loads what it saves, :func:`save_adapter` saves the attached part alone).
+    Logits become ``c_i · (<q_i, k_j> · scaling + K_ij)``, as in :func:`attend`. The model's own masks still apply:
+    causal, padding, sliding windows, packed sequences. With ``K = 0`` and ``c = 1`` outputs do not change. Learned
+    sinks (GPT-OSS, Granite-SWA, MiMo-V2) stay and train; beside sinks, a constant in ``K`` changes the result.
 
-    The model's config then is a copy: others may have been made from the same, and to them nothing is attached.
+    ``generate``, caches, ``Trainer``, PEFT and ``save_pretrained`` keep working. :func:`load_attached` loads a saved
+    model, and :func:`save_adapter` saves the attached part alone. The model gets a copy of its config, so that other
+    models built from the config do not change.
 
     Args:
-        model: a decoder whose attention goes through transformers' attention interface: Llama, Mistral, Qwen, Gemma,
-            SmolLM, GPT-2, GPT-NeoX, OPT and most others.
-        prior: its description (``"generalized_gaussian"``, ``{"name": "laplace", "learn": True}``, a list for a sum),
-            or a prior, of which each layer gets a copy; None for none.
-        logit_scale: likewise. ``"residual_ssmax"`` starts as the identity.
-        layers: which ones, by index, negative ones from the end; None for all.
-        heads: which query heads of them; None for all. A prior that is not a description has as many heads.
-        share_prior: whether all layers have one prior, as in T5, rather than each its own.
-        drop_positions: whether the layers' rotary positions, or the model's learned ones, are taken away (DroPE).
-            The model then knows positions by its prior alone. Where a scaling of rotary positions also multiplies the
-            logits, as YaRN's attention factor does, that stays. Learned ones are frozen: nothing depends on them, and
-            a text may be longer than their table.
-        freeze_model: whether nothing else learns.
-        layer_pattern: names of kinds, repeated over all layers of the model; None if all layers are alike.
-        layer_kinds: ``prior``, ``logit_scale`` and ``drop_positions`` of each kind, by name. A kind inherits the rest
-            from the arguments above. Layers of a kind without any of the three stay unchanged.
+        model: a decoder that uses transformers' attention interface. Llama, Mistral, Qwen, Gemma, SmolLM, GPT-2,
+            GPT-NeoX, OPT and most others do.
+        prior: a description (``"generalized_gaussian"``, ``{"name": "laplace", "learn": True}``, a list for a sum), a
+            prior, or None. Each layer gets a copy of a prior.
+        logit_scale: a description, a logit scale, or None. ``"residual_ssmax"`` starts as the identity.
+        layers: indices of the layers, negative ones from the end; None for all.
+        heads: query heads of these layers; None for all. A prior given as an object must have this number of heads.
+        share_prior: whether all layers share one prior, as in T5. Otherwise each layer has its own.
+        drop_positions: whether to drop the layers' rotary positions, or the model's learned ones (DroPE), so that only
+            the prior encodes positions. If a rotary scaling also multiplies the logits, as YaRN's attention factor
+            does, the factor stays. Learned positions are frozen, and inputs may be longer than their table.
+        freeze_model: whether to freeze all other parameters.
+        layer_pattern: kind names, repeated over all layers of the model. None if all layers are alike.
+        layer_kinds: description of each kind by name. A description may set ``prior``, ``logit_scale`` and
+            ``drop_positions``, and inherits the rest from the arguments above. Layers of a kind without any of the
+            three stay unchanged.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: if an argument is impossible, or if the model cannot have a prior; it says which layer and why.
-            The model is then as it was, as after any other error.
+        ValueError: an argument is invalid, or the model cannot have a prior. The message names the layer and the
+            reason. After any error the model is unchanged.
     """
     _check_model(model)
     check_layer_kinds(layer_pattern, layer_kinds, LAYER_PARTS)
@@ -109,13 +110,13 @@ def attach(
     for_all: dict[str, Any] = {"prior": prior, "logit_scale": logit_scale, "drop_positions": drop_positions}
     if not any(_is_something(for_all | dict(kind)) for kind in (kinds.values() if kinds else ({},))):
         raise ValueError(
-            "there is nothing to attach: prior, logit_scale and drop_positions are all missing; give one of them, such "
-            "as prior='generalized_gaussian'"
+            "nothing to attach: prior, logit_scale and drop_positions are all missing; set one of them, such as "
+            "prior='generalized_gaussian'"
         )
     if share_prior and any("prior" in kind for kind in kinds.values()):
-        raise ValueError("share_prior: all layers share one prior, and layer_kinds describes another one")
+        raise ValueError("share_prior=True, but layer_kinds describes further priors; remove one of them")
     if hasattr(model, STATE):
-        raise ValueError(f"this {type(model).__name__} has priors attached; detach(model) first")
+        raise ValueError(f"this {type(model).__name__} already has attached priors; call detach(model) first")
     for kind in (for_all, *kinds.values()):
         check_booleans(drop_positions=kind.get("drop_positions", False))
     check_booleans(share_prior=share_prior, freeze_model=freeze_model)
@@ -125,7 +126,7 @@ def attach(
     chosen = {index: module for index, module in chosen.items() if _is_something(given[index])}
     for index, module in there_are.items():
         if index not in chosen and (problem := _not_computed(module)) is not None:
-            raise ValueError(f"layer {index} ({type(module).__name__}), which layers leaves as it is: {problem}")
+            raise ValueError(f"layer {index} ({type(module).__name__}), which is not in layers: {problem}")
     some_heads = _numbers("heads", heads)
     description = {
         "format": FORMAT,
@@ -183,18 +184,18 @@ def attach(
 
 
 def detach(model: Model) -> Model:
-    """Take off what :func:`attach` put on: the model is exactly what it was, but for what it has learned since.
+    """Undo :func:`attach`. The model is as before, except for weights trained since.
 
-    Layers and parameters that have been taken out of the model meanwhile are left as they are.
+    Layers and parameters that were removed from the model since :func:`attach` are ignored.
 
     Raises:
-        ValueError: if nothing is attached.
+        ValueError: nothing is attached.
     """
     _check_model(model)
     state: _State | None = getattr(model, STATE, None)
     if state is None:
-        raise ValueError(f"this {type(model).__name__} has no priors attached")
-    # First what may fail: the rest does not, and nothing is left half done.
+        raise ValueError(f"this {type(model).__name__} has no attached priors")
+    # This step may raise, the others cannot. It comes first, so that an error leaves the model unchanged.
     model.set_attn_implementation(state.implementation)
     _take_off(model, state)
     delattr(model, STATE)
@@ -208,10 +209,10 @@ def _is_something(parts: Mapping[str, Any]) -> bool:
 
 
 def dropped_layers(description: Mapping[str, Any]) -> list[int]:
-    """Return the layers whose positions were dropped.
+    """Return the indices of layers whose positions are dropped.
 
     Args:
-        description: entry of a model's config that describes the attached priors.
+        description: description of the attached priors, from a model's config.
     """
     pattern, kinds = description["layer_pattern"], description["layer_kinds"]
     return [
@@ -228,32 +229,32 @@ def _check_model(model: Any) -> None:
     inside = next((part for part in parts if isinstance(part, PreTrainedModel)), None)
     cure = ""
     if hasattr(model, "peft_config"):
-        cure = ": give its base model, model.get_base_model(), with which PEFT goes on computing"
+        cure = ": pass model.get_base_model(), which PEFT continues to use"
     elif inside is not None:
-        cure = f": give the {type(inside).__name__} inside it, and wrap that afterwards"
+        cure = f": pass the {type(inside).__name__} inside it, and wrap it afterwards"
     raise ValueError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}{cure}")
 
 
 def check_attached_can_be_loaded(model: nn.Module) -> None:
-    """Raise a ValueError if loading cannot make one of the attached priors and logit scales from its name."""
+    """Raise a ValueError if loading could not rebuild an attached prior or logit scale from its name."""
     for part in attached_priors(model).values():
         check_can_be_loaded(part, wrappers=(Sum, OnHeads))
 
 
 def _save_if_loadable(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-    """Stand in for ``save_pretrained`` of a model whose priors are not in the catalogue."""
+    """Replace ``save_pretrained`` of a model whose priors are not in the catalogue."""
     check_attached_can_be_loaded(model)
     type(model).save_pretrained(model, *args, **kwargs)
 
 
 def positions_are_dropped(model: nn.Module) -> bool:
-    """Whether :func:`attach` took away the model's own positions; a table of them then sets no limit."""
+    """Return whether :func:`attach` dropped the model's own positions, so that a position table limits no length."""
     state: _State | None = getattr(model, STATE, None)
     return state is not None and state.positions_dropped
 
 
 def _freeze(model: PreTrainedModel, whole: bool, positions: bool, state: _State) -> None:
-    # DistributedDataParallel waits for a gradient of every parameter that learns.
+    # DistributedDataParallel waits for the gradient of every trainable parameter.
     still = {*model.parameters()} if whole else set[nn.Parameter]()
     if positions:
         still |= {parameter for table in learned_positions(model) for parameter in table.parameters()}
@@ -264,7 +265,7 @@ def _freeze(model: PreTrainedModel, whole: bool, positions: bool, state: _State)
 
 
 def _take_off(model: PreTrainedModel, state: _State) -> None:
-    """Undo what :func:`attach` did to the model's modules and parameters, or the part of it that was done."""
+    """Undo the changes of :func:`attach` to modules and parameters, also after a partial :func:`attach`."""
     for module in model.modules():
         if hasattr(module, ATTRIBUTE):
             delattr(module, ATTRIBUTE)
@@ -278,10 +279,10 @@ def _take_off(model: PreTrainedModel, state: _State) -> None:
 
 
 def attached_priors(model: nn.Module) -> dict[int, AttachedPrior]:
-    """Return the attached parameters by layer, to look at, to train or to freeze.
+    """Return the attached modules by layer, for inspecting, training or freezing their parameters.
 
     Args:
-        model: the model :func:`attach` returned, or one around it (PEFT's, DDP's).
+        model: a model returned by :func:`attach`, or a wrapper of it (PEFT, DDP).
     """
     return {
         cast(int, module.layer_idx): cast(AttachedPrior, getattr(module, ATTRIBUTE))
@@ -291,15 +292,16 @@ def attached_priors(model: nn.Module) -> dict[int, AttachedPrior]:
 
 
 def train_attached(model: nn.Module) -> list[nn.Parameter]:
-    """Let attached priors and logit scales train again, after something has frozen the whole model.
+    """Make attached priors and logit scales trainable again after the whole model was frozen.
 
-    ``peft.get_peft_model`` freezes it: call this function afterwards, and priors train together with the LoRA matrices.
+    ``peft.get_peft_model`` freezes the model. Call this function afterwards to train priors together with LoRA
+    matrices.
 
     Args:
-        model: the model :func:`attach` returned, or one around it (PEFT's).
+        model: a model returned by :func:`attach`, or a wrapper of it (PEFT).
 
     Returns:
-        The attached parameters that train, which trained when they were attached too.
+        The attached parameters that train. Parameters that were frozen when attached stay frozen.
     """
     for part in attached_priors(model).values():
         for name, parameter in part.named_parameters():
@@ -308,10 +310,10 @@ def train_attached(model: nn.Module) -> list[nn.Parameter]:
 
 
 def take_own_configs(model: nn.Module) -> list[tuple[nn.Module, PreTrainedConfig]]:
-    """Give a model, and all of its modules, copies of their configs, which other models may have been made from too.
+    """Give a model and its modules copies of their configs, which other models may share.
 
     Returns:
-        The modules, and the configs that they had.
+        Each module with its previous config.
     """
     found = ((module, vars(module).get("config")) for module in model.modules())
     before = [(module, config) for module, config in found if isinstance(config, PreTrainedConfig)]
@@ -323,20 +325,20 @@ def take_own_configs(model: nn.Module) -> list[tuple[nn.Module, PreTrainedConfig
 
 
 def _check_in_use(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise a RuntimeError if what is attached would be left out, and warn if it is frozen while the model trains."""
+    """Raise a RuntimeError if attention would ignore the attached prior; warn if it is frozen in training."""
     part = getattr(module, ATTRIBUTE)
     if not isinstance(part, AttachedPrior):
         raise RuntimeError(
-            f"a {type(part).__name__} holds what is attached to layer {cast(Any, module).layer_idx}: take "
-            f"{ATTRIBUTE!r} out of PEFT's modules_to_save, call train_attached(model) to train what is attached, and "
-            "save_adapter(model, folder) to save it"
+            f"layer {cast(Any, module).layer_idx} has a {type(part).__name__} in place of its attached prior: remove "
+            f"{ATTRIBUTE!r} from PEFT's modules_to_save, call train_attached(model) to train the attached priors, and "
+            "save_adapter(model, folder) to save them"
         )
     implementation = cast(Any, module.config)._attn_implementation
     if implementation != IMPLEMENTATION:
         raise RuntimeError(
-            f"the attention implementation is {implementation!r}, which would leave out what is attached to layer "
-            f"{module.layer_idx}: model.set_attn_implementation({IMPLEMENTATION!r}) brings it back, detach(model) "
-            "takes it off"
+            f"the attention implementation {implementation!r} would ignore the prior attached to layer "
+            f"{module.layer_idx}: call model.set_attn_implementation({IMPLEMENTATION!r}) to use the prior, or "
+            "detach(model) to remove it"
         )
     if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         part.is_saved = False
@@ -344,21 +346,21 @@ def _check_in_use(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         inputs = (x for x in (*args, *kwargs.values(), *module.parameters()) if isinstance(x, Tensor))
         if frozen and any(x.requires_grad for x in inputs):
             warnings.warn(
-                "attached priors and logit scales are frozen while the model trains, as peft.get_peft_model() leaves "
-                "them: call train_attached(model) after it, and before the optimizer is made. If they are to stay as "
-                "they are, ignore this warning",
+                "attached priors and logit scales are frozen while the model trains, as after peft.get_peft_model(): "
+                "call train_attached(model) after it, before creating the optimizer. If they should stay frozen, "
+                "ignore this warning",
                 stacklevel=2,
             )
 
 
-# ---- which modules
+# ---- attention modules
 
 
 def attention_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """The model's self-attention modules that go through transformers' attention interface, by layer.
+    """Return the self-attention modules that use transformers' attention interface, by layer.
 
     Raises:
-        ValueError: if there are none; it names those that bypass it.
+        ValueError: there are none. The message names attention modules that bypass the interface.
     """
     found: dict[int, nn.Module] = {}
     others: list[str] = []
@@ -371,31 +373,31 @@ def attention_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
             index = getattr(module, "layer_idx", None)
             if not isinstance(index, int) or index in found:
                 raise ValueError(
-                    f"{type(model).__name__} has several self-attention modules in a layer, or ones without a number "
-                    f"(layer {index!r}, {type(module).__name__}): it is not a plain decoder{_other_way(model)}"
+                    f"{type(model).__name__} is not a plain decoder: it has several self-attention modules in a layer, "
+                    f"or one without an index (layer {index!r}, {type(module).__name__}){_other_way(model)}"
                 )
             found[index] = module
     if not found:
-        bypassing = ", ".join(sorted(set(others))) or "none was found"
+        bypassing = ", ".join(sorted(set(others))) or "none"
         raise ValueError(
-            f"{type(model).__name__} has no attention that goes through transformers' attention interface "
+            f"{type(model).__name__} has no attention module that uses transformers' attention interface "
             f"(attention modules: {bypassing}){_other_way(model)}"
         )
     return found
 
 
 def _other_way(model: PreTrainedModel) -> str:
-    """How such a model gets a prior."""
+    """Return advice on how such a model gets a prior, for error messages."""
     kind = model.config.model_type
     if kind == PriorDecoderConfig.model_type:
-        return "; it computes a prior of its own: name it in its config, PriorDecoderConfig(prior=...)"
+        return "; set its prior in its config instead, PriorDecoderConfig(prior=...)"
     if kind in ("bloom", "mpt") or any(map(has_buckets, model.modules())):
-        return "; its own bias is computed as a prior by use_priors(model)"
+        return "; use_priors(model) computes its own bias as a prior"
     return ""
 
 
 def has_buckets(module: nn.Module) -> bool:
-    """Whether a module is an attention layer that computes T5's relative bias for the attention interface."""
+    """Return whether a module is an attention layer that passes T5's relative bias to the attention interface."""
     return hasattr(type(module), "compute_bias") and _goes_through_interface(module)
 
 
@@ -409,7 +411,7 @@ def _numbers(name: str, given: Iterable[int] | None) -> list[int] | None:
         return None
     numbers: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else [None]
     if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
-        raise ValueError(f"{name} must be a list of numbers, such as [0, 1], or None for all; got {given!r}")
+        raise ValueError(f"{name} must be a list of integers such as [0, 1], or None for all; got {given!r}")
     return numbers
 
 
@@ -421,7 +423,9 @@ def _chosen(found: Mapping[int, nn.Module], layers: list[int] | None) -> dict[in
     for layer in layers:
         index = layer + number if layer < 0 else layer
         if index not in found:
-            raise ValueError(f"layers holds {layer!r}, but the layers with attention are {_ranges(sorted(found))}")
+            raise ValueError(
+                f"layers contains {layer!r}, expected indices of layers with attention: {_ranges(sorted(found))}"
+            )
         chosen[index] = found[index]
     if not chosen:
         raise ValueError("layers must hold at least one layer, or be None for all; got []")
@@ -439,12 +443,12 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _not_computed(module: nn.Module) -> str | None:
-    """Return the part of a layer that neither attend() nor SDPA computes; SDPA would leave it out silently."""
+    """Return why attend() and SDPA cannot compute a layer, or None. SDPA would give wrong results silently."""
     cap = getattr(module.config, "attn_logit_softcapping", None)
     if cap is not None:
-        return f"its logits are capped (attn_logit_softcapping={cap!r}), which attend() does not compute"
+        return f"attend() does not support capped logits (attn_logit_softcapping={cap!r})"
     if _has_sinks(module) and cast(Any, module).config.model_type not in WITH_SINKS:
-        return f"it has sinks, and of such models attention is known here in {', '.join(WITH_SINKS)} alone"
+        return f"sinks are supported for model types {', '.join(WITH_SINKS)} only"
     return None
 
 
@@ -452,26 +456,29 @@ def _check_attention(module: nn.Module) -> None:
     if (problem := _not_computed(module)) is not None:
         raise ValueError(problem)
     if getattr(module, "is_causal", True) is False:
-        raise ValueError("it is bidirectional; attach() is for decoders")
+        raise ValueError("attach() supports decoders only, and this layer is bidirectional")
 
 
 def _has_sinks(module: nn.Module) -> bool:
-    """Whether a place beside the keys takes a share of the weight, as in GPT-OSS: its logits are parameters."""
+    """Return whether attention has learned sink logits beside the keys, as in GPT-OSS."""
     return isinstance(getattr(module, "sinks", None), Tensor)
 
 
 @torch.no_grad()
 def _warn_of_constants(priors: Mapping[int, Prior | None], device: torch.device) -> None:
-    """Warn where a prior's constant, which a softmax over keys alone does not see, moves weight to sinks."""
+    """Warn if a prior's maximum is not 0 beside sinks.
+
+    A constant cancels in a softmax over keys alone, but moves weight between keys and sinks.
+    """
     for index, prior in priors.items() if device.type != "meta" else ():
         if prior is None or Structure.STATIONARY not in prior.structure:
             continue
         best = copy.deepcopy(prior).to(device).log_prior_at(torch.arange(1024, device=device)).amax(-1)
         if float(best.abs().max()) > 0.01:
             warnings.warn(
-                f"layer {index} has sinks beside its keys, and the prior is {float(best.min()):.2g} nats where it is "
-                "largest: that much weight moves from the keys to the sinks, or back. A prior whose largest number is "
-                "0, such as 'laplace' or 'relative_buckets', leaves their share as it was",
+                f"layer {index} has sinks beside its keys, and the prior's maximum is {float(best.min()):.2g} nats, "
+                "which moves weight between the keys and the sinks. A prior with maximum 0, such as 'laplace' or "
+                "'relative_buckets', leaves their shares unchanged",
                 stacklevel=3,
             )
             return
@@ -487,7 +494,7 @@ def _make_part(
     if heads is not None and (
         not heads or len(set(heads)) < len(heads) or any(not 0 <= head < total for head in heads)
     ):
-        raise ValueError(f"heads must be distinct numbers from 0 to {total - 1}, got {heads}")
+        raise ValueError(f"heads must be distinct integers from 0 to {total - 1}, got {heads}")
     number = total if heads is None else len(heads)
     if isinstance(prior, Prior):
         made = copy.deepcopy(prior)
@@ -498,7 +505,7 @@ def _make_part(
     )
     for name, part in (("prior", made), ("logit_scale", scale)):
         if part is not None and part.num_heads != number:
-            raise ValueError(f"{name} has num_heads={part.num_heads}, but there are {number} heads to attach it to")
+            raise ValueError(f"{name} has num_heads={part.num_heads}, expected {number}")
     check_over_line(made)
     if made is not None:
         made.check(causal=True)
@@ -509,7 +516,7 @@ def _make_part(
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    """Where a module computes. accelerate may keep its weights elsewhere meanwhile."""
+    """Return the device on which a module computes; accelerate may keep its weights elsewhere."""
     for part in module.modules():
         device = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
         if device is not None:
@@ -524,7 +531,7 @@ def _described(part: Any) -> Any:
         return part
     if isinstance(part, Mapping):
         return dict(part)
-    # What is no description at all is refused where a prior is to be made of it.
+    # Building the prior rejects invalid descriptions.
     return [dict(each) if isinstance(each, Mapping) else each for each in part] if isinstance(part, Sequence) else part
 
 
@@ -534,33 +541,33 @@ def _described(part: Any) -> Any:
 def _unrotated(
     factor: float, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Rotary positions of angle 0; they keep the factor that some scalings, as YaRN's, put on cosines and sines."""
+    """Replace rotary positions by angle 0. Cosines keep the factor of some scalings, such as YaRN's."""
     given = kwargs.get("position_embeddings")
-    if given is None and "position_embeddings" in kwargs:  # a layer without positions, beside ones that have them
+    if given is None and "position_embeddings" in kwargs:  # a layer without positions in a model with positions
         return args, kwargs
-    if isinstance(given, Tensor) and given.is_complex():  # cosine and sine in one
+    if isinstance(given, Tensor) and given.is_complex():  # cosines and sines as complex numbers
         return args, kwargs | {"position_embeddings": torch.full_like(given, factor)}
     if not isinstance(given, tuple) or len(given) != 2:
         raise ValueError(
-            f"drop_positions: {type(module).__name__} is handed rotary positions in a form that is not known here: "
-            f"expected cosines and sines, got {type(given).__name__}"
+            f"drop_positions supports rotary positions as a pair of cosines and sines; {type(module).__name__} gets a "
+            f"{type(given).__name__}"
         )
     cos, sin = given
     return args, kwargs | {"position_embeddings": (torch.full_like(cos, factor), torch.zeros_like(sin))}
 
 
 def _rotary_factor(model: nn.Module) -> float:
-    """Return the factor of cosines and sines, which is the same in all layers."""
+    """Return the factor on cosines and sines, which must be equal in all layers."""
     found = {
         float(value)
         for module in model.modules()
         for name, value in vars(module).items()
-        # transformers' name; where types of layers have rotary positions of their own, it ends so.
+        # transformers' name, with a prefix if layer types have their own rotary positions.
         if name.endswith("attention_scaling") and isinstance(value, int | float)
     }
     if len(found) > 1:
         raise ValueError(
-            "drop_positions needs rotary positions with the same attention factor in all layers; "
+            "drop_positions needs rotary positions with an equal attention factor in all layers; "
             f"{type(model).__name__} has {', '.join(map(str, sorted(found)))}"
         )
     return found.pop() if found else 1.0
@@ -569,7 +576,7 @@ def _rotary_factor(model: nn.Module) -> float:
 def _at_the_first(
     name: str, place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """A table of learned positions is asked for its first alone: a text may be longer than the table."""
+    """Look up position 0 only, so that inputs may be longer than a table of learned positions."""
     if kwargs.get(name) is not None:
         kwargs = kwargs | {name: torch.zeros_like(kwargs[name])}
     elif len(args) > place and args[place] is not None:
@@ -578,12 +585,12 @@ def _at_the_first(
 
 
 def _nowhere(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Learned positions that add nothing."""
+    """Return zeros: dropped learned positions add nothing."""
     return torch.zeros_like(output)
 
 
 def learned_positions(model: nn.Module) -> list[nn.Embedding]:
-    """The model's tables of learned positions."""
+    """Return the model's tables of learned positions."""
     return [
         module
         for name, module in model.named_modules()
@@ -599,19 +606,19 @@ def _drop_positions(model: PreTrainedModel, layers: Mapping[int, nn.Module], sta
     }
     if tables and not state.positions_dropped:
         raise ValueError(
-            "drop_positions takes learned positions away from the whole model, as they are added before the first "
-            "layer; layers must be all"
+            "drop_positions drops learned positions from the whole model, because they are added before the first "
+            "layer; apply it to all layers"
         )
     without = [index for index, has in rotary.items() if not has]
     if not tables and without:
         raise ValueError(
-            f"drop_positions: {type(model).__name__} has neither learned positions nor, in layer {without[0]}, rotary "
-            "ones that are handed to its attention"
+            f"drop_positions: {type(model).__name__} has no learned positions, and layer {without[0]} gets no rotary "
+            "positions as an argument"
         )
     unrotated = partial(_unrotated, _rotary_factor(model))
     for table in tables:
         names = [*inspect.signature(type(table).forward).parameters][1:]
-        # transformers' own tables are told more than the positions; a plain one is told nothing else.
+        # Tables of transformers take more arguments than the positions; a plain nn.Embedding takes one.
         name = "position_ids" if "position_ids" in names else names[0]
         first = partial(_at_the_first, name, names.index(name))
         state.handles.append(table.register_forward_pre_hook(first, with_kwargs=True))

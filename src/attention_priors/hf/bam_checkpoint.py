@@ -1,12 +1,13 @@
-"""Checkpoints of BAM's authors, into our decoder and back.
+"""Conversion of checkpoints between the layout of BAM's authors and this package's decoder.
 
 Their layout: ``tok_embeddings``, ``layers.N.attention.wq/wk/wv/wo``, ``layers.N.feed_forward.w1/w2/w3``,
-``layers.N.attention_norm``, ``layers.N.ffn_norm``, ``norm``, ``output``; the prior's ``shape``, ``scale`` and ``loc``
-under ``prior`` (shared by all layers) or ``layers.N.attention.prior``; with SSMax, ``layers.N.attention.seq_scale``.
-In their present code the prior's parameters are called ``theta_beta``, ``theta_alpha`` and ``theta_mu``.
+``layers.N.attention_norm``, ``layers.N.ffn_norm``, ``norm``, ``output``. The prior's ``shape``, ``scale`` and ``loc``
+are under ``prior`` (shared by all layers) or ``layers.N.attention.prior``. With SSMax there is
+``layers.N.attention.seq_scale``. The authors' present code calls the prior's parameters ``theta_beta``, ``theta_alpha``
+and ``theta_mu``.
 
-``θβ = shape``, ``θα = scale``, ``θμ = loc``, one number per head in ``(1, H, 1, 1)`` or ``(H, 1)``: the formula of
-BAM's Appendix C, as in :class:`GeneralizedGaussian`.
+``θβ = shape``, ``θα = scale``, ``θμ = loc``, one number per head in ``(1, H, 1, 1)`` or ``(H, 1)``. The formula is that
+of BAM's Appendix C, as in :class:`GeneralizedGaussian`.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ NAMES_IN_LAYERS = {
 }
 PRIOR_NAMES = {"shape": "theta_beta", "scale": "theta_alpha", "loc": "theta_mu"}
 PRIORS = {"bam": GeneralizedGaussian.name, "nope": Uniform.name, "alibi": Laplace.name}
-"""Prior of each ``position_encoding`` of the authors' code that the decoder computes; ``_ssmax`` may follow it."""
+"""Prior of each supported ``position_encoding`` of the authors' code, which may also end in ``_ssmax``."""
 PER_HEAD = re.compile(r"(\.s|\.theta_(alpha|beta|mu))$")
 NORM_EPS = 1e-5
-"""Epsilon of the norms in the authors' code, used where no other one is given."""
+"""Epsilon of the norms in the authors' code, the default."""
 WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")
-"""Prefixes that data parallelism and compilation put before every name."""
+"""Prefixes that data parallelism and compilation add to every name."""
 
 
 def load_bam_checkpoint(
@@ -61,34 +62,35 @@ def load_bam_checkpoint(
     ssmax_includes_prior: bool | None = None,
     rms_norm_eps: float | None = None,
 ) -> PriorDecoderForCausalLM:
-    """Load a checkpoint of BAM's authors into our decoder.
+    """Load a checkpoint of BAM's authors into :class:`PriorDecoderForCausalLM`.
 
-    Sizes are those of the weights. The number of heads is that of the prior or of SSMax's scales; without either, it
-    comes from the ``args.json`` that the authors' training writes beside ``model.pt``, or from ``num_heads``.
+    Sizes come from the weights. The number of heads comes from the prior or SSMax's scales. Without either, the number
+    comes from ``num_heads``, or from the ``args.json`` that the authors' training writes beside ``model.pt``.
 
-    ``args.json`` also says ``position_encoding`` (``bam``, ``nope`` and ``alibi``, each with or without ``_ssmax``) and
-    ``ssmax_prior``. Arguments must agree with ``args.json``.
+    ``args.json`` also holds ``position_encoding`` (``bam``, ``nope`` and ``alibi``, each with or without ``_ssmax``)
+    and ``ssmax_prior``. Arguments must agree with ``args.json``.
 
     The prior is that of the authors' training code since May 2025, ``-e^scale (|d| + ε)^shape``. Earlier training code
-    computed ``-(|d| e^scale + ε)^shape`` from weights of the same names, which this function cannot tell apart.
+    computed ``-(|d| e^scale + ε)^shape`` from weights of identical names, which this function cannot distinguish.
 
     Args:
-        path: a ``.safetensors``, ``.pt`` or ``.pth`` file, or a folder with ``model.safetensors`` or ``model.pt``.
-        num_heads: query heads, for weights without a prior and without SSMax.
-        prior: description of the prior, for weights without one and without ``args.json``: ``"uniform"`` for the
+        path: a weights file, or a folder with ``model.safetensors`` or ``model.pt``. Weights files end in
+            ``.safetensors``, ``.pt`` or ``.pth``.
+        num_heads: number of query heads. Required for weights without a prior and SSMax, unless ``args.json`` has it.
+        prior: description of the prior, for weights without a prior and without ``args.json``. ``"uniform"`` for the
             authors' NoPE, ``"laplace"`` for their ALiBi.
-        ssmax_includes_prior: whether SSMax multiplies content and prior, or content alone. None takes the authors'
-            value: ``ssmax_prior`` of ``args.json``, or True for a prior in the weights and False for any other.
-        rms_norm_eps: of the norms; by default that of ``args.json``, or the authors' 1e-5.
+        ssmax_includes_prior: whether SSMax multiplies content and prior, or content alone. None for the authors' value:
+            ``ssmax_prior`` of ``args.json``, or True for a prior in the weights and False for any other.
+        rms_norm_eps: epsilon of the norms. By default the value of ``args.json``, or the authors' 1e-5.
 
     Returns:
         The model in evaluation mode, in the dtype of its embeddings. The prior's shape and scale train, and its
-        location where it is not 0.
+            location if it is not 0.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the file is something else, its parts, ``args.json`` and the arguments contradict each other, or
-            ``position_encoding`` has no form here (rotary, sinusoidal); it says which and why.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not such a checkpoint; its parts, ``args.json`` and the arguments contradict each other;
+            or ``position_encoding`` is not supported (rotary, sinusoidal). The message says which and why.
     """
     if rms_norm_eps is not None:
         check_above(0, rms_norm_eps=rms_norm_eps)
@@ -104,7 +106,7 @@ def load_bam_checkpoint(
     config.rms_norm_eps = float(rms_norm_eps or arguments.get("norm_eps") or NORM_EPS)
     given = arguments.get("n_kv_heads")
     if given is not None and given != config.num_key_value_heads:
-        raise ValueError(f"args.json says n_kv_heads={given}, the keys' weights are of {config.num_key_value_heads}")
+        raise ValueError(f"args.json has n_kv_heads={given}, but the weights have {config.num_key_value_heads}")
     with torch.device("meta"):
         model = PriorDecoderForCausalLM(config)
     if shared is None:
@@ -119,9 +121,9 @@ def load_bam_checkpoint(
     _check_names_and_shapes(state, {name: tuple(tensor.shape) for name, tensor in expected.items()}, file)
     dtype = state["model.embed_tokens.weight"].dtype
     for name, tensor in state.items():
-        # What depends on position stays in float32, whatever the rest is in.
+        # Priors and logit scales stay in float32.
         state[name] = tensor.to(torch.float32 if ".prior." in name or ".logit_scale." in name else dtype)
-    loaded = model.load_state_dict(state, strict=False, assign=True)  # a tied output layer is not in the state
+    loaded = model.load_state_dict(state, strict=False, assign=True)  # a tied output layer has no weights of its own
     assert not loaded.unexpected_keys
     model.tie_weights()
     config.dtype = dtype
@@ -131,19 +133,20 @@ def load_bam_checkpoint(
 def save_bam_checkpoint(model: PriorDecoderForCausalLM, path: str | Path, *, theta_names: bool = False) -> None:
     """Save a decoder in the layout of BAM's authors.
 
-    The authors' code cannot run grouped-query attention. Key and value heads are therefore repeated, one for each query
-    head: the file computes the same, and loads into a decoder with as many key heads as query heads.
+    The authors' code does not support grouped-query attention, so key and value heads are repeated, one per query head.
+    The saved model computes the same outputs, and loads into a decoder with equal numbers of key and query heads.
 
     Args:
-        model: with a :class:`GeneralizedGaussian`, a uniform prior or none; no encoding; :class:`SSMax` itself or none.
-        path: a folder for ``model.pt`` and ``args.json``, which the authors' code loads; or a ``.safetensors``, ``.pt``
-            or ``.pth`` file, for a model with the authors' ``rms_norm_eps``, 1e-5, and their ``ssmax_prior``, True: no
-            weight tells them.
-        theta_names: call the prior's parameters ``theta_beta``, ``theta_alpha`` and ``theta_mu``, as the authors'
-            present code does, and not ``shape``, ``scale`` and ``loc``.
+        model: the decoder. Its prior must be a :class:`GeneralizedGaussian`, uniform or None, its encoding None, and
+            its logit scale :class:`SSMax` itself or None.
+        path: a folder or a weights file. A folder gets ``model.pt`` and ``args.json``, which the authors' code loads. A
+            ``.safetensors``, ``.pt`` or ``.pth`` file requires the authors' ``rms_norm_eps``, 1e-5, and
+            ``ssmax_prior``, True. Weights do not hold these two values.
+        theta_names: whether to name the prior's parameters ``theta_beta``, ``theta_alpha`` and ``theta_mu``, as the
+            authors' present code does. False for ``shape``, ``scale`` and ``loc``.
 
     Raises:
-        ValueError: if ``model`` is another, or the layout has no place for a part of it.
+        ValueError: ``model`` is of another class, or the layout cannot hold a part of it.
     """
     if not isinstance(model, PriorDecoderForCausalLM):
         raise ValueError(f"model must be a PriorDecoderForCausalLM, got {type(model).__name__}")
@@ -158,27 +161,27 @@ def save_bam_checkpoint(model: PriorDecoderForCausalLM, path: str | Path, *, the
     ):
         if path.suffix and differs:
             raise ValueError(
-                f"path is the single file {path.name}, which has no place for {what}: it would be loaded with the "
-                f"authors' {usual}, as another model; give a folder, whose args.json says it"
+                f"the single file {path.name} cannot hold {what}, and would be loaded with the authors' {usual}; pass "
+                "a folder, whose args.json holds the value"
             )
     for name, has_place in (
         ("prior", described is None or isinstance(described, GeneralizedGaussian | Uniform)),
         ("encoding", config.encoding is None),
-        ("logit_scale", scale is None or type(scale) is SSMax),  # a kind of it would be loaded as SSMax
+        ("logit_scale", scale is None or type(scale) is SSMax),  # a subclass would be loaded as SSMax
     ):
         if not has_place:
-            raise ValueError(f"the layout of BAM's authors has no place for the {name} {getattr(config, name)!r}")
+            raise ValueError(f"the layout of BAM's authors cannot hold the {name} {getattr(config, name)!r}")
     assert config.head_dim is not None
     if config.head_dim * config.num_attention_heads != config.hidden_size:
         raise ValueError(
-            f"BAM's authors' code has heads of hidden_size / heads dimensions; these are {config.num_attention_heads} "
-            f"of {config.head_dim} in a width of {config.hidden_size}"
+            f"the code of BAM's authors needs heads of width hidden_size / heads; got {config.num_attention_heads} "
+            f"heads of width {config.head_dim} with hidden_size={config.hidden_size}"
         )
     names = _names(range(config.num_hidden_layers)).items()
     theirs = {ours: name for name, ours in names if ".prior." not in ours or ("theta_" in name) == theta_names}
     weights = {theirs[name]: tensor for name, tensor in model.state_dict().items()}
     for name, module in model.named_modules():
-        if isinstance(module, GeneralizedGaussian):  # θβ itself, also of a prior that keeps its sign
+        if isinstance(module, GeneralizedGaussian):  # θβ itself, also with keep_sign=True
             weights[theirs[f"{name}.theta_beta"]] = module.beta
     assert config.num_key_value_heads is not None
     for name, tensor in weights.items():
@@ -195,7 +198,7 @@ def save_bam_checkpoint(model: PriorDecoderForCausalLM, path: str | Path, *, the
 
 
 def _arguments(config: PriorDecoderConfig) -> dict[str, Any]:
-    """Return the arguments of which the authors' code makes the model."""
+    """Return the arguments from which the authors' code builds the model."""
     kind = "bam" if isinstance(config.make_prior(), GeneralizedGaussian) else "nope"
     wide, width = config.intermediate_size, config.hidden_size
     arguments = {
@@ -205,7 +208,7 @@ def _arguments(config: PriorDecoderConfig) -> dict[str, Any]:
         "n_kv_heads": config.num_attention_heads,
         "vocab_size": config.vocab_size,
         "multiple_of": 1,
-        # They round the product down.
+        # The authors' code rounds the product down.
         "ffn_dim_multiplier": wide / width if int(wide / width * width) == wide else (wide + 0.5) / width,
         "norm_eps": config.rms_norm_eps,
     }
@@ -219,11 +222,11 @@ def _arguments(config: PriorDecoderConfig) -> dict[str, Any]:
 
 
 def _find(path: Path) -> tuple[Path, str | None, dict[str, Any]]:
-    """Return the file of weights; of the ``args.json`` beside it, the position encoding and the model's arguments."""
+    """Return the weights file, and from the ``args.json`` beside it the position encoding and the model's arguments."""
     if path.is_dir():
         files = [path / name for name in ("model.safetensors", "model.pt") if (path / name).is_file()]
         if not files:
-            raise FileNotFoundError(f"there is neither model.safetensors nor model.pt in the folder {path}")
+            raise FileNotFoundError(f"the folder {path} has neither model.safetensors nor model.pt")
         path = files[0]
     beside = path.with_name("args.json")
     if not beside.is_file():
@@ -231,7 +234,7 @@ def _find(path: Path) -> tuple[Path, str | None, dict[str, Any]]:
     content = read_json(beside)
     arguments = content.get("model_args") if isinstance(content, dict) else None
     if not isinstance(arguments, dict):
-        raise ValueError(f"{beside} has no model_args, the arguments of the model")
+        raise ValueError(f"{beside} has no model_args")
     training = content.get("args")
     encoding = training.get("position_encoding") if isinstance(training, dict) else None
     return path, None if encoding is None else str(encoding), arguments
@@ -240,40 +243,45 @@ def _find(path: Path) -> tuple[Path, str | None, dict[str, Any]]:
 def _prior_of(
     encoding: str, state: Mapping[str, Tensor], file: Path, shared: bool | None, prior: Mapping[str, Any] | str | None
 ) -> Mapping[str, Any] | str | None:
-    """Return the prior of the authors' position encoding: ``prior`` if it agrees, None if the weights hold it."""
+    """Return the prior of a position encoding, None if the weights hold it; ``prior`` must agree with the encoding."""
     kind = encoding.removesuffix("_ssmax")
     if kind not in PRIORS:
         known = ", ".join(f"{name}, {name}_ssmax" for name in PRIORS)
         raise ValueError(
-            f"{file} cannot be loaded: args.json says position_encoding={encoding!r}, which the decoder does not "
-            f"compute as the authors' code does; expected one of {known}"
+            f"{file} cannot be loaded: position_encoding={encoding!r} in args.json is not supported; expected one of "
+            f"{known}"
         )
     scaled = any(name.endswith("logit_scale.s") for name in state)
     if (shared is not None, scaled) != (kind == "bam", encoding != kind):
-        found = f"{'no' if shared is None else 'a'} prior and {'some' if scaled else 'no'} seq_scale"
-        raise ValueError(f"{file} does not fit its args.json: position_encoding={encoding!r}, but there is {found}")
+        found = f"{'no' if shared is None else 'a'} prior and {'a' if scaled else 'no'} seq_scale"
+        raise ValueError(f"{file} does not match position_encoding={encoding!r} in args.json: it has {found}")
     if shared is not None or prior is None:
         return prior if shared is not None else PRIORS[kind]
     if (prior.get("name") if isinstance(prior, Mapping) else prior) != PRIORS[kind]:
         raise ValueError(
-            f"prior={prior!r}, but args.json says position_encoding={encoding!r}, whose prior is {PRIORS[kind]!r}: "
-            "leave prior out"
+            f"prior={prior!r} contradicts position_encoding={encoding!r} in args.json, whose prior is "
+            f"{PRIORS[kind]!r}: omit prior"
         )
     return prior
 
 
 def _place_of_scale(given: bool | None, stated: Any, authors_default: bool) -> bool:
-    """Return whether SSMax multiplies the prior too: as the caller or ``args.json`` says, else the authors' default."""
+    """Return whether SSMax multiplies the prior too.
+
+    The caller's value and that of ``args.json`` must agree; without either, the authors' default applies.
+    """
     said = {"ssmax_includes_prior": given, "ssmax_prior of args.json": stated}
     said = {name: value for name, value in said.items() if value is not None}
     check_booleans(**said)
     if len({*said.values()}) > 1:
-        raise ValueError(f"ssmax_includes_prior={given}, but the model of args.json has {stated}: leave it out")
+        raise ValueError(
+            f"ssmax_includes_prior={given} contradicts args.json, which has {stated}: omit ssmax_includes_prior"
+        )
     return next(iter(said.values()), authors_default)
 
 
 def _names(layers: Iterable[int]) -> dict[str, str]:
-    """Their name of every tensor, and ours; those of a prior in both of their spellings."""
+    """Map the authors' name of every tensor to this package's, with both of the authors' spellings for a prior."""
     names = dict(NAMES)
     of_prior = PRIOR_NAMES | {name: name for name in PRIOR_NAMES.values()}
     names |= {f"prior.{name}": f"model.prior.{ours}" for name, ours in of_prior.items()}
@@ -284,7 +292,7 @@ def _names(layers: Iterable[int]) -> dict[str, str]:
 
 
 def _our_names(weights: Mapping[str, Tensor], file: Path) -> tuple[dict[str, Tensor], bool | None]:
-    """The weights under our names, and whether their prior is shared (None: they have none)."""
+    """Return the weights under this package's names, and whether their prior is shared (None without a prior)."""
     names = _names({int(found[1]) for found in map(re.compile(r"layers\.(\d+)\.").match, weights) if found})
     unknown = [name for name in weights if name not in names]
     state = {
@@ -294,10 +302,10 @@ def _our_names(weights: Mapping[str, Tensor], file: Path) -> tuple[dict[str, Ten
     }
     places = {".layers." not in named for named in state if ".prior." in named}
     if unknown or "model.embed_tokens.weight" not in state:
-        told = f"it has {_some(unknown)}" if unknown else "it has no tok_embeddings.weight"
-        raise ValueError(f"{file} is not a checkpoint of BAM's authors' layout: {told}")
+        told = f"unexpected {_some(unknown)}" if unknown else "no tok_embeddings.weight"
+        raise ValueError(f"{file} is not in the layout of BAM's authors: {told}")
     if len(places) > 1:
-        raise ValueError(f"{file} has a prior that all layers share and priors of single layers; expected one of both")
+        raise ValueError(f"{file} has both a shared prior and priors of single layers; expected only one kind")
     return state, places.pop() if places else None
 
 
@@ -310,17 +318,17 @@ def _per_head(name: str, tensor: Tensor) -> Tensor:
 def _number_of_heads(state: Mapping[str, Tensor], given: int | None, described: int | None) -> int:
     found = {len(tensor) for name, tensor in state.items() if PER_HEAD.search(name)}
     if len(found) > 1:
-        raise ValueError(f"priors and scales are of different numbers of heads: {sorted(found)}")
+        raise ValueError(f"priors and scales have different numbers of heads: {sorted(found)}")
     if given is not None:
         check_positive_integers(num_heads=given)
     for where, heads in (("num_heads", given), ("args.json", described)):
         if heads is not None and found and heads not in found:
-            raise ValueError(f"{where} says {heads} heads; priors and scales are of {next(iter(found))}")
+            raise ValueError(f"{where} has {heads} heads, but priors and scales have {next(iter(found))}")
     if given is not None and described is not None and given != described:
-        raise ValueError(f"num_heads={given}, but args.json says {described} heads")
+        raise ValueError(f"num_heads={given}, but args.json has {described} heads")
     heads = next(iter(found), given or described)
     if heads is None:
-        raise ValueError("the weights do not tell the number of heads: there is no prior, no SSMax; give num_heads")
+        raise ValueError("the number of heads is unknown: the weights have no prior and no SSMax; pass num_heads")
     return heads
 
 
@@ -334,7 +342,7 @@ def _config(
 ) -> PriorDecoderConfig:
     layers = {int(name.split(".")[2]) for name in state if name.startswith("model.layers.")}
     if layers != {*range(len(layers))} or not layers:
-        raise ValueError(f"{file} has the layers {sorted(layers)}, expected 0, 1, 2, ... without gaps")
+        raise ValueError(f"{file} has layers {sorted(layers)}, expected 0, 1, 2, ... without gaps")
     first = {name.removeprefix("model.layers.0."): tensor for name, tensor in state.items() if ".layers.0." in name}
     for ours in ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "mlp.gate_proj.weight"):
         if ours not in first or first[ours].dim() != 2:
@@ -344,19 +352,19 @@ def _config(
     query, key = len(first["self_attn.q_proj.weight"]), len(first["self_attn.k_proj.weight"])
     if query % heads or key % (query // heads):
         raise ValueError(
-            f"{heads} heads do not fit: layers.0.attention.wq has {query} rows, layers.0.attention.wk {key}"
+            f"{heads} heads do not divide the weights: layers.0.attention.wq has {query} rows, "
+            f"layers.0.attention.wk {key}"
         )
     description: Any = prior
     if shared is not None:
         if prior is not None:
-            raise ValueError(f"prior={prior!r}: the checkpoint has a prior of its own")
+            raise ValueError(f"prior must be None, because the checkpoint holds a prior; got {prior!r}")
         location = any(name.endswith("theta_mu") and bool((value != 0).any()) for name, value in state.items())
         description = {"name": GeneralizedGaussian.name, "learn": ["alpha", "beta", *(["mu"] if location else [])]}
     elif prior is None:
         raise ValueError(
-            f"{file} has no prior, and its weights do not tell what positions it was trained with; give prior, such as "
-            "'uniform' for the authors' NoPE or 'laplace' for their ALiBi (their rotary and sinusoidal models cannot "
-            "be loaded)"
+            f"{file} has no prior, and its weights do not say how it encodes positions; pass prior, such as 'uniform' "
+            "for the authors' NoPE or 'laplace' for their ALiBi (rotary and sinusoidal models are not supported)"
         )
     scaled = any(name.endswith("logit_scale.s") for name in state)
     return PriorDecoderConfig(
@@ -377,10 +385,10 @@ def _config(
 def _check_names_and_shapes(state: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], file: Path) -> None:
     missing = [name for name in expected if name not in state]
     if missing:
-        raise ValueError(f"{file} is not whole: nothing in it is {_some(missing)}, as our decoder calls it")
+        raise ValueError(f"{file} is incomplete: no weights for {_some(missing)} of the decoder")
     for name, shape in expected.items():
         if tuple(state[name].shape) != shape:
-            raise ValueError(f"{file}: what is {name} in our decoder must be {shape}, got {tuple(state[name].shape)}")
+            raise ValueError(f"{file}: {name} of the decoder must have shape {shape}, got {tuple(state[name].shape)}")
 
 
 def _some(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Models for programs that have neither this package nor transformers: ONNX, and programs of ``torch.export``."""
+"""Export to ONNX and ``torch.export``, for programs without this package and transformers."""
 
 from __future__ import annotations
 
@@ -24,25 +24,30 @@ from attention_priors.models.decoder import PriorDecoderForCausalLM
 Call = tuple[Tensor, Tensor, list[Tensor]]
 """Arguments of an exported program: ``input_ids``, ``attention_mask`` and the cache's tensors."""
 MOST_IN_ONE_FILE = 1.5e9
-"""Bytes of weights from which on they are beside an ONNX graph: its format ends at 2 GiB."""
+"""Size of weights, in bytes, above which an ONNX graph keeps them in a separate file: the format's limit is 2 GiB."""
 
 
 def export_program(model: PreTrainedModel, path: str | Path) -> None:
-    """Write a model as a program of ``torch.export``, which PyTorch alone loads and runs.
+    """Export a model as a ``torch.export`` program, which PyTorch loads and runs without other packages.
 
-    The program is one graph of three arguments. ``input_ids`` ``(B, L)`` are new tokens. ``attention_mask``
-    ``(B, P + L)`` is 1 for tokens and 0 for padding. ``past`` is a list with the keys and values of ``P`` tokens
-    before, ``(B, Hkv, P, D)``, layer by layer; a gated layer has its sums ``(B, P, H)`` after them. ``B``, ``L`` and
-    ``P`` may be any size, ``P`` also 0. Results are the logits ``(B, L, vocabulary)`` and the list with new tokens too.
+    The program is one graph of three arguments:
 
-    Attention is the dense formula: memory grows with ``L · (P + L)``. A ``tolerance`` leaves out nothing.
+    - ``input_ids`` ``(B, L)``. New tokens.
+    - ``attention_mask`` ``(B, P + L)``. 1 for tokens and 0 for padding.
+    - ``past``. A list of the cached keys and values of ``P`` tokens, ``(B, Hkv, P, D)``, layer by layer. A gated layer
+      has its sums ``(B, P, H)`` after them.
+
+    ``B``, ``L`` and ``P`` are dynamic, and ``P`` may be 0. Results are the logits ``(B, L, vocabulary)`` and the
+    updated list.
+
+    Attention is computed densely: memory grows with ``L · (P + L)``. ``tolerance`` has no effect.
 
     Args:
-        model: a :class:`PriorDecoderForCausalLM`, or a model that :func:`attach` gave a prior, in evaluation mode.
-        path: ``.pt2``. The file appears there once it is whole.
+        model: a :class:`PriorDecoderForCausalLM`, or a model with attached priors, in evaluation mode.
+        path: ``.pt2`` file. The file is written atomically.
 
     Raises:
-        ValueError: the model cannot be exported, or the program's logits are not the model's; it says why.
+        ValueError: the model cannot be exported, or the program's logits differ from the model's. The message says why.
     """
     path = _suffixed(path, ".pt2")
     program, _, _ = _trace(model)
@@ -51,19 +56,21 @@ def export_program(model: PreTrainedModel, path: str | Path) -> None:
 
 
 def export_onnx(model: PreTrainedModel, path: str | Path) -> None:
-    """Write a model as an ONNX graph, for ONNX Runtime and other programs.
+    """Export a model as an ONNX graph, for ONNX Runtime and other programs.
 
-    Inputs, outputs and sizes are those of :func:`export_program`, under the names that most decoders in ONNX have:
-    ``input_ids``, ``attention_mask``, ``past_key_values.0.key``, ``past_key_values.0.value``, ... to ``logits``,
-    ``present.0.key``, ... A gated layer's sums are ``past_key_values.0.gate``. Needs ``attention-priors[export]``.
+    Inputs, outputs and sizes are those of :func:`export_program`, with the usual names of decoders in ONNX. Inputs are
+    ``input_ids``, ``attention_mask``, ``past_key_values.0.key``, ``past_key_values.0.value``, ...; outputs are
+    ``logits``, ``present.0.key``, ... A gated layer's sums are ``past_key_values.0.gate``. Requires
+    ``attention-priors[export]``.
 
     Args:
         model: as for :func:`export_program`.
-        path: ``.onnx``. Weights of more than 1.5 GB are in a second file beside it, with ``.data`` after the name.
+        path: ``.onnx`` file. Weights above 1.5 GB go to a second file beside it, with the suffix ``.data``.
 
     Raises:
-        ModuleNotFoundError: a package is missing; it says which.
-        ValueError: the model cannot be exported, or ONNX Runtime cannot run it or finds other logits; it says why.
+        ModuleNotFoundError: a package is missing. The message names the package.
+        ValueError: the model cannot be exported, or ONNX Runtime cannot run it or computes other logits. The message
+            says why.
     """
     path = _suffixed(path, ".onnx")
     for package in ("onnxruntime", "onnxscript"):
@@ -71,7 +78,7 @@ def export_onnx(model: PreTrainedModel, path: str | Path) -> None:
             message = f"export_onnx needs {package}: pip install 'attention-priors[export]'"
             raise ModuleNotFoundError(message, name=package)
     if getattr(model, "dtype", None) == torch.bfloat16:
-        raise ValueError("ONNX Runtime takes no bfloat16 from NumPy: call model.float() or model.half() first")
+        raise ValueError("ONNX export does not support bfloat16: call model.float() or model.half() first")
     program, step, calls = _trace(model)
     inputs = ["input_ids", "attention_mask", *(f"past_key_values.{name}" for name in step.names)]
     outputs = ["logits", *(f"present.{name}" for name in step.names)]
@@ -83,8 +90,8 @@ def export_onnx(model: PreTrainedModel, path: str | Path) -> None:
             graph.save(temporary, external_data=size > MOST_IN_ONE_FILE)
             run = _onnx_runtime(temporary, inputs)
         except Exception as error:
-            # Either package has errors of its own, which are about an operator that it does not have.
-            raise ValueError(f"this {type(model).__name__} cannot be written as ONNX: {error}") from error
+            # Both packages have their own exceptions, which name the unsupported operator.
+            raise ValueError(f"this {type(model).__name__} cannot be exported to ONNX: {error}") from error
         _compare(run, step, calls, "ONNX Runtime's logits")
 
 
@@ -110,11 +117,11 @@ def _suffixed(path: str | Path, suffix: str) -> Path:
 
 @contextmanager
 def _moved_to(path: Path) -> Iterator[Path]:
-    """Yield a name in a temporary folder beside ``path``; all files of that folder are moved into place at the end."""
+    """Yield a path in a temporary folder beside ``path``; at the end, move all files of that folder into place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         yield Path(folder, path.name)
-        # Weights first: where the graph is, they are.
+        # Weights first: where the graph exists, the weights are complete.
         for file in sorted(Path(folder).iterdir(), key=lambda file: file.name == path.name):
             synchronise(file)
             os.replace(file, path.with_name(file.name))
@@ -124,7 +131,7 @@ def _moved_to(path: Path) -> Iterator[Path]:
 
 
 class _PastLayer(DynamicIndexedLayer):
-    """Keys and values of one layer so far, and the running sums of its gates."""
+    """Cached keys and values of one layer, and the running sums of its gates."""
 
     def __init__(self, keys: Tensor, values: Tensor, gates: Tensor | None = None) -> None:
         super().__init__()
@@ -133,7 +140,7 @@ class _PastLayer(DynamicIndexedLayer):
         self.is_initialized, self.is_indexer_initialized = True, gates is not None
 
     def get_seq_length(self) -> int:
-        # The size is a symbol: it is not to be compared with 0.
+        # The size is symbolic and must not be compared with 0.
         assert self.keys is not None
         return self.keys.shape[-2]
 
@@ -144,15 +151,15 @@ def _tensors(layer: Any) -> dict[str, Tensor]:
 
 
 class _Step(nn.Module):
-    """A model's next logits, with the cache as a list of tensors."""
+    """One decoding step, with the cache as a list of tensors."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        # Our decoder counts positions itself. To others, generate() tells them.
+        # PriorDecoderForCausalLM computes positions itself; generate() passes them to other models.
         own = isinstance(model, PriorDecoderForCausalLM)
         self.tells_positions = not own and "position_ids" in inspect.signature(model.forward).parameters
-        # Layers with a sliding window keep all keys: the mask hides those beyond it.
+        # Layers with a sliding window keep all keys, because the mask hides keys outside the window.
         cache = DynamicCache(config=model.config) if own else DynamicCache()
         one = torch.ones(1, 1, dtype=torch.int64, device=model.device)
         model(input_ids=one, past_key_values=cache, use_cache=True)
@@ -168,7 +175,7 @@ class _Step(nn.Module):
         remaining = iter(past)
         cache = Cache(layers=[_PastLayer(*(next(remaining) for _ in layer)) for layer in self.layers])
         length = input_ids.shape[1]
-        # By index, so that the mask has as many entries as there are keys, whatever symbol its own size is.
+        # Indexing ties the mask's symbolic size to the number of keys.
         slots = torch.arange(past[0].shape[2] + length, device=input_ids.device)
         tokens, told = attention_mask[:, slots], {}
         if self.tells_positions:
@@ -179,12 +186,14 @@ class _Step(nn.Module):
 
 @torch.no_grad()
 def _trace(model: PreTrainedModel) -> tuple[ExportedProgram, _Step, list[Call]]:
-    """Return the program, the module that it is of, and calls with which they were compared."""
+    """Return the program, the module that it was traced from, and the calls on which both were compared."""
     name = type(model).__name__
     if not isinstance(model, PriorDecoderForCausalLM) and not attached_priors(model):
-        raise ValueError(f"model must be a PriorDecoderForCausalLM, or one that attach() gave a prior, got {name}")
+        raise ValueError(f"model must be a PriorDecoderForCausalLM or have attached priors, got {name}")
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model must be a model of transformers, got {name}: give the model inside, merged if PEFT's")
+        raise ValueError(
+            f"model must be a transformers model, got {name}: pass the wrapped model (for PEFT, merge it first)"
+        )
     if model.training:
         raise ValueError(f"this {name} is in training mode; call model.eval() first")
     step = _Step(model).eval()
@@ -194,19 +203,19 @@ def _trace(model: PreTrainedModel) -> tuple[ExportedProgram, _Step, list[Call]]:
     mask = torch.ones(2, 5, dtype=torch.int64, device=model.device)
     mask[0, 0] = 0
     batch, some = Dim("batch"), Dim("past")
-    # The length of keys is the last dimension but one, of gates too.
+    # The length of keys and gates is the second dimension from the end.
     shapes = {0: batch, 1: Dim("new")}, {0: batch, 1: Dim("all")}, [{0: batch, x.dim() - 2: some} for x in past]
     try:
         program = torch.export.export(step, (ids, mask, past), dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        # What is raised depends on the code that cannot be traced: UserError, RuntimeError, ValueError, ...
+        # The exception depends on the code that cannot be traced: UserError, RuntimeError, ValueError, ...
         raise ValueError(f"this {name} cannot be exported as one graph for all lengths: {error}") from error
     operators = {node.target for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
     foreign = sorted(str(target) for target in operators if target.namespace not in ("aten", "prims"))
     if foreign:
         raise ValueError(
-            f"this {name} cannot be exported: {', '.join(foreign)} is an operator that no other program has; for a "
-            "mixture of experts call model.set_experts_implementation('batched_mm') first"
+            f"this {name} cannot be exported: operators {', '.join(foreign)} are not portable; for a mixture of "
+            "experts call model.set_experts_implementation('batched_mm') first"
         )
     first = ids[:1, :1], mask[1:, :1], [x[:1].narrow(-2, 0, 0) for x in past]
     calls: list[Call] = [(ids, mask, past), first]
@@ -222,4 +231,4 @@ def _compare(run: Callable[..., Tensor], step: _Step, calls: list[Call], what: s
         off = float((found.to(expected) - expected).abs().max() / expected.abs().max())
         if not off <= (1e-3 if expected.dtype in (torch.float32, torch.float64) else 0.05):
             sizes = f"{call[0].shape[1]} tokens after {call[2][0].shape[2]}"
-            raise ValueError(f"{what} are off by {off:.1e} of the largest, for {sizes}; nothing was written")
+            raise ValueError(f"{what} differ by {off:.1e} of the largest logit, for {sizes}; nothing was written")

@@ -1,4 +1,4 @@
-"""Files of models: in a folder or a repository of the Hugging Face Hub, read without running what is in them."""
+"""Model files in a folder or on the Hugging Face Hub, read without executing code from them."""
 
 from __future__ import annotations
 
@@ -20,55 +20,55 @@ SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """A state dict, on the CPU.
+    """Read a state dict to the CPU.
 
-    ``.safetensors`` holds nothing but tensors. ``.pt`` and ``.pth`` are pickles, of which PyTorch reads tensors and
-    plain containers alone (``weights_only=True``): a pickle may run any code when it is read in full.
+    ``.safetensors`` files hold tensors only. ``.pt`` and ``.pth`` files are pickles, which may run arbitrary code, so
+    PyTorch reads tensors and plain containers only (``weights_only=True``).
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if its name or content is something else; it says what was refused.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file has another suffix or other content. The message says what was rejected.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
+        raise FileNotFoundError(f"file {path} does not exist")
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path.name}: files of weights end in {', '.join(SUFFIXES)}, not {path.suffix!r}")
+        raise ValueError(f"{path.name}: weights files must end in {', '.join(SUFFIXES)}, got {path.suffix!r}")
     if path.suffix == ".safetensors":
         try:
             return load_file(path)
         except SafetensorError as error:
-            raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+            raise ValueError(f"{path} is not a valid safetensors file: {error}") from error
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} was not read: {_refused(error)}. Reading it in full could run any code that its author put there. "
-            "If you trust where it comes from, load it yourself with torch.load(path, weights_only=False), take the "
-            "state dict out of it and save that with safetensors.torch.save_file"
+            f"{path} was not read: {_refused(error)}. Reading it in full could run arbitrary code. If you trust its "
+            "source, load it with torch.load(path, weights_only=False) and save its state dict with "
+            "safetensors.torch.save_file"
         ) from error
     except Exception as error:
-        # What is raised depends on where the damage is: struct.error, RuntimeError, EOFError, KeyError, ...
-        raise ValueError(f"{path} cannot be read; it is not a whole file of PyTorch's: {error}") from error
+        # The exception depends on the damage: struct.error, RuntimeError, EOFError, KeyError, ...
+        raise ValueError(f"{path} is not a valid PyTorch file: {error}") from error
     if not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds a {type(content).__name__}, expected a state dict, names with their tensors")
+        raise ValueError(f"{path} must hold a state dict, got {type(content).__name__}")
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise ValueError(
-                f"{path} holds {name!r}: {type(value).__name__}, expected names with their tensors; if the state dict "
-                "is a part of it, save that part on its own"
+                f"{path} must hold a state dict of tensors, got {name!r}: {type(value).__name__}; if the state dict is "
+                "an entry of it, save that entry alone"
             )
     return dict(content)
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a state dict to a temporary name beside ``path`` and move it into place.
+    """Write a state dict atomically.
 
     Raises:
-        ValueError: if the name says neither safetensors nor a file of PyTorch's.
+        ValueError: the suffix is neither that of safetensors nor of PyTorch files.
     """
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path.name}: files of weights end in {', '.join(SUFFIXES)}, not {path.suffix!r}")
-    # Copies, where tensors share memory: a file would refuse them, or keep all of what they are views of.
+        raise ValueError(f"{path.name}: weights files must end in {', '.join(SUFFIXES)}, got {path.suffix!r}")
+    # Copy tensors: safetensors rejects shared memory, and pickle would save the whole storage of a view.
     whole = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
     }
@@ -81,10 +81,10 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def damage_named(name_or_path: str | Path) -> Iterator[None]:
-    """Around transformers' loading of a model: it does not say which file is damaged.
+    """Wrap transformers' loading of a model to name the damaged file.
 
     Raises:
-        ValueError: naming the file, or the model where its files are not in a folder of this name.
+        ValueError: a file is damaged. The message names the file, or the model if its files are not in a local folder.
     """
     try:
         yield
@@ -104,35 +104,35 @@ def _damage(path: Path) -> str | None:
         elif path.suffix == ".json":
             read_json(path)
     except SafetensorError as error:
-        return f"{path} is not a whole safetensors file: {error}"
+        return f"{path} is not a valid safetensors file: {error}"
     except ValueError as error:
         return str(error)
     return None
 
 
 def _refused(error: pickle.UnpicklingError) -> str:
-    """Say which object of a pickle, other than tensors, is refused."""
+    """Return which object of a pickle was rejected, for the error message."""
     wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
     if wanted is not None:
-        return f"it asks for {wanted[1]}, which is neither a tensor nor a plain container"
-    return "it holds something that is neither a tensor nor a plain container"
+        return f"it contains {wanted[1]}, which is neither a tensor nor a plain container"
+    return "it contains an object that is neither a tensor nor a plain container"
 
 
 @contextmanager
 def folder_or_repository(what: str, name: str | Path, *, first: str | None = None) -> Iterator[None]:
-    """Around the loading of what has this name: an error names it, and says what is missing.
+    """Wrap the loading of a model or tokenizer, so that errors name it and say what is missing.
 
     Args:
-        what: is loaded, for messages: "model", "tokenizer", ...
+        what: kind of object, for messages: "model", "tokenizer", ...
         name: a folder, or ``repository`` or ``user/repository`` on the Hub.
-        first: the file of a repository that is loaded first; where it has not been fetched before and there is no way
-            to the Hub, the error comes at once.
+        first: file of a repository that is loaded first. If the file is not cached and the Hub cannot be reached, the
+            error comes at once.
 
     Raises:
-        FileNotFoundError: at once, if the name is a path and there is no folder.
-        OSError: if it cannot be loaded from the folder, or is none and cannot be fetched from the Hub.
+        FileNotFoundError: ``name`` is a path, and the folder does not exist.
+        OSError: loading from the folder or downloading fails.
     """
-    # It takes a while to import.
+    # Import lazily, because it is slow.
     from huggingface_hub.errors import HFValidationError
 
     path, text = Path(name), str(name)
@@ -143,10 +143,10 @@ def folder_or_repository(what: str, name: str | Path, *, first: str | None = Non
             raise OSError(f"{what} {text!r} cannot be loaded: {error}") from error
         return
     if path.is_file():
-        raise FileNotFoundError(f"{what} {text!r} is a file; expected a folder, or a name on the Hugging Face Hub")
+        raise FileNotFoundError(f"{what} {text!r} must be a folder or a name on the Hugging Face Hub, got a file")
     if path.is_absolute() or text.startswith((".", "~")) or len(path.parts) > 2 or text.endswith("/"):
         raise FileNotFoundError(
-            f"{what} {text!r}: there is no such folder, and it is no name of the Hugging Face Hub's"
+            f"{what} {text!r} does not exist as a folder and is not a valid name on the Hugging Face Hub"
         )
     try:
         if first is not None:
@@ -154,17 +154,17 @@ def folder_or_repository(what: str, name: str | Path, *, first: str | None = Non
         yield
     except (OSError, HFValidationError) as error:
         raise OSError(
-            f"{what} {text!r}: there is no such folder, and it cannot be fetched from the Hugging Face Hub: {error}"
+            f"{what} {text!r} does not exist as a folder and cannot be downloaded from the Hugging Face Hub: {error}"
         ) from error
 
 
 def _ask_once(repository: str, file: str) -> None:
-    """Make sure that the Hub answers, whatever it says, where a file must come from there.
+    """Check that the Hub can be reached, unless the file is cached.
 
-    ``huggingface_hub`` asks seven times for what is not in its cache, and waits 23 seconds, where there is no network.
+    Without a network, ``huggingface_hub`` would retry seven times, for 23 seconds.
 
     Raises:
-        ConnectionError: there is no way to it.
+        ConnectionError: the Hub cannot be reached.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
@@ -173,7 +173,7 @@ def _ask_once(repository: str, file: str) -> None:
     try:
         get_hf_file_metadata(hf_hub_url(repository, file))
     except Exception as error:
-        # By name: it is httpx's, or what a version of huggingface_hub has in its place. Of answers, such as that there
-        # is no such file, and of the offline mode, what loads the file says more.
+        # By name: the class is httpx's, or another HTTP library's in other versions of huggingface_hub. For other
+        # errors (missing file, offline mode), the loading code has better messages.
         if type(error).__name__ in ("ConnectError", "ConnectTimeout"):
             raise ConnectionError(f"{constants.ENDPOINT} cannot be reached: {error}") from error

@@ -1,4 +1,4 @@
-"""GGUF files of decoders with ALiBi, for llama.cpp and the programs around it."""
+"""GGUF export of decoders with ALiBi, for llama.cpp and programs based on it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from attention_priors.models.decoder import LAYER_PARTS, PriorDecoderForCausalLM
 from attention_priors.priors import Laplace, Prior, alibi_slopes
 
 ARCHITECTURE = "refact"
-"""The one of llama.cpp that is our decoder: RMSNorm, SwiGLU, grouped-query attention, no biases, ALiBi's slopes."""
+"""llama.cpp architecture that matches the decoder: RMSNorm, SwiGLU, grouped-query attention, no biases, ALiBi."""
 PRE_TOKENIZERS = {("Digits", "ByteLevel"): "refact", ("ByteLevel",): "gpt-2"}
-"""llama.cpp's names of the ways in which a text is split before byte pairs are merged."""
+"""llama.cpp's names of pre-tokenizers."""
 
 
 def export_gguf(
@@ -26,19 +26,19 @@ def export_gguf(
     *,
     context_length: int = 4096,
 ) -> None:
-    """Write a decoder with ALiBi as a GGUF file, in the dtype of its weights; llama.cpp's tools quantise it.
+    """Export a decoder with ALiBi as a GGUF file, in the dtype of its weights. llama.cpp's tools quantise the file.
 
     Args:
         model: a :class:`PriorDecoderForCausalLM` whose layers all have the prior ``laplace`` with ALiBi's slopes, and
-            nothing else beside content: llama.cpp computes no other prior.
-        path: ``.gguf``. The file appears there once it is whole.
+            no encoding, logit scale, null key or gate. llama.cpp has no other prior.
+        path: ``.gguf`` file. The file is written atomically.
         tokenizer: the model's tokenizer, byte-level BPE as :func:`train_tokenizer` makes. None for a file without
-            tokens: programs then give token ids.
-        context_length: longest text that programs read by default, in tokens. ALiBi sets no limit.
+            tokens, which takes token ids.
+        context_length: default context length for programs, in tokens. ALiBi sets no limit.
 
     Raises:
-        ModuleNotFoundError: gguf is missing.
-        ValueError: llama.cpp cannot compute the model or split text as the tokenizer does; it says why.
+        ModuleNotFoundError: gguf is not installed.
+        ValueError: llama.cpp cannot compute the model, or tokenize as the tokenizer does. The message says why.
     """
     path = Path(path)
     if path.suffix != ".gguf":
@@ -81,7 +81,7 @@ def export_gguf(
                 continue
             name = names.get_name(key, try_suffixes=(".weight",))
             assert name is not None, key
-            # Norms are float32 in these files; bfloat16, which NumPy has not, is kept exactly.
+            # GGUF keeps norms in float32. NumPy has no bfloat16; float32 holds its values exactly.
             wide = tensor.dim() == 1 or tensor.dtype == torch.bfloat16
             writer.add_tensor(name, (tensor.float() if wide else tensor).numpy(force=True))
         writer.write_header_to_file()
@@ -93,7 +93,7 @@ def export_gguf(
 def _check(model: object) -> None:
     if not isinstance(model, PriorDecoderForCausalLM):
         raise ValueError(
-            f"model must be a PriorDecoderForCausalLM, got {type(model).__name__}: llama.cpp converts others"
+            f"model must be a PriorDecoderForCausalLM, got {type(model).__name__}; for others use llama.cpp's converter"
         )
     for index, layer in enumerate(model.model.layers):
         config = model.config.of_layer(index)
@@ -108,23 +108,23 @@ def _check(model: object) -> None:
             reason = "its slopes are not ALiBi's"
         if reason is not None:
             raise ValueError(
-                f"layer {index} cannot be written as GGUF: {reason}. llama.cpp computes ALiBi with its own slopes, "
-                "prior='laplace', and no other prior; export_onnx takes every model"
+                f"layer {index} cannot be exported to GGUF: {reason}. llama.cpp supports only the prior 'laplace' with "
+                "ALiBi's slopes; export_onnx supports every model"
             )
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerFast, size: int) -> tuple[str, list[str], list[int], list[str]]:
-    """Return llama.cpp's name for how text is split, the tokens in order, their kinds, and the merges."""
+    """Return llama.cpp's name of the pre-tokenizer, the tokens in order, their types, and the merges."""
     whole: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
     steps = whole["pre_tokenizer"] or {}
     kinds = tuple(step.get("type") for step in steps.get("pretokenizers", [steps]))
     if whole["model"]["type"] != "BPE" or whole["normalizer"] is not None or kinds not in PRE_TOKENIZERS:
         raise ValueError(
-            f"tokenizer is {whole['model']['type']} after {kinds}: expected byte-level BPE, as train_tokenizer makes; "
-            "without a tokenizer, programs give the model token ids"
+            f"tokenizer must be byte-level BPE, as train_tokenizer makes, got {whole['model']['type']} after {kinds}; "
+            "without a tokenizer, the file takes token ids"
         )
     if len(tokenizer) != size:
-        raise ValueError(f"tokenizer has {len(tokenizer)} tokens, and the model {size}")
+        raise ValueError(f"tokenizer has {len(tokenizer)} tokens, but the model has {size}")
     special = {*tokenizer.all_special_ids}
     tokens = [*map(str, tokenizer.convert_ids_to_tokens([*range(size)]))]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in whole["model"]["merges"]]

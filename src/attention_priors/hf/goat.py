@@ -1,14 +1,14 @@
-"""Attention layers of GOAT's published package (``goat-attention``, 0.1.1) as :class:`PriorAttention`.
+"""Conversion of attention layers of GOAT's package (``goat-attention``, 0.1.1) to :class:`PriorAttention`.
 
-Of a head's ``D`` dimensions that package gives ``2R + 1`` to positions (``2R`` without a key bias): content is the
-first ``D_c = D - 2R - 1`` of queries and keys, values are all ``D``. With ``d = i - j``, the logit of query ``i`` and
-key ``j`` is
+The package reserves ``2R + 1`` of a head's ``D`` dimensions for positions (``2R`` without a key bias). Content is the
+first ``D_c = D - 2R - 1`` dimensions of queries and keys; values have all ``D``. The logit of query ``i`` and key
+``j``, with ``d = i - j``, is the formula below.
 
 ``q_c · k_c / sqrt(D_c) + Σ_r λ_sym,r cos(ω_r d) + λ_asym,r sin(ω_r d) + gain · MLP(j) + bump · 1[j = 0]``
 
-and ``softplus(recency_slope_raw) · j`` where it is called with ``is_causal=True``. That is :class:`Spectral` and
-:class:`KeySink` beside projections whose rows for positions are 0, and whose rows for content are longer by
-``sqrt(D / D_c)`` on the query's side. ``λ``, gain, bump and slope belong to key heads; here each query head has a copy.
+With ``is_causal=True``, ``softplus(recency_slope_raw) · j`` is added. The converted layer has :class:`Spectral` and
+:class:`KeySink` as priors. In its projections, rows for positions are 0, and content rows of queries are scaled by
+``sqrt(D / D_c)``. ``λ``, gain, bump and slope belong to key heads; each query head gets a copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from attention_priors.models.layer import PriorAttention
 from attention_priors.priors import KeySink, Prior, Spectral
 
 LARGEST_WEIGHT = 1e6
-"""In nats; the package cuts off spectral weights there."""
+"""Bound on spectral weights in nats, as in the package."""
 
 
 def load_goat_attention(
@@ -37,28 +37,28 @@ def load_goat_attention(
     dropout: float | None = None,
     batch_first: bool | None = None,
 ) -> PriorAttention:
-    """Make a :class:`PriorAttention` that computes what a ``GoatAttention`` of the package ``goat-attention`` computes.
+    """Convert a ``GoatAttention`` of the package ``goat-attention`` to an equivalent :class:`PriorAttention`.
 
-    A state dict does not hold everything. For the module itself the rest is read off it and checked. For a state dict
-    it is assumed: one-dimensional positions, ``prior_gate="none"``, ``add_zero_attn=False`` and a prior scale of 1,
-    which are the package's defaults.
+    A state dict does not hold every setting. Settings of a module are read and checked. For a state dict, the package's
+    defaults are assumed: one-dimensional positions, ``prior_gate="none"``, ``add_zero_attn=False`` and a prior scale of
+    1.
 
-    The package divides positions by ``training_seq_len``, or without one by the number of keys of each call less one.
-    Then give that number as ``train_length``: outputs are equal for calls with ``train_length + 1`` keys, and differ
-    for others, as the package's own prior does.
+    The package divides positions by ``training_seq_len``. Without ``training_seq_len``, the divisor is the number of
+    keys of each call minus one. In that case pass the divisor as ``train_length``. Outputs are then equal for calls
+    with ``train_length + 1`` keys, and differ for others, as the package's own prior does.
 
     Args:
         source: the module, or its state dict.
-        causal: whether it is called with ``is_causal=True``, which is when the package adds its slopes.
-        train_length: ``training_seq_len`` in tokens; needed where there is a key bias, unless the module has it.
-        dropout: of attention weights; the module's, or 0.
-        batch_first: as in :class:`PriorAttention`; the module's, or False as is the package's default.
+        causal: whether the layer is called with ``is_causal=True``, for which the package adds its slopes.
+        train_length: ``training_seq_len`` in tokens. Required for a key bias, unless the module holds it.
+        dropout: dropout of attention weights. By default the module's, or 0.
+        batch_first: as in :class:`PriorAttention`. By default the module's, or False as in the package.
 
     Returns:
-        The layer, in training or evaluation mode as the module is. Call it with ``is_causal=causal``.
+        The layer, in the module's training or evaluation mode. Call it with ``is_causal=causal``.
 
     Raises:
-        ValueError: if the weights are not such a module's, do not fit each other, or compute something else.
+        ValueError: the weights are not those of a ``GoatAttention``, contradict each other, or have no equivalent.
     """
     module = source if isinstance(source, nn.Module) else None
     state = dict(source.state_dict() if isinstance(source, nn.Module) else source)
@@ -72,23 +72,24 @@ def load_goat_attention(
         batch_first = bool(getattr(module, "batch_first", False)) if batch_first is None else batch_first
     for name in ("lambda_sym", "lambda_asym", "prior_gate_scale_raw", "out_proj.weight"):
         if name not in state:
-            raise ValueError(f"source has no {name}; it is not (the state dict of) a GoatAttention of goat-attention")
+            raise ValueError(f"source must be a GoatAttention of goat-attention, or its state dict; it has no {name}")
     if "bias_k" in state:
-        raise ValueError("source has add_bias_kv=True: its extra key and value have no place in PriorAttention")
+        raise ValueError("source has add_bias_kv=True, and PriorAttention has no extra key and value")
     heads, (kv_heads, frequencies) = len(state["prior_gate_scale_raw"]), state["lambda_sym"].shape
     width = len(state["out_proj.weight"])
     has_sink = "key_bias.fc1.weight" in state
     content = width // heads - 2 * frequencies - has_sink
     if width % heads or heads % kv_heads or content < 1:
         raise ValueError(
-            f"{heads} heads, {kv_heads} key heads, a width of {width} and {frequencies} frequencies do not fit together"
+            f"{heads} heads, {kv_heads} key heads, width {width} and {frequencies} frequencies are inconsistent"
         )
     prior: Prior | None = _spectral(state, heads) if frequencies else None
     if has_sink:
         if train_length is None:
             raise ValueError(
-                "train_length is needed: the key bias divides positions by training_seq_len, which the state dict does "
-                "not hold; if that was None, by the number of keys less one, and outputs are equal at that number alone"
+                "train_length is required: the key bias divides positions by training_seq_len, which the state dict "
+                "does not hold. If training_seq_len was None, pass the number of keys minus one; outputs are equal for "
+                "that number of keys only"
             )
         check_positive_integers(train_length=train_length)
         sink = _sink(state, heads, train_length, causal=causal)
@@ -124,13 +125,13 @@ def load_goat_attention(
 
 
 def _check_settings(module: Any) -> None:
-    """Raise a ValueError where a module has settings, which its state dict does not hold, of another formula."""
+    """Raise a ValueError if a setting that a state dict does not hold changes the formula."""
     wanted = {"prior_gate": "none", "pos_encoding": "1d", "add_zero_attn": False, "goat_prior_scale": 1.0}
     for name, value in wanted.items():
         found = getattr(module, name, value)
         found = float(found) if isinstance(found, Tensor) else found
         if found != value:
-            raise ValueError(f"source has {name}={found!r}, which PriorAttention does not compute; expected {value!r}")
+            raise ValueError(f"source has {name}={found!r}, which PriorAttention does not support; expected {value!r}")
 
 
 def _spectral(state: Mapping[str, Tensor], heads: int) -> Spectral:
@@ -157,7 +158,7 @@ def _sink(state: Mapping[str, Tensor], heads: int, train_length: int, *, causal:
     )
     cosines, sines, others = first.split([frequencies, frequencies, 2], dim=1)
     if not frequencies:
-        # KeySink has one frequency at least; nothing looks at it.
+        # KeySink needs at least one frequency; weights of 0 disable it.
         cosines = sines = first.new_zeros(hidden, 1)
     into = {"0.weight": torch.cat([sines, cosines, others], dim=1), "0.bias": state["key_bias.fc1.bias"]}
     out_of = {f"2.{name}": state[f"key_bias.fc2.{name}"] for name in ("weight", "bias")}
@@ -171,9 +172,9 @@ def _sink(state: Mapping[str, Tensor], heads: int, train_length: int, *, causal:
 
 
 def _base(state: Mapping[str, Tensor], name: str, count: int) -> float:
-    """The base of geometric frequencies ``base^(-r / (R-1))``, from the frequencies."""
+    """Return the base of geometric frequencies ``base^(-r / (R-1))``."""
     if count < 2:
-        return 10000.0  # one frequency is 1 for any base
+        return 10000.0  # a single frequency is 1 for any base
     frequencies = state[name].double()
     base = float(1 / frequencies[-1])
     expected = torch.logspace(0, -1, count, base=base, dtype=torch.float64) if base > 1 else frequencies * math.nan
@@ -187,7 +188,7 @@ def _per_query_head(values: Tensor, heads: int) -> Tensor:
 
 
 def _projection(state: Mapping[str, Tensor], name: str, heads: int, kv_heads: int) -> dict[str, Tensor]:
-    """``weight``, and ``bias`` if it has one, of one of the three projections, which may be fused."""
+    """Return ``weight``, and ``bias`` if present, of a projection, which may be fused with the others."""
     if "in_proj.weight" not in state:
         return {kind: state[f"{name}.{kind}"] for kind in ("weight", "bias") if f"{name}.{kind}" in state}
     width = len(state["out_proj.weight"])
@@ -201,7 +202,7 @@ def _projection(state: Mapping[str, Tensor], name: str, heads: int, kv_heads: in
 
 
 def _content_rows(rows: Tensor, heads: int, content: int, *, scaled: bool) -> Tensor:
-    """A projection's rows, with those for positions 0: nothing comes from them, and no gradient moves them."""
+    """Return a projection's rows with zeros in the rows for positions, which no gradient then changes."""
     by_head = rows.unflatten(0, (heads, -1)).clone()
     by_head[:, content:] = 0
     if scaled:

@@ -1,4 +1,4 @@
-"""The attention of every layer while a model reads, with the name of the module that it belongs to."""
+"""Observing the attention of every layer while a model runs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from attention_priors.models.pretrained import PriorPreTrainedModel
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """The attention that one layer computes."""
+    """Attention computed by one layer."""
 
     index: int
-    """How many others have been computed before it."""
+    """Number of attention computations before this one."""
     name: str
-    """The path of the module that computes it, as in ``named_modules()``."""
+    """Path of the module that computes attention, as in ``named_modules()``."""
     module: nn.Module
     problem: Problem
     """Queries, keys, prior, masks and scales."""
@@ -33,14 +33,15 @@ class LayerAttention:
 
 @contextmanager
 def observed_attention(model: PreTrainedModel, see: Callable[[LayerAttention], None]) -> Iterator[None]:
-    """Within this block, call ``see`` with the attention of each layer that the model computes.
+    """Return a context in which ``see`` is called with the attention of each layer that the model computes.
 
     Args:
-        model: of ours, with something attached, BLOOM, MPT, T5, or whatever :func:`attach` takes.
-        see: called in the order of the layers, before each one's attention is computed.
+        model: a model of this package, BLOOM, MPT, T5, or a model that :func:`attach` supports. It may have attached
+            priors.
+        see: callback, called in the order of layers, before each layer's attention is computed.
 
     Raises:
-        ValueError: the model's attention cannot be seen; it says why.
+        ValueError: the model's attention cannot be observed. The message says why.
     """
     running: list[tuple[str, nn.Module]] = []
     count = 0
@@ -71,21 +72,21 @@ def observed_attention(model: PreTrainedModel, see: Callable[[LayerAttention], N
 
 @contextmanager
 def through_attend(model: PreTrainedModel) -> Iterator[None]:
-    """Within this block all of a model's attention goes through :func:`attend`: same weights, same outputs.
+    """Return a context in which all of a model's attention is computed by :func:`attend`, with unchanged outputs.
 
-    Ours and attached ones do so anyway. BLOOM, MPT and T5 do by :func:`use_priors`; for any other, every layer gets a
-    uniform prior, which changes nothing.
+    Models of this package and models with attached priors use :func:`attend` already. BLOOM, MPT and T5 are converted
+    by :func:`use_priors`. Any other model gets a uniform prior, which changes nothing.
 
     Args:
-        model: of ours, or of transformers.
+        model: a model of this package or of transformers.
 
     Raises:
-        ValueError: its attention cannot be computed so; it says why.
+        ValueError: :func:`attend` cannot compute the model's attention. The message says why.
     """
     modules = [*model.modules()]
     with ExitStack() as undo:
         if hasattr(model, STATE):
-            # Layers that have nothing attached are computed by SDPA, unless they have an empty attachment.
+            # Layers without an attachment use SDPA; an empty attachment makes them use attend().
             for module in attention_layers(model).values():
                 if not hasattr(module, ATTRIBUTE):
                     setattr(module, ATTRIBUTE, AttachedPrior(None, None))

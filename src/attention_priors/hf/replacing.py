@@ -1,6 +1,6 @@
-"""One module's class for another: the module stays the same object, with its weights, names, hooks and device.
+"""Replacing the class of a module in place, and code shared by replacement classes.
 
-And what the classes that take the place of others share.
+The module stays the same object, with its weights, names, hooks and device.
 """
 
 from __future__ import annotations
@@ -21,41 +21,37 @@ from attention_priors.priors import Prior
 
 
 def check_replaceable(modules: Iterable[nn.Module], replacements: Mapping[type[nn.Module], type[nn.Module]]) -> None:
-    """Modules that are to be replaced must have transformers' own code, and be called by it.
+    """Raise a ValueError unless all modules that would be replaced run transformers' own code.
 
     Raises:
-        ValueError: if one is of another class derived from theirs, or has a ``forward`` of its own.
+        ValueError: a module is of a derived class, or has a wrapped ``forward``.
     """
     known = [module for module in modules if isinstance(module, tuple(replacements))]
     for module in known:
         if type(module) not in replacements:
             raise ValueError(
-                f"a module of this model is a {type(module).__module__}.{type(module).__qualname__}, whose code is not "
-                "transformers' own"
+                f"this model has a module of class {type(module).__module__}.{type(module).__qualname__}, which does "
+                "not run transformers' own code"
             )
     check_not_wrapped(known)
 
 
 def check_not_wrapped(modules: Iterable[nn.Module]) -> None:
-    """A ``forward`` of a module's own would go on being called, whatever class the module has.
-
-    Raises:
-        ValueError: if a module has one.
-    """
+    """Raise a ValueError if a module's ``forward`` is wrapped: the wrapper would bypass a replaced class."""
     for module in modules:
         if "forward" in vars(module):
             raise ValueError(
-                f"a {type(module).__name__} of this model has its forward wrapped (by accelerate, for a device_map or "
-                "offloading, or by another package); call use_priors() and restore_attention() before it is wrapped"
+                f"the forward of a {type(module).__name__} of this model is wrapped (by accelerate, for a device_map "
+                "or offloading, or by another package); call use_priors() and restore_attention() before wrapping"
             )
 
 
 def replace(module: nn.Module, replacement: type[nn.Module]) -> None:
-    """Give a module the class ``replacement``, whose last base is the class it has."""
+    """Replace the class of ``module`` by ``replacement``, whose last base is the module's class."""
     assert replacement.__bases__[-1] is type(module)
     module.__class__ = replacement
     if isinstance(module, PreTrainedModel):
-        # Which outputs it can record (output_hidden_states) transformers keeps by class, from when a model is made.
+        # transformers registers the outputs that a model can record (output_hidden_states) when it is built.
         _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
 
 
@@ -64,24 +60,20 @@ def restore(module: Any) -> None:
     module.__class__ = type(module).__bases__[-1]
 
 
-# ---- what replacements share
+# ---- code shared by replacements
 
 
 def refuse_attention_weights(module: Any, output_attentions: Any) -> None:
-    """Attention weights are a dense matrix that is never made here.
-
-    Raises:
-        ValueError: if they are asked for, by argument or by config.
-    """
+    """Raise a ValueError if attention weights are requested, because the dense matrix is never computed."""
     if output_attentions if output_attentions is not None else module.config.output_attentions:
         raise ValueError(
-            f"output_attentions=True: {type(module).__name__} with priors makes no attention weights; call "
-            "restore_attention(model) first"
+            f"output_attentions=True is not supported: {type(module).__name__} with priors computes no attention "
+            "weights; call restore_attention(model) first"
         )
 
 
 def prior_for(module: nn.Module, device: torch.device) -> Prior:
-    """Return an attention layer's prior, on ``device``: a prior outside the model's state does not follow the model."""
+    """Return an attention layer's prior on ``device``: a prior outside the state dict does not follow the model."""
     prior = module.prior
     assert isinstance(prior, Prior)
     if "prior" in vars(module) and next(prior.parameters()).device != device:
@@ -102,22 +94,22 @@ def attend_with_cache(
     softmax_scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention of new tokens to themselves and to those in a cache, which takes them in.
+    """Update the cache with new keys and values, and compute attention of the new tokens.
 
     Args:
-        query: ``(B, H, L, D)``, of the new tokens.
-        key: likewise.
-        value: likewise.
-        prior: over the distance between tokens.
-        mask: as for :func:`keys_of_layer`.
-        cache: of the tokens before, or None.
-        layer: index of this layer in the cache.
+        query: queries of the new tokens. ``(B, H, L, D)``.
+        key: keys in the shape of ``query``.
+        value: values in the shape of ``query``.
+        prior: prior over distance.
+        mask: mask as for :func:`keys_of_layer`. It covers all tokens so far.
+        cache: cache of the previous tokens, or None.
+        layer: index of this layer in the cache. Required with a cache.
         positions: as for :func:`keys_of_layer`.
         softmax_scale: as for :func:`attend`.
         dropout_p: as for :func:`attend`.
 
     Returns:
-        ``(B, L, H · D)``.
+        Output, ``(B, L, H · D)``.
     """
     past = past_tokens(cache, layer)
     if cache is not None:

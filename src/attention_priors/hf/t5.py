@@ -1,9 +1,9 @@
-"""T5's relative bias through the attention interface.
+"""T5's relative bias as a prior, through the attention interface.
 
-Before transformers calls the attention interface, ``compute_bias`` makes a dense bias ``(1, H, Lq, Lk)``. Here
-``compute_bias`` returns the scalars of the buckets, ``(H, num_buckets)``. The layers hand them on as they handed on the
-bias, and :func:`attention_forward` makes a prior of them. The attention classes stay those of transformers: T5, mT5,
-umT5, Switch Transformers, Pop2Piano, and the decoders of LongT5, Pix2Struct and UDOP.
+Without this module, ``compute_bias`` makes a dense bias ``(1, H, Lq, Lk)`` before transformers calls the attention
+interface. Here ``compute_bias`` returns the scalars of the buckets, ``(H, num_buckets)``. Layers pass them on like the
+bias, and :func:`attention_forward` builds a prior from them. The attention classes remain those of transformers: T5,
+mT5, umT5, Switch Transformers, Pop2Piano, and the decoders of LongT5, Pix2Struct and UDOP.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from attention_priors.hf.attach import has_buckets, take_own_configs
 from attention_priors.hf.interface import IMPLEMENTATION, PAST, register
 
 BEFORE = "_implementation_before_priors"
-"""Attribute of modules with a changed config: name of the attention implementation before the change."""
+"""Attribute of modules with a changed config: name of the previous attention implementation."""
 
 
 def use_buckets(model: nn.Module) -> None:
-    """Let the layers of :func:`has_buckets` hand over scalars of buckets in place of a dense bias."""
+    """Make the layers of :func:`has_buckets` return the scalars of buckets instead of a dense bias."""
     take_own_configs(model)
     register()
     layers: list[Any] = [module for module in model.modules() if has_buckets(module)]
@@ -34,7 +34,7 @@ def use_buckets(model: nn.Module) -> None:
         part.config._attn_implementation = IMPLEMENTATION
     for layer in layers:
         layer.compute_bias = partial(_scalars_of, layer)
-        # Cross-attention has no bias: without this flag, transformers makes a dense one of zeros.
+        # Cross-attention has no bias; without this flag, transformers makes a dense bias of zeros.
         layer.has_relative_attention_bias = True
 
 
@@ -55,23 +55,23 @@ def _scalars_of(
 
     Args:
         module: the attention layer.
-        lengths: numbers of queries and keys, which the scalars do not depend on.
-        device: of the queries.
-        past_seen_tokens: number of tokens before the queries, an attribute of the scalars.
+        lengths: numbers of queries and keys, which are ignored.
+        device: device of the queries.
+        past_seen_tokens: number of tokens before the queries, set as an attribute of the scalars.
 
     Raises:
-        RuntimeError: if another attention implementation is in use, which would take the scalars for a dense bias.
+        RuntimeError: another attention implementation is in use, which would read the scalars as a dense bias.
     """
     implementation = module.config._attn_implementation
     if implementation != IMPLEMENTATION:
         raise RuntimeError(
-            f"the attention implementation is {implementation!r}, which cannot read the prior of use_priors(): "
-            f"model.set_attn_implementation({IMPLEMENTATION!r}) brings the prior back, restore_attention(model) takes "
-            "it off"
+            f"the attention implementation {implementation!r} does not support the prior of use_priors(): call "
+            f"model.set_attn_implementation({IMPLEMENTATION!r}) to use the prior, or restore_attention(model) to "
+            "remove it"
         )
     if not hasattr(module, "relative_attention_bias"):
         return torch.empty(module.n_heads, 0, device=device)
-    # The table is called, not read: hooks on the call bring weights that are offloaded or sharded.
+    # Call the table instead of reading its weight: hooks load offloaded or sharded weights.
     buckets = torch.arange(module.relative_attention_num_buckets, device=device)
     scalars = module.relative_attention_bias(buckets).T
     scalars = scalars.to(torch.promote_types(scalars.dtype, torch.float32))

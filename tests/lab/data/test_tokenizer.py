@@ -215,5 +215,5 @@ def test_folder_without_a_tokenizer_is_an_error(corpus: Corpus, tmp_path: Path):
 
 @pytest.mark.parametrize("missing", ["./nowhere", "../nowhere", "/nowhere", "a/b/c", "nowhere/", "~/nowhere"])
 def test_a_path_that_is_missing_is_not_looked_for_on_the_hub(missing: str, corpus: Corpus, tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=f"tokenizer '{missing}': there is no such folder"):
+    with pytest.raises(FileNotFoundError, match=f"tokenizer '{missing}' does not exist as a folder"):
         load_tokenizer(missing, corpus, tmp_path)

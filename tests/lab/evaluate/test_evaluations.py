@@ -254,7 +254,7 @@ def test_positions_that_depend_on_the_length_are_read_in_one_pass(kind: str, pla
     subject = Subject.load(str(model_folders.save(length_dependent(kind), model_folders.tokenizer(), tmp_path / kind)))
     asked = plan("perplexity", "passkey", lengths=(200, 260))
     with pytest.raises(
-        ValueError, match=rf"chunk must be at least 264, .* kind '{kind}' change beyond 128 .* it is 263"
+        ValueError, match=rf"chunk must be at least .* 264 tokens, got 263: .* type '{kind}' change .* beyond 128"
     ):
         evaluate(subject, asked, tmp_path / "out", chunk=263)
     assert not (tmp_path / "out").exists()

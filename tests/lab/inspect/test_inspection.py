@@ -569,7 +569,7 @@ def test_a_tokenizer_that_does_not_end_texts_is_as_none(tokenizer: Any, tmp_path
 def test_without_a_tokenizer_a_model_must_have_positions_for_a_few_tokens(tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=VOCABULARY, n_embd=24, n_layer=1, n_head=4, n_positions=8)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="a table of 8 positions; it cannot read rows of 16 tokens"):
+    with pytest.raises(ValueError, match="a table of 8 positions and cannot read rows of 16 tokens"):
         inspect_model(load_inspected(tmp_path / "model"), InspectionPlan(length=64))
 
 
@@ -713,14 +713,14 @@ def test_a_classifier_of_images_is_no_language_model(tmp_path: Path) -> None:
 
 def test_a_model_that_is_not_there_leaves_no_folder(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["inspect", str(tmp_path / "nowhere"), "--output", str(tmp_path / "out")])
-    assert "there is no such folder" in " ".join(done.output.split())
+    assert "does not exist as a folder" in " ".join(done.output.split())
     assert not [*tmp_path.iterdir()]
 
 
 def test_encoders_of_transformers_are_named(tmp_path: Path) -> None:
     config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=30)
     BertModel(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"is an encoder \(bert\): .* inspect takes those of this package"):
+    with pytest.raises(ValueError, match=r"an encoder \(bert\); .* inspect supports encoders of this package"):
         load_inspected(tmp_path)
 
 
@@ -736,7 +736,7 @@ def test_an_output_that_cannot_be_written_to_is_named_before_any_work(
 
 def test_a_text_that_the_model_has_no_positions_for(folders: dict[str, Path]) -> None:
     plan = InspectionPlan(text=TEXT, text_tokens=200)
-    with pytest.raises(ValueError, match="a table of 128 positions; it cannot read rows of 200 tokens"):
+    with pytest.raises(ValueError, match="a table of 128 positions and cannot read rows of 200 tokens"):
         inspect_model(load_inspected(folders["short GPT-2"]), plan)
 
 

@@ -1,7 +1,6 @@
 """The model under test: what is loaded, and what tells it from others."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -67,16 +66,16 @@ NOT_CAUSAL = {
     "BERT": (lambda: hf.BertModel(hf.BertConfig(**_OF_TEXT)), r"an encoder \(bert\)"),
     "our encoder": (
         lambda: PriorEncoderForMaskedLM(PriorEncoderConfig(**_OF_TEXT)),
-        r"an encoder \(prior_encoder\): .*; attention-priors inspect takes this one",
+        r"an encoder \(prior_encoder\); attention-priors inspect supports this model",
     ),
     "T5": (
         lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5, vocab_size=model_folders.VOCABULARY)),
-        r"an encoder and a decoder \(t5\): .*; attention-priors inspect takes T5",
+        r"an encoder-decoder \(t5\); attention-priors inspect supports T5",
     ),
-    "ViT": (lambda: hf.ViTForImageClassification(_ViT), r"a model of another kind \(vit\)"),
+    "ViT": (lambda: hf.ViTForImageClassification(_ViT), r"another kind of model \(vit\)"),
     "our classifier": (
         lambda: PriorVisionForImageClassification(PriorVisionConfig(**_ATTENTION, image_size=8, patch_size=4)),
-        r"a classifier of images \(prior_vision\): .*; the report of its comparison shows its priors",
+        r"an image classifier \(prior_vision\); the report of its comparison shows its priors",
     ),
 }
 
@@ -84,10 +83,8 @@ NOT_CAUSAL = {
 @pytest.mark.parametrize(("make", "complaint"), NOT_CAUSAL.values(), ids=NOT_CAUSAL)
 def test_models_of_other_kinds_are_named(make: Callable[[], Any], complaint: str, tmp_path: Path):
     make().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"is {complaint}".partition(":")[0]) as refusal:
+    with pytest.raises(ValueError, match=f"must be a causal language model, .*; got {complaint}"):
         Subject.load(str(tmp_path))
-    assert re.search(f"is {complaint}", str(refusal.value))
-    assert ": expected a causal language model" in str(refusal.value)
 
 
 # ---- adapters
@@ -138,10 +135,14 @@ def test_an_adapter_without_its_base_model_says_what_to_do(
     _low_rank(hf.AutoModelForCausalLM.from_pretrained(base)).save_pretrained(str(tmp_path / "adapter"))
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base_name}))
-    missing = "names no base model" if base_name is None else f"base model cannot be loaded: .*{base_name}': there is"
+    missing = (
+        "names no base model"
+        if base_name is None
+        else f"base model of the adapter .* cannot be loaded: .*{base_name}' does not exist"
+    )
     with pytest.raises((ValueError, OSError), match=missing) as refusal:
         load(str(tmp_path / "adapter"))
-    assert "adapter' is an adapter" in str(refusal.value)
+    assert "adapter'" in str(refusal.value)
     assert "save both together: model.save_pretrained(OTHER)" in str(refusal.value)
 
 
@@ -149,7 +150,7 @@ def test_an_adapter_that_cannot_be_merged_is_named(base: Path, tmp_path: Path):
     config = peft.PromptTuningConfig(task_type=peft.TaskType.CAUSAL_LM, num_virtual_tokens=2)
     adapted = peft.get_peft_model(hf.AutoModelForCausalLM.from_pretrained(base), config)
     adapted.save_pretrained(str(tmp_path / "adapter"))
-    with pytest.raises(ValueError, match=r"adapter' is an adapter of the kind .*PROMPT_TUNING: expected weights"):
+    with pytest.raises(ValueError, match=r"cannot merge the adapter .*adapter' of type .*PROMPT_TUNING into"):
         Subject.load(str(tmp_path / "adapter"))
 
 
@@ -222,7 +223,7 @@ def test_a_model_that_lacks_weights_is_refused(folders: dict[str, Path], tmp_pat
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        OSError, match=r"broken is no whole LlamaForCausalLM: it has no weights for model.layers.1.mlp.up_proj.weight"
+        OSError, match=r"broken is not a complete LlamaForCausalLM: no weights for model.layers.1.mlp.up_proj.weight"
     ):
         Subject.load(str(folder))
 
