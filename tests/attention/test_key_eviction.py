@@ -142,7 +142,7 @@ def test_local_heads_need_few_keys() -> None:
     [
         ({"tolerance": 0.0}, "tolerance must be in"),
         ({"tolerance": 1}, "tolerance must be in"),
-        ({"final_length": 8}, "final_length must be an integer above the 8 keys"),
+        ({"final_length": 8}, "final_length must be an integer above the 8 cached keys"),
         ({"query_norm": -1.0}, "query_norm must be"),
         ({"query_norm": torch.ones(3)}, "query_norm must be"),
         ({"query_norm": math.inf}, "query_norm must be"),

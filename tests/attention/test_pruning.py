@@ -284,7 +284,7 @@ def test_impossible_key_bounds() -> None:
     bounds = KeyBounds(torch.zeros(1, 2, 8, 4))
     with pytest.raises(ValueError, match=r"key must have shape \(1, 2, L, 4\)"):
         bounds.update(torch.zeros(1, 3, 9, 4))
-    with pytest.raises(ValueError, match="fewer than the 8"):
+    with pytest.raises(ValueError, match="all 8 earlier keys"):
         bounds.update(torch.zeros(1, 2, 7, 4))
     with pytest.raises(ValueError, match="tolerance must be above 0"):
         pruning_report(torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 8, 4), Laplace(2), tolerance=0.0)

@@ -1,4 +1,4 @@
-"""Balls around blocks of keys: what bounds every content score of a block without looking at its keys."""
+"""Balls around blocks of keys, which bound every content score of a block without reading its keys."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from attention_priors.attention.geometry import block_length
 BLOCK = 256
 """Keys, and queries, per block."""
 ROUNDING = 2.0**-23
-"""Relative error of a float32 operation, at most."""
+"""Largest relative error of a float32 operation."""
 
 
 def product_error(width: int) -> float:
-    """Return the largest error of a dot product of so many float32 numbers, relative to the product of the norms."""
+    """Return the largest error of a float32 dot product over ``width`` terms, relative to the product of the norms."""
     return (width + 8) * ROUNDING
 
 
@@ -28,29 +28,29 @@ def block_sizes(num_keys: int, like: Tensor) -> Tensor:
 
 
 class Balls(NamedTuple):
-    """For each block of keys its mean ``k̄`` and a radius ``r`` with ``‖k_j − k̄‖ ≤ r`` for all its keys.
+    """Mean ``k̄`` and radius ``r`` of each block of keys: ``‖k_j − k̄‖ ≤ r`` for all keys of the block.
 
-    The radius has room for the rounding errors of content scores computed in float32.
+    The radius includes the rounding errors of content scores computed in float32.
     """
 
     keys: Tensor
-    """``[k̄, r, 1]``, ``(B, Hkv, blocks, D + 2)``: its product with ``[q, ‖q‖, x]`` is a bound, plus ``x``."""
+    """Vectors ``[k̄, r, 1]``, ``(B, Hkv, blocks, D + 2)``. The product with ``[q, ‖q‖, x]`` is a bound plus ``x``."""
     reach: Tensor
-    """How long the keys are at most, ``(B, Hkv, blocks)``."""
+    """Largest norm of the keys, ``(B, Hkv, blocks)``."""
 
     @property
     def means(self) -> Tensor:
-        """``(B, Hkv, blocks, D)``."""
+        """Mean key of each block, ``(B, Hkv, blocks, D)``."""
         return self.keys[..., :-2]
 
     @property
     def radii(self) -> Tensor:
-        """``(B, Hkv, blocks)``."""
+        """Radius of each block, ``(B, Hkv, blocks)``."""
         return self.keys[..., -2]
 
     @classmethod
     def around(cls, key: Tensor) -> Balls:
-        """Blocks of 256 of ``key (B, Hkv, L, D)``."""
+        """Return the balls around blocks of 256 keys of ``key (B, Hkv, L, D)``."""
         batch, heads, length, width = key.shape
         dtype = torch.float64 if key.dtype == torch.float64 else torch.float32
         means = torch.empty(batch, heads, -(-length // BLOCK), width, dtype=dtype, device=key.device)
@@ -69,14 +69,14 @@ class Balls(NamedTuple):
 
     @classmethod
     def of(cls, means: Tensor, radii: Tensor) -> Balls:
-        """With these means and radii, which may be rounded."""
+        """Return balls with these means and radii, which may be rounded."""
         error = product_error(means.shape[-1])
         reach = (torch.linalg.vector_norm(means, dim=-1) + radii) * (1 + error)
         radii = radii + error * reach
         return cls(torch.cat([means, radii.unsqueeze(-1), torch.ones_like(radii).unsqueeze(-1)], dim=-1), reach)
 
     def joined(self, factor: int, num_keys: int) -> Balls:
-        """Around ``factor`` blocks of 256 each, of ``num_keys`` keys."""
+        """Return balls around groups of ``factor`` blocks of 256, over ``num_keys`` keys."""
         means, width = self.means, self.means.shape[-1]
         sizes = block_sizes(num_keys, means)
         extra = -len(sizes) % factor
@@ -91,9 +91,9 @@ class Balls(NamedTuple):
 class KeyBounds:
     """Bounds of cached keys, for :func:`attend` with a ``tolerance``.
 
-    ``|<q, k_j> − <q, k̄>| ≤ ‖q‖ r`` for every query and every key of a block with mean ``k̄`` and radius ``r``
-    (Cauchy-Schwarz). Without them :func:`attend` reads all keys to find ``k̄`` and ``r``, which in decoding is half of
-    what attention without pruning does; so keep them beside the cache::
+    Every query and every key of a block with mean ``k̄`` and radius ``r`` satisfy ``|<q, k_j> − <q, k̄>| ≤ ‖q‖ r``
+    (Cauchy-Schwarz). Without bounds, :func:`attend` reads all keys to compute ``k̄`` and ``r``. In decoding, this is
+    half of the work of attention without pruning. Keep the bounds beside the cache::
 
         bounds = KeyBounds(key)
         for ...:
@@ -102,29 +102,29 @@ class KeyBounds:
             out = attend(query, key, value, prior, tolerance=1e-6, key_bounds=bounds)
 
     Args:
-        key: ``(B, Hkv, L, D)``, the keys so far.
+        key: Cached keys, ``(B, Hkv, L, D)``.
     """
 
     def __init__(self, key: Tensor) -> None:
         if key.dim() != 4 or not key.is_floating_point():
             raise ValueError(f"key must be floating point (B, Hkv, L, D), got {key.dtype} {tuple(key.shape)}")
         self.length = key.shape[2]
-        """How many keys there are."""
+        """Number of keys."""
         self.balls = Balls.around(key.detach())
-        """Around blocks of 256 of them."""
+        """Balls around blocks of 256 keys."""
 
     def update(self, key: Tensor) -> None:
-        """Take note of keys that were appended; those before are not looked at again, but for the last block.
+        """Add appended keys to the bounds. Of the earlier keys, only the last block is read again.
 
         Args:
-            key: ``(B, Hkv, L, D)``, all keys: those of before, and more.
+            key: All keys, earlier and appended, ``(B, Hkv, L, D)``.
         """
         known = self.balls
         batch, heads, _, width = known.means.shape
         if key.dim() != 4 or (len(key), key.shape[1], key.shape[3]) != (batch, heads, width):
             raise ValueError(f"key must have shape ({batch}, {heads}, L, {width}), got {tuple(key.shape)}")
         if key.shape[2] < self.length:
-            raise ValueError(f"key holds {key.shape[2]} keys, fewer than the {self.length} of before")
+            raise ValueError(f"key must hold all {self.length} earlier keys and the new ones, got {key.shape[2]} keys")
         done = self.length // BLOCK
         new = Balls.around(key.detach()[:, :, done * BLOCK :])
         self.balls = Balls(*(torch.cat([old[:, :, :done], more], dim=2) for old, more in zip(known, new, strict=True)))

@@ -1,15 +1,15 @@
-"""Certified pruning: which blocks of keys a block of queries need not look at.
+"""Certified pruning: blocks of keys that a block of queries can skip.
 
-Softmax gives a set of keys the share ``Σ_set e^z / Σ_all e^z`` of a query's weight. Both sums can be bounded without
-computing logits. For a block ``J`` of keys with mean ``k̄`` and radius ``r`` (:class:`Balls`), query ``i``, content
-scale ``s`` (logit scale included) and log-prior ``b``,
+Softmax gives a set of keys the share ``Σ_set e^z / Σ_all e^z`` of a query's weight. Both sums have bounds that need no
+logits. Let ``J`` be a block of keys with mean ``k̄`` and radius ``r`` (:class:`Balls`). Query ``i`` has content scale
+``s`` (logit scale included) and log-prior ``b``. Then
 
     ``ln Σ_{j∈J} e^{z_ij}  ≤  s <q_i, k̄> + |s| ‖q_i‖ r + max_{j∈J} b_ij + ln |J|``     (Cauchy-Schwarz)
     ``ln Σ_{j∈J} e^{z_ij}  ≥  s <q_i, k̄> + mean_{j∈J} b_ij + ln |J|``                (Jensen)
 
-the second for blocks that the query sees all of; near the peak of the prior the sum is computed as it is. The largest
-set of blocks whose bounds add up to at most the tolerance is dropped: no query loses more of its weight than
-that.
+The second bound holds for blocks that the query sees whole. Near the peak of the prior, the sum is computed directly.
+The largest set of blocks whose bounds add up to at most the tolerance is dropped. No query loses a larger share of its
+weight than the tolerance.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ from attention_priors.attention.tiles.tiling import Part, Tile
 BAND_ROWS = 256
 """Queries per tile near the peak."""
 BAND = 64
-"""Distances to either side of the prior's peak where the sum over keys is computed and not bounded."""
+"""Distances on each side of the prior's peak where the sum over keys is computed, not bounded."""
 BAND_OF_ONE_QUERY = 256
-"""The same for a single query, which has no other lower bound: means of the log-prior are not worth their time."""
+"""``BAND`` for a single query, whose only lower bound is the band: means of the log-prior would cost too much."""
 COARSE_BLOCKS = 64
-"""Number of coarse blocks that the keys are cut into first, about."""
+"""Approximate number of coarse blocks in the first step of the search."""
 TOGETHER = 16
-"""Blocks of queries whose fine bounds are computed together."""
+"""Blocks of queries per computation of fine bounds."""
 NUMBERS = 2**20
 """Numbers per working buffer."""
 WORTH_PRUNING = 0.8
-"""A head that would keep a larger share of its blocks keeps them all: large tiles are then faster."""
+"""Largest share of kept blocks at which a head is pruned. Above, large tiles over all blocks are faster."""
 LOWEST_MEAN = -1e6
-"""Log-priors below it, in nats, are not averaged."""
+"""Lowest log-prior, in nats, that enters a mean."""
 UNKNOWN = 1e30
-"""Nats: in place of an infinity."""
+"""Stand-in for an infinity, in nats."""
 
 
 class Pruned(NamedTuple):
-    """What is kept, and what the rest weighs."""
+    """Kept blocks, and a bound on the weight of the dropped blocks."""
 
     kept: Tensor
-    """``(B, H, ⌈Lq / 256⌉, ⌈Lk / 256⌉)``, boolean: which blocks of keys each block of queries looks at."""
+    """Blocks of keys that each block of queries reads, boolean, ``(B, H, ⌈Lq / 256⌉, ⌈Lk / 256⌉)``."""
     dropped: Tensor
-    """``(B, H, ⌈Lq / 256⌉)``, float64: the share of weight that any query of the block loses, at most."""
+    """Largest share of its weight that a query of the block may lose, float64, ``(B, H, ⌈Lq / 256⌉)``."""
 
 
 def prune(content: Content, problem: BlockProblem, tolerance: float, balls: Balls | None) -> Pruned:
     """Choose the blocks to keep so that no query loses more than ``tolerance`` of its weight.
 
-    Positions with gaps and dense masks are not pruned, nor are heads with little to gain: everything is kept.
+    All blocks are kept for positions with gaps, for dense masks, and for heads with little to gain.
 
     Args:
-        content: queries and keys.
-        problem: the rest.
-        tolerance: in (0, 1).
-        balls: around the blocks of the keys; None to make them.
+        content: Queries and keys.
+        problem: All other inputs of attention.
+        tolerance: Share of its weight that a query may lose, in (0, 1).
+        balls: Balls around the blocks of keys, or None to compute them.
     """
     geometry = problem.geometry
     if not may_prune(geometry) or geometry.offset is None or problem.distances.listed is not None:
@@ -86,7 +86,7 @@ def prune(content: Content, problem: BlockProblem, tolerance: float, balls: Ball
 
 
 def keep_everything(geometry: Geometry) -> Pruned:
-    """Nothing is dropped."""
+    """Return a result that keeps every block."""
     size = (geometry.batch, geometry.heads, -(-geometry.num_queries // BLOCK), -(-geometry.num_keys // BLOCK))
     return Pruned(
         torch.ones(size, dtype=torch.bool, device=geometry.device),
@@ -95,14 +95,14 @@ def keep_everything(geometry: Geometry) -> Pruned:
 
 
 def may_prune(geometry: Geometry) -> bool:
-    """Whether there are blocks to tell apart: more than two, and no dense mask."""
+    """Return whether pruning applies: more than two blocks of keys, and no dense mask."""
     return geometry.attn_mask is None and geometry.num_keys > 2 * BLOCK
 
 
 def _visible_distances(problem: BlockProblem) -> tuple[int, int]:
-    """Return the lowest and the highest distance between a query and a key that it sees.
+    """Return the lowest and the highest visible distance between a query and a key.
 
-    The lowest is above the highest if no query sees a key. All distances between them are in the table and visible.
+    The lowest is above the highest if no query sees a key. The table holds all distances between them, all visible.
     """
     geometry, distances, reach = problem.geometry, problem.distances, problem.tiling.reach
     assert geometry.offset is not None
@@ -114,16 +114,16 @@ def _visible_distances(problem: BlockProblem) -> tuple[int, int]:
 
 
 class BlockPriors:
-    """Extremes and means of the log-prior over pairs of blocks, which depend on how far apart these are.
+    """Extremes and means of the log-prior over pairs of blocks, which depend on the blocks' distance.
 
-    The log-prior is read in the order of falling distances, in runs of 256: as keys follow each other, and not a
-    number is moved. Of hidden distances (a window's, the future's) none is read.
+    The log-prior is read at falling distances, in runs of 256. This order follows the keys, so no number is moved.
+    Hidden distances (outside a window, or in the future) are not read.
 
     Args:
-        problem: whose prior, offset and causal mask; some distance must be visible.
-        num_query_blocks: of 256 queries.
-        num_key_blocks: of 256 keys.
-        factor: blocks of 256 keys in a coarse block.
+        problem: Problem with the prior, the offset and the causal mask. At least one distance must be visible.
+        num_query_blocks: Number of blocks of 256 queries.
+        num_key_blocks: Number of blocks of 256 keys.
+        factor: Number of blocks of 256 keys in a coarse block.
     """
 
     def __init__(self, problem: BlockProblem, num_query_blocks: int, num_key_blocks: int, factor: int) -> None:
@@ -132,7 +132,7 @@ class BlockPriors:
         self.num_query_blocks, self.num_key_blocks, self.factor = num_query_blocks, num_key_blocks, factor
         self.rows = min(BLOCK, geometry.num_queries)
         self.highest = geometry.offset + (num_query_blocks - 1) * BLOCK + self.rows - 1
-        """The distance of the last query of the last block and the first key."""
+        """Distance between the last query of the last block and the first key."""
         bottom, top = self.visible = _visible_distances(problem)
         if table is None:
             values = torch.zeros(1, top - bottom + 1, dtype=problem.dtype, device=geometry.device)
@@ -140,13 +140,13 @@ class BlockPriors:
             cut = slice(distances.highest - top, distances.highest - bottom + 1)
             values = table.detach()[:, cut].to(problem.dtype)
         self.overlap = 0 if self.rows == 1 else 1
-        """One query finds the distances of a block in one run, 256 queries in one run more."""
-        # The last coarse block has as many runs as the others, though it may have fewer keys.
+        """Additional runs that hold a block's distances: 0 for one query, 1 for 256 queries."""
+        # The last coarse block has as many runs as the other blocks, but may have fewer keys.
         runs = num_query_blocks - 1 + -(-num_key_blocks // factor) * factor + self.overlap
-        # What lies beyond repeats the last number, so that it is never an extreme of its own.
+        # Padding repeats the outermost number, so that padding adds no new extreme.
         beyond = (self.highest - top, runs * BLOCK - (self.highest - bottom + 1))
         self.values = pad(values.unsqueeze(0), beyond, mode="replicate")[0] if max(beyond) > 0 else values
-        """The log-prior at falling distances, ``(H or 1, 256 runs)``."""
+        """Log-prior at falling distances, ``(H or 1, 256 runs)``."""
         starts = self.highest - torch.arange(runs, device=geometry.device) * BLOCK
         self._none = (starts < bottom) | (starts - BLOCK + 1 > top)
         self._all = (starts <= top) & (starts - BLOCK + 1 >= bottom)
@@ -164,36 +164,37 @@ class BlockPriors:
         return self._runs.amin(-1).masked_fill(self._none, math.inf)
 
     def peaks(self, turned: Tensor) -> list[int]:
-        """Return the distance where each head's log-prior is largest or, for heads ``turned (H,)``, lowest."""
+        """Return the distance of each head's largest log-prior or, for heads ``turned (H,)``, of the lowest."""
         turned = turned.unsqueeze(-1)
         extremes = torch.where(turned, -self._low, self._high) if bool(turned.any()) else self._high
         run = extremes.argmax(-1, keepdim=True)
         values = self._runs.take_along_dim(run.unsqueeze(-1), dim=1).squeeze(1)
         place = run.squeeze(-1) * BLOCK + torch.where(turned, -values, values).argmax(-1)
-        # A repeated number stands for the one it repeats.
+        # Padding repeats a visible number, so a peak in padding moves to the nearest visible distance.
         return (self.highest - place).clamp(*self.visible).tolist()
 
     def extreme(self, highest: bool, factor: int, blocks: slice) -> Tensor:
-        """Return the highest or lowest log-prior that any query of a block sees at any key of a block.
+        """Return the highest or lowest log-prior over the visible pairs of two blocks.
 
         Args:
-            highest: or lowest.
-            factor: keys per block, in units of 256.
-            blocks: which blocks of queries.
+            highest: Whether to return the highest log-prior instead of the lowest.
+            factor: Keys per block, in units of 256.
+            blocks: Blocks of queries.
 
         Returns:
-            ``(H or 1, query blocks, blocks of keys)``; ``-inf`` (``inf``, if lowest) where all pairs are hidden.
+            ``(H or 1, query blocks, blocks of keys)``. If all pairs are hidden, ``-inf`` (highest) or ``inf`` (lowest).
         """
         width = factor + self.overlap
         found = self._high.unfold(-1, width, 1).amax(-1) if highest else self._low.unfold(-1, width, 1).amin(-1)
         return found[:, self._first_run(factor, blocks)]
 
     def means(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the smallest and largest of the means over a whole coarse block of keys that queries of a block find.
+        """Return the smallest and largest mean log-prior over a coarse block of keys, among the queries of a block.
 
         Returns:
-            Each ``(H or 1, query blocks, blocks of keys)``, and whether there is a mean: not where a key is hidden,
-            or so far down that the mean of the others would drown.
+            Smallest means, largest means, and whether the means are valid, each
+            ``(H or 1, query blocks, blocks of keys)``. A mean is not valid if a key is hidden, or if a log-prior below
+            ``LOWEST_MEAN`` would swamp the other values.
         """
         run, low = self._first_run(self.factor, EVERY), self.extreme(False, self.factor, EVERY)
         size = self.factor * BLOCK
@@ -212,9 +213,9 @@ class _Search:
     """Bounds for all pairs of blocks of one problem.
 
     Args:
-        content: queries and keys.
-        problem: the rest.
-        balls: around the blocks of the keys; None to make them.
+        content: Queries and keys.
+        problem: All other inputs of attention.
+        balls: Balls around the blocks of keys, or None to compute them.
     """
 
     def __init__(self, content: Content, problem: BlockProblem, balls: Balls | None) -> None:
@@ -222,7 +223,7 @@ class _Search:
         self.query, self.key, self.problem, self.geometry = query, key, problem, geometry
         self.group = query.shape[1] // key.shape[1]
         self.moved: Tensor | float = 0.0
-        """Distance between a key and the key that its ball was made of, at most, ``(B, H, 1)``."""
+        """Largest distance that a cast moved a key from the key in its ball, ``(B, H, 1)``."""
         if balls is None:
             balls = Balls.around(key)
         elif (moved := _moved_by_a_cast(balls, key.dtype)) is not None:
@@ -230,20 +231,20 @@ class _Search:
             self.moved = moved.amax(-1).to(problem.dtype).repeat_interleave(self.group, dim=1).unsqueeze(-1)
         self.num_key_blocks = balls.means.shape[2]
         self.num_query_blocks = -(-geometry.num_queries // BLOCK)
-        # A single block of queries, as in decoding, is done with all blocks of keys at once.
+        # A single block of queries, as in decoding, takes all blocks of keys at once.
         many = self.num_key_blocks if self.num_query_blocks > 1 else 1
         self.factor = 2 ** max(0, math.ceil(math.log2(many / COARSE_BLOCKS)))
-        """Blocks of 256 keys in a coarse one."""
+        """Number of blocks of 256 keys in a coarse block."""
         sizes = {1, self.factor}
         self.balls = {size: balls.joined(size, geometry.num_keys) if size > 1 else balls for size in sizes}
-        """Balls around blocks of 256 keys and around coarse ones, by factor."""
+        """Balls around blocks of 256 keys and around coarse blocks, by factor."""
         self.priors = BlockPriors(problem, self.num_query_blocks, self.num_key_blocks, self.factor)
         self.key_ends = None if problem.key_bias is None else {size: self._ends_of_keys(size) for size in sizes}
-        """Lowest, highest and mean number of each block of keys, ``(B, H, blocks)`` each, by factor."""
+        """Lowest, highest and mean key bias of each block of keys, ``(B, H, blocks)`` each, by factor."""
         self.first, self.last = geometry.slot_range
         self.norms = torch.linalg.vector_norm(query, dim=-1, dtype=problem.dtype) * problem.softmax_scale
         self.error = product_error(query.shape[-1])
-        """Relative error of the products of queries and keys in float32."""
+        """Relative error of float32 products of queries and keys."""
         self.scale_ends = None if problem.row_scale is None else _ends_of_blocks(problem.row_scale.detach(), BLOCK)
         """Smallest and largest factor of the log-prior in each block of queries, ``(B, H, query blocks)`` each."""
 
@@ -269,12 +270,12 @@ class _Search:
             kept, more = select(self._fine_shares(kept), tolerance - spent.unsqueeze(-1))
             spent = spent + more
         if self.geometry.key_documents is not None:
-            # Other blocks that cannot be seen have weight 0 by distance alone.
+            # All other invisible blocks have weight 0 because of their distance.
             kept &= self.visible_blocks()
         return Pruned(kept, spent)
 
     def visible_blocks(self) -> Tensor:
-        """Which blocks hold a key that the block of queries can see, ``(B or 1, 1, query blocks, key blocks)``."""
+        """Return which blocks of keys each block of queries sees, ``(B or 1, 1, query blocks, key blocks)``."""
         number = self.geometry.num_keys
         seen = self.first < self.last
         first = _in_blocks(self.first.masked_fill(~seen, number), BLOCK, number).amin(-1).unsqueeze(-1)
@@ -282,26 +283,26 @@ class _Search:
         starts = torch.arange(self.num_key_blocks, device=self.first.device) * BLOCK
         return ((starts < last) & (starts + BLOCK > first)).unsqueeze(1)
 
-    # ---- from below
+    # ---- lower bounds
 
     @cached_property
     def lower(self) -> Tensor:
         """Lower bound of every query's log-sum-exp, ``(B, H, Lq)``.
 
-        ``-inf`` where nothing is known, and ``inf`` for a query that sees nothing: there is nothing to lose.
+        ``-inf`` means no bound. ``inf`` marks a query that sees no key and therefore can lose no weight.
         """
         lower = self._near_the_peak()
         if self.geometry.num_queries > 1:
-            # Not their sum: they may have keys in common. The bound far away was computed with means of keys, which
-            # lie no farther from the true ones than the keys do.
+            # The two bounds may share keys, so they are not added. The far bound uses means of keys. A cast moves
+            # a mean no farther than it moves the keys.
             lower = torch.maximum(lower, self._far_away() - self.norms * self.moved)
-        # Dot products in float32 may be wrong by this much, relative to the norms.
+        # Rounding of float32 dot products, relative to the norms.
         largest = self.balls[1].reach.amax(-1).repeat_interleave(self.group, dim=1).unsqueeze(-1)
         error = self.norms * largest * self.error + (1e-4 + self.error * lower.abs()).nan_to_num(posinf=0.0)
         return (lower - error).masked_fill((self.first == self.last).unsqueeze(1), math.inf)
 
     def _near_the_peak(self) -> Tensor:
-        """Log-sum-exp over the keys near each head's peak, ``(B, H, Lq)``."""
+        """Return the log-sum-exp over the keys near each head's peak, ``(B, H, Lq)``."""
         problem, norms = self.problem, self.norms
         bias_of = problem.bias()
         turned = torch.zeros(self.geometry.heads, dtype=torch.bool, device=norms.device)
@@ -324,7 +325,7 @@ class _Search:
         return out
 
     def _peaks(self, turned: Tensor) -> list[int]:
-        """Return the distance where each head's log-prior is best; of one query, key biases included."""
+        """Return the distance of each head's best log-prior; for a single query, key biases count too."""
         biases, padding = self.problem.key_bias, self.geometry.key_padding_mask
         if biases is None or self.geometry.num_queries > 1:
             return self.priors.peaks(turned)
@@ -336,7 +337,7 @@ class _Search:
         return (self.priors.highest - log_prior.amax(0).argmax(-1)).tolist()
 
     def _band(self, peak: int) -> Iterator[Tile]:
-        """Tiles of keys about ``peak`` tokens before their queries."""
+        """Yield tiles of keys about ``peak`` tokens before their queries."""
         assert self.geometry.offset is not None
         ahead = self.geometry.offset - peak
         band = BAND if self.geometry.num_queries > 1 else BAND_OF_ONE_QUERY
@@ -346,11 +347,11 @@ class _Search:
                 yield tile._replace(first=first, last=last)
 
     def _far_away(self) -> Tensor:
-        """Lower bound of the log-sum-exp over the coarse blocks of which a query's whole block sees every key.
+        """Return a lower bound of the log-sum-exp over coarse blocks that a whole block of queries sees.
 
-        With ``m_S`` the mean log-prior of block ``S``, and any weights ``w`` that add up to 1, Jensen says once more
-        ``ln Σ_S e^{s <q, k̄_S> + m_S} ≥ ln Σ_S e^{m_S} + s <q, Σ_S w_S k̄_S>``, with equality of the first terms for
-        ``w_S ∝ e^{m_S}``. So each block of queries needs a single mean key.
+        Let ``m_S`` be the mean log-prior of block ``S``, and ``w_S ∝ e^{m_S}`` weights that add up to 1. By Jensen,
+        ``ln Σ_S e^{s <q, k̄_S> + m_S} ≥ ln Σ_S e^{m_S} + s <q, Σ_S w_S k̄_S>``. Each block of queries therefore needs
+        a single mean key.
         """
         size, padding = self.factor * BLOCK, self.geometry.key_padding_mask
         low, high, fits = self.priors.means()
@@ -374,10 +375,10 @@ class _Search:
         ]
         return torch.cat(bounds, dim=2) + math.log(size)
 
-    # ---- from above
+    # ---- upper bounds
 
     def _fine_shares(self, kept: Tensor) -> Tensor:
-        """:meth:`_shares` of blocks of 256 keys within the coarse blocks that are kept; ``-inf`` elsewhere."""
+        """Return :meth:`_shares` of the blocks of 256 keys in kept coarse blocks; ``-inf`` elsewhere."""
         kept = kept.repeat_interleave(self.factor, dim=-1)[..., : self.num_key_blocks]
         shares = torch.full(kept.shape, -math.inf, dtype=self.lower.dtype, device=kept.device)
         for start in range(0, self.num_query_blocks, TOGETHER):
@@ -390,13 +391,13 @@ class _Search:
         return shares.masked_fill(~kept, -math.inf)
 
     def _shares(self, part: Part, blocks: slice, factor: int, keys: Tensor | slice = EVERY) -> Tensor:
-        """Return the log of the share of weight that any query of a block may give to a block of keys.
+        """Return the log of the largest share of weight that a query of a block may give to a block of keys.
 
         Args:
-            part: texts and heads.
-            blocks: which blocks of queries.
-            factor: keys per block, in units of 256.
-            keys: which blocks of keys, ``(n,)``.
+            part: Rows of the batch, and heads.
+            blocks: Blocks of queries.
+            factor: Keys per block, in units of 256.
+            keys: Indices of blocks of keys, ``(n,)``, or a slice.
 
         Returns:
             ``(b, h, query blocks, n)``.
@@ -411,7 +412,7 @@ class _Search:
             ends = [end[part.batches, part.heads, blocks] for end in self.scale_ends]
             high = products_of_ends(ends, low, high).amax(0)
         shares = largest + high + self.error * high.abs() + math.log(factor * BLOCK)
-        # No key, no weight, whatever else is (not) known.
+        # A block without a visible key has no weight, even where another bound is infinite or NaN.
         return shares.masked_fill(hidden, -math.inf)
 
     def _bias_extreme(self, highest: bool, part: Part, blocks: slice, factor: int, keys: Tensor | slice) -> Tensor:
@@ -422,13 +423,13 @@ class _Search:
         return extreme[..., keys]
 
     def _bounded_queries(self, part: Part, rows: slice) -> Tensor:
-        """Return ``[s q, |s| ‖q‖, -lower]``, ``(b, h, n, D + 2)``: their products with :attr:`Balls.keys` are bounds.
+        """Return ``[s q, |s| ‖q‖, -lower]``, ``(b, h, n, D + 2)``, whose products with :attr:`Balls.keys` are bounds.
 
-        The last query is repeated to fill its block.
+        Copies of the last query fill its block.
         """
         here = (part.batches, part.heads, rows)
         query = self.query[here].to(self.lower.dtype) * self.problem.softmax_scale
-        # Infinities would become nan in a product. Nothing known, nothing dropped; nothing seen, nothing lost.
+        # Infinities would become NaN in a product. Without a bound nothing is dropped; a blind query loses nothing.
         shift = (-self.lower[here]).nan_to_num(nan=UNKNOWN, posinf=UNKNOWN, neginf=-UNKNOWN)
         queries = torch.cat([query, self.norms[here].unsqueeze(-1), shift.unsqueeze(-1)], dim=-1)
         extra = -queries.shape[2] % self.priors.rows
@@ -436,37 +437,37 @@ class _Search:
 
 
 def _moved_by_a_cast(balls: Balls, dtype: torch.dtype) -> Tensor | None:
-    """How far a key may lie from the one that was put in a ball, if that was cast later on; None if none was.
+    """Return the largest distance that a later cast moved a key from the key in its ball, or None without a cast.
 
-    Autocast is one who casts. The balls of half-precision keys are in float32, as those of float32 ones are, and do
-    not tell which they are: both have room for it.
+    Autocast is a common cause. Balls are float32 for half-precision and for float32 keys, and do not record the dtype
+    of the keys. The result allows for both.
 
     Args:
-        balls: around the blocks of the keys as they were.
-        dtype: of the keys as attention has them.
+        balls: Balls around the blocks of the original keys.
+        dtype: Dtype of the keys in attention.
 
     Returns:
-        ``(B, Hkv, blocks)``.
+        Distance per block, ``(B, Hkv, blocks)``, or None.
     """
     if dtype == balls.keys.dtype:
         return None
     coarser = torch.finfo(torch.float32 if dtype == torch.float64 else dtype)
-    # Half a unit in the last place; in float32 means are rounded as well, by as much.
+    # Half a unit in the last place. In float32, means are rounded by the same amount again.
     share = coarser.eps if coarser.dtype == "float32" else coarser.eps / 2
-    # Numbers close to 0 have a last place of their own.
+    # Subnormal numbers have a constant last place.
     smallest = math.sqrt(balls.means.shape[-1]) * coarser.smallest_normal * coarser.eps
     return share * balls.reach + smallest
 
 
 def select(shares: Tensor, budget: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Drop as many blocks as the budget allows: those with the smallest shares.
+    """Drop the blocks with the smallest shares, as many as the budget allows.
 
     Args:
-        shares: logs of what each block may weigh, ``(..., n)``.
-        budget: what they may weigh together, ``(..., 1)`` or a number.
+        shares: Log of the largest share of each block, ``(..., n)``.
+        budget: Largest total share of the dropped blocks, ``(..., 1)`` or a number.
 
     Returns:
-        What is kept, ``(..., n)``, and what the others weigh at most, ``(...)``.
+        Whether each block is kept, ``(..., n)``, and a bound on the total share of the dropped blocks, ``(...)``.
     """
     ascending, order = shares.double().exp().sort(-1)
     total = ascending.cumsum(-1)
@@ -476,31 +477,31 @@ def select(shares: Tensor, budget: Tensor | float) -> tuple[Tensor, Tensor]:
 
 
 def _products(query: Tensor, key: Tensor) -> Tensor:
-    """``(b, h, n, e)`` for queries ``(b, h, n, D)`` and keys ``(b, hkv, e, D)``."""
+    """Return the products of queries ``(b, h, n, D)`` and keys ``(b, hkv, e, D)``, ``(b, h, n, e)``."""
     grouped = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
     return (grouped @ key.mT).view(*query.shape[:-1], key.shape[2])
 
 
 def products_of_ends(scale: Sequence[Tensor], low: Tensor, high: Tensor) -> Tensor:
-    """Return the products of a scale and a number at the ends of both their ranges, ``(4, ..., blocks, n)``.
+    """Return the products of a scale and a number at the ends of their ranges, ``(4, ..., blocks, n)``.
 
     Args:
-        scale: smallest and largest scale, ``(..., blocks)`` each.
-        low: smallest numbers, ``(..., blocks, n)``.
-        high: largest numbers, ``(..., blocks, n)``.
+        scale: Smallest and largest scale, ``(..., blocks)`` each.
+        low: Smallest numbers, ``(..., blocks, n)``.
+        high: Largest numbers, ``(..., blocks, n)``.
     """
     return torch.stack([end.unsqueeze(-1) * number for end in scale for number in (low, high)])
 
 
 def _in_blocks(numbers: Tensor, size: int, nothing: float) -> Tensor:
-    """``(..., L)`` as ``(..., ⌈L / size⌉, size)``, the last block filled up with ``nothing``."""
+    """Split ``(..., L)`` into ``(..., ⌈L / size⌉, size)``; ``nothing`` fills the last block."""
     return pad(numbers, (0, -numbers.shape[-1] % size), value=nothing).unflatten(-1, (-1, size))
 
 
 def _ends_of_blocks(numbers: Tensor, size: int, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the lowest and the highest number of each block that is not hidden, ``(..., blocks)``.
+    """Return the lowest and the highest visible number of each block, ``(..., blocks)`` each.
 
-    A block whose numbers are all hidden has ``inf`` and ``-inf``.
+    A block with only hidden numbers gets ``inf`` and ``-inf``.
     """
     low, high = numbers, numbers
     if hidden is not None:
@@ -509,7 +510,7 @@ def _ends_of_blocks(numbers: Tensor, size: int, hidden: Tensor | None = None) ->
 
 
 def _runs_of_heads(peaks: list[int], group: int) -> list[tuple[slice, int]]:
-    """Heads with the same peak that can be worked on together: all, or neighbours, or (of shared keys) one by one."""
+    """Group neighbouring heads with equal peaks; if heads share keys but not one peak, each head is alone."""
     alone = group > 1 and len(set(peaks)) > 1
     starts = [head for head, peak in enumerate(peaks) if alone or head == 0 or peak != peaks[head - 1]]
     return [(slice(start, stop), peaks[start]) for start, stop in pairwise([*starts, len(peaks)])]

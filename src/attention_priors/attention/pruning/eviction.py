@@ -1,4 +1,4 @@
-"""Which cached keys no future query can need."""
+"""Cached keys that no future query can need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attention_priors.attention.pruning.sliding import sliding_maximum, sliding_
 from attention_priors.priors import Prior, Structure
 
 STEPS = 4096
-"""Ranges of future queries that are told apart, at most."""
+"""Largest number of ranges into which future positions are divided."""
 NUMBERS = 2**21
 """Numbers per working buffer."""
 
@@ -34,30 +34,30 @@ def unneeded_keys(
     logit_scale: SSMax | None = None,
     softmax_scale: float | None = None,
 ) -> Tensor:
-    """Which cached keys may be forgotten: no future query would give them more than ``tolerance`` of its weight.
+    """Return the cached keys that no future query needs, up to ``tolerance`` of the query's weight.
 
-    For a query ``q`` at any position ``p`` with ``L ≤ p < final_length`` and any centre ``m``, content scores lie
-    within ``±s ‖q‖ ‖k_j − m‖`` of ``s <q, m>`` (Cauchy-Schwarz), which softmax does not see. So the weight of all keys
-    is bounded from below by that of the cached ones, whatever keys are still to come, and that of a block of
-    cached keys from above. The largest set of blocks is chosen whose bounds add up to at most ``tolerance`` for every
-    such query.
+    Let ``q`` be a query at a position ``p`` with ``L ≤ p < final_length``, and ``m`` any centre. By Cauchy-Schwarz,
+    content scores lie within ``±s ‖q‖ ‖k_j − m‖`` of the constant ``s <q, m>``, which does not change the softmax. The
+    cached keys thus bound the weight of all keys from below, for any future keys. The weight of each block of cached
+    keys is bounded from above. The result is the largest set of blocks whose bounds add up to at most ``tolerance``
+    for every such query.
 
     Args:
-        key: ``(B, Hkv, L, D)``: the cached keys, at positions ``0`` to ``L - 1``.
-        prior: stationary.
-        tolerance: share of its weight that a query may lose, in (0, 1).
-        query_norm: ``‖q‖`` of future queries, at most: a number, or one per head, ``(H,)``.
-        final_length: how long the text may become, in tokens.
-        logit_scale: as in :func:`attend`.
-        softmax_scale: as in :func:`attend`.
+        key: Cached keys, ``(B, Hkv, L, D)``, at positions ``0`` to ``L - 1``.
+        prior: Stationary prior.
+        tolerance: Share of its weight that a query may lose, in (0, 1).
+        query_norm: Largest norm ``‖q‖`` of future queries: a number, or one per head, ``(H,)``.
+        final_length: Largest length that the sequence may reach, in tokens.
+        logit_scale: Logit scale, as in :func:`attend`.
+        softmax_scale: Scale of the content, as in :func:`attend`.
 
     Returns:
-        ``(B, H, L)``, boolean, True = not needed by that head of queries; the same for all keys of a block of 256. A
-        cached key can go once all heads that share it agree. With a ``logit_scale``, tell :func:`attend` from then on
-        how many keys there would be (``visible_keys``, ``p + 1``): it would count those that are left.
+        Boolean ``(B, H, L)``; True marks a key that this query head does not need. All keys of a block of 256 have
+        equal values. Evict a cached key once all heads that share it agree. With a ``logit_scale``, then pass
+        ``visible_keys=p + 1`` to :func:`attend`, which otherwise counts only the remaining keys.
 
     Raises:
-        ValueError: if an argument is impossible; it says which and why.
+        ValueError: If an argument is invalid; the message names the argument and the reason.
     """
     heads = prior.num_heads
     if key.dim() != 4 or not key.is_floating_point() or key.shape[1] < 1 or heads % key.shape[1]:
@@ -69,7 +69,7 @@ def unneeded_keys(
         raise ValueError(f"tolerance must be in (0, 1), got {tolerance!r}")
     length = key.shape[2]
     if not (isinstance(final_length, int) and final_length > length):
-        raise ValueError(f"final_length must be an integer above the {length} keys there are, got {final_length!r}")
+        raise ValueError(f"final_length must be an integer above the {length} cached keys, got {final_length!r}")
     if any(Structure.STATIONARY not in term.structure for term in prior.terms()):
         raise ValueError(f"prior must be stationary, got {prior!r}")
     if logit_scale is not None and logit_scale.num_heads != heads:
@@ -77,7 +77,7 @@ def unneeded_keys(
     norms = torch.as_tensor(query_norm, dtype=torch.float64, device=key.device)
     if norms.shape not in ((), (heads,)) or not bool((norms >= 0).all() & norms.isfinite().all()):
         raise ValueError(
-            f"query_norm must be a finite number, or one per head ({heads},), not negative, got {query_norm!r}"
+            f"query_norm must be a finite number of at least 0, or one per head ({heads},), got {query_norm!r}"
         )
     scale = key.shape[-1] ** -0.5 if softmax_scale is None else check_softmax_scale(softmax_scale)
 
@@ -89,7 +89,7 @@ def unneeded_keys(
         content, on_prior = future.scales(logit_scale, first)
         lower = future.total(scores, content, on_prior, first)
         largest = content * scores.upper.unsqueeze(2) + future.highest(on_prior, first) + scores.log_sizes
-        # What is hidden has no weight, whatever else is (not) known.
+        # Hidden keys have no weight, even where the difference of two infinities is NaN.
         shares = (largest - lower.unsqueeze(-1)).masked_fill(torch.isneginf(largest), -math.inf)
         worst = torch.maximum(worst, shares.amax(2))
     kept, _ = select(worst, tolerance)
@@ -97,20 +97,20 @@ def unneeded_keys(
 
 
 class _Scores(NamedTuple):
-    """By how much content scores may lie below or above that of the centre, in nats, without the logit scale."""
+    """Largest differences between content scores and the centre's score, in nats, without the logit scale."""
 
     upper: Tensor
-    """For any key of a block, ``(B, H, blocks)``."""
+    """Bound for any key of a block, ``(B, H, blocks)``."""
     lower: Tensor
-    """For the mean of a block, ``(B, H, blocks)``."""
+    """Bound for the mean of a block, ``(B, H, blocks)``."""
     near: Tensor
-    """For each of the last keys, from the last one back, ``(B, H, n)``."""
+    """Bound for each of the last keys, last key first, ``(B, H, n)``."""
     log_sizes: Tensor
-    """Of the number of keys per block, ``(blocks,)``."""
+    """Logarithm of the number of keys per block, ``(blocks,)``."""
 
     @classmethod
     def around(cls, key: Tensor, norms: Tensor) -> _Scores:
-        """Scores of queries of these scaled ``norms (H,)`` with ``key (B, Hkv, L, D)``, around the mean key."""
+        """Return bounds around the mean key, for queries of scaled ``norms (H,)`` and ``key (B, Hkv, L, D)``."""
         group = len(norms) // key.shape[1]
         balls = Balls.around(key)
         centre = key.double().mean(2, keepdim=True)
@@ -123,9 +123,9 @@ class _Scores(NamedTuple):
 
 
 class _Future:
-    """The log-prior between cached keys and queries to come, a few positions of queries at a time.
+    """Log-prior between cached keys and future queries, a few query positions at a time.
 
-    A *step* is ``span`` neighbouring positions of queries. Methods take the first position of each step, ``(T,)``.
+    A *step* is a run of ``span`` query positions. Methods take the first position of each step, ``(T,)``.
     """
 
     def __init__(self, prior: Prior, length: int, final_length: int, device: torch.device) -> None:
@@ -142,15 +142,16 @@ class _Future:
         self._block_low = sliding_minimum(values.masked_fill(hidden, math.inf), BLOCK + self.span - 1)
         total = pad(values.clamp(min=LOWEST_MEAN).cumsum(-1), (1, 0))
         mean = (total[:, BLOCK:] - total[:, :-BLOCK]) / BLOCK
-        lowest = sliding_minimum(seen, BLOCK)  # -inf if one of them is hidden
+        lowest = sliding_minimum(seen, BLOCK)  # -inf if any distance is hidden
         self._mean_low = sliding_minimum(mean.masked_fill(lowest < LOWEST_MEAN, -math.inf), self.span)
         self._mean_high = sliding_maximum(mean, self.span)
 
     def scales(self, logit_scale: SSMax | None, first: Tensor) -> tuple[Tensor, list[Tensor] | None]:
-        """Return the largest factor of content scores and both ends of the log-prior's factor in each step.
+        """Return the range of the logit scale in each step.
 
         Returns:
-            ``(H or 1, T, 1)``, and ``(H, T)`` each; None if the log-prior is not scaled.
+            Largest factor of content scores, ``(H or 1, T, 1)``, and both ends of the log-prior's factor, ``(H, T)``
+            each, or None if the log-prior is not scaled.
         """
         if logit_scale is None:
             return torch.ones(1, len(first), 1, dtype=torch.float64, device=first.device), None
@@ -159,7 +160,7 @@ class _Future:
         return torch.stack(ends).abs().amax(0).unsqueeze(-1), ends if logit_scale.include_prior else None
 
     def highest(self, on_prior: list[Tensor] | None, first: Tensor) -> Tensor:
-        """Return the highest log-prior, scaled, that queries of each step find in each block, ``(H, T, blocks)``."""
+        """Return the highest scaled log-prior of each step in each block, ``(H, T, blocks)``."""
         start = self._block_starts(first).clamp(min=1)
         high = self._block_high[:, start]
         if on_prior is None:
@@ -168,7 +169,7 @@ class _Future:
         return products.amax(0).masked_fill(torch.isneginf(high), -math.inf)
 
     def total(self, scores: _Scores, content: Tensor, on_prior: list[Tensor] | None, first: Tensor) -> Tensor:
-        """Return a lower bound of the log-sum-exp over cached keys, ``(B, H, T)``, counted from the centre's score."""
+        """Return a lower bound of the log-sum-exp over cached keys, minus the centre's score, ``(B, H, T)``."""
         near = torch.arange(scores.near.shape[-1], device=first.device)
         distance = (first - self.length + 1).unsqueeze(-1) + near
         last_keys = self._lowest(self._low, self._high, distance, on_prior) - content * scores.near.unsqueeze(2)
@@ -184,7 +185,7 @@ class _Future:
 
     @staticmethod
     def _lowest(low: Tensor, high: Tensor, at: Tensor, on_prior: list[Tensor] | None) -> Tensor:
-        """Return the lowest of numbers between ``low`` and ``high``, scaled, at some distances; ``-inf`` stays."""
+        """Return the lowest scaled number between ``low`` and ``high`` at each distance; ``-inf`` stays."""
         low = low[:, at]
         if on_prior is None:
             return low

@@ -1,4 +1,4 @@
-"""What pruning does to a problem, head by head."""
+"""Report of the keys that pruning skips in each head."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from attention_priors.priors import Prior
 
 @dataclass(frozen=True)
 class PruningReport:
-    """What ``attend(..., tolerance=...)`` looks at, per head."""
+    """Keys that ``attend(..., tolerance=...)`` reads and skips, per head."""
 
     reach: Tensor
-    """The distance to the farthest key that is visible and looked at, of all queries, in tokens, ``(H,)``, integers."""
+    """Distance to the farthest visible key that any query reads, in tokens, ``(H,)``, integers."""
     skipped: Tensor
-    """Share of the visible pairs of query and key that are not looked at, ``(H,)``.
+    """Share of the visible query-key pairs that are skipped, ``(H,)``.
 
-    Visible are those that neither masks nor the prior (a :class:`Window`) hide.
+    A pair is visible if neither a mask nor the prior (a :class:`Window`) hides the key.
     """
     dropped: Tensor
-    """The share of its weight that any query loses, at most (the certificate), ``(H,)``, float64."""
+    """Largest share of its weight that a query may lose (the certificate), ``(H,)``, float64."""
     kept: Tensor
-    """Which blocks of 256 keys each block of 256 queries looks at, ``(B, H, ⌈Lq / 256⌉, ⌈Lk / 256⌉)``."""
+    """Blocks of 256 keys that each block of 256 queries reads, boolean, ``(B, H, ⌈Lq / 256⌉, ⌈Lk / 256⌉)``."""
 
 
 @torch.no_grad()
 def pruning_report(query: Tensor, key: Tensor, prior: Prior | None = None, **options: Unpack[Options]) -> PruningReport:
-    """What ``attend`` would look at with this ``tolerance``, without attending.
+    """Return the keys that :func:`attend` would read and skip with this ``tolerance``, without computing attention.
 
-    The arguments are those of :func:`attend`. (It may look at a few more blocks than are told here, where that
-    makes its tiles larger.)
+    The arguments are those of :func:`attend`. For larger tiles, :func:`attend` may read a few more blocks than the
+    report says.
 
     Raises:
-        ValueError: as :func:`attend`, and if ``tolerance`` is 0.
+        ValueError: If ``tolerance`` is 0, or if :func:`attend` would raise it.
     """
     problem = make_problem(query, key, key, prior, **options)
     if problem.tolerance == 0:
-        raise ValueError("tolerance must be above 0: attend() looks at everything with tolerance=0")
+        raise ValueError("tolerance must be above 0, got 0: attend() skips nothing with tolerance=0")
     geometry, plan = problem.geometry, make_plan(problem, "auto", need_lse=False)
     if geometry.offset is None or geometry.attn_mask is not None or plan.scaled:
         # Positions with gaps are computed in full. A table of all their distances would be as large as a dense bias.

@@ -1,4 +1,4 @@
-"""Extremes of every run of neighbouring numbers."""
+"""Sliding maximum and minimum over neighbouring numbers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch.nn.functional import pad
 
 
 def sliding_maximum(numbers: Tensor, width: int) -> Tensor:
-    """The largest of ``width`` neighbouring numbers ``(H, N)``, at each place, ``(H, N - width + 1)``.
+    """Return the maximum of each window of ``width`` numbers of ``(H, N)``, ``(H, N - width + 1)``.
 
-    A window holds the end of one run of ``width`` numbers and the start of the next one (van Herk 1992).
+    A window holds the end of one run of ``width`` numbers and the start of the next run (van Herk 1992).
     """
     length = numbers.shape[1]
     runs = pad(numbers, (0, -length % width), value=float("-inf")).unflatten(1, (-1, width))
@@ -20,5 +20,5 @@ def sliding_maximum(numbers: Tensor, width: int) -> Tensor:
 
 
 def sliding_minimum(numbers: Tensor, width: int) -> Tensor:
-    """The smallest of them."""
+    """Return the minimum of each window of ``width`` numbers of ``(H, N)``, ``(H, N - width + 1)``."""
     return -sliding_maximum(-numbers, width)
