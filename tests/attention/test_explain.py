@@ -17,13 +17,13 @@ def engine(prior: Any = None, **options: Any) -> str:
 
 
 def test_which_engine() -> None:
-    assert engine() == "lanes: without a prior it is one call of PyTorch's attention"
+    assert engine() == "lanes: without a prior, one call of PyTorch's attention is enough"
     assert engine(Laplace(4)) == "toeplitz: not all of the prior is factored"
     assert engine(Spectral(4)) == "lanes: all of the prior is factored"
-    assert engine(Spectral(4), tolerance=0.1) == "toeplitz: pruning bounds a table better than lanes"
+    assert engine(Spectral(4), tolerance=0.1) == "toeplitz: pruning has tighter bounds for a table than for lanes"
     assert engine(KeySink(4, 64)) == "toeplitz: not all of the prior is factored"
-    assert engine(relative=ShawVectors(8, 4)).startswith("blockwise: relative")
-    assert engine(Laplace(4), backend="reference") == "reference: it is asked for by name"
+    assert engine(relative=ShawVectors(8, 4)).startswith("blockwise: only the dense formula supports relative")
+    assert engine(Laplace(4), backend="reference") == "reference: requested by name"
 
 
 def test_where_each_term_goes() -> None:
@@ -33,7 +33,7 @@ def test_where_each_term_goes() -> None:
     assert "laplace: one number per distance and head" in told
     assert "key_sink: one number per key and head" in told
     assert "key_bias: one number per key and head, less a constant for each block of queries" in told
-    assert "null_logit: takes its share" in told
+    assert "null_logit: applied to the output at the end" in told
     assert "not lanes: not all of the prior is factored" in told
     assert "spectral: columns of queries and keys" in explain(QUERY, KEY, VALUE, Spectral(4))
 
@@ -45,7 +45,7 @@ def test_what_is_done_about_large_numbers() -> None:
     far = ClippedOffsets(4)
     with torch.no_grad():
         far.bias.fill_(-5000.0)
-    assert "from query 0 on, a constant is taken from the table" in explain(QUERY, KEY, VALUE, far)
+    assert "from query 0 on, a constant is subtracted from the table" in explain(QUERY, KEY, VALUE, far)
     gates = torch.full((1, 4, 300), -1e4, dtype=torch.float64).cumsum(-1)
     assert "rows are computed in float64, block by block" in explain(QUERY, KEY, VALUE, key_bias=-gates)
 

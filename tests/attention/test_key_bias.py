@@ -165,7 +165,7 @@ BAD = {
     "a list": ([0.0], "key_bias must be a tensor"),
     "half precision": (torch.zeros(1, 2, 4, dtype=torch.float16), "float32 or float64, got torch.float16"),
     "a shape": (torch.zeros(1, 2, 5), r"key_bias must have shape \(1, 2, 4\) or \(1, 1, 4\), got \(1, 2, 5\)"),
-    "infinity": (torch.full((1, 2, 4), -math.inf), "key_bias must be finite; hide keys by key_padding_mask"),
+    "infinity": (torch.full((1, 2, 4), -math.inf), "key_bias must be finite; hide keys with key_padding_mask"),
 }
 
 

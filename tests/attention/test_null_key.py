@@ -158,7 +158,7 @@ X = torch.randn(1, 2, 3, 4)
         (lambda: attend(X, X, X, null_logit=torch.zeros(3)), r"null_logit must have shape \(2,\) or \(1, 2, 3\)"),
         (
             lambda: attend(X, X, X, null_logit=torch.ones(2).int()),
-            "null_logit must be of floating point, got torch.int32",
+            "null_logit must be floating point, got torch.int32",
         ),
         (lambda: attend(X, X, X, null_logit=torch.tensor([0.0, torch.inf])), "null_logit must be finite"),
         (

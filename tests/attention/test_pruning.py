@@ -265,8 +265,8 @@ def test_positions_with_gaps_are_computed_in_full() -> None:
         ({"tolerance": float("nan")}, "tolerance must be in"),
         ({"tolerance": "1e-6"}, "tolerance must be in"),
         ({"key_bounds": 3}, "key_bounds must be KeyBounds, got int"),
-        ({"key_bounds": KeyBounds(torch.zeros(1, 2, 7, 4))}, "key_bounds are those of keys"),
-        ({"key_bounds": KeyBounds(torch.zeros(1, 2, 8, 3))}, "key_bounds are those of keys"),
+        ({"key_bounds": KeyBounds(torch.zeros(1, 2, 7, 4))}, "key_bounds belong to keys"),
+        ({"key_bounds": KeyBounds(torch.zeros(1, 2, 8, 3))}, "key_bounds belong to keys"),
     ],
 )
 def test_impossible_arguments(change: dict[str, Any], message: str) -> None:

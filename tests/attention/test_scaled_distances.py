@@ -148,7 +148,7 @@ def test_engines_that_do_not_compute_it_say_so() -> None:
     prior, (query, key, value) = random_fire(6), tensors(20)
     refused: dict[Backend, str] = {
         "lanes": "not all of the prior is factored",
-        "flex": "it does not compute the network of fire; use backend='toeplitz'",
+        "flex": "it does not support the network of fire; use backend='toeplitz'",
         "triton": "triton|CUDA|network",
     }
     for backend, message in refused.items():
@@ -164,8 +164,9 @@ def test_engines_that_do_not_compute_it_say_so() -> None:
 def test_two_networks_are_computed_by_the_dense_formula() -> None:
     prior, (query, key, value) = random_fire(7) + random_fire(8), tensors(50)
     told = explain(query, key, value, prior)
-    assert told.startswith("blockwise: in tiles, it computes one network of a scaled distance, not fire, fire")
-    with pytest.raises(ValueError, match="it computes one network of a scaled distance"):
+    reason = "it supports one network of a scaled distance, got fire, fire"
+    assert told.startswith(f"blockwise: toeplitz cannot compute this: {reason}")
+    with pytest.raises(ValueError, match=reason):
         attend(query, key, value, prior, backend="toeplitz")
     torch.testing.assert_close(attend(query, key, value, prior), attend(query, key, value, prior, backend="reference"))
 
@@ -174,7 +175,7 @@ def test_no_key_is_left_out_for_a_tolerance() -> None:
     prior, (query, key, value) = random_fire(9) + Laplace(HEADS, slopes=[5.0] * HEADS), tensors(1200)
     with torch.no_grad():
         assert torch.equal(attend(query, key, value, prior, tolerance=0.1), attend(query, key, value, prior))
-    assert "tolerance: no key is left out" in explain(query, key, value, prior, tolerance=0.1)
+    assert "tolerance: no key is pruned" in explain(query, key, value, prior, tolerance=0.1)
     report = pruning_report(query, key, prior, tolerance=0.1)
     assert report.kept.all()
     assert make_plan(make_problem(query, key, value, prior), "auto", need_lse=False).scaled == (0,)

@@ -1,4 +1,4 @@
-"""``attend()``: attention with a positional prior. One meaning, several computations."""
+"""``attend()``: attention with a positional prior, computed by one of several backends."""
 
 from __future__ import annotations
 
@@ -72,73 +72,72 @@ def attend(
     null_logit: NullKey | Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention with a positional prior.
+    """Compute attention with a positional prior.
 
-    ``z_ij = c_i · (<q_i, k_j> · softmax_scale + K_ij)``, ``o_i = Σ_j softmax_j(z_ij) v_j`` over the keys that
-    query ``i`` may see; ``K`` is the prior's log-prior in nats, ``c`` the logit scale (1 without one). Masks
-    come after the scaling. Gradients reach query, key, value, every parameter of the prior, the logit scale
-    and ``relative``.
+    The logits are ``z_ij = c_i · (<q_i, k_j> · softmax_scale + K_ij)``, with the log-prior ``K`` in nats and the logit
+    scale ``c`` (1 without a logit scale). The output is ``o_i = Σ_j softmax_j(z_ij) v_j`` over the keys that query
+    ``i`` may see. Masks apply after the scaling. Gradients reach query, key, value, ``relative``, and every parameter
+    of the prior and of the logit scale.
 
     Args:
-        query: ``(B, H, Lq, D)``, float16, bfloat16, float32 or float64.
-        key: ``(B, Hkv, Lk, D)``; ``H`` is a multiple of ``Hkv`` (GQA, MQA).
-        value: ``(B, Hkv, Lk, Dv)``.
-        prior: a log-prior over positions, or None for the uniform one.
+        query: queries ``(B, H, Lq, D)`` in float16, bfloat16, float32 or float64.
+        key: keys ``(B, Hkv, Lk, D)``. ``H`` is a multiple of ``Hkv`` (GQA, MQA).
+        value: values ``(B, Hkv, Lk, Dv)``.
+        prior: log-prior over positions. None is the uniform prior.
         causal: whether a query sees only keys at positions up to its own.
-        logit_scale: :class:`SSMax`, or None.
-        visible_keys: ``n``, how many keys each query may see as ``logit_scale`` counts them, integers ``(Lq,)``,
-            ``(B, Lq)`` or ``(B, H or 1, Lq)``, at least 1. By default those that are given and not hidden are
-            counted; where others have been left out (keys that were forgotten, or that another call has seen to), say
-            here how many there would be.
-        softmax_scale: of the content, any real number above 0; ``1/sqrt(D)`` by default.
-        query_positions: integers ``(Lq,)`` or ``(B, Lq)``, in tokens. By default queries end at the last
-            key, as in decoding with a KV cache.
-        key_positions: integers ``(Lk,)`` or ``(B, Lk)``; by default ``0..Lk-1``, or from 0 in each document. Priors
-            on grids need those of :func:`grid_positions`.
-        document_ids: integers ``(B, Lk)``: packed documents do not see each other. Queries are the last
-            ``Lq`` tokens.
+        logit_scale: logit scale ``c``, such as :class:`SSMax`. None is ``c = 1``.
+        visible_keys: number of keys that each query may see, for ``logit_scale``: integers ``(Lq,)``, ``(B, Lq)`` or
+            ``(B, H or 1, Lq)``, at least 1. By default, all keys of ``key`` that are not hidden count. Pass the full
+            counts if ``key`` lacks keys, for example evicted keys or keys that another call computes.
+        softmax_scale: positive factor of the content logits. The default is ``1/sqrt(D)``.
+        query_positions: positions of the queries in tokens, integers ``(Lq,)`` or ``(B, Lq)``. By default, the last
+            query is at the last key, as in decoding with a KV cache.
+        key_positions: positions of the keys in tokens, integers ``(Lk,)`` or ``(B, Lk)``. The default is ``0..Lk-1``,
+            counted from 0 in each document. Priors on grids need the positions of :func:`grid_positions`.
+        document_ids: document of each key, integers ``(B, Lk)``. Packed documents do not see each other. Queries are
+            the last ``Lq`` tokens.
         key_padding_mask: boolean ``(B, Lk)``, True = ignore.
-        attn_mask: boolean (True = forbidden) or added to the scaled logits; ``(Lq, Lk)`` or anything that
-            expands to ``(B, H, Lq, Lk)``. It is dense: prefer the arguments above.
-        relative: Shaw's vectors, which enter content scores and values.
-        dropout_p: probability with which attention weights are dropped.
-        return_lse: also return the log-sum-exp of each query's logits, which makes partial results over
-            disjoint sets of keys mergeable (with a ``logit_scale``, give both the ``visible_keys`` of the whole).
-            Gradients flow through it. It is float32 for all but float64 queries: where a ``key_bias`` or a
-            :class:`KeySink` makes it large, merging loses digits (1e-3 at 10⁴ nats).
-        tolerance: which share of its weight a query may lose, in [0, 1). Above 0, blocks of keys that provably weigh
-            no more than that together are not looked at, so that ``‖o_i - ô_i‖ ≤ 2 tolerance · max_j ‖v_j‖`` and the
-            log-sum-exp is low by at most ``-ln(1 - tolerance)``, beside rounding; gradients are exactly those of
-            what is computed. Heads whose prior falls off with distance then cost linear time. Positions with gaps
-            and an ``attn_mask`` are computed in full, and so is everything by backends other than ``toeplitz`` and
-            ``triton``.
-        key_bounds: :class:`KeyBounds` of ``key``, kept beside a cache; without them pruning reads every key.
-        key_bias: nats, ``(B, H or Hkv, Lk)`` in float32 or float64, finite, added to the log-prior of every query: a
-            part of ``K`` that depends on the key and comes from the content, such as a forget gate's sums or weights
-            of documents. What it says of hidden keys is ignored. Sums over long texts need float64: then log-weights
-            are exact to 1e-4 nats however large the sums are.
-        null_logit: ``s`` in nats, a :class:`NullKey` or a tensor ``(H,)`` or ``(B, H, Lq)``: beside the keys stands one
-            more, whose value is zero, and takes ``e^s / (e^s + Σ_j e^z_ij)`` of the weight. No logit scale multiplies
-            it, and it is not counted as visible. The log-sum-exp is that of the keys alone: to merge results, leave it
-            out and call :func:`apply_null` once at the end.
-        backend: how it is computed, never what. ``auto`` chooses by the prior's structure. It takes ``lanes`` if all
-            of it is factored and nothing but the causal flag hides keys, unless a table does as well (half precision,
-            a tolerance, few queries); ``blockwise`` for ``relative``, dropout and an ``attn_mask`` with a gradient;
-            else ``toeplitz``. On CUDA it takes ``triton``, the fused kernels, for all that they compute. Under
-            ``torch.export`` it takes ``reference``, the dense formula, whose operators are PyTorch's own. ``flex`` is
-            compiled FlexAttention: on CPUs without gradients and log-sum-exp, nowhere in float64. Where the keys that a
-            query looks at have log-priors beyond 400 nats, ``toeplitz`` and ``triton`` compute its row less a constant,
-            or in float64: float32 would not hold them.
+        attn_mask: boolean mask (True = forbidden), or floats that are added to the scaled logits. The shape is
+            ``(Lq, Lk)`` or expands to ``(B, H, Lq, Lk)``. This mask is dense: prefer the arguments above.
+        relative: Shaw's vectors, which enter content logits and values.
+        dropout_p: dropout probability of the attention weights.
+        return_lse: whether to also return the log-sum-exp of each query's logits. The log-sum-exp merges results over
+            disjoint sets of keys. (With a ``logit_scale``, pass each call the ``visible_keys`` of the whole.) Gradients
+            flow through the log-sum-exp. In float32, merging loses digits where a ``key_bias`` or a :class:`KeySink`
+            makes the log-sum-exp large (1e-3 at 10⁴ nats).
+        tolerance: share of its attention weight that a query may lose to pruning, in [0, 1). Above 0, the computation
+            skips blocks of keys whose total weight is provably at most this share. Up to rounding,
+            ``‖o_i - ô_i‖ ≤ 2 tolerance · max_j ‖v_j‖``, and the log-sum-exp is low by at most ``-ln(1 - tolerance)``.
+            Gradients are exact for the pruned computation. Heads whose prior decays with distance then take linear
+            time. Only ``toeplitz`` and ``triton`` prune. Positions with gaps or an ``attn_mask`` disable pruning.
+        key_bounds: :class:`KeyBounds` of ``key``, stored with a KV cache. Without them, pruning reads every key.
+        key_bias: bias of each key in nats, added to the log-prior of every query: finite, ``(B, H or Hkv, Lk)`` in
+            float32 or float64. Examples are the sums of a forget gate and weights of documents. Biases of hidden keys
+            are ignored. Sums over long texts need float64. Log-weights are then exact to 1e-4 nats, however large the
+            sums are.
+        null_logit: logit ``s`` of a null key with the value zero. Pass nats in ``(H,)`` or ``(B, H, Lq)``, or a
+            :class:`NullKey`. The null key takes ``e^s / (e^s + Σ_j e^z_ij)`` of the weight. No logit scale multiplies
+            ``s``, and ``visible_keys`` does not count the null key. The log-sum-exp excludes the null key. To merge
+            results, omit ``null_logit`` and call :func:`apply_null` once at the end.
+        backend: engine of the computation. All engines compute the formula above. ``auto`` chooses by the prior's
+            structure. Factored priors use ``lanes`` if only the causal flag hides keys, unless a table does as well
+            (half precision, a tolerance, few queries). Problems with ``relative``, dropout, or an ``attn_mask`` with a
+            gradient use ``blockwise``. Other problems use ``toeplitz``. On CUDA, ``auto`` prefers the fused kernels of
+            ``triton`` for every problem that they support. Under ``torch.export``, ``auto`` uses ``reference``, the
+            dense formula, whose operators are PyTorch's own. ``flex`` is compiled FlexAttention. On CPUs, ``flex`` has
+            no gradients and no log-sum-exp. On no device does ``flex`` support float64. If the keys that a query
+            attends to have log-priors beyond 400 nats, float32 is too coarse. ``toeplitz`` and ``triton`` then subtract
+            a constant from the row, or compute the row in float64.
 
     Returns:
-        Output ``(B, H, Lq, Dv)`` in the query's dtype; with ``return_lse`` also ``(B, H, Lq)`` in float32
-        (float64 for float64 queries). A query that may see no key gets zeros, and ``-inf``. A key that is NaN or
-        infinite changes only queries that see the key. Hidden values that are not finite may change any query, and
-        gradients too.
+        Output ``(B, H, Lq, Dv)`` in the query's dtype. With ``return_lse``, also the log-sum-exp ``(B, H, Lq)`` in
+        float32 (float64 for float64 queries). A query that sees no key gets output 0 and log-sum-exp ``-inf``. A key
+        that is NaN or infinite changes only queries that see the key. A hidden value that is not finite may change any
+        query and any gradient.
 
     Raises:
-        ValueError: if an argument is impossible or does not fit the others; it says which and why.
-        RuntimeError: for ``backend="flex"`` on a CPU, if there is no C++ compiler; under ``torch.jit.trace``.
+        ValueError: an argument is invalid or does not fit the other arguments. The message names the argument.
+        RuntimeError: ``backend="flex"`` on a CPU without a C++ compiler, or a call under ``torch.jit.trace``.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
@@ -177,14 +176,15 @@ def attend(
 
 
 def solve(problem: Problem, backend: Backend, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """What :func:`attend` does once its arguments are checked.
+    """Compute the attention of a checked problem.
 
     Returns:
-        Output, and the log-sum-exp, in float64 where a constant of the row is a part of it: then results over
-        different keys can be merged however large the constant is. Without ``need_lse`` it may be None.
+        Output and log-sum-exp. Without ``need_lse``, the log-sum-exp may be None. If it includes a constant that was
+        subtracted from the row, its dtype is float64. Results over different keys can then be merged, however large the
+        constant is.
     """
     plan = make_plan(problem, backend, need_lse=need_lse)
-    # Each backend states the precision of every step; autocast would change it behind its back.
+    # Each backend sets the precision of every step, and autocast would override it.
     with without_autocast(problem.query.device.type):
         if plan.engine == "reference":
             return reference(problem)[:2]
@@ -193,7 +193,7 @@ def solve(problem: Problem, backend: Backend, *, need_lse: bool) -> tuple[Tensor
         if plan.engine == "lanes":
             return lanes(problem), None
         if plan.engine == "flex":
-            # It brings all of PyTorch's compiler, whose import takes a second.
+            # The backend imports PyTorch's compiler, which takes a second.
             from attention_priors.attention.flex.backend import flex
 
             return flex(problem, need_lse=need_lse)
@@ -205,16 +205,17 @@ def solve(problem: Problem, backend: Backend, *, need_lse: bool) -> tuple[Tensor
 def attend_with_weights(
     query: Tensor, key: Tensor, value: Tensor, prior: Prior | None = None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
-    """:func:`attend` by the dense formula, for those who want to see the weights; memory is ``B · H · Lq · Lk``.
+    """Compute attention by the dense formula and also return the attention weights.
 
-    It takes the same, but for ``return_lse`` and ``backend``; with a ``tolerance`` it leaves out nothing.
+    Memory is ``B · H · Lq · Lk``. The arguments are those of :func:`attend`, except ``return_lse`` and ``backend``. A
+    ``tolerance`` has no effect.
 
     Returns:
-        Output ``(B, H, Lq, Dv)`` and weights ``(B, H, Lq, Lk)`` before dropout, both in the query's dtype. A query that
-        may see no key gets zeros in both. With a ``null_logit`` weights sum to what it leaves to the keys.
+        Output ``(B, H, Lq, Dv)`` and weights ``(B, H, Lq, Lk)`` before dropout, both in the query's dtype. Both are 0
+        for a query that sees no key. With a ``null_logit``, the weights of a query sum to 1 less the null key's share.
 
     Raises:
-        ValueError: as :func:`attend`.
+        ValueError: as for :func:`attend`.
     """
     problem = make_problem(*as_autocast_has_it(query, key, value), prior, **options)
     for see in getattr(of_thread, "told", ()):
@@ -227,17 +228,20 @@ def attend_with_weights(
 
 
 def as_autocast_has_it(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The three in one dtype: rotary positions or a float32 cache may have left them in different ones."""
+    """Cast query, key and value to autocast's dtype, if autocast is on.
+
+    Rotary positions or a float32 cache may have left the three tensors in different dtypes.
+    """
     if not isinstance(query, Tensor) or not is_in_autocast(query.device.type):
         return query, key, value
     wanted = torch.get_autocast_dtype(query.device.type)
 
     def cast(given: Any) -> Any:
-        # As PyTorch's own attention has it. What is wrong with others is said where arguments are checked.
+        # PyTorch's own attention casts the same dtypes. `make_problem` rejects all other arguments.
         return given.to(wanted) if isinstance(given, Tensor) and given.dtype in _AUTOCAST else given
 
     return cast(query), cast(key), cast(value)
 
 
 _AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
-"""What autocast changes."""
+"""Dtypes that autocast converts."""

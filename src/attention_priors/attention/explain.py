@@ -1,4 +1,4 @@
-"""``explain()``: how ``attend()`` computes a call, and why, as text."""
+"""``explain()``: a description of how ``attend()`` computes a call, and why."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attention_priors.attention.problem import Options, make_problem
 from attention_priors.priors import Prior
 
 CHOICES: tuple[Backend, ...] = ("triton", "lanes", "toeplitz")
-"""The engines that ``auto`` chooses from, beside the dense formula."""
+"""Engines that ``auto`` chooses from, besides the dense formula."""
 
 
 def explain(
@@ -26,24 +26,25 @@ def explain(
     backend: Backend = "auto",
     **options: Unpack[Options],
 ) -> str:
-    """Tell which engine computes ``attend(query, key, value, prior, ...)``, how each part reaches it, and why.
+    """Describe which engine computes ``attend(query, key, value, prior, ...)``, how each term reaches it, and why.
 
-    It computes the attention once: whether numbers are too large for float32 shows only then.
+    The call computes the attention once, to find out whether numbers are too large for float32. The arguments are those
+    of :func:`attend`.
 
     Args:
-        query: as for :func:`attend`.
-        key: as for :func:`attend`.
-        value: as for :func:`attend`.
-        prior: as for :func:`attend`.
-        return_lse: as for :func:`attend`.
-        backend: as for :func:`attend`.
-        options: all other arguments of :func:`attend`.
+        query: ``(B, H, Lq, D)``.
+        key: ``(B, Hkv, Lk, D)``.
+        value: ``(B, Hkv, Lk, Dv)``.
+        prior: log-prior. None is the uniform prior.
+        return_lse: whether to return the log-sum-exp.
+        backend: engine, or ``auto``.
+        options: all other arguments.
 
     Returns:
-        Lines of text.
+        Text with one fact per line.
 
     Raises:
-        ValueError: as :func:`attend`.
+        ValueError: as for :func:`attend`.
     """
     problem = make_problem(*as_autocast_has_it(query, key, value), prior, **options)
     need_lse = return_lse or problem.null_logit is not None
@@ -62,11 +63,11 @@ def explain(
     if problem.key_bias is not None:
         lines.append("key_bias: one number per key and head, less a constant for each block of queries")
     if problem.null_logit is not None:
-        lines.append("null_logit: takes its share of the output at the end")
+        lines.append("null_logit: applied to the output at the end")
     if problem.tolerance > 0 and plan.scaled:
-        lines.append("tolerance: no key is left out, as pruning does not bound a network of a scaled distance")
+        lines.append("tolerance: no key is pruned, because pruning has no bound for a network of a scaled distance")
     elif problem.tolerance > 0:
-        lines.append(f"tolerance: blocks of keys that weigh less than {problem.tolerance:g} together are left out")
+        lines.append(f"tolerance: blocks of keys that together weigh less than {problem.tolerance:g} are pruned")
     with noted() as notes, torch.no_grad():
         solve(problem, backend, need_lse=need_lse)
     return "\n".join([*lines, *notes])

@@ -1,4 +1,4 @@
-"""Numbers of keys that are added to the log-prior, and how float32 holds them however large they are."""
+"""Key biases, which are added to the log-prior, and their exact representation in float32."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from attention_priors.priors.base import LOG_PRIOR_FLOOR
 
 
 def checked_key_bias(key_bias: Any, query: Tensor, key: Tensor) -> Tensor:
-    """Return it with a row for each head of the queries, ``(B, H, Lk)``.
+    """Check ``key_bias`` and return one row for each query head, ``(B, H, Lk)``.
 
     Raises:
-        ValueError: naming the shape, dtype or value, and what was expected. Numbers are looked at on the CPU in eager
-            mode alone.
+        ValueError: the type, dtype, shape, device or a value is invalid. Values are checked only on the CPU in eager
+            mode.
     """
     if not isinstance(key_bias, Tensor) or key_bias.dtype not in (torch.float32, torch.float64):
         got = key_bias.dtype if isinstance(key_bias, Tensor) else type(key_bias).__name__
         raise ValueError(
-            f"key_bias must be a tensor of float32 or float64, got {got}; sums over long texts need float64"
+            f"key_bias must be a tensor of float32 or float64, got {got}; use float64 for sums over long texts"
         )
     batch, heads, kv_heads, num_keys = *query.shape[:2], *key.shape[1:3]
     if tuple(key_bias.shape) not in ((batch, heads, num_keys), (batch, kv_heads, num_keys)):
@@ -36,15 +36,19 @@ def checked_key_bias(key_bias: Any, query: Tensor, key: Tensor) -> Tensor:
         raise ValueError(f"key_bias is on {key_bias.device}, but query is on {query.device}")
     plain = key_bias.detach()
     if can_be_read(plain) and not bool(plain.isfinite().all()):
-        raise ValueError("key_bias must be finite; hide keys by key_padding_mask, not by -inf")
+        raise ValueError("key_bias must be finite; hide keys with key_padding_mask, not with -inf")
     return key_bias.repeat_interleave(heads // key_bias.shape[1], dim=1) if key_bias.shape[1] < heads else key_bias
 
 
 def best_seen(key_bias: Tensor, geometry: Geometry) -> Tensor:
-    """About the best number ``(1 or B, H, Lk)`` that each query sees, ``(1 or B, H, Lq)``, without a gradient.
+    """Return about the highest key bias that each query sees, ``(1 or B, H, Lq)``, without a gradient.
 
-    It is known where documents are runs of tokens and positions are not given: no value is looked at, so that no device
-    is waited for. Elsewhere it is the best of all keys.
+    The result is exact if documents are runs of tokens and the caller gave no positions. Otherwise, it is the highest
+    bias of all keys. The function reads no values, so it does not synchronize with the device.
+
+    Args:
+        key_bias: ``(1 or B, H, Lk)``.
+        geometry: positions and masks.
     """
     numbers, documents = key_bias.detach(), geometry.key_documents
     if geometry.key_padding_mask is not None:
@@ -55,20 +59,20 @@ def best_seen(key_bias: Tensor, geometry: Geometry) -> Tensor:
         first, end = (bounds.unsqueeze(1) for bounds in document_bounds(documents))
         last, best, step = end - 1, numbers, 1
         while step < geometry.num_keys:
-            # The best of twice as many keys each time, all of the same document.
+            # Each step doubles the number of keys, all of the same document.
             before = pad(best[..., :-step], (step, 0), value=-math.inf)
             best, step = torch.where(slots - step >= first, torch.maximum(best, before), best), 2 * step
     own = slots if geometry.causal and not geometry.has_given_positions else last
-    # Queries end at the last key: where there are more of them, the first ones lie before all keys.
+    # The last query is at the last key: if there are more queries than keys, the first queries lie before all keys.
     queries = torch.arange(geometry.num_keys - geometry.num_queries, geometry.num_keys, device=numbers.device)
     places = own.expand_as(last)[..., queries.clamp(min=0)]
     shape = max(len(best), len(places)), best.shape[1], -1
     found = best.expand(shape).gather(-1, places.expand(shape))
-    # Where documents are no runs, a query may find nothing but padding in its own.
+    # If documents are not runs, a query may find only padding in its document.
     return torch.where(found > LOG_PRIOR_FLOOR, found, numbers.amax(-1, keepdim=True))
 
 
 def in_two(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Two float32 numbers for each, whose sum it is; the gradient is the first one's."""
+    """Split float64 numbers into two float32 terms. The gradient flows through the first term."""
     high = numbers.float()
     return high, (numbers.detach() - high.detach().double()).float()

@@ -1,4 +1,4 @@
-"""A place beside the keys where nothing is: prior mass on *nowhere*."""
+"""Null key: a share of the attention weight that goes to no key."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from attention_priors.precision import KeepsFloat32, can_be_read
 
 
 class NullKey(Described, KeepsFloat32):
-    """One more key per head, with a learned logit ``s_h`` in nats and the value zero.
+    """Extra key of each head, with a learned logit ``s_h`` in nats and the value zero.
 
-    A query that finds nothing may look there: ``p_null = e^s / (e^s + Σ_j e^z_ij)``, and its output is
-    ``(1 - p_null)`` times that without. At ``s = 0`` this is the softmax "plus one", and ``add_zero_attn`` of
-    :class:`torch.nn.MultiheadAttention`.
+    A query without a relevant key can attend to the null key, with the weight ``p_null = e^s / (e^s + Σ_j e^z_ij)``.
+    The null key multiplies the output by ``1 - p_null``. At ``s = 0``, this is the softmax "plus one", and
+    ``add_zero_attn`` of :class:`torch.nn.MultiheadAttention`.
 
     Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card" (2025), a learned bias in the softmax's denominator; Miller,
     "Attention Is Off By One" (2023).
 
     Args:
         num_heads: ``H``.
-        init: the ``s`` every head starts with, in nats.
+        init: initial ``s`` of every head, in nats.
         learn: whether ``s`` is learned.
     """
 
@@ -45,60 +45,60 @@ class NullKey(Described, KeepsFloat32):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start anew: ``s = init``."""
+        """Reset ``s`` to ``init``."""
         nn.init.constant_(self.logit, self.init)
 
 
 def null_key_from_config(config: Mapping[str, Any] | str | None, num_heads: int) -> NullKey | None:
-    """Build a null key from its plain description; None gives None.
+    """Build a null key from its config. None gives None.
 
     Raises:
-        ValueError: if the name or an argument is unknown; it says what is allowed.
+        ValueError: the name or an argument is unknown. The message lists the known ones.
     """
     return None if config is None else build("null logit", {NullKey.name: NullKey}, config, num_heads=num_heads)
 
 
 def apply_null(out: Tensor, lse: Tensor, null_logit: NullKey | Tensor) -> Tensor:
-    """Let a place with the value zero take its share of the weights: ``out · σ(lse - s)``.
+    """Apply a null key to an attention output: ``out · σ(lse - s)``.
 
-    For results over parts of the keys, that were merged: each of them has all of its weight on its own keys. (Outputs
-    of :func:`attend` with a ``null_logit`` have given up that share already, and cannot be merged.)
+    Use this function after merging results over parts of the keys. (Outputs of :func:`attend` with a ``null_logit``
+    cannot be merged, because the null key has already taken its share.)
 
     Args:
-        out: ``(B, H, Lq, Dv)``, attention over all keys.
-        lse: ``(B, H, Lq)``, the log-sum-exp of their logits.
-        null_logit: ``s``, a :class:`NullKey`, or a tensor ``(H,)`` or ``(B, H, Lq)``, in nats.
+        out: attention over all keys. Shape ``(B, H, Lq, Dv)``.
+        lse: log-sum-exp of all logits. Shape ``(B, H, Lq)``.
+        null_logit: ``s`` in nats, ``(H,)`` or ``(B, H, Lq)``, or a :class:`NullKey`.
 
     Returns:
-        ``(B, H, Lq, Dv)`` in the dtype of ``out``.
+        Output ``(B, H, Lq, Dv)`` in the dtype of ``out``.
 
     Raises:
-        ValueError: if ``null_logit`` is not finite or does not fit the others.
+        ValueError: ``null_logit`` is not finite, or shapes do not fit.
     """
     if tuple(lse.shape) != tuple(out.shape[:-1]):
         raise ValueError(
-            f"lse must have shape {tuple(out.shape[:-1])}, as out without its last dimension, got {tuple(lse.shape)}"
+            f"lse must have shape {tuple(out.shape[:-1])} (out without its last dimension), got {tuple(lse.shape)}"
         )
     return gated(out, lse, checked_null_logit(null_logit, tuple(lse.shape), out.device))
 
 
 def gated(out: Tensor, lse: Tensor, logit: Tensor) -> Tensor:
-    """:func:`apply_null` with a logit that has been checked."""
+    """Apply a checked null logit as :func:`apply_null` does."""
     share = torch.sigmoid(lse - logit.to(lse.dtype))
     return (out * share.unsqueeze(-1).to(torch.promote_types(out.dtype, torch.float32))).to(out.dtype)
 
 
 def checked_null_logit(null_logit: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return ``s`` as ``(1, H, 1)`` or ``(B, H, Lq)``.
+    """Check a null logit and return it as ``(1, H, 1)`` or ``(B, H, Lq)``.
 
     Args:
-        null_logit: as for :func:`apply_null`.
+        null_logit: logit, as for :func:`apply_null`.
         shape: ``(B, H, Lq)``.
-        device: of the queries.
+        device: device of the queries.
 
     Raises:
-        ValueError: naming the shape, dtype or value, and what was expected. Numbers are looked at on the CPU in eager
-            mode alone.
+        ValueError: the type, dtype, shape, device or a value is invalid. Values are checked only on the CPU in eager
+            mode.
     """
     logit = null_logit if isinstance(null_logit, Tensor) else getattr(null_logit, "logit", None)
     if not isinstance(logit, Tensor):
@@ -106,12 +106,12 @@ def checked_null_logit(null_logit: Any, shape: tuple[int, ...], device: torch.de
             f"null_logit must be a NullKey or a tensor, got {null_logit!r}; pass NullKey(num_heads, init=...)"
         )
     if not logit.is_floating_point():
-        raise ValueError(f"null_logit must be of floating point, got {logit.dtype}")
+        raise ValueError(f"null_logit must be floating point, got {logit.dtype}")
     if tuple(logit.shape) != (shape[1],) if logit.dim() == 1 else tuple(logit.shape) != shape:
         raise ValueError(f"null_logit must have shape ({shape[1]},) or {shape}, got {tuple(logit.shape)}")
     if logit.device != device:
         raise ValueError(f"null_logit is on {logit.device}, but query is on {device}")
     plain = logit.detach()
     if can_be_read(plain) and not bool(plain.isfinite().all()):
-        raise ValueError("null_logit must be finite; leave it out for no place beside the keys")
+        raise ValueError("null_logit must be finite; omit null_logit for attention without a null key")
     return logit if logit.dim() == 3 else logit.view(1, -1, 1)

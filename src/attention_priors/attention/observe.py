@@ -1,4 +1,4 @@
-"""Seeing what attention is asked while a model runs."""
+"""Callbacks that receive every attention problem while a model runs, and notes for ``explain()``."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
 See: TypeAlias = "Callable[[Problem], None]"
 
-# Dynamo traces and guards a plain thread-local object; it does neither for a ContextVar or a subclass of this one.
+# Dynamo traces and guards a plain threading.local, but not a ContextVar or a subclass of threading.local.
 of_thread = threading.local()
-"""``told``: those who are told every problem, by :func:`observed`; ``notes``: what :func:`noted` collects."""
+"""State of one thread: ``told`` holds the callbacks of :func:`observed`, ``notes`` the notes of :func:`noted`."""
 
 
 @contextmanager
 def observed(see: See) -> Iterator[None]:
-    """Within this block, ``see`` is told every problem that :func:`attend` is asked, before it is computed.
+    """Call ``see`` with every problem of :func:`attend` in this block, before the computation.
 
-    Only by the thread that entered the block; others compute for themselves.
+    The callback receives only problems of the thread that entered the block.
 
     Args:
-        see: what is called, in the order in which attention is computed; its errors end the computation.
+        see: callback. An error of the callback ends the computation.
     """
     of_thread.told = (*getattr(of_thread, "told", ()), see)
     try:
@@ -37,7 +37,7 @@ def observed(see: See) -> Iterator[None]:
 
 @contextmanager
 def noted() -> Iterator[list[str]]:
-    """Collect what engines note in this block, and this thread, about numbers that they look at."""
+    """Collect the notes that engines make in this block and this thread about the numbers that they read."""
     before, of_thread.notes = getattr(of_thread, "notes", None), []
     try:
         yield of_thread.notes
@@ -46,7 +46,7 @@ def noted() -> Iterator[list[str]]:
 
 
 def note(what: str, *numbers: int) -> None:
-    """Note something for :func:`explain`, if it listens."""
+    """Add a note for :func:`explain`, if :func:`noted` collects notes."""
     notes = getattr(of_thread, "notes", None)
     if notes is not None:
         notes.append(what.format(*numbers))

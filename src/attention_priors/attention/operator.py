@@ -1,4 +1,4 @@
-"""Operators that PyTorch knows: to ``torch.compile`` each is one opaque call, and its data may decide what it does."""
+"""Operators registered with PyTorch. ``torch.compile`` sees each as one opaque call, whose work may depend on data."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ GEOMETRY = (
     "Tensor? query_positions, Tensor? key_positions, Tensor? documents, Tensor? key_padding_mask, "
     "Tensor? attn_mask, bool causal"
 )
-"""Parameters that make a :class:`Geometry`, once sizes are known."""
+"""Operator parameters of a :class:`Geometry`, besides its sizes."""
 
 
 def geometry_arguments(geometry: Geometry) -> tuple[Any, ...]:
-    """What ``GEOMETRY`` lists."""
+    """Return the arguments for the parameters in ``GEOMETRY``."""
     return (
         geometry.given_query_positions,
         geometry.given_key_positions,
@@ -41,7 +41,7 @@ def geometry_arguments(geometry: Geometry) -> tuple[Any, ...]:
 
 
 def geometry_from(sizes: tuple[int, int, int, int], device: torch.device, arguments: tuple[Any, ...]) -> Geometry:
-    """The geometry of a batch, its heads, queries and keys, from what ``GEOMETRY`` lists."""
+    """Build a geometry from its sizes (batch, heads, queries, keys) and the arguments for ``GEOMETRY``."""
     query_positions, key_positions, documents, key_padding_mask, attn_mask, causal = arguments
     own = None if documents is None else documents[:, sizes[3] - sizes[2] :]
     given = (query_positions, key_positions, own, documents, key_padding_mask, attn_mask)
@@ -49,11 +49,11 @@ def geometry_from(sizes: tuple[int, int, int, int], device: torch.device, argume
 
 
 def nobody_watches(like: Tensor, learning: bool = False) -> bool:
-    """Whether an operator's body may as well be called: to dispatch an operator takes as long as a short attention.
+    """Return whether an operator's body may be called directly. Dispatch takes as long as a short attention.
 
     Args:
-        like: one of its inputs.
-        learning: whether who calls it records what a backward pass needs.
+        like: one of the operator's inputs.
+        learning: whether the caller records what a backward pass needs.
     """
     return (
         (learning or not torch.is_grad_enabled())
@@ -66,7 +66,7 @@ def nobody_watches(like: Tensor, learning: bool = False) -> bool:
 
 
 def one_by_one(operator: Any, info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Any:
-    """Run an operator for each entry of the mapped dimension."""
+    """Run an operator once for each entry of the mapped dimension."""
     results = [
         operator(
             *(
@@ -105,7 +105,7 @@ def _(like: Tensor, batch: int, heads: int, num_queries: int, num_keys: int, *ar
 
 
 def count_visible_keys(geometry: Geometry, like: Tensor) -> Tensor:
-    """``n_i`` of :attr:`Geometry.visible_keys`, ``(B, H or 1, Lq)``, on the device of ``like``."""
+    """Return the number of keys that each query may see, ``(B, H or 1, Lq)``, on the device of ``like``."""
     if nobody_watches(like):
         return geometry.visible_keys
     if torch.compiler.is_exporting():
@@ -130,15 +130,16 @@ PROBLEM = (
     "Tensor? row, Tensor? distance, Tensor? hidden, Tensor? outer, "
     f"{GEOMETRY}, Tensor? kept, bool fused"
 )
-"""See :class:`Content`, :class:`BlockProblem` and, from ``row`` to ``outer``, :class:`ScaledDistance`. ``row_scale``
-multiplies the content and, if ``scales_prior``, all of the log-prior. ``fused``: by Triton's kernels, not in tiles."""
+"""Operator parameters of a problem: fields of :class:`Content`, :class:`BlockProblem` and, from ``row`` to ``outer``,
+:class:`ScaledDistance`. ``row_scale`` multiplies the content and, with ``scales_prior``, the log-prior. ``fused``
+selects Triton's kernels instead of tiles."""
 _PARAMETERS = tuple(parameter.split()[-1] for parameter in PROBLEM.split(", "))
 _LEARNED = (0, 1, 2, 4, 5, 6, 12, 13, 14, 15)
-"""Those that have gradients, by place: queries, keys, values, table, biases of keys, scale, parts of a network."""
+"""Indices of parameters with gradients: query, key, value, table, key bias, row scale, four parts of a network."""
 
 
 class OperatorInputs(NamedTuple):
-    """What ``PROBLEM`` lists."""
+    """Inputs of an operator, assembled from the parameters in ``PROBLEM``."""
 
     content: Content
     problem: BlockProblem
@@ -163,7 +164,7 @@ def read_inputs(
     outer: Tensor | None,
     *rest: Any,
 ) -> OperatorInputs:
-    """Put together what ``PROBLEM`` lists."""
+    """Assemble the arguments for the parameters in ``PROBLEM``."""
     batch, heads, num_queries, _ = query.shape
     *arguments, kept, _ = rest
     geometry = geometry_from((batch, heads, num_queries, key.shape[2]), query.device, tuple(arguments))
@@ -178,7 +179,7 @@ def read_inputs(
     problem = BlockProblem(
         geometry=geometry,
         distances=Distances(geometry, highest, listed, number),
-        # Views are read off it with strides; rows may lie apart.
+        # Tiles are strided views of the table: the entries of a row must be adjacent in memory.
         table=table if table is None or table.stride(1) == 1 else table.contiguous(),
         key_bias=key_bias,
         inside=inside,
@@ -193,15 +194,15 @@ def read_inputs(
 
 def _check_range(geometry: Geometry, highest: int, number: int) -> None:
     if is_captured():
-        # The graph stops where it is replayed with others.
+        # A replay with other positions stops at this assertion.
         queries, keys = geometry.query_positions, geometry.key_positions
         inside = queries.amax(-1) - keys.amin(-1) <= highest
         if not geometry.causal:
             inside &= queries.amin(-1) - keys.amax(-1) > highest - number
-        torch.ops.aten._assert_async.msg(inside.all(), "positions have gaps, which a captured graph does not take")
+        torch.ops.aten._assert_async.msg(inside.all(), "positions have gaps, which a captured graph does not support")
         return
     if geometry.key_documents is not None and geometry.offset is not None:
-        # Positions of different documents may lie any way apart: such pairs are hidden.
+        # Pairs of different documents are hidden, so their distances do not matter.
         farthest, nearest = geometry.num_queries - 1 + geometry.offset, geometry.offset - (geometry.num_keys - 1)
     else:
         farthest, nearest = geometry.farthest_and_nearest()
@@ -209,13 +210,13 @@ def _check_range(geometry: Geometry, highest: int, number: int) -> None:
     if farthest > highest or (nearest < lowest and not geometry.causal):
         raise ValueError(
             f"query_positions and key_positions lie {nearest} to {farthest} tokens apart; a compiled attend() "
-            f"takes distances from {lowest} to {highest}, what {geometry.num_queries} queries and "
-            f"{geometry.num_keys} keys without gaps have"
+            f"supports distances from {lowest} to {highest}, those of {geometry.num_queries} queries and "
+            f"{geometry.num_keys} keys without gaps"
         )
 
 
 def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Output, and log-sum-exp in float64: by Triton's kernels, or in tiles."""
+    """Compute the output, and the log-sum-exp in float64, with Triton's kernels or in tiles."""
     content, problem = read_inputs(*inputs)
     if inputs[-1]:
         return triton_backend.forward(content, problem)
@@ -225,7 +226,7 @@ def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _attend_as_promised(*inputs: Any) -> tuple[Tensor, ...]:
-    # To who compiles, whatever the order in memory that PyTorch's kernel has.
+    # The fake implementation promises contiguous tensors, and PyTorch's kernel may return others.
     return tuple(x.contiguous() for x in _attend(*inputs))
 
 
@@ -248,9 +249,9 @@ def _attend_backward(
     wanted: Sequence[bool],
     *inputs: Any,
 ) -> tuple[Tensor, ...]:
-    """Gradients of what is ``_LEARNED``; what is not there or not ``wanted`` is empty."""
+    """Return the gradients of the ``_LEARNED`` parameters. Gradients of absent or unwanted parameters are empty."""
     content, problem = read_inputs(*inputs)
-    # A caller who is inside autocast would have the recomputed products rounded.
+    # Under the caller's autocast, the recomputed products would be rounded.
     with without_autocast(out.device.type):
         saved, wanted_of_prior = (out, lse), (wanted[3], wanted[4], wanted[5], any(wanted[6:]))
         if problem.whole is not None and not inputs[-1]:
@@ -260,7 +261,7 @@ def _attend_backward(
             of_results = (out_grad, torch.zeros_like(lse) if lse_grad is None else lse_grad)
             found = engine.backward(content, problem, saved, of_results, wanted_of_prior)
     grads = (*found[:-1], *(found.scaled or [None] * 4))
-    # As it is promised to who compiles, below.
+    # Contiguous, as the fake implementation below promises.
     return tuple(
         _of_batch(grad, inputs[place]).contiguous() if grad is not None and (place < 3 or want) else lse.new_empty(0)
         for grad, place, want in zip(grads, _LEARNED, wanted, strict=True)
@@ -268,7 +269,7 @@ def _attend_backward(
 
 
 def _of_batch(grad: Tensor, given: Tensor) -> Tensor:
-    """The gradient of something that all examples may share, in its dtype."""
+    """Return a gradient in the dtype of its input, summed over examples if they share the input."""
     return (grad if len(grad) == len(given) else grad.sum(0, keepdim=True)).to(given.dtype)
 
 
@@ -321,7 +322,7 @@ block_attention.register_autograd(_differentiate, setup_context=_save)
 
 
 def attend_backward(*inputs: Any) -> tuple[Tensor, ...]:
-    """:func:`block_attention_backward`, whatever transforms it."""
+    """Call :func:`block_attention_backward`, also under the transforms of ``torch.func``."""
     if torch._C._are_functorch_transforms_active():
         return _TransformableBackward.apply(*inputs)  # pyright: ignore[reportGeneralTypeIssues]
     return (_attend_backward if nobody_watches(inputs[0]) else block_attention_backward)(*inputs)
@@ -329,7 +330,7 @@ def attend_backward(*inputs: Any) -> tuple[Tensor, ...]:
 
 def _refuse(ctx: Any, *grads: Tensor) -> Any:
     raise NotImplementedError(
-        "this backend of attend() has no second derivative; use backend='reference' or 'blockwise' for it"
+        "this backend of attend() has no second derivative; use backend='reference' or 'blockwise'"
     )
 
 
@@ -337,12 +338,12 @@ block_attention_backward.register_autograd(_refuse, setup_context=lambda ctx, in
 
 
 def refuse_forward_mode(ctx: Any, *tangents: Tensor | None) -> Any:
-    """The ``jvp`` of functions that have none."""
+    """Raise the error of functions without a forward-mode derivative, as their ``jvp``."""
     raise NotImplementedError("this backend of attend() has no forward-mode derivative; use backend='reference'")
 
 
 class _Eager(torch.autograd.Function):
-    """The same without the operator, which takes longer than a short context's attention."""
+    """Attention in tiles without the operator, whose dispatch takes longer than a short attention."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -358,7 +359,7 @@ class _Eager(torch.autograd.Function):
 
 
 class _Transformable(torch.autograd.Function):
-    """The same operator for ``torch.func``, whose ``grad`` does not know what ``register_autograd`` registers."""
+    """Attention operator for ``torch.func``, whose ``grad`` ignores formulas of ``register_autograd``."""
 
     generate_vmap_rule = True
 
@@ -390,7 +391,7 @@ class _TransformableBackward(torch.autograd.Function):
 
 
 def attend_in_tiles(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """:func:`block_attention`, whatever transforms it."""
+    """Call :func:`block_attention`, also under the transforms of ``torch.func``, and without dispatch if possible."""
     if torch._C._are_functorch_transforms_active():
         return _Transformable.apply(*inputs)  # pyright: ignore[reportGeneralTypeIssues]
     if not nobody_watches(inputs[0], learning=True):
@@ -400,13 +401,13 @@ def attend_in_tiles(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 @block_attention.register_vmap
 def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-    """More examples for one table are a larger batch; more tables are worked off one by one."""
+    """Map over examples as a larger batch, and over tables one by one."""
     if any(dim is not None for dim in in_dims[3:]):
         return one_by_one(block_attention, info, in_dims, inputs)
     given = dict(zip(_PARAMETERS, inputs, strict=True))
     of_examples = ("key_bias", "row", *_PARAMETERS[-8:-3])
     if given["kept"] is not None or any(given[name] is not None and len(given[name]) > 1 for name in of_examples):
-        # They have one entry per example of the batch that is about to grow.
+        # These inputs have one entry per example of the batch, which is about to grow.
         return one_by_one(block_attention, info, in_dims, inputs)
     number, batch = info.batch_size, inputs[0].shape[0 if in_dims[0] != 0 else 1]
     dims = dict(zip(("query", "key", "value"), in_dims[:3], strict=True)) | {"row_scale": None}
@@ -449,13 +450,16 @@ def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
 
 
 def choose_kept_blocks(tolerance: float, balls: Balls | None, *inputs: Any) -> Tensor:
-    """Which blocks of keys each block of queries looks at, of what ``PROBLEM`` lists; no gradient flows through it."""
+    """Return which blocks of keys each block of queries looks at, without gradient, for the arguments of ``PROBLEM``.
+
+    The result is boolean, ``(B, H, ⌈Lq / 256⌉, ⌈Lk / 256⌉)``.
+    """
     parts = (None, None) if balls is None else balls
     detached = (x.detach() if isinstance(x, Tensor) else x for x in inputs)
     return _kept_blocks(tolerance, *parts, *detached)
 
 
 for _device in ("cpu", "cuda"):
-    # Called inside autocast, it takes everything in float32. attend() casts as autocast asks before it calls, and
-    # the backward operator switches autocast off: its inputs are what the forward one had.
+    # Under autocast, a direct call of the operator computes in float32. attend() itself casts to autocast's dtype. The
+    # backward operator turns autocast off, because its inputs are those of the forward operator.
     block_attention.register_autocast(_device, torch.float32)

@@ -1,7 +1,7 @@
-"""How a problem is computed, and why: the one place that chooses.
+"""Dispatch: which engine computes a problem, and why. No other module chooses an engine.
 
-A plan is static: it follows from shapes, dtypes, devices, from what is given and what kinds of terms a prior has, and
-holds no tensors. What an engine does about numbers that are too large for float32 depends on values, and is its own.
+A plan is static and holds no tensors. It depends on shapes, dtypes, devices, the arguments that are passed, and the
+kinds of the prior's terms. Numbers that are too large for float32 depend on values: each engine handles them itself.
 """
 
 from __future__ import annotations
@@ -18,53 +18,53 @@ from attention_priors.priors import Prior, Structure
 Backend = Literal["auto", "reference", "blockwise", "lanes", "toeplitz", "flex", "triton"]
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "blockwise", "lanes", "toeplitz", "flex", "triton")
 FEW_QUERIES = 64
-"""Keys per query from which on a table is faster than lanes."""
+"""Keys per query from which a table is faster than lanes."""
 
 
 class Plan(NamedTuple):
-    """Which engine computes a problem, and how the terms of its prior reach it, by their places in the sum."""
+    """Engine of a problem, and how each term of the prior reaches the engine. Terms are indices into the sum."""
 
     engine: Backend
     why: str
-    """Why this engine."""
+    """Reason for this engine."""
     table: tuple[int, ...]
-    """Stationary terms, which are numbers per distance and head."""
+    """Stationary terms: one number per distance and head."""
     keys: tuple[int, ...]
-    """Terms that depend on the key alone: numbers per key and head."""
+    """Terms that depend only on the key: one number per key and head."""
     lanes: tuple[int, ...]
-    """Factored terms, which are columns of queries and keys."""
+    """Factored terms: extra columns of queries and keys."""
     scaled: tuple[int, ...] = ()
-    """Terms of a scaled distance, which are a ReLU network."""
+    """Terms of a scaled distance: a ReLU network."""
 
     def parts(self, problem: Problem) -> tuple[list[Prior], list[Prior], list[Prior], list[Prior]]:
-        """Return the terms in the table, those of the key alone, those in lanes, and those of a scaled distance."""
+        """Return the terms in the table, of the key alone, in lanes, and of a scaled distance."""
         places = (self.table, self.keys, self.lanes, self.scaled)
         table, keys, lanes, scaled = ([problem.terms[place] for place in part] for part in places)
         return table, keys, lanes, scaled
 
 
 def make_plan(problem: Problem, backend: Backend, *, need_lse: bool) -> Plan:
-    """Choose the engine, and where each term of the prior goes.
+    """Choose the engine and the form of each term of the prior.
 
     Args:
-        problem: what is asked.
-        backend: the engine's name, or ``auto``.
-        need_lse: whether the log-sum-exp is wanted.
+        problem: checked problem.
+        backend: name of the engine, or ``auto``.
+        need_lse: whether the caller needs the log-sum-exp.
 
     Raises:
-        ValueError: an engine that is asked for by name does not compute this; it says why.
+        ValueError: the requested engine cannot compute the problem. The message gives the reason.
     """
     if backend == "auto":
         engine, why = _choose(problem, need_lse)
     else:
-        engine, why = backend, "it is asked for by name"
+        engine, why = backend, "requested by name"
         reason = why_not(problem, backend, need_lse=need_lse)
         if reason is not None:
             raise ValueError(f"backend={backend!r} cannot compute this: {reason}")
-    # Where sizes are symbols, to compare one is to fix it.
+    # The order matters: comparing a symbolic size would fix it.
     if engine != "reference" and problem.query.shape[0] == 0:
-        engine, why = "reference", "there are no texts"
-    # Positions with gaps may have as many distances as there are pairs.
+        engine, why = "reference", "the batch is empty"
+    # Positions with gaps may have one distance per pair.
     no_table = engine == "toeplitz" and problem.geometry.has_given_positions
     no_table = no_table and all(term.structure & (Structure.FACTORED | Structure.OF_KEYS) for term in problem.terms)
     places: tuple[list[int], ...] = [], [], [], []
@@ -76,32 +76,32 @@ def make_plan(problem: Problem, backend: Backend, *, need_lse: bool) -> Plan:
 
 
 def why_not(problem: Problem, backend: Backend, *, need_lse: bool) -> str | None:
-    """Why an engine cannot compute a problem; None if it can."""
+    """Return why an engine cannot compute a problem; None if it can."""
     if backend in ("reference", "blockwise"):
         return None
     if torch.compiler.is_exporting() and backend != "lanes":
         return (
-            "an exported program holds PyTorch's own operators alone, and this backend's is not among them; leave "
+            "an exported program may contain only PyTorch's own operators, and this backend needs others; leave "
             "backend out, or use 'reference'"
         )
     if backend == "triton":
         reason, device = why_not_triton(problem), problem.query.device
         return fault(device, *Variant.of(problem)) if reason is None and device.type in CHECKED else reason
     if needs_autograd(problem):
-        return "it does not compute relative, dropout_p or a gradient of attn_mask; use 'auto'"
+        return "it does not support relative, dropout_p or a gradient of attn_mask; use backend='auto'"
     if backend == "lanes":
         reason = _why_not_lanes(problem, need_lse)
         return reason if reason is None else f"{reason}; use backend='toeplitz'"
     scaled = [term.name for term in problem.terms if Structure.SCALED_DISTANCE in term.structure]
     if backend == "toeplitz":
-        return None if len(scaled) < 2 else f"it computes one network of a scaled distance, not {', '.join(scaled)}"
+        return None if len(scaled) < 2 else f"it supports one network of a scaled distance, got {', '.join(scaled)}"
     if scaled:
-        return f"it does not compute the network of {scaled[0]}; use backend='toeplitz'"
+        return f"it does not support the network of {scaled[0]}; use backend='toeplitz'"
     return _why_not_flex(problem, need_lse)
 
 
 def needs_autograd(problem: Problem) -> bool:
-    """Whether only the dense formula has all of it, or its gradients."""
+    """Return whether only the dense formula computes the problem and all of its gradients."""
     mask = problem.geometry.attn_mask
     return problem.relative is not None or problem.dropout_p > 0 or (mask is not None and mask.requires_grad)
 
@@ -111,7 +111,7 @@ def _why_not_lanes(problem: Problem, need_lse: bool) -> str | None:
         return "not all of the prior is factored"
     if need_lse or problem.key_bias is not None or not problem.geometry.is_plain:
         return (
-            "it is one call of PyTorch's attention, which has no documents, padding, masks, positions, key_bias or "
+            "it is one call of PyTorch's attention, without documents, padding, masks, positions, key_bias or "
             "log-sum-exp (return_lse, null_logit)"
         )
     return None
@@ -119,34 +119,34 @@ def _why_not_lanes(problem: Problem, need_lse: bool) -> str | None:
 
 def _choose(problem: Problem, need_lse: bool) -> tuple[Backend, str]:
     if torch.compiler.is_exporting():
-        return "reference", "an exported program is to run without this package: the dense formula needs PyTorch alone"
+        return "reference", "an exported program runs without this package, and the dense formula needs only PyTorch"
     if needs_autograd(problem):
-        return "blockwise", "relative, dropout_p and an attn_mask with a gradient are computed by the dense formula"
+        return "blockwise", "only the dense formula supports relative, dropout_p and an attn_mask with a gradient"
     if problem.query.is_cuda and why_not(problem, "triton", need_lse=need_lse) is None:
-        return "triton", "the kernels compute all of it"
+        return "triton", "the fused kernels support the whole problem"
     reason = _why_not_lanes(problem, need_lse)
     if reason is not None:
         no_tiles = why_not(problem, "toeplitz", need_lse=need_lse)
-        return ("toeplitz", reason) if no_tiles is None else ("blockwise", f"in tiles, {no_tiles}")
+        return ("toeplitz", reason) if no_tiles is None else ("blockwise", f"toeplitz cannot compute this: {no_tiles}")
     if not problem.terms:
-        return "lanes", "without a prior it is one call of PyTorch's attention"
+        return "lanes", "without a prior, one call of PyTorch's attention is enough"
     if FEW_QUERIES * problem.geometry.num_queries <= problem.geometry.num_keys:
-        return "toeplitz", "for few queries, to lengthen every key would be most of the work"
+        return "toeplitz", "with few queries, adding lanes to every key would be most of the work"
     if all(Structure.STATIONARY in term.structure for term in problem.terms):
         if problem.query.dtype in (torch.float16, torch.bfloat16):
-            return "toeplitz", "lanes are computed in float32, a table's products in half precision"
+            return "toeplitz", "lanes need float32, and a table allows products in half precision"
         if problem.tolerance > 0:
-            return "toeplitz", "pruning bounds a table better than lanes"
+            return "toeplitz", "pruning has tighter bounds for a table than for lanes"
     return "lanes", "all of the prior is factored"
 
 
 def _why_not_flex(problem: Problem, need_lse: bool) -> str | None:
-    """What FlexAttention would refuse in the middle of it, or would do otherwise."""
+    """Return why FlexAttention would fail, or compute something else; None if it would not."""
     query = problem.query
     if query.dtype == torch.float64:
-        return "it computes in float32, and query is float64; use backend='toeplitz'"
+        return "it computes in float32, but query is float64; use backend='toeplitz'"
     if problem.key_bias is not None and problem.geometry.has_given_positions:
-        return "it does not compute key_bias with query_positions or key_positions; use backend='toeplitz'"
+        return "it does not support key_bias with query_positions or key_positions; use backend='toeplitz'"
     if query.device.type != "cpu":
         return None
     tensors = {"query": query, "key": problem.key, "value": problem.value, "key_bias": problem.key_bias}
@@ -156,7 +156,7 @@ def _why_not_flex(problem: Problem, need_lse: bool) -> str | None:
     learned = [name for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad]
     if torch.is_grad_enabled() and learned:
         return (
-            f"on CPUs FlexAttention has no backward pass, and {', '.join(learned)} require gradients; use "
+            f"on CPUs FlexAttention has no backward pass, but {', '.join(learned)} require gradients; use "
             "backend='toeplitz', or torch.no_grad()"
         )
     if need_lse:

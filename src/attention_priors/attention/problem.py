@@ -1,4 +1,4 @@
-"""One attention problem, checked and put into a single form that every backend reads."""
+"""Checked attention problems, in the one form that every backend reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Problem:
-    """What :func:`attend` was asked, after checking."""
+    """Checked arguments of one call of :func:`attend`."""
 
     query: Tensor
     """``(B, H, Lq, D)``."""
@@ -37,35 +37,35 @@ class Problem:
     """``(B, Hkv, Lk, Dv)``."""
     prior: Prior | None
     terms: tuple[Prior, ...]
-    """The priors whose sum ``prior`` is."""
+    """Priors whose sum is ``prior``."""
     key_bias: Tensor | None
-    """Added to the log-prior: numbers per key and head, ``(B, H, Lk)``."""
+    """Bias of each key, added to the log-prior, ``(B, H, Lk)``; None for no biases."""
     geometry: Geometry
     row_scale: Tensor | None
-    """The logit scale ``c``, ``(B, H, Lq)``, or None."""
+    """Logit scale ``c``, ``(B, H, Lq)``; None for no scaling."""
     scales_prior: bool
     """Whether the logit scale multiplies the prior too."""
     softmax_scale: float
     relative: ShawVectors | None
     dropout_p: float
     tolerance: float
-    """Which share of its weight a query may lose to pruning."""
+    """Share of its weight that a query may lose to pruning."""
     key_bounds: KeyBounds | None
     kept: Tensor | None = None
-    """Which blocks of 256 keys each block of 256 queries looks at, ``(B, H, ⌈Lq / 256⌉, ⌈Lk / 256⌉)``, where others are
-    known to weigh nothing; None for all."""
+    """Which blocks of 256 keys each block of 256 queries looks at, ``(B, H, ⌈Lq / 256⌉, ⌈Lk / 256⌉)``; None for all.
+    Other blocks are known to have no weight."""
     logit_scale: SSMax | None = None
-    """What ``row_scale`` comes from: it has one for every other length too."""
+    """Module that computed ``row_scale``, and that computes the scales of other lengths."""
     null_logit: Tensor | None = None
-    """The logit of a place beside the keys, ``(1, H, 1)`` or ``(B, H, Lq)``; no backend knows of it."""
+    """Logit of the null key, ``(1, H, 1)`` or ``(B, H, Lq)``; None for no null key. Backends ignore this field."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of biases, logits and log-sum-exps: float32, or float64 for float64 queries."""
+        """Dtype of biases, logits and log-sum-exps: float32, or float64 for float64 queries."""
         return compute_dtype_of(self.query)
 
     def rows(self, rows: slice) -> Problem:
-        """The same problem for some of the queries."""
+        """Return the problem of some of the queries and all keys."""
         return replace(
             self,
             query=self.query[:, :, rows],
@@ -80,7 +80,7 @@ def _of_rows(of_queries: Tensor | None, rows: slice) -> Tensor | None:
 
 
 class Options(TypedDict, total=False):
-    """Arguments of :func:`attend` that say what is computed, beside queries, keys, values and prior."""
+    """Options of :func:`attend` that define the result, besides query, key, value and prior."""
 
     causal: bool
     logit_scale: SSMax | None
@@ -127,7 +127,8 @@ def make_problem(
     """Check every argument of :func:`attend` against the others and fill in the defaults.
 
     Raises:
-        ValueError: naming the argument, its shape or value, and what was expected.
+        ValueError: an argument is invalid. The message names the argument, its shape or value, and the expected one.
+        RuntimeError: the call is under ``torch.jit.trace``.
     """
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         raise RuntimeError(
@@ -147,7 +148,9 @@ def make_problem(
         raise ValueError(f"causal must be True or False, got {causal!r}")
     terms = check_in_use(prior, causal=causal, key_positions=key_positions)
     if relative is not None and (head_dim != relative.head_dim or value.shape[-1] != head_dim):
-        raise ValueError(f"relative has head_dim={relative.head_dim}; query has {head_dim} and value {value.shape[-1]}")
+        raise ValueError(
+            f"relative has head_dim={relative.head_dim}, but query has {head_dim} and value {value.shape[-1]}"
+        )
     if dropout_p != 0.0 or tolerance != 0.0:
         check_share(dropout_p=dropout_p, tolerance=tolerance)
     if key_bounds is not None:
@@ -171,7 +174,7 @@ def make_problem(
     if visible_keys is not None:
         visible_keys = check_visible_keys(visible_keys, logit_scale, heads, num_queries).to(query.device)
         if visible_keys.shape[0] not in (1, batch):
-            raise ValueError(f"visible_keys has a batch of {visible_keys.shape[0]}, and query one of {batch}")
+            raise ValueError(f"visible_keys has batch size {visible_keys.shape[0]}, but query has batch size {batch}")
         visible_keys = visible_keys.expand(batch, -1, -1)
     if logit_scale is not None:
         counts = count_visible_keys(geometry, query) if visible_keys is None else visible_keys
@@ -197,11 +200,11 @@ def make_problem(
 
 
 def check_visible_keys(visible_keys: Tensor, logit_scale: SSMax | None, heads: int, num_queries: int) -> Tensor:
-    """Numbers of visible keys that a caller gives, as ``(1 or B, H or 1, Lq)``.
+    """Check a caller's visible-key counts and return them as ``(1 or B, H or 1, Lq)``.
 
     Raises:
-        ValueError: for another shape, another dtype than integers, a count below 1 (checked on the CPU in eager mode
-            alone), or without a logit scale that reads them.
+        ValueError: the shape is wrong, the dtype is not an integer, a count is below 1 (checked only on the CPU in
+            eager mode), or ``logit_scale`` is None.
     """
     check_positions("visible_keys", visible_keys)
     shape = tuple(visible_keys.shape)
@@ -211,7 +214,7 @@ def check_visible_keys(visible_keys: Tensor, logit_scale: SSMax | None, heads: i
             f"got {shape}"
         )
     if logit_scale is None:
-        raise ValueError("visible_keys are for a logit_scale, and logit_scale is None")
+        raise ValueError("visible_keys needs a logit_scale, but logit_scale is None")
     if can_be_read(visible_keys) and visible_keys.numel() and (lowest := int(visible_keys.min())) < 1:
         raise ValueError(
             f"visible_keys must be at least 1, got {lowest}; for queries that see no key pass visible_keys.clamp(min=1)"
@@ -233,10 +236,10 @@ def make_geometry(
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
 ) -> Geometry:
-    """Check positions and masks against the sizes.
+    """Check positions and masks against the sizes and build the geometry.
 
     Raises:
-        ValueError: naming the argument, its shape or value, and what was expected.
+        ValueError: an argument is invalid. The message names the argument, its shape or value, and the expected one.
     """
     if key_padding_mask is not None:
         _check_shape("key_padding_mask", key_padding_mask, (batch, num_keys))
@@ -251,8 +254,8 @@ def make_geometry(
         check_positions("document_ids", document_ids)
         if num_queries > num_keys:
             raise ValueError(
-                f"document_ids {tuple(document_ids.shape)} belong to the keys, and queries are the last of "
-                f"them; there are {num_queries} queries for {num_keys} keys"
+                f"with document_ids {tuple(document_ids.shape)}, the queries are the last of the keys; got "
+                f"{num_queries} queries for {num_keys} keys"
             )
         document_ids = document_ids.to(device)
         query_documents = document_ids[:, num_keys - num_queries :]
@@ -274,10 +277,10 @@ def make_geometry(
 
 
 def check_modules(prior: object, logit_scale: object) -> None:
-    """Make sure that these are what computes, and not what describes it, which models and recipes take.
+    """Check that ``prior`` and ``logit_scale`` are modules or None. (Models and recipes accept configs instead.)
 
     Raises:
-        ValueError: one of them is not.
+        ValueError: an argument is a name, a config, a class, or another object.
     """
     if isinstance(prior, SSMax):
         raise ValueError(f"prior must be a Prior, got the logit scale {prior!r}; pass it as logit_scale=")
@@ -285,27 +288,27 @@ def check_modules(prior: object, logit_scale: object) -> None:
         raise ValueError(
             f"logit_scale must be a module such as SSMax, got the prior {logit_scale!r}; pass it as prior="
         )
-    # By what is asked of them: PEFT and others wrap modules.
+    # Duck typing, because PEFT and other libraries wrap modules.
     if prior is not None and not (hasattr(prior, "num_heads") and hasattr(prior, "log_prior_at")):
-        got, cure = type(prior).__name__, "build one with its class, as in Laplace(num_heads)"
+        got, cure = type(prior).__name__, "build a prior from its class, such as Laplace(num_heads)"
         if isinstance(prior, type):
             got = f"the class {prior.__name__}"
         elif isinstance(prior, str | Mapping):
-            got, cure = repr(prior), f"build one with prior_from_config({prior!r}, num_heads=...) or with its class"
+            got, cure = repr(prior), f"build a prior with prior_from_config({prior!r}, num_heads=...) or from its class"
         raise ValueError(f"prior must be a Prior, got {got}; {cure}")
     if logit_scale is not None and not (hasattr(logit_scale, "num_heads") and hasattr(logit_scale, "include_prior")):
-        raise ValueError(f"logit_scale must be a module, as SSMax(num_heads) is, got {logit_scale!r}")
+        raise ValueError(f"logit_scale must be a module such as SSMax(num_heads), got {logit_scale!r}")
 
 
 def check_softmax_scale(softmax_scale: object) -> float:
-    """Return the scale of the content as a float. Any real number will do, also NumPy's numbers and arrays of shape ().
+    """Return ``softmax_scale`` as a float. Any real number works, including NumPy's numbers and arrays of shape ``()``.
 
     Raises:
-        ValueError: unless the scale is a positive finite number.
+        ValueError: the scale is not a positive finite number.
     """
     scale: Any = softmax_scale
     if isinstance(scale, Tensor):
-        raise ValueError(f"softmax_scale must be a number, got {scale!r}; multiply query by a scale that is a tensor")
+        raise ValueError(f"softmax_scale must be a number, got {scale!r}; multiply query by a tensor scale instead")
     if getattr(scale, "shape", None) == ():
         scale = scale.item()
     if not isinstance(scale, Real) or isinstance(scale, bool) or not 0 < float(scale) < float("inf"):
@@ -322,7 +325,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name} must have 4 dimensions (batch, heads, length, head_dim), got shape {tuple(tensor.shape)}"
             )
         if tensor.dtype not in DTYPES:
-            raise ValueError(f"{name} must be of one of {', '.join(map(str, DTYPES))}; got {tensor.dtype}")
+            raise ValueError(f"{name} must have dtype {', '.join(map(str, DTYPES))}; got {tensor.dtype}")
         if tensor.dtype != query.dtype:
             raise ValueError(f"{name} must have the query's dtype, {query.dtype}; got {tensor.dtype}")
         if tensor.device != query.device:
@@ -357,8 +360,8 @@ def _check_key_bounds(key_bounds: KeyBounds, key: Tensor) -> None:
     batch, heads, _, width = key_bounds.balls.means.shape
     if tuple(key.shape) != (batch, heads, key_bounds.length, width):
         raise ValueError(
-            f"key_bounds are those of keys {(batch, heads, key_bounds.length, width)}, got key {tuple(key.shape)}; "
-            "update() them"
+            f"key_bounds belong to keys {(batch, heads, key_bounds.length, width)}, got key {tuple(key.shape)}; "
+            "call key_bounds.update(key)"
         )
     if key_bounds.balls.means.device != key.device:
         raise ValueError(f"key_bounds are on {key_bounds.balls.means.device}, but key is on {key.device}")
@@ -372,7 +375,7 @@ def _check_attn_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     expanded = mask if mask.dim() == 4 else mask[None, None] if mask.dim() == 2 else None
     if expanded is None or any(size not in (1, full) for size, full in zip(expanded.shape, shape, strict=True)):
         raise ValueError(f"attn_mask must have shape (Lq, Lk) or one that expands to {shape}, got {tuple(mask.shape)}")
-    # Keys are cut into ranges, so that dimension is made whole; the others may stay 1.
+    # Tiles cut the key dimension, so it needs its full size. The other dimensions may stay 1.
     return expanded.expand(-1, -1, -1, shape[3])
 
 
@@ -382,7 +385,7 @@ def _check_positions(
     if positions is None:
         return None
     check_positions(name, positions)
-    # Not as tuples: sizes that are symbols would be compared with those of other dimensions.
+    # Not as tuples, because symbolic sizes would be compared with the sizes of other dimensions.
     if (
         positions.dim() > 2
         or positions.shape[-1] != length

@@ -1,7 +1,7 @@
-"""Whether an engine computes on this device what the dense formula does: a small problem for each kind of kernel.
+"""Self-test: compares kernels with the dense formula on this device, on one small problem for each kind of kernel.
 
-A kernel is compiled anew for each device and each kind of problem, and a compiler may be wrong. So before a variant is
-used for the first time, it is compared with the dense formula in float64.
+A kernel is compiled for each device and each kind of problem, and a compiler may be wrong. Before the first use of a
+variant, its results are compared with the dense formula in float64.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from attention_priors.precision import is_captured
 from attention_priors.priors import Laplace, Prior, Structure, Window
 
 ALLOWED = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest error, relative to the largest number of a tensor: several times what rounding makes. (Parameters of priors
-are float32 at most.)"""
+"""Largest allowed error, relative to the largest number of a tensor: several times the rounding error. (Parameters of
+priors are at most float32.)"""
 CHECKED = ("cuda",)
-"""Devices that kernels are checked on before they are used."""
+"""Device types on which kernels are checked before their first use."""
 HEADS = 2
 
 
 class Variant(NamedTuple):
-    """A kind of problem: what a kernel is compiled for."""
+    """Kind of problem that a kernel is compiled for."""
 
     parts: tuple[str, ...] = ()
-    """What it has beside plain causal attention."""
+    """Features of the problem besides plain causal attention."""
     dtype: torch.dtype = torch.float32
     head_dim: int = 64
     value_dim: int = 64
 
     @classmethod
     def of(cls, problem: Problem) -> Variant:
-        """The kind that a problem is of."""
+        """Return the variant of a problem."""
         geometry, kinds = problem.geometry, [term.structure for term in problem.terms]
         has = {
             "table": any(Structure.STATIONARY in kind for kind in kinds),
@@ -58,7 +58,7 @@ class Variant(NamedTuple):
         return cls(tuple(name for name, there in has.items() if there), problem.query.dtype, *dims)
 
     def __str__(self) -> str:
-        """Its parts."""
+        """Return the parts, separated by commas."""
         return ", ".join(self.parts) or "plain"
 
 
@@ -75,12 +75,12 @@ VARIANTS = (
     Variant(("table",), head_dim=80, value_dim=96),
     Variant(("table",), head_dim=128, value_dim=128),
 )
-"""What ``attention-priors selftest`` compares."""
+"""Variants that ``attention-priors selftest`` checks."""
 
 
 def errors(variant: Variant, backend: Any, device: torch.device) -> dict[str, float]:
-    """The largest error of output, log-sum-exp and each gradient, relative to the largest number of each."""
-    from attention_priors.attention.attend import solve  # without those who watch attend()
+    """Return the largest error of output, log-sum-exp and each gradient, relative to the largest number of each."""
+    from attention_priors.attention.attend import solve  # solve() does not call the callbacks of attend()
 
     generator, parts = torch.Generator().manual_seed(0), variant.parts
     num_keys = 600 if "pruned" in parts or "one query" in parts else 200
@@ -135,12 +135,12 @@ def errors(variant: Variant, backend: Any, device: torch.device) -> dict[str, fl
 
 
 def worst(found: dict[str, float]) -> str:
-    """The name of the largest error, or of one that is NaN."""
+    """Return the name of the largest error, or of an error that is NaN."""
     return max(found, key=lambda name: math.inf if math.isnan(found[name]) else found[name])
 
 
 def in_a_line(error: Exception) -> str:
-    """Its kind and what it says, which may be a page of source."""
+    """Return the error's type and message in one line. (The message may be a page of source.)"""
     return shorten(f"{type(error).__name__}: {error}", 200)
 
 
@@ -148,13 +148,16 @@ _faults: dict[tuple[torch.device, Variant], str | None] = {}
 
 
 def fault(device: torch.device, *kind: Any) -> str | None:
-    """What Triton's kernels get wrong of a :class:`Variant`, in words; None if nothing. Each is checked once."""
+    """Return a description of the fault in Triton's kernels for a :class:`Variant`; None if there is none.
+
+    Each variant is checked once per device.
+    """
     variant = Variant(*kind)
     place = device, variant
     if place not in _faults:
         if is_captured():
-            return None  # a captured graph has been run before
-        _faults[place] = None  # the check itself asks
+            return None  # a graph is captured only after an ordinary run
+        _faults[place] = None  # the check itself calls this function
         where = f"on {device} for {variant} in {variant.dtype}"
         try:
             with torch.inference_mode(False), temporarily_clear_interpreter_stack():
@@ -164,15 +167,16 @@ def fault(device: torch.device, *kind: Any) -> str | None:
             right = found[name] <= ALLOWED[variant.dtype]
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, Exception):
-                del _faults[place]  # it is not known
+                del _faults[place]  # the result is unknown
                 raise
-            # There is no compiler, or one that does not know these kernels.
+            # There is no compiler, or the compiler does not support these kernels.
             wrong, right = f"do not run {where}: {in_a_line(error)}", False
         if not right:
-            _faults[place] = f"its kernels {wrong}; please report it with what `attention-priors selftest` prints"
+            _faults[place] = f"its kernels {wrong}; please report this with the output of `attention-priors selftest`"
             warnings.warn(f"backend='triton' is not used: {_faults[place]}", RuntimeWarning, stacklevel=2)
     return _faults[place]
 
 
-# As torch.compiler.assume_constant_result() does it, without importing the compiler: it is checked before compilation.
+# Same effect as torch.compiler.assume_constant_result(), without importing the compiler: the check runs before
+# compilation.
 fault._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,8 +1,8 @@
-"""The forward pass in linear memory: no bias matrix.
+"""Forward pass in linear memory, without a bias matrix.
 
-A block of queries and all keys that they see are one plain attention call whose bias is a view of a table, where that
-is possible (``bias.py``). Elsewhere the bias is in memory, the keys are cut into pieces, and the results are merged by
-their log-sum-exps.
+If possible, a block of queries and all keys that they see are one plain attention call, whose bias is a view of a table
+(``bias.py``). Otherwise, the bias is in memory, the keys are cut into pieces, and the results are merged by their
+log-sum-exps.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from attention_priors.attention.tiles.tiling import Part, RowBlock, Tile, ranges
 from attention_priors.precision import NEAR, compute_dtype_of
 
 ROWS = 1024
-"""Queries per block: the CPU's kernel is at its best from 768 on."""
+"""Queries per block. The CPU's kernel is fastest from 768 queries on."""
 DIAGONAL_ROWS = 128
-"""Queries per tile beside the causal diagonal: smaller ones waste less on keys nobody sees."""
+"""Queries per tile next to the causal diagonal. Smaller tiles waste less work on hidden keys."""
 KEYS_IN_MEMORY = 512
-"""Keys per tile where the bias is in memory."""
+"""Keys per tile if the bias is in memory."""
 PAIRS = 2**26
-"""Pairs of a query and a key, all texts and heads counted, from which on threads of their own pay: PyTorch's own
-threads wait in a loop for some milliseconds, and take a core meanwhile."""
+"""Query-key pairs, over all heads and rows of the batch, from which separate threads pay off. (PyTorch's own threads
+spin for some milliseconds, and occupy a core meanwhile.)"""
 BIAS_NUMBERS = 2**20
-"""Numbers that a bias in memory may take: 4 MiB in float32."""
+"""Largest bias in memory, in numbers: 4 MiB in float32."""
 FLASH_ON_CPU = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore[reportPrivateImportUsage]
-"""As ``torch.ops.aten`` has it, without a function of Python around it."""
+"""CPU kernel, as in ``torch.ops.aten`` but without a Python wrapper."""
 
 
 def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
-    """Output ``(B, H, Lq, Dv)`` in the queries' dtype, and log-sum-exp ``(B, H, Lq)`` in float64."""
+    """Compute the output ``(B, H, Lq, Dv)`` in the queries' dtype, and the log-sum-exp ``(B, H, Lq)`` in float64."""
     query, bias_of = content.query, problem.bias()
     out = query.new_empty(*query.shape[:-1], content.value.shape[-1])
     lse = query.new_empty(query.shape[:-1], dtype=problem.dtype)
@@ -57,21 +57,21 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
 
 
 class _Sizes(NamedTuple):
-    """How texts, heads, queries and keys are cut. It depends on the problem alone, and so do the numbers."""
+    """Sizes of parts, blocks and tiles. They depend only on the problem, and so do the results."""
 
     matrices: int | None
-    """Of a part, one for each text and head, at most; None for any number."""
+    """Largest number of matrices (heads of rows of the batch) in a part; None for no limit."""
     rows: int
-    """Queries of a block."""
+    """Queries per block."""
     keys: int | None
-    """Keys of a tile, at most; None for all."""
+    """Largest number of keys per tile; None for all keys."""
 
 
 def _sizes_of(problem: BlockProblem, bias_of: Bias, heads: slice = EVERY) -> _Sizes:
     geometry = problem.geometry
     if not bias_of.in_memory:
         return _Sizes(None, problem.level(ROWS, 0.75 * NEAR, heads), None)
-    # Heads share what is a mask alone.
+    # Heads share a bias that is only a mask.
     most, matrices = None, geometry.batch
     # The features of a network take memory too.
     largest = ROWS if bias_of.network is None else max(1, ROWS // 4)
@@ -84,9 +84,10 @@ def _sizes_of(problem: BlockProblem, bias_of: Bias, heads: slice = EVERY) -> _Si
 
 
 def _has_room(content: Content, problem: BlockProblem) -> bool:
-    """Whether biases of keys may be one more column of the keys, beside a table whose biases then are a view.
+    """Return whether key biases may be an extra column of the keys, so that the table's bias is a view.
 
-    Values are wider than keys, which are widened anyway (not for one query), and nothing else has biases in memory.
+    This requires that values are wider than keys, because keys are then padded anyway (not for one query), and that
+    nothing else needs a bias in memory.
     """
     of_keys = problem.key_bias is not None and problem.table is not None and problem.row_scale is None
     (_, kv_heads, _, width), heads = content.key.shape, content.query.shape[1]
@@ -97,7 +98,7 @@ def _has_room(content: Content, problem: BlockProblem) -> bool:
 def finished(
     content: Content, problem: BlockProblem, out: Tensor, lse: Tensor, constant: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Add what was taken from the rows' log-priors to their log-sum-exp; compute what float32 does not hold again."""
+    """Add the constants back to the log-sum-exps, and recompute rows for which float32 is not exact enough."""
     if constant is not None and problem.row_scale is not None:
         constant = constant * problem.row_scale
     whole = lse.double() if constant is None else lse + constant
@@ -108,7 +109,7 @@ def finished(
 
 
 def keys_and_values(content: Content, cut: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """The keys and values that ``cut`` takes, with zeros up to one width, which the CPU's kernel wants."""
+    """Return the keys and values that ``cut`` selects, padded to one width, as the CPU's kernel requires."""
     width = None if is_one_on_cpu(content.query) else max(content.key.shape[-1], content.value.shape[-1])
     return widened(cut(content.key), width), widened(cut(content.value), width)
 
@@ -122,10 +123,10 @@ def _attend_part(
     constants: Tensor,
     bias_of: Bias,
 ) -> None:
-    """Write the ``result`` of some texts and heads, and what is left out of their log-sum-exps."""
+    """Write the ``result`` of a part, and the constants that its log-sum-exps lack."""
     key, value = keys_and_values(content, part.of_keys)
     if problem.kept is not None:
-        # Its heads are computed one by one, and may have larger tiles than the steepest of them all.
+        # Pruned heads are computed one by one, and may have larger tiles than the steepest head.
         sizes = _sizes_of(problem, bias_of, part.heads)
     in_column, column = problem.key_bias is not None and bias_of.key_bias is None, content.key.shape[-1]
     far = False
@@ -150,7 +151,7 @@ def _attend_part(
         found = _attend_block(block, query, partial(attend, bias_of=centred))
         if not far and problem.table is not None and far_rows(found.lse) is not None:
             far = True
-            note("from query {} on, a constant is taken from the table for each block of queries", whole.start)
+            note("from query {} on, a constant is subtracted from the table for each block of queries", whole.start)
             centred, constant = bias_of.centred(whole, part.heads, far)
             found = _attend_block(block, query, partial(attend, bias_of=centred))
         constant = constant if best is None else best if constant is None else best + constant
@@ -158,17 +159,17 @@ def _attend_part(
             constants[here] = constant
         result.out[here] = found.out[..., : result.out.shape[-1]].flip(2)
         result.lse[here] = found.lse.flip(2)
-        del query, found  # the next block's memory
+        del query, found  # frees memory for the next block
 
 
 def _attend_block(block: RowBlock, query: Tensor, attend: Callable[[Tile, Tensor], _Found]) -> _Found:
-    """Attention of a block's queries, in reverse order, over all that they see."""
+    """Compute attention of a block's queries, in reverse order, over all keys that they see."""
     if len(block.own) == 1:
         found = attend(block.own[0], query)
     else:
         parts = []
         for tile in reversed(block.own):
-            # Reversed, the tile's queries end where the block's begin.
+            # Queries are in reverse order, so their indices count from the block's end.
             stop = block.whole.stop
             parts.append(attend(tile, query[:, :, stop - tile.stop : stop - tile.start]))
         found = _Found(*(torch.cat(numbers, dim=2) for numbers in zip(*parts, strict=True)))
@@ -178,7 +179,7 @@ def _attend_block(block: RowBlock, query: Tensor, attend: Callable[[Tile, Tensor
 
 
 def _blocks(part: Part, problem: BlockProblem, sizes: _Sizes) -> Iterator[RowBlock]:
-    """The queries of a part, and the tiles of what they see."""
+    """Yield the blocks of a part's queries, with the tiles of the keys that they see."""
     tiling, keys = problem.tiling.of_texts(part.batches), sizes.keys
     if problem.keeps_all(part.batches.start, part.heads.start):
         yield from tiling.row_blocks(sizes.rows, DIAGONAL_ROWS, keys)
@@ -191,15 +192,15 @@ def _blocks(part: Part, problem: BlockProblem, sizes: _Sizes) -> Iterator[RowBlo
 
 
 class _Found(NamedTuple):
-    """What a tile gives: attention over its keys alone."""
+    """Attention over the keys of one tile or several."""
 
     out: Tensor
     lse: Tensor
 
 
 def _merge(before: _Found, found: _Found) -> _Found:
-    """Add keys that were not there before: outputs weigh as much as their exponentials sum to."""
-    # Where neither sees a key, the difference is nan, and either output is 0.
+    """Merge attention over disjoint sets of keys, with weights from the log-sum-exps."""
+    # If a query sees no key in either set, the difference is NaN, and both outputs are 0.
     weight = torch.sigmoid((found.lse - before.lse).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf))
     out = before.out.to(before.lse.dtype).lerp_(found.out.to(before.lse.dtype), weight.unsqueeze(-1))
     return _Found(out, torch.logaddexp(before.lse, found.lse))
@@ -208,7 +209,7 @@ def _merge(before: _Found, found: _Found) -> _Found:
 def _attend_tile(
     query: Tensor, key: Tensor, value: Tensor, bias_of: Bias, tile: Tile, heads: slice, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a tile's queries, in reverse order, over its keys."""
+    """Compute attention of a tile's queries, in reverse order, over its keys."""
     bias = bias_of(tile, heads) if tile.first < tile.last else None
     return attend_plain(query, key, value, bias, None if bias is None else bias_of.blind(tile, bias), scale)
 
@@ -216,7 +217,7 @@ def _attend_tile(
 def attend_plain(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, blind: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Plain attention with a bias, and its log-sum-exp; the queries that are ``blind`` see no key."""
+    """Compute plain attention with a bias, and its log-sum-exp. Queries that are ``blind`` see no key."""
     _, heads, rows, _ = query.shape
     if not key.shape[2]:
         lse = query.new_full(query.shape[:-1], -math.inf, dtype=compute_dtype_of(query))
@@ -228,8 +229,8 @@ def attend_plain(
         out, lse = FLASH_ON_CPU(query, key, value, attn_mask=bias, scale=scale)
     else:
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
-        # Products of half-precision numbers are exact in float32; in half precision logits would be rounded, and the
-        # log-sum-exp with them.
+        # Products of half-precision numbers are exact in float32. In half precision, logits and log-sum-exps would be
+        # rounded.
         compute = compute_dtype_of(query)
         logits = (query.to(compute) @ key.to(compute).mT) * scale
         logits = logits if bias is None else logits + bias
@@ -238,18 +239,18 @@ def attend_plain(
 
 
 def is_one_on_cpu(query: Tensor) -> bool:
-    """Whether it is one query per text, whose products :func:`logits_of_one` takes."""
+    """Return whether :func:`logits_of_one` supports the query: one per row of the batch, on the CPU."""
     return query.device.type == "cpu" and query.shape[2] == 1 and query.dtype in (torch.float32, torch.float64)
 
 
 def logits_of_one(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """The logits of one query per text, ``(B * Hkv, H / Hkv, Lk)``, by a product that reads each key once.
+    """Return the logits of one query per row of the batch, ``(B * Hkv, H / Hkv, Lk)``, reading each key once.
 
     Args:
         query: ``(B, H, 1, D)``.
         key: ``(B, Hkv, Lk, D)``.
-        bias: what expands to ``(B, H, 1, Lk)``; None for none.
-        scale: of the content.
+        bias: expands to ``(B, H, 1, Lk)``; None for no bias.
+        scale: factor of the content.
     """
     batch, heads, _, width = query.shape
     kv_heads, number = key.shape[1:3]
@@ -263,7 +264,7 @@ def logits_of_one(query: Tensor, key: Tensor, bias: Tensor | None, scale: float)
 
 
 def mean_of_one(weights: Tensor, value: Tensor) -> Tensor:
-    """The output ``(B, H, 1, Dv)`` of such weights, by a product that reads each value once."""
+    """Return the output ``(B, H, 1, Dv)`` for the weights of one query, reading each value once."""
     batch, kv_heads, number, width = value.shape
     return torch.bmm(weights, value.reshape(batch * kv_heads, number, width)).view(batch, -1, 1, width)
 
@@ -271,6 +272,6 @@ def mean_of_one(weights: Tensor, value: Tensor) -> Tensor:
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     logits = logits_of_one(query, key, bias, scale)
     weights = logits.softmax(-1)
-    # The largest weight is exp(highest - lse); exponentials of our own would be slow where they underflow.
+    # The largest weight is exp(highest - lse). A separate exponential would be slow where it underflows.
     lse = logits.amax(-1) - weights.amax(-1).log()
     return mean_of_one(weights, value), lse.view(query.shape[:-1])
