@@ -115,10 +115,10 @@ KEY_BIASES: dict[str, type[ForgetGate]] = {cls.name: cls for cls in (ForgetGate,
 
 
 def key_bias_from_config(config: Mapping[str, Any] | str | None, num_heads: int, width: int) -> ForgetGate | None:
-    """Build a gate from its plain description; None gives None.
+    """Build a gate from its config. None gives None.
 
     Raises:
-        ValueError: if the name or an argument is unknown; it says what is allowed.
+        ValueError: the name or an argument is unknown. The message lists the known ones.
     """
     return None if config is None else build("key bias", KEY_BIASES, config, num_heads=num_heads, width=width)
 

@@ -1,4 +1,4 @@
-"""Where queries and keys stand, and which of them may see each other."""
+"""Positions, documents and masks: which query sees which key."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from attention_priors.precision import is_captured
 
 @dataclass(frozen=True)
 class Geometry:
-    """Positions and masks of one attention problem, checked.
+    """Checked positions and masks of one attention problem.
 
-    ``B`` batch, ``H`` query heads, ``Lq`` queries, ``Lk`` keys; a *slot* is an index into them. Tensors over
-    positions have a leading dimension of 1 or ``B``.
+    ``B`` is the batch size, ``H`` the number of query heads, ``Lq`` of queries, and ``Lk`` of keys. A *slot* is an
+    index into queries or keys. Tensors of positions have a leading dimension of 1 or ``B``.
     """
 
     batch: int
@@ -26,22 +26,22 @@ class Geometry:
     device: torch.device
     causal: bool
     given_query_positions: Tensor | None = None
-    """``(1 or B, Lq)``; None: queries end at the last key."""
+    """Positions from the caller, ``(1 or B, Lq)``. None: the last query is at the last key."""
     given_key_positions: Tensor | None = None
-    """``(1 or B, Lk)``; None: from 0, in each document."""
+    """Positions from the caller, ``(1 or B, Lk)``. None: positions count from 0 in each document."""
     query_documents: Tensor | None = None
     key_documents: Tensor | None = None
     key_padding_mask: Tensor | None = None
     attn_mask: Tensor | None = None
-    """``(B or 1, H or 1, Lq or 1, Lk)``, boolean (True = forbidden) or added to the scaled logits."""
+    """Boolean mask (True = forbidden) or floats added to the scaled logits, ``(B or 1, H or 1, Lq or 1, Lk)``."""
 
     # ---- positions
 
-    # Plain properties: attend() reads them outside of its operators, and Dynamo cannot trace a cached_property.
+    # Not cached: attend() reads these properties outside its operators, where Dynamo cannot trace a cached_property.
 
     @property
     def key_positions(self) -> Tensor:
-        """``(1 or B, Lk)``."""
+        """Position of each key, ``(1 or B, Lk)``."""
         if self.given_key_positions is not None:
             return self.given_key_positions
         if self.key_documents is not None:
@@ -50,7 +50,7 @@ class Geometry:
 
     @property
     def query_positions(self) -> Tensor:
-        """``(1 or B, Lq)``."""
+        """Position of each query, ``(1 or B, Lq)``."""
         if self.given_query_positions is not None:
             return self.given_query_positions
         behind = self.num_keys - self.num_queries
@@ -59,29 +59,29 @@ class Geometry:
         keys = self.key_positions
         if behind >= 0:
             return keys[:, behind:]
-        # More queries than keys: they still end at the last key, so the first ones lie before it.
+        # More queries than keys: the last query is still at the last key, so the first queries lie before all keys.
         return keys[:, -1:] + torch.arange(1 - self.num_queries, 1, device=self.device)
 
     @property
     def has_given_positions(self) -> bool:
-        """Whether positions are the caller's; otherwise distances lie between ``1 - Lk`` and ``Lq - 1``."""
+        """Whether the caller gave positions. Otherwise, distances lie between ``1 - Lk`` and ``Lq - 1``."""
         return self.given_query_positions is not None or self.given_key_positions is not None
 
     @property
     def has_masks(self) -> bool:
-        """Whether keys may be hidden by more than the causal mask: by documents, padding or ``attn_mask``."""
+        """Whether documents, padding or ``attn_mask`` may hide keys, besides the causal mask."""
         return any(mask is not None for mask in (self.key_documents, self.key_padding_mask, self.attn_mask))
 
     @property
     def is_plain(self) -> bool:
-        """Whether PyTorch's own causal flag says all there is to say about masks."""
-        # Given positions are no plain case, though they may amount to one: to see that takes a look at their values.
+        """Whether PyTorch's own causal flag describes all masks."""
+        # Given positions do not count as plain, even if they are equivalent: a check would have to read their values.
         return not self.has_masks and (
             not self.causal or (not self.has_given_positions and self.num_queries in (1, self.num_keys))
         )
 
     def farthest_and_nearest(self) -> tuple[int, int]:
-        """The largest and the smallest distance between a query and a key of the same example."""
+        """Return the largest and the smallest distance between a query and a key of the same example."""
         queries, keys = self.query_positions, self.key_positions
         ends = torch.stack([(queries.amax(-1) - keys.amin(-1)).max(), (queries.amin(-1) - keys.amax(-1)).min()])
         farthest, nearest = ends.tolist()
@@ -89,9 +89,10 @@ class Geometry:
 
     @cached_property
     def offset(self) -> int | None:
-        """If not None: query slot ``i`` lies ``i + offset - j`` after key slot ``j``, wherever they may see each other.
+        """Constant in the distance ``i + offset - j`` of query slot ``i`` and key slot ``j``; None if there is none.
 
-        Then a stationary bias is a view of a table, and what a query may see is a range of slots.
+        The formula holds for all pairs that may see each other. With an offset, a stationary bias is a view of a table,
+        and the keys that a query may see are a range of slots.
         """
         behind = self.num_keys - self.num_queries
         if self.key_documents is None and not self.has_given_positions:
@@ -117,16 +118,17 @@ class Geometry:
         return behind if contiguous & unit_stride & same else None
 
     def _are_documents_rising(self) -> bool:
-        """Whether no document's id is less than that of one before, as is usual: then each is one run of slots."""
+        """Return whether document ids never decrease. If so, as is usual, each document is one run of slots."""
         documents = self.key_documents
         return documents is not None and bool((documents[:, 1:] >= documents[:, :-1]).all())
 
     # ---- what a query may see
 
     def visible(self, rows: slice = slice(None), keys: slice = slice(None)) -> Tensor | None:
-        """Same document, not padding, not in the future, not forbidden by ``attn_mask``.
+        """Return which keys each query may see, ``(B or 1, H or 1, n or 1, e)``; None if all keys are visible.
 
-        ``(B or 1, H or 1, n or 1, e)``, True = visible; None if everything is. A prior's window is not in it.
+        A visible key is in the same document, not padding, not in the future, and not forbidden by ``attn_mask``. The
+        window of a prior hides no key here.
         """
         visible = self.allowed(rows, keys)
         if self.causal:
@@ -135,7 +137,7 @@ class Geometry:
         return visible
 
     def allowed(self, rows: slice, keys: slice, batches: slice = slice(None)) -> Tensor | None:
-        """:meth:`visible`, but for the causal mask."""
+        """Return the result of :meth:`visible` without the causal mask."""
         allowed = None
 
         def also(mask: Tensor) -> None:
@@ -152,14 +154,14 @@ class Geometry:
         return allowed
 
     def cut_mask(self, rows: slice, keys: slice, batches: slice = slice(None)) -> Tensor:
-        """The part of ``attn_mask`` for some queries and keys."""
+        """Return the part of ``attn_mask`` for some queries and keys."""
         assert self.attn_mask is not None
         mask = self.attn_mask[batches] if self.attn_mask.shape[0] > 1 else self.attn_mask
         return mask[:, :, rows, keys] if mask.shape[2] > 1 else mask[..., keys]
 
     @cached_property
     def visible_keys(self) -> Tensor:
-        """``n_i``: how many keys each query may see; ``(B, H or 1, Lq)``, integers."""
+        """Number of keys ``n_i`` that each query may see, integers ``(B, H or 1, Lq)``."""
         heads = 1 if self.attn_mask is None else self.attn_mask.shape[1]
         shape = (self.batch, heads, self.num_queries)
         if self.num_queries == 1 and not self.has_given_positions and not self.has_masks:
@@ -182,7 +184,7 @@ class Geometry:
 
     @cached_property
     def slot_range(self) -> tuple[Tensor, Tensor]:
-        """First and one-past-last key slot that each query may see, ``(B or 1, Lq)``; needs ``offset``."""
+        """First and one-past-last key slot that each query may see, ``(B or 1, Lq)``. Requires ``offset``."""
         assert self.offset is not None
         own = torch.arange(self.num_queries, device=self.device).unsqueeze(0) + self.offset
         first = torch.zeros_like(own)
@@ -194,15 +196,15 @@ class Geometry:
 
     @cached_property
     def document_range(self) -> tuple[Tensor, Tensor]:
-        """First and one-past-last key slot of each query's document, ``(B, Lq)``; needs ``offset``."""
+        """First and one-past-last key slot of each query's document, ``(B, Lq)``. Requires ``offset``."""
         assert self.key_documents is not None
         start, end = document_bounds(self.key_documents)
-        # Documents imply as many query slots as there are last key slots.
+        # With documents, the queries are the last keys.
         behind = self.num_keys - self.num_queries
         return start[:, behind:], end[:, behind:]
 
     def rows(self, rows: slice) -> Geometry:
-        """The same geometry for some of the queries."""
+        """Return the geometry of some of the queries and all keys."""
         attn_mask = self.attn_mask
         if attn_mask is not None and attn_mask.shape[2] > 1:
             attn_mask = attn_mask[:, :, rows]
@@ -218,12 +220,12 @@ class Geometry:
 
 
 def block_length(row_size: int, budget: int = 2**21) -> int:
-    """How many rows of ``row_size`` numbers fit a working buffer of ``budget`` numbers; at least one."""
+    """Return how many rows of ``row_size`` numbers fit a buffer of ``budget`` numbers, at least one."""
     return max(1, budget // max(1, row_size))
 
 
 def document_bounds(documents: Tensor) -> tuple[Tensor, Tensor]:
-    """First and one-past-last slot of each slot's run of equal ids; ``(B, L)`` each."""
+    """Return the first and one-past-last slot of each slot's run of equal ids, both ``(B, L)``."""
     length = documents.shape[-1]
     slots = torch.arange(length, device=documents.device).expand_as(documents)
     changes = torch.nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
@@ -234,10 +236,7 @@ def document_bounds(documents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def positions_in_documents(documents: Tensor) -> Tensor:
-    """Each token's place among the tokens of its document, from 0; ``(B, L)``.
-
-    Documents need not be contiguous.
-    """
+    """Return each token's index in its document, ``(B, L)``. Documents need not be contiguous."""
     order = documents.argsort(dim=-1, stable=True)
     start, _ = document_bounds(documents.gather(-1, order))
     rank = torch.arange(documents.shape[-1], device=documents.device) - start

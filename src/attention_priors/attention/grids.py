@@ -1,7 +1,7 @@
-"""Queries and keys that stand on grids, and their distances.
+"""Queries and keys on grids, and their distances.
 
-A grid of ``R`` rows and ``W`` columns has ``(2R - 1)(2W - 1)`` distances, and in their order they are a matrix: a row
-for each difference of rows, in it one for each difference of columns.
+A grid of ``R`` rows and ``W`` columns has ``(2R - 1)(2W - 1)`` distances. In increasing order, they form a matrix: one
+row for each difference of rows, one column for each difference of columns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attention_priors.priors.grid import ROW, places_of, raster
 
 
 class Rectangle(NamedTuple):
-    """Positions ``start..stop`` of a sequence that are rows and columns of a grid, counted from its first ones."""
+    """Positions ``start..stop`` that form a rectangle of a grid. ``row`` and ``column`` count from its corner."""
 
     start: int
     stop: int
@@ -30,17 +30,19 @@ class Rectangle(NamedTuple):
 
 @dataclass(frozen=True)
 class Raster:
-    """Positions of a grid, row by row, after some that stand outside."""
+    """Positions of a grid, row by row, after some positions outside the grid."""
 
     outside: int
+    """Number of positions outside the grid, all at the start."""
     row: int
-    """The first one."""
+    """First row."""
     column: int
+    """First column."""
     rows: int
     columns: int
 
     def rectangles(self, start: int, stop: int) -> Iterator[Rectangle]:
-        """Of the positions ``start..stop`` those on the grid: a part of a row, whole rows, a part of a row."""
+        """Yield the grid positions in ``start..stop`` as rectangles: a part of a row, whole rows, a part of a row."""
         start, stop = max(start, self.outside), max(stop, self.outside)
         while start < stop:
             row, column = divmod(start - self.outside, self.columns)
@@ -53,7 +55,7 @@ class Raster:
 
     @classmethod
     def of(cls, positions: Tensor) -> Raster | None:
-        """What positions ``(L,)`` are; None if they are no whole grid."""
+        """Return the grid of positions ``(L,)``; None if they are not a whole grid."""
         stands = places_of(positions)
         outside = int(stands.outside.sum())
         if bool(stands.outside[outside:].any()) or outside == len(positions):
@@ -70,14 +72,14 @@ class Raster:
 
 @dataclass(frozen=True)
 class Grids:
-    """Those of queries and keys."""
+    """Grids of the queries and of the keys."""
 
     queries: Raster
     keys: Raster
 
     @classmethod
     def of(cls, geometry: Geometry) -> Grids | None:
-        """None if positions are no grids, or differ between the texts of the batch."""
+        """Return the grids of a geometry; None if positions are not grids, or differ between rows of the batch."""
         if geometry.given_query_positions is None or geometry.given_key_positions is None:
             return None
         if geometry.key_documents is not None:
@@ -92,18 +94,18 @@ class Grids:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """How many differences of rows and of columns there are."""
+        """Number of row differences and number of column differences."""
         return self.queries.rows + self.keys.rows - 1, self.queries.columns + self.keys.columns - 1
 
     @property
     def lowest(self) -> int:
-        """The first of the distances on the grid."""
+        """Lowest distance on the grid."""
         rows = self.queries.row - (self.keys.row + self.keys.rows - 1)
         columns = self.queries.column - (self.keys.column + self.keys.columns - 1)
         return rows * ROW + columns
 
     def distances(self, geometry: Geometry) -> Tensor:
-        """All that occur, rising."""
+        """Return all distances that occur, in increasing order."""
         inner = raster(*self.shape, geometry.device) + self.lowest
         queries, keys = geometry.query_positions[0], geometry.key_positions[0]
         outer = [
@@ -113,9 +115,12 @@ class Grids:
         return torch.cat([inner, *outer]).unique()
 
     def start_in(self, listed: Tensor) -> int | None:
-        """Where the distances on the grid stand among all that are ``listed``, rising; None if not one after another.
+        """Return the index of the grid's lowest distance in ``listed``; None if grid distances are not contiguous.
 
-        Two tokens outside are at distance 0, which may lie amid those on the grid without being one of them.
+        Two tokens outside the grid are at distance 0, which may lie between two grid distances.
+
+        Args:
+            listed: all distances, in increasing order.
         """
         start, number = int(torch.searchsorted(listed, self.lowest)), self.shape[0] * self.shape[1]
         inner = raster(*self.shape, listed.device) + self.lowest

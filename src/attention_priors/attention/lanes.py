@@ -1,7 +1,7 @@
-"""Factored priors: a few extra query and key dimensions, then one plain attention call on any hardware.
+"""Factored priors as a few extra query and key dimensions ("lanes"), in one plain attention call on any hardware.
 
-``<q_i, k_j> · softmax_scale + <phi(i), psi(j)>`` is the dot product, scaled, of ``[q_i, phi(i) / softmax_scale]`` and
-``[k_j, psi(j)]`` (GOAT, equations 20 to 24, with the content kept at its full width).
+``<q_i, k_j> · softmax_scale + <phi(i), psi(j)>`` is the scaled dot product of ``[q_i, phi(i) / softmax_scale]`` and
+``[k_j, psi(j)]``. (GOAT, equations 20 to 24. Here, the content keeps its full width.)
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from attention_priors.priors import Prior, Structure
 from attention_priors.priors.base import checked_lanes
 
 LANES_AT_A_TIME = 8
-"""Numbers of float32 in a vector register: without a remainder, products are faster. 82 columns are slower than 88."""
+"""Number of float32 in a vector register. Products are faster for multiples: 82 columns are slower than 88."""
 
 
 def lanes(problem: Problem) -> Tensor:
-    """Attention with the whole prior in lanes, ``(B, H, Lq, Dv)``."""
+    """Compute attention with the whole prior in lanes, ``(B, H, Lq, Dv)``."""
     longer = with_lanes(problem, problem.terms) if problem.terms else problem
     if longer is None:
         return blockwise(problem)[0]
     content = Content(longer.query, longer.key, longer.value, longer.row_scale, longer.softmax_scale)
     query, key, value = content.queries(all_of), longer.key, longer.value
-    # Branches and no expressions: where sizes are symbols of a compiled graph, these would be symbols too.
+    # Branches instead of expressions: with symbolic sizes in a compiled graph, expressions would be symbolic too.
     causal, is_grouped = problem.geometry.causal, False
     if query.shape[2] == 1:
         causal = False
     if query.shape[1] != key.shape[1]:
         is_grouped = True
-    # One width for all three: kernels for several are slower. Where columns lie apart PyTorch adds the causal mask to a
-    # dense matrix, and a key that is not finite spoils earlier queries.
+    # Query, key and value get one width, because kernels for different widths are slower. Columns must be adjacent in
+    # memory. Otherwise, PyTorch adds the causal mask to a dense matrix, and a key that is not finite spoils earlier
+    # queries.
     width = max(query.shape[-1], value.shape[-1])
     out = scaled_dot_product_attention(
         columns_together(widened(query, width)),
@@ -52,10 +53,10 @@ def lanes(problem: Problem) -> Tensor:
 
 
 def with_lanes(problem: Problem, factored: Sequence[Prior]) -> Problem | None:
-    """The problem with some terms of its prior as further columns of queries and keys, in float32.
+    """Return the problem with some terms of its prior as extra columns of queries and keys, in float32.
 
-    None where a lane that grows with position holds numbers that are too large for float32. Where numbers cannot be
-    read, it takes them for small.
+    The result is None if a lane that grows with position is too large for float32. Values that cannot be read (traced,
+    or on the meta device) count as small.
     """
     geometry, dtype, row_scale = problem.geometry, problem.compute_dtype, problem.row_scale
     query, key, value = (x.to(dtype) for x in (problem.query, problem.key, problem.value))

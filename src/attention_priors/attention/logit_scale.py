@@ -1,4 +1,4 @@
-"""Scaling of the logits with the number of visible keys."""
+"""Logit scales, which grow with the number of visible keys."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from attention_priors.precision import KeepsFloat32
 
 
 class SSMax(Described, KeepsFloat32):
-    """Scalable softmax: query ``i``'s logits are multiplied by ``c_i = s_h · ln n_i``.
+    """Scalable softmax, which multiplies the logits of query ``i`` by ``c_i = s_h · ln n_i``.
 
-    ``n_i`` is the number of keys that query ``i`` may see: causal mask, documents and padding count,
-    a :class:`Window` does not. Without it, a softmax over ever more keys flattens. ``s_h`` may go negative.
+    ``n_i`` is the number of keys that query ``i`` may see. The causal mask, documents and padding hide keys from the
+    count; a :class:`Window` does not. Without the scale, a softmax flattens as the number of keys grows. ``s_h`` may
+    become negative.
 
     Source: Nakanishi, "Scalable-Softmax Is Superior for Attention" (2025); BAM, Appendix H.4 / F.4.
 
     Args:
         num_heads: ``H``.
-        init: the ``s`` every head starts with.
-        include_prior: whether the scale multiplies content and prior, ``c (content + K)``, as BAM's
-            released models do, or the content alone, ``c · content + K``.
+        init: initial ``s`` of every head.
+        include_prior: whether the scale multiplies content and prior, ``c (content + K)``, as in BAM's released models.
+            Otherwise, it multiplies only the content, ``c · content + K``.
     """
 
     name = "ssmax"
@@ -44,18 +45,15 @@ class SSMax(Described, KeepsFloat32):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start anew: ``s = init``."""
+        """Reset ``s`` to ``init``."""
         nn.init.constant_(self.s, self.init)
 
     def forward(self, visible_keys: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``c``.
+        """Return the logit scale ``c``, ``(..., H, Lq)``.
 
         Args:
-            visible_keys: ``n``, integers ``(..., 1 or H, Lq)``. Where it is 0 the scale is 0.
-            dtype: of the result.
-
-        Returns:
-            ``(..., H, Lq)``.
+            visible_keys: number of visible keys ``n``, integers ``(..., 1 or H, Lq)``. The scale of 0 keys is 0.
+            dtype: dtype of the result.
         """
         return (self.s.double().unsqueeze(-1) * visible_keys.clamp(min=1).double().log()).to(dtype)
 
@@ -63,15 +61,15 @@ class SSMax(Described, KeepsFloat32):
 class ResidualSSMax(SSMax):
     """Scalable softmax that starts as the identity: ``c_i = 1 + s_h · max(0, ln n_i - ln T)``, with ``s = 0`` at first.
 
-    For a model that was trained without: at ``s = 0`` nothing changes. With ``T = 1`` every query moves ``s``; with
-    ``T`` the length of that training, texts no longer than it stay as they are, whatever ``s`` becomes (and do not
-    train it). ``s`` may become negative: then ``c`` falls as texts grow, through 0 at ``n = T e^(-1/s)`` keys. Models
-    that begin with it rather take :class:`SSMax`.
+    This scale suits models that were trained without a logit scale, because ``s = 0`` changes nothing. Models that have
+    a logit scale from the start use :class:`SSMax`. With ``T = 1``, every query trains ``s``. With ``T`` the length of
+    the earlier training, ``s`` has no effect on texts up to that length, and such texts do not train ``s``. If ``s``
+    becomes negative, ``c`` falls as texts grow and reaches 0 at ``n = T e^(-1/s)`` keys.
 
     Args:
         num_heads: ``H``.
-        init: the ``s`` every head starts with.
-        include_prior: as for :class:`SSMax`.
+        init: initial ``s`` of every head.
+        include_prior: whether the scale multiplies content and prior, as for :class:`SSMax`.
         train_length: ``T`` in tokens.
     """
 
@@ -83,7 +81,7 @@ class ResidualSSMax(SSMax):
         self.train_length = train_length
 
     def forward(self, visible_keys: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``c``, ``(..., H, Lq)``; arguments as for :class:`SSMax`."""
+        """Return the logit scale ``c``, ``(..., H, Lq)``. The arguments are those of :class:`SSMax`."""
         beyond = (visible_keys.clamp(min=1).double().log() - math.log(self.train_length)).clamp(min=0)
         return (1 + self.s.double().unsqueeze(-1) * beyond).to(dtype)
 
@@ -92,9 +90,9 @@ LOGIT_SCALES: dict[str, type[SSMax]] = {scale.name: scale for scale in (SSMax, R
 
 
 def logit_scale_from_config(config: Mapping[str, Any] | str | None, num_heads: int) -> SSMax | None:
-    """Build a logit scale from its plain description; None is no scaling.
+    """Build a logit scale from its config. None gives None.
 
     Raises:
-        ValueError: if the name or an argument is unknown; it says what is allowed.
+        ValueError: the name or an argument is unknown. The message lists the known ones.
     """
     return None if config is None else build("logit scale", LOGIT_SCALES, config, num_heads=num_heads)

@@ -1,4 +1,4 @@
-"""The dense formula: the specification that every other backend is tested against."""
+"""The dense formula: the specification of every other backend."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from attention_priors.attention.problem import Problem
 
 
 class DenseLogits(NamedTuple):
-    """The summands of all logits ``z = content + position``, each scaled as it enters, and what is hidden."""
+    """Scaled terms of all logits ``z = content + position``, and the mask of hidden keys."""
 
     content: Tensor
-    """``c <q_i, k_j> softmax_scale``, ``(B, H, Lq, Lk)``; Shaw's vectors are in it."""
+    """Content logits ``c <q_i, k_j> softmax_scale``, including Shaw's vectors, ``(B, H, Lq, Lk)``."""
     position: Tensor | None
-    """``c K`` (``K`` if the logit scale leaves the prior out) plus a float ``attn_mask``, finite, less the ``constant``
-    of its row; what expands to ``(B, H, Lq, Lk)``. None for a uniform prior."""
+    """Finite ``c K`` (``K`` if the logit scale excludes the prior) plus a float ``attn_mask``, minus the row's
+    ``constant``. The shape expands to ``(B, H, Lq, Lk)``. None for a uniform prior."""
     constant: Tensor | None
-    """What was taken from each row of the log-prior, in float64, ``(B or 1, H, Lq)``; None for nothing."""
+    """Constant subtracted from each row of the log-prior, in float64, ``(B or 1, H, Lq)``; None for 0."""
     hidden: Tensor | None
-    """True where a query does not see a key, ``(B or 1, H or 1, Lq, Lk)``; None if it sees all."""
+    """Mask of hidden keys, True = hidden, ``(B or 1, H or 1, Lq, Lk)``; None if all keys are visible."""
 
 
 def dense_logits(problem: Problem) -> DenseLogits:
-    """The logits of a problem in float32, or float64 for float64 queries. Memory: ``B · H · Lq · Lk``.
+    """Return the logits of a problem in float32, or float64 for float64 queries. Memory: ``B · H · Lq · Lk``.
 
-    The log-prior is computed in float64. In float32 a constant is taken from each of its rows before it is rounded.
+    The log-prior is computed in float64. For float32, a constant is subtracted from each row before rounding.
     """
     dtype = problem.compute_dtype
     group = problem.query.shape[1] // problem.key.shape[1]
@@ -68,22 +68,22 @@ def dense_logits(problem: Problem) -> DenseLogits:
             position = position * scale.unsqueeze(-1)
             constant = None if constant is None else constant * scale.double()
     if geometry.attn_mask is not None and geometry.attn_mask.dtype != torch.bool:
-        # What it hides is in `hidden` too; -inf itself would make gradients nan.
+        # `hidden` already covers keys at -inf, which would make gradients NaN.
         mask = geometry.attn_mask.to(dtype).clamp(min=torch.finfo(dtype).min)
         position = mask if position is None else position + mask
     return DenseLogits(content, position, constant, hidden)
 
 
 def reference(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention by its definition: the softmax of :func:`dense_logits`.
+    """Compute attention by its definition: the softmax of :func:`dense_logits`.
 
-    ``z_ij = c_i (q_i · k_j · softmax_scale + K_ij)`` (``c_i q_i · k_j · softmax_scale + K_ij`` if the logit scale
-    leaves the prior out), masks, softmax.
+    The logits are ``z_ij = c_i (q_i · k_j · softmax_scale + K_ij)``, or ``c_i q_i · k_j · softmax_scale + K_ij`` if the
+    logit scale excludes the prior. Masks apply before the softmax.
 
     Returns:
-        Output ``(B, H, Lq, Dv)`` in the query's dtype, log-sum-exp ``(B, H, Lq)``, in float64 if it holds a constant
-        of the row, and attention weights ``(B, H, Lq, Lk)`` in the computation's dtype. A query that sees no key has
-        output 0, log-sum-exp ``-inf`` and weights 0.
+        Output ``(B, H, Lq, Dv)`` in the query's dtype, log-sum-exp ``(B, H, Lq)``, and attention weights
+        ``(B, H, Lq, Lk)`` in the computation's dtype. The log-sum-exp is in float64 if it includes a constant of the
+        row. A query that sees no key has output 0, log-sum-exp ``-inf`` and weights 0.
     """
     content, position, constant, hidden = dense_logits(problem)
     logits = content if position is None else content + position
@@ -113,9 +113,9 @@ def _distance(problem: Problem) -> Tensor:
 
 
 def _best(bias: Tensor, hidden: Tensor | None, scale: Tensor | None) -> Tensor:
-    """The best log-prior that each row sees, ``(B or 1, H, Lq)``: the highest, or with a negative scale the lowest.
+    """Return the best log-prior that each row sees, ``(B or 1, H, Lq)``: the highest, or the lowest if scale < 0.
 
-    Taken from the row in float64 it leaves small numbers where the row looks, however far all of its keys are.
+    Subtracting the best from the row in float64 leaves small numbers at the keys with weight, however far all keys are.
     """
     with torch.no_grad():
         sign = None if scale is None else torch.where(scale < 0, -1.0, 1.0).unsqueeze(-1)
@@ -126,10 +126,10 @@ def _best(bias: Tensor, hidden: Tensor | None, scale: Tensor | None) -> Tensor:
 
 
 def blockwise(problem: Problem) -> tuple[Tensor, Tensor]:
-    """The dense formula, a block of queries at a time, recomputed in the backward pass.
+    """Compute the dense formula one block of queries at a time, with recomputation in the backward pass.
 
-    Memory is linear in length. It is what computes whatever the faster backends do not: Shaw's vectors,
-    dropout, and a float mask with a gradient.
+    Memory is linear in length. This engine supports what the faster backends do not: Shaw's vectors, dropout, and a
+    float mask with a gradient.
     """
     batch, heads, num_queries, head_dim = problem.query.shape
     width = head_dim if problem.relative is not None else 1

@@ -1,4 +1,4 @@
-"""The numbers of priors, one for each distance or key, kept where they are asked for again and again."""
+"""Tables of priors, with one number for each distance or key, cached between calls."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from attention_priors.priors import Prior, Structure
 from attention_priors.priors.base import ScaledDistance, checked_log_prior
 
 GROWTH = 1024
-"""Distances or positions by which what is kept grows at least: decoding needs one more with every token."""
+"""Smallest growth of a cached table, in distances or positions. Decoding needs one more with every token."""
 SPAN = 4
-"""Distances in a table that serves earlier requests too, at most, per distance of the largest of them: it must not
-reach from one to another that is far away."""
+"""Largest size of a table that also serves earlier requests, in multiples of the largest request. A table must not
+span requests that are far apart."""
 FARTHEST = 4
-"""Positions per key, at most, up to which numbers of keys are kept: with gaps, most would be of no key."""
+"""Largest range of positions, per key, for a cached table of keys. With wider gaps, most entries would have no key."""
 OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""Attributes that every module has: none but parameters and buffers changes a prior."""
+"""Attributes of every module. Apart from parameters and buffers, they do not affect a prior."""
 UNCHANGING = (Number, str, bytes, NoneType, Enum, range, torch.dtype, torch.device)
 """Types of values that cannot change in place."""
 
 
 class _NotComparableError(Exception):
-    """An attribute whose later change no comparison would show."""
+    """Error for an attribute whose later change no comparison would detect."""
 
 
 class _Part(NamedTuple):
@@ -42,7 +42,7 @@ class _Part(NamedTuple):
 
     kind: type
     size: int
-    """Number of attributes, PyTorch's own among them."""
+    """Number of attributes, including PyTorch's own."""
     attributes: dict[str, Any]
     parameters: dict[str, Any]
     buffers: dict[str, Any]
@@ -51,7 +51,7 @@ class _Part(NamedTuple):
     def of(cls, module: nn.Module) -> _Part:
         own = vars(module)
         attributes = {name: _copy(value) for name, value in own.items() if name not in OWN_ATTRIBUTES}
-        # Parameters may require gradients: `_may_keep` looks whether they are wanted.
+        # Parameters may require gradients: `_may_keep` checks whether the caller needs gradients.
         tensors = ({name: _copy_tensor(x) for name, x in own[kind].items()} for kind in ("_parameters", "_buffers"))
         return cls(type(module), len(own), attributes, *tensors)
 
@@ -74,9 +74,9 @@ class _Part(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Copies of everything that a prior's numbers come from, one part per module.
+    """Copies of everything that a prior's numbers depend on, one part per module.
 
-    Comparison is by value, because writing to ``parameter.data`` or to a list leaves no other trace. The values are a
+    States compare by value, because writing to ``parameter.data`` or to a list leaves no other trace. The values are a
     few numbers per head.
     """
 
@@ -84,7 +84,7 @@ class _State(NamedTuple):
 
     @classmethod
     def of(cls, prior: Prior) -> _State | None:
-        """A copy; None for a prior with an attribute that cannot be compared."""
+        """Copy the state of a prior; return None if it has an attribute that cannot be compared."""
         try:
             return cls([_Part.of(module) for module in _modules(prior)])
         except _NotComparableError:
@@ -96,15 +96,15 @@ class _State(NamedTuple):
 
 
 def _modules(prior: Prior) -> list[nn.Module]:
-    # Most have none within.
+    # Most priors have no submodules.
     return list(prior.modules()) if prior._modules else [prior]
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy that later changes of the value do not reach.
+    """Return a copy that later changes of the value do not affect.
 
     Raises:
-        _NotComparableError: for a value that :func:`_is_same` could not tell from a changed one.
+        _NotComparableError: :func:`_is_same` could not detect a change of the value.
     """
     if isinstance(value, UNCHANGING):
         return value
@@ -128,7 +128,7 @@ def _copy_tensor(tensor: Tensor | None) -> Tensor | None:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Whether a value equals the one that was copied to ``old``."""
+    """Return whether a value equals the copy ``old``."""
     if new is old:
         return True
     if isinstance(old, Tensor):
@@ -149,23 +149,23 @@ def _is_same(old: Any, new: Any) -> bool:
 
 @dataclass
 class _Kept:
-    """A table whose prior has not changed since."""
+    """Cached table of a prior, valid while the prior does not change."""
 
     state: _State
     table: Tensor
-    """``(H, N)``; entry 0 is that of the distance ``highest``, and they fall by one."""
+    """Log-prior ``(H, N)``. Entry 0 is at the distance ``highest``, and distances fall by one."""
     highest: int
     asked: int
-    """How many distances the largest request was for."""
+    """Number of distances in the largest request."""
 
     @cached_property
     def lowest(self) -> int:
-        """The distance of the last entry."""
+        """Distance of the last entry."""
         return self.highest - self.table.shape[1] + 1
 
     @cached_property
     def rounded(self) -> Tensor:
-        """The table in float32."""
+        """Table in float32."""
         return self.table.float()
 
     def serves(self, prior: Prior, highest: int, lowest: int, device: torch.device) -> bool:
@@ -183,18 +183,18 @@ _kept: WeakKeyDictionary[Prior, _Kept] = WeakKeyDictionary()
 def consecutive_table(
     terms: Sequence[Prior], highest: int, lowest: int, device: torch.device, dtype: torch.dtype = torch.float64
 ) -> Tensor | None:
-    """The sum of the priors at ``highest, highest - 1, ..., lowest``, ``(H, N)``; None if there are none.
+    """Return the sum of the priors at ``highest, highest - 1, ..., lowest``, ``(H, N)``; None without priors.
 
-    Where no gradient is wanted, each prior's table is kept until the prior changes, and grows ahead of need. A prior
-    with an attribute that cannot be compared gets a new table in every call.
+    If no gradient is needed, each prior's table is cached until the prior changes. A cached table grows ahead of need.
+    A prior with an attribute that cannot be compared gets a new table in every call.
 
     Args:
-        terms: stationary priors, whose table is over distances; or priors that depend on the key alone, whose table is
-            over positions with the sign turned.
-        highest: and
-        lowest: in tokens.
-        device: of the table.
-        dtype: float64, or float32.
+        terms: stationary priors, for a table over distances. Or priors that depend only on the key, for a table over
+            negative positions.
+        highest: first distance in tokens.
+        lowest: last distance in tokens.
+        device: device of the table.
+        dtype: float64 or float32.
     """
     total = None
     for term in terms:
@@ -206,15 +206,18 @@ def consecutive_table(
 
 
 def table_at(terms: Sequence[Prior], at: Tensor) -> Tensor | None:
-    """The sum of the priors at these distances (or positions, of such as depend on the key), ``(H, *at.shape)``."""
+    """Return the sum of the priors at ``at``, ``(H, *at.shape)``; None without priors.
+
+    ``at`` holds distances, or positions for priors that depend only on the key.
+    """
     parts = [checked_log_prior(term, at, torch.float64) for term in terms]
     return sum(parts[1:], parts[0]) if parts else None
 
 
 def table_of_network(network: ScaledDistance) -> Tensor | None:
-    """Return a network's log-prior at its distances, ``(H, N)``, if all queries scale them alike.
+    """Return a network's log-prior at its distances, ``(H, N)``, if all queries have the same scale.
 
-    FIRE's do up to its threshold. None if they do not, and where numbers cannot be read.
+    FIRE's queries do, up to its threshold. The result is None if scales differ or cannot be read.
     """
     row = network.row.flatten()
     if not can_be_read(row.detach()) or bool((row != row[0]).any()):
@@ -223,18 +226,15 @@ def table_of_network(network: ScaledDistance) -> Tensor | None:
 
 
 def table_of_keys(terms: Sequence[Prior], geometry: Geometry, key_bias: Tensor | None = None) -> Tensor | None:
-    """The sum of priors that depend on the key alone and of ``key_bias``, ``(1 or B, H, Lk)`` in float64.
-
-    None if there are neither.
-    """
+    """Return the sum of ``key_bias`` and the priors of the key, ``(1 or B, H, Lk)`` in float64; None without either."""
     given = None if key_bias is None else key_bias.double()
     table = _table_of_keys(terms, geometry) if terms else None
     return table if given is None else given if table is None else table + given
 
 
 def visible_at(terms: Sequence[Prior], highest: int, number: int, device: torch.device) -> Tensor | None:
-    """Which of the distances that fall by one from ``highest`` the prior lets a query see; None for all."""
-    # A prior that hides keys says so by a method of its own.
+    """Return which of ``number`` distances, from ``highest`` down by one, the prior lets a query see; None for all."""
+    # A prior that hides keys overrides visible_at().
     found = None
     for term in terms:
         if type(term).visible_at is not Prior.visible_at:
@@ -261,9 +261,9 @@ def _table(term: Prior, highest: int, lowest: int, device: torch.device) -> Tens
 
 
 def _may_keep(term: Prior, device: torch.device) -> bool:
-    # To compare what is kept, a device would be waited for.
+    # Comparing the cached state would synchronize with the device.
     if device.type in ("meta", "cuda") or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return False  # (What is made among FakeTensors has no numbers.)
+        return False  # (FakeTensors have no numbers.)
     if torch._C._are_functorch_transforms_active():
         return False
     learns = torch.is_grad_enabled()
@@ -277,7 +277,7 @@ def _may_keep(term: Prior, device: torch.device) -> bool:
 
 
 def _kept_table(term: Prior, highest: int, lowest: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    """The prior's part of :func:`consecutive_table`; None for a prior with an attribute that cannot be compared."""
+    """Return the prior's part of :func:`consecutive_table` from the cache; None if its state cannot be compared."""
     kept = _kept.get(term)
     if kept is None or not kept.serves(term, highest, lowest, device):
         state = _State.of(term)
@@ -288,11 +288,11 @@ def _kept_table(term: Prior, highest: int, lowest: int, device: torch.device, dt
         if kept is not None:
             first, last = max(kept.highest, highest), min(kept.lowest, lowest)
             if first - last < SPAN * max(asked, kept.asked):
-                # It was asked for before: leave room, so that it is not made anew for each token.
+                # A repeated request: leave room, so that the table is not rebuilt for each token.
                 room = max(GROWTH, asked // 4)
                 top, bottom = first + room * (highest > kept.highest), last - room * (lowest < kept.lowest)
                 asked = max(asked, kept.asked)
-        # What inference mode makes could not be saved for a backward pass later.
+        # An inference tensor could not be saved for a later backward pass.
         with torch.inference_mode(False), torch.no_grad():
             table = _table(term, top, bottom, device)
         kept = _kept[term] = _Kept(state, table, top, asked)
@@ -302,10 +302,10 @@ def _kept_table(term: Prior, highest: int, lowest: int, device: torch.device, dt
 
 
 def _length_from_0(geometry: Geometry, keys: Tensor) -> int | None:
-    """How many positions from 0 on hold all keys; None if that is not known, or far more than there are keys."""
+    """Return how many positions from 0 on include all keys; None if unknown, or far more than there are keys."""
     if geometry.given_key_positions is None and geometry.key_documents is None:
         return geometry.num_keys
     if geometry.device.type != "cpu" or is_traced() or torch._C._are_functorch_transforms_active():
-        return None  # to look would be to wait for the device, or there is nothing to see
+        return None  # reading positions would synchronize with the device, or there are no values
     lowest, highest = (int(end) for end in keys.aminmax())
     return highest + 1 if lowest >= 0 and highest < FARTHEST * geometry.num_keys else None
