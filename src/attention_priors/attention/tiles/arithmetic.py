@@ -1,4 +1,4 @@
-"""What is done with the numbers of a tile in one pass."""
+"""One-pass arithmetic on the numbers of a tile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def write_affine(entries: Tensor, row: Tensor | None, scale: Tensor | None, out: Tensor) -> Tensor:
-    """Write ``entries · scale + row`` to ``out`` and return it; each broadcasts to it, and None changes nothing."""
+    """Write ``entries · scale + row`` to ``out`` and return ``out``. Inputs broadcast; None skips an operation."""
     entries = entries.expand_as(out)
     if scale is not None:
         return torch.mul(entries, scale, out=out) if row is None else torch.addcmul(row, entries, scale, out=out)
@@ -15,12 +15,12 @@ def write_affine(entries: Tensor, row: Tensor | None, scale: Tensor | None, out:
 
 
 def diagonals(padded: Tensor) -> Tensor:
-    """A view ``(..., n, n + e - 1)`` whose columns are diagonals: entries ``(i, j)`` of the same ``i + j``.
+    """Return a view ``(..., n, n + e - 1)`` whose columns are diagonals: entries ``(i, j)`` of one ``i + j``.
 
     Args:
-        padded: ``(..., n, n + e)``, contiguous: the entries ``(..., n, e)``, after ``n`` columns of zeros.
+        padded: contiguous ``(..., n, n + e)``: ``n`` columns of zeros, then the entries ``(..., n, e)``.
     """
     rows, width = padded.shape[-2:]
-    # Row i starts i places further to the left when rows are one number shorter than they are.
+    # With a row stride of `width - 1`, row i starts i places further to the left.
     strides = (*padded.stride()[:-2], width - 1, 1)
     return padded.as_strided((*padded.shape[:-1], width - 1), strides, padded.storage_offset() + rows)

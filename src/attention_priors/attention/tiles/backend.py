@@ -1,6 +1,7 @@
-"""Attention in tiles, or by Triton's kernels: what the operator in ``operator.py`` is given.
+"""Entry to tiles and to Triton's kernels: builds the inputs of the operator in ``operator.py``.
 
-Stationary terms are one number per distance and head, terms of keys one per key and head; no bias matrix is made.
+Stationary terms become one number per distance and head, terms of keys one number per key and head. Nothing builds a
+bias matrix.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from attention_priors.precision import is_captured, is_traced
 from attention_priors.priors.base import ScaledDistance, checked_scaled_distance
 
 DISTANCES_PER_TOKEN = 16
-"""Entries of a table, at most, per query and key, where positions do not step by one: gaps at random make a distance of
-each pair."""
+"""Largest number of table entries, per query and key, for positions that do not step by one. With random gaps, each
+pair has its own distance."""
 FEW_DISTANCES = 2**16
-"""Entries that are never too many."""
+"""Number of table entries that is always allowed."""
 
 
 def tiles(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Attention in tiles.
+    """Compute attention in tiles.
 
     Returns:
-        Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``; without ``need_lse`` it may be None.
+        Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``. Without ``need_lse``, the log-sum-exp may be None.
     """
     return attend_bare(problem, plan, need_lse=need_lse) or attend_in_blocks(problem, plan, fused=False)
 
 
 def attend_in_blocks(problem: Problem, plan: Plan, *, fused: bool) -> tuple[Tensor, Tensor]:
-    """Attention as planned, by the operator: in tiles or, ``fused``, by Triton's kernels.
+    """Compute attention as planned, with the operator: in tiles or, if ``fused``, with Triton's kernels.
 
     Returns:
         Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)`` in float64.
@@ -61,17 +62,17 @@ def attend_in_blocks(problem: Problem, plan: Plan, *, fused: bool) -> tuple[Tens
 
 
 def operator_inputs(problem: Problem, plan: Plan, fused: bool = False, limited: bool = True) -> tuple[Any, ...] | None:
-    """What operators take, but for the last two: the blocks that are kept, and by which kernels.
+    """Build the inputs of the operators, except the last two, ``kept`` and ``fused``.
 
     Args:
-        problem: what is asked.
-        plan: how it is computed.
-        fused: whether by Triton's kernels.
-        limited: whether there may be no more distances than linear memory holds.
+        problem: checked problem.
+        plan: engine and form of each term.
+        fused: whether Triton's kernels compute the problem.
+        limited: whether the number of distances must fit in linear memory.
 
     Returns:
-        None where only the dense formula computes it: where lanes hold numbers that are too large for float32, for
-        positions on a grid whose values are hidden, and where there are too many distances.
+        Inputs, or None if only the dense formula supports the problem. Reasons are lanes that are too large for
+        float32, positions on a grid whose values cannot be read, and too many distances.
     """
     terms, of_keys, factored, scaled = plan.parts(problem)
     longer, geometry = with_lanes(problem, factored) if factored else problem, problem.geometry
@@ -79,7 +80,7 @@ def operator_inputs(problem: Problem, plan: Plan, fused: bool = False, limited: 
         return None
     key_bias = table_of_keys(of_keys, geometry, problem.key_bias)
     if not terms and not scaled and not geometry.causal:
-        # Nothing is read from a table, and no key is hidden for its place: no distance needs to be listed.
+        # There is no table, and no position hides a key, so distances do not matter.
         geometry = replace(geometry, given_query_positions=None, given_key_positions=None)
     elif any(term.over_grid for term in problem.terms) and _hides_positions(geometry):
         return None
@@ -105,12 +106,12 @@ def operator_inputs(problem: Problem, plan: Plan, fused: bool = False, limited: 
 
 
 def balls_of(problem: Problem, plan: Plan) -> Balls | None:
-    """Those around blocks of keys that the caller keeps; None for none, and where keys are lengthened."""
+    """Return the caller's bounds of key blocks as balls; None without bounds, or if lanes extend the keys."""
     return None if problem.key_bounds is None or plan.lanes else problem.key_bounds.balls
 
 
 def _hides_positions(geometry: Geometry) -> bool:
-    """Whether positions are given whose values cannot be looked at."""
+    """Return whether the caller gave positions whose values cannot be read."""
     if not geometry.has_given_positions:
         return False
     if is_traced() or is_captured() or geometry.device.type == "meta":
@@ -119,7 +120,7 @@ def _hides_positions(geometry: Geometry) -> bool:
 
 
 def _is_mapped(positions: Tensor | None) -> bool:
-    """Whether ``vmap`` runs over them."""
+    """Return whether ``vmap`` maps over the positions."""
     while positions is not None and is_functorch_wrapped_tensor(positions):
         if is_batchedtensor(positions):
             return True
@@ -128,13 +129,13 @@ def _is_mapped(positions: Tensor | None) -> bool:
 
 
 def _distances(geometry: Geometry, fused: bool, limited: bool) -> tuple[int, int, Tensor | None] | None:
-    """A table's distances: the highest, how many fall by one from there, or all of them, rising, if they do not.
+    """Return a table's highest distance, its number of distances, and a list of all if they do not fall by one.
 
-    None if ``limited`` and there are more of them than linear memory holds.
+    The list is in increasing order. The result is None if ``limited`` and the distances do not fit in linear memory.
     """
     num_queries, num_keys, offset = geometry.num_queries, geometry.num_keys, None
     if _hides_positions(geometry):
-        # What cannot be done here the operator does: it looks, and refuses positions beyond these.
+        # The operator reads the values later, and rejects positions out of this range.
         highest = max(num_queries, num_keys) - 1
         return highest, 2 * highest + 1, None
     if not geometry.has_given_positions:
@@ -143,7 +144,7 @@ def _distances(geometry: Geometry, fused: bool, limited: bool) -> tuple[int, int
     elif geometry.offset is not None:
         offset = geometry.offset
     if offset is None and fused:
-        # The kernels compute a pair's place: distances must fall by one.
+        # The kernels compute the table index of a pair, so distances must fall by one.
         return *distance_range(geometry), None
     if offset is None and (grids := Grids.of(geometry)) is not None:
         listed = grids.distances(geometry)
@@ -156,10 +157,10 @@ def _distances(geometry: Geometry, fused: bool, limited: bool) -> tuple[int, int
 
 
 def _list_distances(geometry: Geometry, limited: bool) -> Tensor | None:
-    """All that occur, rising; None if ``limited`` and they are far more than there are queries and keys."""
+    """Return all distances in increasing order; None if ``limited`` and there are far more than queries and keys."""
     keys = geometry.key_positions.unsqueeze(-2)
     most = max(FEW_DISTANCES, DISTANCES_PER_TOKEN * (geometry.query_positions.numel() + keys.numel()))
-    # Transformed by torch.func, the dense formula cannot be recomputed block by block.
+    # Under torch.func, the dense formula cannot be recomputed block by block, so there is no fallback.
     limited = limited and not torch._C._are_functorch_transforms_active()
     listed = keys.new_empty(0)
     for queries in geometry.query_positions.split(256, dim=-1):

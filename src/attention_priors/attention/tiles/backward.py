@@ -1,4 +1,4 @@
-"""The backward pass in linear memory: the weights of each tile are recomputed from the log-sum-exp.
+"""Backward pass in linear memory: the weights of each tile are recomputed from the log-sum-exp.
 
 The table's gradient is the sum of the logits' gradient along its diagonals.
 """
@@ -25,22 +25,23 @@ from attention_priors.attention.tiles.tiling import Part, Tile, ranges_of
 from attention_priors.priors.base import ScaledDistance
 
 ROWS = 256
-"""Queries per tile, and half as many where there are no more than ``MOST_KEYS`` keys."""
+"""Queries per tile. Half as many for at most ``MOST_KEYS`` keys."""
 MOST_KEYS = 512
-"""Keys per tile, at most."""
+"""Largest number of keys per tile."""
 NUMBERS = 2**18
-"""Numbers that a working buffer may take, about: 1 MiB in float32."""
+"""Approximate size of a working buffer, in numbers: 1 MiB in float32."""
 PAIRS = 2**24
-"""As in the forward pass. This one has many small operations, which gain more."""
+"""Query-key pairs, over all heads and rows of the batch, from which separate threads pay off. The forward pass needs
+more pairs: small operations gain more from threads, and the backward pass has many."""
 LARGEST_STORED_LSE = 40.0
-"""Log-sum-exp, in nats, up to which weights are recomputed as ``exp(logit - lse)``.
+"""Largest log-sum-exp, in nats, for which weights are recomputed as ``exp(logit - lse)``.
 
-A float32 of size ``z`` is wrong by up to ``z · 2^-24``, and so is the weight. Beyond, a block's softmax is
-computed anew: then the gradient of a row that sees one key is exactly 0 even where the log-prior and its
-derivative are as large as 1e30.
+A float32 of size ``z`` has an error of up to ``z · 2^-24``, and so has the weight. Beyond this limit, the softmax of a
+block is recomputed. The gradient of a row that sees one key is then exactly 0, even if the log-prior and its derivative
+are as large as 1e30.
 """
 LARGEST_WITH_KEYS = 200.0
-"""The same with biases of keys, of which a constant is taken for each block of queries, and not for each query."""
+"""``LARGEST_STORED_LSE`` for key biases, whose constant is subtracted per block of queries, not per query."""
 NATS_PER_BIT = math.log(2)
 
 
@@ -51,14 +52,14 @@ def backward(
     grads: tuple[Tensor, Tensor],
     wanted: tuple[bool, ...],
 ) -> Gradients:
-    """Gradients of everything.
+    """Compute the gradients of all inputs.
 
     Args:
-        content: and
-        problem: as for :func:`forward`.
+        content: queries, keys and values.
+        problem: prior, masks and tiling.
         saved: output and log-sum-exp.
-        grads: their gradients.
-        wanted: whether to compute those of table, biases of keys, row scale and network.
+        grads: gradients of ``saved``.
+        wanted: whether to compute the gradients of table, key bias, row scale and network.
     """
     out, lse = saved
     out_grad, lse_grad = grads[0], grads[1].to(problem.dtype)
@@ -69,7 +70,7 @@ def backward(
     relative = lse if problem.key_bias is None else lse - _constants(problem, bias, block_rows)
     relative = relative.to(problem.dtype, copy=True).masked_fill_(torch.isneginf(lse), 0.0)
     rows = _Rows(
-        # Powers of two: exp2 is much the faster function on CPUs.
+        # In bits, because exp2 is much faster than exp on CPUs.
         relative * (-1 / NATS_PER_BIT),
         lse_grad,
         out,
@@ -107,7 +108,7 @@ def backward(
     if found.table is not None:
         for one in work:
             assert one.table_grad is not None
-            # Text by text: the sum is the same however the work was divided.
+            # One row of the batch after another: the sum does not depend on how the work was divided.
             for of_text in one.table_grad:
                 found.table[one.part.heads] += of_text
     of_network = [one.network_grad for one in work if one.network_grad is not None]
@@ -117,21 +118,21 @@ def backward(
 
 
 class _Rows(NamedTuple):
-    """Numbers of each query, ``(B, H, Lq)``; its output and the gradient of that are ``(B, H, Lq, Dv)``."""
+    """Numbers of each query, ``(B, H, Lq)``. The output and its gradient are ``(B, H, Lq, Dv)``."""
 
     shift: Tensor
-    """Less the log-sum-exp, in bits, of what is added to the logits; 0 for a query that sees no key."""
+    """Negative log-sum-exp in bits, which is added to the logits; 0 for a query that sees no key."""
     lse_grad: Tensor
     out: Tensor
     out_grad: Tensor
     inexact: Tensor | None
-    """Whether the stored output or log-sum-exp is not exact enough; None if all are."""
+    """Whether the stored output or log-sum-exp is not exact enough; None if all rows are exact enough."""
     far: Tensor | None
-    """Whether float32 is not exact enough for the log-prior; None if it is for all."""
+    """Whether float32 is not exact enough for the log-prior; None if it is exact enough for all rows."""
 
 
 def _constants(problem: BlockProblem, bias: Bias, block_rows: int) -> Tensor:
-    """What is taken from each row's logits for its biases of keys, ``(B, H, Lq)`` in float64."""
+    """Return the constant subtracted from each row's logits for its key biases, ``(B, H, Lq)`` in float64."""
     geometry = problem.geometry
     heads, device = slice(0, geometry.heads), geometry.device
     constants = torch.zeros(geometry.batch, geometry.heads, geometry.num_queries, dtype=torch.float64, device=device)
@@ -143,7 +144,7 @@ def _constants(problem: BlockProblem, bias: Bias, block_rows: int) -> Tensor:
 
 
 def _inexact_rows(saved: torch.dtype, lse: Tensor, has_keys: bool) -> Tensor | None:
-    # Outputs in half precision are not: their rounding would be all over the gradients of the prior, which learns in
+    # Outputs in half precision are inexact: their rounding would spread to the gradients of the prior, which trains in
     # float32.
     if saved != lse.dtype:
         return torch.ones_like(lse, dtype=torch.bool)
@@ -152,7 +153,7 @@ def _inexact_rows(saved: torch.dtype, lse: Tensor, has_keys: bool) -> Tensor | N
 
 
 class _Workspace(NamedTuple):
-    """Memory that one thread works in."""
+    """Working memory of one thread."""
 
     bias_in_bits: Bias
     bias: Bias
@@ -160,12 +161,12 @@ class _Workspace(NamedTuple):
 
 
 def _with_rows_as_columns(tensor: Tensor) -> Tensor:
-    """Contiguous matrices' memory, as contiguous matrices of as many rows as they have columns."""
+    """View the memory of contiguous matrices with the sizes of rows and columns swapped. Numbers do not move."""
     return tensor.view(*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])
 
 
 class _Queries(NamedTuple):
-    """Matrices of a block's queries, one per text and head of keys: heads that share one are more rows of it."""
+    """Matrices of a block's queries, one per row of the batch and key head. Heads that share a key head are stacked."""
 
     query: Tensor
     out_grad: Tensor
@@ -174,9 +175,9 @@ class _Queries(NamedTuple):
 
 @dataclass
 class _Backward:
-    """The backward pass of some texts and heads.
+    """Backward pass of some rows of the batch and some heads.
 
-    Gradients of keys and values add up transposed, in the memory that they have in the end: "columns x queries" times
+    Gradients of keys and values accumulate transposed, in their final memory, because "columns x queries" times
     "queries x keys" is the faster product on CPUs.
     """
 
@@ -203,7 +204,7 @@ class _Backward:
             )
         apart = range(part.heads.start, part.heads.stop) if self.problem.kept is not None else ()
         for block in self.problem.tiling.of_texts(part.batches).blocks(self.block_rows):
-            # Pruning leaves each head keys of its own.
+            # With pruning, each head keeps different keys.
             for heads in [slice(head, head + 1) for head in apart] or [part.heads]:
                 self._block(block, heads)
         for matrix in (matrix for x in of_keys for of_text in x for matrix in of_text):
@@ -211,7 +212,7 @@ class _Backward:
             matrix.copy_(transposed.mT)
 
     def _block(self, block: Tile, heads: slice) -> None:
-        """Add what some queries, in reverse order, have part in."""
+        """Add the gradients from a block of queries, which are in reverse order."""
         content, problem, rows, dtype = self.content, self.problem, self.rows, self.problem.dtype
         cut = partial(block.cut_rows, heads=heads)
         query, out_grad = (self._stacked(x.to(dtype).flip(2)) for x in (content.queries(cut), cut(rows.out_grad)))
@@ -219,10 +220,11 @@ class _Backward:
         if self.bias.key_bias is not None:
             (self.in_bits, _), (self.here, constant) = (b.centred(block, heads) for b in (self.bias_in_bits, self.bias))
             if self.found.row_scale is not None and constant is not None:
-                # The log-prior that multiplies the logits' gradient is less by a constant.
+                # `log_prior` lacks the constant, so the constant's part is added here.
                 cut(self.found.row_scale).add_((cut(rows.lse_grad) * constant).to(dtype))
         tiles = [block._replace(first=first, last=last) for first, last in problem.kept_keys(block, heads.start)]
-        # Of all texts and heads: the same queries, however the work is divided. Heads that are pruned are on their own.
+        # The choice considers all heads and rows of the batch, so it does not depend on how the work is divided. A
+        # pruned head is computed alone.
         if rows.inexact is not None and bool(
             rows.inexact[:, :, block.rows].any() if problem.kept is None else cut(rows.inexact).any()
         ):
@@ -240,11 +242,11 @@ class _Backward:
         torch.mul(queries.query_grad.view(shape).flip(2), problem.softmax_scale, out=cut(self.found.query))
 
     def _stacked(self, rows: Tensor) -> Tensor:
-        """``(b, h, n, ...)`` as matrices, as :class:`_Queries` has them."""
+        """Reshape ``(b, h, n, ...)`` to the matrices of :class:`_Queries`."""
         return rows.reshape(len(rows) * self.key.shape[1], -1, rows.shape[-1])
 
     def _keys(self, tensor: Tensor, tile: Tile) -> Tensor:
-        """The tile's part of ``(b, h, Lk, D)``, as matrices."""
+        """Return the tile's keys of ``(b, h, Lk, D)``, as matrices."""
         cut = tensor[self.part.within(tile.batches), :, tile.keys]
         return cut.view(-1, *cut.shape[2:])
 
@@ -258,14 +260,17 @@ class _Backward:
         self._add(tile, heads, weights, factor, queries, key)
 
     def _logits_grad(self, tile: Tile, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory for that of a tile, after as many columns of zeros as there are rows: see ``Distances.add``."""
+        """Return memory for the logits' gradient of a tile, with and without columns of zeros before the numbers.
+
+        ``Distances.add`` needs as many columns of zeros as there are rows.
+        """
         rows, keys = tile.shape
         zeros = rows if self.table_grad is not None else 0
         padded = self.scratch[1].of(*weights.shape[:2], zeros + keys)
         return padded, padded[..., zeros:]
 
     def _add(self, tile: Tile, heads: slice, weights: Tensor, factor: Tensor, queries: _Queries, key: Tensor) -> None:
-        """Add a tile's part of every gradient; its logits have that of ``weights · factor``."""
+        """Add a tile's part of every gradient. The gradient of its logits is ``weights · factor``."""
         (query, out_grad, query_grad), (rows, keys) = queries, tile.shape
         number = heads.stop - heads.start
         padded, logits_grad = self._logits_grad(tile, weights)
@@ -273,7 +278,7 @@ class _Backward:
         padded[..., :zeros] = 0
         torch.mul(weights, factor, out=logits_grad)
         key_grad, value_grad = (self._keys(x.mT, tile).mT for x in (self.key_grad, self.value_grad))
-        # Products are faster where they write to memory of their own.
+        # Products are faster if they write to separate memory.
         value_grad += torch.bmm(
             out_grad.mT, weights, out=self.scratch[2].of(weights.shape[0], out_grad.shape[-1], keys)
         )
@@ -292,7 +297,7 @@ class _Backward:
         if self.found.key_bias is not None:
             self.found.key_bias[tile.batches, heads, tile.keys] += padded[..., zeros:].sum(2)
         if self.network_grad is not None and self.bias.network is not None:
-            # Its parts are of one text.
+            # With a network, each part has one row of the batch.
             self.bias.network.add_gradients(self.network_grad, tile, heads, padded[0, ..., zeros:])
         if self.table_grad is not None:
             here = slice(heads.start - self.part.heads.start, heads.stop - self.part.heads.start)
@@ -302,7 +307,7 @@ class _Backward:
                 self.problem.distances.add(of_text, one, padded[text : text + 1])
 
     def _with_new_softmax(self, tiles: list[Tile], heads: slice, queries: _Queries) -> None:
-        """Queries whose softmax is computed anew: ``tiles`` hold all of the keys that they look at."""
+        """Add the gradients from queries whose softmax is recomputed. ``tiles`` contain all keys that they look at."""
         ends = list(accumulate((tile.shape[1] for tile in tiles), initial=0))
         if not ends[-1]:
             return
@@ -330,7 +335,7 @@ class _Backward:
         weights_grad = torch.bmm(queries.out_grad, value.mT, out=stacked)
         mean = torch.linalg.vecdot(weights.view_as(weights_grad), weights_grad)
         lse_grad = self._stacked(tiles[0].cut_rows(self.rows.lse_grad, heads).flip(2).unsqueeze(-1))
-        # In this order: where a row looks at one key, the difference is exactly 0, and the log-prior may be 1e30.
+        # The order matters: for a row with one key, the difference is exactly 0, and the log-prior may be 1e30.
         factor = weights_grad.sub_(mean.unsqueeze(-1)).add_(lse_grad)
         for tile, column in zip(tiles, columns, strict=True):
             one, other = self._stacked(weights)[..., column], factor[..., column]

@@ -1,7 +1,7 @@
-"""A step of decoding, and a short context in which the causal mask or a window alone hides keys.
+"""A decoding step, and a short context in which only the causal mask or a window hides keys.
 
-Two products, or one call of PyTorch's kernel, and little around them. What makes long texts fast, tiles and views of a
-table, takes longer to set up than these take.
+Both need two products, or one call of PyTorch's kernel, and little else. Tiles and table views make long contexts fast,
+but their setup takes longer than the whole computation here.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ from attention_priors.priors import Prior
 from attention_priors.priors.base import checked_lanes, checked_scaled_distance
 
 SHORT_PAIRS = 2**17
-"""Most pairs of a query and a key (362 tokens) for which two products and a softmax are faster than tiles."""
+"""Largest number of query-key pairs (362 tokens) for which two products and a softmax are faster than tiles."""
 SHORT_NUMBERS = 2**20
-"""Most logits of all texts and heads: larger matrices leave a core's own memory."""
+"""Largest number of logits, over all heads and rows of the batch. Larger matrices do not fit in a core's cache."""
 
 
 def attend_bare(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor, Tensor | None] | None:
-    """Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``, or None unless needed; None for any other problem.
+    """Compute a decoding step or a short context; return None for any other problem.
 
-    Also None where a row is too far from 0 for float32.
+    The result is also None if a row is too far from 0 for float32.
+
+    Returns:
+        Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``. Without ``need_lse``, the log-sum-exp is None.
     """
     query, geometry = problem.query, problem.geometry
     if (
@@ -64,7 +67,7 @@ def _attend_one(problem: Problem, plan: Plan) -> tuple[Tensor, None] | None:
     geometry = problem.geometry
     query, scale, dtype, number = problem.query, problem.row_scale, problem.compute_dtype, geometry.num_keys
     stationary, of_keys, factored, scaled = plan.parts(problem)
-    # The first entry is that of the first key, which is the farthest.
+    # The first key is the farthest, so the first entry belongs to it.
     bias = consecutive_table(stationary, number - 1, 0, query.device, dtype)
     growing = [problem.key_bias, consecutive_table(of_keys, 0, 1 - number, query.device)]
     for term in factored:
@@ -76,7 +79,7 @@ def _attend_one(problem: Problem, plan: Plan) -> tuple[Tensor, None] | None:
         growing.append(network.log_prior().movedim(0, 1).squeeze(-2))
     for part in growing:
         if part is not None:
-            # Less that of the last key, before it is rounded.
+            # Subtract the last key's bias before rounding.
             part = (part - part[..., -1:]).to(dtype)
             bias = part if bias is None else bias + part
     bias = None if bias is None else bias.unsqueeze(-2)
@@ -112,7 +115,7 @@ def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor,
         table = alike if table is None else table + alike
     key_bias, best = table_of_keys(of_keys, geometry, problem.key_bias), None
     if key_bias is not None:
-        # Before it is rounded.
+        # Subtract the best before rounding.
         best = key_bias.detach().amax(-1, keepdim=True)
         key_bias = key_bias - best
     how = _How(problem.softmax_scale, problem.scales_prior, geometry.causal, need_lse, inside)
@@ -126,14 +129,14 @@ def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor,
 
 
 class _How(NamedTuple):
-    """Settings of a short context: whatever has no gradient."""
+    """Settings of a short context, all without gradients."""
 
     softmax_scale: float
     scales_prior: bool
     causal: bool
     need_lse: bool
     inside: Tensor | None
-    """Which distances the prior shows, boolean ``(N,)``; None for all."""
+    """Which distances the prior lets a query see, boolean ``(N,)``; None for all."""
 
 
 def _forward(
@@ -145,11 +148,11 @@ def _forward(
     row_scale: Tensor | None,
     how: _How,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute attention by two products and a softmax.
+    """Compute attention with two products and a softmax.
 
     Returns:
-        Output, log-sum-exp (or each row's highest logit if ``need_lse`` is False), weights, and the log-prior if a
-        logit scale multiplied it.
+        Output, log-sum-exp (or each row's highest logit without ``need_lse``), weights, and the log-prior if a logit
+        scale multiplies it.
     """
     softmax_scale, scales_prior, causal, need_lse, inside = how
     rows, number, dtype = query.shape[2], key.shape[2], compute_dtype_of(query)
@@ -168,7 +171,7 @@ def _forward(
         query = Content(query, key, value, row_scale, softmax_scale).queries(all_of)
         bias = bias * row_scale.unsqueeze(-1) if scales_prior else bias
     if apart and (causal or inside is not None):
-        # The logit scale multiplies no mask.
+        # The logit scale must not multiply the mask.
         mask = query.new_zeros(1, number if causal else number + rows - 1, dtype=dtype)
         mask = mask if inside is None else mask.masked_fill(~inside, -math.inf)
         hidden = _by_distance(mask, rows, number, causal, -math.inf)
@@ -178,7 +181,7 @@ def _forward(
         lse = logits.amax(-1)
         weights = torch._softmax(logits, -1, False, out=logits)  # pyright: ignore[reportPrivateImportUsage]
         if need_lse:
-            # The largest weight is exp(highest - lse); exponentials of our own would be slow where they underflow.
+            # The largest weight is exp(highest - lse). A separate exponential would be slow where it underflows.
             lse -= weights.amax(-1).log_()
         out = torch.bmm(stacked(weights, key.shape[1]), stacked(value, key.shape[1]))
     return out.view(*query.shape[:3], value.shape[-1]).to(query.dtype), lse, weights, log_prior
@@ -190,12 +193,12 @@ def _by_distance(table: Tensor, rows: int, number: int, causal: bool, beyond: fl
     Under a causal mask the table ends at distance 0, and later keys get ``beyond``.
     """
     table = columns_together(torch.constant_pad_nd(table, (0, rows - 1), beyond) if causal else table)
-    # From the last query on, a row starts where the one before it has its second entry.
+    # Counted from the last query, each row starts one entry later than the row before.
     return table.as_strided((1, len(table), rows, number), (0, table.stride(0), 1, 1)).flip(2)
 
 
 class _ShortContext(torch.autograd.Function):
-    """:func:`_forward`, of which output and log-sum-exp have gradients."""
+    """Autograd function of :func:`_forward`, with gradients of output and log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -210,10 +213,10 @@ class _ShortContext(torch.autograd.Function):
         query, key, value, table, key_bias, row_scale, out, lse, weights, log_prior = ctx.saved_tensors
         softmax_scale, scales_prior, causal, need_lse, inside = ctx.how
         out_grad = torch.zeros_like(out) if grads[0] is None else grads[0]
-        # The last four are parts of a network, which is a table here.
+        # The last four are parts of a network, which is in the table here.
         wanted = (*ctx.needs_input_grad[:6], *[False] * 4)
         if torch.is_grad_enabled():
-            # The operator explains that it has no second derivatives.
+            # The operator raises the error about second derivatives.
             lse = lse if need_lse else lse - weights.amax(-1).log()
             highest, lowest = key.shape[2] - 1, 0 if causal else 1 - query.shape[2]
             of_prior = (table, key_bias, row_scale, scales_prior, inside, None, highest, highest - lowest + 1)
@@ -241,11 +244,12 @@ class _ShortContext(torch.autograd.Function):
 
 
 def _along_diagonals(logits: Tensor, causal: bool) -> Tensor:
-    """The sums of ``(B, H, n, e)`` over texts and pairs of one distance: all distances, falling, ``(H, N)``."""
+    """Sum ``(B, H, n, e)`` over the batch and over pairs of one distance. Return ``(H, N)``, by falling distances."""
     rows = logits.shape[2]
     if not causal:
         return diagonals(pad(logits.flip(2), (rows, 0))).sum((0, 2))
-    # Beyond the diagonal are zeros: what a row lacks at its start, its neighbour has at its end. The first has none.
+    # Beyond the diagonal are zeros. A row of the view joins the zeros at the end of a row with the start of the next
+    # row, so that its columns are diagonals. Entry (0, 0) is in no row of the view.
     strides = (*logits.stride()[:2], rows + 1, 1)
     sums = logits.as_strided((*logits.shape[:2], rows - 1, rows), strides, logits.storage_offset() + 2).sum((0, 2))
     sums[:, -1] += logits[:, :, 0, 0].sum(0)

@@ -1,8 +1,8 @@
-"""The bias of a tile: log-prior, logit scale, masks.
+"""Bias of a tile: log-prior, logit scale, masks.
 
-A stationary bias is a Toeplitz matrix: one number per distance and head. With the queries of a tile in
-reverse order, its entry ``(i', j')`` stands at place ``i' + j' + x0`` of the table, both strides are +1, and
-``table.as_strided`` is the whole bias without any memory of its own.
+A stationary bias is a Toeplitz matrix: one number per distance and head. With the queries of a tile in reverse order,
+entry ``(i', j')`` of the bias is entry ``i' + j' + x0`` of the table. Both strides are +1, so ``table.as_strided`` is
+the whole bias, without memory of its own.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from attention_priors.attention.tiles.scaled import ScaledBias
 
 KEPT_NUMBERS = 2**20
-"""Numbers of a working buffer that a thread keeps: 4 MiB in float32."""
+"""Largest working buffer that a thread keeps, in numbers: 4 MiB in float32."""
 
 _kept = threading.local()
 
 
 class Scratch:
-    """Memory that is used again and again: to write to new memory costs more than the arithmetic on it.
+    """Working buffer that is reused, because writing to new memory costs more than the arithmetic.
 
-    On CPUs a thread keeps it from call to call, but for what is larger than ``KEPT_NUMBERS``.
+    On CPUs, a thread keeps a buffer from call to call, up to the size ``KEPT_NUMBERS``.
 
     Args:
-        name: what it is for; of one name, a thread uses one at a time.
-        dtype: of its numbers.
-        device: where it is.
+        name: purpose of the buffer. A thread uses one buffer of a name at a time.
+        dtype: dtype of the numbers.
+        device: device of the buffer.
     """
 
     def __init__(self, name: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -53,12 +53,12 @@ class Scratch:
             self._numbers = torch.empty(0, dtype=dtype, device=device)
 
     def of(self, *shape: int) -> Tensor:
-        """A contiguous tensor of this shape, whose content is whatever was written last."""
+        """Return a contiguous tensor of this shape, with arbitrary content."""
         size = math.prod(shape)
         if size > len(self._numbers):
-            # Not an inference tensor: that could not be written to where gradients are wanted.
+            # An inference tensor could not be written to later, where gradients are needed.
             with torch.inference_mode(False):
-                # Tiles of a causal problem grow a little each time. The smaller memory is given back first.
+                # The buffer at least doubles, because causal tiles grow step by step. Free the smaller buffer first.
                 enough, (_, dtype, device) = max(size, 2 * len(self._numbers)), self._place
                 vars(_kept).get("numbers", {}).pop(self._place, None)
                 del self._numbers
@@ -69,13 +69,16 @@ class Scratch:
 
 
 def is_far(lse: Tensor) -> Tensor:
-    """Which rows are NaN, or beyond ``NEAR``; a row that sees nothing is not."""
+    """Return which rows are NaN or beyond ``NEAR``, except rows that see no key."""
     return ~(lse.abs() <= NEAR) & ~torch.isneginf(lse)
 
 
 def far_rows(lse: Tensor) -> Tensor | None:
-    """Which rows are NaN or, unless in float64, beyond ``NEAR``; None for none. A row that sees nothing is neither."""
-    # Two numbers to look at, as a rule.
+    """Return which rows are NaN or, unless in float64, beyond ``NEAR``; None for no row.
+
+    Rows that see no key do not count.
+    """
+    # Usually, the two extremes suffice.
     low, high = (float(end) for end in lse.detach().aminmax())
     if low >= -NEAR and high <= NEAR:
         return None
@@ -84,13 +87,13 @@ def far_rows(lse: Tensor) -> Tensor | None:
 
 
 class Distances:
-    """Which distance each entry of a table belongs to.
+    """Distances of the entries of a table.
 
     Args:
         geometry: positions.
-        highest: of the first entry; the others fall by one.
-        listed: ``(N,)``: the distances themselves, rising, if they do not fall by one; ``highest`` is unused.
-        number: of entries, ``N``.
+        highest: distance of the first entry, if distances fall by one.
+        listed: all distances ``(N,)`` in increasing order, if they do not fall by one.
+        number: number of entries ``N``.
     """
 
     def __init__(self, geometry: Geometry, highest: int, listed: Tensor | None, number: int) -> None:
@@ -99,7 +102,7 @@ class Distances:
         self.listed = listed
         self.number = number
         self.overhang = 0
-        """Entries beyond a table's end that a tile may read: of distances in the future, which are hidden."""
+        """Number of entries beyond a table's end that a tile may read. Their distances are in the future and hidden."""
         if geometry.causal and listed is None:
             self.overhang = 1 if geometry.offset is None else geometry.num_queries - 1
 
@@ -108,26 +111,26 @@ class Distances:
         return self.geometry.query_positions, self.geometry.key_positions
 
     def values(self) -> Tensor:
-        """``(N,)``."""
+        """Return the distance of each entry, ``(N,)``."""
         if self.listed is not None:
             return self.listed
         return torch.arange(self.highest, self.highest - self.number, -1, device=self.geometry.device)
 
     def place(self, tile: Tile) -> int:
-        """The entry of the tile's last query and first key; needs an offset."""
+        """Return the table index of the tile's last query and first key. Requires an offset."""
         assert self.geometry.offset is not None
         return self.highest - (tile.stop - 1 + self.geometry.offset - tile.first)
 
     @cached_property
     def _grid(self) -> GridTable | None:
-        """How to read tiles where queries and keys stand on grids; None for an index per pair."""
+        """Reader of tiles, if queries and keys are on grids; None if each pair needs an index."""
         if self.geometry.offset is not None or self.listed is None or (grids := Grids.of(self.geometry)) is None:
             return None
         start = grids.start_in(self.listed)
         return None if start is None else GridTable(grids, start, self.index)
 
     def index(self, tile: Tile) -> Tensor:
-        """The entry of every pair of a tile, ``(b or 1, n, e)``."""
+        """Return the table index of every pair of a tile, ``(b or 1, n, e)``."""
         queries, keys = self._positions
         queries = (queries[tile.batches] if len(queries) > 1 else queries)[:, tile.rows].flip(-1).unsqueeze(-1)
         keys = (keys[tile.batches] if len(keys) > 1 else keys)[:, None, tile.keys]
@@ -137,7 +140,7 @@ class Distances:
         return (self.highest - (queries - keys)).clamp(0, self.number + self.overhang - 1)
 
     def read(self, table: Tensor, tile: Tile) -> Tensor:
-        """A tile's part of a table ``(h, N)``: ``(b or 1, h, n, e)``, a view if there is an offset."""
+        """Return a tile's part of a table ``(h, N)`` as ``(b or 1, h, n, e)``, a view if there is an offset."""
         if self.geometry.offset is not None:
             place = table.storage_offset() + self.place(tile)
             shape = (1, table.shape[0], tile.stop - tile.start, tile.last - tile.first)
@@ -159,9 +162,9 @@ class Distances:
         """Add a tile's numbers to their entries of ``table (h, N)``: the transpose of :meth:`read`.
 
         Args:
-            table: is written to.
-            tile: whose numbers they are.
-            padded: ``(b, h, n, n + e)``, contiguous: the numbers, after ``n`` columns of zeros.
+            table: table that receives the numbers.
+            tile: tile of the numbers.
+            padded: contiguous ``(b, h, n, n + e)``: ``n`` columns of zeros, then the numbers.
         """
         numbers = padded[..., padded.shape[-2] :]
         if self._grid is not None:
@@ -178,15 +181,15 @@ class Distances:
 
 
 class Bias:
-    """What is added to the logits of any tile, its queries in reverse order.
+    """Bias of the logits of any tile, with queries in reverse order.
 
-    Where a log-prior is far from 0, float32 has few digits for it: a constant that is taken from it in float64
-    (:meth:`centred`), and given back to the rows' log-sum-exps, leaves small numbers, and the same result.
+    Far from 0, float32 has few digits for a log-prior. Therefore :meth:`centred` subtracts a constant in float64, which
+    leaves small numbers. The rows' log-sum-exps get the constant back, so the result does not change.
 
     Args:
-        problem: whose biases.
-        tiling: how it is cut.
-        unit: the number that a bias of one nat is.
+        problem: prior and masks.
+        tiling: tiling of the problem.
+        unit: value of one nat in the bias.
     """
 
     def __init__(self, problem: BlockProblem, tiling: Tiling, unit: float = 1.0) -> None:
@@ -196,20 +199,20 @@ class Bias:
         if problem.key_bias is not None:
             padding, self.key_bias = self.geometry.key_padding_mask, problem.key_bias.unsqueeze(-1)
             if padding is not None:
-                # What it says of them is ignored, also where the best is looked for.
+                # Biases of padding are ignored, also in the search for the best.
                 self.key_bias = self.key_bias.masked_fill(padding[:, None, :, None], LOG_PRIOR_FLOOR)
             self.key_bias = self.key_bias.expand(self.geometry.batch, -1, -1, -1)
         table, self.network = problem.table, problem.scaled_bias(self.dtype, unit)
         added = sum(part is not None for part in (table, self.key_bias, problem.row_scale)) > 1
         added = added or self.network is not None
         self.in_memory = tiling.masked or added or self.geometry.offset is None
-        """Whether a tile's bias must be in memory; else it is a view of a table."""
+        """Whether a tile's bias must be in memory. Otherwise, it is a view of a table."""
         self._scratch = Scratch("bias", self.dtype, self.geometry.device)
         self._set_table(None if table is None else table.to(self.dtype))
         self._constant: Tensor | None = None
         self._first_head = 0
         self._earliest: int | None = None
-        """How far after its own slot a query's first key may stand, where that alone hides keys."""
+        """Query slot ``i`` sees key slots up to ``i + _earliest``; None if more than the causal mask hides keys."""
         if not tiling.masked and problem.inside is None and self.geometry.offset is not None:
             self._earliest = self.geometry.offset if self.geometry.causal else self.geometry.num_keys
         self._mask_of: tuple[Tile, Tensor | None] | None = None
@@ -219,7 +222,7 @@ class Bias:
             table, missing = table if self.unit == 1.0 else table * self.unit, self.distances.overhang
             future = 0.0
             if not self.in_memory:
-                # A view has nothing but the table: what is hidden is hidden there.
+                # A view contains only the table, so the table itself must hide distances.
                 future = float("-inf")
                 if self._hides_entries and self.problem.hidden is not None:
                     table = table + self.problem.hidden[:, : self.distances.number]
@@ -228,26 +231,25 @@ class Bias:
 
     @property
     def differs_between_heads(self) -> bool:
-        """Whether heads have biases of their own."""
+        """Whether the bias differs between heads."""
         return self._table is not None or self.key_bias is not None or self.network is not None
 
     def for_thread(self) -> Bias:
-        """Copy it for another thread: with memory of its own, and all else in common."""
+        """Copy the bias for another thread, with separate working memory and everything else shared."""
         one = copy(self)
         one._scratch, one._mask_of = Scratch("bias", self.dtype, self.geometry.device), None
         return one
 
     def centred(self, tile: Tile, heads: slice, far: bool = False) -> tuple[Bias, Tensor | None]:
-        """The same for the queries and heads of a tile, less a constant near the best that they see.
+        """Return the bias of a tile's queries and heads, minus a constant near the best bias that they see.
 
         Args:
-            tile: all that its queries see.
-            heads: which ones; the result is for no others.
-            far: whether to take the best of a table too.
+            tile: queries, and all keys that they see.
+            heads: heads of the result, which is valid for no others.
+            far: whether to also subtract the best of a table.
 
         Returns:
-            The bias; and the constant, in nats and float64, which the logit scale multiplies, ``(b, h, 1)``; None for
-            0.
+            The bias, and the constant ``(b, h, 1)`` in nats and float64, before the logit scale; None for 0.
         """
         far = far and self.problem.table is not None and self.geometry.offset is not None
         far = far and tile.shape[1] > 0
@@ -270,11 +272,11 @@ class Bias:
         return one, constant
 
     def _table_of(self, table: Tensor, heads: slice) -> Tensor:
-        """The rows of some heads: a table that is centred has those of a part of them."""
+        """Return the rows of some heads. A centred table has only the rows of its own heads."""
         return table[heads.start - self._first_head : heads.stop - self._first_head]
 
     def keys(self, tile: Tile, heads: slice) -> Tensor | None:
-        """The part that depends on the key, less the constant, in units, ``(b, h, 1, e)``; None if there is none."""
+        """Return the key biases minus the constant, in units, ``(b, h, 1, e)``; None without key biases."""
         if self.key_bias is None:
             return None
         assert self._constant is not None
@@ -282,7 +284,7 @@ class Bias:
         return (part if self.unit == 1.0 else part * self.unit).to(self.dtype)
 
     def in_full(self, tile: Tile, heads: slice) -> Tensor:
-        """All of it in nats and float64, without a constant, ``(b, h, n, e)``."""
+        """Return the whole bias in nats and float64, with no constant subtracted, ``(b, h, n, e)``."""
         total = torch.zeros((), dtype=torch.float64, device=self.geometry.device)
         if self.problem.table is not None:
             total = total + self.distances.read(pad(self.problem.table[heads], (0, self.distances.overhang)), tile)
@@ -301,17 +303,17 @@ class Bias:
 
     @property
     def _hides_entries(self) -> bool:
-        """Whether some distances of the table itself may be hidden, and not only those beyond its end."""
+        """Whether distances of the table itself may be hidden, and not only distances beyond its end."""
         beyond = self.geometry.causal and self.distances.number > self.distances.highest + 1
         return beyond or self.problem.inside is not None
 
     def __call__(self, tile: Tile, heads: slice) -> Tensor | None:
-        """``(b or 1, h or 1, n, e)``, ``-inf`` where hidden; None if nothing is added.
+        """Return the bias ``(b or 1, h or 1, n, e)``, ``-inf`` where hidden; None for no bias.
 
-        It is good until the next call, which may write to the same memory.
+        The result is valid until the next call, which may overwrite the memory.
         """
         if not self.in_memory and self._table is not None:
-            # As _table_of has it: a call for each tile is felt.
+            # Inlined from _table_of, because a call for each tile takes noticeable time.
             table = self._table[heads.start - self._first_head : heads.stop - self._first_head]
             return self.distances.read(table, tile)
         keys = self.keys(tile, heads)
@@ -344,7 +346,7 @@ class Bias:
         if self._table is not None and not self.in_memory:
             write_affine(self.distances.read(self._table_of(self._table, heads), tile), row, None, out)
         else:
-            # It is added, and not set before the scaling: a scale of 0 times -inf would be nan.
+            # The mask is added after the scaling, because a scale of 0 times -inf would be NaN.
             mask = self.mask(tile, heads)
             if row is None and keys is None:
                 row, mask = mask, None
@@ -364,7 +366,7 @@ class Bias:
         return out if mask is None else out.add_(mask)
 
     def _write_with_network(self, network: ScaledBias, out: Tensor, tile: Tile, heads: slice) -> Tensor:
-        """Write what :meth:`log_prior` returns to ``out``."""
+        """Write the result of :meth:`log_prior` to ``out``."""
         keys = self.keys(tile, heads)
         if self._table is not None:
             self.distances.write(out, self._table_of(self._table, heads), tile, keys, None)
@@ -373,7 +375,7 @@ class Bias:
         return network.write(out, tile, heads, added=self._table is not None or keys is not None)
 
     def log_prior(self, tile: Tile, heads: slice) -> Tensor:
-        """The log-prior, less the constant, neither scaled nor masked, in units, ``(b or 1, h, n or 1, e)``."""
+        """Return the log-prior minus the constant, without scale and mask, in units, ``(b or 1, h, n or 1, e)``."""
         keys = self.keys(tile, heads)
         if self.network is not None:
             shape = (tile.number, heads.stop - heads.start, *tile.shape)
@@ -386,12 +388,12 @@ class Bias:
         return found if keys is None else found + keys
 
     def scale(self, tile: Tile, heads: slice) -> Tensor:
-        """What multiplies it, ``(b, h, n, 1)``."""
+        """Return the factor of the log-prior for each query, ``(b, h, n, 1)``."""
         assert self.problem.row_scale is not None
         return tile.cut_rows(self.problem.row_scale, heads).flip(-1).unsqueeze(-1)
 
     def _hides_in(self, tile: Tile) -> bool:
-        """Whether some distance of the tile may be hidden."""
+        """Return whether a distance of the tile may be hidden."""
         if self.problem.hidden is None:
             return False
         if self.problem.inside is not None or self.geometry.offset is None:
@@ -399,9 +401,10 @@ class Bias:
         return tile.last - 1 > tile.start + self.geometry.offset
 
     def mask(self, tile: Tile, heads: slice) -> Tensor | None:
-        """0 or ``-inf`` for every pair of the tile, plus a float ``attn_mask``; ``(b or 1, h or 1, n or 1, e)``.
+        """Return 0 or ``-inf`` for each pair of the tile, plus a float ``attn_mask``; ``(b or 1, h or 1, n or 1, e)``.
 
-        Put together first, since it seldom differs between heads, and kept for the next group of them.
+        The mask seldom differs between heads, so it is built once and cached for the next group of heads. Without
+        masks, the result is None.
         """
         if self._mask_of is None or self._mask_of[0] != tile:
             self._mask_of = (tile, self._make_mask(tile))
@@ -424,10 +427,10 @@ class Bias:
         return sum(masks[1:], masks[0]) if masks else None
 
     def blind(self, tile: Tile, bias: Tensor) -> Tensor | None:
-        """Which of the tile's queries see no key of it, ``(b or 1, h or 1, n, 1)``; None if every one sees one."""
+        """Return which queries of the tile see none of its keys, ``(b or 1, h or 1, n, 1)``; None for no query."""
         if self._earliest is not None and tile.start + self._earliest >= tile.first:
             return None  # each query sees the first key
-        # A view hides by distance alone: read it off one head, without a pass over all of the bias.
+        # A view hides by distance alone, so one head is enough.
         seen = bias if self.tiling.masked else bias[:, :1]
         blind = seen.amax(-1, keepdim=True) == float("-inf")
         return blind if bool(blind.any()) else None

@@ -1,4 +1,4 @@
-"""Input of the passes over tiles, and the gradients that the backward pass returns."""
+"""Inputs of the passes over tiles, and gradients of the backward pass."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from attention_priors.attention.tiles.tiling import FEW_NUMBERS, FEW_PAIRS, Part
 from attention_priors.priors.base import ScaledDistance
 
 LEAST_ROWS = 128
-"""Queries of a block, however steep biases are."""
+"""Smallest number of queries per block, however steep biases are."""
 
 HEADS_OF_NETWORK = 4
-"""Heads that are computed together, about, where they share a network: they share its hidden units too."""
+"""Approximate number of heads that are computed together if they share a network, and thus its hidden units."""
 
 Runs: TypeAlias = list[list[list[list[tuple[int, int]]]]]
-"""Runs of kept blocks, ``[text][head][block of queries]``: first and one past the last."""
+"""Runs of kept blocks, ``[row of the batch][head][block of queries]``, as pairs of first and one-past-last block."""
 
 
 def all_of(tensor: Tensor) -> Tensor:
-    """All of it: the cut that cuts nothing."""
+    """Return the whole tensor: the cut that removes nothing."""
     return tensor
 
 
 EVERY = slice(None)
-"""The range that leaves nothing out."""
+"""Range of everything."""
 
 
 def columns_together(tensor: Tensor) -> Tensor:
-    """The same numbers, with those of a row next to each other: the kernels look for them there."""
+    """Return the tensor with the numbers of a row adjacent in memory, as the kernels require."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def widened(tensor: Tensor, width: int | None) -> Tensor:
-    """Its rows, with zeros up to ``width``; None for no zeros."""
+    """Pad rows with zeros up to ``width``; None for no padding."""
     missing = 0 if width is None else width - tensor.shape[-1]
     return pad(tensor, (0, missing)) if missing > 0 else tensor
 
 
 class Content(NamedTuple):
-    """Queries, keys and values, and what multiplies queries.
+    """Queries, keys and values, and the factor of each query.
 
-    A copy of all scaled queries would be kept for the backward pass: they are scaled one tile after another.
+    Queries are scaled one tile after another, because the backward pass would keep a copy of all scaled queries.
     """
 
     query: Tensor
@@ -62,15 +62,15 @@ class Content(NamedTuple):
     value: Tensor
     """``(B, Hkv, Lk, Dv)``."""
     scale: Tensor | None
-    """What multiplies each query, ``(B, H, Lq)``; None for nothing."""
+    """Factor of each query, ``(B, H, Lq)``; None for 1."""
     softmax_scale: float
 
     def queries(self, cut: Callable[[Tensor], Tensor], width: int | None = None) -> Tensor:
-        """Some queries, scaled, and zeros up to ``width``.
+        """Return some queries, scaled, and padded with zeros up to ``width``.
 
         Args:
-            cut: takes what is wanted of a ``(B, H, Lq, ...)``.
-            width: None for no zeros.
+            cut: selects a part of ``(B, H, Lq, ...)``.
+            width: width of the result, or None for no padding.
         """
         query = cut(self.query)
         if self.scale is not None:
@@ -78,11 +78,11 @@ class Content(NamedTuple):
         return widened(query, width)
 
     def query_gradient(self, scaled: Tensor, wants_scale: bool) -> tuple[Tensor, Tensor | None]:
-        """That of the queries and of their scale, from that of the scaled queries, which is written to."""
+        """Return the gradients of queries and scale, from the gradient of the scaled queries, which is overwritten."""
         if self.scale is None:
             return scaled.to(self.query.dtype), None
         scale_grad = torch.empty_like(self.scale, memory_format=torch.contiguous_format) if wants_scale else None
-        # In blocks: their products would be another copy of all queries, when memory is at its peak.
+        # In blocks, because the products would be another copy of all queries while memory is at its peak.
         step = block_length(scaled.shape[0] * scaled.shape[1] * scaled.shape[3])
         for start in range(0, scaled.shape[2], step):
             rows = slice(start, start + step)
@@ -96,29 +96,29 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockProblem:
-    """What the computation needs to know beside queries, keys and values."""
+    """Inputs of the computation besides queries, keys and values."""
 
     geometry: Geometry
     distances: Distances
     table: Tensor | None
-    """The log-prior of each distance, finite, ``(H, N)`` in float64; None for none."""
+    """Log-prior of each distance, finite, ``(H, N)`` in float64; None for no table."""
     key_bias: Tensor | None
-    """The log-prior of each key, finite, ``(B or 1, H, Lk)`` in float64; None for none."""
+    """Log-prior of each key, finite, ``(B or 1, H, Lk)`` in float64; None for no key biases."""
     inside: Tensor | None
-    """``(N,)``: whether the prior lets a query see that distance (a window); None if all."""
+    """Whether the prior lets a query see each distance (a window), ``(N,)``; None for all distances."""
     scaled: ScaledDistance | None
-    """The part of the log-prior that is a network of a scaled distance, in float64; None for none."""
+    """Part of the log-prior that is a network of a scaled distance, in float64; None for no network."""
     row_scale: Tensor | None
-    """What multiplies the log-prior, per query, ``(B, H, Lq)``; None for nothing."""
+    """Factor of the log-prior for each query, ``(B, H, Lq)``; None for 1."""
     softmax_scale: float
     dtype: torch.dtype
-    """Of biases, logits and log-sum-exps."""
+    """Dtype of biases, logits and log-sum-exps."""
     kept: Tensor | None = None
     """Which blocks of keys each block of queries looks at, ``(B, H, ⌈Lq / 256⌉, ⌈Lk / 256⌉)``; None for all."""
 
     @cached_property
     def tiling(self) -> Tiling:
-        """How it is cut."""
+        """Tiling of the problem."""
         reach = None
         if self.inside is not None:
             seen = self.distances.values()[self.inside]
@@ -127,12 +127,12 @@ class BlockProblem:
 
     @cached_property
     def hidden(self) -> Tensor | None:
-        """0, or ``-inf`` at distances that no query sees, ``(1, N + overhang)``; None if there are none."""
+        """Mask of the table, ``(1, N + overhang)``: ``-inf`` at distances that no query sees, else 0; None for zeros."""
         distances, seen = self.distances, self.inside
         if self.geometry.causal and distances.listed is not None:
             past = distances.listed >= 0
             seen = past if seen is None else seen & past
-        # Where distances fall, those in the future are the last ones.
+        # If distances fall, future distances come last.
         number = distances.number
         if self.geometry.causal and distances.listed is None:
             number = min(number, max(0, distances.highest + 1))
@@ -146,7 +146,7 @@ class BlockProblem:
 
     @cached_property
     def whole(self) -> Tile | None:
-        """The tile of all queries and keys, where there are few pairs or a single query; None elsewhere."""
+        """Tile of all queries and keys, for few pairs or a single query; otherwise None."""
         geometry, segments = self.geometry, self.tiling.segments
         pairs = geometry.num_queries * geometry.num_keys
         if (pairs > FEW_PAIRS and geometry.num_queries > 1) or pairs * geometry.batch * geometry.heads > FEW_NUMBERS:
@@ -158,21 +158,21 @@ class BlockProblem:
 
     @cached_property
     def runs(self) -> Runs | None:
-        """The runs of blocks that are kept; None for all."""
+        """Runs of kept blocks; None if all blocks are kept."""
         return None if self.kept is None else _kept_runs(self.kept)
 
     @cached_property
     def whole_heads(self) -> list[list[bool]]:
-        """Whether each head of each text keeps all blocks."""
+        """Whether each head of each row of the batch keeps all blocks."""
         assert self.kept is not None
         return self.kept.flatten(2).all(-1).tolist()
 
     def keeps_all(self, text: int, head: int) -> bool:
-        """Return whether a head of a text keeps all blocks."""
+        """Return whether a head of a row of the batch keeps all blocks."""
         return self.kept is None or self.whole_heads[text][head]
 
     def kept_keys(self, block: Tile, head: int) -> list[tuple[int, int]]:
-        """The ranges of keys that a block of one text's queries looks at."""
+        """Return the ranges of keys that a block of queries looks at. The block has one row of the batch."""
         ranges = [(block.first, block.last)]
         if self.runs is not None:
             runs = self.runs[block.batches.start][head][block.start // BLOCK]
@@ -180,35 +180,35 @@ class BlockProblem:
         return [(first, last) for first, last in ranges if first < last]
 
     def is_large(self, pairs: int) -> bool:
-        """Whether it is on CPUs and has so many pairs of a query and a key, all texts and heads counted."""
+        """Return whether the device is a CPU and there are ``pairs`` query-key pairs or more, over batch and heads."""
         found = sum(math.prod(tile.shape) * tile.number for tile in self.tiling.segments) * self.geometry.heads
         return self.geometry.device.type == "cpu" and found >= pairs
 
     def parts(self, kv_heads: int, unit: int, most: int | None, at_once: bool) -> list[Part]:
-        """Divide the texts and heads into parts that are computed one after another, or at once.
+        """Divide batch and heads into parts, which are computed one after another or at once.
 
         Args:
-            kv_heads: heads of keys.
-            unit: heads that stay together: 1, or all that share a head of keys.
-            most: matrices, one for each text and head, that a part may have; None for any number.
-            at_once: whether threads share them. Then there are more parts than threads: a thread that another process
-                slows down does fewer.
+            kv_heads: number of key heads.
+            unit: number of heads that stay together. Either 1, or all that share a key head.
+            most: largest number of matrices (heads of rows of the batch) in a part, or None.
+            at_once: whether threads share the parts. If so, there are more parts than threads, so that a thread
+                computes fewer parts while another process slows it down.
         """
         batch, heads = self.geometry.batch, self.geometry.heads
         count = 1 if most is None else -(-batch * heads // most)
         if at_once and torch.get_num_threads() > 1:
             count = max(count, 2 * torch.get_num_threads())
         if self.scaled is not None:
-            # One text and some heads, whose gradients add up in the same order whatever is done at once.
+            # One row of the batch and some heads: gradients add up in a fixed order, whatever is computed at once.
             count = batch * max(1, heads // HEADS_OF_NETWORK)
         if self.kept is not None:
             count = batch * heads  # each head keeps keys of its own
         return divide(batch, heads, kv_heads, count, unit)
 
     def level(self, rows: int, nats: float, heads: slice = EVERY) -> int:
-        """Return ``rows``, or fewer: so few that key biases change by at most ``nats`` along a block of queries.
+        """Return ``rows``, halved until key biases change by at most ``nats`` along a block of queries.
 
-        The engine subtracts a block's best bias. Rows that are still far from 0 are computed in slower ways.
+        The engine subtracts a block's best bias. Rows that are still far from 0 take slower paths.
         """
         biases = None if self.key_bias is None else self.key_bias[:, heads]
         while biases is not None and rows > LEAST_ROWS:
@@ -220,16 +220,16 @@ class BlockProblem:
         return rows
 
     def scaled_bias(self, dtype: torch.dtype, unit: float = 1.0) -> ScaledBias | None:
-        """Return the biases of the network; a nat is the number ``unit``."""
+        """Return the bias of the network, with ``unit`` as the value of one nat; None without a network."""
         return None if self.scaled is None else ScaledBias(self.scaled, self.distances, dtype, unit)
 
     def bias(self, unit: float = 1.0) -> Bias:
-        """Its biases; a nat is the number ``unit``."""
+        """Return the bias of the problem, with ``unit`` as the value of one nat."""
         return Bias(self, self.tiling, unit)
 
 
 def _kept_runs(kept: Tensor) -> Runs:
-    """The runs of ``kept (B, H, ⌈Lq / 256⌉, ⌈Lk / 256⌉)``, boolean."""
+    """Return the runs of the boolean ``kept (B, H, ⌈Lq / 256⌉, ⌈Lk / 256⌉)``."""
     edges = pad(kept.to(torch.int8), (1, 1)).diff(dim=-1).nonzero().tolist()
     batch, heads, blocks, _ = kept.shape
     runs: Runs = [[[[] for _ in range(blocks)] for _ in range(heads)] for _ in range(batch)]
@@ -239,7 +239,7 @@ def _kept_runs(kept: Tensor) -> Runs:
 
 
 class Gradients(NamedTuple):
-    """Of everything that has one."""
+    """Gradients of all inputs that have one."""
 
     query: Tensor
     key: Tensor
@@ -250,7 +250,10 @@ class Gradients(NamedTuple):
     scaled: ScaledDistance | None = None
 
     def unscaled(self, content: Content, wants_scale: bool) -> Gradients:
-        """Those of what was given, from those of scaled queries, and of the scale where it multiplies the prior."""
+        """Convert gradients of scaled queries to gradients of queries, and complete the gradient of the scale.
+
+        ``row_scale`` holds the part of that gradient that comes from the prior.
+        """
         query, scale = content.query_gradient(self.query, wants_scale)
         if scale is not None and self.row_scale is not None:
             scale += self.row_scale

@@ -1,8 +1,8 @@
-"""Rows that float32, or masks that are added, do not compute exactly, computed again.
+"""Recomputation of rows for which float32, or an added mask, is not exact enough.
 
-A float32 of size ``z`` is wrong by up to ``z · 2^-24``: a log-prior of -5000 nats by 3e-4. As a rule that is of no
-account, since a query looks where the log-prior is near 0, and a key at -5000 nats weighs nothing beside it. But where
-all keys are far, or the logit scale is negative, the best keys are at such numbers, and the row's log-sum-exp shows it.
+A float32 of size ``z`` has an error of up to ``z · 2^-24``: 3e-4 for a log-prior of -5000 nats. Usually, this error
+does not matter: a query attends where the log-prior is near 0, and a key at -5000 nats has no weight. But if all keys
+are far, or the logit scale is negative, the best keys have such log-priors, and the log-sum-exp shows the error.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from attention_priors.attention.tiles.tiling import Tile, Tiling, ranges_of
 
 
 def recompute_rows(content: Content, problem: BlockProblem, out: Tensor, whole: Tensor, far: Tensor) -> None:
-    """Overwrite rows whose log-sum-exp is NaN, or far from 0, with rows that are computed exactly.
+    """Overwrite rows whose log-sum-exp is NaN, or far from 0, with exact results.
 
-    Their log-priors are computed in float64, less the best that the row sees, and their masks are set instead of added.
-    (A hidden key that is not finite has a logit of NaN or infinity. With a mask of ``-inf`` added, this logit stays NaN
-    and spoils rows that do not see the key. Rows that see such a key are NaN either way.) Memory: as many logits as
+    Log-priors are computed in float64, minus the best that the row sees, and masks are set instead of added. (A hidden
+    key that is not finite has a logit of NaN or infinity. With a mask of ``-inf`` added, this logit is NaN and spoils
+    rows that do not see the key. Rows that see such a key are NaN either way.) Memory: as many logits as
     :func:`block_length` allows.
 
     Args:
-        content: and
-        problem: as for :func:`forward`; blocks of keys that pruning leaves out are computed too.
-        out: is written to, ``(B, H, Lq, Dv)``.
-        whole: the log-sum-exp itself, in float64; is written to.
-        far: which rows.
+        content: queries, keys and values.
+        problem: prior and masks. Blocks of keys that pruning skips are computed too.
+        out: output ``(B, H, Lq, Dv)``, overwritten.
+        whole: full log-sum-exp in float64, overwritten.
+        far: rows to recompute.
     """
     note("{} of {} rows are computed in float64, block by block", int(far.sum()), far.numel())
     geometry = problem.geometry
@@ -52,24 +52,24 @@ def recompute_rows(content: Content, problem: BlockProblem, out: Tensor, whole: 
 
 
 def without_best(bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Biases ``(..., e)`` less the best of each row, and the best, ``(..., 1)``; 0 for a row that sees nothing."""
+    """Return biases ``(..., e)`` minus each row's best, and the best ``(..., 1)``, 0 for a row that sees no key."""
     best = bias.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     return bias - best, best
 
 
 def _attend(content: Content, bias_of: Bias, tile: Tile) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a tile's queries, in order."""
+    """Return the output and log-sum-exp of a tile's queries, in order."""
     dtype, (batch, kv_heads) = bias_of.dtype, content.key.shape[:2]
     heads, cut = slice(0, content.query.shape[1]), partial(tile.cut_keys, heads=slice(0, kv_heads))
     query = content.queries(partial(tile.cut_rows, heads=heads)).to(dtype).flip(2)
     key, value = cut(content.key).to(dtype), cut(content.value).to(dtype)
     bias, best = without_best(bias_of.in_full(tile, heads))
     logits = bias.to(dtype)
-    # Query heads that share a key head are one matrix.
+    # Query heads that share a key head form one matrix.
     matrices = (batch, kv_heads, -1)
     products = query.reshape(*matrices, key.shape[-1]) @ key.mT
     logits = logits + products.view_as(logits) * content.softmax_scale
-    # Only a mask hides: a log-prior is finite.
+    # Log-priors are finite, so only masks are -inf.
     logits.masked_fill_(torch.isneginf(bias), -math.inf)
     lse = logits.logsumexp(-1)
     weights = logits.softmax(-1).masked_fill_(torch.isneginf(lse).unsqueeze(-1), 0.0)

@@ -1,7 +1,7 @@
-"""Tiles of a table over the distances of grids, without an index per pair.
+"""Tiles of a table over grid distances, without an index per pair.
 
-With queries in reverse order and the table read from its end, the pair of query ``(r', c')`` and key ``(r, c)`` stands
-at the entry ``(r' + r, c' + c)`` of a matrix (:mod:`~attention_priors.attention.grids`): all strides are positive, and
+Queries are in reverse order, and the table is read from its end. The pair of query ``(r', c')`` and key ``(r, c)`` is
+then entry ``(r' + r, c' + c)`` of a matrix (:mod:`~attention_priors.attention.grids`). All strides are positive, and
 whole rows of queries and keys are one strided copy.
 """
 
@@ -17,12 +17,12 @@ from attention_priors.attention.tiles.tiling import Tile
 
 
 class GridTable:
-    """Reads tiles of a table over the distances of grids, and adds to them.
+    """Access to tiles of a table over grid distances: reading, and adding.
 
     Args:
-        grids: of queries and keys.
-        start: the table's entry of the lowest distance on the grid.
-        index: gives the entry of every pair of a tile, ``(1, n, e)``: for what stands outside.
+        grids: grids of queries and keys.
+        start: table index of the lowest grid distance.
+        index: returns the table index of every pair of a tile, ``(1, n, e)``, for tokens outside the grids.
     """
 
     def __init__(self, grids: Grids, start: int, index: Callable[[Tile], Tensor]) -> None:
@@ -31,7 +31,7 @@ class GridTable:
     def write(self, out: Tensor, table: Tensor, tile: Tile, row: Tensor | None, scale: Tensor | None) -> None:
         """Write a tile's part of a table ``(h, N)`` to ``out (b, h, n, e)``, its queries in reverse order.
 
-        ``row`` and ``scale`` as for :func:`write_affine`.
+        ``row`` and ``scale`` are arguments of :func:`write_affine`.
         """
         rows, columns = self.grids.shape
         flipped = table[:, self.start : self.start + rows * columns].flip(-1)
@@ -48,7 +48,7 @@ class GridTable:
     def add(self, table: Tensor, tile: Tile, numbers: Tensor) -> None:
         """Add a tile's ``numbers (b, h, n, e)`` to their entries of ``table (h, N)``: the transpose of reading them."""
         rows, columns = self.grids.shape
-        # The table rises where the view of it falls.
+        # The table rises, while the view in write() falls.
         into = table[:, self.start : self.start + rows * columns].unflatten(1, (rows, columns))
         for block in self._blocks(tile):
             both = _sum_by_distance(block.of(numbers)).flip((1, 2))
@@ -60,11 +60,11 @@ class GridTable:
             table.index_add_(1, self.index(strip)[0].flatten(), part.flatten(1))
 
     def _blocks(self, tile: Tile) -> Iterator[_Block]:
-        """The part of a tile that lies on the grids, in rectangles of queries times rectangles of keys."""
+        """Yield the part of a tile on the grids, as rectangles of queries times rectangles of keys."""
         queries, keys = self.grids.queries, self.grids.keys
         for some in queries.rectangles(tile.start, tile.stop):
             for others in keys.rectangles(tile.first, tile.last):
-                # The entry of the last query and the first key.
+                # Entry of the last query and the first key.
                 row = queries.rows - (some.row + some.rows) + others.row
                 column = queries.columns - (some.column + some.columns) + others.column
                 part = tile._replace(start=some.start, stop=some.stop, first=others.start, last=others.stop)
@@ -72,7 +72,7 @@ class GridTable:
                 yield _Block(tile, part, shape, row * self.grids.shape[1] + column)
 
     def _strips(self, tile: Tile) -> Iterator[Tile]:
-        """The rest of a tile: queries, and keys, that stand outside."""
+        """Return the rest of a tile: queries and keys outside the grids."""
         inside = min(max(tile.start, self.grids.queries.outside), tile.stop)
         last = min(max(tile.first, self.grids.keys.outside), tile.last)
         strips = tile._replace(stop=inside), tile._replace(start=inside, last=last)
@@ -80,26 +80,26 @@ class GridTable:
 
 
 class _Part:
-    """A part of a tile, whose queries are in reverse order."""
+    """Part of a tile, with queries in reverse order."""
 
     def __init__(self, tile: Tile, part: Tile) -> None:
         self.rows = slice(tile.stop - part.stop, tile.stop - part.start)
         self.keys = slice(part.first - tile.first, part.last - tile.first)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of what broadcasts to the tile's ``(b, h, n, e)``, maybe with one entry for all queries or keys."""
+        """Return the part of a tensor that broadcasts to the tile's ``(b, h, n, e)``. Sizes of 1 stay."""
         every = slice(None)
         return tensor[..., self.rows if tensor.shape[-2] > 1 else every, self.keys if tensor.shape[-1] > 1 else every]
 
 
 class _Block(_Part):
-    """A part that is a rectangle of queries times one of keys, cut as ``(b, h, r, w, q, v)``.
+    """Part that is a rectangle of queries times a rectangle of keys, ``(b, h, r, w, q, v)``.
 
     Args:
-        tile: the whole.
-        part: of it.
-        shape: rows and columns of queries, rows and columns of keys.
-        place: the table's entry, read from its end, of the last query and the first key.
+        tile: whole tile.
+        part: part of the tile.
+        shape: rows and columns of queries, then of keys.
+        place: entry of the last query and first key, counted from the table's end.
     """
 
     def __init__(self, tile: Tile, part: Tile, shape: tuple[int, int, int, int], place: int) -> None:
@@ -107,7 +107,7 @@ class _Block(_Part):
         self.shape, self.place = shape, place
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part, a dimension for each of rows and columns."""
+        """Return the part, with separate dimensions for rows and columns."""
         cut = super().of(tensor)
         r, w, q, v = self.shape
         cut = cut.unflatten(-1, (q, v) if cut.shape[-1] == q * v else (1, 1))
@@ -115,7 +115,7 @@ class _Block(_Part):
 
 
 def _sum_by_distance(numbers: Tensor) -> Tensor:
-    """The sums ``(h, r + q - 1, w + v - 1)`` of ``(b, h, r, w, q, v)`` where row and column have the same sums."""
+    """Sum ``(b, h, r, w, q, v)`` over pairs of equal row sum and column sum: ``(h, r + q - 1, w + v - 1)``."""
     _, heads, r, w, q, v = numbers.shape
     padded = numbers.new_zeros(heads, r + q - 1, w, w + v)
     by_rows = padded[..., w:]

@@ -1,4 +1,4 @@
-"""A short context, or one query: all keys are in one tile, whose bias is in memory. Nothing is summed over tiles."""
+"""A short context, or one query: all keys are in one tile, whose bias is in memory. There are no sums over tiles."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from attention_priors.precision import compute_dtype_of
 
 
 def forward(content: Content, problem: BlockProblem, tile: Tile) -> tuple[Tensor, Tensor]:
-    """As :func:`attention_priors.attention.tiles.forward.forward`.
+    """Compute the output ``(B, H, Lq, Dv)`` in the queries' dtype, and the log-sum-exp ``(B, H, Lq)`` in float64.
 
     Args:
         content: queries, keys and values.
-        problem: all else.
+        problem: prior and masks.
         tile: all queries, and the keys that any of them sees.
     """
     heads, keys = slice(0, content.query.shape[1]), (slice(None), slice(None), tile.keys)
@@ -44,15 +44,15 @@ def backward(
     grads: tuple[Tensor, Tensor | None],
     wanted: tuple[bool, ...],
 ) -> Gradients:
-    """Gradients of everything, as :func:`attention_priors.attention.tiles.backward.backward` has them.
+    """Compute the gradients of all inputs.
 
     Args:
-        content: and
-        problem: and
-        tile: as for :func:`forward`.
+        content: queries, keys and values.
+        problem: prior and masks.
+        tile: the forward pass's tile.
         saved: output and log-sum-exp.
-        grads: their gradients.
-        wanted: whether to compute those of table, biases of keys, row scale and network.
+        grads: gradients of ``saved``.
+        wanted: whether to compute gradients of table, key bias, row scale and network.
     """
     heads, lse, num_keys = slice(0, content.query.shape[1]), saved[1], problem.geometry.num_keys
     bias_of, constant = problem.bias().centred(tile, heads)
@@ -70,8 +70,8 @@ def backward(
     if blind is not None:
         logits.masked_fill_(blind, 0.0)
     weights = Scratch("weights", problem.dtype, lse.device).of(*logits.shape)
-    # Computed anew: then the gradient of a row that sees one key is exactly 0, even where the derivative of its
-    # log-prior is 1e30.
+    # The softmax is recomputed. The gradient of a row that sees one key is then exactly 0, even if the derivative of
+    # its log-prior is 1e30.
     torch._softmax(logits, -1, False, out=weights)  # pyright: ignore[reportPrivateImportUsage]
     if blind is not None:
         weights.masked_fill_(blind, 0.0)
@@ -88,7 +88,7 @@ def backward(
         bias_grad = pad(logits_grad.sum(2), outside)
     if problem.table is not None and wanted[0]:
         table_grad = torch.zeros_like(problem.table, dtype=problem.dtype)
-        # After as many columns of zeros as there are rows: see Distances.add.
+        # Distances.add needs as many columns of zeros as there are rows.
         problem.distances.add(table_grad, tile, pad(logits_grad.flip(2), (tile.shape[0], 0)))
     if bias_of.network is not None and wanted[3]:
         of_texts = [bias_of.network.zero_gradients() for _ in tile.texts()]
@@ -101,23 +101,23 @@ def backward(
 
 
 class TileGradients(NamedTuple):
-    """Of queries, keys, values and logits, in the dtype that is computed in."""
+    """Gradients of queries, keys, values and logits, in the dtype of the computation."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     logits: Tensor
-    """``(B, H, n, e)``, good until the next call."""
+    """Shape ``(B, H, n, e)``; valid until the next call."""
 
 
 def logits_of(query: Tensor, key: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Plain attention's logits, ``(B, H, n, e)``, in the memory of the bias if that has their shape and dtype.
+    """Return the logits of plain attention, ``(B, H, n, e)``, in the memory of the bias if shape and dtype fit.
 
     Args:
         query: ``(B, H, n, D)``.
         key: ``(B, Hkv, e, D)``.
-        bias: what expands to ``(B, H, n, e)``.
-        scale: of the content.
+        bias: expands to ``(B, H, n, e)``.
+        scale: factor of the content.
     """
     kv_heads = key.shape[1]
     logits = bias.to(compute_dtype_of(query)).expand(*query.shape[:3], key.shape[2]).contiguous()
@@ -126,7 +126,7 @@ def logits_of(query: Tensor, key: Tensor, bias: Tensor, scale: float) -> Tensor:
 
 
 def stacked(x: Tensor, kv_heads: int) -> Tensor:
-    """``(B, H, n, e)`` as ``(B * Hkv, H / Hkv * n, e)``: query heads that share a key head are one matrix."""
+    """Reshape ``(B, H, n, e)`` to ``(B * Hkv, H / Hkv * n, e)``: heads that share a key head form one matrix."""
     x, heads = x.to(compute_dtype_of(x)), x.shape[1]
     return (x if heads == kv_heads else x.unflatten(1, (kv_heads, -1)).flatten(2, 3)).flatten(0, 1)
 
@@ -134,21 +134,21 @@ def stacked(x: Tensor, kv_heads: int) -> Tensor:
 def gradients(
     query: Tensor, key: Tensor, value: Tensor, weights: Tensor, grads: tuple[Tensor, Tensor | None], scale: float
 ) -> TileGradients:
-    """The gradients of plain attention with a bias.
+    """Return the gradients of plain attention with a bias.
 
     Args:
         query: ``(B, H, n, D)``.
         key: ``(B, Hkv, e, D)``.
         value: ``(B, Hkv, e, Dv)``.
-        weights: of attention, ``(B, H, n, e)``: not those of the output as it was stored.
-        grads: those of output and log-sum-exp.
-        scale: of the content.
+        weights: ``(B, H, n, e)``. They are not rounded to the dtype of the output.
+        grads: gradients of output and log-sum-exp.
+        scale: factor of the content.
     """
     dtype, kv_heads = weights.dtype, key.shape[1]
     queries, keys, values, factor, out_grad = (stacked(x, kv_heads) for x in (query, key, value, weights, grads[0]))
     value_grad = torch.bmm(factor.mT, out_grad)
     logits = Scratch("logits' gradient", dtype, query.device).of(*weights.shape)
-    # That of the weights, which the softmax's turns into that of the logits row by row.
+    # Gradient of the weights, which the softmax's backward pass turns into the gradient of the logits, row by row.
     of_weights = torch.bmm(out_grad, values.mT, out=stacked(logits, kv_heads)).view(logits.shape)
     backward = torch._softmax_backward_data  # pyright: ignore[reportPrivateImportUsage]
     backward(of_weights, weights, -1, dtype, grad_input=logits)

@@ -1,4 +1,4 @@
-"""The part of a tile's bias that is a ReLU network of a scaled distance, and its gradients.
+"""Part of a tile's bias that is a ReLU network of a scaled distance, and its gradients.
 
 On one tile the scaled distances ``x = u(i) · ψ(i - j)`` lie in a short range. A hidden unit whose kink lies outside is
 0 or linear there. All of these units together are one line ``slope · x + constant`` for each head. Only the units with
@@ -20,13 +20,13 @@ from attention_priors.priors.base import ScaledDistance
 
 
 class ScaledBias:
-    """The network's part of the bias of any tile, its queries in reverse order.
+    """Network's part of the bias of any tile, with queries in reverse order.
 
     Args:
-        scaled: the network in float64, with ``row (1 or B, Lq)`` and ``distance (N,)``.
-        distances: which distance each entry of ``distance`` belongs to.
-        dtype: of the bias.
-        unit: the number that a bias of one nat is.
+        scaled: network in float64, with ``row (1 or B, Lq)`` and ``distance (N,)``.
+        distances: distances of the entries of ``distance``.
+        dtype: dtype of the bias.
+        unit: value of one nat in the bias.
     """
 
     def __init__(self, scaled: ScaledDistance, distances: Distances, dtype: torch.dtype, unit: float = 1.0) -> None:
@@ -35,7 +35,7 @@ class ScaledBias:
         self.table = pad(scaled.distance.to(dtype), (0, distances.overhang)).unsqueeze(0)
         geometry = distances.geometry
         self.is_shared = len(self.row) == 1 and (geometry.offset is not None or len(geometry.key_positions) == 1)
-        """Whether all texts have the same bias."""
+        """Whether all rows of the batch have the same bias."""
 
     def write(self, out: Tensor, tile: Tile, heads: slice, *, added: bool) -> Tensor:
         """Write a tile's part to ``out (b, h, n, e)``, contiguous, or add it if ``added``."""
@@ -55,19 +55,19 @@ class ScaledBias:
         return out
 
     def zero_gradients(self) -> ScaledDistance:
-        """Return zeros to add the gradients of one text to."""
+        """Return zeros for the gradients of one row of the batch."""
         row, distance = self.row.new_zeros(self.row.shape[1]), self.row.new_zeros(1, self.distances.number)
-        # Sums over all pairs: in float64.
+        # Sums over all pairs are in float64.
         return ScaledDistance(row, distance, torch.zeros_like(self.hidden), torch.zeros_like(self.outer))
 
     def add_gradients(self, found: ScaledDistance, text: Tile, heads: slice, logits: Tensor) -> None:
-        """Add a tile's part of the gradients to ``found``, from that of the logits of some heads.
+        """Add a tile's part of the gradients to ``found``, from the logits' gradient of some heads.
 
         Args:
-            found: the gradients of one text, from :meth:`zero_gradients`.
-            text: a tile of that text.
-            heads: whose logits these are.
-            logits: ``(h, n, e)``.
+            found: gradients of one row of the batch, from :meth:`zero_gradients`.
+            text: tile of this row of the batch.
+            heads: heads of the logits.
+            logits: gradient of the logits, ``(h, n, e)``.
         """
         if not logits.numel():
             return
@@ -75,7 +75,7 @@ class ScaledBias:
         on, inside = self._split(features[0])
         outer, line, (rows, keys) = self.outer[heads], self._line(on)[heads], text.shape
         outer_grad, by_row = found.outer[heads], logits.transpose(0, 1)
-        # Products of each row's numbers: those of longer rows are rounded otherwise on another number of threads.
+        # One product for each query, because the rounding of longer products depends on the number of threads.
         x_grad = logits.new_zeros(rows, 1, keys)
         for number, units in enumerate(inside.split(len(features) - 2)):
             used = self._evaluate(features, units).view(-1, rows, keys).transpose(0, 1)
@@ -95,16 +95,16 @@ class ScaledBias:
         row, table = self._read(text)
         x_grad = x_grad.view(1, rows, keys)
         found.row[text.rows] += torch.linalg.vecdot(x_grad, table).squeeze(0).flip(-1)
-        # After as many columns of zeros as there are rows: see Distances.add.
+        # Distances.add needs as many columns of zeros as there are rows.
         self.distances.add(found.distance, text, pad(x_grad * row, (rows, 0)).unsqueeze(0))
 
     def _read(self, text: Tile) -> tuple[Tensor, Tensor]:
-        """Return ``u`` of a text's queries ``(1, n, 1)``, and ``ψ`` of its pairs ``(1, n, e)``."""
+        """Return ``u`` of the tile's queries, ``(1, n, 1)``, and ``ψ`` of its pairs, ``(1, n, e)``."""
         row = self.row[text.batches] if len(self.row) > 1 else self.row
         return row[:, text.rows].flip(-1).unsqueeze(-1), self.distances.read(self.table, text)[:1, 0]
 
     def _features(self, text: Tile) -> Tensor:
-        """Return rows of ``n e`` numbers, good until the next call: ``x`` of all pairs, ones, and room for units."""
+        """Return rows of ``n e`` numbers, valid until the next call: ``x`` of all pairs, ones, and room for units."""
         rows, keys = text.shape
         number = min(2 + self.hidden.shape[1], max(3, KEPT_NUMBERS // (rows * keys)))
         features = Scratch("features", self.dtype, self.row.device).of(number, rows * keys)
@@ -114,7 +114,7 @@ class ScaledBias:
         return features
 
     def _evaluate(self, features: Tensor, units: Tensor) -> Tensor:
-        """Write units, which the first two rows make, to the rows after these; return all rows in use."""
+        """Compute units from the first two rows, write them to the next rows, and return all rows in use."""
         used = features[: 2 + len(units)]
         torch.mm(self.hidden[:, units].T.to(self.dtype), features[:2], out=used[2:]).relu_()
         return used
@@ -134,7 +134,7 @@ class ScaledBias:
 
 
 def sum_gradients(found: Sequence[ScaledDistance], batch: int) -> ScaledDistance:
-    """Return the gradients of all texts, of which ``found`` has as many parts each, text after text."""
+    """Sum the gradients of parts. ``found`` has equally many parts per row of the batch, one row after another."""
     row, *others = (torch.stack(parts) for parts in zip(*found, strict=True))
     distance, hidden, outer = (parts.sum(0) for parts in others)
     return ScaledDistance(row.unflatten(0, (batch, -1)).sum(1), distance.squeeze(0), hidden, outer)

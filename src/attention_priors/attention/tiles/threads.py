@@ -1,9 +1,9 @@
 """Work shared between threads that each compute alone.
 
-PyTorch splits one operation over all cores and waits for the slowest of them before the next one. Where another process
-takes a core, an operation of a tenth of a millisecond then takes as long as that process runs. Threads that each take
-a piece of work, and then the next one, wait for nobody, and have a core's own memory to themselves, which is faster on
-a quiet machine too.
+PyTorch splits each operation over all cores and waits for the slowest core before the next operation. If another
+process takes a core, an operation of a tenth of a millisecond takes as long as that process runs. Here, each thread
+takes one piece of work after another and waits for no other thread. Each thread also has a core's cache to itself,
+which is faster on an idle machine too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import TypeVar
 import torch
 
 LEAST_BUSY = 0.8
-"""The share of the threads' time, at least, that they are to have work, if all pieces are equal."""
+"""Smallest share of the time in which threads must have work, for pieces of equal size."""
 MOST_WORKERS = 8
-"""Threads at most: each holds Python's lock between operations. Each of them computes on as many cores as there are
-for it."""
+"""Largest number of threads, because each holds Python's lock between operations. With more cores, each thread computes
+on several."""
 
 Workspace = TypeVar("Workspace")
 Work = Callable[[], None]
@@ -31,16 +31,16 @@ Work = Callable[[], None]
 def share(
     pieces: Sequence[Callable[[Workspace], None]], make_workspace: Callable[[], Workspace], at_once: bool
 ) -> None:
-    """Do all pieces; they must not write to the same numbers. Nothing is recorded for a backward pass.
+    """Run all pieces, which must not write to the same numbers. Nothing is recorded for a backward pass.
 
     Args:
-        pieces: what is done.
-        make_workspace: makes what a thread needs for itself, such as memory to work in; each piece is given that.
-        at_once: whether to do them at once, on a core each, where they keep the threads busy, rather than one after
-            another, on all cores.
+        pieces: functions of a workspace.
+        make_workspace: makes the workspace of a thread, such as working memory.
+        at_once: whether to run pieces at once, on one core each, if they keep the threads busy. Otherwise, they run one
+            after another, on all cores.
 
     Raises:
-        Exception: what a piece raised, once all that had begun have ended.
+        Exception: error of a piece, raised after all pieces that had begun have ended.
     """
     threads = torch.get_num_threads()
     if not (at_once and keep_busy(len(pieces), threads)):
@@ -50,7 +50,7 @@ def share(
         return
     done: SimpleQueue[Exception | None] = SimpleQueue()
     remaining = deque(pieces)
-    # Not one queue for all: a SimpleQueue that is filled at once wakes only one of those who wait for it.
+    # One queue per thread: a shared SimpleQueue that is filled at once wakes only one of the waiting threads.
     inboxes = _workers(os.getpid(), threads)
     for inbox in inboxes:
         inbox.put(partial(_do, remaining, make_workspace, torch.is_inference_mode_enabled(), done))
@@ -60,7 +60,7 @@ def share(
 
 
 def keep_busy(pieces: int, threads: int) -> bool:
-    """Return whether so many equal pieces keep threads busy: more than one, and for ``LEAST_BUSY`` of the time."""
+    """Return whether equal pieces keep several threads busy for ``LEAST_BUSY`` of the time."""
     workers = min(threads, MOST_WORKERS)
     return workers > 1 and pieces >= LEAST_BUSY * workers * -(-pieces // workers)
 
@@ -71,7 +71,7 @@ def _do(
     inference: bool,
     done: SimpleQueue[Exception | None],
 ) -> None:
-    """Do what remains, piece by piece, as others do too."""
+    """Run the remaining pieces, one at a time, together with other threads."""
     try:
         with torch.inference_mode(inference), torch.no_grad():
             workspace = make_workspace()
@@ -90,20 +90,23 @@ def _do(
 
 @cache
 def _workers(process: int, threads: int) -> list[SimpleQueue[Work]]:
-    """The inboxes of threads that do what is put into them: of this process (no thread is forked with another)."""
+    """Return the inboxes of worker threads, which run the functions in them.
+
+    Workers belong to one ``process``, because a fork does not copy threads.
+    """
     inboxes: list[SimpleQueue[Work]] = [SimpleQueue() for _ in range(min(threads, MOST_WORKERS))]
     ready = threading.Barrier(len(inboxes) + 1)
     for inbox in inboxes:
         threading.Thread(target=_work, args=(inbox, threads // len(inboxes), ready), daemon=True).start()
     ready.wait()
-    # A thread's own number is also that of threads which begin later: give these the number they would have had.
+    # A thread that sets its number of cores also sets the default of later threads, so restore the default.
     torch.set_num_threads(threads)
     return inboxes
 
 
 def _work(inbox: SimpleQueue[Work], threads: int, ready: threading.Barrier) -> None:
     torch.set_num_threads(threads)
-    torch.get_num_threads()  # from now on it is this thread's
+    torch.get_num_threads()  # fixes the number for this thread
     ready.wait()
     while True:
         inbox.get()()

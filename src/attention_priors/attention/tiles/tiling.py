@@ -1,7 +1,7 @@
-"""How queries and keys are cut into tiles: ranges of queries times ranges of keys.
+"""Tiling of queries and keys: tiles are ranges of queries times ranges of keys.
 
-Where documents and padding leave every query one run of keys, a tile holds nothing but visible keys, or keys
-that distance alone hides; its bias is then a view of a table. Where they do not, tiles need masks.
+If documents and padding leave every query one run of keys, a tile holds only visible keys and keys that distance alone
+hides. Its bias is then a view of a table. Otherwise, tiles need masks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from attention_priors.attention.geometry import Geometry
 
 SHORTEST_SEGMENT = 64
-"""Queries per segment, on average, below which masks are cheaper than many small calls."""
+"""Mean number of queries per segment below which masks are cheaper than many small calls."""
 FEW_PAIRS = 2**15
-"""Pairs of a query and a key up to which one tile of all is faster than several, which pass over what nobody sees."""
+"""Query-key pairs up to which one tile of all pairs is faster than several tiles, which skip hidden keys."""
 FEW_NUMBERS = 2**20
-"""Logits of all heads and texts likewise: more of them do not stay in a core's own memory."""
+"""Logits, over all heads and rows of the batch, up to which one tile is faster. More do not fit in a core's cache."""
 
 
 class Tile(NamedTuple):
-    """Queries ``start..stop`` and keys ``first..last`` of some batches."""
+    """Queries ``start..stop`` and keys ``first..last`` of some rows of the batch."""
 
     batches: slice
     start: int
@@ -34,66 +34,66 @@ class Tile(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """The queries."""
+        """Slice of the queries."""
         return slice(self.start, self.stop)
 
     @property
     def keys(self) -> slice:
-        """The keys."""
+        """Slice of the keys."""
         return slice(self.first, self.last)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of queries and of keys."""
+        """Number of queries and number of keys."""
         return self.stop - self.start, self.last - self.first
 
     @property
     def number(self) -> int:
-        """Of batches."""
+        """Number of rows of the batch."""
         return self.batches.stop - self.batches.start
 
     def texts(self) -> list[Tile]:
-        """Return the same tile of each text."""
+        """Return one tile for each row of the batch."""
         return [self._replace(batches=slice(b, b + 1)) for b in range(self.batches.start, self.batches.stop)]
 
     def cut_rows(self, tensor: Tensor, heads: slice) -> Tensor:
-        """The tile's queries of ``(B, H, Lq, ...)``, in order: a view ``(number, h, n, ...)``."""
+        """Return the tile's queries of ``(B, H, Lq, ...)``, in order: a view ``(number, h, n, ...)``."""
         return tensor[self.batches, heads, self.rows]
 
     def cut_keys(self, tensor: Tensor, heads: slice) -> Tensor:
-        """The tile's keys of ``(B, Hkv, Lk, D)``: a view ``(number, h, e, D)``."""
+        """Return the tile's keys of ``(B, Hkv, Lk, D)``: a view ``(number, h, e, D)``."""
         return tensor[self.batches, heads, self.keys]
 
 
 class RowBlock(NamedTuple):
-    """Queries that are worked on together, and the tiles that hold all they see."""
+    """Queries that are computed together, and the tiles of all keys that they see."""
 
     whole: Tile
-    """The queries, and all keys that any of them sees."""
+    """Queries of the block, and all keys that any of them sees."""
     own: list[Tile]
-    """Tiles whose queries, one tile after another, are those of the block."""
+    """Tiles that divide the queries of the block, in order."""
     others: list[Tile]
-    """Tiles of all of the block's queries, over keys that are in no tile of ``own``."""
+    """Tiles of all queries of the block, over keys that are in no tile of ``own``."""
 
 
 class Part(NamedTuple):
-    """Texts and heads that are worked on together: some heads that share a head of keys, or all that share several."""
+    """Rows of the batch and heads that are computed together: heads of one key head, or all heads of several."""
 
     batches: slice
     heads: slice
     kv_heads: slice
 
     def of_keys(self, tensor: Tensor) -> Tensor:
-        """Its part of ``(B, Hkv, ...)``."""
+        """Return the part's rows and key heads of ``(B, Hkv, ...)``."""
         return tensor[self.batches, self.kv_heads]
 
     def within(self, batches: slice) -> slice:
-        """Texts of it, counted from its first one."""
+        """Return rows of the batch, counted from the part's first row."""
         return slice(batches.start - self.batches.start, batches.stop - self.batches.start)
 
 
 def divide(batch: int, heads: int, kv_heads: int, count: int, unit: int) -> list[Part]:
-    """Parts of equal size, about ``count``; ``unit`` heads, 1 or all that share keys, stay together."""
+    """Divide a batch into about ``count`` equal parts. ``unit`` heads (1, or all that share keys) stay together."""
     group = heads // kv_heads
     texts = max(1, batch // count)
     step = max(unit, heads // max(1, count * texts // batch))
@@ -108,14 +108,11 @@ def divide(batch: int, heads: int, kv_heads: int, count: int, unit: int) -> list
 
 @dataclass(frozen=True)
 class Tiling:
-    """How one problem is cut.
-
-    A *segment* is a tile outside of which its queries see nothing.
-    """
+    """Segments of one problem. A *segment* is a tile outside of which its queries see no key."""
 
     geometry: Geometry
     reach: tuple[int, int] | None
-    """Smallest and largest distance that the prior lets a query see; None if all."""
+    """Smallest and largest distance that the prior lets a query see; None for all distances."""
     segments: list[Tile]
     masked: bool
     """Whether a segment holds keys that documents, padding or ``attn_mask`` hide from some of its queries."""
@@ -138,13 +135,13 @@ class Tiling:
         return cls(geometry, reach, _coarse(whole, first.amin(0).tolist(), last.amax(0).tolist()), True)
 
     def of_texts(self, batches: slice) -> Tiling:
-        """Restrict it to some of the texts."""
+        """Restrict the tiling to some rows of the batch."""
         within = [_overlap(segment.batches, batches) for segment in self.segments]
         segments = [s._replace(batches=b) for s, b in zip(self.segments, within, strict=True) if b.start < b.stop]
         return replace(self, segments=segments)
 
     def keys_of(self, segment: Tile, start: int, stop: int) -> tuple[int, int]:
-        """Range of the segment's keys that any of the queries ``start..stop`` can see."""
+        """Return the range of the segment's keys that any of the queries ``start..stop`` can see."""
         first, last = segment.first, segment.last
         offset = self.geometry.offset
         if offset is not None:
@@ -156,10 +153,10 @@ class Tiling:
         return (first, last) if first < last else (segment.first, segment.first)
 
     def row_blocks(self, rows: int, diagonal_rows: int, keys: int | None) -> Iterator[RowBlock]:
-        """All queries, in blocks of ``rows``; tiles of at most ``keys`` keys.
+        """Yield all queries in blocks of ``rows``, with tiles of at most ``keys`` keys.
 
-        Under a causal mask large tiles hold what all queries of a block see, and small ones of
-        ``diagonal_rows`` queries, beside the diagonal, the rest: few keys are computed that nobody sees.
+        Under a causal mask, large tiles hold the keys that all queries of a block see. Small tiles of ``diagonal_rows``
+        queries, next to the diagonal, hold the other keys. So few hidden keys are computed.
         """
         if self.reach is not None and self.reach[1] - self.reach[0] < 2 * rows:
             rows = min(rows, diagonal_rows)  # a window that moves past its keys within one block
@@ -184,11 +181,11 @@ class Tiling:
                 yield RowBlock(Tile(segment.batches, start, stop, first, last), own, others)
 
     def blocks(self, rows: int) -> Iterator[Tile]:
-        """All queries, in tiles of at most so many, with all keys that any of them can see; maybe none."""
+        """Yield all queries in tiles of at most ``rows`` queries, with all keys (maybe 0) that any of them can see."""
         for segment in self.segments:
             start = segment.start
             while start < segment.stop:
-                # A multiple of the size: pruning knows blocks of queries that begin there.
+                # Stop at a multiple of `rows`, where the blocks of pruning begin.
                 stop = min((start // rows + 1) * rows, segment.stop)
                 first, last = self.keys_of(segment, start, stop)
                 yield segment._replace(start=start, stop=stop, first=first, last=last)
@@ -200,13 +197,16 @@ def _overlap(one: slice, other: slice) -> slice:
 
 
 def ranges_of(first: int, last: int, size: int | None) -> list[tuple[int, int]]:
-    """``first..last``, in ranges of at most ``size``."""
+    """Split ``first..last`` into ranges of at most ``size``; None for one range."""
     step = max(1, last - first) if size is None else size
     return [(start, min(start + step, last)) for start in range(first, last, step)]
 
 
 def _runs(geometry: Geometry) -> tuple[Tensor, Tensor, bool]:
-    """First and one-past-last key that documents and padding leave each query, ``(B, Lq)``; whether all between too."""
+    """Return the first and one-past-last key that documents and padding leave each query, ``(B, Lq)``.
+
+    The third result says whether every query sees all keys between the two.
+    """
     shape = (geometry.batch, geometry.num_queries)
     if geometry.key_documents is not None:
         first, last = geometry.document_range
@@ -218,7 +218,7 @@ def _runs(geometry: Geometry) -> tuple[Tensor, Tensor, bool]:
         return first, last, True
     slots = torch.arange(geometry.num_keys, device=geometry.device).expand_as(padding)
     number = geometry.num_keys
-    # The next key at or after each slot that is no padding, and one past the last one before it.
+    # For each slot, the next key that is not padding, and one past the last such key before the slot.
     following = torch.nn.functional.pad(slots.masked_fill(padding, number), (0, 1), value=number)
     following = following.flip(-1).cummin(-1).values.flip(-1)
     before = torch.nn.functional.pad((slots + 1).masked_fill(padding, 0), (1, 0)).cummax(-1).values
@@ -231,7 +231,7 @@ def _runs(geometry: Geometry) -> tuple[Tensor, Tensor, bool]:
 
 
 def _segments(first: Tensor, last: Tensor) -> list[Tile]:
-    """Queries with the same run of keys, run by run: once for the whole batch if its texts are alike."""
+    """Return one segment for each run of queries with equal keys, for the whole batch if its rows are alike."""
     batch, length = first.shape
     alike = bool((first == first[:1]).all() & (last == last[:1]).all())
     segments = []
@@ -246,7 +246,7 @@ def _segments(first: Tensor, last: Tensor) -> list[Tile]:
 
 
 def _coarse(whole: Tile, first: list[int], last: list[int]) -> list[Tile]:
-    """Pieces of the queries, with all keys that any of them may see."""
+    """Return pieces of the queries, with all keys that any query of the piece may see."""
     pieces = []
     for start in range(0, whole.stop, 2 * SHORTEST_SEGMENT):
         stop = min(start + 2 * SHORTEST_SEGMENT, whole.stop)
