@@ -277,7 +277,7 @@ def make_geometry(
 
 
 def check_modules(prior: object, logit_scale: object) -> None:
-    """Check that ``prior`` and ``logit_scale`` are modules or None. (Models and recipes accept configs instead.)
+    """Check that ``prior`` and ``logit_scale`` are modules or None. Only models and recipes accept configs.
 
     Raises:
         ValueError: an argument is a name, a config, a class, or another object.

@@ -140,7 +140,7 @@ def worst(found: dict[str, float]) -> str:
 
 
 def in_a_line(error: Exception) -> str:
-    """Return the error's type and message in one line. (The message may be a page of source.)"""
+    """Return the error's type and message in one line, shortened. A message may be a page of source."""
     return shorten(f"{type(error).__name__}: {error}", 200)
 
 

@@ -127,7 +127,7 @@ class BlockProblem:
 
     @cached_property
     def hidden(self) -> Tensor | None:
-        """Mask of the table, ``(1, N + overhang)``: ``-inf`` at distances that no query sees, else 0; None for zeros."""
+        """Mask of the table, ``(1, N + overhang)``: ``-inf`` at distances that no query sees, or 0; None if all 0."""
         distances, seen = self.distances, self.inside
         if self.geometry.causal and distances.listed is not None:
             past = distances.listed >= 0

@@ -49,7 +49,7 @@ def backward(
     Args:
         content: queries, keys and values.
         problem: prior and masks.
-        tile: the forward pass's tile.
+        tile: as for :func:`forward`.
         saved: output and log-sum-exp.
         grads: gradients of ``saved``.
         wanted: whether to compute gradients of table, key bias, row scale and network.
