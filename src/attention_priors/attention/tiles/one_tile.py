@@ -47,7 +47,7 @@ def backward(
     """Compute the gradients of all inputs.
 
     Args:
-        content: queries, keys and values.
+        content: queries, keys, values.
         problem: prior and masks.
         tile: as for :func:`forward`.
         saved: output and log-sum-exp.
