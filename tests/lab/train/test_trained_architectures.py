@@ -66,7 +66,9 @@ def test_a_table_of_positions_that_is_too_short_is_an_error(make_recipe, finishe
         data={"shards": str(finished / "data")},
         tokenizer=None,
     )
-    with pytest.raises(ValueError, match=r"GPT2LMHeadModel has a table of 20 positions and cannot read rows of 24 tokens"):
+    with pytest.raises(
+        ValueError, match=r"GPT2LMHeadModel has a table of 20 positions and cannot read rows of 24 tokens"
+    ):
         run_recipe(recipe, tmp_path / "run")
 
 
