@@ -207,6 +207,7 @@ class _Backward:
             # With pruning, each head keeps different keys.
             for heads in [slice(head, head + 1) for head in apart] or [part.heads]:
                 self._block(block, heads)
+        # Turn the sums into (Lk, D), one matrix at a time.
         for matrix in (matrix for x in of_keys for of_text in x for matrix in of_text):
             transposed = self.scratch[0].of(*matrix.mT.shape).copy_(_with_rows_as_columns(matrix))
             matrix.copy_(transposed.mT)
@@ -270,7 +271,10 @@ class _Backward:
         return padded, padded[..., zeros:]
 
     def _add(self, tile: Tile, heads: slice, weights: Tensor, factor: Tensor, queries: _Queries, key: Tensor) -> None:
-        """Add a tile's part of every gradient. The gradient of its logits is ``weights · factor``."""
+        """Add a tile's part of every gradient. The gradient of its logits is ``weights · factor``.
+
+        The product overwrites ``factor`` if :meth:`_logits_grad` returned its memory.
+        """
         (query, out_grad, query_grad), (rows, keys) = queries, tile.shape
         number = heads.stop - heads.start
         padded, logits_grad = self._logits_grad(tile, weights)

@@ -181,8 +181,8 @@ class BlockProblem:
 
     def is_large(self, pairs: int) -> bool:
         """Return whether the device is a CPU and there are ``pairs`` query-key pairs or more, over batch and heads."""
-        found = sum(math.prod(tile.shape) * tile.number for tile in self.tiling.segments) * self.geometry.heads
-        return self.geometry.device.type == "cpu" and found >= pairs
+        number = sum(math.prod(tile.shape) * tile.number for tile in self.tiling.segments) * self.geometry.heads
+        return self.geometry.device.type == "cpu" and number >= pairs
 
     def parts(self, kv_heads: int, unit: int, most: int | None, at_once: bool) -> list[Part]:
         """Divide batch and heads into parts, which are computed one after another or at once.
