@@ -17,7 +17,7 @@ from test_half_precision import half_case, plain_attention, root_mean_square
 from triton_cases import DEVICES, compute_on, configurations, configured, place, same
 
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, RelativeBuckets, SSMax, Window, pruning_report
-from attention_priors.attention import operator
+from attention_priors.attention import operator, plan
 from attention_priors.attention.tiles import exact
 from attention_priors.attention.triton import backend
 from attention_priors.attention.triton.backend import Blocks, Configuration
@@ -175,6 +175,7 @@ def test_blocks_that_are_left_out(device: str, causal: bool) -> None:
         with (
             configured(configuration, slot),
             mock.patch.object(operator, "read_inputs", read_and_leave_out),
+            mock.patch.object(plan, "CHECKED", ()),  # the self-test's problem has other slots
         ):
             result = compute_on(device, case, cotangents)
         found = errors(result, expected, gradient_scales(masked, cotangents))
@@ -226,7 +227,7 @@ def test_rows_of_one_key_in_half_precision(device: str) -> None:
     query, key, value = (torch.randn(1, h, 70, 100).half() for h in (2, 1, 1))
     case = Case(query, key, value, prior + Window(2, 1))
     cotangents = Cotangents(torch.randn(1, 2, 70, 100).half().double(), torch.zeros(1, 2, 70).double())
-    with configured(same(Blocks(32, 32, 4, 1))._replace(table_grad=Blocks(64, 64, 4, 1))):
+    with configured(same(Blocks(64, 64, 4, 1))):
         found = compute_on(device, case, cotangents)
     for part, grad in found.grads.items():
         if "." in part:

@@ -11,8 +11,8 @@ import pytest
 from processes import run_command
 
 PROGRAM = Path(__file__).with_name("triton_compile.py")
-SHARED_MEMORY = 99 * 1024
-"""Of the devices that have the least: compute capability 8.6 and 8.9."""
+SHARED_MEMORY = {"80": 99 * 1024, "90": 227 * 1024, "100": 227 * 1024}
+"""Of the devices of a generation that have the least: in the first, compute capability 8.6 and 8.9."""
 
 
 def tools() -> Path | None:
@@ -38,8 +38,9 @@ def test_kernels_compile(capability: str, head_dim: str, kind: str) -> None:
     command = [sys.executable, str(PROGRAM), capability, head_dim, "bf16", kind]
     done = run_command(command, environment=environment)
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == (3 if kind == "positions" else 4)
+    assert len(found) == 4
     for name, usage in found.items():
-        assert usage["shared"] <= SHARED_MEMORY, f"{name}: {usage}"
-        # Up to so many bytes per thread stay in the first cache.
-        assert usage["stack"] <= 256, f"{name}: {usage}"
+        assert usage["shared"] <= SHARED_MEMORY[capability], f"{name}: {usage}"
+        assert usage["fragments"], name
+        # Up to so many bytes per thread stay in the first cache: the fastest blocks on an H200 spill 432.
+        assert usage["stack"] <= 512, f"{name}: {usage}"

@@ -26,30 +26,35 @@ from attention_priors.attention.triton import kernels as triton_kernels
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KERNELS = {
     "forward": triton_kernels.forward_kernel,
+    "rows": triton_kernels.rows_kernel,
     "query_grad": triton_kernels.query_grad_kernel,
     "key_grad": triton_kernels.key_grad_kernel,
-    "table_grad": triton_kernels.table_grad_kernel,
 }
 NUMBERS = ("QUERY", "KEY", "VALUE", "OUT", "OUT_GRAD", "QUERY_GRAD", "KEY_GRAD", "VALUE_GRAD")
 KEYS = ("KEY_HIGH", "KEY_LOW", "OWN_HIGH", "OWN_LOW", "BIAS_GRAD")
-FLOATS = ("LSE", "LSE_GRAD", "CONSTANT", "REST", "TABLE", "ROW_SCALE", "SCALE_GRAD", "PARTS", *KEYS)
+FLOATS = ("LSE", "NEAR_LSE", "LSE_GRAD", "CONSTANT", "REST", "TABLE", "ROW_SCALE", "SCALE_GRAD", *KEYS)
 DOCUMENTS = ("QUERY_DOCUMENTS", "KEY_DOCUMENTS")
-TYPES = {"fp32": FLOATS, "fp64": ("UNITS",), "i8": ("PADDING", "KEPT", "FAR"), "i64": (*DOCUMENTS, "TABLE_GRAD")}
+TYPES = {
+    "fp32": FLOATS,
+    "fp64": ("UNITS", "SHIFT", "FAR_LSE"),
+    "i8": ("PADDING", "FAR", "IS_FAR"),
+    "i64": (*DOCUMENTS, "TABLE_GRAD"),
+}
 MASKS = ("ROW_SCALE", "SCALE_GRAD", "REACH", "PADDING")
-SLOTS = ("FIRST", "LAST", "COUNTS", "SLOTS", "KEPT")
-POSITIONS = ("QUERY_POSITIONS", "KEY_POSITIONS", *DOCUMENTS, "TABLE_GRAD", "UNITS")
+SLOTS = ("FIRST", "LAST", "COUNTS", "SLOTS")
+POSITIONS = ("QUERY_POSITIONS", "KEY_POSITIONS", *DOCUMENTS)
 LEFT_OUT = {
     "plain": (*MASKS, *SLOTS, *POSITIONS, *KEYS, "FAR"),
     "keys": (*MASKS, *SLOTS, *POSITIONS, "FAR"),
     "slots": (*POSITIONS, "FAR"),
     "positions": (*SLOTS, *KEYS, "FAR"),
-    "far": ("KEY_LOW", "OWN_HIGH", "OWN_LOW", *SLOTS, *POSITIONS),
+    "far": ("IS_FAR", "KEY_LOW", "OWN_HIGH", "OWN_LOW", *SLOTS, *POSITIONS),
 }
 """Which pointers are None: all but the table; all but table and biases of keys; those to positions; those that tell
 what slots see each other; or, of what is computed in float64, those to either."""
 
 
-def variant(kernel: Any, size: backend.Blocks, head_dim: int, dtype: str, kind: str) -> ASTSource:
+def variant(kernel: Any, size: backend.Blocks, head_dim: int, dtype: str, kind: str, capability: int) -> ASTSource:
     """A kernel as it is compiled for a kind of problem."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
@@ -58,12 +63,20 @@ def variant(kernel: Any, size: backend.Blocks, head_dim: int, dtype: str, kind: 
             width = backend._padded(head_dim)
             widths = {"D": head_dim, "DV": head_dim, "BLOCK_D": width, "BLOCK_DV": width}
             blocks = {"ROWS": size.rows, "KEYS": size.keys, "SLOT": backend.SLOT}
-            scales_prior = {"SCALES_PRIOR": "ROW_SCALE" not in LEFT_OUT[kind]}
-            signature[name], constants[(index,)] = "constexpr", (widths | blocks | scales_prior)[name]
+            own = size.keys if kernel is KERNELS["key_grad"] else size.rows
+            regular = kind not in ("positions", "far") and dtype != "fp32"
+            kinds = {
+                "SCALES_PRIOR": "ROW_SCALE" not in LEFT_OUT[kind],
+                "TILED": regular and capability // 10 in backend.TILED and own >= 16 * size.warps,
+                "WARPS": size.warps,
+            }
+            signature[name], constants[(index,)] = "constexpr", (widths | blocks | kinds)[name]
         elif name in LEFT_OUT[kind]:
             signature[name], constants[(index,)] = "constexpr", None
         elif name.isupper():
             to = dtype if name in NUMBERS else next((to for to, names in TYPES.items() if name in names), "i32")
+            if name == "LSE" and kernel in (KERNELS["forward"], KERNELS["rows"]):
+                to = "fp64"
             if kind == "far":
                 to = {"TABLE": "fp64", "KEY_HIGH": "fp64", "LSE": "fp64"}.get(name, to)
             signature[name], attributes[(index,)] = f"*{to}", [["tt.divisibility", 16]]
@@ -74,7 +87,7 @@ def variant(kernel: Any, size: backend.Blocks, head_dim: int, dtype: str, kind: 
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def usage(source: ASTSource, size: backend.Blocks, capability: int) -> dict[str, int]:
+def usage(source: ASTSource, size: backend.Blocks, capability: int) -> dict[str, int | bool]:
     """Registers per thread, bytes of them spilled to the stack, and shared memory in bytes."""
     compiled = triton.compile(
         source,
@@ -88,19 +101,32 @@ def usage(source: ASTSource, size: backend.Blocks, capability: int) -> dict[str,
         shown = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True)
     found = re.search(r"REG:(\d+) STACK:(\d+)", shown.stdout + shown.stderr)
     assert found is not None, shown
-    return {"registers": int(found[1]), "stack": int(found[2]), "shared": compiled.metadata.shared}
+    return {
+        "registers": int(found[1]),
+        "stack": int(found[2]),
+        "shared": compiled.metadata.shared,
+        "fragments": fragments(compiled.asm["ttgir"], size.warps),
+    }
+
+
+def fragments(code: str, warps: int) -> bool:
+    """Whether whatever takes all numbers of a thread has the layout of ``fragments.py``."""
+    packed = re.findall(r"elementwise_inline_asm .*packed_element = (?:[2-9]|\d\d+) .*, (#\w+)> loc", code)
+    layouts = [re.search(rf"^{name} = (.*)$", code, re.MULTILINE) for name in packed]
+    right = rf"nvidia_mma<{{versionMajor = [23], .*warpsPerCTA = \[{warps}, 1\]"
+    return all(layout is not None and re.search(right, layout[1]) for layout in layouts)
 
 
 def main(capability: str, head_dim: str, dtype: str, *kinds: str) -> None:
     found = {}
     for name, kernel in KERNELS.items():
-        for kind in kinds:
+        for kind in kinds if name != "rows" else ["plain"]:
             of = torch.float32 if kind == "far" else DTYPES[dtype]
-            sizes = backend.configuration(backend._padded(int(head_dim)), of)._asdict()
-            # Without a common offset there are no diagonals.
-            if (name, kind) != ("table_grad", "positions"):
-                source = variant(kernel, sizes[name], int(head_dim), dtype, kind)
-                found[f"{name} {kind}"] = usage(source, sizes[name], int(capability))
+            configuration = backend.configuration(backend._padded(int(head_dim)), of, capability=int(capability) // 10)
+            prepared = backend.Blocks(backend.PREPARED, 0, 4, 1)
+            size = configuration._asdict().get(name, prepared)
+            source = variant(kernel, size, int(head_dim), dtype, kind, int(capability))
+            found[f"{name} {kind}"] = usage(source, size, int(capability))
     print(json.dumps(found))
 
 

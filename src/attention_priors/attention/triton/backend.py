@@ -47,6 +47,14 @@ LARGEST_SUM = 2.0**62
 LARGEST_HEAD_DIM = 256
 MOST_HEADS = 65535
 """Largest product of batch size and heads: the limit of a CUDA grid's second dimension."""
+PADDING = 2 * SLOT
+"""Number of unused entries before and after those of a table, which hidden pairs at the edges of tiles read."""
+TILED = (8, 9)
+"""Major compute capabilities whose matrix products have the layout of ``fragments.py``."""
+PREPARED = 64
+"""Number of queries per program of the kernel that prepares them."""
+BITS = 1 / math.log(2.0)
+"""Bits per nat."""
 LONGEST_TABLE = 16
 """Largest number of table entries per token with explicit positions, whose gaps fill the table with unused entries."""
 
@@ -126,37 +134,41 @@ class Blocks(NamedTuple):
 
 
 class Configuration(NamedTuple):
-    """Blocks of all kernels. Their sizes divide ``SLOT``, and ``table_grad.keys`` divides ``table_grad.rows``."""
+    """Blocks of all kernels. Their sizes divide ``SLOT``."""
 
     forward: Blocks
     query_grad: Blocks
     key_grad: Blocks
-    table_grad: Blocks
 
 
-def configuration(width: int, dtype: torch.dtype, num_queries: int = SLOT) -> Configuration:
+def configuration(width: int, dtype: torch.dtype, num_queries: int = SLOT, capability: int = 8) -> Configuration:
     """Return the blocks of all kernels.
 
     The kernels compile with few or no spilled registers, and with at most 99 KiB of shared memory, which every device
-    with bfloat16 products has. The sizes have not been tuned by timing on a device.
+    with bfloat16 products has. Those for compute capability 9 need more; they were the fastest of several on an H200.
 
     Args:
         width: Larger of the two padded head dimensions.
         dtype: Dtype of the queries, or float32 for the float64 launch.
         num_queries: Number of queries.
+        capability: Major compute capability of the device.
     """
     if dtype == torch.float32:
         blocks = Blocks(16, 16, 8, 1) if width > 128 else Blocks(32, 32, 8 if width > 64 else 4, 1)
-        return Configuration(blocks, blocks, blocks, blocks)
-    if width <= 64:
-        sizes = Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 3), Blocks(32, 128, 8, 2), Blocks(64, 64, 4, 2)
-    elif width <= 128:
-        sizes = Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(32, 128, 8, 2), Blocks(64, 32, 4, 2)
+        return Configuration(blocks, blocks, blocks)
+    if width > 128:
+        found = Configuration(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2), Blocks(32, 32, 8, 1))
+    elif capability == 9 and width > 64:
+        found = Configuration(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2))
+    elif capability == 9:
+        found = Configuration(Blocks(64, 64, 4, 3), Blocks(64, 128, 4, 3), Blocks(64, 64, 4, 2))
+    elif width > 64:
+        found = Configuration(Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(32, 128, 8, 2))
     else:
-        sizes = Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2), Blocks(32, 32, 8, 1), Blocks(64, 32, 8, 1)
+        found = Configuration(Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 3), Blocks(32, 128, 8, 2))
     if num_queries <= FEW_QUERIES:
-        return Configuration(sizes[0]._replace(rows=FEW_QUERIES, warps=4), *sizes[1:])
-    return Configuration(*sizes)
+        return found._replace(forward=found.forward._replace(rows=FEW_QUERIES, warps=4))
+    return found
 
 
 def shares(programs: int, problem: BlockProblem) -> int:
@@ -213,7 +225,13 @@ class _Launcher:
         """Return the blocks of the first launch, or of the float64 launch if ``far``."""
         width = max(self.sizes["BLOCK_D"], self.sizes["BLOCK_DV"])
         dtype = torch.float32 if far else self.content.query.dtype
-        return configuration(width, dtype, self.problem.geometry.num_queries)
+        return configuration(width, dtype, self.problem.geometry.num_queries, self.capability)
+
+    @cached_property
+    def capability(self) -> int:
+        """Major compute capability of the device; 0 for the interpreter."""
+        query = self.content.query
+        return torch.cuda.get_device_capability(query.device)[0] if query.is_cuda else 0
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -230,13 +248,13 @@ class _Launcher:
             for dim, part in enumerate(("batch", "head", "row"))
         }
         return strides | {
-            "table_head": 0 if table is None else table.shape[1],
+            "table_head": 0 if table is None else table.shape[1] + 2 * PADDING,
             "heads": geometry.heads,
             "group": geometry.heads // self.content.key.shape[1],
             "num_queries": geometry.num_queries,
             "num_keys": geometry.num_keys,
             "offset": self.offset,
-            "highest": self.problem.distances.highest,
+            "highest": self.problem.distances.highest + PADDING,
             "lowest": 0 if geometry.causal else -FAR,
             "farthest": FAR,
             "softmax_scale": self.problem.softmax_scale,
@@ -261,22 +279,28 @@ class _Launcher:
 
     @cached_property
     def bias(self) -> dict[str, Tensor | None]:
-        """Table in float32, and biases of keys and rows (``own``), each as a sum of two float32 numbers."""
-        names, table = ("KEY_HIGH", "KEY_LOW", "OWN_HIGH", "OWN_LOW"), self.problem.table
+        """Table in float32, and biases of keys and rows (``own``), each as a sum of two float32 numbers; in bits."""
+        names, key_bias = ("KEY_HIGH", "KEY_LOW", "OWN_HIGH", "OWN_LOW"), self.key_bias
         of_keys: dict[str, Tensor | None] = dict.fromkeys(names)
-        if self.problem.key_bias is not None and self.own is not None:
-            key_bias = self.problem.key_bias.detach().expand(self.problem.geometry.batch, -1, -1)
-            numbers = (*in_two(key_bias), *in_two(self.own))
+        if key_bias is not None and self.own is not None:
+            numbers = (*in_two(key_bias * BITS), *in_two(self.own * BITS))
             of_keys = {name: x.contiguous() for name, x in zip(names, numbers, strict=True)}
-        return of_keys | {"TABLE": None if table is None else table.float().contiguous()}
+        return of_keys | {"TABLE": None if self.table is None else (self.table * BITS).float()}
 
     @cached_property
     def exact_bias(self) -> dict[str, Tensor | None]:
-        """Table and key biases in float64, from which nothing is subtracted."""
-        table, key_bias = self.problem.table, self.problem.key_bias
-        of_keys = None if key_bias is None else key_bias.expand(self.problem.geometry.batch, -1, -1).contiguous()
-        rest = dict.fromkeys(("KEY_LOW", "OWN_HIGH", "OWN_LOW"))
-        return {"KEY_HIGH": of_keys, "TABLE": None if table is None else table.contiguous(), **rest}
+        """Table and key biases in float64 and in nats, from which nothing is subtracted."""
+        return {"KEY_HIGH": self.key_bias, "TABLE": self.table, **dict.fromkeys(("KEY_LOW", "OWN_HIGH", "OWN_LOW"))}
+
+    @cached_property
+    def table(self) -> Tensor | None:
+        table = self.problem.table
+        return None if table is None else pad(table.detach().double(), (PADDING, PADDING))
+
+    @cached_property
+    def key_bias(self) -> Tensor | None:
+        key_bias, batch = self.problem.key_bias, self.problem.geometry.batch
+        return None if key_bias is None else key_bias.detach().expand(batch, -1, -1).contiguous()
 
     @cached_property
     def positions(self) -> dict[str, Tensor | None]:
@@ -333,25 +357,39 @@ class _Launcher:
             return None
         return tensor.to(dtype).expand(self.problem.geometry.batch, -1).contiguous()
 
-    def run(self, kernel: Any, grid: tuple[int, ...], size: Blocks, **arguments: Any) -> None:
-        """Launch a kernel on the query's device."""
-        with torch.cuda.device_of(self.content.query):
-            kernel[grid](
-                *self.content[:3],
-                **arguments,
-                **(self.bias if arguments["FAR"] is None else self.exact_bias),
-                **self.masks,
-                **self.numbers,
-                **self.sizes,
-                ROWS=size.rows,
-                KEYS=size.keys,
-                SLOT=SLOT,
-                SCALES_PRIOR=self.problem.row_scale is not None,
-                num_warps=size.warps,
-                num_stages=size.stages,
-                # Fuse multiplication and addition, with a single rounding.
-                enable_fp_fusion=True,
-            )
+    def run(self, kernel: Any, grid: tuple[int, ...], size: Blocks, own: int, **arguments: Any) -> None:
+        """Launch a kernel on the query's device, whose programs hold ``own`` queries or keys."""
+        # Matrix products of half precision give each warp 16 rows.
+        tiled = self.capability in TILED and self.regular and arguments["FAR"] is None and own >= 16 * size.warps
+        query, key, value = self.content[:3]
+        launch(
+            kernel,
+            grid,
+            QUERY=query,
+            KEY=key,
+            VALUE=value,
+            **arguments,
+            **(self.bias if arguments["FAR"] is None else self.exact_bias),
+            **self.masks,
+            **self.numbers,
+            **self.sizes,
+            ROWS=size.rows,
+            KEYS=size.keys,
+            SLOT=SLOT,
+            SCALES_PRIOR=self.problem.row_scale is not None,
+            TILED=tiled and query.dtype != torch.float32,
+            WARPS=size.warps,
+            num_warps=size.warps,
+            num_stages=size.stages,
+            # Fuse multiplication and addition, with a single rounding.
+            enable_fp_fusion=True,
+        )
+
+
+def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+    """Launch a kernel on the device of its log-sum-exps."""
+    with torch.cuda.device_of(arguments["LSE"]):
+        kernel[grid](**arguments)
 
 
 def _padded(width: int) -> int:
@@ -390,29 +428,36 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
     query, geometry = content.query, problem.geometry
     heads, walk = geometry.batch * geometry.heads, launcher.walk(of_keys=False)
 
-    def run(size: Blocks, number: int, out: Tensor, lse: Tensor, far: Tensor | None) -> None:
+    def run(size: Blocks, number: int, out: Tensor, lse: Tensor, **arguments: Tensor | None) -> None:
         grid = (-(-geometry.num_queries // size.rows), heads, number)
-        launcher.run(forward_kernel, grid, size, OUT=out, LSE=lse, FAR=far, **walk)
+        launcher.run(forward_kernel, grid, size, size.rows, OUT=out, LSE=lse, **arguments, **walk)
 
     size = launcher.configuration(far=False).forward
     number = shares(-(-geometry.num_queries // size.rows) * heads, problem)
-    shape = (geometry.batch, geometry.heads, number, geometry.num_queries)
-    parts = torch.empty(*shape, device=query.device)
-    out = query.new_empty(*shape, content.value.shape[-1], dtype=query.dtype if number == 1 else torch.float32)
-    run(size, number, out, parts, None)
-    lse, out = (parts.squeeze(2), out.squeeze(2)) if number == 1 else _merged(parts, out)
-    out = out.to(query.dtype)
-    whole = lse.double() if launcher.shift is None else lse + launcher.shift
+    shape = (geometry.batch, geometry.heads, geometry.num_queries)
+    value_dim = content.value.shape[-1]
+    if number == 1:
+        out, lse = query.new_empty(*shape, value_dim), query.new_empty(shape, dtype=torch.float64)
+        far = query.new_empty(shape, dtype=torch.int8)
+        run(size, 1, out, lse, IS_FAR=far, FAR=None)
+    else:
+        shared = (*shape[:2], number, shape[2])
+        outs, bits = (query.new_empty(x, dtype=torch.float32) for x in ((*shared, value_dim), shared))
+        run(size, number, outs, bits, IS_FAR=None, FAR=None)
+        lse, out = _merged(bits.double() / BITS, outs)
+        out, far = out.to(query.dtype), is_far(lse).to(torch.int8)
+    if launcher.shift is not None:
+        lse = lse + launcher.shift
     if problem.table is not None or problem.key_bias is not None:
-        run(launcher.configuration(far=True).forward, 1, out, whole, is_far(lse).to(torch.int8))
-    return out, whole
+        run(launcher.configuration(far=True).forward, 1, out, lse, IS_FAR=None, FAR=far)
+    return out, lse
 
 
 def _merged(lse: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the log-sum-exps ``(B, H, S, Lq)`` and outputs ``(B, H, S, Lq, Dv)`` of all shares of keys."""
     total = lse.logsumexp(2)
     # For a row without visible keys, -inf minus -inf is NaN.
-    weights = (lse - total.unsqueeze(2)).exp().nan_to_num(nan=0.0)
+    weights = (lse - total.unsqueeze(2)).exp().nan_to_num(nan=0.0).float()
     return total, (out * weights.unsqueeze(-1)).sum(2)
 
 
@@ -432,124 +477,97 @@ def backward(
     from attention_priors.attention.triton import kernels as kernels
 
     launcher, geometry = _launcher(content, problem), problem.geometry
-    content = launcher.content
+    content, heads, number = launcher.content, geometry.batch * geometry.heads, geometry.num_queries
     out_grad, lse_grad = columns_together(grads[0].to(content.query.dtype)), grads[1].to(torch.float32).contiguous()
-    constant = torch.linalg.vecdot(saved[0].float(), out_grad.float()) - lse_grad
-    rows: dict[str, Any] = {"OUT_GRAD": out_grad, "CONSTANT": constant, "REST": torch.empty_like(constant)}
-    rows |= zip(("grad_batch", "grad_head", "grad_row"), out_grad.stride()[:3], strict=True)
-    learned = [problem.table, problem.key_bias, content.scale]
-    query_grad, key_grad, value_grad = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in content[:3])
-    table_grad, bias_grad, scale_grad = (
-        None if x is None or not want else torch.zeros_like(x, memory_format=torch.contiguous_format)
-        for x, want in zip(learned, wanted, strict=False)
+    strides = dict(zip(("grad_batch", "grad_head", "grad_row"), out_grad.stride()[:3], strict=True))
+    constant, rest, near_lse = (torch.empty_like(lse_grad) for _ in range(3))
+    far_lse, far = torch.empty_like(saved[1]), torch.empty_like(lse_grad, dtype=torch.int8)
+    largest = torch.zeros(3, dtype=torch.int32, device=out_grad.device)
+    shift = launcher.shift
+    launch(
+        kernels.rows_kernel,
+        (-(-number // PREPARED), heads),
+        OUT=saved[0].contiguous(),
+        OUT_GRAD=out_grad,
+        LSE=saved[1].contiguous(),
+        LSE_GRAD=lse_grad,
+        SHIFT=None if shift is None else shift.contiguous(),
+        CONSTANT=constant,
+        NEAR_LSE=near_lse,
+        FAR_LSE=far_lse,
+        IS_FAR=far,
+        LARGEST=largest,
+        heads=geometry.heads,
+        num_queries=number,
+        DV=launcher.sizes["DV"],
+        BLOCK_DV=launcher.sizes["BLOCK_DV"],
+        ROWS=PREPARED,
+        **strides,
     )
-    if bias_grad is not None:
+    query_grad, key_grad, value_grad = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in content[:3])
+    integers = units = bias_grad = scale_grad = None
+    if problem.table is not None and wanted[0]:
+        table_heads, entries = problem.table.shape
+        integers = far.new_zeros(table_heads, entries + 2 * PADDING, dtype=torch.int64)
+        units = LARGEST_SUM / _largest_sum(launcher, largest)
+    if problem.key_bias is not None and wanted[1]:
         bias_grad = lse_grad.new_empty(geometry.batch, geometry.heads, geometry.num_keys)
-    integers = units = None
-    if table_grad is not None and not launcher.regular:
-        integers = torch.zeros_like(table_grad, dtype=torch.int64)
-        units = LARGEST_SUM / _largest_sum(launcher, out_grad, lse_grad)
-    found = Gradients(query_grad, key_grad, value_grad, table_grad, bias_grad, scale_grad)
+    if content.scale is not None and wanted[2]:
+        scale_grad = torch.zeros_like(content.scale, memory_format=torch.contiguous_format)
+    rows: dict[str, Any] = {"OUT_GRAD": out_grad, "LSE_GRAD": lse_grad, "CONSTANT": constant, "REST": rest, **strides}
     queries_walk, keys_walk = (launcher.walk(of_keys) for of_keys in (False, True))
 
     def add(lse: Tensor, far: Tensor | None) -> None:
         """Add the gradients of the rows with finite ``lse``."""
         sizes = launcher.configuration(far=far is not None)
-        heads, some = geometry.batch * geometry.heads, None if far is None else far.amax().view(1)
         launcher.run(
             kernels.query_grad_kernel,
-            (-(-geometry.num_queries // sizes.query_grad.rows), heads),
+            (-(-number // sizes.query_grad.rows), heads),
             sizes.query_grad,
+            sizes.query_grad.rows,
             LSE=lse,
-            LSE_GRAD=lse_grad,
             FAR=far,
-            QUERY_GRAD=found.query,
-            SCALE_GRAD=found.row_scale,
+            QUERY_GRAD=query_grad,
+            SCALE_GRAD=scale_grad,
             **rows,
             **queries_walk,
         )
         launcher.run(
             kernels.key_grad_kernel,
-            (-(-geometry.num_keys // sizes.key_grad.keys), geometry.batch * found.key.shape[1]),
+            (-(-geometry.num_keys // sizes.key_grad.keys), geometry.batch * key_grad.shape[1]),
             sizes.key_grad,
+            sizes.key_grad.keys,
             LSE=lse,
-            FAR=some,
-            KEY_GRAD=found.key,
-            VALUE_GRAD=found.value,
-            BIAS_GRAD=found.key_bias,
+            FAR=None if far is None else largest,
+            KEY_GRAD=key_grad,
+            VALUE_GRAD=value_grad,
+            BIAS_GRAD=bias_grad,
             TABLE_GRAD=integers,
             UNITS=units,
             **rows,
             **keys_walk,
         )
-        if found.table is not None and integers is None:
-            of_rows = {**rows, "LSE": lse, "LSE_GRAD": lse_grad}
-            found.table.add_(_table_grad(launcher, sizes.table_grad, of_rows, some))
 
-    lse = saved[1] if launcher.shift is None else saved[1] - launcher.shift
-    far, nothing = is_far(lse.float()), torch.isneginf(lse)
-    if problem.table is None and problem.key_bias is None:
-        add(lse.masked_fill(nothing, math.inf).float(), None)
-        return found
-    add(lse.masked_fill(nothing | far, math.inf).float(), None)
-    add(saved[1].masked_fill(nothing | ~far, math.inf), far.to(torch.int8))
-    if integers is not None and units is not None:
-        found = found._replace(table=integers / units)
+    add(near_lse, None)
+    if problem.table is not None or problem.key_bias is not None:
+        add(far_lse, far)
+    table_grad = None
+    if integers is not None and units is not None and problem.table is not None:
+        table_grad = (integers[:, PADDING:-PADDING] / units).to(problem.table.dtype)
     if scale_grad is not None and problem.row_scale is not None and launcher.own is not None:
         # In the float64 launch, nothing was subtracted from the key biases.
-        scale_grad.add_((launcher.own * lse_grad).masked_fill(far, 0.0).to(scale_grad.dtype))
-    return found
+        scale_grad.add_((launcher.own * lse_grad).masked_fill(far != 0, 0.0).to(scale_grad.dtype))
+    return Gradients(query_grad, key_grad, value_grad, table_grad, bias_grad, scale_grad)
 
 
-def _largest_sum(launcher: _Launcher, out_grad: Tensor, lse_grad: Tensor) -> Tensor:
+def _largest_sum(launcher: _Launcher, largest: Tensor) -> Tensor:
     """Return an upper bound on all sums of the logits' gradient.
 
     The weights of a row sum to 1. Norms bound their factors.
     """
-    norms = torch.linalg.vector_norm(out_grad, dim=-1, dtype=torch.float64)
-    longest = torch.linalg.vector_norm(launcher.content.value, dim=-1, dtype=torch.float64).amax()
-    of_rows = 2 * (norms * longest + lse_grad.abs())
-    scale = launcher.problem.row_scale
-    return (of_rows if scale is None else of_rows * scale.abs()).sum((0, 2)).amax().clamp(min=1e-200)
-
-
-def _table_grad(launcher: _Launcher, size: Blocks, rows: dict[str, Any], far: Tensor | None) -> Tensor:
-    """Return the gradient of the table, shape ``(H, N)``: sums of ``dS`` along diagonals."""
-    from attention_priors.attention.triton import kernels as kernels
-
-    problem = launcher.problem
-    geometry, table = problem.geometry, problem.table
-    assert geometry.offset is not None
-    assert table is not None
-    # A strip holds the tiles with equal distance, in blocks of keys, from their first query to their first key.
-    below = (geometry.num_queries - 1) // size.rows * size.rows // size.keys
-    above = (geometry.num_keys - 1) // size.keys
-    if geometry.causal:
-        above = min(above, (geometry.offset + size.rows - 1) // size.keys)
-    strips = below + above + 1
-    if strips < 1:
-        return torch.zeros_like(table)
-    per_tile = size.rows // size.keys + 1
-    parts = rows["LSE_GRAD"].new_empty(geometry.batch * geometry.heads, strips, per_tile, size.keys)
-    launcher.run(
-        kernels.table_grad_kernel,
-        (strips, geometry.batch * geometry.heads),
-        size,
-        PARTS=parts,
-        FAR=far,
-        KEPT=None if launcher.kept is None else launcher.kept.to(torch.int8).contiguous(),
-        number=problem.distances.number,
-        strips_below=below,
-        **rows,
-        **launcher.ranges(of_keys=False),
-    )
-    parts = parts.unflatten(0, (geometry.batch, geometry.heads)).sum(0)
-    # Block b of a strip belongs b blocks lower in the total; neighbouring strips overlap.
-    reach = per_tile - 1
-    total = parts.new_zeros(geometry.heads, strips + reach, size.keys)
-    for block in range(per_tile):
-        total[:, reach - block : reach - block + strips] += parts[:, :, block]
-    # Index in the table of the first number of the total. Indices outside of the table belong to no visible pair.
-    first = problem.distances.highest - geometry.offset - (below + reach) * size.keys
-    flat = total.flatten(1)
-    return pad(flat, (first, problem.distances.number - first - flat.shape[1])).to(table.dtype)
+    value, scale, geometry = launcher.content.value, launcher.problem.row_scale, launcher.problem.geometry
+    of_out, of_lse = largest[1:].view(torch.float32).double()
+    of_value = torch.linalg.vector_norm(value, math.inf, dtype=torch.float32) * value.shape[-1] ** 0.5
+    of_row = of_out * of_value + of_lse
+    rows = geometry.batch * geometry.num_queries
+    return 2 * rows * (of_row if scale is None else of_row * scale.abs().amax()).clamp(min=1e-200)

@@ -2,7 +2,8 @@
 
 ``i`` is the slot of a query, ``j`` the slot of a key. Their distance is ``d = position of i - position of j``. Their
 log-prior is entry ``highest - d`` of the head's table. ``ROW_SCALE`` multiplies content and log-prior, or the content
-alone. Logits are in nats. Arguments that are None are compiled out.
+alone. Tables, biases of keys, logits and log-sum-exps are in bits, because the device computes powers of two; with
+``FAR``, they are in nats. Arguments that are None are compiled out.
 
 Sums are accumulated in float32. Every number is written by a single program, or is an integer to which programs add
 atomically, so results are deterministic.
@@ -37,7 +38,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from attention_priors import precision
+from attention_priors.attention.triton import fragments
+
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+NEAR: tl.constexpr = tl.constexpr(precision.NEAR)
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether Triton's interpreter runs these kernels on the CPU."""
 SIZES = ["num_queries", "num_keys", "offset", "highest", "lowest", "farthest"]
@@ -57,14 +63,28 @@ def _dot(a, b):
 
 
 @triton.jit
-def _read(table, entries, visible):
-    """Read log-priors from a table, in float32 directly into registers; return 0 without a table.
+def _read(
+    table, entries, visible,
+    TILED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WARPS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Read log-priors of a tile from a table, in float32 directly into registers; return 0 without a table.
 
     In a loop, ``tl.load`` would prefetch them into shared memory in pieces of four bytes. That takes more instructions
-    than the matrix product to which they are added, and more memory than keys and values.
+    than the matrix product to which they are added, and more memory than keys and values. ``TILED`` reads all entries
+    of a thread from a single address; ``STEP`` is the difference between the entries of neighbouring columns.
     """
     if table is None:
         return 0.0
+    elif TILED:
+        # Hidden pairs at the edges of the tile read the table's padding.
+        return tl.inline_asm_elementwise(
+            fragments.loads(ROWS, COLUMNS, WARPS, STEP),
+            fragments.load_registers(ROWS, COLUMNS, WARPS),
+            [(table + entries).to(tl.int64)],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=fragments.number_of(ROWS, COLUMNS, WARPS),
+        )
     else:
         if visible is not None:
             # A hidden pair may have no entry in the table.
@@ -172,9 +192,40 @@ def _biased(products, bias, queries, keys, visible, row_scale, softmax_scale, SC
 
 
 @triton.jit
-def _power(nats):
-    """Return the exponential in float32."""
-    return tl.exp2((nats * LOG2_E).to(tl.float32))
+def _power(difference, FAR):
+    """Return the weight of a difference of logits, in float32."""
+    if FAR is None:
+        return tl.exp2(difference)
+    else:
+        return tl.exp2((difference * LOG2_E).to(tl.float32))
+
+
+@triton.jit
+def _add_diagonals(places, tile, units, TILED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add the sums of a tile's diagonals, in integers, to ``places``: the first is that of the tile's first number.
+
+    Each row is one place after the row above.
+    """
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    if TILED:
+        # Inside a condition, which is always true, Triton can move this around in its software pipeline.
+        if units > 0:
+            tl.inline_asm_elementwise(
+                fragments.diagonal_sums(COLUMNS),
+                fragments.sum_registers(COLUMNS),
+                [tile, (places + (row - column)).to(tl.int64), units],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=COLUMNS // 2,
+            )
+    else:
+        # Rotate row r by r places. Diagonals become columns; numbers that wrap around belong to another diagonal.
+        place = row - column + COLUMNS
+        turned = tl.gather(tile, place % COLUMNS, axis=1)
+        for block in tl.static_range((ROWS - 1) // COLUMNS + 2):
+            sums = tl.sum(tl.where(place // COLUMNS == block, turned, 0.0), 0)
+            of_block = places + (block - 1) * COLUMNS + tl.arange(0, COLUMNS)
+            tl.atomic_add(of_block, (sums.to(tl.float64) * units).to(tl.int64), sem="relaxed")
 
 
 class Walk(NamedTuple):
@@ -223,7 +274,9 @@ def _walk(
         if not MASK_ALL:
             inner_from = tl.maximum(tl.cdiv(tl.maximum(last_slot + offset - farthest, 0), BLOCK) * BLOCK, begin)
             inner_to = tl.maximum(tl.minimum(first_slot + offset - lowest + 1, number), 0) // BLOCK * BLOCK
-            inner_steps = tl.maximum(inner_to - inner_from, 0) // BLOCK
+            # Slots after the last one are hidden.
+            whole = (first_slot + OWN <= num_own).to(tl.int32)
+            inner_steps = tl.maximum(inner_to - inner_from, 0) // BLOCK * whole
             before = (inner_from - begin) // BLOCK
         return Walk(begin, before, inner_steps * some, (steps - inner_steps) * some)
 
@@ -239,28 +292,37 @@ def _start(step, walk, SLOTS, MASKED: tl.constexpr, SLOT: tl.constexpr, BLOCK: t
         return walk.begin + (step + tl.where(step < walk.before, 0, walk.inner_steps)) * BLOCK
 
 
+@triton.jit
+def _is_far(lse):
+    """Return which rows are NaN or beyond ``NEAR``, except rows that see no key."""
+    return ((tl.abs(lse).to(tl.float32) <= NEAR) | (lse == float("-inf"))) == 0
+
+
 # ---- forward
 
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    QUERY, KEY, VALUE, OUT, LSE, TABLE, KEY_HIGH, KEY_LOW, OWN_HIGH, OWN_LOW, ROW_SCALE, REACH, FIRST, LAST,
+    QUERY, KEY, VALUE, OUT, LSE, IS_FAR, TABLE, KEY_HIGH, KEY_LOW, OWN_HIGH, OWN_LOW, ROW_SCALE, REACH, FIRST, LAST,
     QUERY_POSITIONS, KEY_POSITIONS, QUERY_DOCUMENTS, KEY_DOCUMENTS, PADDING, COUNTS, SLOTS, FAR,
     query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
     table_head,
     heads, group, num_queries, num_keys, offset, highest, lowest, farthest, softmax_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SLOT: tl.constexpr, SCALES_PRIOR: tl.constexpr,
+    TILED: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Compute output and log-sum-exp of a block of queries over one of ``S`` shares of its keys.
 
-    Their shapes are ``(B, H, S, Lq, Dv)`` and ``(B, H, S, Lq)``.
+    Their shapes are ``(B, H, S, Lq, Dv)`` and ``(B, H, S, Lq)``. For a single share, the log-sum-exp is stored in
+    float64 and in nats, and ``IS_FAR`` becomes the rows for the launch in float64.
     """
     # Start with the last queries, which see the most keys under a causal mask.
     first_slot = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     both = tl.program_id(1).to(tl.int64)
     lowest, farthest = _reach(lowest, farthest, REACH)
+    unit = softmax_scale * LOG2_E if FAR is None else softmax_scale
     MASK_ALL: tl.constexpr = not (FIRST is None and QUERY_POSITIONS is None and PADDING is None and SLOTS is None)
     table = None if TABLE is None else TABLE + head.to(tl.int64) * table_head
     keys = KEY + batch * key_batch + (head // group).to(tl.int64) * key_head
@@ -301,14 +363,14 @@ def forward_kernel(
                 padded = _load(PADDING, batch * num_keys + column[None, :])
                 visible = _visible(j[None, :], num_keys, d, lowest, farthest, first, last, own, their, padded)
             k = _load_rows(keys, column, key_row, D, BLOCK_D)
-            bias = _read(table, highest - d, visible)
+            bias = _read(table, highest - d, visible, TILED, ROWS, KEYS, WARPS, 1)
             products = _dot(q, tl.trans(k))
-            logits, _ = _biased(products, bias, own, their, visible, row_scale, softmax_scale, SCALES_PRIOR)
+            logits, _ = _biased(products, bias, own, their, visible, row_scale, unit, SCALES_PRIOR)
             new_top = tl.maximum(top, tl.max(logits, 1))
             # For a row without a visible key so far, -inf minus -inf would be nan.
             base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
-            weights = _power(logits - base[:, None])
-            fade = _power(top - base)
+            weights = _power(logits - base[:, None], FAR)
+            fade = _power(top - base, FAR)
             total = total * fade + tl.sum(weights, 1)
             v = _load_rows(values, column, value_row, DV, BLOCK_DV)
             out = out * fade[:, None] + _dot(weights.to(v.dtype), v)
@@ -316,13 +378,52 @@ def forward_kernel(
 
     blind = total == 0.0
     out = out / tl.where(blind, 1.0, total)[:, None]
-    lse = tl.where(blind, float("-inf"), top + tl.log(tl.where(blind, 1.0, total)))
+    bits = tl.log2(tl.where(blind, 1.0, total))
+    lse = tl.where(blind, float("-inf"), top + (bits if FAR is None else bits * LN_2))
     both = both * shares + share
+    if IS_FAR is not None:
+        lse = lse.to(tl.float64) * LN_2
+        tl.store(IS_FAR + both * num_queries + i, _is_far(lse).to(tl.int8), mask=here)
     tl.store(LSE + both * num_queries + i, lse, mask=here)
     _store_rows(OUT + both * num_queries * DV, i, here, out, False, DV, BLOCK_DV)
 
 
 # ---- backward
+
+
+@triton.jit(do_not_specialize=["num_queries"])
+def rows_kernel(
+    OUT, OUT_GRAD, LSE, LSE_GRAD, SHIFT, CONSTANT, NEAR_LSE, FAR_LSE, IS_FAR, LARGEST,
+    grad_batch, grad_head, grad_row, heads, num_queries,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Prepare the rows for the kernels below, for both launches.
+
+    ``LSE`` is in float64 and in nats; ``SHIFT`` is the part of it that the first launch subtracts. ``CONSTANT`` becomes
+    an estimate of ``Σ P dP - dlse``. ``NEAR_LSE`` and ``FAR_LSE`` become the log-sum-exps for the two launches, which
+    are infinite for all other rows, and ``IS_FAR`` the rows of the second launch. ``LARGEST`` becomes three maxima, as
+    integers or the bits of float32: of ``IS_FAR``, of the norms of ``dO``, and of ``|dlse|``.
+    """
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here, row = i < num_queries, tl.minimum(i, num_queries - 1)
+    first = tl.program_id(1).to(tl.int64) * num_queries
+    out = _load_rows(OUT + first * DV, row, DV, DV, BLOCK_DV).to(tl.float32)
+    out_grads = OUT_GRAD + batch * grad_batch + head.to(tl.int64) * grad_head
+    out_grad = _load_rows(out_grads, row, grad_row, DV, BLOCK_DV).to(tl.float32)
+    lse_grad, lse = tl.load(LSE_GRAD + first + row), tl.load(LSE + first + row)
+    own = lse if SHIFT is None else lse - tl.load(SHIFT + first + row)
+    far = _is_far(own)
+    near_lse = tl.where(far | (own == float("-inf")), float("inf"), own * LOG2_E)
+    tl.store(CONSTANT + first + i, tl.sum(out * out_grad, 1) - lse_grad, mask=here)
+    tl.store(NEAR_LSE + first + i, near_lse.to(tl.float32), mask=here)
+    tl.store(FAR_LSE + first + i, tl.where(far, lse, float("inf")), mask=here)
+    tl.store(IS_FAR + first + i, far.to(tl.int8), mask=here)
+    tl.atomic_max(LARGEST, tl.max(far.to(tl.int32), 0), sem="relaxed")
+    # The bits of positive numbers have the same order as the numbers.
+    norm = tl.abs(tl.sqrt(tl.max(tl.sum(out_grad * out_grad, 1), 0)))
+    tl.atomic_max(LARGEST + 1, norm.to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_max(LARGEST + 2, tl.max(tl.abs(lse_grad), 0).to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -335,6 +436,7 @@ def query_grad_kernel(
     heads, group, num_queries, num_keys, offset, highest, lowest, farthest, softmax_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SLOT: tl.constexpr, SCALES_PRIOR: tl.constexpr,
+    TILED: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a block of queries and of its row scales, and the row constants of the other kernels.
 
@@ -348,6 +450,7 @@ def query_grad_kernel(
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     both = tl.program_id(1).to(tl.int64)
     lowest, farthest = _reach(lowest, farthest, REACH)
+    unit = softmax_scale * LOG2_E if FAR is None else softmax_scale
     MASK_ALL: tl.constexpr = not (FIRST is None and QUERY_POSITIONS is None and PADDING is None and SLOTS is None)
     table = None if TABLE is None else TABLE + head.to(tl.int64) * table_head
     keys = KEY + batch * key_batch + (head // group).to(tl.int64) * key_head
@@ -390,10 +493,10 @@ def query_grad_kernel(
                 visible = _visible(j[None, :], num_keys, d, lowest, farthest, first, last, own, their, padded)
             k = _load_rows(keys, column, key_row, D, BLOCK_D)
             v = _load_rows(values, column, value_row, DV, BLOCK_DV)
-            bias = _read(table, highest - d, visible)
+            bias = _read(table, highest - d, visible, TILED, ROWS, KEYS, WARPS, 1)
             products = _dot(q, tl.trans(k))
-            logits, scaled = _biased(products, bias, own, their, visible, row_scale, softmax_scale, SCALES_PRIOR)
-            weights = _power(logits - lse[:, None])
+            logits, scaled = _biased(products, bias, own, their, visible, row_scale, unit, SCALES_PRIOR)
+            weights = _power(logits - lse[:, None], FAR)
             logits_grad = weights * (_dot(o, tl.trans(v)) - constant[:, None])
             mass += tl.sum(weights, 1)
             found += tl.sum(logits_grad, 1)
@@ -410,6 +513,7 @@ def query_grad_kernel(
     tl.store(REST + both * num_queries + i, tl.where(blind, 0.0, -tl.log2(tl.where(blind, 1.0, mass))), mask=here)
     if SCALE_GRAD is not None:
         scale_grad = scale_grad * inverse - lack * (mean * inverse)
+        scale_grad = scale_grad * LN_2 if FAR is None else scale_grad
         tl.store(SCALE_GRAD + both * num_queries + i, scale_grad, mask=here)
     query_grad = query_grad * (inverse * softmax_scale)[:, None]
     if row_scale is not None:
@@ -419,26 +523,28 @@ def query_grad_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def key_grad_kernel(
-    QUERY, KEY, VALUE, OUT_GRAD, LSE, CONSTANT, REST, KEY_GRAD, VALUE_GRAD, BIAS_GRAD, TABLE_GRAD, UNITS, TABLE,
-    KEY_HIGH, KEY_LOW, OWN_HIGH, OWN_LOW, ROW_SCALE, REACH, FIRST, LAST, QUERY_POSITIONS, KEY_POSITIONS,
+    QUERY, KEY, VALUE, OUT_GRAD, LSE, LSE_GRAD, CONSTANT, REST, KEY_GRAD, VALUE_GRAD, BIAS_GRAD, TABLE_GRAD, UNITS,
+    TABLE, KEY_HIGH, KEY_LOW, OWN_HIGH, OWN_LOW, ROW_SCALE, REACH, FIRST, LAST, QUERY_POSITIONS, KEY_POSITIONS,
     QUERY_DOCUMENTS, KEY_DOCUMENTS, PADDING, COUNTS, SLOTS, FAR,
     query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
     grad_batch, grad_head, grad_row, table_head,
     heads, group, num_queries, num_keys, offset, highest, lowest, farthest, softmax_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SLOT: tl.constexpr, SCALES_PRIOR: tl.constexpr,
+    TILED: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a block of keys and values, over all query heads that share them.
 
-    If slots do not determine positions, the kernel also adds to the gradient of the table. The sums are integers,
-    in units of ``1 / UNITS``, so that they do not depend on the order of programs. ``FAR`` is a single number here:
-    whether any row needs float64.
+    The kernel also adds to the gradient of the table: sums of ``dS`` along diagonals or, if slots do not determine
+    positions, each ``dS`` for itself. The sums are integers, in units of ``1 / UNITS``, so that they do not depend on
+    the order of programs. ``FAR`` is a single number here: whether any row needs float64.
     """
     # The first keys, which the most queries see under a causal mask, start first without reordering.
     first_slot = tl.program_id(0) * KEYS
     kv_heads = heads // group
     batch, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
     lowest, farthest = _reach(lowest, farthest, REACH)
+    unit = softmax_scale * LOG2_E if FAR is None else softmax_scale
     MASK_ALL: tl.constexpr = not (FIRST is None and QUERY_POSITIONS is None and PADDING is None and SLOTS is None)
 
     j = first_slot + tl.arange(0, KEYS)
@@ -470,13 +576,14 @@ def key_grad_kernel(
         )  # fmt: skip
         for MASKED in tl.static_range(1 if MASK_ALL else 0, 2):
             for step in range(walk.masked_steps if MASKED else walk.inner_steps):
-                i = _start(step, walk, SLOTS, MASKED, SLOT, ROWS) + tl.arange(0, ROWS)
+                start = _start(step, walk, SLOTS, MASKED, SLOT, ROWS)
+                i = start + tl.arange(0, ROWS)
                 row = tl.minimum(i, num_queries - 1)
                 row_scale = _load(ROW_SCALE, both * num_queries + row[None, :])
                 q = _load_rows(queries, row, query_row, D, BLOCK_D)
                 o = _load_rows(out_grads, row, grad_row, DV, BLOCK_DV)
-                lse = tl.load(LSE + both * num_queries + row)
                 rest = tl.load(REST + both * num_queries + row)
+                lse = tl.load(LSE + both * num_queries + row) - (rest if FAR is None else rest * LN_2)
                 constant = tl.load(CONSTANT + both * num_queries + row)
                 products = _dot(k, tl.trans(q))
                 their = _side(
@@ -486,10 +593,17 @@ def key_grad_kernel(
                 visible = None
                 if MASKED:
                     visible = _visible(i[None, :], num_queries, d, lowest, farthest, first, last, their, own, padded)
-                bias = _read(table, highest - d, visible)
-                logits, _ = _biased(products, bias, their, own, visible, row_scale, softmax_scale, SCALES_PRIOR)
-                weights = tl.exp2(((logits - lse[None, :]) * LOG2_E).to(tl.float32) + rest[None, :])
-                logits_grad = weights * (_dot(v, tl.trans(o)) - constant[None, :])
+                    visible = visible & here[:, None]
+                bias = _read(table, highest - d, visible, TILED, KEYS, ROWS, WARPS, -1)
+                logits, _ = _biased(products, bias, their, own, visible, row_scale, unit, SCALES_PRIOR)
+                weights = _power(logits - lse[None, :], FAR)
+                logits_grad = _dot(v, tl.trans(o)) - constant[None, :]
+                if TABLE_GRAD is not None:
+                    # If a weight is 1, this difference is rounding noise, which may be multiplied by 1e30, the
+                    # derivative of a log-prior at a distance that only this pair has. The exact value is dlse.
+                    lse_grad = tl.load(LSE_GRAD + both * num_queries + row)
+                    logits_grad = tl.where(weights < 1.0, logits_grad, lse_grad[None, :])
+                logits_grad *= weights
                 value_grad += _dot(weights.to(o.dtype), o)
                 scaled_grad = logits_grad if row_scale is None else logits_grad * row_scale
                 key_grad += _dot(scaled_grad.to(q.dtype), q)
@@ -497,9 +611,13 @@ def key_grad_kernel(
                 if BIAS_GRAD is not None:
                     bias_grad += tl.sum(prior_grad, 1)
                 if TABLE_GRAD is not None:
-                    places = TABLE_GRAD + head.to(tl.int64) * table_head + (highest - d)
-                    units = (prior_grad.to(tl.float64) * tl.load(UNITS)).to(tl.int64)
-                    tl.atomic_add(places, units, mask=visible & here[:, None], sem="relaxed")
+                    places = TABLE_GRAD + head.to(tl.int64) * table_head + highest
+                    if QUERY_POSITIONS is None:
+                        places += first_slot - offset - start
+                        _add_diagonals(places, prior_grad, tl.load(UNITS), TILED, KEYS, ROWS)
+                    else:
+                        units = (prior_grad.to(tl.float64) * tl.load(UNITS)).to(tl.int64)
+                        tl.atomic_add(places - d, units, mask=visible, sem="relaxed")
         if BIAS_GRAD is not None:
             places = BIAS_GRAD + both * num_keys + j
             if FAR is not None:
@@ -511,91 +629,3 @@ def key_grad_kernel(
     ADD: tl.constexpr = FAR is not None
     _store_rows(KEY_GRAD + both * num_keys * D, j, here, key_grad, ADD, D, BLOCK_D)
     _store_rows(VALUE_GRAD + both * num_keys * DV, j, here, value_grad, ADD, DV, BLOCK_DV)
-
-
-@triton.jit(do_not_specialize=[*SIZES, "number", "strips_below"])
-def table_grad_kernel(
-    QUERY, KEY, VALUE, OUT_GRAD, LSE, LSE_GRAD, CONSTANT, REST, PARTS, TABLE, KEY_HIGH, KEY_LOW, OWN_HIGH, OWN_LOW,
-    ROW_SCALE, REACH, FIRST, LAST, PADDING, KEPT, FAR,
-    query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
-    grad_batch, grad_head, grad_row, table_head,
-    heads, group, num_queries, num_keys, number, strips_below, offset, highest, lowest, farthest, softmax_scale,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SLOT: tl.constexpr, SCALES_PRIOR: tl.constexpr,
-):  # fmt: skip
-    """Sum ``dS`` along the diagonals of a strip of tiles, into ``PARTS (B · H, strips, ROWS / KEYS + 1, KEYS)``.
-
-    The tiles of a strip have equal distance between first query and first key, so corresponding entries have equal
-    distances and log-priors. The log-priors are read once. The ``dS`` of the tiles are added in registers, and the
-    diagonals are summed once at the end.
-    """
-    shift = (tl.program_id(0) - strips_below) * KEYS  # first key less first query
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    both = tl.program_id(1).to(tl.int64)
-    lowest, farthest = _reach(lowest, farthest, REACH)
-    queries = QUERY + batch * query_batch + head.to(tl.int64) * query_head
-    out_grads = OUT_GRAD + batch * grad_batch + head.to(tl.int64) * grad_head
-    keys = KEY + batch * key_batch + (head // group).to(tl.int64) * key_head
-    values = VALUE + batch * value_batch + (head // group).to(tl.int64) * value_head
-
-    local_i, local_j = tl.arange(0, ROWS), tl.arange(0, KEYS)
-    d = offset - shift + local_i[:, None] - local_j[None, :]
-    # Tiles at the edges hold pairs beyond the sequence, whose distances may be outside of the table.
-    entry = highest - d
-    in_table = (entry >= 0) & (entry < number)
-    bias = tl.load(TABLE + head.to(tl.int64) * table_head + entry, mask=in_table, other=0.0)
-
-    # Tiles whose first query is in [begin, end) hold at least one key. All sizes are multiples of KEYS, so no tile
-    # begins before the first key.
-    begin = (tl.maximum(1 - KEYS - shift, 0) + ROWS - 1) // ROWS * ROWS
-    end = tl.minimum(num_queries, num_keys - shift)
-    if (offset - shift + ROWS - 1 < lowest) | (offset - shift - KEYS + 1 > farthest):
-        end = begin
-    if FAR is not None:
-        end = tl.where(tl.load(FAR) != 0, end, begin)
-    grad = tl.zeros((ROWS, KEYS), tl.float32)
-    for first_slot in range(begin, end, ROWS):
-        i = first_slot + local_i
-        j = first_slot + shift + local_j
-        row, column = tl.minimum(i, num_queries - 1), tl.minimum(j, num_keys - 1)
-        first = _load(FIRST, batch * num_queries + row[:, None])
-        last = _load(LAST, batch * num_queries + row[:, None])
-        work = True
-        if FIRST is not None:
-            work = (tl.min(first) < first_slot + shift + KEYS) & (tl.max(last) > first_slot + shift)
-        if KEPT is not None:
-            place = (both * tl.cdiv(num_queries, SLOT) + first_slot // SLOT) * tl.cdiv(num_keys, SLOT)
-            kept = tl.load(KEPT + place + (first_slot + shift) // SLOT) != 0
-            work = kept if FIRST is None else work & kept
-        if work:
-            padded = _load(PADDING, batch * num_keys + column[None, :])
-            q = _load_rows(queries, row, query_row, D, BLOCK_D)
-            o = _load_rows(out_grads, row, grad_row, DV, BLOCK_DV)
-            k = _load_rows(keys, column, key_row, D, BLOCK_D)
-            v = _load_rows(values, column, value_row, DV, BLOCK_DV)
-            products = _dot(q, tl.trans(k))
-            own = _side(row[:, None], 0, None, None, OWN_HIGH, OWN_LOW, batch, both, num_queries)
-            their = _side(column[None, :], 0, None, None, KEY_HIGH, KEY_LOW, batch, both, num_keys)
-            row_scale = _load(ROW_SCALE, both * num_queries + row[:, None])
-            visible = _visible(j[None, :], num_keys, d, lowest, farthest, first, last, own, their, padded)
-            visible = visible & (i[:, None] < num_queries)
-            logits, _ = _biased(products, bias, own, their, visible, row_scale, softmax_scale, SCALES_PRIOR)
-            lse = tl.load(LSE + both * num_queries + row)
-            rest = tl.load(REST + both * num_queries + row)
-            constant = tl.load(CONSTANT + both * num_queries + row)
-            lse_grad = tl.load(LSE_GRAD + both * num_queries + row)
-            weights = tl.exp2(((logits - lse[:, None]) * LOG2_E).to(tl.float32) + rest[:, None])
-            # If a weight is 1, `dP - c` is rounding noise, which may be multiplied by 1e30, the derivative of a
-            # log-prior at a distance that only this pair has. The exact value is dlse.
-            logits_grad = tl.where(weights < 1.0, _dot(o, tl.trans(v)) - constant[:, None], lse_grad[:, None])
-            logits_grad *= weights
-            if SCALES_PRIOR:
-                logits_grad *= row_scale
-            grad += logits_grad
-
-    # Rotate row i by i places. Diagonals become columns; entries that wrap around belong one block of columns lower.
-    turned = tl.gather(grad, (local_i[:, None] + local_j[None, :]) % KEYS, axis=1)
-    lower = local_i[:, None] // KEYS + (local_i[:, None] % KEYS + local_j[None, :]) // KEYS
-    parts = PARTS + (both * tl.num_programs(0) + tl.program_id(0)) * (ROWS + KEYS)
-    for block in tl.static_range(ROWS // KEYS + 1):
-        tl.store(parts + block * KEYS + local_j, tl.sum(tl.where(lower == block, turned, 0.0), 0))
