@@ -1,6 +1,7 @@
 """What all tests share: drawn examples that are the same every time, one Chromium a file, and Triton's interpreter."""
 
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,9 @@ settings.load_profile("ci")
 # triton, hence here: all tests of one process share that import.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+else:
+    # Imported before any test sets that variable.
+    importlib.import_module("attention_priors.attention.triton.kernels")
 
 
 # What is imported stays: collecting garbage among it takes a third of a second each time, as at the end of a training.

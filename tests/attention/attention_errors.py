@@ -42,8 +42,8 @@ class Cotangents:
         generator = torch.Generator().manual_seed(0)
         size = 1 + lse.detach().double().clamp(min=-1e38).abs().masked_fill(torch.isneginf(lse), 0.0)
         normal = torch.randn(lse.shape, generator=generator, dtype=torch.float64)
-        normal = (normal / size).masked_fill(torch.isneginf(lse), 0.0)
-        return cls(torch.randn(out.shape, generator=generator, dtype=torch.float64), normal)
+        normal = (normal.to(lse.device) / size).masked_fill(torch.isneginf(lse), 0.0)
+        return cls(torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device), normal)
 
 
 def compute(case: Case, backend: str, cotangents: Cotangents | None = None) -> Result:

@@ -104,7 +104,7 @@ def test_a_captured_graph_looks_at_no_number(name: str, device: str, monkeypatch
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", DEVICES[:1])  # a CUDA device that stops is lost to the process
 def test_a_captured_graph_stops_at_positions_it_was_not_made_for(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, places = torch.randn(1, 2, LENGTH, 16, device=device), PLACES.to(device)
     for module in (geometry, operator, tiles_backend, triton_backend):

@@ -37,7 +37,7 @@ def test_a_benchmark_writes_results_tables_and_figures(no_memory, drawn):
     [
         (
             ["--ways", "attend-alibi,flesh"],
-            "ways: unknown way 'flesh'; known are plain, attend-alibi, attend-alibi-pruned",
+            "ways: unknown way 'flesh'; known are plain, cuda-flash, cuda-cudnn, attend-alibi",
         ),
         (
             ["--passes", "sideways"],

@@ -105,7 +105,15 @@ def _attention(
     grouped, width = query.shape[1] != key.shape[1], value.shape[-1]
     if query.device.type != "cpu":
         query, key, value = (pad(x, (0, max(0, LEAST_WIDTH - x.shape[-1]))) for x in (query, key, value))
-    options = {"score_mod": score_mod, "block_mask": block_mask, "scale": softmax_scale, "enable_gqa": grouped}
+    # For several queries, but fewer than 128, PyTorch's kernel of decoding may find no block size (seen with 2.11).
+    several = query.device.type != "cpu" and query.shape[2] > 1
+    options = {
+        "score_mod": score_mod,
+        "block_mask": block_mask,
+        "scale": softmax_scale,
+        "enable_gqa": grouped,
+        "kernel_options": {"FORCE_USE_FLEX_ATTENTION": True} if several else None,
+    }
     if not need_lse:
         out = flex_attention(query, key, value, **options)
         assert isinstance(out, Tensor)
