@@ -189,6 +189,12 @@ def peak(way: Way, case: Case, threads: int) -> int:
     Raises:
         CannotRunError: The way cannot run the case, or its process was killed for lack of memory.
     """
+    if case.device.startswith("cuda"):
+        try:
+            return _peak_here(way.name, case)
+        # Any error of a contender is recorded as its result.
+        except Exception as error:
+            raise CannotRunError(in_short(error)) from error
     # The fork server has imported PyTorch and done no other work. Each measurement runs in a fork of the server.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *PRELOADED])

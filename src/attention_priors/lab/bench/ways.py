@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention_priors.attention import KeyBounds, SSMax, attend
@@ -74,6 +75,18 @@ def _plain(case: Case, inputs: Inputs, place: Place = _line) -> Prepared:
     causal = positions is None and case.passing != "decode"
     run = partial(scaled_dot_product_attention, *inputs, is_causal=causal)
     return prepared(case, inputs, run, positions=positions, causal=positions is None)
+
+
+def _by(backend: SDPBackend, case: Case, inputs: Inputs) -> Prepared:
+    if not case.device.startswith("cuda"):
+        raise CannotRunError("runs on CUDA alone")
+    plain = _plain(case, inputs)
+
+    def run() -> Tensor:
+        with sdpa_kernel(backend):
+            return plain.run()
+
+    return plain._replace(run=run)
 
 
 # ---- this library
@@ -218,6 +231,8 @@ def _dense(
 
 _PREPARE: dict[str, Callable[[Case, Inputs], Prepared]] = {
     "plain": _plain,
+    "cuda-flash": partial(_by, SDPBackend.FLASH_ATTENTION),
+    "cuda-cudnn": partial(_by, SDPBackend.CUDNN_ATTENTION),
     "attend-alibi": _attend(Laplace),
     "attend-alibi-pruned": _attend(Laplace, tolerance=TOLERANCE),
     "attend-local-pruned": _attend(_local, tolerance=TOLERANCE),
@@ -255,5 +270,5 @@ WAYS: dict[str, Way] = {
 }
 """All contenders, in the order of tables; ``ways.yaml`` describes them."""
 
-LINE_WAYS = tuple(name for name in WAYS if not name.startswith("grid-"))
-"""Names of the contenders on sequences, which run at any length."""
+LINE_WAYS = tuple(name for name in WAYS if not name.startswith(("grid-", "cuda-")))
+"""Names of the contenders on sequences, which run at any length and on any device."""
