@@ -87,8 +87,8 @@ def variant(kernel: Any, size: backend.Blocks, head_dim: int, dtype: str, kind: 
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def usage(source: ASTSource, size: backend.Blocks, capability: int) -> dict[str, int | bool]:
-    """Registers per thread, bytes of them spilled to the stack, and shared memory in bytes."""
+def usage(source: ASTSource, size: backend.Blocks, capability: int) -> dict[str, Any]:
+    """Registers per thread, bytes of them spilled to the stack, shared memory in bytes, and layouts of tiles."""
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
@@ -105,16 +105,14 @@ def usage(source: ASTSource, size: backend.Blocks, capability: int) -> dict[str,
         "registers": int(found[1]),
         "stack": int(found[2]),
         "shared": compiled.metadata.shared,
-        "fragments": fragments(compiled.asm["ttgir"], size.warps),
+        "layouts": layouts(compiled.asm["ttgir"]),
     }
 
 
-def fragments(code: str, warps: int) -> bool:
-    """Whether whatever takes all numbers of a thread has the layout of ``fragments.py``."""
-    packed = re.findall(r"elementwise_inline_asm .*packed_element = (?:[2-9]|\d\d+) .*, (#\w+)> loc", code)
-    layouts = [re.search(rf"^{name} = (.*)$", code, re.MULTILINE) for name in packed]
-    right = rf"nvidia_mma<{{versionMajor = [23], .*warpsPerCTA = \[{warps}, 1\]"
-    return all(layout is not None and re.search(right, layout[1]) for layout in layouts)
+def layouts(code: str) -> list[str]:
+    """Layouts of the tiles of which PTX takes all numbers of a thread at once."""
+    names = re.findall(r"elementwise_inline_asm .*packed_element = (?:[2-9]|\d\d+) .*, (#\w+)> loc", code)
+    return [line.split(" = ", 1)[1] for line in code.splitlines() if line.split(" = ")[0] in names]
 
 
 def main(capability: str, head_dim: str, dtype: str, *kinds: str) -> None:
