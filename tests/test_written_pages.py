@@ -9,7 +9,7 @@ import torch
 
 from attention_priors import attend
 from attention_priors.lab.inspect import effective_reach
-from attention_priors.priors import Laplace
+from attention_priors.priors import GeneralizedGaussian, Laplace
 from written_pages import ROOT, python_of, run_page
 
 
@@ -26,10 +26,12 @@ def test_the_page_of_attend_has_every_argument() -> None:
     assert set(re.findall(r"`(\w+)`", first_column)) == set(inspect.signature(attend).parameters)
 
 
-def test_the_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    names = run_page("README.md", python_of("README.md")[:1])
-    assert capsys.readouterr().out.endswith("torch.Size([8, 1, 4096])\n")
-    assert names["q"].grad.isfinite().all()
+def test_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_page("README.md")
+    assert names["out"].shape == (1, 8, 1024, 64)
+    assert sum(isinstance(module, GeneralizedGaussian) for module in names["model"].modules()) == 3
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 600
 
 
 def test_slopes_reach_as_far_as_they_did_and_not_as_large_a_part(capsys: pytest.CaptureFixture[str]) -> None:
