@@ -10,7 +10,7 @@ import torch
 from attention_priors import attend
 from attention_priors.lab.inspect import effective_reach
 from attention_priors.priors import GeneralizedGaussian, Laplace
-from written_pages import ROOT, python_of, run_page
+from written_pages import ROOT, run_page
 
 
 @pytest.mark.parametrize("name", ["attention", "copy-mixture", "evaluate", "inspect", "layers", "pruning"])
