@@ -132,7 +132,7 @@ RANGES = {
     "slope": (-0.5, 0.5),
     "weight": (-0.5, 0.5),
 }
-"""Where parameters are drawn from; those that are not named here are normal."""
+"""Ranges of drawn parameters; all other parameters are normal."""
 
 
 @torch.no_grad()
@@ -221,7 +221,7 @@ class Case:
         return {name: getattr(self, name) for name in names}
 
     def to(self, dtype: torch.dtype) -> Case:
-        """The same numbers in another dtype."""
+        """Return the case with its numbers in another dtype."""
         mask = self.attn_mask
         if mask is not None and mask.is_floating_point():
             mask = mask.to(dtype)
@@ -235,7 +235,7 @@ class Case:
         )
 
     def leaves(self) -> dict[str, Tensor]:
-        """What gradients are taken with respect to."""
+        """Return the tensors that receive gradients, by name."""
         leaves = {name: getattr(self, name) for name in self.given()}
         for owner, module in (("prior", self.prior), ("logit_scale", self.logit_scale)):
             if module is not None:
@@ -254,7 +254,7 @@ class Case:
             )
 
     def backends(self, need_lse: bool = True) -> list[str]:
-        """Those that can compute it."""
+        """Return the backends that can compute the case."""
         problem = make_problem(self.query, self.key, self.value, self.prior, **self.options())
         names: tuple[Backend, ...] = "auto", "toeplitz", "blockwise", "lanes"
         return [name for name in names if name == "auto" or why_not(problem, name, need_lse=need_lse) is None]

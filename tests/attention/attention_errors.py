@@ -27,7 +27,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Cotangents:
-    """What the gradients of output and log-sum-exp are."""
+    """Gradients of output and log-sum-exp."""
 
     out: Tensor
     lse: Tensor

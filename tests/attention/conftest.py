@@ -1,4 +1,4 @@
-"""What several tests of attention need."""
+"""Fixtures for several tests of attention."""
 
 from collections.abc import Iterator
 from unittest import mock

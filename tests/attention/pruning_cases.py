@@ -43,7 +43,7 @@ def small_blocks(size: int, worth_pruning: float = math.inf) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Observed:
-    """What pruning did in one call of ``attend``."""
+    """Effect of pruning in one call of ``attend``."""
 
     out: Tensor
     lse: Tensor

@@ -54,7 +54,7 @@ class Case:
     documents: str = "none"
     padding: str = "none"
     shift: int = 0
-    """What is added to the positions."""
+    """Offset added to the positions."""
     dtype: torch.dtype = torch.float32
     tolerance: float = 0.0
     gate: float | None = None
@@ -142,7 +142,7 @@ CASES = {
     "pruned": Case(lambda: Laplace(HEADS, slopes=[2.0, 1.0, 0.5, 0.1]), length=700, batch=1, tolerance=1e-4),
 }
 DOUBLE = ("no prior", "ggd", "alibi, padding and far apart", "spectral and key sink", "ssmax, documents and padding")
-"""Those that are also solved in float64."""
+"""Cases that are also solved in float64."""
 
 
 @dataclass(frozen=True)

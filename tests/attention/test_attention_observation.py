@@ -1,4 +1,4 @@
-"""Who is told what attention is asked."""
+"""Observers of calls of attention."""
 
 from __future__ import annotations
 

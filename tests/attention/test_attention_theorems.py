@@ -1,4 +1,4 @@
-"""What the papers prove about attention with a prior, checked on what the library computes."""
+"""Theorems of the papers about attention with a prior, checked on the library's results."""
 
 import math
 from itertools import product

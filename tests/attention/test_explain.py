@@ -1,4 +1,4 @@
-"""What decides how a call is computed, in words."""
+"""Which backend computes a call, and why."""
 
 from typing import Any
 

@@ -17,7 +17,7 @@ HEADS = 4
 
 
 class Attention(nn.Module):
-    """What a user would export."""
+    """Module as a user would export it."""
 
     def __init__(self, prior: Prior, backend: Backend = "auto") -> None:
         super().__init__()

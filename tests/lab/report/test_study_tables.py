@@ -334,9 +334,7 @@ def test_masses_are_of_the_head_that_gives_most():
     assert found[5].interval == "[0, 100]"  # cut
     assert "logit scale" not in shown.caption
     rows.of("prior_mass")[0]["scaled"] = True
-    assert (
-        "multiplied by the logit scale where attention does so, gives to the first" in table(rows, "prior_mass").caption
-    )
+    assert "multiplied by the logit scale as in attention: on the first key" in table(rows, "prior_mass").caption
 
 
 HALVES: dict[str, list[list[int]]] = {
@@ -401,7 +399,7 @@ def test_how_models_were_made(rows):
     made = ["NoPE", "nope()", "0, 1", "160", "500", "1048576", "32", Cell("2.500", "[2.500, 2.500]"), "2.0"]
     assert shown.lines[0] == made
     assert shown.lines[1][-2:] == [Cell("–"), "–"]
-    assert "How the models of 'Five schemes & a needle' were made" in shown.caption
+    assert "Training of the models of 'Five schemes & a needle'" in shown.caption
     assert "torch 2.9.0. Machine: cores 2, threads per run 1." in shown.caption
     assert "0.1 hours, last collected 2026-11-20" in shown.caption
     runs = table(rows, "runs")
