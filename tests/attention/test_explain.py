@@ -38,6 +38,18 @@ def test_where_each_term_goes() -> None:
     assert "spectral: columns of queries and keys" in explain(QUERY, KEY, VALUE, Spectral(4))
 
 
+def test_pruning() -> None:
+    prior = Laplace(4)
+    long = (torch.randn(1, 4, 600, 8) for _ in range(3))
+    assert "tolerance: blocks of keys that together weigh less than 0.01 are pruned" in explain(
+        *long, prior, tolerance=0.01
+    )
+    assert "tolerance: no key is pruned" in explain(QUERY, KEY, VALUE, prior, tolerance=0.01)
+    mask = torch.zeros(300, 300, dtype=torch.bool)
+    assert "tolerance: no key is pruned" in explain(QUERY, KEY, VALUE, prior, tolerance=0.01, attn_mask=mask)
+    assert "tolerance" not in explain(QUERY, KEY, VALUE, prior)
+
+
 def test_what_is_done_about_large_numbers() -> None:
     near = explain(QUERY, KEY, VALUE, Laplace(4))
     assert "float64" not in near

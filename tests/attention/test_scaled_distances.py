@@ -154,7 +154,7 @@ def test_engines_that_do_not_compute_it_say_so() -> None:
     for backend, message in refused.items():
         with pytest.raises(ValueError, match=rf"backend='{backend}' cannot compute this: .*({message})"):
             attend(query, key, value, prior, backend=backend)
-    with pytest.raises(ValueError, match="FlexAttention does not compute the network of 'fire'"):
+    with pytest.raises(ValueError, match="FlexAttention does not support the network of 'fire'"):
         flex_score_mod(prior, 20, 20)
     told = explain(query, key, value, prior + Laplace(HEADS))
     assert "fire: a ReLU network of one number per distance, scaled by each query" in told

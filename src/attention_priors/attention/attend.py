@@ -75,9 +75,10 @@ def attend(
     """Compute attention with a positional prior.
 
     The logits are ``z_ij = c_i · (<q_i, k_j> · softmax_scale + K_ij)``, with the log-prior ``K`` in nats and the logit
-    scale ``c`` (1 without a logit scale). The output is ``o_i = Σ_j softmax_j(z_ij) v_j`` over the keys that query
-    ``i`` may see. Masks apply after the scaling. Gradients reach query, key, value, ``relative``, and every parameter
-    of the prior and of the logit scale.
+    scale ``c`` (1 without a logit scale; one with ``include_prior=False`` multiplies the content alone). The output is
+    ``o_i = Σ_j softmax_j(z_ij) v_j`` over the keys that query ``i`` may see. Masks apply after the scaling. Gradients
+    reach query, key, value, ``key_bias``, ``null_logit``, ``relative``, a float ``attn_mask``, and every parameter of
+    the prior and of the logit scale.
 
     Args:
         query: queries ``(B, H, Lq, D)`` in float16, bfloat16, float32 or float64.

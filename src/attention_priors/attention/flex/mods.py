@@ -304,7 +304,7 @@ class Scores:
         terms = () if prior is None else tuple(prior.terms())
         for term in terms:
             if Structure.SCALED_DISTANCE in term.structure:
-                raise ValueError(f"FlexAttention does not compute the network of {term.name!r}; use attend()")
+                raise ValueError(f"FlexAttention does not support the network of {term.name!r}; use attend()")
         queries, keys = _positions(geometry)
         highest, number = _distances(geometry)
         stationary = [term for term in terms if Structure.STATIONARY in term.structure]

@@ -77,17 +77,17 @@ def why_not(problem: Problem) -> str | None:
     if query.is_cuda and torch.cuda.get_device_properties(query.device).major < 8:
         return "it needs a CUDA device of compute capability 8.0 or newer"
     if problem.relative is not None or problem.dropout_p > 0:
-        return "it does not compute relative or dropout_p; use 'auto'"
+        return "it does not support relative or dropout_p; use 'auto'"
     if geometry.attn_mask is not None:
-        return "it does not compute attn_mask; use document_ids, key_padding_mask or a Window, or backend='toeplitz'"
+        return "it does not support attn_mask; use document_ids, key_padding_mask or a Window, or backend='toeplitz'"
     if query.dtype == torch.float64:
-        return "it does not compute float64; use 'toeplitz'"
+        return "it does not support float64; use 'toeplitz'"
     if geometry.batch * geometry.heads > MOST_HEADS:
         return f"batch times heads must be at most {MOST_HEADS}, got {geometry.batch} times {geometry.heads}"
     if any(Structure.SCALED_DISTANCE in term.structure for term in problem.terms):
-        return "it does not compute the network of a scaled distance; use 'toeplitz'"
+        return "it does not support the network of a scaled distance; use 'toeplitz'"
     if not all(term.structure & (Structure.STATIONARY | Structure.OF_KEYS) for term in problem.terms):
-        return "it does not compute lanes, which a term of the prior needs; use 'lanes' or 'toeplitz'"
+        return "it does not support lanes, which a term of the prior needs; use 'lanes' or 'toeplitz'"
     if max(widths := (query.shape[-1], problem.value.shape[-1])) > LARGEST_HEAD_DIM:
         return f"head dimensions must be at most {LARGEST_HEAD_DIM}, got {widths[0]} and {widths[1]}"
     if geometry.has_given_positions and not torch.compiler.is_compiling() and not is_captured():
