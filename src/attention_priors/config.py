@@ -29,6 +29,20 @@ def check_format(found: Any, place: str | Path) -> None:
         )
 
 
+COMMON_NAMES = {
+    "alibi": "ALiBi is the prior 'laplace'",
+    "nope": "NoPE is the prior 'uniform', or no prior (None)",
+    "bam": "BAM's prior is 'generalized_gaussian'",
+    "goat": "GOAT is a list of two priors, 'spectral' and 'key_sink'",
+    "sandwich": "Sandwich is the prior 'spectral' with init='sandwich'",
+    "t5": "T5's bias is the prior 'relative_buckets'",
+    "shaw": "Shaw's bias is the prior 'clipped_offsets', and Shaw's vectors are the encoding 'shaw'",
+    "rope": "RoPE is the encoding 'rotary'",
+    "yarn": "YaRN is the encoding 'rotary' with scaling='yarn'",
+}
+"""Answers to names of the literature that are not names of parts in configs."""
+
+
 class Described:
     """Object that can be rebuilt from its constructor arguments, which it keeps as attributes of the same names."""
 
@@ -101,7 +115,7 @@ def build(
     name = arguments.pop("name")
     if not isinstance(name, str) or name not in catalogue:
         message = f"unknown {kind} {name!r}; expected one of {', '.join(catalogue)}"
-        raise ValueError("; ".join(filter(None, [message, cure])))
+        raise ValueError("; ".join(filter(None, [message, COMMON_NAMES.get(str(name).lower(), cure)])))
     parameters = inspect.signature(catalogue[name]).parameters
     for argument in arguments:
         if argument not in parameters:

@@ -13,6 +13,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from attention_priors import __version__
 from attention_priors.attention.selftest import VARIANTS
 from attention_priors.lab.cli import app
 from attention_priors.lab.cli.terminal import errors, name_of_model
@@ -67,6 +68,14 @@ def test_help_is_there_without_the_laboratory():
     assert "imported: []" in result.stdout
     for word in ("recipe", "--output", "--only", "--processes"):
         assert word in result.stdout
+
+
+def test_version_is_that_of_the_package():
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"attention-priors {__version__}\n")
+    # pip reads the version of pyproject.toml.
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'\nversion = "{__version__}"\n' in project
 
 
 def test_a_plugin_that_cannot_be_imported_is_named(fail):

@@ -3,6 +3,8 @@ import re
 import pytest
 import torch
 
+from attention_priors.config import COMMON_NAMES
+from attention_priors.encodings.catalogue import ENCODINGS, encoding_from_config
 from attention_priors.priors import (
     CATALOGUE,
     KeySink,
@@ -51,6 +53,19 @@ def test_unknown_name_is_an_error_that_lists_the_known(config: object):
         prior_from_config(config, 2)  # pyright: ignore[reportArgumentType]
     for name in CATALOGUE:
         assert name in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["ALiBi", *COMMON_NAMES])
+def test_name_of_the_literature_is_answered_with_a_name_of_the_catalogue(name: str):
+    with pytest.raises(ValueError, match=f"unknown prior '{name}'; expected one of") as error:
+        prior_from_config(name, 2)
+    answer = str(error.value).rsplit("; ", 1)[1]
+    assert set(re.findall(r" '(\w+)'", answer)) & {*CATALOGUE, *ENCODINGS}
+
+
+def test_name_of_a_prior_is_answered_where_an_encoding_is_expected():
+    with pytest.raises(ValueError, match="unknown encoding 't5'; .*; T5's bias is the prior 'relative_buckets'"):
+        encoding_from_config("t5")
 
 
 def test_unknown_argument_is_an_error_that_lists_the_known():

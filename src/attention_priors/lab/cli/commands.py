@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer import Argument, BadParameter, Context, Exit, Option, Typer
 
+from attention_priors import __version__
 from attention_priors.lab.cli.terminal import (
     TrainingDisplay,
     errors,
@@ -35,6 +36,12 @@ Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N (default: CUDA i
 """Option ``--device`` of commands that run a model."""
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        Console().print(f"attention-priors {__version__}", highlight=False)
+        raise Exit
+
+
 @app.callback()
 def _root(
     context: Context,
@@ -42,6 +49,9 @@ def _root(
         list[str] | None,
         Option(help="Import a module that registers custom priors. Repeatable."),
     ] = None,
+    version: Annotated[
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     """Attention with positional priors: train short, test long, see what each head learned."""
     context.obj = tuple(plugin or ())
