@@ -61,11 +61,10 @@ def test_is_the_generalized_normal_density_of_its_natural_parameters(
 @given(MODERATE, MODERATE)
 def test_natural_parameters(theta_alpha: float, theta_beta: float):
     natural = ggd(theta_alpha, theta_beta, 0.7).natural_parameters()
-    assert set(natural) == {"alpha", "beta", "mu", "amplitude", "theta_alpha"}
+    assert set(natural) == {"alpha", "beta", "mu", "theta_alpha"}
     assert natural["theta_alpha"].item() == pytest.approx(theta_alpha)
     assert natural["beta"].item() == pytest.approx(theta_beta)
     assert natural["mu"].item() == pytest.approx(2 * math.sinh(0.7), rel=1e-6)
-    assert natural["amplitude"].item() == pytest.approx(math.exp(theta_alpha), rel=1e-5)
     if abs(theta_beta) > 0.1:
         assert natural["alpha"].item() == pytest.approx(math.exp(-theta_alpha / theta_beta), rel=1e-4)
 
@@ -74,17 +73,17 @@ def test_scale_is_undefined_at_shape_zero():
     for theta_alpha in (-1.0, 0.0, 1.0):
         natural = ggd(theta_alpha, 0.0).natural_parameters()
         assert math.isnan(natural["alpha"].item())
-        assert natural["amplitude"].item() == pytest.approx(math.exp(theta_alpha))
+        assert natural["theta_alpha"].item() == theta_alpha
 
 
-def test_scale_is_the_distance_that_costs_one_nat_and_amplitude_the_cost_of_one_token():
+def test_scale_is_the_distance_that_costs_one_nat_and_theta_alpha_gives_the_cost_of_one_token():
     prior = ggd(-4.5, 1.5)
     alpha = prior.natural_parameters()["alpha"].item()
     assert alpha == pytest.approx(math.exp(3.0), rel=1e-5)
     near, far = table(prior, torch.tensor([math.floor(alpha), math.ceil(alpha)])).tolist()
     assert far < -1 < near
-    amplitude = prior.natural_parameters()["amplitude"].item()
-    assert table(prior, torch.tensor([1])).item() == pytest.approx(-amplitude, rel=1e-4)
+    theta_alpha = prior.natural_parameters()["theta_alpha"].item()
+    assert table(prior, torch.tensor([1])).item() == pytest.approx(-math.exp(theta_alpha), rel=1e-4)
 
 
 def test_positive_location_moves_the_peak_to_keys_after_the_query():
@@ -258,7 +257,8 @@ def test_keep_sign_enters_the_log_prior():
     prior = GeneralizedGaussian(2, init="roles", keep_sign=True)
     with torch.no_grad():
         prior.theta_beta.copy_(torch.tensor([0.3, -0.2]))
-    expected = -prior.amplitude.double()[:, None] * (DISTANCES.abs() + EPSILON).double() ** prior.beta.double()[:, None]
+    strength = prior.theta_alpha.double().exp()[:, None]
+    expected = -strength * (DISTANCES.abs() + EPSILON).double() ** prior.beta.double()[:, None]
     torch.testing.assert_close(prior.log_prior_at(DISTANCES, torch.float64), expected, rtol=1e-6, atol=0)
 
 

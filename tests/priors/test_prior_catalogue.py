@@ -12,7 +12,15 @@ from prior_samples import HEADS, SAMPLES, every_prior, every_prior_with_paramete
 from safetensors.torch import load, save
 from torch import nn
 
-from attention_priors.priors import CATALOGUE, Prior, Structure, prior_from_config
+from attention_priors.priors import (
+    CATALOGUE,
+    ClippedOffsets,
+    GeneralizedGaussian,
+    Laplace,
+    Prior,
+    Structure,
+    prior_from_config,
+)
 
 POSITIONS = torch.arange(9)
 
@@ -74,6 +82,30 @@ def test_printed_form_states_the_arguments(name: str, arguments: dict[str, Any])
     printed = repr(make(name, arguments))
     for argument, value in arguments.items():
         assert f"{argument}={value!r}" in printed
+
+
+def test_printed_form_shows_the_present_parameters():
+    prior = GeneralizedGaussian(2, init="laplace")
+    with torch.no_grad():
+        prior.theta_beta.copy_(torch.tensor([-0.5, 0.25]))
+    assert "init='laplace'" in repr(prior)
+    assert repr(prior).endswith("; now alpha=[0.00391, 4.29e+09], beta=[-0.5, 0.25], mu=0, theta_alpha=[-2.77, -5.55])")
+    assert repr(Laplace(2) + prior).count("now alpha=") == 1  # the term prints its parameters, the sum does not
+
+
+def test_printed_form_is_short_for_many_heads_and_for_tables():
+    many = GeneralizedGaussian(64, init="spread")
+    assert "beta=[-0.5, -0.476, -0.452, -0.429, ..., 0.929, 0.952, 0.976, 1]" in repr(many)
+    assert (
+        repr(ClippedOffsets(2, max_offset=1000))
+        == "ClippedOffsets(num_heads=2, max_offset=1000, init='uniform', learn=['bias'])"
+    )
+
+
+def test_printed_form_needs_no_values():
+    with torch.device("meta"):
+        prior = GeneralizedGaussian(2)
+    assert repr(prior).endswith("keep_sign=False)")
 
 
 # ---- shapes and positions

@@ -64,7 +64,7 @@ def test_name_of_the_literature_is_answered_with_a_name_of_the_catalogue(name: s
 
 
 def test_name_of_a_prior_is_answered_where_an_encoding_is_expected():
-    with pytest.raises(ValueError, match="unknown encoding 't5'; .*; T5's bias is the prior 'relative_buckets'"):
+    with pytest.raises(ValueError, match=r"unknown encoding 't5'; .*; T5's bias is the prior 'relative_buckets'"):
         encoding_from_config("t5")
 
 

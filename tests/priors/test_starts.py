@@ -19,11 +19,11 @@ from attention_priors.priors import (
 GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "generalized_gaussian": (
         GeneralizedGaussian(2, init={"theta_alpha": 0.5, "beta": [-0.5, 1.0], "mu": [0.0, -2.0]}),
-        {"amplitude": [math.exp(0.5)] * 2, "beta": [-0.5, 1.0], "mu": [0.0, -2.0]},
+        {"theta_alpha": [0.5, 0.5], "beta": [-0.5, 1.0], "mu": [0.0, -2.0]},
     ),
     "with the sign kept": (
         GeneralizedGaussian(2, init={"beta": [-0.5, 1.0]}, keep_sign=True),
-        {"beta": [-0.5, 1.0], "amplitude": [1.0, 1.0]},
+        {"beta": [-0.5, 1.0], "theta_alpha": [0.0, 0.0]},
     ),
     "spectral": (
         Spectral(2, 3, init={"alpha": [1.0, 0.0, -1.0], "beta": [[1.0, 2.0, 3.0], [0.0, 0.0, 0.5]]}),

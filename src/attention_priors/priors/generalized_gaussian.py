@@ -34,38 +34,45 @@ MINIMUM_SHAPE = 0.05
 
 
 class GeneralizedGaussian(Prior):
-    """BAM's prior: ``K(i, j) = -e^θα · ( |(j - i) - 2 sinh θμ| + ε )^θβ``, ε = 1e-5, in nats.
+    """BAM's prior: ``K(i, j) = -e^θα · ( |(j - i) - μ| + ε )^β``, ε = 1e-5, in nats.
 
-    In BAM's terms this is a Generalized Gaussian with shape ``β = θβ``, scale ``α = e^(-θα/θβ)`` (tokens) and location
-    ``μ = 2 sinh θμ`` (tokens along ``j - i``). ``μ > 0`` moves the peak beyond a causal mask.
+    Each head has a scale, a shape and a location. A parameter θ of its own trains each of them.
+
+    - *Scale* α, ``alpha``: the distance from μ that costs one nat, in tokens. ``α = e^(-θα/β)`` is undefined (nan)
+      where ``β = 0``. The trained θα, ``theta_alpha``, is always defined: ``e^θα`` is the penalty one token from μ, in
+      nats.
+    - *Shape* β, ``beta``. The trained parameter is θβ, ``theta_beta``. Without ``keep_sign``, ``β = θβ``.
+    - *Location* μ, ``mu``: the peak, in tokens along ``j - i``. ``μ > 0`` moves the peak beyond a causal mask. The
+      trained parameter is θμ, ``theta_mu``, with ``μ = 2 sinh θμ``.
+
+    The shape decides the kind of head.
 
     - ``β = 1, μ = 0, α = 1/m`` is ALiBi, and ``β = 2`` a Gaussian.
     - ``0 < β < 1`` has a heavier tail than ALiBi.
     - ``β < 0`` is not a proper distribution. A *retrieval head* with ``β < 0`` suppresses near keys and leaves far keys
       unchanged.
-    - ``β = 0`` is the uniform prior; ``α`` is undefined (nan).
+    - ``β = 0`` is the uniform prior.
 
     Source: BAM, section 2.3, section 2.4 and Appendix C.
 
     Args:
         num_heads: number of heads, ``H``.
-        init: initial parameters, a name or numbers. θμ starts at 0 unless stated.
-            - ``uniform``: the paper's best, ``θα = θβ = 0``. The parameter θα gets no gradient until θβ has moved.
-            - ``laplace``: ALiBi. ``θβ = 1``, and ``e^θα`` are ALiBi's slopes.
-            - ``linear``: θβ from 0 to 1 over the heads, θα = 0.
-            - ``spread``: θβ from -0.5 to 1 over the heads, θα = 0. Added by this library.
-            - ``roles``: the first half of the heads retrieve (θβ = -0.5, θα = 0). The others are local (θβ = 1, slopes
+        init: initial parameters, a name or numbers. μ starts at 0 unless stated.
+            - ``uniform``: the paper's best, ``θα = β = 0``. The parameter θα gets no gradient until β has moved.
+            - ``laplace``: ALiBi. ``β = 1``, and ``e^θα`` are ALiBi's slopes.
+            - ``linear``: β from 0 to 1 over the heads, θα = 0.
+            - ``spread``: β from -0.5 to 1 over the heads, θα = 0. Added by this library.
+            - ``roles``: the first half of the heads retrieve (β = -0.5, θα = 0). The others are local (β = 1, slopes
               from 1/2 to 1/16). Added by this library.
             - ``neighbours``: the first half of the heads retrieve, as in ``roles``. The others look at the first,
-              second, third, ... token before the query (θβ = 1, θα = 0, μ = -1, -2, -3, ...). Added by this library.
-            - ``sampled``: θα, θβ ~ N(0, 1).
+              second, third, ... token before the query (β = 1, θα = 0, μ = -1, -2, -3, ...). Added by this library.
+            - ``sampled``: θα, β ~ N(0, 1).
             - A mapping such as ``{"theta_alpha": 0.0, "beta": [-0.5, 1.0], "mu": [0.0, -1.0]}``: one number for all
-              heads, or one per head. Missing parameters are 0.
-        learn: which of ``alpha``, ``beta``, ``mu`` train (θα, θβ, θμ).
-        keep_sign: whether each head keeps the sign of its initial β. The trained θ then maps to
-            ``β = ±(softplus(2θ)/2 + 0.05)``. A retrieval head stays a retrieval head, and BAM's Theorem 4 holds for it
-            throughout training. ``init`` must give every head a definite sign. A head that ``spread`` puts on ``β = 0``
-            becomes local, with ``β = 0.06``.
+              heads, or one per head. Missing parameters are 0. θα stands in for α, which β = 0 leaves undefined.
+        learn: which of ``alpha``, ``beta``, ``mu`` train, by θα, θβ, θμ.
+        keep_sign: whether each head keeps the sign of its initial β. Then ``β = ±(softplus(2 θβ)/2 + 0.05)``. A
+            retrieval head stays a retrieval head, and BAM's Theorem 4 holds for it throughout training. ``init`` must
+            give every head a definite sign. A head that ``spread`` puts on ``β = 0`` becomes local, with ``β = 0.06``.
     """
 
     name = "generalized_gaussian"
@@ -168,23 +175,17 @@ class GeneralizedGaussian(Prior):
         return torch.where(beta == 0, torch.nan, torch.exp(-self.theta_alpha / beta))
 
     @property
-    def amplitude(self) -> Tensor:
-        """Penalty at a distance of one token, ``e^θα`` in nats, ``(H,)``. It is defined for every β."""
-        return self.theta_alpha.exp()
-
-    @property
     def mu(self) -> Tensor:
         """Location μ in tokens along ``j - i``, ``(H,)``."""
         return 2 * torch.sinh(self.theta_mu)
 
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
-        """Return ``alpha`` and ``mu`` (tokens), ``beta``, ``amplitude`` (nats) and ``theta_alpha``, its logarithm."""
+        """Return ``alpha`` and ``mu`` (tokens), ``beta``, and ``theta_alpha``, which is defined where α is not."""
         return {
             "alpha": self.alpha,
             "beta": self.beta.clone(),  # without keep_sign, the parameter itself
             "mu": self.mu,
-            "amplitude": self.amplitude,
             "theta_alpha": self.theta_alpha.clone(),
         }
 

@@ -126,7 +126,7 @@ def gaussian_row(theta_alpha: float, beta: float, distances: list[int]) -> dict[
     amplitude = math.exp(theta_alpha)
     parameters = {
         "alpha": math.exp(-theta_alpha / beta) if beta else None,  # nan is written as null
-        "beta": beta, "mu": 0.0, "amplitude": amplitude, "theta_alpha": theta_alpha, "theta_beta": beta,
+        "beta": beta, "mu": 0.0, "theta_alpha": theta_alpha,
     }  # fmt: skip
     curve = [-amplitude * (distance + 1e-5) ** beta for distance in distances]
     return {"prior": "generalized_gaussian", "parameters": parameters, "distance": distances, "log_prior": curve}

@@ -333,8 +333,6 @@ def _priors_of(layers: list[nn.Module]) -> Iterator[tuple[int, Prior]]:
 def _parameters(prior: Prior) -> list[dict[str, float | None]]:
     """Return the natural parameters of each head that are single numbers."""
     values = {name: with_nulls(x.tolist()) for name, x in prior.natural_parameters().items() if x.dim() == 1}
-    if "theta_alpha" in values:
-        values["theta_beta"] = values["beta"]  # BAM's name for β
     return [{name: own[head] for name, own in values.items()} for head in range(prior.num_heads)]
 
 

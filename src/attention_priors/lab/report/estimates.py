@@ -225,10 +225,10 @@ def gaussian_heads(priors: Frame) -> Frame:
             f"{GAUSSIAN}_{place}." if place > 1 else f"{GAUSSIAN}." for place in range(1, 1 + kinds.count(GAUSSIAN))
         ]
         for lead in [""] if kinds == [GAUSSIAN] else leads:
-            amplitude, shape = (number(row.parameters.get(f"{lead}{name}")) for name in ("theta_alpha", "beta"))
+            theta_alpha, beta = (number(row.parameters.get(f"{lead}{name}")) for name in ("theta_alpha", "beta"))
             # Older results lack θα of terms.
-            if f"{lead}theta_alpha" in row.parameters and shape == shape:
-                found.append((row.scheme, row.layer, amplitude, shape))
+            if f"{lead}theta_alpha" in row.parameters and beta == beta:
+                found.append((row.scheme, row.layer, theta_alpha, beta))
     return pd.DataFrame(found, columns=["scheme", "layer", "theta_alpha", "beta"])
 
 

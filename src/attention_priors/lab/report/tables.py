@@ -25,8 +25,7 @@ _POSITIONS = 6
 """Largest number of position ranges in a table; figures show all."""
 
 _HEADINGS = {
-    "alpha": "scale α, tokens", "beta": "shape β", "mu": "location μ, tokens", "amplitude": "amplitude, nats",
-    "theta_alpha": "θα", "theta_beta": "θβ", "theta_mu": "θμ",
+    "alpha": "scale α, tokens", "beta": "shape β", "mu": "location μ, tokens", "theta_alpha": "θα",
 }  # fmt: skip
 """Headings of the parameters of a Generalized Gaussian."""
 
@@ -293,9 +292,9 @@ def heads(rows: Frame) -> Table:
         shown["role"] = [called.get(found or "", "") for found in roles]
         words += f": {listing([f'{roles.count(name)} {word}' for name, word in called.items() if name in roles])}"
     # Parameters of other priors, such as alpha, have other meanings.
-    explained = _HEADINGS if kinds == [estimates.GAUSSIAN] else {}
-    for name in dict.fromkeys(name for own in rows.parameters for name in own):
-        shown[explained.get(name, name)] = [_value(own.get(name)) for own in rows.parameters]
+    names = {name: name for own in rows.parameters for name in own}
+    for name, heading in (_HEADINGS if kinds == [estimates.GAUSSIAN] else names).items():
+        shown[heading] = [_value(own.get(name)) for own in rows.parameters]
     return Table("heads_of_scheme", words, [*shown], shown.to_numpy().tolist(), words=0)
 
 

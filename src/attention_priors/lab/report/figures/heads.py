@@ -316,7 +316,7 @@ def thetas(results: Results, compared: Sequence[Comparison] | None = None) -> Fi
         left, right = axes.get_xlim()
         missing = max(0.0, _NARROWEST - (right - left)) / 2
         axes.set_xlim(left - missing, right + missing)
-        axes.set_xlabel("θα = ln(amplitude), no unit", fontsize=9)
+        axes.set_xlabel("θα = −β ln α, no unit", fontsize=9)
         axes.set_ylabel("shape β, no unit", fontsize=9)
         entry: dict[str, Any] = {"color": GREY, "linestyle": "none"}
         entries = [Line2D([], [], marker=marker, label=f"layer {n}", **entry) for n, marker in markers.items()]

@@ -147,7 +147,7 @@ def _parameters(rows: Any) -> Iterator[str]:
     """Return the names of all parameters, without redundant ones of a Generalized Gaussian."""
     names = dict.fromkeys(name for own in rows for name in own)
     leads = [name.removesuffix("theta_alpha") for name in names if name.endswith("theta_alpha")]
-    same = {lead + other for lead in leads for other in ("alpha", "amplitude", "theta_beta")}
+    same = {lead + other for lead in leads for other in ("alpha",)}
     return (name for name in names if name not in same)
 
 
