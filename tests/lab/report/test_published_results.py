@@ -33,6 +33,9 @@ def test_every_table_follows_from_the_rows(folder: Path):
     assert shown
     for name, text in shown:
         assert text == made[name].markdown(), name
+    for table in made.values():
+        if "seeds" in table.header:  # everywhere a count
+            assert all(str(line[table.header.index("seeds")]).isdecimal() for line in table.lines), table.name
 
 
 @each_study

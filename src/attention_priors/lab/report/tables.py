@@ -364,9 +364,10 @@ def training(results: Results) -> Table:
         spent = _tenths(minutes) if math.isfinite(minutes) else ABSENT
         final = _thousandths(loss.mean) if of_images else Cell.of(loss, _thousandths)
         lines.append([name, entry["description"], seeds, *length, steps, *size, final, spent])
-    header = ["scheme", "made by", "seeds", "tokens", "steps", "parameters", "of prior\nand scale", "loss", "minutes"]
+    header = ["scheme", "made by", "seed numbers", "tokens", "steps", "parameters", "of prior\nand scale"]
+    header += ["loss", "minutes"]
     if of_images:
-        header = ["scheme", "positions", "seeds", "steps", "parameters", "of priors", "loss", "minutes a run"]
+        header = ["scheme", "positions", "seed numbers", "steps", "parameters", "of priors", "loss", "minutes a run"]
     words = wording("training_of_images" if of_images else "training", study=results.study) if lines else ""
     return Table("training", words, header, lines, words=3)
 
