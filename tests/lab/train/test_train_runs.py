@@ -33,8 +33,7 @@ def test_everything_is_written_beside_the_model(finished: Path):
     training = read_json(finished / "training.json")
     assert training["steps"] == 12
     assert training["tokens"] == 12 * 96
-    assert training["prior_parameters"] == 3 * 2 * 2
-    assert training["logit_scale_parameters"] == 2 * 2
+    assert training["prior_parameters"] == 2 * (2 * 2 + 2)  # as in results of compare: θα, β and s train, θμ does not
     assert [entry["step"] for entry in training["history"]] == list(range(1, 13))
     assert [entry["step"] for entry in training["validation"]] == [5, 10, 12]
     assert training["history"][-1]["loss"] < training["history"][0]["loss"]

@@ -18,7 +18,7 @@ from transformers.image_processing_base import ImageProcessingMixin
 
 from attention_priors._io import write_json
 from attention_priors.lab.machine import WallClock, processor, versions
-from attention_priors.lab.train import Observer, OptimizationSettings, train
+from attention_priors.lab.train import Observer, OptimizationSettings, numbers_of_parameters, train
 
 Progress = Callable[[str, int, int], None]
 """Callback with the stage, its finished work and its total work."""
@@ -120,13 +120,7 @@ def write_training(
         history: Losses, as in :class:`~attention_priors.lab.train.Trained`.
         software: Libraries that affect the results. Their versions are recorded.
     """
-    positional = (
-        parameter.numel()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and ("prior." in name or "logit_scale." in name)
-    )
-    sizes = {"parameters": model.num_parameters(), "prior_parameters": sum(positional)}
-    record = {"train_seconds": round(seconds, 1), "steps": steps, "history": history} | sizes
+    record = {"train_seconds": round(seconds, 1), "steps": steps, "history": history} | numbers_of_parameters(model)
     write_json(folder / "training.json", record | environment(software))
 
 

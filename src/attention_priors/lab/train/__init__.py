@@ -16,7 +16,7 @@ from attention_priors.lab.train.recipe import (
     load_train_recipe,
     make_model,
 )
-from attention_priors.lab.train.run import prepare_data, run_recipe
+from attention_priors.lab.train.run import numbers_of_parameters, prepare_data, run_recipe
 from attention_priors.lab.train.trainer import (
     PriorTrainer,
     SealedTrainer,
@@ -50,6 +50,7 @@ __all__ = [
     "make_model",
     "make_optimizer",
     "mean_loss",
+    "numbers_of_parameters",
     "parameter_groups",
     "prepare_data",
     "run_recipe",

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import set_seed
+from transformers import PreTrainedModel, set_seed
 
 from attention_priors._io import read_json, with_nulls, writable_folder, write_json
 from attention_priors.attention import SSMax
@@ -92,11 +91,7 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
         model = make_model(recipe.model, tokenizer)
         check_positions(model, length)
         note_length(model, length)
-        parameters = {
-            "parameters": model.num_parameters(),
-            "prior_parameters": _count(model, Prior),
-            "logit_scale_parameters": _count(model, SSMax),
-        }
+        parameters = numbers_of_parameters(model)
         clock = WallClock(output / "train_seconds.json" if is_first_process() else None)
 
         def on_step(step: int) -> None:
@@ -228,10 +223,14 @@ def _note_machine(path: Path) -> None:
         write_json(path, [*sessions, here])
 
 
-def _count(model: nn.Module, kind: type[nn.Module]) -> int:
-    """Count the parameters in modules of a class, including frozen parameters."""
-    parts = (module for module in model.modules() if isinstance(module, kind))
-    return sum(parameter.numel() for parameter in {parameter for part in parts for parameter in part.parameters()})
+def numbers_of_parameters(model: PreTrainedModel) -> dict[str, int]:
+    """Return the number of all ``parameters``, and of the trained ``prior_parameters`` of priors and logit scales."""
+    parts = (module for module in model.modules() if isinstance(module, Prior | SSMax))
+    positional = {parameter for part in parts for parameter in part.parameters() if parameter.requires_grad}
+    return {
+        "parameters": model.num_parameters(),
+        "prior_parameters": sum(parameter.numel() for parameter in positional),
+    }
 
 
 @contextmanager
