@@ -1,6 +1,7 @@
 """What attach() refuses, before it has changed anything."""
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -200,6 +201,26 @@ def test_a_mask_that_does_not_say_where_a_text_starts() -> None:
     for mask in (padded, torch.zeros(1, 1, 6, 6).masked_fill(~padded, torch.finfo(torch.float32).min)):
         with pytest.raises(ValueError, match=r"hides a row's first key from all queries"):
             absolute(ids, attention_mask=mask, position_ids=places)
+
+
+def test_a_prompt_beyond_rotary_positions_is_warned_of_before_the_layers_compute() -> None:
+    model, long = attach(tiny("llama"), "laplace"), tokens(1, 256)
+    with pytest.warns(UserWarning, match="the input has 256 positions, but the config of LlamaForCausalLM states 128"):
+        model.generate(long, max_new_tokens=1)
+    packed = torch.arange(256).remainder(128)[None]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        model(long, position_ids=packed, use_cache=False)
+        model(long[:, :128])
+        attach(detach(model), "laplace", drop_positions=True)(long)
+
+
+def test_a_prompt_beyond_learned_positions_is_refused() -> None:
+    model, long = attach(tiny("gpt2"), "laplace"), tokens(1, 256)
+    for call in (lambda: model(long), lambda: model.generate(long, max_new_tokens=1)):
+        with pytest.raises(ValueError, match=r"256 positions, but GPT2LMHeadModel has a table of 128 .*drop_positions"):
+            call()
+    assert attach(detach(model), "laplace", drop_positions=True)(long).logits.shape == (1, 256, 64)
 
 
 def test_cross_attention_gets_nothing() -> None:

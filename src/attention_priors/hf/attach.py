@@ -23,6 +23,7 @@ from attention_priors.hf.interface import ATTRIBUTE, IMPLEMENTATION, AttachedPri
 from attention_priors.models.decoder import PriorDecoderConfig
 from attention_priors.models.layer_kinds import check_layer_kinds, kind_of_layer
 from attention_priors.models.pretrained import check_can_be_loaded
+from attention_priors.precision import is_traced
 from attention_priors.priors import Prior, Structure, Sum, prior_from_config
 from attention_priors.priors.base import check_over_line
 
@@ -165,6 +166,7 @@ def attach(
         for index, module in chosen.items():
             setattr(module, ATTRIBUTE, parts[index])
             state.handles.append(module.register_forward_pre_hook(_check_in_use, with_kwargs=True))
+        state.handles.append(model.register_forward_pre_hook(_check_length, with_kwargs=True))
         configs = take_own_configs(model)
         register()
         model.set_attn_implementation(IMPLEMENTATION)
@@ -251,6 +253,47 @@ def positions_are_dropped(model: nn.Module) -> bool:
     """Return whether :func:`attach` dropped the model's own positions, so that a position table limits no length."""
     state: _State | None = getattr(model, STATE, None)
     return state is not None and state.positions_dropped
+
+
+def number_of_rotary_positions(model: nn.Module) -> int | None:
+    """Return ``max_position_embeddings`` of a model with rotary positions; None if :func:`attach` dropped them."""
+    config: Any = cast(Any, model).config.get_text_config(decoder=True)
+    if positions_are_dropped(model) or getattr(config, "rope_parameters", None) is None:
+        return None
+    return getattr(config, "max_position_embeddings", None)
+
+
+def _check_length(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check the length of an input before the layers compute.
+
+    Raise a ValueError beyond a table of learned positions. Outside of training, warn beyond the config's number of
+    rotary positions.
+    """
+    if is_traced():  # a comparison would fix the length of the program
+        return
+    found = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    tokens = next((each for each in found if isinstance(each, Tensor)), None)
+    most = getattr(cast(Any, model).config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if tokens is None or tokens.is_meta or most is None or tokens.shape[1] <= most or positions_are_dropped(model):
+        return
+    # Positions of packed sequences start anew.
+    given = kwargs.get("position_ids")
+    length = tokens.shape[1] if given is None else int(given.max()) + 1
+    if length <= most:
+        return
+    if learned_positions(model):
+        raise ValueError(
+            f"the input has {length} positions, but {type(model).__name__} has a table of {most} learned positions: "
+            "shorten the input, or drop the model's positions by attach(..., drop_positions=True)"
+        )
+    in_training = model.training and torch.is_grad_enabled()
+    if not in_training and number_of_rotary_positions(model) is not None:
+        warnings.warn(
+            f"the input has {length} positions, but the config of {type(model).__name__} states {most}: a model with "
+            "rotary positions is rarely usable beyond its training length. Shorten the input, scale the rotary "
+            "positions (rope_parameters in the config), or train with attach(..., drop_positions=True)",
+            stacklevel=2,
+        )
 
 
 def _freeze(model: PreTrainedModel, whole: bool, positions: bool, state: _State) -> None:

@@ -43,8 +43,16 @@ def test_results_tables_and_figures(run, folders, tmp_path, drawn):
         "figures/perplexity_by_position.png",
         "log.jsonl",
         "results.jsonl",
+        "summary.json",
         "table.md",
     ]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert {row["model"] for row in summary} == {str(folders["llama"])}
+    assert [row["task"] for row in summary if row["row"] != "timing"] == tasks.split(",")[:-1]
+    passkey = summary[0]
+    assert (passkey["length"], passkey["trials"], passkey["mean"], passkey["low"]) == (600, 2, 0.0, 0.0)
+    assert passkey["high"] == pytest.approx(0.66, abs=0.01)  # as in the table
+    assert [row["pass"] for row in summary if row["row"] == "timing"] == ["forward", "forward+backward"]
     table = (tmp_path / "out" / "table.md").read_text()
     assert "| passkey | 2 | 0 [0, 66] |" in table
     assert all(name.replace("_", "\\_") in table for name in tasks.split(",")[:-1])

@@ -87,6 +87,7 @@ def test_every_task(kind: str, subjects: dict[str, Subject], plan: Any, tmp_path
     for line in results(tmp_path):
         identity = identities[line["run"]]
         assert identity["task"] == line["task"]
+        assert line["model"] == subjects[kind].name
         assert {key: identity[key] for key in ("model", "tokenizer", "dtype", "begin", "end")} == subjects[
             kind
         ].identity()
@@ -284,6 +285,19 @@ def length_dependent(kind: str) -> Any:
     rotary["original_max_position_embeddings"] = 128
     config = hf.LlamaConfig(max_position_embeddings=512, rope_parameters=rotary, **common)
     return hf.LlamaForCausalLM(config).eval()
+
+
+def test_texts_beyond_rotary_positions_are_told_before_any_work(plan: Any, tmp_path: Path):
+    folder = model_folders.save(length_dependent("dynamic"), model_folders.tokenizer(), tmp_path / "short")
+    subject = Subject.load(str(folder))
+    told: list[str] = []
+    observer = Observer(on_work=lambda what, done, total: told.append(what), on_message=told.append)
+    evaluate(subject, plan("perplexity", lengths=(128,)), tmp_path / "out", observer=observer)
+    assert {*told} == {"perplexity"}
+    told.clear()
+    evaluate(subject, plan("perplexity", lengths=(200,)), tmp_path / "out", observer=observer)
+    assert told[0].startswith("Texts have up to 200 tokens, but the config of ")
+    assert told[0].endswith(" states 128 positions: rotary positions beyond them were not trained")
 
 
 def test_a_task_stops_where_nothing_is_right(subjects: dict[str, Subject], plan: Any, tmp_path: Path):

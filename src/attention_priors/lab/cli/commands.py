@@ -289,7 +289,7 @@ def evaluate(
     """
     from pydantic import ValidationError
 
-    from attention_priors._io import write_bytes
+    from attention_priors._io import with_nulls, write_bytes, write_json
     from attention_priors.lab import evaluate as evaluation
     from attention_priors.lab import report as reports
     from attention_priors.lab.strict_yaml import explain
@@ -328,6 +328,8 @@ def evaluate(
         results = reports.evaluation_results(summary, Path(model).name)
         tables = reports.evaluation_tables(results)
         write_bytes(output / "table.md", "\n".join(table.markdown() for table in tables).encode())
+        totals = [{"model": subject.name} | row for row in summary.totals()]
+        write_json(output / "summary.json", with_nulls(totals))
         reports.write_evaluation_figures(summary, results, output / "figures")
     for table in tables:
         console.print(table.terminal())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from attention_priors._io import append_json_line, writable_folder
+from attention_priors.hf.attach import number_of_rotary_positions
 from attention_priors.lab.data.genomes import is_nucleotide_tokenizer
 from attention_priors.lab.evaluate.records import Record, Records
 from attention_priors.lab.evaluate.summary import Summary, summarize
@@ -74,8 +75,14 @@ def evaluate(
     # Before any other call, because calling a tokenizer may change it.
     identity = subject.identity()
     tasks = _checked_tasks(Setting(subject, plan, chunk, batch, observer.on_message))
+    longest = max(task.tokens_read(max(plan.lengths)) for task in tasks)
+    if longest > (most := number_of_rotary_positions(subject.model) or longest):
+        observer.on_message(
+            f"Texts have up to {longest} tokens, but the config of {subject.name} states {most} positions: rotary "
+            "positions beyond them were not trained"
+        )
     with sole_writer(writable_folder(output)):
-        session = _Session(identity, plan, output, observer)
+        session = _Session(subject.name, identity, plan, output, observer)
         for task in tasks:
             session.carry_out(task)
     of_bases = subject.text_tokenizer is not None and is_nucleotide_tokenizer(subject.text_tokenizer)
@@ -111,8 +118,11 @@ class _Session:
         texts: Hash of the texts of each task (:attr:`Summary.texts`).
     """
 
-    def __init__(self, identity: dict[str, Any], plan: EvaluationPlan, output: Path, observer: Observer) -> None:
-        self.identity, self.plan, self.output, self.observer = identity, plan, output, observer
+    def __init__(
+        self, model: str, identity: dict[str, Any], plan: EvaluationPlan, output: Path, observer: Observer
+    ) -> None:
+        self.model, self.identity, self.plan = model, identity, plan
+        self.output, self.observer = output, observer
         self.records = Records(output / "results.jsonl")
         self.gathered: list[Record] = []
         self.texts: dict[str, str] = {}
@@ -142,7 +152,8 @@ class _Session:
 
                         for unit, answer in zip(group, task.ask(length, group, on_share), strict=True):
                             if unit.id not in found:
-                                line = {"run": run, "task": task.name, "length": length} | unit.key | answer
+                                line = {"run": run, "model": self.model, "task": task.name, "length": length}
+                                line |= unit.key | answer
                                 found[unit.id] = self.records.append(line)
                         log["texts"] += len(group)
                     done += cost
@@ -172,7 +183,8 @@ class _Session:
     def _stop(self, task: str, run: str, length: int, reason: str) -> None:
         there = self.records.of(run, stopped_before=length, reason=reason)
         if not there:
-            there = [self.records.append({"run": run, "task": task, "stopped_before": length, "reason": reason})]
+            line = {"run": run, "model": self.model, "task": task, "stopped_before": length, "reason": reason}
+            there = [self.records.append(line)]
         self.gathered.append(there[0])
         self.observer.on_message(f"{task}: {reason}; longer texts are skipped")
 

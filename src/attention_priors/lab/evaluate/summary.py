@@ -149,6 +149,18 @@ class Summary:
     """Whether the tokens are the bases of genomes. Records do not store this, so it is False for a summary of a file
     alone."""
 
+    def totals(self) -> Iterator[dict[str, Any]]:
+        """Yield one row for each line of the tables: scores over all depths, losses over all positions, and the rest.
+
+        Rows are those of :meth:`rows`, but ``retrieval`` has ``mean`` and its 95 % interval in place of depths.
+        """
+        for one in self.accuracies:
+            ends = _ends(one.interval, "low", "high")
+            yield _row("retrieval", one, "task", "trials", "mean", "token_accuracy", "tokens_right", "stopped", **ends)
+        for row in self.rows():
+            if row["row"] != "retrieval" and row.get("position") is None:
+                yield row
+
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the results as rows of :mod:`attention_priors.lab.results`, without plan, scheme and seed."""
         for one in self.accuracies:
