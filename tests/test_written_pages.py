@@ -8,12 +8,17 @@ import pytest
 import torch
 
 from attention_priors import attend
+from attention_priors.lab.data.tokenizer import pretrained_tokenizer
 from attention_priors.lab.inspect import effective_reach
+from attention_priors.lab.tasks.needles.texts import NeedleTexts
+from attention_priors.lab.tasks.passkey import PasskeyTexts
 from attention_priors.priors import GeneralizedGaussian, Laplace
 from written_pages import ROOT, run_page
 
 
-@pytest.mark.parametrize("name", ["attention", "copy-mixture", "evaluate", "inspect", "layers", "pruning"])
+@pytest.mark.parametrize(
+    "name", ["attention", "copy-mixture", "evaluate", "inspect", "layers", "pruning", "result-rows"]
+)
 def test_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -32,6 +37,16 @@ def test_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["out"].shape == (1, 8, 1024, 64)
     assert sum(isinstance(module, GeneralizedGaussian) for module in names["model"].modules()) == 3
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 600
+
+
+def test_the_page_of_tokenizers_makes_one_that_meets_the_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page("docs/tokenizers.md")
+    tokenizer = pretrained_tokenizer("my-tokenizer")
+    length = PasskeyTexts(tokenizer).shortest_text + 40
+    sample = PasskeyTexts(tokenizer, decoys=1).draw_text(length, torch.Generator().manual_seed(0))
+    assert len(sample.tokens) == length
+    NeedleTexts(tokenizer, "niah_single_1").draw_text(800, torch.Generator().manual_seed(0))
 
 
 def test_slopes_reach_as_far_as_they_did_and_not_as_large_a_part(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from attention_priors.lab.results import FIELDS, FILE, FORMAT, Results, read_rows, recipe_sha256, write_rows
+from written_pages import ROOT
 
 STUDY: dict[str, Any] = {"row": "study", "format": FORMAT, "recipe": {"training": {"context_length": 64}}}
 SCHEMES = [{"row": "scheme", "scheme": name} for name in ("b", "a")]
@@ -24,6 +26,17 @@ def test_the_same_rows_give_the_same_bytes_and_come_back(tmp_path: Path):
     with pytest.raises(ValueError, match="JSON"):
         write_rows(tmp_path / "one", [STUDY | {"wall_seconds": float("nan")}])
     assert (tmp_path / "one" / FILE).read_bytes() == first
+
+
+def test_every_field_is_described():
+    page = (ROOT / "docs/result-rows.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"## `compare`: .*?\n(.*?)\n## ", page, re.DOTALL)
+    described: dict[str, set[str]] = {}
+    kind = ""
+    for row, fields in re.findall(r"^\| (?:`(\w+)`)? ?\| ((?:`\w+`(?:, )?)+) \|", section, re.MULTILINE):
+        kind = row or kind
+        described.setdefault(kind, set()).update(re.findall(r"\w+", fields))
+    assert described == {kind: set(fields.split()) for kind, fields in FIELDS.items()}
 
 
 def test_frames_are_in_display_order_and_know_what_is_missing():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from attention_priors.lab.tasks.copying import copying_rows
 from attention_priors.lab.tasks.passkey import PasskeyRetrieval
 from attention_priors.lab.tasks.perplexity import token_losses
 from thoroughness import DEEP, every_other_deep
+from written_pages import ROOT
 
 KINDS = pytest.mark.parametrize("kind", model_folders.KINDS)
 OF_TEXT = [task for task in TASKS if task not in ("genome_completion", "copying")]
@@ -84,7 +86,10 @@ def test_every_task(kind: str, subjects: dict[str, Subject], plan: Any, tmp_path
     assert all(0 <= done <= total * (1 + 1e-9) for _, done, total in told)
     identities = {line["run"]: line["identity"] for line in lines(tmp_path) if "identity" in line}
     assert [identity["task"] for identity in identities.values()] == OF_TEXT
+    page = (ROOT / "docs/result-rows.md").read_text(encoding="utf-8")
+    (described,) = re.findall(r"## `evaluate`: `results.jsonl`\n(.*?)\n## ", page, re.DOTALL)
     for line in results(tmp_path):
+        assert line.keys() <= {*re.findall(r"`(\w+)`", described)}
         identity = identities[line["run"]]
         assert identity["task"] == line["task"]
         assert line["model"] == subjects[kind].name
