@@ -32,6 +32,9 @@ RecipeOutput = Annotated[
 ]
 """Option ``--output`` of commands that read a recipe."""
 
+recipes_app = Typer(invoke_without_command=True)
+app.add_typer(recipes_app, name="recipes")
+
 Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N (default: CUDA if available).")]
 """Option ``--device`` of commands that run a model."""
 
@@ -62,10 +65,47 @@ def _root(
             import_plugins(plugin)
 
 
+@recipes_app.callback()
+def _recipes(context: Context) -> None:
+    """List the recipes that come with the package. Commands take their names in place of paths."""
+    if context.invoked_subcommand is not None:
+        return
+    from attention_priors.lab.cli.recipes import NamedRecipe, recipe_paths
+
+    console = Console()
+    found = {name: NamedRecipe.read(path) for name, path in recipe_paths().items()}
+    for command in ("compare", "train", "bench"):
+        console.print(f"For attention-priors {command}:", highlight=False)
+        for name, recipe in found.items():
+            if recipe.command == command:
+                what = escape(recipe.description)
+                console.print(f"  [bold]{name}[/]: {what}", highlight=False, soft_wrap=True)
+
+
+@recipes_app.command("copy")
+def copy_recipe(
+    name: Annotated[str, Argument(help="Name of the recipe.")],
+    output: Annotated[Path | None, Option(help="Path of the copy (default: NAME.yaml).")] = None,
+) -> None:
+    """Copy a recipe that comes with the package, to be edited."""
+    from attention_priors._io import write_bytes
+    from attention_priors.lab.cli.recipes import recipe_path
+
+    output = output or Path(f"{name}.yaml")
+    with errors():
+        source = recipe_path(name)
+        if output.exists():
+            raise FileExistsError(f"{output} exists already; remove it, or pass another path with --output")
+        write_bytes(output, source.read_bytes())
+    written(Console(), "Recipe", output)
+
+
 @app.command()
 def compare(
     context: Context,
-    recipe: Annotated[Path, Argument(help="Recipe of the comparison.")],
+    recipe: Annotated[
+        Path, Argument(help="Path or name of the comparison's recipe; the command recipes lists the names.")
+    ],
     output: RecipeOutput = None,
     only: Annotated[
         list[str] | None,
@@ -89,13 +129,14 @@ def compare(
     # The lab is imported here because the import takes seconds, which would delay --help.
     from attention_priors.lab import report as reports
     from attention_priors.lab import study
+    from attention_priors.lab.cli.recipes import find_recipe
     from attention_priors.lab.output_folder import sole_writer
     from attention_priors.lab.results import Results
 
     output = output or Path("runs") / recipe.stem
     failed: study.RunFailedError | None = None
     with errors():
-        asked = study.load_recipe(recipe)
+        asked = study.load_recipe(find_recipe(recipe, "compare"))
         # Each run is a separate process, which imports the plugins of the recipe.
         asked = asked.model_copy(update={"plugins": tuple(dict.fromkeys((*context.obj, *asked.plugins)))})
         try:
@@ -151,7 +192,7 @@ def report(
 
 @app.command()
 def train(
-    recipe: Annotated[Path, Argument(help="Recipe: model, data, tokenizer, optimiser, schedule.")],
+    recipe: Annotated[Path, Argument(help="Path or name of a recipe; the command recipes lists the names.")],
     output: RecipeOutput = None,
 ) -> None:
     """Train a model on one device, or on many if started with torchrun or accelerate launch.
@@ -159,13 +200,14 @@ def train(
     You can interrupt the command; run it again to resume from the last checkpoint.
     """
     from attention_priors.lab import train as training
+    from attention_priors.lab.cli.recipes import find_recipe
 
     # Only the first process prints progress; every process prints its errors.
     console = Console(quiet=not training.is_first_process())
     output = output or Path("runs") / recipe.stem
     quiet_transformers()
     with errors(FloatingPointError):
-        plan = training.load_train_recipe(recipe)
+        plan = training.load_train_recipe(find_recipe(recipe, "train"))
         with TrainingDisplay(console, plan.name, plan.training.total_steps) as display:
             training.run_recipe(plan, output, display.observer())
     written(console, "Model", output / "model")
@@ -173,7 +215,7 @@ def train(
 
 @app.command()
 def prepare(
-    recipe: Annotated[Path, Argument(help="Recipe of the train command.")],
+    recipe: Annotated[Path, Argument(help="Path or name of a recipe of the train command.")],
     output: Annotated[
         Path | None,
         Option(help="Folder for the tokens (default: data in train's output folder, where train reads them)."),
@@ -185,11 +227,12 @@ def prepare(
     """
     console = Console()
     from attention_priors.lab import train as training
+    from attention_priors.lab.cli.recipes import find_recipe
     from attention_priors.lab.data import preparation
 
     folder = output or Path("runs") / recipe.stem / "data"
     with errors():
-        plan = training.load_train_recipe(recipe)
+        plan = training.load_train_recipe(find_recipe(recipe, "train"))
         with TrainingDisplay(console, plan.name, 0) as display:
             observer = display.observer()
             preparation.prepare(
@@ -410,7 +453,8 @@ def explore(
 def bench(
     context: Context,
     recipe: Annotated[
-        Path | None, Argument(help="Recipe. It replaces all options except --output and --memory-limit.")
+        Path | None,
+        Argument(help="Path or name of a recipe. It replaces all options except --output and --memory-limit."),
     ] = None,
     lengths: Annotated[
         list[str] | None, Option(help="Lengths in tokens, comma-separated; 64k is 65536 (default: 512,1024).")
@@ -449,6 +493,7 @@ def bench(
     console = Console()
     from attention_priors._io import write_bytes
     from attention_priors.lab import bench as benchmark
+    from attention_priors.lab.cli.recipes import find_recipe
 
     if ways is not None and listed(*ways) == ["list"]:
         for way in benchmark.WAYS.values():
@@ -468,7 +513,7 @@ def bench(
                 "set these values in the recipe"
             )
         else:
-            plan = benchmark.load_bench_recipe(recipe)
+            plan = benchmark.load_bench_recipe(find_recipe(recipe, "bench"))
         output = output or Path("runs") / plan.name
         results = benchmark.bench(plan, output, memory_limit=memory_limit, console=console)
         table = output / "table.md"
