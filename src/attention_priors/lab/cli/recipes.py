@@ -42,7 +42,7 @@ def recipe_path(name: str) -> Path:
     """Return the path of a recipe that comes with the package.
 
     Raises:
-        ValueError: there is no recipe of this name; the message lists the names.
+        ValueError: the name is unknown; the message lists the names.
     """
     paths = recipe_paths()
     if name not in paths:
@@ -68,6 +68,6 @@ def find_recipe(given: Path, command: str) -> Path:
         return path
     names = [name for name, path in paths.items() if NamedRecipe.read(path).command == command]
     raise FileNotFoundError(
-        f"recipe {str(given)!r} is neither a file nor the name of a recipe; expected the path of a YAML file, or one of "
-        f"{', '.join(names)}"
+        f"recipe {str(given)!r} is neither a file nor the name of a recipe; expected the path of a YAML file, or one "
+        f"of {', '.join(names)}"
     )
