@@ -27,6 +27,7 @@ from attention_priors.hf import (
     save_adapter,
 )
 from attention_priors.hf.adapter import DESCRIPTION, WEIGHTS
+from attention_priors.models.card import CARD
 from attention_priors.priors import CATALOGUE
 from processes import run_command
 
@@ -79,7 +80,7 @@ def logits(model: Any) -> Tensor:
 def test_an_adapter_comes_back(family: str, kind: str, tmp_path: Path) -> None:
     model = changed(family, kind)
     save_adapter(model, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {DESCRIPTION, WEIGHTS}
+    assert {path.name for path in tmp_path.iterdir()} == {DESCRIPTION, WEIGHTS, CARD}
     loaded = load_adapter(tiny(family), tmp_path)
     assert torch.equal(logits(loaded), logits(model))
     assert learns(loaded) == learns(model)
@@ -173,6 +174,9 @@ def test_pushed_to_the_hub(tmp_path: Path) -> None:
 
         def create_repo(self, repo_id: str, **options: Any) -> None:
             seen["repo"] = repo_id, options
+
+        def file_exists(self, repo_id: str, name: str) -> bool:
+            return False
 
         def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> str:
             assert repo_id == seen["repo"][0]

@@ -17,7 +17,7 @@ from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM,
 from processes import run_command
 
 TRUST = {"trust_remote_code": True}
-FILES = {"config.json", "generation_config.json", "model.safetensors", "modeling_prior_decoder.py"}
+FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors", "modeling_prior_decoder.py"}
 
 
 # Runs each of its arguments in a copy of itself, whose imports are transformers and not ours. "---" stands between what

@@ -22,9 +22,19 @@ from transformers.utils.hub import cached_file
 
 from attention_priors._io import read_json, write_json
 from attention_priors.config import FORMAT, check_format
-from attention_priors.hf.attach import CONFIG_KEY, Model, attach, attached_priors, check_attached_can_be_loaded, detach
+from attention_priors.hf.attach import (
+    CONFIG_KEY,
+    Model,
+    attach,
+    attached_priors,
+    check_attached_can_be_loaded,
+    detach,
+    notes_on,
+    parts_of_layers,
+)
 from attention_priors.hf.files import damage_named, folder_or_repository, read_weights, write_weights
 from attention_priors.hf.interface import ATTRIBUTE
+from attention_priors.models.card import CARD, TRAINING_KEY, name_on_hub, write_card
 
 DESCRIPTION = "prior_adapter_config.json"
 WEIGHTS = "prior_adapter.safetensors"
@@ -40,7 +50,8 @@ FOR_FILES = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 def save_adapter(model: nn.Module, folder: str | Path) -> None:
     """Save the priors attached to a model as a description (JSON) and parameters (safetensors), a few kilobytes.
 
-    The model itself is not saved; :func:`load_adapter` attaches the adapter to a model.
+    The model itself is not saved; :func:`load_adapter` attaches the adapter to a model. A model card is written too,
+    unless the folder has a card of a person.
 
     Args:
         model: a model returned by :func:`attach`, or a wrapper of it (PEFT, DDP).
@@ -71,6 +82,18 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
             "base_model_name_or_path": model.config.name_or_path or None,
             "attached": config,
         },
+    )
+    name, base = type(model).__name__, name_on_hub(model.config.name_or_path)
+    write_card(
+        folder,
+        f"Positional priors for {name}",
+        parts_of_layers(config),
+        "from attention_priors.hf import load_adapter\n"
+        f"from transformers import {name}\n\n"
+        f'model = load_adapter({name}.from_pretrained("{base or "BASE_MODEL"}"), "THIS_ADAPTER")',
+        base=base,
+        notes=notes_on(config),
+        training=getattr(model.config, TRAINING_KEY, None),
     )
     for part in attached_priors(model).values():
         part.is_saved = True
@@ -143,6 +166,8 @@ def _layers(model: PreTrainedModel) -> int | None:
 def push_adapter_to_hub(model: nn.Module, repo_id: str, *, private: bool | None = None, **options: Any) -> str:
     """Upload the priors attached to a model to the Hugging Face Hub. :func:`load_adapter` loads them by ``repo_id``.
 
+    A model card is uploaded too, unless the repository has a card of a person.
+
     Args:
         model: as for :func:`save_adapter`.
         repo_id: ``user/name``. The repository is created if missing.
@@ -157,6 +182,9 @@ def push_adapter_to_hub(model: nn.Module, repo_id: str, *, private: bool | None 
     api = HfApi(**options)
     api.create_repo(repo_id, private=private, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
+        if api.file_exists(repo_id, CARD):
+            # save_adapter replaces its own cards only.
+            api.hf_hub_download(repo_id, CARD, local_dir=folder)
         save_adapter(model, folder)
         commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Attached priors")
     return str(commit)

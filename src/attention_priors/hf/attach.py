@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,6 +22,7 @@ from attention_priors.checks import check_booleans
 from attention_priors.config import FORMAT
 from attention_priors.hf.heads import OnHeads, ScaleOnHeads, on_heads
 from attention_priors.hf.interface import ATTRIBUTE, IMPLEMENTATION, AttachedPrior, register
+from attention_priors.models.card import TRAINING_KEY, name_on_hub, write_card
 from attention_priors.models.decoder import PriorDecoderConfig
 from attention_priors.models.layer_kinds import check_layer_kinds, kind_of_layer
 from attention_priors.models.pretrained import check_can_be_loaded
@@ -176,7 +179,7 @@ def attach(
             check_attached_can_be_loaded(model)
         except ValueError as error:
             warnings.warn(str(error), stacklevel=2)
-            model.save_pretrained = partial(_save_if_loadable, model)
+        model.save_pretrained = partial(_save_attached, model)
     except BaseException:
         _take_off(model, state)
         for module, config in configs:
@@ -243,10 +246,45 @@ def check_attached_can_be_loaded(model: nn.Module) -> None:
         check_can_be_loaded(part, wrappers=(Sum, OnHeads))
 
 
-def _save_if_loadable(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-    """Replace ``save_pretrained`` of a model whose priors are not in the catalogue."""
+def _save_attached(
+    model: PreTrainedModel, save_directory: str | PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
+) -> None:
+    """Replace ``save_pretrained`` of a model with attached priors: check the priors, and write a model card."""
     check_attached_can_be_loaded(model)
-    type(model).save_pretrained(model, *args, **kwargs)
+    type(model).save_pretrained(model, save_directory, is_main_process, *args, **kwargs)
+    folder, description = Path(save_directory), getattr(model.config, CONFIG_KEY)
+    # transformers' own adapters are saved without the model's config.
+    if is_main_process and (folder / "config.json").is_file():
+        write_card(
+            folder,
+            f"{type(model).__name__} with positional priors",
+            parts_of_layers(description),
+            'from attention_priors.hf import load_attached\n\nmodel = load_attached("THIS_MODEL")',
+            base=name_on_hub(model.config.name_or_path),
+            notes=notes_on(description),
+            training=getattr(model.config, TRAINING_KEY, None),
+        )
+
+
+def parts_of_layers(description: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return the description of each layer's parts, by the index of the layer and the name of the part.
+
+    Args:
+        description: description of the attached priors, from a model's config.
+    """
+    pattern, kinds = description["layer_pattern"], description["layer_kinds"]
+    names = {"prior": "prior", "logit_scale": "logit scale", "drop_positions": "own positions dropped"}
+    layers = {index: {**description, **kind_of_layer(pattern, kinds, index)} for index in description["layers"]}
+    return {index: {name: parts[key] for key, name in names.items()} for index, parts in layers.items()}
+
+
+def notes_on(description: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return sentences for the model card about heads and shared priors."""
+    heads = description["heads"]
+    return (
+        *(() if heads is None else (f"Only the heads {', '.join(map(str, heads))} of these layers have priors.",)),
+        *(("These layers share one prior.",) if description["share_prior"] else ()),
+    )
 
 
 def positions_are_dropped(model: nn.Module) -> bool:

@@ -164,6 +164,14 @@ class PriorDecoderConfig(PriorConfig):
         """Return the config of a decoder whose layers are all of this layer's kind."""
         return self._with(kind_of_layer(self.layer_pattern, self.layer_kinds, index))
 
+    def parts_of_layers(self) -> dict[int, dict[str, Any]]:
+        """Return the description of each layer's parts, by the index of the layer and the name of the part."""
+        layers = {index: self.of_layer(index) for index in range(self.num_hidden_layers)}
+        return {
+            index: {name.replace("_", " "): getattr(layer, name) for name in LAYER_PARTS}
+            for index, layer in layers.items()
+        }
+
     @property
     def layer_types(self) -> list[str]:
         """Cache type of each layer, as named by transformers. Layers with a gate also cache the gate's running sum."""

@@ -17,6 +17,7 @@ from attention_priors.attention import ForgetGate, NullKey, SSMax, logit_scale, 
 from attention_priors.checks import check_booleans
 from attention_priors.config import FORMAT, check_can_be_built, check_format
 from attention_priors.encodings import Encoding
+from attention_priors.models.card import TRAINING_KEY, write_card
 from attention_priors.priors import CATALOGUE, Prior, Sum, prior_from_config
 from attention_priors.priors.base import unset_after_reset
 
@@ -61,14 +62,27 @@ class PriorPreTrainedModel(PreTrainedModel):
                 module.freeze_what_is_fixed()
         return loaded
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save a model as transformers does.
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        """Save a model as transformers does, and beside it a model card, unless the folder has a card of a person.
 
         Raises:
             ValueError: loading could not rebuild a prior or logit scale of the model from its name.
         """
         check_can_be_loaded(self)
-        super().save_pretrained(*args, **kwargs)
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        folder, config = Path(save_directory), self.config
+        if is_main_process and (folder / "config.json").is_file():
+            own = type(self)
+            write_card(
+                folder,
+                f"{own.__name__} with positional priors",
+                config.parts_of_layers(),
+                f'from {own.__module__} import {own.__name__}\n\nmodel = {own.__name__}.from_pretrained("THIS_MODEL")',
+                notes=("All layers share one prior.",) if config.share_prior else (),
+                training=getattr(config, TRAINING_KEY, None),
+            )
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -110,6 +124,7 @@ class PriorConfig(PreTrainedConfig):
     auto_classes: ClassVar[dict[str, str]] = {}
     """Names of the model's classes, by Auto class."""
 
+    num_hidden_layers: int = 1
     num_attention_heads: int = 1
     prior: dict[str, Any] | list[dict[str, Any]] | str | None = None
     share_prior: bool = False
@@ -122,6 +137,11 @@ class PriorConfig(PreTrainedConfig):
         self.attention_priors_format = FORMAT
         check_booleans(share_prior=self.share_prior)
         super().__post_init__(**kwargs)
+
+    def parts_of_layers(self) -> dict[int, dict[str, Any]]:
+        """Return the description of each layer's parts, by the index of the layer and the name of the part."""
+        parts = {"prior": self.prior, "logit scale": self.logit_scale, "encoding": getattr(self, "encoding", None)}
+        return dict.fromkeys(range(self.num_hidden_layers), parts)
 
     def make_prior(self) -> Prior | None:
         """Build the prior from its description."""

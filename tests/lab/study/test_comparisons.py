@@ -190,6 +190,8 @@ def test_a_finished_run_keeps_its_model_and_no_checkpoints(finished):
             "measured.json",
             "done.json",
         }
+        scheme = name.replace("_", " ")
+        assert f"- recipe: Tiny, {scheme}\n" in (folder / "model" / "README.md").read_text()
 
 
 # ---- calling it again

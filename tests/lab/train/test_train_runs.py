@@ -27,7 +27,7 @@ def _weights(output: Path) -> dict[str, torch.Tensor]:
     return load_file(output / "model" / "model.safetensors")
 
 
-def test_everything_is_written_beside_the_model(finished: Path):
+def test_everything_is_written_beside_the_model(finished: Path, tmp_path: Path):
     names = {path.name for path in finished.iterdir() if not path.name.startswith(".")}
     assert names == {"recipe.json", "identity.json", "machine.json", "data", "checkpoints", "model", "training.json"}
     training = read_json(finished / "training.json")
@@ -40,7 +40,14 @@ def test_everything_is_written_beside_the_model(finished: Path):
     (session,) = read_json(finished / "machine.json")
     assert {"torch", "transformers", "python"} <= set(session["versions"])
     assert not (finished / "model" / "training_args.bin").exists()
-    assert isinstance(load_model(finished / "model"), PriorDecoderForCausalLM)
+    model = load_model(finished / "model")
+    assert isinstance(model, PriorDecoderForCausalLM)
+    # The model keeps the facts of its training: its card has them wherever the model is saved.
+    model.save_pretrained(tmp_path)
+    for folder in (finished / "model", tmp_path):
+        card = (folder / "README.md").read_text()
+        assert "- recipe: Tiny\n- steps: 12 of 4 rows a step (96 tokens)\n- learning rate: 0.01\n" in card
+        assert "- seed: 0\n- context length: 24 tokens\n" in card
 
 
 RUNNING = [{"rows_at_a_time": 4}, {"rows_at_a_time": 1}, {"workers": 1, "activation_checkpointing": True}]

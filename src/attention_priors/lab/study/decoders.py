@@ -144,6 +144,7 @@ class DecoderStudy:
                         seed=seed,
                         progress=progress,
                         preprocessor=self.materials.saved_tokenizer,
+                        run_name=", ".join(filter(None, [self.recipe.name, plan.scheme, plan.way])),
                     )
             self._measure_losses(folder, lengths)
         progress("train", total, total)

@@ -19,8 +19,9 @@ from transformers.trainer_callback import PrinterCallback
 from attention_priors._io import remove
 from attention_priors.lab.data import collate_rows
 from attention_priors.lab.train.checkpoints import move_into_place
-from attention_priors.lab.train.recipe import OptimizationSettings, RunningSettings
+from attention_priors.lab.train.recipe import OptimizationSettings, RunningSettings, TrainingSettings
 from attention_priors.lab.train.trainer import Observer, PriorTrainer, SealedTrainer, StepReport, shard_priors
+from attention_priors.models.card import TRAINING_KEY
 
 Rows = Dataset[dict[str, Tensor]]
 
@@ -131,7 +132,8 @@ def train(
         running: Settings of processes, checkpoints and logging.
         shuffle: Whether to shuffle the rows with the seed; otherwise they are read in order.
         validation: Rows whose loss is measured during training.
-        run_name: Name in TensorBoard and Weights & Biases.
+        run_name: Name on the model card, and in TensorBoard and Weights & Biases. Without a name, the card says nothing
+            about the training.
         observer: Progress callbacks.
         trainer_class: Trainer, which defines the loss.
         collate: Function that makes a batch from rows.
@@ -189,6 +191,12 @@ def train(
             f"PyTorch sees {arguments.n_gpu} CUDA devices, for which one process would multiply the rows of a step; "
             "start one process per device (torchrun), or hide the others (CUDA_VISIBLE_DEVICES=0)"
         )
+    if run_name is not None:
+        steps = f"{settings.total_steps} of {settings.step_in_words}"
+        known = {"recipe": run_name, "steps": steps, "learning rate": settings.learning_rate, "seed": seed}
+        if isinstance(settings, TrainingSettings):
+            known["context length"] = f"{settings.context_length} tokens"
+        setattr(model.config, TRAINING_KEY, known)
     if running.fsdp is not None:
         shard_priors(model)
     trainer = trainer_class(

@@ -126,6 +126,7 @@ class ImageStudy:
             progress=progress,
             preprocessor=processor_for(config, recipe.evaluation.interpolation),
             software=SOFTWARE,
+            run_name=f"{recipe.name}, {scheme}",
             collate=Collate(settings, len(pictures.classes), seed),
             running=RunningSettings(**recipe.running.model_dump()),
             shuffle=False,  # the seed already determines the order of rows
