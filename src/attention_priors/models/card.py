@@ -31,7 +31,7 @@ def write_card(
     notes: tuple[str, ...] = (),
     training: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the card of a model into its folder, unless a person wrote or edited the card that is there.
+    """Write the card of a model into its folder. A card that a person wrote or edited stays.
 
     Args:
         folder: folder of the model or adapter.
@@ -65,7 +65,7 @@ def write_card(
 
 
 def _is_unedited(card: bytes) -> bool:
-    """Return whether :func:`write_card` wrote a card and nobody has changed it since."""
+    """Return whether a card is exactly as :func:`write_card` wrote it."""
     text, mark, end = card.rpartition(_MARK.encode())
     return bool(mark) and end.decode(errors="replace") == f"{hashlib.sha256(text).hexdigest()} -->\n"
 
